@@ -1,5 +1,6 @@
 """Prediction, evaluation and promises on 1, 2 and 4 ranks: the same numbers, to the last bit where each runs whole batches."""
 
+import copy
 import functools
 import math
 from itertools import zip_longest
@@ -173,7 +174,8 @@ def of_parts():
     drawn = on_the_mesh(ds.GaussianPerturbation(normed, samples=2))
     ds.refresh(drawn, parted(N, 16))
     refreshed = {name: tensor for name, tensor in drawn.state_dict().items() if "running" in name}
-    return found | {"scores": posterior.promises["conformal"].scores} | refreshed
+    laplace = on_the_mesh(ds.Laplace(copy.deepcopy(normed))).fit_posthoc(parted(N, 16))
+    return found | {"scores": posterior.promises["conformal"].scores} | refreshed | laplace.variance
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -176,6 +176,8 @@ class Mesh:
 
     def whole(self, loader: Any) -> Any:
         """The loader; where it gives each process a part of the data, one of all the parts, the same everywhere."""
+        if isinstance(loader, Joined):
+            return loader
         sampler = sampler_of(loader)
         if sampler is not None and sampler.num_replicas > 1:
             return Interleaved(self.data if sampler.num_replicas == self.data.size else self, loader, sampler)
