@@ -150,8 +150,8 @@ def test_ranks_find_what_one_process_finds(case):
             torch.testing.assert_close(found[name], value, rtol=close, atol=close, equal_nan=True, msg=name)
 
 
-def parted(n, batch_size, drop_last=False):
-    data = TensorDataset(*rows(n))
+def parted(n, batch_size, drop_last=False, seed=1):
+    data = TensorDataset(*rows(n, seed=seed))
     sampler = DistributedSampler(data, shuffle=False, drop_last=drop_last) if distributed.is_initialized() else None
     size = batch_size // (distributed.get_world_size() if distributed.is_initialized() else 1)
     return DataLoader(data, batch_size=size, sampler=sampler)
@@ -164,7 +164,9 @@ def of_parts():
         3,
     ):  # one that four does not divide, one with fewer rows than ranks: a single batch, whose functions are divided
         predictive, y = ds.predict(ensemble(), parted(n, 16))
-        evaluation = numbers(ds.evaluate(ensemble(), parted(n, 16), ood={"other": parted(40, 8)}, progress=False))
+        evaluation = numbers(
+            ds.evaluate(ensemble(), parted(n, 16), ood={"other": parted(40, 8, seed=2)}, progress=False)
+        )
         found |= {f"{n}/{name}": value for name, value in evaluation.items()}
         found |= {f"{n}/members": predictive.members, f"{n}/y": y}
     posterior = ensemble()
