@@ -202,7 +202,8 @@ def fit(
             refresh(posterior, division.together(loader))
             history.drawing = time.perf_counter() - start
         posterior.eval()
-        posterior.mesh = division.mesh  # whoever trained it together predicts together
+        for each in (posterior, *posterior.watchers):
+            each.mesh = division.mesh  # whoever trained it together predicts together
         return history
 
 

@@ -1,5 +1,6 @@
 """Training on a mesh is training on one process: the same weights, functions, losses and files."""
 
+import functools
 import math
 
 import pytest
@@ -13,6 +14,7 @@ import dissensus as ds
 import test_contract
 import tiny
 from dissensus.training.ranks import read_ranks
+from thinning import often
 
 MESHES = {"members": (2, 1), "data": (1, 2), "both": (2, 2)}
 # Methods of the contract's table whose line there runs chains before `fit` does
@@ -385,6 +387,28 @@ def test_batches_of_a_kind_of_their_own_are_read_whole():
     for found, read in workers().run(2, read_rows, (1, 2), Counted, {}):
         assert off(found, expected) < 1e-8
         assert read == alone
+
+
+# ---------------------------------------------------------------------------------------------------- watchers
+
+
+def watched(mesh):
+    """What a run and the methods that watch it are after training, and where the watchers predict."""
+    torch.manual_seed(0)
+    run = ds.DeepEnsemble([small() for _ in range(2)]).double()
+    ds.track(run, [functools.partial(ds.SWAG, rank=2, samples=3), functools.partial(ds.TRADI, samples=3), ds.SWA])
+    x, y = tiny.points()
+    mesh = None if mesh is None else ds.distributed.mesh(*mesh)
+    history = ds.fit(run, ds.data.Batches(x, y, batch_size=7), epochs=4, mesh=mesh, progress=False)
+    assert all(each.mesh is mesh for each in run.watchers)
+    return [result(each, history, x) for each in (run, *run.watchers)]
+
+
+@pytest.mark.parametrize("which", often(["members"], ["data", "both"]))
+def test_methods_that_watch_a_run_see_all_of_its_members(which):
+    expected = watched(None)
+    for rank in workers().run(math.prod(MESHES[which]), watched, MESHES[which]):
+        assert max(off(found, wanted) for found, wanted in zip(rank, expected, strict=True)) < 1e-8
 
 
 # ---------------------------------------------------------------------------------------------------- what would differ unseen
