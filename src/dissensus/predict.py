@@ -5,14 +5,16 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.errors import Diverged
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Particles
@@ -30,7 +32,6 @@ from dissensus.numerics.checks import number, one_of, whole
 log = logging.getLogger("dissensus")
 
 PredictionPrecision = Literal["float32", "bf16"]
-Found = TypeVar("Found")
 
 
 def predict(
@@ -98,17 +99,10 @@ def summarise(
     lens = posterior.lens()
     parts: list[SummaryPredictive] = []
     targets: list[Tensor] = []
-
-    def summary(pieces: Iterator[Predictive]) -> SummaryPredictive:
-        running = RunningSummary()
-        for predictive in pieces:
-            if not parts and not running.count:
-                _state_memory(predictive, loader, keep_members=False)
-            running.add(predictive)
-        return cast(SummaryPredictive, lens.mixture(running.summary()))
-
-    for part, y in _predicted(posterior, loader, lens, summary, precision=precision, compiled=compiled):
-        parts.append(part)
+    for part, y in _predicted(posterior, loader, lens, precision=precision, compiled=compiled):
+        if not parts:
+            _state_memory(part, loader, keep_members=False)
+        parts.append(cast(SummaryPredictive, lens.mixture(part)))
         targets.append(y)
     return SummaryPredictive.cat(parts), torch.cat(targets)
 
@@ -136,13 +130,9 @@ def _predicted_batches(
     later: list[Tensor] | None = None,
 ) -> Iterator[tuple[Predictive, Tensor]]:
     lens = expect_posterior(posterior).lens()
-
-    def whole_mixture(parts: Iterator[Predictive]) -> Predictive:
-        (predictive,) = parts
-        return lens.mixture(predictive)
-
-    settings: dict[str, Any] = {"precision": precision, "compiled": compiled, "together": True, "later": later}
-    yield from _predicted(posterior, loader, lens, whole_mixture, **settings)
+    settings: dict[str, Any] = {"precision": precision, "compiled": compiled, "keep_members": True, "later": later}
+    for predictive, y in _predicted(posterior, loader, lens, **settings):
+        yield lens.mixture(predictive), y
 
 
 class ImagePrediction(NamedTuple):
@@ -184,15 +174,9 @@ def predict_image(
     ]
     found: tuple[Tensor, ...] = ()
     lens = expect_posterior(posterior).lens()
-
-    def moments(pieces: Iterator[Predictive]) -> Predictive:
-        running = RunningSummary()
-        for predictive in pieces:
-            running.add(predictive)
-        return lens.mixture(running.summary())
-
-    parts = _predicted(posterior, loader, lens, moments, precision=precision, compiled=False, one_at_a_time=True)
-    for ((row, kept_rows), (column, kept_columns)), (summary, _) in zip(places, parts, strict=True):
+    parts = _predicted(posterior, loader, lens, precision=precision, compiled=False, one_at_a_time=True)
+    for ((row, kept_rows), (column, kept_columns)), (moments, _) in zip(places, parts, strict=True):
+        summary = lens.mixture(moments)
         new = (summary.mean, summary.total, summary.epistemic)
         if summary.mean.shape[2:] != (len(row), len(column)):
             raise ValueError(
@@ -228,24 +212,24 @@ def _predicted(
     posterior: Posterior,
     loader: Iterable[Any],
     lens: Lens,
-    joined: Callable[[Iterator[Predictive]], Found],
     *,
     precision: PredictionPrecision,
     compiled: bool,
-    together: bool = False,
+    keep_members: bool = False,
     one_at_a_time: bool = False,
     later: list[Tensor] | None = None,
-) -> Iterator[tuple[Found, Tensor]]:
-    """(joined(predictives of a few members each), targets) of one batch after the other, by processes in turns on a mesh.
+) -> Iterator[tuple[Predictive, Tensor]]:
+    """(predictive of all members, or their summary, targets) of one batch after the other, by all processes on a mesh.
 
-    `together`: one part. Members are seen through the lens; whoever joins the parts sees the mixture through it. `later`: as
-    in `Posterior.checked_members`, for members that run at once.
+    Members are seen through the lens; the caller looks at the mixture through it. `later`: as in
+    `Posterior.checked_members`, for members that are kept.
     """
     one_of("precision", precision, ("float32", "bf16"))
     check_loader(loader)
     dtype = torch.bfloat16 if precision == "bf16" else None
     with left_as_found(posterior):
         device, drawn = posterior.device, posterior.draw()
+    portion = posterior.portion(drawn)
 
     @contextmanager
     def context() -> Iterator[None]:
@@ -253,23 +237,27 @@ def _predicted(
         with left_as_found(posterior), autocast(device, dtype):
             yield
 
-    function: Callable[[batches.Inputs], tuple[Tensor, ...]] = drawn.describe
-    if compiled:
-        function = Ways(_note_uncompiled, compiled=torch.compile(drawn.describe, dynamic=False), plain=drawn.describe)
-    describe = CapturedFunction(function, drawn, context, lanes=not compiled)
+    @cache
+    def describing(mine: DrawnFunctions) -> CapturedFunction:
+        function: Callable[[batches.Inputs], tuple[Tensor, ...]] = mine.describe
+        if compiled:
+            function = Ways(_note_uncompiled, compiled=torch.compile(mine.describe, dynamic=False), plain=mine.describe)
+        return CapturedFunction(function, mine, context, lanes=not compiled)
 
-    def at_once(x: batches.Inputs) -> Iterator[Predictive]:
+    def described(x: batches.Inputs) -> tuple[Tensor, ...]:
         with batches.unchanged(x):
-            described = describe(x)
-        # On a mesh an error must come with its batch, so that all processes raise it.
-        soon = None if posterior.others is not None else later
-        yield posterior.checked_members(drawn.likelihood.predictive(*described), lens, later=soon)
+            return describing(portion.mine)(x)
 
-    def one_by_one(x: batches.Inputs) -> Iterator[Predictive]:
-        pieces, seen = drawn.predict_parts(x), 0
+    def pieces(x: batches.Inputs) -> Iterator[Predictive]:
+        """The functions that run here, all at once or one by one."""
+        if compiled or drawn.particles.how == "vectorised":
+            whole = drawn.likelihood.predictive(*described(x))
+            yield posterior.checked_members(whole, lens, first=portion.first)
+            return
+        found, seen = portion.mine.predict_parts(x), portion.first
         while True:
             with context():
-                piece = next(pieces, None)
+                piece = next(found, None)
             if piece is None:
                 return
             yield posterior.checked_members(piece, lens, first=seen)
@@ -279,16 +267,30 @@ def _predicted(
     ways = [particles.how for particles in stored]
     for particles in stored:
         particles.how = "loop"
-    parts = at_once if together or compiled or drawn.particles.how == "vectorised" else one_by_one
 
-    def work(batch: batches.Batch) -> Found:
-        x = batches.to(batch.x, device)
+    def checked(x: batches.Inputs) -> batches.Inputs:
+        x = batches.to(x, device)
         with autocast(device, dtype):
             posterior.check_inputs(x)
-        return joined(parts(x))
+        return x
+
+    def kept(batch: batches.Batch) -> Predictive:
+        x = checked(batch.x)
+        # On a mesh an error must come with its batch, so that all processes raise it.
+        soon = None if posterior.others is not None else later
+        predictive = drawn.likelihood.predictive(*portion.joined(lambda: described(x)))
+        return posterior.checked_members(predictive, lens, later=soon)
+
+    def summed(batch: batches.Batch) -> Predictive:
+        x = checked(batch.x)
+        running, *others = portion.everyones(lambda: RunningSummary(pieces(x)))
+        for other in others:
+            running.merge(other)
+        return running.summary()
 
     try:
-        for batch, found in posterior.shared(work, posterior.read(loader, anywhere=True), drawn, device):
+        work = kept if keep_members else summed
+        for batch, found in posterior.shared(work, posterior.read(loader, anywhere=True), portion, device):
             yield found, cast(Tensor, batches.to(batch.y, device))
     finally:
         for particles, how in zip(stored, ways, strict=True):
@@ -315,8 +317,8 @@ def _summarise_stored(
     for index, member in enumerate(members):
         seen, lens = 0, member.lens()
         try:
-            for (predictive,), y in _predicted(
-                member, loader, lens, tuple, precision=precision, compiled=False, together=True
+            for predictive, y in _predicted(
+                member, loader, lens, precision=precision, compiled=False, keep_members=True
             ):
                 if index == 0:
                     running.append(RunningSummary())
@@ -343,6 +345,6 @@ def _state_memory(predictive: Predictive, loader: Iterable[Any], *, keep_members
     members, inputs = described[0].shape[:2]
     outputs = sum(math.prod(tensor.shape[2:]) for tensor in described)
     if (count := batches.length(loader)) is not None:
-        numbers = inputs * count * (members * outputs if keep_members else outputs + 2)
+        numbers = inputs * count * (members * outputs if keep_members else outputs)
         size = readable(numbers * described[0].element_size())
         log.info("the prediction of about %d inputs will take %s", inputs * count, size)

@@ -25,6 +25,7 @@ from dissensus.distributed.alone import Undivided
 from dissensus.distributed.days import BadDays
 from dissensus.distributed.division import divided
 from dissensus.distributed.mesh import Mesh
+from dissensus.distributed.sharing import exchanged
 from dissensus.engine import Step, build_step
 from dissensus.engine.memory import Memory, training_memory
 from dissensus.numerics.checks import number, one_of, whole
@@ -205,7 +206,8 @@ def fit(
             refresh(posterior, division.together(loader))
             history.drawing = time.perf_counter() - start
         posterior.eval()
-        posterior.mesh = division.mesh  # whoever trained it together predicts together
+        for each in (posterior, *posterior.watchers):
+            each.mesh = division.mesh  # whoever trained it together predicts together
         return history
 
 
@@ -242,7 +244,8 @@ class _Run:
                     step = self.step or self._build(rows)
                     losses = step(rows)
                 total = losses.clone() if total is None else total.add_(losses)
-                part.batches, part.examples = part.batches + 1, part.examples + batch.size
+                part.batches += 1
+                part.examples += posterior.particles.exchange.rows(rows.size)[0]  # of the whole batch
                 bar.step()
                 if left := days.over() and part.batches % self.settings["accumulate"] == 0:
                     break
@@ -283,15 +286,21 @@ def validation_nll(
     Divided, each process looks at some of the batches.
     """
     division = division or Undivided()
-    total, count = 0.0, 0.0
-    with left_as_found(posterior):
-        drawn = posterior.current() if drawn is None else drawn
-        for given in division.apart(posterior.read(division.together(loader), anywhere=True)):
-            x, y, weight = posterior.take(given)
-            predictive = posterior.checked(drawn.predict(x))
-            found, counted = log_prob_sum(posterior.likelihood, predictive, y, weight)
-            total, count = total + float(found), count + float(counted)
-    total, count = division.total(total, count)
+
+    def sums() -> tuple[float, float]:
+        total, count = 0.0, 0.0
+        with left_as_found(posterior):
+            functions = posterior.current() if drawn is None else drawn
+            for given in division.apart(posterior.read(division.together(loader), anywhere=True)):
+                x, y, weight = posterior.take(given)
+                predictive = posterior.checked(functions.predict(x))
+                found, counted = log_prob_sum(posterior.likelihood, predictive, y, weight)
+                total, count = total + float(found), count + float(counted)
+        return total, count
+
+    # An error of one process, at its batches, is one of all: the others would wait for its sums.
+    everyone = [sums()] if division.several is None else exchanged(division.several, sums, "validation scores")
+    total, count = (math.fsum(each) for each in zip(*everyone, strict=True))
     if not count:
         raise ValueError("expected at least one example to validate on, got none; pass a loader with data")
     return -total / count

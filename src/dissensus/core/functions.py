@@ -3,19 +3,21 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dissensus.core import batch as batches
+from dissensus.core.alone import some
 from dissensus.core.batch import Inputs
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.predictive import Predictive
 from dissensus.core.standing import Lens
 
+Found = TypeVar("Found")
 MOMENTS = ("mean", "total", "aleatoric", "epistemic")  # what a predictor gives
 
 
@@ -37,6 +39,16 @@ class DrawnFunctions(nn.Module, ABC):
     @abstractmethod
     def member(self, index: int) -> nn.Module:
         """One function as an ordinary module."""
+
+    @final
+    def part(self, rows: slice) -> "DrawnFunctions | None":
+        """Some of the functions, at least one, with the same tensors; None where they cannot be had apart from the others."""
+        found = self.cut(rows)
+        return found if type(found) is type(self) else None  # a subclass says itself how it is cut
+
+    def cut(self, rows: slice) -> "DrawnFunctions | None":
+        """What `part` gives; None for a kind that does not say how."""
+        return None
 
     @property
     def likelihood(self) -> Likelihood:
@@ -91,6 +103,9 @@ class MemberFunctions(DrawnFunctions):
         particles = self.particles
         return self.one_by_one(x, lambda i: particles.call(described_outputs, *particles.at(i), x)[0])
 
+    def cut(self, rows: slice) -> DrawnFunctions:
+        return MemberFunctions(some(self.particles, rows), ordinary=self.ordinary)
+
     def member(self, index: int) -> nn.Module:
         network = self.particles.member(index)
         return network if self.ordinary is None else self.ordinary(network)
@@ -119,6 +134,15 @@ class Mixture(DrawnFunctions):
         for family in self.families:
             yield from family.predict_parts(x)
 
+    def cut(self, rows: slice) -> DrawnFunctions | None:
+        found, first = [], 0
+        for family in self.families:
+            start, stop = (min(max(end - first, 0), family.members) for end in (rows.start, rows.stop))
+            found += [family.part(slice(start, stop))] if start < stop else []
+            first += family.members
+        whole = [each for each in found if each is not None]
+        return Mixture(whole) if len(whole) == len(found) else None
+
     def member(self, index: int) -> nn.Module:
         index = member_index(index, self.members)
         owners = [(family, i) for family in self.families for i in range(family.members)]
@@ -130,6 +154,32 @@ def mixture(families: Iterable[DrawnFunctions]) -> DrawnFunctions:
     """The functions of all families in one; a single family is itself."""
     found = list(families)
     return found[0] if len(found) == 1 else Mixture(found)
+
+
+class Portion:
+    """Of drawn functions those that run in this process: all of them. Processes of a mesh may divide them (`distributed`)."""
+
+    def __init__(self, drawn: DrawnFunctions) -> None:
+        self.drawn = drawn
+
+    @property
+    def mine(self) -> DrawnFunctions:
+        """Those that run here."""
+        return self.drawn
+
+    @property
+    def first(self) -> int:
+        """The number of the first of them."""
+        return 0
+
+    def everyones(self, find: Callable[[], Found]) -> list[Found]:
+        """What find() gives in every process that runs some of the functions, in their order."""
+        return [find()]
+
+    def joined(self, find: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Tensors (M, ...) of all functions; find() gives those of the functions that run here."""
+        first, *others = self.everyones(find)
+        return tuple(torch.cat(each) for each in zip(first, *others, strict=True)) if others else first
 
 
 class Predictor(nn.Module):

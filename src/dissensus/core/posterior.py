@@ -20,7 +20,7 @@ from dissensus.core import inputs, noise, seam
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.errors import Diverged
 from dissensus.core.finite import diverged_members, member_maxima
-from dissensus.core.functions import DrawnFunctions, Predictor
+from dissensus.core.functions import DrawnFunctions, Portion, Predictor
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles
@@ -320,18 +320,29 @@ class Posterior(TrainingRules, ABC):
         return loader
 
     @final
+    def portion(self, drawn: DrawnFunctions) -> Portion:
+        """The drawn functions, the same on all processes, of which each runs some where they share a batch."""
+        if self.others is None:
+            return Portion(drawn)
+        return self.others.portion(drawn, self.device, lambda: not self.draws_itself)  # type: ignore[no-any-return]
+
+    @final
     def shared(
-        self, work: Callable[[Any], Any], given: Iterable[Any], drawn: DrawnFunctions, device: Any = "cpu"
+        self, work: Callable[[Any], Any], given: Iterable[Any], portion: Portion, device: Any = "cpu"
     ) -> Iterator[tuple[Any, Any]]:
-        """(batch, work(batch)) of every batch, in order. Processes of the mesh take turns, and each gets all that was found.
+        """(batch, work(batch)) of every batch, in order. Processes of the mesh share them, and each gets all that was found.
 
         Args:
-            drawn: the functions that the work is done with, the same on all processes.
+            portion: the functions that the work is done with; those that run here, while it is done.
             device: where what other processes found shall lie.
         """
         if self.others is None:
             return ((batch, work(batch)) for batch in given)
-        found: Iterator[tuple[Any, Any]] = self.others.in_turns(work, given, drawn=drawn, device=device)
+        standing: list[Any] = [each for each in (self.calibration, *self.promises.values()) if each is not None]
+        seen_by = (self.temperature, *((repr(each.config()), *each.buffers()) for each in standing))
+        found: Iterator[tuple[Any, Any]] = self.others.in_turns(
+            work, given, portion=portion, seen_by=seen_by, device=device
+        )
         return found
 
     @final
@@ -379,7 +390,7 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
     Args:
         loader: training batches (x, y), as the networks saw them.
     """
-    inputs.check_loader(loader)
+    inputs.check_loader(loader := posterior.whole(loader))
     for each in [posterior, *(watcher for watcher in posterior.watchers if watcher.ready)]:
         if type(each).store_draw is not Posterior.store_draw:
             each.drop_promises("a new draw")

@@ -1,6 +1,7 @@
 """Batches of tensors that already lie in memory, without a Python step per example."""
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -84,8 +85,26 @@ class Batches:
         return full + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return map(self.at, self.rows())
+
+    @property
+    def divisible(self) -> bool:
+        """Whether a row is the same without the others of its batch: nothing is done to batches but to take their rows."""
+        return self.augment is None and type(self) is Batches
+
+    def rows(self) -> Iterator[Any]:
+        """The rows of each batch of an epoch, a slice or (B,) numbers."""
         # Not a generator function: the order is drawn when the loop starts, not when its first batch is taken.
-        return self._run(self._order())
+        order, count = self._order(), len(self.y)
+        ends = ((start, min(start + self.batch_size, count)) for start in range(0, count, self.batch_size))
+        return (slice(*each) if order is None else order[slice(*each)] for each in islice(ends, len(self)))
+
+    def at(self, rows: Any) -> tuple[Any, ...]:
+        """The batch of these rows."""
+        x, y = _taken_rows(self.x, rows), _taken_rows(self.y, rows)
+        if self.augment is not None:
+            x, y = self.augment(x, y) if getattr(self.augment, "joint", False) else (self.augment(x), y)
+        return (x, y) if self.weight is None else (x, y, _taken_rows(self.weight, rows))
 
     def _order(self) -> Tensor | None:
         if not self.shuffle:
@@ -95,17 +114,6 @@ class Batches:
             generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
         order = torch.randperm(len(self.y), generator=generator)
         return order.to(_input_tensors(self.x)[0].device)  # one transfer an epoch, not a batch
-
-    def _run(self, order: Tensor | None) -> Iterator[tuple[Any, ...]]:
-        for start in range(0, len(self) * self.batch_size, self.batch_size):
-            rows: Any = slice(start, start + self.batch_size)
-            if order is not None:
-                rows = order[rows]
-            x, y = _taken_rows(self.x, rows), _taken_rows(self.y, rows)
-            if self.augment is not None:
-                x, y = self.augment(x, y) if getattr(self.augment, "joint", False) else (self.augment(x), y)
-            batch = (x, y)
-            yield batch if self.weight is None else (*batch, _taken_rows(self.weight, rows))
 
 
 class RawBatches:

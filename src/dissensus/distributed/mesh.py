@@ -17,9 +17,10 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dissensus.core.batch import sampler_of
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.progress import ask_before_speaking
 from dissensus.distributed.joining import connected, start
-from dissensus.distributed.sharing import Interleaved, Joined, in_turns
+from dissensus.distributed.sharing import DividedPortion, Interleaved, Joined, in_turns, part_of
 from dissensus.numerics.checks import one_of, whole
 
 Statistics = Literal["synchronised", "per rank"]
@@ -43,10 +44,7 @@ class Axis:
 
     def part(self, count: int, rank: int | None = None) -> slice:
         """Which of `count` things are this rank's (or another one's): a contiguous part."""
-        rank = self.rank if rank is None else rank
-        least, more = divmod(count, self.size)
-        start = rank * least + min(rank, more)
-        return slice(start, start + least + (rank < more))
+        return part_of(count, self.rank if rank is None else rank, self.size)
 
     def sizes(self, count: int) -> list[int]:
         """How many of `count` things each rank has."""
@@ -168,12 +166,18 @@ class Mesh:
         along = self.data.objects(mine)
         return [each for row in self.members.objects(along) for each in row]
 
+    def portion(self, drawn: DrawnFunctions, device: torch.device, apart: Callable[[], bool]) -> DividedPortion:
+        """The drawn functions, of which each process runs some where several share a batch."""
+        return DividedPortion(drawn, device, apart)
+
     def in_turns(self, work: Callable[[Any], Any], batches: Iterable[Any], **about: Any) -> Iterator[tuple[Any, Any]]:
-        """(batch, work(batch)) of every batch on every process, each worked on by one of them: `sharing.in_turns`."""
+        """(batch, work(batch)) of every batch on every process, each worked on by one or several: `sharing.in_turns`."""
         return in_turns(self, work, batches, **about)
 
     def whole(self, loader: Any) -> Any:
         """The loader; where it gives each process a part of the data, one of all the parts, the same everywhere."""
+        if isinstance(loader, Joined):
+            return loader
         sampler = sampler_of(loader)
         if sampler is not None and sampler.num_replicas > 1:
             return Interleaved(self.data if sampler.num_replicas == self.data.size else self, loader, sampler)

@@ -12,6 +12,7 @@ from dissensus import attacks, metrics
 from dissensus.attacks.aim import Draw
 from dissensus.attacks.ball import Ball, Bounds, Norm
 from dissensus.core import batch as batches
+from dissensus.core.functions import Portion
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import CategoricalPredictive
 from dissensus.core.summary import SummaryPredictive
@@ -141,7 +142,8 @@ def attacked_inputs(
         ]
         return torch.stack([torch.stack(each) for each in table])  # (attacks, 1 + E, 5, B)
 
-    for batch, values in functions.shared(work, kept_rows()):
+    # Gradients are of all functions together, whose parts would have to exchange graphs.
+    for batch, values in posterior.shared(work, kept_rows(), Portion(functions.drawn)):
         images, y = batch
         rows.append(values)
         seen += len(y)

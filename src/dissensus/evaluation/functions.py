@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,9 +35,12 @@ class Functions:
         self.drawn = drawn
         self.members = drawn.members
         self.logits = isinstance(posterior.likelihood, Classification)
+        self.portion = posterior.portion(drawn)
         context = partial(left_as_found, posterior)  # for every batch: between two, other threads have their turn
-        self._describe = CapturedFunction(drawn.describe, drawn, context)
-        self._everything = CapturedFunction(lambda x: drawn.each(_outputs_and_description, x), drawn, context)
+        self._describe = cache(lambda mine: CapturedFunction(mine.describe, mine, context))
+        self._everything = cache(
+            lambda mine: CapturedFunction(partial(mine.each, _outputs_and_description), mine, context)
+        )
 
     @property
     def device(self) -> torch.device:
@@ -67,13 +70,13 @@ class Functions:
         self, work: Callable[[Any], Any], given: Iterable[Any], device: Any = "cpu"
     ) -> Iterator[tuple[Any, Any]]:
         """(batch, work(batch)) of every batch, in order, with tensors of what was found on the device: `Posterior.shared`."""
-        return self.posterior.shared(work, given, self.drawn, device)
+        return self.posterior.shared(work, given, self.portion, device)
 
-    def _said(self, function: CapturedFunction, x: Inputs) -> Any:
+    def _said(self, function: Callable[[DrawnFunctions], CapturedFunction], x: Inputs) -> Any:
         x = batches.to(x, self.device)
         self.posterior.check_inputs(x)
         with batches.unchanged(x):
-            return function(x)
+            return self.portion.joined(lambda: function(self.portion.mine)(x))
 
 
 @contextmanager

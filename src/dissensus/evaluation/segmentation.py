@@ -155,7 +155,7 @@ def pixel_sums(functions: Functions, loader: Iterable[Any], *, name: str = "test
     sums, shapes, images, said = PixelSums(), set[Shapes](), 0, False
 
     def work(batch: Batch) -> PixelSums:
-        part = PixelSums()
+        part = PixelSums()  # of a batch by itself: sums are then added up in one order on any number of ranks
         checked_shapes(batch.x, like, name)
         functions.posterior.check_batch(batch)
         check_hard(batch.y, functions)

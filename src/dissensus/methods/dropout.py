@@ -89,10 +89,14 @@ class MCDropout(NetworksPosterior):
 class DroppedFunctions(DrawnFunctions):
     """M functions of one network, each with its own units dropped. Masks follow from a seed, so they are not stored."""
 
-    def __init__(self, particles: Particles, sites: dict[str, float], samples: int, seed: int) -> None:
+    def __init__(
+        self, particles: Particles, sites: dict[str, float], samples: int, seed: int, rows: slice | None = None
+    ) -> None:
+        """`rows`: which of the samples these are; None for all."""
         super().__init__()
         self.particles = particles
-        self.members = samples
+        self.rows = rows or slice(0, samples)
+        self.members = self.rows.stop - self.rows.start
         self.seed = seed
         self.sites = sites
         self.masks = Masks(particles.template.network, sites, samples, seed)
@@ -130,7 +134,8 @@ class DroppedFunctions(DrawnFunctions):
             met: Tensors = {}
 
             def meet(key: str, tensor: Tensor) -> Tensor:
-                met[key] = self.masks.at(key, tensor)
+                keep = self.masks.at(key, tensor)
+                met[key] = keep if self.members == len(keep) else keep[self.rows]
                 return tensor
 
             def run(member: Member) -> Any:
@@ -150,8 +155,12 @@ class DroppedFunctions(DrawnFunctions):
 
     def member(self, index: int) -> nn.Module:
         network = self.particles.member(0)
-        masks = Masks(network, self.sites, self.members, self.masks.seed)
-        return DroppedNetwork(network, masks, member_index(index, self.members))
+        masks = Masks(network, self.sites, self.masks.members, self.masks.seed)
+        return DroppedNetwork(network, masks, self.rows.start + member_index(index, self.members))
+
+    def cut(self, rows: slice) -> DrawnFunctions:
+        mine = slice(self.rows.start + rows.start, self.rows.start + rows.stop)
+        return DroppedFunctions(self.particles, self.sites, self.masks.members, self.seed, mine)
 
 
 class DroppedNetwork(nn.Module):

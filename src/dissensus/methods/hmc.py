@@ -100,7 +100,7 @@ class HMC(SamplingPosterior):
 
         A loader with a part of the data stands for all of them: its mean loss counts `data_size` times.
         """
-        check_loader(loader)
+        check_loader(loader := self.whole(loader))
         self.check_network()
         if self.prior is None:
             log.warning("a chain without a prior may drift without end; pass weight_prior_std= or prior=")

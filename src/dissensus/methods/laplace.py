@@ -102,7 +102,7 @@ class Laplace(SamplingPosterior):
             data_size: how many there are, where the loader gives a part of them: sums are scaled to it. None: the
                 posterior's own, or each example of the loader once.
         """
-        check_loader(loader)
+        check_loader(loader := self.whole(loader))
         prior_of(data_size=data_size)
         self.to(self.device)  # a likelihood that learns its noise may not be where the network is
         self._known.doubt(noise.doubt(self.particles))  # curvature and evidence rest on it

@@ -143,6 +143,15 @@ class NodeFunctions(DrawnFunctions):
 
         return self.one_by_one(x, described)
 
+    def cut(self, rows: slice) -> DrawnFunctions:
+        how = self.particles.how
+        mine = NodeFunctions(self.particles, self.sites, self.latents[rows])
+        self.particles.how = how
+        for name, tensor in tensors_of(self.drawn).items():
+            if name != "latents":
+                mine.drawn.plant(name, tensor[rows], persistent=False)
+        return mine
+
     def member(self, index: int) -> nn.Module:
         return collapsed(self.particles, self.sites, self.latents[member_index(index, self.members)]).eval()
 

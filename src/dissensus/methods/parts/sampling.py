@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import weights
+from dissensus.core.alone import some
 from dissensus.core.batch import Inputs
 from dissensus.core.functions import DrawnFunctions, MemberFunctions, described_outputs, mixture
 from dissensus.core.likelihood import Likelihood
@@ -268,6 +269,9 @@ class SampledFunctions(DrawnFunctions):
                 return self.particles.call(described_outputs, params, buffers, x)[0]  # type: ignore[no-any-return]
 
         return self.one_by_one(x, described)
+
+    def cut(self, rows: slice) -> DrawnFunctions:
+        return SampledFunctions(some(self.particles, rows), self.device)
 
     def member(self, index: int) -> nn.Module:
         return self.particles.member(index).to(self.device).eval()
