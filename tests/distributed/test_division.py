@@ -21,6 +21,7 @@ MESHES = {"members": (2, 1), "data": (1, 2), "both": (2, 2)}
 METHODS = test_contract.METHODS | {
     "hmc": lambda net: ds.HMC(net(), samples=3, warmup=1, leapfrog=1, data_size=12),
     "multi_hmc": lambda net: ds.HMC([net(), net()], samples=3, warmup=1, leapfrog=1, data_size=12),
+    "node_bnn_of_trained": lambda net: ds.NodeBNN.of_trained(net(), data_size=12),  # at a rate that is measured
 }
 
 
@@ -85,7 +86,7 @@ FAST = [
         for which in ("members", "data")
         for method in ("function_rde", "multi_mc_dropout", "multi_swag")
     ),
-    *((method, "data") for method in ("map", "node_bnn", "tradi")),
+    *((method, "data") for method in ("map", "node_bnn", "node_bnn_of_trained", "tradi")),
 ]
 
 
