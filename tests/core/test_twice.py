@@ -212,7 +212,7 @@ def test_what_has_no_written_form_takes_torchs_own_and_says_so(caplog, monkeypat
         posterior.backward(x, y)
         posterior.backward(x, y)
     assert [record.message for record in caplog.records if "torch's own" in record.message] == [
-        "second derivatives are torch's own, which are slow: those written out fail here "
+        "using torch's slow second derivatives: the library's fast ones fail for this network "
         "(batch norm has no third derivative)"
     ]
     assert posterior._forms is nullcontext

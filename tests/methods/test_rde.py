@@ -721,13 +721,13 @@ def test_bad_input_is_a_clear_error():
         FunctionRDE(nets, data_size=10, repel_at=torch.zeros(0, 4))
     with pytest.raises(ValueError, match="expected noise above 0"):
         FunctionRDE(nets, data_size=10, repel_at="noise", noise=0.0)
-    with pytest.raises(ValueError, match="only classes have them"):
+    with pytest.raises(ValueError, match="only classification has probabilities"):
         FunctionRDE(nets, data_size=10, outputs="probabilities", likelihood=ds.Regression())
     with pytest.raises(ValueError, match="expected outputs of logits, probabilities"):
         FunctionRDE(nets, data_size=10, outputs="softmax")
     with pytest.raises(TypeError, match="expected a prior, got 'gp'"):
         FunctionRDE(nets, data_size=10, prior="gp")
-    with pytest.raises(ValueError, match="expected a prior with functional_prior, got none"):
+    with pytest.raises(ValueError, match="expected a prior with functional_prior=True, got none"):
         FunctionRDE(nets, data_size=10, functional_prior=True)
     rigid = FunctionRDE(nets, data_size=10, functional_prior=True, prior=lambda params: params["0.weight"].sum())
     with pytest.raises(
@@ -842,7 +842,7 @@ def test_bad_layers_and_heads_are_clear_errors():
         FeatureRDE(nets, layer="2", head="2").backward(*tiny.points())
     same = [copy.deepcopy(nets[0]), copy.deepcopy(nets[0])]
     nn.init.normal_(same[1][2].weight)
-    with pytest.raises(ValueError, match="expected encoders that start at different weights, got some equal"):
+    with pytest.raises(ValueError, match="expected encoders that start at different weights, got equal ones"):
         FeatureRDE(same, layer="1", head="2")
 
     class Tied(nn.Module):
@@ -856,7 +856,7 @@ def test_bad_layers_and_heads_are_clear_errors():
     frozen = networks(2)
     for net in frozen:
         net[0].requires_grad_(False)
-    with pytest.raises(ValueError, match="expected encoders with parameters to train"):
+    with pytest.raises(ValueError, match="expected encoders with trainable parameters"):
         FeatureRDE(frozen, layer="1", head="2")
     for keywords in (
         {"projection": 0},

@@ -174,9 +174,7 @@ def test_training_what_was_frozen_is_refused_and_nothing_is_counted(method):
     network[0].requires_grad_(False)
     posterior = trained(method(network))
     network[0].requires_grad_(True)
-    message = (
-        f"expected the parameters that were trained when {method.__name__} was built, got '0.weight' trained since"
-    )
+    message = f"expected the same trainable parameters as when {method.__name__} was built, got '0.weight', which was frozen then"
     network(x).sum().backward()
     before = tiny.state(posterior)
     if method is not GaussianPerturbation:  # which observes nothing
@@ -200,7 +198,7 @@ def test_a_step_that_is_refused_is_not_counted(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_network_without_anything_to_train_is_refused(method):
-    with pytest.raises(ValueError, match="expected a network with parameters that are trained, got none"):
+    with pytest.raises(ValueError, match="expected a network with trainable parameters, got none"):
         method(tiny.mlp().requires_grad_(False))
 
 

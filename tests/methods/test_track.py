@@ -123,7 +123,7 @@ def test_methods_that_copy_the_network_are_refused():
 def test_an_optimizer_with_other_tensors_cannot_branch():
     run, other = track(tiny.mlp(), [TRADI]), nn.Linear(2, 2)
     optimizer = torch.optim.SGD([*run.parameters(), *other.parameters()], lr=0.1)
-    with pytest.raises(ValueError, match="expected an optimizer over the posterior's parameters alone"):
+    with pytest.raises(ValueError, match="expected an optimizer of only the posterior's parameters"):
         branch(run, optimizer)
 
 
