@@ -59,7 +59,7 @@ def test_masks_may_hold_minus_infinity_and_nothing_else_that_is_not_finite():
     [
         (
             torch.tensor([1.0, torch.nan]),
-            "expected finite example weights of at least 0, got nan in row 1 of a batch; give",
+            "expected finite example weights of at least 0, got nan in row 1 of a batch; use",
         ),
         (torch.tensor([-0.5, 1.0]), "got -0.5 in row 0 of a batch"),
         (torch.tensor([1.0, torch.inf]), "got inf in row 1"),

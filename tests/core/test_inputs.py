@@ -351,7 +351,7 @@ def test_a_network_that_ends_in_a_softmax_is_warned_of_once(network, said, caplo
         posterior.float().backward(x.float(), y)  # another kind of inputs
     warned = [record.message for record in caplog.records if "seems to end in a softmax" in record.message]
     assert len(warned) == said
-    assert all("take the last softmax out, or return log-probabilities" in message for message in warned)
+    assert all("remove the last softmax, or return log-probabilities" in message for message in warned)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from dissensus.core import optimisation
 from dissensus.core.optimisation import Group
 
 MESSAGE = (
-    "expected an optimizer over the posterior's parameters, got one over other tensors; ensembles copy the networks"
+    "expected an optimizer over the posterior's parameters, got one over other tensors; ensembles copy their networks"
 )
 
 

@@ -308,7 +308,7 @@ def test_weight_decay_acts_on_what_a_table_leaves_out_and_files_keep_it(tmp_path
     torch.testing.assert_close(
         loaded.penalty(loaded.particles.shared_parameters()), posterior.penalty(named), rtol=1e-14, atol=0
     )
-    with pytest.raises(ValueError, match="expected patterns of tensors' names, got 'head"):
+    with pytest.raises(ValueError, match="expected patterns that match names of tensors, got 'head"):
         ds.MAP(tiny.mlp(), weight_prior_std={"head.*": 0.5}, data_size=12)
     with pytest.raises(ValueError, match=r"expected std of '0.\*' above 0, got 0"):
         ds.MAP(tiny.mlp(), weight_prior_std={"0.*": 0.0}, data_size=12)

@@ -362,7 +362,7 @@ def test_a_tied_output_layer_stays_tied_to_its_embedding():
     [
         ({"members": 0}, ValueError, "members of at least 1, got 0"),
         ({"members": 2.0}, TypeError, "members as a whole number"),
-        ({"modulation": None}, TypeError, r"got None; pass Modulation.sign\(\), which makes independent .* pretrained"),
+        ({"modulation": None}, TypeError, r"got None; pass Modulation.sign\(\) for independent .* pretrained"),
         ({"modulation": "sign"}, TypeError, "expected a modulation, got 'sign'"),
         ({"regime": "both"}, ValueError, r"regime of auto, independent, collective, .* or pass γ as a number"),
         ({"regime": 0.0}, ValueError, "regime above 0"),

@@ -588,7 +588,7 @@ def test_inputs_without_directions_are_clear_errors():
     """One feature has a sign for a direction; integers have no gradient."""
     one = FoRDE([nn.Linear(1, 3), nn.Linear(1, 3)])
     y = torch.zeros(5, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"at least two floating-point features, got one.*\[x/2, \(x/2\)²\]"):
+    with pytest.raises(ValueError, match=r"at least two floating-point features, got only one.*\[x/2, \(x/2\)²\]"):
         one.backward(torch.randn(5, 1), y)
     words = FoRDE([nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(8, 3)) for _ in range(2)])
     with pytest.raises(ValueError, match="expected inputs of at least two floating-point features, got integers only"):

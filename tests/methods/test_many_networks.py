@@ -241,7 +241,7 @@ def test_the_page_has_every_pair():
 def test_what_watches_is_not_trained_itself(base):
     run = ds.track(BASES[base](), [ds.SWAG])
     error = re.escape(
-        f"expected the posterior that trains, got SWAG, which watches {type(run).__name__}; train that one"
+        f"expected the posterior that trains, got SWAG, which watches {type(run).__name__}; train the one"
     )
     with pytest.raises(ValueError, match=error):
         ds.fit(run.watchers[0], LOADER, epochs=1, progress=False)

@@ -398,7 +398,7 @@ def test_a_wide_start_on_a_trained_network_is_said_before_training_and_not_after
     trained(x)
     posterior = ds.NodeBNN(trained, data_size=12, batch_norm="frozen")
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
-    assert [record.message[:39] for record in caplog.records] == ["latents start with a standard deviation of 0.3; "]
+    assert [record.message[:47] for record in caplog.records] == ["latents start with a standard deviation of 0.3;"]
     caplog.clear()
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     assert not caplog.records

@@ -713,7 +713,7 @@ def test_bad_input_is_a_clear_error():
             method(nets, data_size=10, score="svgd")
         with pytest.raises(ValueError, match="got members 0 and 1 equal"):
             method([nets[0], copy.deepcopy(nets[0])], data_size=10)
-    with pytest.raises(ValueError, match=r"expected repel_at of batch, noise, got .*; or pass inputs of your own"):
+    with pytest.raises(ValueError, match=r"expected repel_at of batch, noise, got .*; or pass your own inputs"):
         FunctionRDE(nets, data_size=10, repel_at="test")
     with pytest.raises(TypeError, match="expected inputs as a tensor, tuple or dict of tensors, got float"):
         FunctionRDE(nets, data_size=10, repel_at=[1.0])
@@ -813,7 +813,9 @@ def test_a_layer_behind_the_head_is_a_clear_error():
     nets, (x, y) = networks(2), tiny.points()
     behind = FeatureRDE(nets, layer="2", head="0")
     for train in (lambda: behind.backward(x, y), lambda: ds.fit(behind, [(x, y)], epochs=1, progress=False)):
-        with pytest.raises(ValueError, match="expected a layer that runs before the head '0', got '2' after it"):
+        with pytest.raises(
+            ValueError, match="expected a layer that runs before the head '0', got '2', which runs after it"
+        ):
             train()
     assert not any(part._forward_pre_hooks for part in behind.modules())
 
@@ -836,9 +838,11 @@ def test_bad_layers_and_heads_are_clear_errors():
         FeatureRDE(nets, layer="features", head="2")
     with pytest.raises(ValueError, match="expected head of 0, 1, 2, got 'classifier'"):
         FeatureRDE(nets, layer="1", head="classifier")
-    with pytest.raises(ValueError, match="expected a head with parameters to share, got '1' without"):
+    with pytest.raises(ValueError, match="expected a head with parameters to share, got '1', which has none"):
         FeatureRDE(nets, layer="0", head="1")
-    with pytest.raises(ValueError, match="expected a layer that runs before the head '2', got '2' after it"):
+    with pytest.raises(
+        ValueError, match="expected a layer that runs before the head '2', got '2', which runs after it"
+    ):
         FeatureRDE(nets, layer="2", head="2").backward(*tiny.points())
     same = [copy.deepcopy(nets[0]), copy.deepcopy(nets[0])]
     nn.init.normal_(same[1][2].weight)

@@ -336,7 +336,7 @@ def test_a_young_filter_says_that_it_is(caplog):
     posterior = watched(steps=5)[0]
     with caplog.at_level(logging.WARNING, logger="dissensus"):
         posterior.draw()
-    assert "TRADI has observed 5 steps, and 100 % of its mean still come from the weights it started at" in caplog.text
+    assert "TRADI has observed 5 steps, and 100 % of its mean still come from the initial weights" in caplog.text
     caplog.clear()
     posterior = watched(steps=25, state_noise=(1.0, 1.0))[0]
     posterior.draw()

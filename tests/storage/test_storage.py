@@ -426,7 +426,7 @@ def times(factor):
 
 
 OTHERS = {
-    "a number": (Scaled(1.0), Scaled(9.0), "factor = 1.0, as was saved, got 9.0"),
+    "a number": (Scaled(1.0), Scaled(9.0), "the saved attribute factor = 1.0, got 9.0"),
     "a tensor": (Scaled(torch.ones(4)), Scaled(torch.zeros(4)), "factor = Tensor"),
     "a function": (Scaled(1.0), Scaled(1.0, torch.sin), "act"),
     "a closure": (Scaled(1.0, times(2.0)), Scaled(1.0, times(3.0)), "act"),

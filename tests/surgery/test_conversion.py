@@ -207,7 +207,7 @@ def test_patterns_choose_layers_and_a_pattern_that_none_has_is_an_error():
     ("network", "words"),
     [
         (nn.Sequential(nn.ReLU()), "expected a network with a linear or convolutional layer, got Sequential"),
-        (nn.Sequential(nn.LazyLinear(3)), "expected initialised tensors, got '0.weight' that is lazy"),
+        (nn.Sequential(nn.LazyLinear(3)), "expected initialised tensors, got '0.weight', which is lazy"),
         (nn.Sequential(nn.Embedding(2, 2)), "lookup"),
     ],
 )

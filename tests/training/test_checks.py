@@ -48,7 +48,7 @@ def test_two_ranks_are_refused_outside_fit_unless_they_are_to_be_independent():
         assert len(said) == 4
         for each in said:
             assert each.startswith(
-                f"expected one process, got rank {i} of 2: outside fit ranks share no gradients and no"
+                f"expected one process, got rank {i} of 2: outside fit, ranks share no gradients and no"
             )
             assert 'ranks="independent"' in each
         assert steps == 0

@@ -1,4 +1,4 @@
-"""Summaries: predictives without their members, in memory that does not grow with their number."""
+"""Summaries: predictives without their members, whose memory does not grow with M."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class SummaryPredictive(Predictive):
     """Base class: mean, aleatoric and epistemic of a mixture, without its members; made by `summarise` and by
     calibrations of the mean.
 
-    Gives all that a `Predictive` gives except what needs single members: `members` raises, and so do the intervals of
-    classes and another temperature for them. A regression counts as the Gaussian with the mixture's mean and variance.
+    It offers everything that a `Predictive` does, except what needs single members: `members` raises, and for classes
+    also `interval` and `tempered`. A regression is treated as the Gaussian with the mixture's mean and variance.
 
     Args:
         centre: (1, B, ...), log of the mean probabilities, or the mean.
@@ -34,8 +34,8 @@ class SummaryPredictive(Predictive):
     @property
     def members(self) -> Tensor:
         raise TypeError(
-            "expected a predictive that kept its members, got a summary; use ds.predict instead of ds.summarise, and a "
-            "calibration that acts on members (temperature, vector) instead of one of their mean (isotonic, histogram)"
+            "expected a predictive with its members, got a summary; use ds.predict instead of ds.summarise, and a "
+            "calibration of the members (temperature, vector) instead of one of their mean (isotonic, histogram)"
         )
 
     @property
@@ -93,7 +93,7 @@ class RegressionSummary(SummaryPredictive):
 
 
 class RunningSummary:
-    """A summary that takes in members one after the other: memory of a few members, whatever their number."""
+    """A summary updated with one member after the other, in the memory of a few members."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -101,14 +101,14 @@ class RunningSummary:
         self._classification = False
 
     def add(self, predictive: Predictive) -> None:
-        """Takes in the members of one more predictive for the same inputs."""
+        """Adds the members of one more predictive for the same inputs."""
         if isinstance(predictive, ClassificationPredictive):
             self._add_classes(predictive)
         elif isinstance(predictive, RegressionPredictive):
             self._add_gaussians(predictive)
         else:
             raise TypeError(
-                f"expected a classification or regression to summarise, got {type(predictive).__name__}; keep its members"
+                f"expected a classification or regression to summarise, got {type(predictive).__name__}; use ds.predict, which keeps members"
             )
 
     def _add_classes(self, predictive: ClassificationPredictive) -> None:
@@ -123,7 +123,7 @@ class RunningSummary:
         new = len(predictive.members)
         mean, scatter, noise = predictive.mean, predictive.epistemic * new, predictive.aleatoric * new
         if self.count:
-            # Chan, Golub & LeVeque 1979: means and scatters of two groups merged without cancellation.
+            # Chan, Golub & LeVeque 1979: merges means and scatters of two groups without cancellation.
             total, shift = self.count + new, mean - self._sums[0]
             mean = self._sums[0] + shift * (new / total)
             scatter = self._sums[1] + scatter + shift**2 * (self.count * new / total)
