@@ -623,7 +623,7 @@ def test_a_data_size_that_an_epoch_does_not_have_is_warned_of_once(caplog):
         said = [record.message for record in caplog.records if "data_size is" in record.message]
         assert len(said) == warned
         if told == 10:
-            assert "data_size is 10 and an epoch has 32 examples: prior and KL count 3.2 times as much" in said[0]
+            assert "data_size is 10, but an epoch has 32 examples: prior and KL weigh 3.2 times as much" in said[0]
 
 
 class FirstRuledOut(nn.Module):

@@ -606,7 +606,7 @@ class Deeper(Checkpointed):
 
 def test_layers_that_a_method_changes_for_the_forward_pass_alone_cannot_be_computed_again():
     posterior, (x, y) = ds.MCDropout(Deeper().double(), rate=0.3, samples=3), tiny.points()
-    with pytest.raises(ValueError, match="computed again in the backward pass, got others there"):
+    with pytest.raises(ValueError, match="recomputed in the backward pass, got other values"):
         posterior.backward(x, y)
 
 

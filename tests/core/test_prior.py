@@ -240,7 +240,7 @@ def test_a_file_notes_a_users_prior_and_training_on_asks_for_it(name, tmp_path):
     assert torch.equal(loaded.predict(x).members, posterior.eval().predict(x).members)
     assert loaded.config()["prior"] == {"name": "StudentT", "freedom": 3.0, "scale": 0.5}
     with pytest.raises(
-        ValueError, match=r"expected the prior StudentT of this posterior's training.*use_prior\(prior\)"
+        ValueError, match=r"expected the prior StudentT that this posterior was trained with.*use_prior\(prior\)"
     ):
         ds.fit(loaded, [(x, y)], epochs=1, progress=False, engine="loop")
     ds.save(loaded, tmp_path / "again")

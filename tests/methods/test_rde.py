@@ -731,7 +731,7 @@ def test_bad_input_is_a_clear_error():
         FunctionRDE(nets, data_size=10, functional_prior=True)
     rigid = FunctionRDE(nets, data_size=10, functional_prior=True, prior=lambda params: params["0.weight"].sum())
     with pytest.raises(
-        TypeError, match=r"expected a prior with draws, got FunctionPrior; define its draw\(name, like\)"
+        TypeError, match=r"expected a prior that can be sampled, got FunctionPrior; define its draw\(name, like\)"
     ):
         rigid.backward(*tiny.points())
 

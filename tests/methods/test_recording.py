@@ -69,7 +69,7 @@ def test_validation_measures_and_cuts_nothing_off(build, expected):
 @pytest.mark.parametrize("method", [SWAG, SWA, SnapshotEnsemble, lambda m: track(m, [MAP, SWAG])])
 def test_patience_is_refused_where_no_epoch_is_best(method):
     x, y = tiny.points()
-    with pytest.raises(ValueError, match=r"expected no patience for .*, got 2: what it collects over a run needs"):
+    with pytest.raises(ValueError, match=r"expected no patience for .*, got 2; it collects weights over the whole run"):
         ds.fit(made(method), batches(), epochs=2, validation=[(x, y)], patience=2, progress=False)
 
 

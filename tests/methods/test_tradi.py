@@ -574,7 +574,7 @@ def test_arguments_that_make_no_sense_are_refused(keywords, message):
 
 
 def test_one_number_for_two_noises_is_refused():
-    with pytest.raises(TypeError, match=r"expected state_noise as two variances, .* got 0.0001; pass two numbers"):
+    with pytest.raises(TypeError, match=r"expected state_noise as two variances .* got 0.0001; pass two numbers"):
         TRADI(network(), state_noise=1e-4)
 
 

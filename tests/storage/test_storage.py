@@ -225,7 +225,7 @@ def test_damaged_tensors(folder, damage):
     else:
         data += b"\0"
     path.write_bytes(bytes(data))
-    text = r"with the checksum in its header, got another; the file is truncated or was changed"
+    text = r"to have the checksum in its header, got another; the file is truncated or was changed"
     for read in (lambda: ds.load(folder), lambda: ds.summarise(folder, [(x, torch.zeros(5))])):
         with pytest.raises(ValueError, match=text if damage == "bit flip" else DAMAGED):
             read()
@@ -246,7 +246,7 @@ def test_a_changed_header_shows(folder, place):
     assert old in data
     path.write_bytes(data.replace(old, new))
     for read in (lambda: ds.load(folder), lambda: ds.summarise(folder, [(x, torch.zeros(5))])):
-        with pytest.raises(ValueError, match=rf"with the checksum in its header, got another|{DAMAGED}"):
+        with pytest.raises(ValueError, match=rf"to have the checksum in its header, got another|{DAMAGED}"):
             read()
 
 
@@ -317,7 +317,7 @@ def test_wrong_types_in_the_config(folder, keys, value):
         ("likelihood.name", "Beta", "expected the likelihood 'Beta' as an argument, got none"),
         ("tied", {"a": "b"}, "expected a network whose tensors are tied as in the saved one"),
         ("strides", {"steps": [1]}, "impossible strides of steps"),
-        ("arguments.members", 10**9, "members = 1000000000 says, got"),
+        ("arguments.members", 10**9, "members = 1000000000, got"),
         ("network.arguments.hidden", [10**9], "expected a network with layer 'layers.0: Linear.*out_features=6"),
         ("network.arguments.hidden", [10**30], "damaged"),
         ("network.arguments.inputs", -1, "damaged"),
@@ -456,7 +456,7 @@ def test_an_attribute_that_is_not_made_yet_is_no_other_one(tmp_path):
 
 def test_members_of_other_attributes_are_refused_before_anything_is_written(tmp_path):
     posterior = ds.DeepEnsemble([Scaled(1.0), Scaled(5.0)])
-    with pytest.raises(ValueError, match=r"registered tensors alone, got 'factor'.*register what differs as a buffer"):
+    with pytest.raises(ValueError, match=r"registered tensors, got a difference in 'factor'.*register it as a buffer"):
         ds.save(posterior, tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
 

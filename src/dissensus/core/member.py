@@ -99,6 +99,6 @@ def check_initialised(network: nn.Module) -> None:
     for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
         if nn.parameter.is_lazy(tensor) or tensor.is_meta:
             raise ValueError(
-                f"expected initialised tensors, got '{name}', which is lazy or on the meta device; run the network on one batch "
-                "first, or use network.to_empty(device=…)"
+                f"expected initialised tensors, got '{name}', which is lazy or on the meta device; run the network on one "
+                "batch first, or use network.to_empty(device=…)"
             )

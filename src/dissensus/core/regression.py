@@ -90,7 +90,7 @@ class Regression(RealTargets):
     Args:
         noise: a standard deviation in the units of y, or "learned": one number per member, trained with the network.
         initial: initial value of a learned noise. None: 1, or the network's error on the first training batch if that is
-            above 3, as for targets that are not standardised.
+            above 5, as for targets that are not standardised.
         targets: {"mean": …, "std": …} or a `Standardiser`: the network's outputs are then (y − mean) / std, and a learned
             noise starts at 1 in those units; users always see the units of y. Set by `fit(targets="standardised")`.
         unit: unit of y, for reports.

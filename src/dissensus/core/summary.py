@@ -108,7 +108,7 @@ class RunningSummary:
             self._add_gaussians(predictive)
         else:
             raise TypeError(
-                f"expected a classification or regression to summarise, got {type(predictive).__name__}; use ds.predict, which keeps members"
+                f"expected a classification or regression to summarise, got {type(predictive).__name__}; use ds.predict"
             )
 
     def _add_classes(self, predictive: ClassificationPredictive) -> None:

@@ -119,7 +119,7 @@ class TrainingRules(Clock):
 
     @final
     def penalty(self, params: Tensors) -> Tensor | float:
-        """() −log p(θ) / N of one member. Shared tensors get 1/M of its gradient, so they count once in the sum over members."""
+        """() −log p(θ) / N of one member. Shared tensors get 1/M of its gradient: they count once in the sum over members."""
         if self.prior is None or self.data_size is None:
             return 0.0
         weights, shared = {}, self.particles.shared_parameters()
