@@ -324,16 +324,16 @@ def test_a_layer_whose_weight_is_read_past_it_is_said_to_be_unseen():
         def forward(self, x):
             return self.called(nn.functional.linear(x, self.read.weight))
 
-    assert "not met" not in str(ensemble(lambda: nn.Linear(4, 3)).account)
+    assert "not called" not in str(ensemble(lambda: nn.Linear(4, 3)).account)
     account = ensemble(Reading).account
-    assert "not met" in account.converted["read"]
-    assert "not met" not in account.converted["called"]
+    assert "not called" in account.converted["read"]
+    assert "not called" not in account.converted["called"]
 
 
 def test_layers_are_chosen_by_patterns():
     posterior = ensemble(layers=["2"])
     assert set(posterior.modulations) == {"2.r", "2.s"}
-    assert "not among" in posterior.account.left["0"]
+    assert "not selected" in posterior.account.left["0"]
 
 
 def test_a_tied_output_layer_stays_tied_to_its_embedding():

@@ -233,9 +233,7 @@ def test_no_samples_are_refused():
 
 
 def test_a_rate_and_dropout_of_its_own_are_refused():
-    with pytest.raises(
-        ValueError, match="expected a network without dropout when rate is given, got 3; leave rate=None"
-    ):
+    with pytest.raises(ValueError, match="expected a network without dropout if rate is given, got 3; pass rate=None"):
         ds.MCDropout(tiny.mlp(0.5), rate=0.1)
 
 

@@ -149,7 +149,7 @@ def test_a_layer_run_again_in_the_backward_pass_without_its_latents_is_an_error(
             return checkpoint(super().forward, x.clone().requires_grad_(), use_reentrant=reentrant)
 
     posterior = build(Checkpointed(nn.Tanh()), mode=mode).train()
-    with pytest.raises(ValueError, match="expected a layer that runs in the forward pass alone, got 'conv' run again"):
+    with pytest.raises(ValueError, match="expected a layer that runs only in the forward pass, got 'conv' run again"):
         posterior.loss(*batch()).backward()
 
 

@@ -542,10 +542,10 @@ class TimeFirst(nn.Module):
 def test_a_layer_that_does_not_see_the_batch_first_is_named_even_where_that_axis_is_as_long():
     posterior = ds.NodeBNN(TimeFirst(), data_size=9, train_samples=2)
     x, y = torch.randn(3, 6, 4), torch.tensor([0, 1, 2])  # 2 · 3 rows, as there are times
-    with pytest.raises(ValueError, match=r"layer 'encode', got a tensor of shape \(6, 2, 4\).*leave this layer out"):
+    with pytest.raises(ValueError, match=r"layer 'encode', got a tensor of shape \(6, 2, 4\).*exclude this layer"):
         posterior.backward(x, y)
     with pytest.raises(ValueError, match="layer 'encode'"):
         ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     left_out = ds.NodeBNN(TimeFirst(), data_size=9, train_samples=2, layers=["head"])
     left_out.backward(x, y)
-    assert left_out.account.left == {"encode": "not among the layers asked for"}
+    assert left_out.account.left == {"encode": "not selected by layers="}

@@ -121,7 +121,7 @@ class Conformal(Promise):
             got = "none" if found is None else f"{found.dtype} {tuple(found.shape)}, the least {float(found.min()):g}"
             least = ", at least 0" if name == "weight" else ""
             raise ValueError(
-                f"expected a {name} for each of {rows} rows{least}, got {got}; it was calibrated with a {name}: pass {name}=, a "
+                f"expected a {name} for each of {rows} rows{least}, got {got}; calibration had a {name}, so pass {name}=, a "
                 f"tensor of shape ({rows},)"
             )
         return found

@@ -65,7 +65,7 @@ def say_remarks(
     """Logs the posterior's remarks on the optimiser, and warns about a schedule planned in batches instead of epochs."""
     if scheduler is not None and (length := _in_batches(scheduler, epochs, batches)) is not None:
         log.warning(
-            "%s was built for %d steps, but fit steps it once per epoch, %d times: most of it will not run; build it for epochs",
+            "%s was built for %d steps, but fit steps it once per epoch, %d times: most of it would not run; plan it in epochs",
             type(scheduler).__name__,
             length,
             epochs,
