@@ -426,7 +426,7 @@ def times(factor):
 
 
 OTHERS = {
-    "a number": (Scaled(1.0), Scaled(9.0), "the saved attribute factor = 1.0, got 9.0"),
+    "a number": (Scaled(1.0), Scaled(9.0), "factor = 1.0, got 9.0"),
     "a tensor": (Scaled(torch.ones(4)), Scaled(torch.zeros(4)), "factor = Tensor"),
     "a function": (Scaled(1.0), Scaled(1.0, torch.sin), "act"),
     "a closure": (Scaled(1.0, times(2.0)), Scaled(1.0, times(3.0)), "act"),
@@ -439,7 +439,7 @@ def test_a_network_of_other_attributes_is_refused(name, tmp_path):
     network, other, what = OTHERS[name]
     posterior = ds.MAP(network)
     ds.save(posterior, tmp_path)
-    with pytest.raises(ValueError, match=f"the attribute {what}"):
+    with pytest.raises(ValueError, match=f"the saved attribute {what}"):
         ds.load(tmp_path, other)
     x = torch.randn(5, 4)
     assert torch.equal(ds.load(tmp_path, copy.deepcopy(network)).predict(x).mean, posterior.predict(x).mean)
@@ -503,5 +503,5 @@ def test_variances_below_0_are_damage(tmp_path):
     tensors["particles.shared.network.1.running_var"][2] = -1.0
     data, _ = sealed(tensors, {key: value for key, value in config_of(tmp_path).items() if key != "checksum"})
     (tmp_path / "posterior.safetensors").write_bytes(data)
-    with pytest.raises(ValueError, match=r"expected variances of at least 0, got .*running_var below"):
+    with pytest.raises(ValueError, match=r"expected variances of at least 0, got a negative .*running_var"):
         ds.load(tmp_path, network)

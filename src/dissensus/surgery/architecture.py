@@ -20,7 +20,7 @@ def check_same_architecture(networks: Sequence[nn.Module]) -> None:
 
 
 def _signature(network: nn.Module) -> dict[str, str]:
-    """The properties that must be equal in all members: layers with settings, tensors with shape, dtype, ties, requires_grad."""
+    """What must be equal in all members: layers with their settings, tensors with shape, dtype, ties and requires_grad."""
     described = {f"layer '{name}'": f"{type(m).__name__}({m.extra_repr()})" for name, m in network.named_modules()}
     first_name: dict[int, str] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
