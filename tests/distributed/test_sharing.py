@@ -238,12 +238,12 @@ def bad_days():
 
 def test_what_differs_between_ranks_is_an_error_on_all_of_them():
     expected = {
-        "other rows": "ValueError: expected the same batches on all ranks, got others on rank 1 than on 0; pass the same data",
+        "other rows": "ValueError: expected the same batches on all ranks, got different ones on ranks 1 and 0; pass",
         "fewer rows": "ValueError: expected the same batches on all ranks",
         "none on one": "ValueError: expected the same batches on all ranks",
         "none at all": "ValueError: expected at least one batch from the loader, got none",
         "shuffled": "ValueError: expected the same batches on all ranks",
-        "other functions": "ValueError: expected the same functions on all ranks, got others on rank 1 than on 0; load",
+        "other functions": "ValueError: expected the same functions on all ranks, got different ones on ranks 1 and 0; load",
         "other draws": "ValueError: expected the same functions on all ranks",
         "disk": "OSError: disk gone",
         "nan": "ValueError: expected finite inputs, got NaN",

@@ -1,4 +1,4 @@
-"""Division: `fit` on a mesh. In an epoch each process holds its members and sees its rows; between epochs all hold all."""
+"""Division: `fit` on a mesh. In an epoch each process holds its members and sees its rows; between epochs each holds all."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -192,8 +192,8 @@ class Division(Undivided):
         others = self.mesh.members.objects(mine) if self.parts else self.mesh.objects(mine)
         if any(other != mine for other in others):
             raise ValueError(
-                "expected the same batches in every process, got others; give shuffling loaders the same seed everywhere, or, "
-                'where each rank of the data axis reads its own rows, pass mesh(..., batches="parts")'
+                "expected the same batches in every process, got different ones; give shuffling loaders the same seed, or, if "
+                'each rank of the data axis reads its own rows, pass mesh(..., batches="parts")'
             )
 
     def part(self, batch: Batch) -> Batch:
@@ -226,7 +226,7 @@ class Division(Undivided):
             self._sizes.add(size)
             if (found := each[:, 0].tolist()) != [size] * data.size:
                 raise ValueError(
-                    f"expected parts of a batch with as many rows in every process, got {found}; make them even"
+                    f"expected the same number of rows in every process's part of a batch, got {found}; use equal batch sizes"
                 )
         total = each[:, 1].sum()
         mine = torch.where(total > 0, weight / total, 1 / data.size)
@@ -260,12 +260,12 @@ def check_divisible(mesh: Mesh, posterior: Posterior) -> None:
     """Raises where a posterior cannot train on this mesh."""
     if any(isinstance(part, DistributedDataParallel) for part in posterior.particles.template.modules()):
         raise ValueError(
-            "expected a network of its own, got DistributedDataParallel; pass net.module: fit divides batches and sums "
-            "gradients itself"
+            "expected a plain network, got DistributedDataParallel; pass net.module: fit divides batches and sums gradients "
+            "itself"
         )
     if mesh.members.size > posterior.particles.members:
         raise ValueError(
-            f"expected at most as many ranks for members as there are, {posterior.particles.members}, got "
+            f"expected at most {posterior.particles.members} ranks for {posterior.particles.members} members, got "
             f"{mesh.members.size}; pass mesh(data={mesh.size}), which divides batches"
         )
 

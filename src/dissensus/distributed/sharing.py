@@ -1,8 +1,8 @@
-"""Work shared by batches: ranks take turns, and every rank gets what all of them found, in the order one process has.
+"""Work shared by batches: ranks take batches in turn, and every rank gets all results, in the order of one process.
 
-Rank r of W works on batches r, r + W, r + 2W, …, whole ones, so that networks see the shapes that they see in one process.
-What was found of a batch, a few numbers per example, is then known to all ranks: metrics, curves, calibrations and thresholds
-are computed from the same numbers in the same order wherever they are computed, and nothing has to be merged.
+Rank r of W works on the whole batches r, r + W, r + 2W, …, so that networks see the same shapes as in one process. The
+results of a batch, a few numbers per example, are sent to all ranks. So metrics, curves, calibrations and thresholds are
+computed everywhere from the same numbers in the same order, and nothing has to be merged.
 """
 
 import io
@@ -100,8 +100,8 @@ class Joined:
                 return
             if len(parts) < sum(bool(packed) for _, packed in everyone):
                 raise ValueError(
-                    "expected other rows on every rank, since the mesh says that loaders give parts, got the same on two; pass "
-                    'each rank its own, or mesh(batches="whole")'
+                    'expected different rows on every rank, since the mesh has batches="parts", got the same on two; pass each '
+                    'rank its own rows, or mesh(batches="whole")'
                 )
             yield pytree.tree_map(lambda *each: torch.cat(each), *parts.values())
 
@@ -155,7 +155,9 @@ def check_same(several: Iterable[object], what: str, remedy: str) -> None:
     first, *others = several
     for rank, other in enumerate(others, start=1):
         if other != first:
-            raise ValueError(f"expected the same {what} on all ranks, got others on rank {rank} than on 0; {remedy}")
+            raise ValueError(
+                f"expected the same {what} on all ranks, got different ones on ranks {rank} and 0; {remedy}"
+            )
 
 
 def _sendable(error: Exception | None) -> Exception | None:
