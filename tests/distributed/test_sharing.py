@@ -176,7 +176,7 @@ def of_uneven_parts():
 def test_parts_that_ranks_read_themselves_may_be_uneven_or_empty():
     expected = alone(of_uneven_parts)
     for found in workers().run(4, of_uneven_parts):
-        assert found.pop("twice").startswith("ValueError: expected other rows on every rank")
+        assert found.pop("twice").startswith("ValueError: expected different rows on every rank")
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, equal_nan=True, msg=name)
         assert torch.equal(found["test/correct"], expected["test/correct"])
