@@ -105,7 +105,7 @@ class Likelihood(nn.Module, ABC):
 
 
 class Classification(Likelihood):
-    """Class labels given logits (B, C), (B, C, T) or (B, C, H, W).
+    """The likelihood of class labels, given logits (B, C), (B, C, T) or (B, C, H, W).
 
     Targets are class indices of the logits' shape without C, or soft labels of the whole shape. Classes are axis 1, as in
     torch's cross_entropy: transpose token logits (B, T, C). Logits (B, C, T) with T = C are ambiguous and refused: return

@@ -85,7 +85,9 @@ class RealTargets(Likelihood):
 
 
 class Regression(RealTargets):
-    """Real targets y ~ N(mean, noise²); the network outputs the mean, (B, D) or (B,), and the noise is fixed or learned.
+    """The likelihood y ~ N(mean, noise²) of real targets; the network outputs the mean, the noise is fixed or learned.
+
+    Outputs and targets are (B, D) or (B,).
 
     Args:
         noise: a standard deviation in the units of y, or "learned": one number per member, trained with the network.
@@ -144,7 +146,7 @@ class Regression(RealTargets):
 
 
 class HeteroscedasticRegression(RealTargets):
-    """Real targets whose noise depends on the input: the network outputs means and variances (Lakshminarayanan et al. 2017).
+    """The likelihood of real targets with noise that depends on the input (Lakshminarayanan et al. 2017).
 
     Outputs (B, 2D) are D means, then D raw variances v with variance softplus(v) + 1e-6. Targets y are (B, D): give the
     network twice as many outputs as y has columns.

@@ -17,8 +17,7 @@ from dissensus.numerics.entropy import entropy_terms
 
 
 class SummaryPredictive(Predictive):
-    """Base class: mean, aleatoric and epistemic of a mixture, without its members; made by `summarise` and by
-    calibrations of the mean.
+    """A prediction without its members: mean, aleatoric and epistemic; made by `summarise` and calibrations of the mean.
 
     It offers everything that a `Predictive` does, except what needs single members: `members` raises, and for classes
     also `interval` and `tempered`. A regression is treated as the Gaussian with the mixture's mean and variance.

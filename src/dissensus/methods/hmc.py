@@ -34,8 +34,9 @@ LOW = 0.4  # a chain with a lower acceptance rate is reported, whatever its targ
 
 
 class HMC(SamplingPosterior):
-    """Samples of exp(−(N · mean loss − log p(θ)) / T) by Hamiltonian Monte Carlo over the whole training set, in float64.
+    """Near-exact posterior samples of a small network, by Hamiltonian Monte Carlo on the whole training set in float64.
 
+    The target is exp(−(N · mean loss − log p(θ)) / T).
     `fit_posthoc(loader)` runs the chains from the present weights; `fit` first trains the networks as MAP does and then
     calls it. Networks run in eval mode: dropout is off, batch norm uses its running statistics. Check `ds.convergence`
     before you use the samples.

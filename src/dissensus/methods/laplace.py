@@ -37,8 +37,9 @@ Precision = float | Literal["marginal_likelihood"]
 
 
 class Laplace(SamplingPosterior):
-    """W ~ N(W*, T (G + δ)⁻¹) for the last layer's weights and biases, with G the Gauss–Newton matrix of the data at W*.
+    """A Gaussian over the last layer of a trained network, from the curvature of the loss.
 
+    W ~ N(W*, T (G + δ)⁻¹) for the last layer's weights and biases, with G the Gauss–Newton matrix of the data at W*.
     `fit_posthoc(loader)` computes G in one pass over the data and stores a draw; `fit` first trains the network as MAP
     does and then calls it. The layers before the last one run once for all samples.
 

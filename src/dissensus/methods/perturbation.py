@@ -13,8 +13,9 @@ from dissensus.numerics.tree import Tensors
 
 
 class GaussianPerturbation(SamplingPosterior):
-    """Samples w̃ = w + noise · rms(w) · ε with ε ~ N(0, 1) for every weight; rms is taken over each tensor.
+    """Trained networks with Gaussian noise added to their weights.
 
+    Samples are w̃ = w + noise · rms(w) · ε, with ε ~ N(0, 1) for every weight and rms over each tensor.
     The noise is relative, because the same absolute noise is harmless in one network and ruins another. Parameters of
     normalisation layers get no noise, and all-zero tensors stay zero.
 

@@ -17,7 +17,9 @@ from dissensus.surgery.modulation import Modulation
 
 
 class RankOneBNN(NodePosterior):
-    """y = s ∘ (W (r ∘ x) + b) in every layer, with a mixture posterior over all r and s; W and b stay point estimates.
+    """A network with random rank-one factors r and s in every layer; these have a learned posterior, weights do not.
+
+    Each layer computes y = s ∘ (W (r ∘ x) + b), with a mixture posterior over all r and s, and point estimates W and b.
 
         q(r, s) = (1/K) Σ_k Π N(μ_k, σ_k²),    p(r, s) = Π N(1, prior_std²),    or Cauchy laws in both
         loss = mean over examples and samples of −log p(y | x, r, s) + β [H[q, p] − T H[q]] / N

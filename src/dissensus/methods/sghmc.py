@@ -130,8 +130,9 @@ class CycleSnapshots(Snapshots):
 
 
 class SGHMC(SnapshotEnsemble):
-    """Samples of exp(−(N · mean loss − log p(θ)) / T) by stochastic gradient Hamiltonian Monte Carlo on batches.
+    """Posterior samples from Markov chains driven by noisy gradients of batches (stochastic gradient HMC).
 
+    The target is exp(−(N · mean loss − log p(θ)) / T).
     `fit` makes the optimiser and accepts no other. In each cycle the rate follows a cosine, step by step; the first part
     explores without noise, the last part samples. No proposal is rejected, so the samples are biased: with rate η and
     curvature λ of the mean loss, a Gaussian posterior's variance is too large by 1 / (1 − ηλ / (2 (2 − α))), and gradient
