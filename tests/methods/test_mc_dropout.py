@@ -334,7 +334,7 @@ def test_attention_layers_drop_too(caplog):
 
     with caplog.at_level(logging.INFO, logger="dissensus"):
         posterior = ds.MCDropout(Encoder(), samples=3)
-    assert "dropout inside layer.self_attn stays off in prediction: it has no module to switch on" in caplog.text
+    assert "dropout inside layer.self_attn stays off in prediction, because it has no module" in caplog.text
     assert sorted(posterior.sites) == ["layer.dropout", "layer.dropout1", "layer.dropout2"]
     x = torch.randn(2, 5, 4)
     with torch.no_grad():

@@ -48,7 +48,7 @@ def test_settings_may_be_numpys_numbers(tmp_path):
     assert all(type(value).__module__ != "numpy" for value in read.config().values())
     network = posterior.particles.template.network
     network.config = {**network.config, "outputs": object()}
-    with pytest.raises(TypeError, match="expected settings of words, numbers and lists, got <object"):
+    with pytest.raises(TypeError, match="expected settings of text, numbers and lists, got <object"):
         ds.save(posterior, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 

@@ -150,7 +150,7 @@ def test_what_cannot_be_converted_is_listed_with_the_reason():
         "lstm": "recurrent",
         "loud": "has its own forward",
         "normed": "computed from others",
-        "prelu": "PReLU has parameters",
+        "prelu": "PReLU has its own parameters",
     }
     for name, word in words.items():
         assert word in account.left[name], name
