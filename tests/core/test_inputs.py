@@ -151,8 +151,8 @@ def test_a_layer_that_cannot_take_its_inputs_is_named_with_the_shapes(use, build
     y = torch.arange(6) % 3
     for x, words in (
         (torch.randn(6, 5, 5, 3), r"got \(6, 5, 5, 3\): layer 'conv', .*Conv2d\(3, 4.*instead; .*pass x.movedim\(-1, 1\)"),
-        (torch.randn(6, 2, 5, 5), r"layer 'conv', .* was given \(6, 2, 5, 5\) and said: Given groups=1.* that layer$"),
-        (torch.randn(6, 3, 6, 6), r"got \(6, 3, 6, 6\): layer 'fc', .*in_features=36.* given \(6, 64\) and said: .*64"),
+        (torch.randn(6, 2, 5, 5), r"layer 'conv', .* got \(6, 2, 5, 5\) and raised: Given groups=1.* that layer$"),
+        (torch.randn(6, 3, 6, 6), r"got \(6, 3, 6, 6\): layer 'fc', .*in_features=36.* got \(6, 64\) and raised: .*64"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=rf"expected inputs that the network can take, .*{words}") as caught:
             use(posterior, x, y)

@@ -213,7 +213,7 @@ def test_weight_decay_acts_where_no_prior_does():
 
 def test_what_is_no_prior_is_a_clear_error():
     network = tiny.mlp()
-    with pytest.raises(ValueError, match="expected prior or weight_prior_std, got both; the second is short for"):
+    with pytest.raises(ValueError, match="expected prior or weight_prior_std, got both; pass one"):
         ds.MAP(network, prior=ds.GaussianPrior(1.0), weight_prior_std=1.0, data_size=12)
     with pytest.raises(ValueError, match="expected data_size with a prior, got none"):
         ds.MAP(network, prior=StudentT())
@@ -225,7 +225,7 @@ def test_what_is_no_prior_is_a_clear_error():
     rows = ds.MAP(network.double(), prior=lambda params: params["0.bias"], data_size=12)
     with pytest.raises(ValueError, match=r"expected log_prob as one number, got shape \(6,\); sum over all tensors"):
         rows.backward(*tiny.points())
-    with pytest.raises(TypeError, match="expected a keyword of SWAG, got 'weight_prior'; its help names them"):
+    with pytest.raises(TypeError, match="expected a keyword of SWAG, got 'weight_prior'; see help"):
         ds.SWAG(network, weight_prior=1.0, data_size=12)
     with pytest.raises(ValueError, match="expected data_size, got none"):
         ds.WeightRDE([tiny.mlp() for _ in range(2)])

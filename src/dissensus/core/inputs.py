@@ -103,7 +103,7 @@ def _in_a_layer(error: Exception, x: Inputs, particles: Particles) -> ValueError
     where = f"layer '{name}'" if name else "the network"
     what = type(layer).__name__ if next(layer.children(), None) else str(layer)
     return ValueError(
-        f"expected inputs that the network can take, got {shapes[0]}: {where}, {what}, was given {shapes[1]} and said: "
+        f"expected inputs that the network can take, got {shapes[0]}: {where}, {what}, got {shapes[1]} and raised: "
         f"{first_line(error)}; {_remedy(str(error), layer, given, particles)}"
     )
 

@@ -203,7 +203,7 @@ class Posterior(TrainingRules, ABC):
         Raises:
             Diverged: a member predicts NaN.
         """
-        batches.size(x := self.transformed(x))  # an error where x has no tensor
+        batches.size(x := self.transformed(x))  # raises if x has no tensor
         batches.check_finite(x, anywhere=True)
         x = batches.to(x, self.device)
         with left_as_found(self):

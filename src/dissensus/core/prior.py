@@ -154,7 +154,9 @@ def prior_of(
         if not isinstance(weight_prior_std, Mapping):
             number("weight_prior_std", weight_prior_std, above=0)
         if prior is not None:
-            raise ValueError("expected prior or weight_prior_std, got both; the second is short for GaussianPrior(std)")
+            raise ValueError(
+                "expected prior or weight_prior_std, got both; pass one: the second means GaussianPrior(std)"
+            )
         prior = GaussianPrior(weight_prior_std)
     if prior is not None and data_size is None:
         raise ValueError("expected data_size with a prior, got none; pass data_size=len(training_set)")

@@ -43,7 +43,9 @@ class TrainingRules(Clock):
         self.acts: str | None = ways[0] if ways and particles.members > 1 else None
         self.data_size: int | None = None
         if unknown := prior.keys() - PriorKeywords.__annotations__:
-            raise TypeError(f"expected a keyword of {type(self).__name__}, got {min(unknown)!r}; its help names them")
+            raise TypeError(
+                f"expected a keyword of {type(self).__name__}, got {min(unknown)!r}; see help({type(self).__name__})"
+            )
         self.use_prior(prior_of(**prior), prior.get("data_size"))
         if self.data_size is None and "data_size" in self.needed:
             raise ValueError("expected data_size, got none; pass data_size=len(training_set)")

@@ -169,7 +169,7 @@ class WholeNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
         draw = self.draws[self.position % len(self.draws)] if self.draws else None
         self.position += 1
         if draw is None or draw.func is not func:
-            raise ValueError(f"expected the random numbers of the first batch, got {func}; {ELSE}")
+            raise ValueError(f"expected the random operations of the first batch, got {func}; {ELSE}")
         shape = shape_of(func, args)
         full, here = self.whole(draw, shape)
         if not draw.drew or full == list(shape):

@@ -43,7 +43,9 @@ def track(
     if not methods or not all(map(callable, methods)):
         raise TypeError(f"expected methods, got {methods!r}; pass classes or functions of the network, [TRADI, SWAG]")
     if isinstance(base, Posterior) and (likelihood is not None or prior):
-        raise ValueError("expected no likelihood or prior with a posterior, got one; the posterior's own are used")
+        raise ValueError(
+            "expected no likelihood or prior with a posterior, got one; leave it out: the posterior's own is used"
+        )
     run = base if isinstance(base, Posterior) else MAP(base, likelihood=likelihood, **prior)
     if list(run.particles.template.latents.parameters()):
         raise ValueError(

@@ -233,5 +233,5 @@ def _peek(inputs: Tensor | Iterable[Any]) -> tuple[Tensor, Iterator[Tensor]]:
     rows = _rows(inputs)
     first = next(rows, None)
     if first is None or first.numel() == 0:
-        raise ValueError("expected training inputs, got none; was the loader read before?")
+        raise ValueError("expected training inputs, got none; pass data (a generator can be read only once)")
     return first, itertools.chain([first], rows)

@@ -72,7 +72,9 @@ class Conformal(Promise):
         if not isinstance(predictive, CategoricalPredictive) or predictive.log_mean.shape[1:] != (
             self.facts["outputs"],
         ):
-            raise ValueError(f"expected {self.facts['outputs']} classes per row, got {predictive!r}")
+            raise ValueError(
+                f"expected {self.facts['outputs']} classes per row, got {predictive!r}; use its own posterior"
+            )
         u = torch.zeros(predictive.log_mean.shape[0], dtype=torch.float64)  # the class at the threshold is included
         if self.facts["randomised"]:
             device = "cpu" if generator is None else generator.device
@@ -92,7 +94,9 @@ class Conformal(Promise):
         predictive, thresholds = self._asked(x, weight, group)
         lower, upper, unit = ends(predictive, self.score, self.level)  # (B, P)
         if lower.shape[1] != self.facts["outputs"]:
-            raise ValueError(f"expected {self.facts['outputs']} outputs per row, got {predictive!r}")
+            raise ValueError(
+                f"expected {self.facts['outputs']} outputs per row, got {predictive!r}; use its own posterior"
+            )
         lower, upper = lower - thresholds * unit, upper + thresholds * unit
         rounding = 16 * torch.finfo(predictive.mean.dtype).eps * torch.maximum(lower.abs(), upper.abs())
         lower, upper = (
