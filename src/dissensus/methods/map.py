@@ -10,6 +10,7 @@ class MAP(NetworksPosterior):
     Args:
         networks: one module, not copied, so that your own optimiser and training loop keep working; or a list of M
             of one architecture, copied into a stack.
+        latents: a module with extra trained tensors, for subclasses; None has none.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 

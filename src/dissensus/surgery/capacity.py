@@ -18,7 +18,13 @@ class LayerCapacity(NamedTuple):
 
 @dataclass(frozen=True)
 class Capacity:
-    """Weights and nodes of a network, layer by layer; made by `capacity`. `str()` is a table."""
+    """Weights and nodes of a network, layer by layer; made by `capacity`. `str()` is a table.
+
+    Args:
+        layers: name of a layer -> its numbers of weights and nodes.
+        parameters: number of all parameters of the network, including biases and norm layers.
+        left: name of a layer with parameters but without nodes -> the reason.
+    """
 
     layers: dict[str, LayerCapacity]
     parameters: int  # all parameters of the network, including biases and norm layers

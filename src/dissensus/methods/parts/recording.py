@@ -30,6 +30,7 @@ class RecordingPosterior(SamplingPosterior):
     Args:
         networks: one module, not copied, or a list of M.
         samples: functions per network and draw.
+        latents: a module with extra trained tensors; None has none.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
