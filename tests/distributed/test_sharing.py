@@ -250,7 +250,7 @@ def test_what_differs_between_ranks_is_an_error_on_all_of_them():
         "diverged": "Diverged: expected finite predictions, got a prediction that is not finite in member 1",
         "sampler": "ValueError: expected samplers of ranks 0 to 1, got [0, 1] of 3",
         "sets": "ValueError: expected the same sampler and set on all ranks",
-        "no mesh": "ValueError: expected a posterior on a mesh for a loader that gives each process a part of the data",
+        "no mesh": "ValueError: expected a posterior with a mesh, since the loader gives each process a part of the da",
         "afterwards": "no error",
     }
     for found in workers().run(2, bad_days):
