@@ -1,4 +1,4 @@
-"""Prediction over whole loaders: members kept, summarised, or batch by batch; of large images; one draw for all of it."""
+"""Prediction over whole loaders (with members, summarised, or batch by batch) and of large images, with one draw."""
 
 import logging
 import math
@@ -37,18 +37,19 @@ PredictionPrecision = Literal["float32", "bf16"]
 def predict(
     posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision = "float32", compiled: bool = False
 ) -> tuple[Predictive, Tensor]:
-    """(predictive of all inputs with every member kept, targets) over a loader of (x, y).
+    """Predicts all inputs of a loader and keeps every member; returns (predictive, targets).
 
-    One draw of functions predicts all batches, in eval mode and without gradients. Memory grows with M times the number
-    of inputs N: see `summarise` and `predict_batches` for less.
+    One draw of functions is used for all batches, in eval mode and without gradients. Memory grows with M times the
+    number of inputs N; `summarise` and `predict_batches` need less.
 
     Args:
-        loader: batches (x, y) or (x, y, weight); weights are not read. Or data (x, y) themselves, of N rows.
+        posterior: a trained posterior.
+        loader: batches (x, y) or (x, y, weight); weights are ignored. Or the data (x, y) themselves, of N rows.
         precision: "bf16" runs the network in mixed precision.
-        compiled: compiles the drawn functions first (torch.compile); falls back where a network cannot be compiled.
+        compiled: whether to compile the drawn functions first (torch.compile); falls back if that fails.
 
     Returns:
-        A `Predictive` of N inputs and the targets (N, ...), both on the posterior's device, in the loader's order.
+        A `Predictive` for N inputs and the targets (N, ...), both on the posterior's device, in the loader's order.
 
     Raises:
         Diverged: a member predicts NaN.
@@ -76,23 +77,24 @@ def summarise(
     likelihood: Likelihood | None = None,
     method: type[Posterior] | None = None,
 ) -> tuple[SummaryPredictive, Tensor]:
-    """(summary of all inputs, targets): mean, aleatoric and epistemic, whose size does not depend on M.
+    """Predicts all inputs of a loader in memory that does not grow with M; returns (summary, targets).
 
-    Members that run in a loop are added one at a time; vectorised ones a batch at a time.
+    The summary has mean, aleatoric and epistemic uncertainty, but no members. Members that run in a loop are added one
+    at a time.
 
     Args:
-        posterior: a posterior, or a folder that `save` wrote: members are then read from disk and run one at a time,
-            and the loader must give the same batches in the same order each time.
-        loader: batches (x, y) or (x, y, weight); weights are not read.
+        posterior: a trained posterior, or a folder written by `save`: members are then read from disk and run one at a
+            time, and the loader must yield the same batches in the same order each time.
+        loader: batches (x, y) or (x, y, weight); weights are ignored.
         precision, compiled: as in `predict`; a folder is never compiled.
-        network, likelihood, method: as in `load`; read only with a folder.
+        network, likelihood, method: as in `load`; used only with a folder.
 
     Returns:
-        A `SummaryPredictive` of N inputs and the targets (N, ...), in the loader's order.
+        A `SummaryPredictive` for N inputs and the targets (N, ...), in the loader's order.
     """
     loader = _as_loader(posterior, loader)
     if not isinstance(posterior, Posterior):
-        from dissensus.storage.members import read_members  # with all methods, which `import dissensus` leaves out
+        from dissensus.storage.members import read_members  # imports all methods, which `import dissensus` avoids
 
         members = read_members(Path(posterior), network, likelihood=likelihood, method=method)
         return _summarise_stored(members, loader, precision)
@@ -110,13 +112,13 @@ def summarise(
 def predict_batches(
     posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision = "float32", compiled: bool = False
 ) -> Iterator[tuple[Predictive, Tensor]]:
-    """(predictive, targets) of one batch after the other: nothing is kept, so data may be larger than memory.
+    """Predicts one batch after the other and keeps none, so the data may be larger than memory.
 
-    Arguments as in `predict`. One draw for all batches; between two of them modes and random streams are as the caller
-    left them.
+    Arguments as in `predict`. One draw is used for all batches. Between two batches, training modes and random state are
+    those of the caller.
 
     Yields:
-        A `Predictive` of the batch's B inputs with every member, and its targets (B, ...).
+        (predictive, targets): a `Predictive` for the batch's B inputs with every member, and its targets (B, ...).
     """
     return _predicted_batches(posterior, _as_loader(posterior, loader), precision=precision, compiled=compiled)
 
@@ -136,11 +138,11 @@ def _predicted_batches(
 
 
 class ImagePrediction(NamedTuple):
-    """What `predict_image` says about an image, without its members."""
+    """The result of `predict_image` for one image, without its members."""
 
-    mean: Tensor  # (C, H, W) probabilities
-    entropy: Tensor  # (H, W) of the mean, in nats
-    mutual_information: Tensor  # (H, W) the part of it that is the members' disagreement
+    mean: Tensor  # (C, H, W) class probabilities
+    entropy: Tensor  # (H, W) entropy of the mean, in nats
+    mutual_information: Tensor  # (H, W) the part of the entropy due to the members' disagreement, in nats
 
 
 def predict_image(
@@ -151,18 +153,26 @@ def predict_image(
     overlap: int = 64,
     precision: PredictionPrecision = "float32",
 ) -> ImagePrediction:
-    """ImagePrediction of one image (channels, H, W), as the network takes it, in memory that does not grow with members.
+    """Segments one image, in tiles if it is large, in memory that does not grow with M.
 
-    Functions run one after the other and only sums are kept. `tile`: (height, width) of the parts that the image is cut into,
-    for one that does not fit; None: none. Neighbouring tiles share `overlap` pixels, of which each keeps the half that is
-    farther from its edge: the result is that of the whole image if half the overlap reaches as far as the network sees and
-    tile − overlap is a multiple of the network's stride. What looks at a whole image (PSPNet's pooling) sees a tile only.
-    `precision`: "bf16" runs the network in mixed precision, likelihoods stay in float32.
+    Functions run one after the other, and only sums are kept.
+
+    Args:
+        posterior: a trained posterior of a segmentation network.
+        image: (channels, H, W), as the network takes it.
+        tile: size of the tiles, a number or (height, width), for an image that does not fit into memory; None uses none.
+        overlap: pixels that neighbouring tiles share; each tile keeps the half of them farther from its edge. The result
+            equals that of the whole image if half the overlap is at least the network's receptive field to one side and
+            tile − overlap is a multiple of its stride. Layers that pool over the whole image (PSPNet) see only a tile.
+        precision: "bf16" runs the network in mixed precision; likelihoods stay in float32.
+
+    Returns:
+        An `ImagePrediction`: mean (C, H, W), entropy (H, W) and mutual information (H, W).
     """
     image = tensor_of(image)
     if image.ndim != 3:
         raise ValueError(
-            f"expected one image (channels, H, W), got {tuple(image.shape)}; pass the images of a batch in turn"
+            f"expected one image (channels, H, W), got {tuple(image.shape)}; pass the images of a batch one by one"
         )
     size = image.shape[1:]
     sides = size if tile is None else (tile, tile) if isinstance(tile, int) else tile
@@ -192,11 +202,11 @@ def predict_image(
 
 
 def _tiles(length: int, side: int, overlap: int) -> list[tuple[range, range]]:
-    """(what a tile covers, what is kept of it) along one axis."""
+    """(range that a tile covers, range that is kept of it) along one axis."""
     if whole("tile", side) >= length:
         return [(range(length), range(length))]
     step = side - whole(
-        "overlap", number("overlap", overlap, below=side, hint="tiles are larger than what they share"), least=0
+        "overlap", number("overlap", overlap, below=side, hint="tiles must be larger than their overlap"), least=0
     )
     starts = [start for start in range(0, length, step) if start == 0 or start + overlap < length]
     covered = [range(start, min(start + side, length)) for start in starts]
@@ -233,7 +243,7 @@ def _predicted(
 
     @contextmanager
     def context() -> Iterator[None]:
-        # Entered anew for every piece: between two of them the caller has the world as it was.
+        # Entered again for every part, so that between two parts the caller's modes and random state are in place.
         with left_as_found(posterior), autocast(device, dtype):
             yield
 
@@ -298,7 +308,7 @@ def _predicted(
 
 
 def _as_loader(posterior: Any, given: Any) -> Iterable[Any]:
-    from dissensus.data.batches import as_loader  # with all of `data`, which `import dissensus` leaves out
+    from dissensus.data.batches import as_loader  # imports all of `data`, which `import dissensus` avoids
 
     loader: Iterable[Any] = as_loader(given, raw=getattr(posterior, "inputs", as_loader) is not None)
     return cast(Iterable[Any], posterior.whole(loader)) if isinstance(posterior, Posterior) else loader
@@ -328,9 +338,9 @@ def _summarise_stored(
                     break
                 running[seen].add(predictive)
                 seen += 1
-        except Diverged as error:  # with the number that the member has among all
+        except Diverged as error:  # with the member's index among all
             raise Diverged([index + i for i in error.members], error.step, error.what) from None
-        if seen != len(targets):  # other batches, or none: a generator that the first member has used up
+        if seen != len(targets):  # other batches, or none: the first member has exhausted a generator
             raise ValueError(
                 "expected the same batches for every member, got others; use a loader that does not shuffle and can be read "
                 "again"
@@ -340,7 +350,7 @@ def _summarise_stored(
 
 
 def _state_memory(predictive: Predictive, loader: Iterable[Any], *, keep_members: bool) -> None:
-    """Logs how many bytes the result will have, with all members or only mean, aleatoric and epistemic."""
+    """Logs the size of the result in bytes, with all members or only mean, aleatoric and epistemic."""
     described = predictive.described()
     members, inputs = described[0].shape[:2]
     outputs = sum(math.prod(tensor.shape[2:]) for tensor in described)

@@ -312,11 +312,11 @@ def refused():
 
 def test_what_cannot_be_divided_is_said_in_one_line():
     starts = [
-        "expected at most as many ranks for members as there are, 1, got 2; pass mesh(data=2)",
-        "expected a network of its own, got DistributedDataParallel; pass net.module",
-        "expected the same batches in every process, got others; ",
+        "expected at most 1 ranks for 1 members, got 2; pass mesh(data=2)",
+        "expected a plain network, got DistributedDataParallel; pass net.module",
+        "expected the same batches in every process, got different ones; ",
         "expected a sampler of the mesh's data axis, rank ",
-        "expected members compared in a row for each example, or in what does not depend on the rows, got shape (2, 1, 4)",
+        "expected z of each member with a row for each example, or independent of the examples, got shape (2, 1, 4)",
         "expected engine on a mesh of auto, loop, vectorised, got 'compiled'",
         "expected one process, got rank ",
     ]

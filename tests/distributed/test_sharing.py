@@ -212,7 +212,7 @@ def of_uneven_parts():
 def test_parts_that_ranks_read_themselves_may_be_uneven_or_empty():
     expected = alone(of_uneven_parts)
     for found in workers().run(4, of_uneven_parts):
-        assert found.pop("twice").startswith("ValueError: expected other rows on every rank")
+        assert found.pop("twice").startswith("ValueError: expected different rows on every rank")
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, equal_nan=True, msg=name)
         assert torch.equal(found["test/correct"], expected["test/correct"])
@@ -293,12 +293,12 @@ def test_what_differs_between_ranks_is_an_error_on_all_of_them(sizes):
     expected = {
         "other calls": "ValueError: expected the same calls on all ranks",
         "temperature": "ValueError: expected the same calibrations and promises on all ranks",
-        "other rows": "ValueError: expected the same batches on all ranks, got others on rank 1 than on 0; pass the same data",
+        "other rows": "ValueError: expected the same batches on all ranks, got different ones on ranks 1 and 0; pass",
         "fewer rows": "ValueError: expected the same batches on all ranks",
         "none on one": "ValueError: expected the same batches on all ranks",
         "none at all": "ValueError: expected at least one batch from the loader, got none",
         "shuffled": "ValueError: expected the same batches on all ranks",
-        "other functions": "ValueError: expected the same functions on all ranks, got others on rank 1 than on 0; load",
+        "other functions": "ValueError: expected the same functions on all ranks, got different ones on ranks 1 and 0; load",
         "other draws": "ValueError: expected the same functions on all ranks",
         "disk": "OSError: disk gone",
         "nan": "ValueError: expected finite inputs, got NaN",
@@ -307,7 +307,7 @@ def test_what_differs_between_ranks_is_an_error_on_all_of_them(sizes):
         "sets": "ValueError: expected the same sampler and set on all ranks",
         "chunks": "ValueError: expected samplers that deal out rows in turns",
         "chunks in training": "ValueError: expected samplers that deal out rows in turns",
-        "no mesh": "ValueError: expected a posterior on a mesh for a loader that gives each process a part of the data",
+        "no mesh": "ValueError: expected a posterior with a mesh, since the loader gives each process a part of the da",
         "afterwards": "no error",
     }
     for found in workers().run(2, on, sizes, bad_days):

@@ -152,7 +152,7 @@ def test_a_gate_does_not_pass_to_a_state_that_has_none(caplog):
     posteriors[0].load_state_dict(posteriors[1].state_dict())
     sets = [posterior.promises["conformal"].set(x) for posterior in posteriors]
     assert torch.equal(*sets)
-    assert "load_state_dict drops what stood on the predictions (ood_gate)" in caplog.text
+    assert "load_state_dict changes the predictions and drops what was fitted to them (ood_gate)" in caplog.text
     with pytest.raises(ValueError, match="got one that was dropped"):
         gate(x)
 

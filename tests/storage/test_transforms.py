@@ -144,7 +144,7 @@ def test_targets_are_not_rescaled_below_a_promise(tmp_path):
     x = torch.randn(40, 2, generator=GENERATOR)
     posterior = ds.MAP(ds.nets.MLP(2, 1), likelihood=ds.Regression(noise=1.0))
     ds.conformal(posterior, [(x, x[:, :1])])
-    with pytest.raises(ValueError, match="before anything is promised"):
+    with pytest.raises(ValueError, match="without calibration and promises"):
         ds.save(posterior, tmp_path, targets={"mean": [0.0], "std": [2.0]})
     with pytest.raises(TypeError, match="expected a regression"):
         ds.save(ds.MAP(ds.nets.MLP(2, 2)), tmp_path, unit="m")

@@ -1,4 +1,4 @@
-"""Some of several members by themselves; one: what methods of one network do is done for each of them."""
+"""Some of several members, or one, as particles of their own, for code that handles one network at a time."""
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Particles
@@ -7,7 +7,7 @@ from dissensus.numerics.tree import TensorTree
 
 
 def only(particles: Particles, index: int) -> Particles:
-    """One member in a template of its own; its tensors are the members' rows, as they are at any time."""
+    """One member with its own template; its tensors are views of the stacked ones, so later changes are seen."""
     if not particles.own_parameters() and not particles.own_buffers():
         return particles.apart()
     alone = TensorTree()

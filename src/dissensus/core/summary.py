@@ -1,4 +1,4 @@
-"""Summaries: predictives without their members, in memory that does not grow with their number."""
+"""Summaries: predictives without their members, whose memory does not grow with M."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from dissensus.numerics.entropy import entropy_terms
 
 
 class SummaryPredictive(Predictive):
-    """Base class: mean, aleatoric and epistemic of a mixture, without its members; made by `summarise` and by
-    calibrations of the mean.
+    """A prediction without its members: mean, aleatoric and epistemic; made by `summarise` and calibrations of the mean.
 
-    Gives all that a `Predictive` gives except what needs single members: `members` raises, and so do the intervals of
-    classes and another temperature for them. A regression counts as the Gaussian with the mixture's mean and variance.
+    It offers everything that a `Predictive` does, except what needs single members: `members` raises, and for classes
+    also `interval` and `tempered`. A regression is treated as the Gaussian with the mixture's mean and variance.
 
     Args:
         centre: (1, B, ...), log of the mean probabilities, or the mean.
@@ -35,8 +34,8 @@ class SummaryPredictive(Predictive):
     @property
     def members(self) -> Tensor:
         raise TypeError(
-            "expected a predictive that kept its members, got a summary; use ds.predict instead of ds.summarise, and a "
-            "calibration that acts on members (temperature, vector) instead of one of their mean (isotonic, histogram)"
+            "expected a predictive with its members, got a summary; use ds.predict instead of ds.summarise, and a "
+            "calibration of the members (temperature, vector) instead of one of their mean (isotonic, histogram)"
         )
 
     @property
@@ -94,7 +93,7 @@ class RegressionSummary(SummaryPredictive):
 
 
 class RunningSummary:
-    """A summary that takes in members one after the other: memory of a few members, whatever their number."""
+    """A summary updated with one member after the other, in the memory of a few members."""
 
     def __init__(self, predictives: Iterable[Predictive] = ()) -> None:
         self.count = 0
@@ -104,7 +103,7 @@ class RunningSummary:
             self.add(predictive)
 
     def add(self, predictive: Predictive) -> None:
-        """Takes in the members of one more predictive for the same inputs."""
+        """Adds the members of one more predictive for the same inputs."""
         new = RunningSummary()
         if isinstance(predictive, ClassificationPredictive):
             new.count, new._classification = len(predictive.members), True
@@ -115,7 +114,7 @@ class RunningSummary:
             new._sums = predictive.mean, predictive.epistemic * new.count, predictive.aleatoric * new.count
         else:
             raise TypeError(
-                f"expected a classification or regression to summarise, got {type(predictive).__name__}; keep its members"
+                f"expected a classification or regression to summarise, got {type(predictive).__name__}; use ds.predict"
             )
         self.merge(new)
 

@@ -1,4 +1,4 @@
-"""Division: `fit` on a mesh. In an epoch each process holds its members and sees its rows; between epochs all hold all."""
+"""Division: `fit` on a mesh. In an epoch each process holds its members and sees its rows; between epochs each holds all."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -271,11 +271,11 @@ def check_divisible(mesh: Mesh, posterior: Posterior) -> None:
     """Raises where a posterior cannot train on this mesh."""
     if any(isinstance(part, DistributedDataParallel) for part in posterior.particles.template.modules()):
         raise ValueError(
-            "expected a network of its own, got DistributedDataParallel; pass net.module: fit divides batches and sums "
-            "gradients itself"
+            "expected a plain network, got DistributedDataParallel; pass net.module: fit divides batches and sums gradients "
+            "itself"
         )
     if mesh.members.size > posterior.particles.members:
         raise ValueError(
-            f"expected at most as many ranks for members as there are, {posterior.particles.members}, got "
+            f"expected at most {posterior.particles.members} ranks for {posterior.particles.members} members, got "
             f"{mesh.members.size}; pass mesh(data={mesh.size}), which divides batches"
         )

@@ -1,7 +1,7 @@
-"""What processes of a mesh exchange in a training step: z where members are coupled, gradients when they are complete.
+"""What processes of a mesh exchange in a training step: z if members are coupled, and gradients.
 
-rows of the batch that lie here → gradients of share · loss + ⟨z, v⟩, with v from the z of all members and all rows
-→ one sum over the data axis (`completed`), of shared tensors over the members axis too → the optimiser
+this process's rows of the batch → gradients of share · loss + ⟨z, v⟩, with v from the z of all members and all rows
+→ one sum over the data axis (`completed`), for shared tensors also over the members axis → the optimiser
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dissensus.numerics.tree import Tensors
 
 # Random operations of a run; and for each leaf of z of one member: its axis of rows, and how many numbers a row has
 Plan = tuple[list[noise.Draw], list[tuple[int | None, int]]]
-UNDIVIDED = "divide members alone: mesh(data=1)"
+UNDIVIDED = "divide only members: mesh(data=1)"
 
 
 class Share(NamedTuple):
@@ -175,7 +175,7 @@ class MeshExchange(Exchange):
         here = self.taken.here.stop - self.taken.here.start
         if leaf.shape[axis] != here * per_row:
             raise ValueError(
-                f"expected members compared in a row for each of {here} examples, got shape {tuple(leaf.shape)}; {UNDIVIDED}"
+                f"expected z of each member with a row for each of {here} examples, got shape {tuple(leaf.shape)}; {UNDIVIDED}"
             )
         rows = leaf.movedim(axis, 0)
         rows = rows.reshape(here, per_row, *rows.shape[1:])
@@ -186,8 +186,8 @@ class MeshExchange(Exchange):
         largest, smallest = self.mesh.data.largest(leaf.double().clone()), -self.mesh.data.largest(-leaf.double())
         if not torch.allclose(largest, smallest, rtol=1e-6, atol=1e-9, equal_nan=True):
             raise ValueError(
-                "expected members compared in a row for each example, or in what does not depend on the rows, got shape "
-                f"{tuple(leaf.shape)}, which does; {UNDIVIDED}"
+                "expected z of each member with a row for each example, or independent of the examples, got shape "
+                f"{tuple(leaf.shape)}, which depends on them; {UNDIVIDED}"
             )
 
     def mixed(self, mix: Callable[[Tensors], Tensors], gradients: Tensors) -> Tensors:

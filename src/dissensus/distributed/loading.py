@@ -1,4 +1,4 @@
-"""Loaders on a mesh: whole batches that every process reads alike, or parts of them, one for each rank of the data axis."""
+"""Loaders on a mesh: every process reads the same whole batches, or each rank of the data axis reads its own part."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, cast

@@ -210,8 +210,8 @@ class Joined:
                 return
             if len(parts) < sum(bool(packed) for _, packed in everyone):
                 raise ValueError(
-                    "expected other rows on every rank, since the mesh says that loaders give parts, got the same on two; pass "
-                    'each rank its own, or mesh(batches="whole")'
+                    'expected different rows on every rank, since the mesh has batches="parts", got the same on two; pass each '
+                    'rank its own rows, or mesh(batches="whole")'
                 )
             yield pytree.tree_map(lambda *each: torch.cat(each), *parts.values())
 
@@ -290,7 +290,9 @@ def check_same(several: Iterable[object], what: str, remedy: str) -> None:
     first, *others = several
     for rank, other in enumerate(others, start=1):
         if other != first:
-            raise ValueError(f"expected the same {what} on all ranks, got others on rank {rank} than on 0; {remedy}")
+            raise ValueError(
+                f"expected the same {what} on all ranks, got different ones on ranks {rank} and 0; {remedy}"
+            )
 
 
 def _sendable(error: Exception | None) -> Exception | None:

@@ -1,4 +1,4 @@
-"""Gradient clipping that does not couple members: by the norm of each member's own tensors, and by that of shared ones."""
+"""Gradient clipping per member: by the norm of each member's own gradients, and by that of shared ones."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from dissensus.core.particles import Particles
 
 
 def clip_members(particles: Particles, largest: float) -> Tensor:
-    """(M,) norms before clipping; scales gradients, own ones member by member, to norms of at most `largest`."""
+    """Scales gradients in place, each member's own ones separately, to norms of at most `largest`; (M,) norms before."""
     own = [p.grad for p in particles.own_parameters().values() if p.grad is not None]
     shared = [p.grad for p in particles.shared_parameters().values() if p.grad is not None]
     if not own and not shared:
@@ -17,7 +17,7 @@ def clip_members(particles: Particles, largest: float) -> Tensor:
         return _clip_divided(shared, largest)
     for gradients in (own, [g.unsqueeze(0) for g in shared]):  # (M, ...), (1, ...)
         if gradients:
-            # In float32 at least: a norm that overflows in float16 would clip every gradient to zero.
+            # In at least float32: a norm that overflows in float16 would clip every gradient to zero.
             full = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
             norms = (
                 torch.stack([gradient.reshape(len(gradient), -1).square().sum(1) for gradient in full]).sum(0).sqrt()
@@ -30,7 +30,7 @@ def clip_members(particles: Particles, largest: float) -> Tensor:
 
 
 def _clip_divided(gradients: list[Tensor], largest: float) -> Tensor:
-    """(1,) the same of one network, of whose gradients (`fully_shard`) this process has a part."""
+    """(1,) as `clip_members`, for one network whose gradients are divided over processes (`fully_shard`)."""
     divided = [gradient for gradient in gradients if hasattr(gradient, "full_tensor")]
     plain = [gradient for gradient in gradients if not hasattr(gradient, "full_tensor")]
     squares: Tensor = torch.nn.utils.get_total_norm(divided).full_tensor().square()  # type: ignore[attr-defined]

@@ -20,37 +20,38 @@ from dissensus.surgery.nodes import Mode
 
 
 class NodeBNN(NodePosterior):
-    """A network whose nodes are multiplied by latents z with a posterior; the weights stay point estimates.
+    """A network whose nodes are multiplied by random latents z; z has a learned posterior, weights are point estimates.
 
         q(z) = (1/K) Σ_k N(μ_k, diag σ_k²),    p(z) = N(1, prior_std²)
         loss = mean over examples and samples of −log p(y | x, z) + β [KL(q ‖ p) − γ H(q)] / N
 
-    The network is copied; `.account` says which layers were converted and which were not. In training each copy of each
-    example has a component and noise of its own; a drawn function has one z.
+    The network is copied; `.account` lists the layers that were converted and those that were not. In training each copy
+    of each example has its own component and noise; a drawn function has one fixed z.
 
     Args:
-        networks: one module, or a list of M, of which each has latents of its own and gives `samples` functions.
+        networks: one module, or a list of M; each network has its own latents and gives `samples` functions.
         components: K.
-        mode: latents on the layers' input nodes ("in", iBNN), output nodes ("out") or "both"; a channel is one node of
-            a convolution.
+        mode: latents on the layers' input nodes ("in", iBNN), output nodes ("out") or "both". In a convolution each
+            channel is one node.
         prior_std: standard deviation of the prior of z.
         init_std: σ at the start; None is `prior_std`. For a trained network see `of_trained`.
         train_samples: copies of each example, all in one pass of B · train_samples examples.
-        samples: functions of a draw, rounded up to a multiple of `components`, of which each gives as many.
-        gamma: γ; above 0 a hot posterior, between −1 and 0 a cold one. It is a `posterior_temperature` of 1 + γ.
+        samples: functions per draw, rounded up to a multiple of `components`; each component gives the same number.
+        gamma: γ; above 0 a hot posterior, between −1 and 0 a cold one: the posterior temperature is 1 + γ.
         init_spread: standard deviation of μ around 1 at the start.
         annealing: β; None is constant 1.
-        bias_latent: iBNN's scalar latent on each bias.
-        layers: patterns of names of layers with latents; None is every linear and convolutional layer.
-        batch_norm: "frozen" keeps the running statistics, "trained" lets them follow.
-        bound: on the entropy: "joint" over layers; "per_layer", each layer a mixture of its own; "released", that with
-            the 1/16 of the authors' code.
+        bias_latent: whether each bias has a scalar latent, as in iBNN.
+        layers: name patterns of the layers with latents; None is every linear and convolutional layer.
+        batch_norm: "frozen" keeps the running statistics; "trained" updates them.
+        bound: the bound on the entropy: "joint" over all layers; "per_layer" treats each layer as its own mixture;
+            "released" is per layer with the factor 1/16 of the authors' code.
         divergence: "mixture", or iBNN's "surrogate".
-        latent_lr: rate of the latents for one component; the group's is K times that, since each component gets 1/K of
-            the gradient. None: the weights' rate.
-        latent_momentum: momentum of the latents, 0 in the paper; None: the optimiser's.
-        rate: "curvature" lets `fit` without an optimizer take SGD with momentum, at a rate that it measures on the first batch:
-            `theory.sharpness` is 1 − momentum there. The latents' is then K times the weights'. None: `fit`'s usual optimizer.
+        latent_lr: learning rate of the latents for one component. The parameter group uses K times that, since each
+            component gets 1/K of the gradient. None: the weights' rate.
+        latent_momentum: momentum of the latents, 0 in the paper; None: that of the optimiser.
+        rate: "curvature" makes `fit`, if it is given no optimizer, use SGD with momentum at a rate that it measures on the first
+            batch, where `theory.sharpness` becomes 1 − momentum. The latents' rate is K times the weights'. None: the usual
+            default optimizer.
         data_size: N, required.
         likelihood, prior, weight_prior_std: as in `Posterior`; the prior is on the weights.
     """

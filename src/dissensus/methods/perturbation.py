@@ -1,4 +1,4 @@
-"""Gaussian perturbation: trained networks plus white noise on their weights, the simplest ensemble around a network."""
+"""Gaussian perturbation: trained networks with white noise added to their weights."""
 
 from typing import Any, Unpack
 
@@ -13,13 +13,14 @@ from dissensus.numerics.tree import Tensors
 
 
 class GaussianPerturbation(SamplingPosterior):
-    """w̃ = w + noise · rms(w) · ε with ε ~ N(0, 1) for every entry of every tensor, rms over the tensor.
+    """Trained networks with Gaussian noise added to their weights.
 
-    Relative, because an absolute deviation that one network hardly notices ruins the next. Normalisation layers keep
-    their parameters; tensors that are all zero stay so.
+    Samples are w̃ = w + noise · rms(w) · ε, with ε ~ N(0, 1) for every weight and rms over each tensor.
+    The noise is relative, because the same absolute noise is harmless in one network and ruins another. Parameters of
+    normalisation layers get no noise, and all-zero tensors stay zero.
 
     Args:
-        networks: one module, held and not copied, or a list of M, each of which gets its own samples.
+        networks: one module, not copied, or a list of M; each network has its own samples.
         noise: standard deviation relative to each tensor's root mean square.
         samples: functions per network and draw.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
