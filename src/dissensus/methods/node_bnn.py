@@ -49,8 +49,8 @@ class NodeBNN(NodePosterior):
         latent_lr: learning rate of the latents for one component. The parameter group uses K times that, since each
             component gets 1/K of the gradient. None: the weights' rate.
         latent_momentum: momentum of the latents, 0 in the paper; None: that of the optimiser.
-        rate: "curvature" makes `fit`, if it is given no optimizer, use SGD with momentum at a rate that it measures on the first
-            batch, where `theory.sharpness` becomes 1 − momentum. The latents' rate is K times the weights'. None: the usual
+        rate: "curvature" makes `fit` without an optimizer use SGD with momentum, at a rate that it measures on the first
+            batch: `theory.sharpness` becomes 1 − momentum. The latents' rate is K times the weights'. None: the usual
             default optimizer.
         data_size: N, required.
         likelihood, prior, weight_prior_std: as in `Posterior`; the prior is on the weights.
