@@ -98,7 +98,7 @@ def test_images_of_different_sizes_are_resized_where_asked(animals, tmp_path, ca
         (lambda root: (root / "train" / "eel").mkdir(), "expected images .* in .*eel, got none"),
         (
             lambda root: write_images(root / "train" / "cat" / "deep", mode="I;16"),
-            "expected 8 bits a channel in .*I;16",
+            "expected 8 bits per channel in .*I;16",
         ),
         (lambda root: (root / "train" / "cat" / "0.png").write_bytes(b"no"), "expected an image .*0.png"),
         (lambda root: (root / "test").rename(root / "tests"), "expected a folder for each class in .*test, got none"),
