@@ -93,7 +93,7 @@ def test_images_of_different_sizes_are_resized_where_asked(animals, tmp_path, ca
     [
         (
             lambda root: write_images(root / "test" / "horse"),
-            "expected the classes cat, dog in .*test, got 'horse' too; give",
+            "expected the classes cat, dog in .*test, got 'horse' too; add",
         ),
         (lambda root: (root / "train" / "eel").mkdir(), "expected images .* in .*eel, got none"),
         (
