@@ -127,8 +127,8 @@ def test_what_took_no_training_is_named_where_costs_are_shown_on_a_logarithmic_a
         report({"as it came": free, "trained": paid}, tmp_path / "r.html")
         return " ".join(checked((tmp_path / "r.html").read_text()).text)
 
-    assert "Not shown, since they took no training: as it came." in text(0.0, 3.0)
-    assert "Not shown, since they took no training: as it came, trained." in text(0.0, 0.0)
+    assert "Not shown, because they needed no training: as it came." in text(0.0, 3.0)
+    assert "Not shown, because they needed no training: as it came, trained." in text(0.0, 0.0)
     assert "Not shown" not in text(2.0, 3.0)
 
 
@@ -136,8 +136,8 @@ def test_the_page_has_all_its_parts(page):
     found = checked((page / "report.html").read_text())
     text = " ".join(found.text)
     for heading in (
-        "Results", "Differences to map", "Mixtures and their members", "Is confidence what it says?",
-        "Does it notice foreign inputs?", "What if it may refuse?", "What happens to damaged inputs?",
+        "Results", "Differences to map", "Mixtures and their members", "Does confidence match accuracy?",
+        "Does it notice foreign inputs?", "How does refusing uncertain inputs help?", "What happens on corrupted inputs?",
         "By type of corruption", "The most and the least certain inputs",
         "What the numbers mean", "Provenance",
     ):  # fmt: skip
@@ -199,7 +199,7 @@ def test_a_suffix_asks_for_one_file(undrawn, tmp_path, suffix):
 def test_a_report_of_regressions_is_complete(tmp_path):
     report({"a": regression(0), "b": [regression(1), regression(2)]}, tmp_path)
     text = (tmp_path / "report.html").read_text()
-    assert "Interval coverage" in text or "Are intervals as wide" in text
+    assert "Interval coverage" in text or "Do intervals cover" in text
     checked(text)
     with (tmp_path / "results.csv").open() as file:
         assert [(row["method"], row["seed"]) for row in csv.DictReader(file)] == [("a", "0"), ("b", "0"), ("b", "1")]

@@ -1,4 +1,4 @@
-"""What the results say, in plain words."""
+"""Sentences that summarise the results."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -9,15 +9,15 @@ from dissensus.reporting.statistics import SIGNIFICANT, Family, Resampled
 from dissensus.reporting.tables import MeasureDraws, best_method, p_text, rows_by_method
 
 SMOKE = "A smoke test: trained only long enough to see that everything runs. Its numbers say nothing about the methods."
-FEW = 30, 10  # examples of one sample, and of each of two
+FEW = 30, 10  # fewest examples of one sample, and of each of two samples
 
 
 def headline(
     results: Results, found: Sequence[Measure], draws: MeasureDraws, against: Family | None = None
 ) -> list[str]:
-    """Four sentences at most: which method predicts best and by how much, on foreign inputs, on corrupted ones.
+    """At most four sentences: the best method and its lead, on test inputs, foreign inputs and corrupted inputs.
 
-    `against`: the methods compared with the baseline. No method is called the best where each was tested on other examples.
+    `against`: the methods compared with the baseline. No method is called best if methods were tested on different examples.
     """
     by_key = {measure.key: measure for measure in found}
     first = next(iter(results.methods.values()))[0]
@@ -28,12 +28,12 @@ def headline(
 
 
 def is_smoke(results: Results) -> bool:
-    """Whether a run was only to see that everything works."""
+    """Whether a run was only a smoke test."""
     return any(origin.get("size") == "smoke" for several in results.origins.values() for origin in several)
 
 
 def tested(each: dict[str, Resampled]) -> list[str]:
-    """Why methods, or some of them, are not compared; nothing where all were tested on the same examples in one order."""
+    """Why some methods are not compared; empty if all were tested on the same examples in the same order."""
     first, rows = next(iter(each)), rows_by_method(each)
     others = [name for name, kind in rows.items() if kind == "own"]
     moved = [name for name, kind in rows.items() if kind == "shuffled"]
@@ -52,7 +52,7 @@ def tested(each: dict[str, Resampled]) -> list[str]:
 
 
 def few(draws: MeasureDraws) -> list[str]:
-    """A caution where intervals rest on so few examples that skewed differences break Student's t."""
+    """A caution if intervals rest on so few examples that skewed differences break Student's t."""
     every = [each for by_method in draws.values() for each in by_method.values() if each.tested is not None]
     found = {f"{e.measure.group}: {e.tested}" for e in every if (e.tested or 0) < FEW[len(e.measure.samples) - 1]}
     said = f"Few examples ({'; '.join(sorted(found))}): intervals and p-values are rough, since one unusual example decides. "
@@ -60,7 +60,7 @@ def few(draws: MeasureDraws) -> list[str]:
 
 
 def cautions(results: Results) -> list[str]:
-    """What methods say against their own numbers, with the seeds that they say it of where it is not all."""
+    """The methods' warnings about their numbers, with the seeds concerned if not all."""
     said = []
     for name, several in results.methods.items():
         found: dict[str, list[str]] = {}
@@ -100,7 +100,7 @@ def _prediction(results: Results, by_key: dict[str, Measure], draws: MeasureDraw
 
 
 def _foreign_sentence(names: Sequence[str], by_key: dict[str, Measure], draws: MeasureDraws) -> str:
-    """One clause for each set of foreign inputs."""
+    """A sentence with one clause per set of foreign inputs."""
     clauses = []
     for name in names:
         measure, each = by_key[f"ood/{name}/auroc"], draws[f"ood/{name}/auroc"]
@@ -131,7 +131,7 @@ def _corrupted_sentence(results: Results, measure: Measure, each: dict[str, Resa
 
 
 def _named(measure: Measure, each: dict[str, Resampled]) -> str | None:
-    """The method that a sentence is about: the best, or the only one."""
+    """The method of a sentence: the best, or the only one."""
     return next(iter(each)) if len(each) == 1 else best_method(measure, each)
 
 
