@@ -172,7 +172,7 @@ def test_what_the_theory_does_not_hold_for_is_refused():
     end = nn.Linear(8, 1)
     for layers, inputs, message in (
         ((nn.Linear(4, 8), nn.Hardtanh(), end), x, r"got Hardtanh; .* activations, which are relu, .*tanh"),
-        ((nn.Linear(4, 8), nn.BatchNorm1d(8), end), x, r"got BatchNorm1d.* Layers that are known: Linear, Conv2d"),
+        ((nn.Linear(4, 8), nn.BatchNorm1d(8), end), x, r"got BatchNorm1d.* Known layers: Linear, Conv2d"),
         ((nn.Linear(5, 8), nn.ReLU(), end), x, "expected inputs of width 5, got 4"),
         ((nn.ReLU(), nn.Linear(4, 8), end), x, "expected a Linear or Conv2d right before ReLU, got none"),
         ((nn.Linear(4, 8), nn.ReLU(), nn.ReLU(), end), x, "right before ReLU, got none"),

@@ -132,9 +132,7 @@ def test_arrays_of_numbers_in_files_are_classes_or_values(tmp_path):
     assert torch.allclose(seen.std((0, 2, 3), correction=0), torch.ones(2, dtype=seen.dtype))
     np.savez(tmp_path / "test.npz", x=rng.integers(0, 256, (5, 3, 6, 6), dtype=np.uint8), y=[0] * 5)
     np.savez(tmp_path / "train.npz", x=rng.normal(size=(30, 3, 6, 6)), y=rng.integers(0, 3, 30))
-    with pytest.raises(
-        ValueError, match=r"of the kind of the training set's, torch.float64, in 'test.npz', got torch.uint8"
-    ):
+    with pytest.raises(ValueError, match=r"of the training set's dtype, torch.float64, in 'test.npz', got torch.uint8"):
         rows_of(own_task(tmp_path, files))  # they would be divided by 255
 
 

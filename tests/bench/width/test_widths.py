@@ -365,7 +365,7 @@ def test_the_command_line_runs_a_task_over_widths_and_refuses_what_it_has_no_use
 
     code, _, err = run("--methods", "map")
     assert code == 2
-    assert "expected no --methods, --baseline and --holm for a task over widths, got one" in err
+    assert "expected no --methods, --baseline or --holm for a task over widths, got one" in err
     small = ("--set", "widths.factors=[1]", "--set", "widths.members=[1]", "--set", "widths.p=[]")
     code, out, _ = run(*small, "--set", "training.epochs=1", "--out", str(tmp_path / "here"), "--quiet")
     assert code == 0
