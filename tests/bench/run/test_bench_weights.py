@@ -213,7 +213,7 @@ def test_an_array_whose_header_says_more_than_it_has_takes_no_memory(tmp_path):
     header += b" " * (64 - (10 + len(header) + 1) % 64) + b"\n"
     with zipfile.ZipFile(tmp_path / "w.npz", "w") as archive:
         archive.writestr("a.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
-    with pytest.raises(ValueError, match="says 800,000,000,000 bytes and has"):
+    with pytest.raises(ValueError, match="announces 800,000,000,000 bytes and it has"):
         load_weights(net(), tmp_path / "w.npz")
 
 
