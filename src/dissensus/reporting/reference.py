@@ -106,7 +106,7 @@ def orderings(results: Results, found: Sequence[Measure]) -> list[Ordering]:
 
 
 def reference_sentences(results: Results, found: Sequence[Measure]) -> list[str]:
-    """How many orderings of two methods are not as published, then each of them with its numbers."""
+    """A sentence with the number of orderings that differ from the published ones, then one for each with its numbers."""
     listed = orderings(results, found)
     judged = family({each.key: each.comparison for each in listed}, holm=results.holm)
     said = [

@@ -45,7 +45,7 @@ def tested(each: dict[str, Resampled]) -> list[str]:
         )
     if moved:
         said.append(
-            f"{', '.join(moved)} met the examples in another order than {first}: differences cannot be tested image by image. "
+            f"{', '.join(moved)} saw the examples in another order than {first}: differences cannot be tested by example. "
             "Evaluate with a loader that does not shuffle."
         )
     return said
@@ -55,8 +55,12 @@ def few(draws: MeasureDraws) -> list[str]:
     """A caution if intervals rest on so few examples that skewed differences break Student's t."""
     every = [each for by_method in draws.values() for each in by_method.values() if each.tested is not None]
     found = {f"{e.measure.group}: {e.tested}" for e in every if (e.tested or 0) < FEW[len(e.measure.samples) - 1]}
-    said = f"Few examples ({'; '.join(sorted(found))}): intervals and p-values are rough, since one unusual example decides. "
-    return [f"{said}Test on {FEW[0]} or more, to tell inputs apart on {FEW[1]} or more of each kind."] if found else []
+    said = f"Few examples ({'; '.join(sorted(found))}): intervals and p-values are rough, because one unusual example matters. "
+    return (
+        [f"{said}Use {FEW[0]} test examples or more, and {FEW[1]} or more of each kind for OOD metrics."]
+        if found
+        else []
+    )
 
 
 def cautions(results: Results) -> list[str]:
@@ -88,7 +92,7 @@ def _prediction(results: Results, by_key: dict[str, Measure], draws: MeasureDraw
     if results.baseline is None or results.baseline not in each or len(each) < 2:
         return text
     if best == results.baseline:
-        return f"{text} None of the other methods does better than this baseline."
+        return f"{text} No other method is better than this baseline."
     pair = ("nll", best)
     if against is None or pair not in against.comparisons:
         return text
@@ -108,9 +112,11 @@ def _foreign_sentence(names: Sequence[str], by_key: dict[str, Measure], draws: M
             ranked = " best" if len(each) > 1 else ""
             reached = _with_unit(measure, each[best].estimate)
             if each[best].estimate <= 0.5:
-                clauses.append(f"nothing tells {name} from test inputs better than chance: {best} has AUROC {reached}")
+                clauses.append(
+                    f"no method separates {name} from test inputs better than chance: {best} has AUROC {reached}"
+                )
             else:
-                clauses.append(f"{best} tells {name} from test inputs{ranked}: AUROC {reached}")
+                clauses.append(f"{best} separates {name} from test inputs{ranked}: AUROC {reached}")
     return f"{'; '.join(clauses)} (50 % is chance, 100 % perfect)." if clauses else ""
 
 
@@ -123,7 +129,7 @@ def _corrupted_sentence(results: Results, measure: Measure, each: dict[str, Resa
         return fmean(float(e.arrays[f"corrupt/clean/{key}"]) for e in several)
 
     count = len(several[0].arrays["corrupt/example_accuracy"])  # may be fewer than the test set has
-    text = f"{count:,} of the test inputs were damaged: the accuracy on those {count:,} inputs goes from "
+    text = f"{count:,} of the test inputs were corrupted: the accuracy on these {count:,} inputs changes from "
     text += f"{_with_unit(measure, clean('accuracy'))} to {_with_unit(measure, each[best].estimate)}, "
     text += f"the calibration error on them from {100 * clean('ece'):.1f} % to "
     ece = mean_over_seeds("corrupt/ece", several)
