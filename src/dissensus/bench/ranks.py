@@ -70,7 +70,7 @@ def only_the_first_prints() -> Iterator[None]:
 
 
 def failed(text: str) -> str:
-    """The message of a failing process, with its rank; other processes stay silent if the first reports the same error."""
+    """The message of a failing process, with its rank; other ranks wait first, so that rank 0 can report a common error."""
     if rank() == 0:
         return text
     time.sleep(SECONDS)

@@ -58,7 +58,7 @@ def vector(rows: Rows) -> Lens:
     """Scale and bias of members' logits for every class, found by minimising the mixture's NLL.
 
     Log-scales have a standard normal prior centred at the best temperature, biases one centred at 0. With thousands of rows
-    the prior hardly matters, and a class without rows stays possible. The prior is zero cost at the temperature, so the
+    the prior hardly matters, and a class without rows stays possible. The prior's penalty is zero at the temperature, so the
     mixture's NLL on these rows is at most that of temperature scaling.
     """
     members = cast(ClassificationPredictive, rows.predictive).members.double().clamp(min=-1e4)  # no −∞ · 0 in gradients

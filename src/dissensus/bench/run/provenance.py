@@ -33,7 +33,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def command() -> str:
-    """The command line as `dissensus …`, however it was started; the script's name otherwise."""
+    """The command line as `dissensus …`, however it was started; "python" for other programs."""
     program = Path(sys.argv[0])
     ours = program.stem == "dissensus" or program.parts[-2:] == ("dissensus", "__main__.py")
     return " ".join(["dissensus", *sys.argv[1:]]) if ours else "python"

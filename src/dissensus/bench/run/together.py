@@ -164,7 +164,7 @@ def _branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path
     epochs: list[Epoch] = []
 
     def part(name: str, count: int, scheduler: LRScheduler | None) -> str | None:
-        """Trains `count` more epochs; returns their device."""
+        """Trains `count` more epochs; returns the engine that ran them."""
         done = len(epochs)
 
         def log(epoch: Epoch) -> None:
