@@ -76,7 +76,7 @@ def optimal_members(width: int, time: float) -> float:
 
 
 def transition(members: int, width: int) -> float:
-    """The critical mean of modulations, p_c = (1 + √(MN))^{−1/2}: above it the members' mean stands out as a separate direction.
+    """The critical mean of modulations, p_c = (1 + √(MN))^{−1/2}: above it the members' mean is a separate direction.
 
     Args:
         members, width: number of members M and width N.
