@@ -48,12 +48,8 @@ TaskName = Annotated[str, typer.Argument(help="Name of a task (see `dissensus li
 Size = Annotated[str, typer.Option(help=f"Size of the task, from short to long: {', '.join(SIZES)}.")]
 Sets = Annotated[list[str], typer.Option("--set", help="Override a value: training.epochs=3, method.members=8, …")]
 OutFolder = Annotated[Path | None, typer.Option(help="Folder to write to; runs/TASK-SIZE by default.")]
-Data = Annotated[
-    str | None, typer.Option(help="Folder of your data sets; by default the environment variable DISSENSUS_DATA.")
-]
-Baseline = Annotated[
-    str | None, typer.Option(help="Method to compare the others with; by default the task's baseline.")
-]
+Data = Annotated[str | None, typer.Option(help="Folder of your data sets; default: the variable DISSENSUS_DATA.")]
+Baseline = Annotated[str | None, typer.Option(help="Method to compare with; default: the task's baseline.")]
 Holm = Annotated[bool, typer.Option("--holm", help="Adjust p-values for the number of comparisons in a table (Holm).")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress.")]
 
@@ -86,9 +82,7 @@ def options(
 @app.command("bench")
 def bench_command(
     task: TaskName = "digits",
-    methods: Annotated[
-        str | None, typer.Option(help="Methods, separated by commas; by default those of the task.")
-    ] = None,
+    methods: Annotated[str | None, typer.Option(help="Methods, separated by commas; default: the task's.")] = None,
     set_: Sets = [],  # noqa: B006 - typer reads it
     seeds: Annotated[int, typer.Option(help="Number of seeds: every method is trained once with each.")] = 1,
     size: Size = "short",
@@ -171,23 +165,17 @@ def calibrate_command(
         str | None, typer.Option(help="temperature, vector, isotonic or histogram; regressions: scale or isotonic.")
     ] = None,
     level: Annotated[float | None, typer.Option(help="Coverage of conformal sets or intervals, such as 0.9.")] = None,
-    score: Annotated[
-        str | None, typer.Option(help="Conformal score: lac, aps, raps, …; regressions: cqr or residual.")
-    ] = None,
-    risk: Annotated[
-        float | None, typer.Option(help="Largest share of errors among answered inputs that a gate promises.")
-    ] = None,
+    score: Annotated[str | None, typer.Option(help="Score of sets: lac, aps, raps, …; or cqr, residual.")] = None,
+    risk: Annotated[float | None, typer.Option(help="Largest share of errors among answers.")] = None,
     confidence: Annotated[float | None, typer.Option(help="Confidence of the gate's promise; 0.95 by default.")] = None,
-    rows: Annotated[
-        float | None, typer.Option(help="Number or share of test rows to hold out for the calibration.")
-    ] = None,
+    rows: Annotated[float | None, typer.Option(help="Number or share of test rows to calibrate on.")] = None,
     data: Data = None,
     quiet: Quiet = False,
 ) -> None:
     """Calibrate a trained run, add conformal sets or a gate, and print test metrics before and after.
 
     The calibration rows are held out of the test rows, as in the run's data.calibration or --rows; the other rows are tested
-    on. Options that are not given are taken from the task's [calibration]. ds.load reads the result, RUN/calibrated.
+    on. Options that are not given are taken from the task's calibration table. ds.load reads the result, RUN/calibrated.
     """
     asked = {"method": method, "level": level, "score": score, "risk": risk, "confidence": confidence}
     for name, value in asked.items():
@@ -204,8 +192,7 @@ def calibrate_command(
 def report_command(
     runs: Annotated[list[str], typer.Argument(help="Run folders, or folders that contain run folders.")],
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder, or a .html, .md, .csv or .tex file; by default the folder of the first run."),
+        Path | None, typer.Option(help="Folder, or a .html, .md, .csv or .tex file; default: beside the first run.")
     ] = None,
     baseline: Baseline = None,
     holm: Holm = False,
