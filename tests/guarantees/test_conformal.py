@@ -423,7 +423,7 @@ def test_bad_input_is_refused():
         ds.conformal(posterior, rows(x, y + 3))
     with pytest.raises(ValueError, match="soft labels"):
         ds.conformal(posterior, rows(x, x.softmax(1)))
-    with pytest.raises(ValueError, match="border"):
+    with pytest.raises(ValueError, match="can be randomised"):
         ds.conformal(posterior, rows(x, y), randomised=True)
     with pytest.raises(ValueError, match="setting"):
         ds.conformal(posterior, rows(x, y), penalty=1.0)

@@ -1,4 +1,4 @@
-"""The theory of wide ensembles: what they will do, computed before they are trained."""
+"""The theory of wide ensembles: predicts their behaviour before they are trained."""
 
 from dissensus.core.sharpness import sharpness as sharpness
 from dissensus.theory.activations import Activation as Activation
