@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dissensus.core.attributes import unmade
@@ -47,15 +48,20 @@ class Member(nn.Module):
 def emptied(member: Member) -> Member:
     """A copy of the member with empty tensors, to be put in at every call. Tied tensors are tied in the copy."""
     check_whole(member.network)
-    blanks = unmade(member)
-    for parameter in member.parameters():
-        empty = parameter.detach().new_empty(0)
-        blanks[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in member.buffers():
-        blanks[id(buffer)] = buffer.detach().new_empty(0)
     with turn(member.network):  # another thread's hooks and forwards must not be copied
-        copied: Member = copy.deepcopy(member, blanks)
+        copied: Member = copy.deepcopy(member, blanks(member))
     return copied
+
+
+def blanks(part: nn.Module) -> dict[int, Any]:
+    """What a copy of the part gets in place of its tensors: empty ones."""
+    found = unmade(part)
+    for parameter in part.parameters():
+        empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        found[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in part.buffers():
+        found[id(buffer)] = buffer.detach().new_empty(0)
+    return found
 
 
 def member_index(index: int, members: int) -> int:

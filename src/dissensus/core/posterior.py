@@ -329,7 +329,7 @@ class Posterior(TrainingRules, ABC):
             drawn: the functions that the work is done with, the same on all processes.
             device: where what other processes found shall lie.
         """
-        if self.others is None:
+        if self.others is None or self.particles.divided:  # whose processes all run each network together
             return ((batch, work(batch)) for batch in given)
         found: Iterator[tuple[Any, Any]] = self.others.in_turns(work, given, drawn=drawn, device=device)
         return found

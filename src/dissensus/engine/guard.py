@@ -17,6 +17,7 @@ from dissensus.core.optimisation import note_step
 from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
 from dissensus.engine.optimisers import can_skip
+from dissensus.numerics.divided import here
 from dissensus.numerics.tree import Tensors
 
 # What may be bad, in the order of naming: a loss, a gradient before mixing, a member's gradient, a shared one.
@@ -43,7 +44,6 @@ class Guard:
         self._recorders = [part for part in parts if isinstance(part, Recorder)]
         particles, device = posterior.particles, posterior.device
         self._weights = {**particles.shared_parameters(), **particles.own_parameters()}
-        self._here = _local if particles.fully else lambda tensor: tensor  # of tensors that `fully_shard` divides
         self.halted = torch.zeros((), dtype=torch.float32, device=device)  # 1 from the first bad step on
         self.bad = torch.zeros(len(FAULTS), particles.members, dtype=torch.bool, device=device)  # at the first bad step
         self._one = torch.ones_like(self.halted)
@@ -69,7 +69,7 @@ class Guard:
 
     def look(self, losses: Tensor | None, *, complete: bool) -> None:
         """Looks at losses, and at gradients where the step is complete; raises Diverged where it checks at once."""
-        gradients = {n: self._here(p.grad) for n, p in self._weights.items() if p.grad is not None} if complete else {}
+        gradients = {n: here(p.grad) for n, p in self._weights.items() if p.grad is not None} if complete else {}
         given = [*([] if losses is None else [losses]), *gradients.values()]
         exchange = self.posterior.particles.exchange
         if self.reads:
@@ -201,7 +201,7 @@ class Guard:
             if isinstance(value, Tensor) and value.shape == weight.shape
         }
         return {
-            what: {name: self._here(t.detach()) for name, t in tensors.items() if t.is_floating_point()}
+            what: {name: here(t.detach()) for name, t in tensors.items() if t.is_floating_point()}
             for what, tensors in (
                 ("weight", self._weights),
                 ("buffer", {**others, **self.posterior.particles.own_buffers()}),
@@ -214,12 +214,6 @@ class Guard:
         if not suspicious(list(tensors.values())):
             return set(tensors)
         return {name for name, tensor in tensors.items() if bool(tensor.isfinite().all())}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies in this process."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
 
 
 class Aside:

@@ -12,6 +12,7 @@ from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
 from dissensus.engine.eager import autocast
 from dissensus.engine.graphs import Lanes
+from dissensus.numerics.divided import here
 from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.sizes import readable as readable
 
@@ -133,8 +134,9 @@ def _activations(posterior: Posterior, batch: Batch, precision: torch.dtype | No
     if posterior.particles.fully:  # which cannot run without its backward pass
         return 0
     state = gradients.state_of(posterior).member(0)
-    params = state.parameters(state.leaves())
-    known = {t.untyped_storage().data_ptr() for t in [*posterior.parameters(), *posterior.buffers()]}
+    params = posterior.particles.put_together(state.parameters(state.leaves()))
+    tensors = [*map(here, posterior.parameters()), *posterior.buffers(), *params.values()]
+    known = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from dissensus.numerics.divided import is_divided, whole
 
 
 def check_same_architecture(networks: Sequence[nn.Module]) -> None:
@@ -38,7 +40,7 @@ def _signature(network: nn.Module) -> dict[str, str]:
 def check_distinct_weights(networks: Sequence[nn.Module]) -> None:
     """Raises where two members start at exactly the same trainable weights: they would stay one member."""
     flat = [
-        torch.cat([p.detach().flatten() for p in n.parameters() if p.requires_grad] or [torch.empty(0)])
+        torch.cat([_numbers(p.detach()) for p in n.parameters() if p.requires_grad] or [torch.empty(0)])
         for n in networks
     ]
     alike: dict[complex, list[int]] = {}  # equal vectors have equal sums, so that not every pair is compared
@@ -51,3 +53,8 @@ def check_distinct_weights(networks: Sequence[nn.Module]) -> None:
                     "build each one afresh, [make() for _ in range(M)], instead of copying one"
                 )
         others.append(i)
+
+
+def _numbers(parameter: Tensor) -> Tensor:
+    """(K,) its entries; where processes have parts of it, their sum: networks are never whole together."""
+    return whole(parameter).sum()[None] if is_divided(parameter) else parameter.flatten()
