@@ -9,7 +9,6 @@ from workers import workers
 import dissensus as ds
 import tiny
 from dissensus.numerics import divided
-from thinning import often
 
 X, Y = tiny.points(26)
 M = 3
@@ -58,11 +57,17 @@ def fit(name, divide=True, path=None, epochs=3, optimizer="adam", **settings):
         posterior, loader, epochs=epochs, optimizer=made, mesh=mesh, validation=[(X[:7], Y[:7]), (X[7:9], Y[7:9])],
         progress=False, checkpoint=path, engine="loop", **settings,
     )  # fmt: skip
-    states = sum(divided.here(t).nbytes for state in made.state.values() for t in state.values() if t.ndim)
-    weights = sum(divided.here(p).nbytes for p in posterior.particles.parameters())
-    whole = divided.wholes(posterior.state_dict())
+    weights = {id(p): divided.here(p).nbytes for name, p in posterior.named_parameters() if "network." in name}
+    states = [t for p, state in made.state.items() if id(p) in weights for t in state.values() if t.ndim]
+    whole = divided.joined_all(posterior.state_dict())
     predictive, _ = ds.predict(posterior, [(X[i : i + 9], Y[i : i + 9]) for i in (0, 9, 18)])  # more batches than ranks
-    return whole, [(e.loss, e.validation) for e in history.epochs], predictive.mean, weights, states
+    return (
+        whole,
+        [(e.loss, e.validation) for e in history.epochs],
+        predictive.mean,
+        sum(weights.values()),
+        sum(divided.here(t).nbytes for t in states),
+    )
 
 
 def close(found, expected, tolerance=1e-10):

@@ -32,7 +32,7 @@ from dissensus.core.running import How, Rows, Runner, first_line, loop
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
-from dissensus.numerics.divided import is_divided, wholes
+from dissensus.numerics.divided import is_divided, joined_all
 from dissensus.numerics.tree import Tensors, TensorTree, call_with, named_tensors, ties
 
 __all__ = ["How", "Member", "Particles", "Rows", "loop", "member_index"]
@@ -268,7 +268,7 @@ class Particles(nn.Module):
 
     def put_together(self, tensors: Tensors) -> Tensors:
         """One member's tensors, whole where processes have parts of them."""
-        return wholes(tensors) if self.divided and not self.fully else tensors
+        return joined_all(tensors) if self.divided and not self.fully else tensors
 
     def write_buffers(self, buffers: Tensors) -> None:
         """Stores buffers (M, ...) as they were after a run; of shared ones the mean over members."""

@@ -241,7 +241,7 @@ class MeshExchange(Exchange):
         return found._replace(gradients=gradients)
 
     def _over_rows(self, add: Callable[[Tensor], Tensor], found: Gradients) -> Gradients:
-        """Losses and gradients summed over the data axis, by their shares; of those that ranks have parts of, theirs are so already."""
+        """Losses and gradients summed over the data axis, by their shares; those of divided tensors are so already."""
         plain = {name: each for name, each in found.gradients.items() if not is_divided(each)}
         losses, *summed = _summed(add, [self.weighed(found.losses), *plain.values()])
         return found._replace(losses=losses, gradients=found.gradients | dict(zip(plain, summed, strict=True)))

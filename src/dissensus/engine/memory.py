@@ -135,8 +135,8 @@ def _activations(posterior: Posterior, batch: Batch, precision: torch.dtype | No
         return 0
     state = gradients.state_of(posterior).member(0)
     params = posterior.particles.put_together(state.parameters(state.leaves()))
-    tensors = [*map(here, posterior.parameters()), *posterior.buffers(), *params.values()]
-    known = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    tensors = [*posterior.parameters(), *posterior.buffers(), *params.values()]
+    known = {here(tensor).untyped_storage().data_ptr() for tensor in tensors}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ def here(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_divided(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def joined(tensor: Tensor) -> Tensor:
     """The tensor put together, in every process. Its gradient in each counts: by the part that lies here it is their sum."""
     if not is_divided(tensor):
         return tensor
@@ -27,16 +27,22 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor(grad_placements=[Partial()])  # type: ignore[attr-defined, no-any-return]
 
 
-def wholes(tensors: Tensors) -> Tensors:
+def joined_all(tensors: Tensors) -> Tensors:
     """Name -> the tensor put together."""
-    return {name: whole(tensor) for name, tensor in tensors.items()}
+    return {name: joined(tensor) for name, tensor in tensors.items()}
 
 
 def cut(tensor: Tensor, like: Tensor, *, before: int = 0) -> Tensor:
     """A whole tensor, the same in all processes, divided as `like` is; it has so many more axes in front."""
-    if not is_divided(like):
-        return tensor
+    return _cut(tensor, like, like.placements[0].dim + before) if is_divided(like) else tensor  # type: ignore[attr-defined]
+
+
+def cut_last(tensor: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor, the same in all processes, divided along its last axis over those that `like` is divided over."""
+    return _cut(tensor, like, tensor.ndim - 1) if is_divided(like) else tensor
+
+
+def _cut(tensor: Tensor, like: Tensor, axis: int) -> Tensor:
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    place = like.placements[0].dim + before  # type: ignore[attr-defined]
-    return distribute_tensor(tensor, like.device_mesh, [Shard(place)], src_data_rank=None)  # type: ignore[attr-defined]
+    return distribute_tensor(tensor, like.device_mesh, [Shard(axis)], src_data_rank=None)  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from dissensus.data.inputs import as_input_transform
 from dissensus.nets import NETS
 from dissensus.numerics.checks import one_of
 from dissensus.numerics.damage import reading
-from dissensus.numerics.divided import here, whole
+from dissensus.numerics.divided import here, joined
 from dissensus.numerics.layout import fits, kept_strides, laid_out, rows
 from dissensus.numerics.plain import plain
 from dissensus.numerics.randomness import same_random_state
@@ -146,7 +146,7 @@ def unique_tensors(module: nn.Module, *, without: str = "\n") -> tuple[dict[str,
             raise TypeError(
                 f"expected tensors only in the state, got {type(tensor).__name__} in '{name}'; keep it elsewhere"
             )
-        found = whole(tensor.detach())  # by all processes, where they have parts of it
+        found = joined(tensor.detach())  # by all processes, where they have parts of it
         key = (here(tensor).data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
         source = first.setdefault(key, name)
         if source == name:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dissensus.numerics.divided import is_divided, whole
+from dissensus.numerics.divided import is_divided, joined
 
 
 def check_same_architecture(networks: Sequence[nn.Module]) -> None:
@@ -57,4 +57,4 @@ def check_distinct_weights(networks: Sequence[nn.Module]) -> None:
 
 def _numbers(parameter: Tensor) -> Tensor:
     """(K,) its entries; where processes have parts of it, their sum: networks are never whole together."""
-    return whole(parameter).sum()[None] if is_divided(parameter) else parameter.flatten()
+    return joined(parameter).sum()[None] if is_divided(parameter) else parameter.flatten()

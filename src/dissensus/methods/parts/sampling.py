@@ -27,6 +27,7 @@ from dissensus.engine.memory import free_bytes, readable
 from dissensus.methods.parts.networks import Networks, NetworksPosterior
 from dissensus.methods.parts.stored_draw import Families, StoringPosterior
 from dissensus.numerics.checks import whole
+from dissensus.numerics.divided import joined_all
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
 from dissensus.surgery.normalization import refresh_statistics
@@ -90,7 +91,7 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
 
     def plain(self, tensors: Tensors) -> Tensors:
         """What is public of tensors (M, ...): without the first axis where one module is held."""
-        return tensors if self.built_with.own else {name: rows[0] for name, rows in tensors.items()}
+        return joined_all(tensors if self.built_with.own else {name: rows[0] for name, rows in tensors.items()})
 
     def draw(self) -> DrawnFunctions:
         if (stored := self.stored) is not None:
