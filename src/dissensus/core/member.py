@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dissensus.core.attributes import unmade
 from dissensus.core.batch import Batch, call
@@ -90,11 +91,15 @@ def stay_divided(network: nn.Module) -> None:
 
 
 def check_whole(network: nn.Module) -> None:
-    """Raises where copies are needed of a network that no process has."""
+    """Raises where copies are needed of a network that no process has, or whose gradients would no longer be summed."""
+    if any(isinstance(part, DistributedDataParallel) for part in network.modules()):
+        raise ValueError(
+            "expected a network to copy, got DistributedDataParallel, which sums its own gradients; pass net.module"
+        )
     if is_fully_sharded(network):
         raise NotImplementedError(
-            "expected a network that lies whole in a process, to be copied, got one divided by fully_shard; wrap it alone, "
-            "ds.MAP(network), and load its whole state into a plain network to save or export it"
+            "expected a network that lies whole in a process, to be copied, got one divided by fully_shard; use "
+            "ds.distributed.shard, or wrap it alone, ds.MAP(network)"
         )
 
 

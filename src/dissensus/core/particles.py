@@ -257,7 +257,7 @@ class Particles(nn.Module):
         if self.fully and any(params[name] is not mine for name, mine in self.shared_parameters().items()):
             raise ValueError(
                 "expected a network divided by fully_shard to run with its own tensors, got others: this method samples or "
-                "copies weights; use MAP or MCDropout"
+                "copies weights; use ds.distributed.shard, or MAP or MCDropout"
             )
         # Read on the host, which neither vmap nor a CUDA graph can do: what is right falls back to the plain loop.
         template = self.template if len(self.templates) == 1 else self.templates[int(buffers[NUMBER])]

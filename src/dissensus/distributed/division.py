@@ -275,12 +275,17 @@ def check_divisible(mesh: Mesh, posterior: Posterior) -> None:
             f"expected at most as many ranks for members as there are, {posterior.particles.members}, got "
             f"{mesh.members.size}; pass mesh(data={mesh.size}), which divides batches"
         )
-    if posterior.particles.divided and (mesh.members.size > 1 or posterior.mixes):
+    if posterior.particles.divided and posterior.mixes:
         raise NotImplementedError(
             f"expected networks that lie whole in a process, got divided ones, and {type(posterior).__name__} compares all "
             "members' weights; leave shard out"
-            if posterior.mixes
-            else f"expected mesh(members=1) for divided networks, got {mesh!r}; their ranks are those of the data axis"
+        )
+    if posterior.particles.divided and mesh.members.size > 1:
+        raise ValueError(f"expected mesh(members=1) for divided networks, got {mesh!r}; they divide batches alone")
+    if not posterior.particles.divided and any(map(is_divided, posterior.parameters())):
+        raise ValueError(
+            "expected networks that were divided before the posterior was built, got one divided since; use "
+            "ds.distributed.shard(network, mesh) or fully_shard(network) first"
         )
 
 

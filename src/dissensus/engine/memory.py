@@ -12,7 +12,6 @@ from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
 from dissensus.engine.eager import autocast
 from dissensus.engine.graphs import Lanes
-from dissensus.numerics.divided import here
 from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.sizes import readable as readable
 
@@ -131,12 +130,11 @@ def _measured(posterior: Posterior, batch: Batch, precision: torch.dtype | None)
 
 def _activations(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> int:
     """Bytes that autograd keeps for one member's backward pass, without its weights and the batch."""
-    if posterior.particles.fully:  # which cannot run without its backward pass
+    if posterior.particles.divided:  # it would be put together once more, and `fully_shard` wants a backward pass
         return 0
     state = gradients.state_of(posterior).member(0)
-    params = posterior.particles.put_together(state.parameters(state.leaves()))
-    tensors = [*posterior.parameters(), *posterior.buffers(), *params.values()]
-    known = {here(tensor).untyped_storage().data_ptr() for tensor in tensors}
+    params = state.parameters(state.leaves())
+    known = {t.untyped_storage().data_ptr() for t in [*posterior.parameters(), *posterior.buffers()]}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dissensus.core.member import check_initialised
+from dissensus.core.member import check_initialised, check_whole
 from dissensus.core.prior import NORM_LAYERS
 from dissensus.core.running import first_line
 from dissensus.core.turns import turn
@@ -113,6 +113,7 @@ def convertible_copy(
     Tied weights stay tied. The caller cuts the layers and tells the account.
     """
     check_initialised(network)
+    check_whole(network)
     copied = _copied(network)
     found, account = convertible_layers(copied, layers=layers, needed=needed)
     _fast_paths(copied, off=True)

@@ -16,7 +16,7 @@ from dissensus.core import weights
 from dissensus.core.batch import Inputs
 from dissensus.core.functions import DrawnFunctions, MemberFunctions, described_outputs, mixture
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import PREFIX
+from dissensus.core.member import PREFIX, check_whole
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Particles
 from dissensus.core.predictive import Predictive
@@ -65,6 +65,7 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, likelihood=likelihood, latents=latents, **prior)
+        check_whole(self.network)  # samples run in copies
         self.samples = whole("samples", samples, hint="20 is a usual number")
         self.stored = None
         self.built_with = weights.parameters(self.particles)
