@@ -101,6 +101,20 @@ def clipped():
     return fit("deep_ensemble", optimizer="sgd", clip=0.05, accumulate=2)
 
 
+def twice(divide=True):
+    """The state after two runs of a posterior, the second with another optimiser."""
+    torch.manual_seed(2)
+    mesh = ds.distributed.mesh(members=1)
+    posterior = BUILD["map"](mesh if divide else None)
+    for _ in range(2):
+        ds.fit(posterior, [(X, Y)], epochs=2, mesh=mesh, progress=False)
+    return divided.joined_all(posterior.state_dict())
+
+
+def test_a_divided_posterior_is_trained_again():
+    assert tiny.largest_difference(workers().run(2, twice)[0], twice(False)) < 1e-10
+
+
 def most_whole():
     """(bytes of the weights of one member, the most that were put together at a time in training and prediction)"""
     alive, most, joined = {}, [0], divided.joined
@@ -165,6 +179,8 @@ def refused():
         (lambda: ds.DeepEnsemble(several(mesh)), {"engine": "vectorised"}),
         (lambda: ds.DeepEnsemble(several(mesh)), {"mesh": ds.distributed.mesh(members=2)}),
         (lambda: ds.SGHMC(network(mesh), data_size=26), {}),
+        (lambda: ds.Laplace(network(mesh)), {}),
+        (lambda: ds.FeatureRDE(several(mesh), layer="4", head="6", data_size=26), {}),
     ]
     for build, settings in cases:
         try:
@@ -186,6 +202,8 @@ WORDS = [
     "expected engine of divided networks, which run one after the other",
     "expected mesh(members=1) for divided networks",
     "expected weights that lie whole in a process, got divided ones, which LastSnapshots cannot record",
+    "expected networks that lie whole in a process for Laplace",
+    "expected networks that lie whole in a process for FeatureRDE",
 ]
 
 

@@ -27,6 +27,7 @@ def shard(network: Network, mesh: Mesh) -> Network:
         return network
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    network.to(mesh.device)
     made: dict[int, nn.Parameter] = {}  # tied parameters stay tied
     for part in network.modules():
         for name, parameter in part._parameters.items():

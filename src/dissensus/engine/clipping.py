@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core.particles import Particles
-from dissensus.numerics.divided import here, is_divided
+from dissensus.numerics.divided import here, is_divided, joined
 
 
 def clip_members(particles: Particles, largest: float) -> Tensor:
@@ -27,10 +27,12 @@ def clip_members(particles: Particles, largest: float) -> Tensor:
 def _squares(gradients: list[Tensor]) -> Tensor:
     """(T, M) squares of each tensor's norm, member by member."""
     # In float32 at least: a norm that overflows in float16 would clip every gradient to zero.
-    full = [here(gradient).to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
-    squares = torch.stack([gradient.reshape(len(gradient), -1).square().sum(1) for gradient in full])
-    if divided := [i for i, gradient in enumerate(gradients) if is_divided(gradient)]:
-        parts = squares[divided]
-        torch.distributed.all_reduce(parts, group=gradients[divided[0]].device_mesh.get_group())  # type: ignore[attr-defined]
-        squares[divided] = parts
-    return squares
+    full = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
+    return torch.stack(
+        [
+            joined(each.square().sum(tuple(range(1, each.ndim))))
+            if is_divided(each)
+            else each.reshape(len(each), -1).square().sum(1)
+            for each in full
+        ]
+    )

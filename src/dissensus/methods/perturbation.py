@@ -27,6 +27,7 @@ class GaussianPerturbation(SamplingPosterior):
     """
 
     name = "gaussian_perturbation"
+    by_parts = True
     untrained = (*SamplingPosterior.untrained, "noise")
 
     def __init__(

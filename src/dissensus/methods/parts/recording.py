@@ -32,6 +32,7 @@ class RecordingPosterior(SamplingPosterior):
     """
 
     recorder: Recorder
+    by_parts = True  # where the recorder can
     floor: ClassVar[float] = 0.5  # of the rate in the default schedule's tail
     judged_by: ClassVar[Literal["current", "draw"] | None] = None  # what is recorded in a run belongs together
 

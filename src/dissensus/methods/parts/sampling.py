@@ -52,6 +52,7 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
     own_statistics: ClassVar[bool] = True  # whether sampled networks have batch statistics of their own
     random: ClassVar[bool] = True  # whether `sample` takes random numbers; if not, a draw leaves torch's stream alone
     samples_frozen: ClassVar[bool] = False  # whether parameters that are not trained may be sampled as well
+    by_parts: ClassVar[bool] = False  # whether `sample` can do with weights of which each process has a part
     by_network: ClassVar[bool] = False  # whether functions of one network share what is not sampled
     stored: Families | None
 
@@ -66,6 +67,10 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
     ) -> None:
         super().__init__(networks, likelihood=likelihood, latents=latents, **prior)
         check_whole(self.network)  # samples run in copies
+        if self.particles.divided and not self.by_parts:
+            raise NotImplementedError(
+                f"expected networks that lie whole in a process for {type(self).__name__}, got divided ones; leave shard out"
+            )
         self.samples = whole("samples", samples, hint="20 is a usual number")
         self.stored = None
         self.built_with = weights.parameters(self.particles)
