@@ -1,16 +1,15 @@
 """Member: one network, its likelihood and its latents as one module; the template that each member's tensors are put into."""
 
 import copy
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from dissensus.core.attributes import unmade
 from dissensus.core.batch import Batch, call
+from dissensus.core.fully import check_whole
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.turns import turn
 from dissensus.numerics.tree import Tensors, TensorTree
@@ -72,35 +71,6 @@ def member_index(index: int, members: int) -> int:
             f"expected a member from 0 to {members - 1}, got {index}; this posterior has {members} members"
         )
     return index % members
-
-
-def is_fully_sharded(network: nn.Module) -> bool:
-    """Whether torch's `fully_shard` has divided the network's tensors over processes."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported where it was used: the import takes seconds
-    return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in network.modules())
-
-
-def stay_divided(network: nn.Module) -> None:
-    """Lets `fully_shard`, where it was used, divide all parts again after a forward pass, the outermost too.
-
-    Its tensors would lie whole in the place of those that optimisers and files know.
-    """
-    for part in network.modules() if is_fully_sharded(network) else ():
-        if hasattr(part, "set_reshard_after_forward"):
-            part.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
-
-
-def check_whole(network: nn.Module) -> None:
-    """Raises where copies are needed of a network that no process has, or whose gradients would no longer be summed."""
-    if any(isinstance(part, DistributedDataParallel) for part in network.modules()):
-        raise ValueError(
-            "expected a network to copy, got DistributedDataParallel, which sums its own gradients; pass net.module"
-        )
-    if is_fully_sharded(network):
-        raise NotImplementedError(
-            "expected a network that lies whole in a process, to be copied, got one divided by fully_shard; use "
-            "ds.distributed.shard, or wrap it alone, ds.MAP(network)"
-        )
 
 
 def check_initialised(network: nn.Module) -> None:

@@ -16,18 +16,9 @@ from torch import Tensor, nn
 
 from dissensus.core.attributes import difference, unmade
 from dissensus.core.exchange import ALONE, Exchange
+from dissensus.core.fully import check_its_own, check_whole, is_fully_sharded, stay_divided
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import (
-    PREFIX,
-    Member,
-    blanks,
-    check_initialised,
-    check_whole,
-    emptied,
-    is_fully_sharded,
-    member_index,
-    stay_divided,
-)
+from dissensus.core.member import PREFIX, Member, blanks, check_initialised, emptied, member_index
 from dissensus.core.running import How, Rows, Runner, first_line, loop
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
@@ -74,7 +65,7 @@ class Particles(nn.Module):
         stacked = tensors_of(self.own)
         own = {id(tensor) for name, tensor in tensors_of(self.template).items() if name in stacked}
         self.runner = Runner(self.template, own)
-        # Whether each process has a part of every weight: by `ds.distributed.shard`, or `fully_shard`.
+        # whether processes have parts of the weights (`ds.distributed.shard`, `fully_shard`)
         self.divided = any(map(is_divided, chain(stacked.values(), tensors_of(self.shared).values())))
         if len(self.templates) > 1 or self.divided:
             self.how = "loop"
@@ -254,17 +245,14 @@ class Particles(nn.Module):
 
     def call(self, function: Callable[..., Any], params: Tensors, buffers: Tensors, *args: Any) -> tuple[Any, Tensors]:
         """(function(member, *args), buffers afterwards) of the member with these tensors. Pure: nothing is changed."""
-        if self.fully and any(params[name] is not mine for name, mine in self.shared_parameters().items()):
-            raise ValueError(
-                "expected a network divided by fully_shard to run with its own tensors, got others: this method samples or "
-                "copies weights; use ds.distributed.shard, or MAP or MCDropout"
-            )
+        if self.fully:
+            check_its_own(params, self.shared_parameters())
         # Read on the host, which neither vmap nor a CUDA graph can do: what is right falls back to the plain loop.
         template = self.template if len(self.templates) == 1 else self.templates[int(buffers[NUMBER])]
         if template.training:  # batch norm writes its statistics in place: into copies
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        tensors = self.put_together({**params, **buffers})
-        return call_with(template, tensors, function, *args, tied=self._ties)  # type: ignore[no-any-return]
+        whole = self.put_together({**params, **buffers})
+        return call_with(template, whole, function, *args, tied=self._ties)  # type: ignore[no-any-return]
 
     def put_together(self, tensors: Tensors) -> Tensors:
         """One member's tensors, whole where processes have parts of them."""

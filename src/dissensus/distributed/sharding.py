@@ -4,7 +4,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from dissensus.core.member import check_initialised, check_whole
+from dissensus.core.fully import check_whole
+from dissensus.core.member import check_initialised
 from dissensus.distributed.mesh import Mesh
 
 Network = TypeVar("Network", bound=nn.Module)

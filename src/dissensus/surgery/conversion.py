@@ -14,7 +14,8 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dissensus.core.member import check_initialised, check_whole
+from dissensus.core.fully import check_whole
+from dissensus.core.member import check_initialised
 from dissensus.core.prior import NORM_LAYERS
 from dissensus.core.running import first_line
 from dissensus.core.turns import turn

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from dissensus.core import weights
 from dissensus.core.batch import Inputs
+from dissensus.core.fully import check_whole
 from dissensus.core.functions import DrawnFunctions, MemberFunctions, described_outputs, mixture
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import PREFIX, check_whole
+from dissensus.core.member import PREFIX
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Particles
 from dissensus.core.predictive import Predictive
