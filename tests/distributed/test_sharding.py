@@ -3,6 +3,7 @@
 import weakref
 
 import pytest
+import test_division
 import torch
 from torch import nn
 from torch.optim import SGD, Adam
@@ -169,6 +170,37 @@ def test_a_checkpoint_of_two_ranks_is_resumed_by_four_and_by_two(name, tmp_path)
     assert all(torch.equal(first[0][0][key], again[0][0][key]) for key in trained)
     workers().run(4, fit, name, True, path, 2)
     close(workers().run(2, fit, name, True, path, 3)[0], expected)
+
+
+def of_table(method, divide):
+    """What training a method of the contract's table gives (see `test_division`), or the word that it cannot."""
+    torch.manual_seed(0)
+    mesh, (x, y) = ds.distributed.mesh(members=1), tiny.points()
+    net = lambda dropout=0.0: test_division.small(dropout).double()  # noqa: E731
+    try:
+        make = (lambda dropout=0.0: ds.distributed.shard(net(dropout), mesh)) if divide else net
+        posterior = test_division.METHODS[method](make).double()
+        torch.manual_seed(1)
+        loader = ds.data.Batches(x, y, batch_size=7, shuffle=True)
+        history = ds.fit(posterior, loader, epochs=20, progress=False, mesh=mesh, engine="loop")
+    except RuntimeError as error:  # NotImplementedError is one
+        return str(error)
+    torch.manual_seed(2)
+    state, *rest = test_division.result(posterior, history, x)
+    return divided.joined_all(state), *rest
+
+
+OWN = ("rank1_ensemble", "node_noise")  # methods of a user's, of which torch itself says that they cannot
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", test_division.METHODS)
+def test_every_method_trains_divided_to_the_result_of_one_process_or_says_that_it_cannot(method):
+    found, _ = workers().run(2, of_table, method, True)
+    if isinstance(found, str):
+        assert "got divided ones" in found or method in OWN
+    else:
+        assert test_division.off(found, of_table(method, False)) < 1e-8
 
 
 def refused():
