@@ -179,7 +179,7 @@ def of_table(method, divide):
     net = lambda dropout=0.0: test_division.small(dropout).double()  # noqa: E731
     try:
         make = (lambda dropout=0.0: ds.distributed.shard(net(dropout), mesh)) if divide else net
-        posterior = test_division.METHODS[method](make).double()
+        posterior = TABLE[method](make).double()
         torch.manual_seed(1)
         loader = ds.data.Batches(x, y, batch_size=7, shuffle=True)
         history = ds.fit(posterior, loader, epochs=20, progress=False, mesh=mesh, engine="loop")
@@ -190,11 +190,20 @@ def of_table(method, divide):
     return divided.joined_all(state), *rest
 
 
+# Those of the table whose line there makes steps before `fit` does, with random gradients that are others of parts
+TABLE = test_division.METHODS | {
+    "swag": lambda net: ds.SWAG(net(), rank=3, samples=4),
+    "swa": lambda net: ds.SWA(net()),
+    "tradi": lambda net: ds.TRADI(net(), samples=4),
+    "multi_swag": lambda net: ds.SWAG([net(), net()], rank=3, samples=4),
+    "multi_swa": lambda net: ds.SWA([net(), net()]),
+    "multi_tradi": lambda net: ds.TRADI([net(), net()], samples=4),
+}
 OWN = ("rank1_ensemble", "node_noise")  # methods of a user's, of which torch itself says that they cannot
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", test_division.METHODS)
+@pytest.mark.parametrize("method", TABLE)
 def test_every_method_trains_divided_to_the_result_of_one_process_or_says_that_it_cannot(method):
     found, _ = workers().run(2, of_table, method, True)
     if isinstance(found, str):
