@@ -101,10 +101,10 @@ class GaussianRecorder(MeanRecorder):
         held = min(self.taken(), len(self.deviations))
         # eq. (1): w = mean + √scale (Σ_diag^½ z₁ + D z₂ / √(held − 1)). One z₂ for all tensors of a network: it carries the
         # correlations between layers. The divisor counts what is held; the authors' code has the largest rank there.
-        mean, like = self.mean_vector[m], {"dtype": self.mean_vector.dtype, "device": self.mean_vector.device}
+        mean, like = self.mean_vector[m], dict[str, Any](dtype=self.mean_vector.dtype, device=self.mean_vector.device)
         found = cut_last(torch.empty(samples, len(mean), **like).normal_(generator=generator), mean)
         noise = here(found)  # every process draws that of all weights
-        noise *= here(self.variance()[m].sqrt())
+        noise *= here((self.square_sum[m] / self.taken()).sqrt())
         z = torch.randn(samples, held, generator=generator, **like)
         noise.addmm_(z, here(self.deviations[:held, m]), alpha=max(held - 1, 1) ** -0.5)
         noise.mul_(self.scale**0.5).add_(here(mean))

@@ -15,7 +15,7 @@ def is_divided(tensor: Tensor) -> bool:
 
 def here(tensor: Tensor) -> Tensor:
     """The part of a tensor that lies in this process."""
-    return tensor.to_local() if is_divided(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor.to_local() if is_divided(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def joined(tensor: Tensor) -> Tensor:
