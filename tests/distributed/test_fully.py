@@ -98,9 +98,9 @@ def refused():
 def test_what_cannot_be_divided_says_so():
     for words in workers().run(2, refused):
         assert [word.split(",")[0] for word in words] == [
-            "expected a network that is whole in one process",
-            "expected weights that are whole in one process",
-            "expected no prior for a network divided by fully_shard",
+            "expected a network that lies whole in a process",
+            "expected a network that lies whole in a process",
+            "expected no prior of a network divided by fully_shard",
         ]
 
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from dissensus.numerics.arrays import as_tensor
 
@@ -173,6 +173,11 @@ def length(loader: Iterable[Any]) -> int | None:
 
 def sampler_of(loader: Any) -> Any:
     """The loader's sampler if it gives each rank its own rows, like torch's DistributedSampler; else None."""
+    prepared = type(loader).__module__ == "accelerate.data_loader"
+    if prepared and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise ValueError(  # it gives parts of batches, some rows twice, and says so nowhere
+            "expected the loader itself, got one that Accelerate has divided over processes; pass it as it was before prepare"
+        )
     for path in ("sampler", "batch_sampler.sampler"):
         try:
             sampler = attrgetter(path)(loader)

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from dissensus.core.batch import Batch
 from dissensus.core.particles import Particles, Rows
 from dissensus.core.running import ONE_LANE, MemberLanes
+from dissensus.numerics.divided import here, is_divided
 from dissensus.numerics.randomness import random_state
 from dissensus.numerics.tree import Tensors
 
@@ -130,27 +131,28 @@ def looped(
     """
     member = member or member_gradients
     state, (lane, join), exchange = state_of(posterior), lanes, posterior.particles.exchange
-    members = [state.member(i) for i in range(posterior.particles.members)]
+    members, whole = range(posterior.particles.members), posterior.particles.put_together
     streams: list[Callable[[], None]] = []
     pulls: list[Any] = [None] * len(members)
     with exchange.in_turn():
         if posterior.coupled:
             seen = []
-            for i, mine in enumerate(members):
+            for i in members:
                 # For the second run: dropout must drop the same units, or z would not be the one that v belongs to.
                 streams.append(random_state())
+                mine = state.member(i)
                 with lane(i), torch.no_grad():
-                    seen.append(posterior.member_loss(mine.parameters(), mine.buffers(), batch)[1])
+                    seen.append(posterior.member_loss(whole(mine.parameters()), mine.buffers(), batch)[1])
             join()
             streams.append(random_state())  # after one run of each member: the final state of the generators
             pulls = _cotangents_of_each(posterior, seen)
 
         found = []
-        for i, mine in enumerate(members):
+        for i in members:
             if streams:
                 streams[i]()
             with lane(i):
-                found.append(exchange.found(member(posterior, mine, batch, pulls[i])))
+                found.append(exchange.found(member(posterior, state.member(i), batch, pulls[i])))
         join()
         if streams:
             streams[-1]()
@@ -201,8 +203,9 @@ def gathered(state: State, found: list[Gradients]) -> Gradients:
         if name in state.own:
             # A member may not have used a tensor that other members used.
             gradients[name] = torch.empty_like(state.own[name])
-            targets += list(gradients[name].unbind())
-            sources += [torch.zeros_like(t) if g is None else g for t, g in zip(gradients[name], each, strict=True)]
+            rows = here(gradients[name]).unbind()
+            targets += list(rows)
+            sources += [torch.zeros_like(t) if g is None else here(g) for t, g in zip(rows, each, strict=True)]
         else:
             given = [g for g in each if g is not None]
             gradients[name] = sum(given[1:], given[0])
@@ -217,7 +220,8 @@ def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent
     if posterior.particles.fully:
         return _fully_sharded_gradients(posterior, batch)
     wanted, particles = state.leaves(), posterior.particles
-    params, before = state.parameters(wanted), state.buffers()
+    with torch.enable_grad():  # where processes have parts of them, gradients by these follow from those of the whole
+        params, before = particles.put_together(state.parameters(wanted)), state.buffers()
 
     def run(*_: Any) -> Gradients:
         with torch.enable_grad():
@@ -242,7 +246,7 @@ def _fully_sharded_gradients(posterior: Objective, batch: Batch) -> Gradients:
     found = {name: parameter.grad for name, parameter in params.items() if parameter.grad is not None}
     for name, parameter in params.items():
         parameter.grad = before[name]
-    gradients = {name: g if hasattr(g, "full_tensor") else g / ranks for name, g in found.items()}
+    gradients = {name: g if is_divided(g) else g / ranks for name, g in found.items()}
     return Gradients(value.detach(), gradients, detached(after))
 
 

@@ -1,14 +1,15 @@
 """Member: one network, its likelihood and its latents as one module, used as the template for each member's tensors."""
 
 import copy
-import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dissensus.core.attributes import unmade
 from dissensus.core.batch import Batch, call
+from dissensus.core.fully import check_whole
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.turns import turn
 from dissensus.numerics.tree import Tensors, TensorTree
@@ -47,15 +48,20 @@ class Member(nn.Module):
 def emptied(member: Member) -> Member:
     """A copy of the member with empty tensors, into which real ones are put at every call. Tied tensors stay tied."""
     check_whole(member.network)
-    blanks = unmade(member)
-    for parameter in member.parameters():
-        empty = parameter.detach().new_empty(0)
-        blanks[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in member.buffers():
-        blanks[id(buffer)] = buffer.detach().new_empty(0)
     with turn(member.network):  # another thread's hooks and forwards must not be copied
-        copied: Member = copy.deepcopy(member, blanks)
+        copied: Member = copy.deepcopy(member, blanks(member))
     return copied
+
+
+def blanks(part: nn.Module) -> dict[int, Any]:
+    """What a copy of the part gets in place of its tensors: empty ones."""
+    found = unmade(part)
+    for parameter in part.parameters():
+        empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        found[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in part.buffers():
+        found[id(buffer)] = buffer.detach().new_empty(0)
+    return found
 
 
 def member_index(index: int, members: int) -> int:
@@ -65,31 +71,6 @@ def member_index(index: int, members: int) -> int:
             f"expected a member from 0 to {members - 1}, got {index}; this posterior has {members} members"
         )
     return index % members
-
-
-def is_fully_sharded(network: nn.Module) -> bool:
-    """Whether torch's `fully_shard` has divided the network's tensors over processes."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here, which takes seconds: whoever used it did
-    return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in network.modules())
-
-
-def stay_divided(network: nn.Module) -> None:
-    """Makes `fully_shard`, if it was used, divide all parts again after a forward pass, also the outermost one.
-
-    Otherwise whole tensors would replace the divided ones that optimisers and files refer to.
-    """
-    for part in network.modules() if is_fully_sharded(network) else ():
-        if hasattr(part, "set_reshard_after_forward"):
-            part.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
-
-
-def check_whole(network: nn.Module) -> None:
-    """Raises if the network is divided over processes, for methods that must copy it."""
-    if is_fully_sharded(network):
-        raise NotImplementedError(
-            "expected a network that is whole in one process, because it is copied, got one divided by fully_shard; use "
-            "ds.MAP(network), and load its whole state into a plain network to save or export it"
-        )
 
 
 def check_initialised(network: nn.Module) -> None:

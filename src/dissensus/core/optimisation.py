@@ -123,7 +123,7 @@ def check_optimizer(posterior: nn.Module, optimizer: Optimizer) -> None:
 def note_step(optimizer: Optimizer, *_: object) -> None:
     """Counts a step of any optimiser in the process; called by torch, and when steps are replayed from a graph."""
     if held := _held(optimizer):
-        _steps[held[0]] = _steps.get(held[0], 0) + 1
+        _steps[_first(held)] = _steps.get(_first(held), 0) + 1
 
 
 register_optimizer_step_post_hook(note_step)
@@ -142,9 +142,14 @@ def has_stepped(posterior: nn.Module, optimizer: Optimizer) -> bool:
         check_optimizer(posterior, optimizer)
     held = _held(optimizer)
     # Fused optimisers change weights without a new version; weights set by hand change without an optimiser step.
-    now = [_steps.get(held[0], 0), *(each._version for each in held)]
+    now = [_steps.get(_first(held), 0), *(each._version for each in held)]
     _shown[posterior] = weakref.ref(optimizer), now
     return (now[0] > 0 if new else now != before) or all(each.grad is None for each in held)
+
+
+def _first(held: list[Tensor]) -> Tensor:
+    # Of one that processes have parts of the part: torch cannot move a module with a weak reference to the tensor itself.
+    return getattr(held[0], "_local_tensor", held[0])
 
 
 def _held(optimizer: Optimizer) -> list[Tensor]:

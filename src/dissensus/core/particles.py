@@ -16,21 +16,14 @@ from torch import Tensor, nn
 
 from dissensus.core.attributes import difference, unmade
 from dissensus.core.exchange import ALONE, Exchange
+from dissensus.core.fully import check_its_own, check_whole, is_fully_sharded, stay_divided
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import (
-    PREFIX,
-    Member,
-    check_initialised,
-    check_whole,
-    emptied,
-    is_fully_sharded,
-    member_index,
-    stay_divided,
-)
+from dissensus.core.member import PREFIX, Member, blanks, check_initialised, emptied, member_index
 from dissensus.core.running import How, Rows, Runner, first_line, loop
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
+from dissensus.numerics.divided import is_divided, joined_all
 from dissensus.numerics.tree import Tensors, TensorTree, call_with, named_tensors, ties
 
 __all__ = ["How", "Member", "Particles", "Rows", "loop", "member_index"]
@@ -61,7 +54,9 @@ class Particles(nn.Module):
         self._settle()
         # Computed once if the template is our own: in every call it would cost as much as a small layer.
         self._ties = None if shared is self.template else ties(self.template)
-        self.fully = is_fully_sharded(self.template.network)  # divided by `fully_shard`: each process has a part of it
+        self.fully = is_fully_sharded(
+            self.template.network
+        )  # divided by torch's `fully_shard`, which gathers layers itself
         self._frozen = {*frozen}  # tensors stored once because no member trains them
         self._said: set[str] = set()
 
@@ -70,7 +65,9 @@ class Particles(nn.Module):
         stacked = tensors_of(self.own)
         own = {id(tensor) for name, tensor in tensors_of(self.template).items() if name in stacked}
         self.runner = Runner(self.template, own)
-        if len(self.templates) > 1:
+        # whether processes have parts of the weights (`ds.distributed.shard`, `fully_shard`)
+        self.divided = any(map(is_divided, chain(stacked.values(), tensors_of(self.shared).values())))
+        if len(self.templates) > 1 or self.divided:
             self.how = "loop"
 
     @classmethod
@@ -249,16 +246,18 @@ class Particles(nn.Module):
 
     def call(self, function: Callable[..., Any], params: Tensors, buffers: Tensors, *args: Any) -> tuple[Any, Tensors]:
         """(function(member, *args), buffers afterwards) for the member with these tensors. Pure: changes nothing."""
-        if self.fully and any(params[name] is not mine for name, mine in self.shared_parameters().items()):
-            raise ValueError(
-                "expected a method that runs a network divided by fully_shard with its own weights, got one that samples or "
-                "copies weights; use MAP or MCDropout"
-            )
+        if self.fully:
+            check_its_own(params, self.shared_parameters())
         # Read on the host, which neither vmap nor a CUDA graph can do: both then fall back to the plain loop.
         template = self.template if len(self.templates) == 1 else self.templates[int(buffers[NUMBER])]
         if template.training:  # batch norm writes its statistics in place, so it gets copies
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        return call_with(template, {**params, **buffers}, function, *args, tied=self._ties)  # type: ignore[no-any-return]
+        whole = self.put_together({**params, **buffers})
+        return call_with(template, whole, function, *args, tied=self._ties)  # type: ignore[no-any-return]
+
+    def put_together(self, tensors: Tensors) -> Tensors:
+        """One member's tensors, whole where processes have parts of them."""
+        return joined_all(tensors) if self.divided and not self.fully else tensors
 
     def write_buffers(self, buffers: Tensors) -> None:
         """Stores buffers (M, ...) after a run; shared buffers get the mean over members."""
@@ -343,9 +342,9 @@ class Particles(nn.Module):
         index = member_index(index, self.members)
         check_whole(self.template.network)
         with self.turn(), torch.no_grad():
-            copied = copy.deepcopy(part, unmade(part))
-            values = {**self.shared_parameters(), **self.shared_buffers()}
-            values |= {k: v[index] for k, v in {**self.own_parameters(), **self.own_buffers()}.items()}
+            copied = copy.deepcopy(part, blanks(part) if self.divided else unmade(part))
+            params, buffers = self.at(index)
+            values = {**self.put_together(params), **buffers}
             for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
                 tensor.data = values[f"{prefix}{name}"].detach().clone()
         return copied

@@ -337,7 +337,7 @@ class Posterior(TrainingRules, ABC):
             portion: the functions used by `work`; those that run here, while it is done.
             device: device for the results of other processes.
         """
-        if self.others is None:
+        if self.others is None or self.particles.divided:  # whose processes all run each network together
             return ((batch, work(batch)) for batch in given)
         standing: list[Any] = [each for each in (self.calibration, *self.promises.values()) if each is not None]
         seen_by = (self.temperature, *((repr(each.config()), *each.buffers()) for each in standing))

@@ -2,12 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dissensus.core.weights import Weights
+from dissensus.numerics.divided import is_divided
 from dissensus.numerics.tree import Tensors
 
 
@@ -23,14 +25,18 @@ class Recorder(nn.Module, ABC):
             `RecordingPosterior` passes its `recorded`.
     """
 
+    by_parts: ClassVar[bool] = (
+        False  # whether it can record weights of which each process has a part (`numerics/divided.py`)
+    )
+
     def __init__(self, source: Callable[[], Weights]) -> None:
         super().__init__()
         self.source = source
         self.weights = source()
-        if any(hasattr(tensor, "full_tensor") for tensor in self.weights.stored.values()):
+        if not self.by_parts and any(map(is_divided, self.weights.stored.values())):
             raise NotImplementedError(
-                "expected weights that are whole in one process, because they are recorded, got a network divided by "
-                "fully_shard; use MAP or MCDropout"
+                f"expected weights that lie whole in a process, got divided ones, which {type(self).__name__} cannot record; "
+                "leave shard out"
             )
 
     def with_members(self) -> list[tuple[Tensor, int]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
+from dissensus.numerics.divided import cut_last, is_divided, joined
 from dissensus.numerics.flat import state_dtype
 from dissensus.numerics.tree import Tensors
 
@@ -48,9 +49,20 @@ class Weights:
         return self.lifted(self.stored)
 
     def flat(self, dtype: torch.dtype | None = None) -> Tensor:
-        """(M, P) copies of all entries of each member, tensor after tensor; in at least float32 by default."""
+        """(M, P) copies of all entries of each member, tensor after tensor; in at least float32 by default.
+
+        If processes hold parts of the weights, they hold parts of P, too; one member at a time is put together.
+        """
         dtype = dtype or state_dtype(list(self.stored.values()))
-        return torch.cat([rows.to(dtype).reshape(self.members, -1) for rows in self.rows().values()], dim=1)
+        rows = self.rows()
+        if (like := next(filter(is_divided, rows.values()), None)) is None:
+            return torch.cat([each.to(dtype).reshape(self.members, -1) for each in rows.values()], dim=1)
+        return torch.stack(
+            [
+                cut_last(torch.cat([joined(each[m]).to(dtype).flatten() for each in rows.values()]), like)
+                for m in range(self.members)
+            ]
+        )
 
     def one(self) -> Tensors:
         """Name -> the first member's tensor."""

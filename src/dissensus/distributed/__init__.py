@@ -5,5 +5,6 @@
 
 from dissensus.distributed.joining import start
 from dissensus.distributed.mesh import Axis, Mesh, mesh
+from dissensus.distributed.sharding import shard
 
-__all__ = ["Axis", "Mesh", "mesh", "start"]
+__all__ = ["Axis", "Mesh", "mesh", "shard", "start"]

@@ -26,6 +26,7 @@ from dissensus.distributed.mesh import mesh as make_mesh
 from dissensus.distributed.sharing import check_dealt
 from dissensus.engine.optimisers import lay_out
 from dissensus.numerics.checks import one_of
+from dissensus.numerics.divided import is_divided
 
 
 @contextmanager
@@ -84,7 +85,7 @@ class Division(Undivided):
     @torch.no_grad()
     def _same_tensors(self) -> None:
         for tensor in {id(each): each for each in (*self.posterior.parameters(), *self.posterior.buffers())}.values():
-            if hasattr(tensor, "full_tensor"):  # each process has a part of its own
+            if is_divided(tensor):  # each process has a part of its own
                 continue
             tensor.copy_(self.mesh.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format)))
 
@@ -250,7 +251,13 @@ class Division(Undivided):
 
     def engine(self, engine: str) -> str:
         """Plain members, at once or in a loop, in every process alike: as one process would by itself on a CPU."""
-        if one_of("engine on a mesh", engine, ("auto", "loop", "vectorised")) == "auto":
+        known = ("auto", "loop") if self.particles.divided else ("auto", "loop", "vectorised")
+        what = (
+            "engine of divided networks, which run one after the other"
+            if self.particles.divided
+            else "engine on a mesh"
+        )
+        if one_of(what, engine, known) == "auto":
             engine = "loop" if self.members == 1 else self.particles.how
         self.exchange.at_once = engine == "vectorised"
         return engine
@@ -259,7 +266,7 @@ class Division(Undivided):
         return self.mesh.members.gather(losses, self.members) if self.exchange.apart else losses
 
     def apart(self, batches: Iterable[Any]) -> Iterator[Any]:
-        if self.particles.fully:  # all must run it together
+        if self.particles.divided:  # all must run it together
             return iter(batches)
         return (batch for number, batch in enumerate(batches) if number % self.mesh.size == self.mesh.rank)
 
@@ -278,4 +285,16 @@ def check_divisible(mesh: Mesh, posterior: Posterior) -> None:
         raise ValueError(
             f"expected at most {posterior.particles.members} ranks for {posterior.particles.members} members, got "
             f"{mesh.members.size}; pass mesh(data={mesh.size}), which divides batches"
+        )
+    if posterior.particles.divided and posterior.mixes:
+        raise NotImplementedError(
+            f"expected networks that lie whole in a process, got divided ones, and {type(posterior).__name__} compares all "
+            "members' weights; leave shard out"
+        )
+    if posterior.particles.divided and mesh.members.size > 1:
+        raise ValueError(f"expected mesh(members=1) for divided networks, got {mesh!r}; they divide batches alone")
+    if not posterior.particles.divided and any(map(is_divided, posterior.parameters())):
+        raise ValueError(
+            "expected networks that were divided before the posterior was built, got one divided since; use "
+            "ds.distributed.shard(network, mesh) or fully_shard(network) first"
         )

@@ -22,6 +22,7 @@ from dissensus.core.posterior import Posterior
 from dissensus.distributed import noise
 from dissensus.distributed.mesh import Axis, Mesh
 from dissensus.distributed.statistics import SynchronisedNorms
+from dissensus.numerics.divided import is_divided
 from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.tree import Tensors
 
@@ -109,7 +110,8 @@ class MeshExchange(Exchange):
 
         def run(some: Batch) -> list[torch.Size]:
             def one(row: Rows) -> Any:
-                z = self.posterior.member_loss({**shared, **row.own}, {**common, **row.buffers}, some)[1]
+                params = particles.put_together({**shared, **row.own})
+                z = self.posterior.member_loss(params, {**common, **row.buffers}, some)[1]
                 return pytree.tree_leaves(z)
 
             if not at_once:
@@ -239,8 +241,8 @@ class MeshExchange(Exchange):
         return found._replace(gradients=gradients)
 
     def _over_rows(self, add: Callable[[Tensor], Tensor], found: Gradients) -> Gradients:
-        """Losses and gradients summed over the data axis, by their shares; those that `fully_shard` divides are so already."""
-        plain = {name: each for name, each in found.gradients.items() if not hasattr(each, "full_tensor")}
+        """Losses and gradients summed over the data axis, by their shares; those of divided tensors are so already."""
+        plain = {name: each for name, each in found.gradients.items() if not is_divided(each)}
         losses, *summed = _summed(add, [self.weighed(found.losses), *plain.values()])
         return found._replace(losses=losses, gradients=found.gradients | dict(zip(plain, summed, strict=True)))
 
@@ -258,14 +260,14 @@ class MeshExchange(Exchange):
     @property
     def _disagreeing(self) -> Axis | None:
         """The axis whose ranks may see different numbers: those of the data axis have the same sums of whole tensors."""
-        return self.mesh.data if self.particles.fully else self.mesh.members if self.apart else None
+        return self.mesh.data if self.particles.divided else self.mesh.members if self.apart else None
 
     def agree(self, flag: Tensor) -> None:
         if (axis := self._disagreeing) is not None:
             axis.largest(flag)
 
     def everywhere(self, values: Tensor) -> Tensor:
-        if self.particles.fully:
+        if self.particles.divided:
             return self.mesh.data.largest(values.to(torch.uint8)).to(values.dtype)
         if not self.apart:
             return values

@@ -17,6 +17,7 @@ from dissensus.core.optimisation import note_step
 from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
 from dissensus.engine.optimisers import can_skip
+from dissensus.numerics.divided import here
 from dissensus.numerics.tree import Tensors
 
 # Values that may be bad, in the order of reporting: a loss, a gradient before mixing, a member's gradient, a shared one.
@@ -43,9 +44,6 @@ class Guard:
         self._recorders = [part for part in parts if isinstance(part, Recorder)]
         particles, device = posterior.particles, posterior.device
         self._weights = {**particles.shared_parameters(), **particles.own_parameters()}
-        self._here = (
-            _local if particles.fully else lambda tensor: tensor
-        )  # this process's part of tensors divided by `fully_shard`
         self.halted = torch.zeros((), dtype=torch.float32, device=device)  # 1 from the first bad step on
         self.bad = torch.zeros(len(FAULTS), particles.members, dtype=torch.bool, device=device)  # at the first bad step
         self._one = torch.ones_like(self.halted)
@@ -71,7 +69,7 @@ class Guard:
 
     def look(self, losses: Tensor | None, *, complete: bool) -> None:
         """Checks losses, and gradients if the step is complete; raises Diverged if this step is checked at once."""
-        gradients = {n: self._here(p.grad) for n, p in self._weights.items() if p.grad is not None} if complete else {}
+        gradients = {n: here(p.grad) for n, p in self._weights.items() if p.grad is not None} if complete else {}
         given = [*([] if losses is None else [losses]), *gradients.values()]
         exchange = self.posterior.particles.exchange
         if self.reads:
@@ -203,7 +201,7 @@ class Guard:
             if isinstance(value, Tensor) and value.shape == weight.shape
         }
         return {
-            what: {name: self._here(t.detach()) for name, t in tensors.items() if t.is_floating_point()}
+            what: {name: here(t.detach()) for name, t in tensors.items() if t.is_floating_point()}
             for what, tensors in (
                 ("weight", self._weights),
                 ("buffer", {**others, **self.posterior.particles.own_buffers()}),
@@ -216,12 +214,6 @@ class Guard:
         if not suspicious(list(tensors.values())):
             return set(tensors)
         return {name for name, tensor in tensors.items() if bool(tensor.isfinite().all())}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
 
 
 class Aside:

@@ -130,7 +130,7 @@ def _measured(posterior: Posterior, batch: Batch, precision: torch.dtype | None)
 
 def _activations(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> int:
     """Bytes that autograd keeps for one member's backward pass, without its weights and the batch."""
-    if posterior.particles.fully:  # it cannot run without its backward pass
+    if posterior.particles.divided:  # it would be put together once more, and `fully_shard` wants a backward pass
         return 0
     state = gradients.state_of(posterior).member(0)
     params = state.parameters(state.leaves())

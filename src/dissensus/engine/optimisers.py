@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from dissensus.core.posterior import Posterior
+from dissensus.numerics.divided import is_divided
 
 
 def can_be_captured(optimizer: Optimizer) -> bool:
@@ -32,7 +33,7 @@ def lay_out(posterior: Posterior) -> None:
         if isinstance(module, nn.Conv2d)
     }
     for name, parameter in {**particles.own_parameters(), **particles.shared_parameters()}.items():
-        if name in names:
+        if name in names and not is_divided(parameter):
             # (O, I, H, W) or (M, O, I, H, W), with the channel axis I innermost in memory.
             parameter.data = parameter.data.movedim(-3, -1).contiguous().movedim(-1, -3)
 
@@ -49,8 +50,8 @@ def fuse(optimizer: Optimizer) -> Callable[[], None]:
         and group.get("fused") is None
         and group.get("foreach") is None
         and not group.get("differentiable")
-        # Not every optimiser has a fused kernel for tensors divided by `fully_shard`.
-        and all(p.is_floating_point() and not hasattr(p, "full_tensor") for p in group["params"])
+        # Not every optimiser has a fused kernel for divided tensors.
+        and all(p.is_floating_point() and not is_divided(p) for p in group["params"])
     ]
     return _changed(optimizer, groups, fused=True, foreach=False)
 

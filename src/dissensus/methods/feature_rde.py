@@ -193,6 +193,10 @@ def share_head(stacked: Particles, *, layer: str, head: str) -> None:
         raise ValueError(
             f"expected a head whose parameters no other layer uses, got '{tied[0]}' tied to one of '{head}'; untie them first"
         )
+    if stacked.divided:
+        raise NotImplementedError(
+            "expected networks that lie whole in a process for FeatureRDE, got divided ones; leave shard out"
+        )
     stacked.store_once([name for name in stacked.own_parameters() if name.startswith(f"network.{head}.")])
     encoders = [p.detach().reshape(len(p), -1) for p in stacked.own.parameters() if p.requires_grad]
     if not encoders:

@@ -9,6 +9,7 @@ from dissensus.core.prior import PriorKeywords, norm_parameters
 from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.sampling import SamplingPosterior, by_network
 from dissensus.numerics.checks import number
+from dissensus.numerics.divided import cut, joined
 from dissensus.numerics.tree import Tensors
 
 
@@ -27,6 +28,7 @@ class GaussianPerturbation(SamplingPosterior):
     """
 
     name = "gaussian_perturbation"
+    by_parts = True
     untrained = (*SamplingPosterior.untrained, "noise")
 
     def __init__(
@@ -51,12 +53,14 @@ class GaussianPerturbation(SamplingPosterior):
         def around(m: int) -> Tensors:
             found = {}
             for name in self.sampled_names():
-                weight = rows[name][m]
+                stored = rows[name][m]
+                weight = joined(stored)
                 # In float16 squares overflow above 256 and are 0 below 2e-4: no noise at all.
                 scale = self.noise * weight.to(torch.promote_types(weight.dtype, torch.float32)).square().mean().sqrt()
                 like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device, "generator": generator}
                 epsilon = torch.randn(samples, *weight.shape, **like)
-                found[name] = (weight + scale * epsilon.to(scale.dtype)).to(weight.dtype)  # (S, ...)
+                drawn = (weight + scale * epsilon.to(scale.dtype)).to(weight.dtype)  # (S, ...)
+                found[name] = cut(drawn, stored, before=1)
             return found
 
         return by_network(around, self.particles.members)

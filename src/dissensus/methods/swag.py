@@ -17,8 +17,10 @@ from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
 from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.recording import RecordingPosterior, SnapshotRecorder
+from dissensus.methods.parts.sampling import by_network
 from dissensus.methods.parts.trajectory import Snapshots
 from dissensus.numerics.checks import number, whole
+from dissensus.numerics.divided import cut, cut_last, here, joined
 from dissensus.numerics.flat import unflatten
 from dissensus.numerics.tree import Tensors
 
@@ -27,6 +29,7 @@ class MeanRecorder(SnapshotRecorder):
     """The mean of the snapshots of each network."""
 
     mean_vector: Tensor
+    by_parts = True
 
     def __init__(self, source: Callable[[], Weights], snapshots: Snapshots) -> None:
         super().__init__(source, snapshots)
@@ -49,7 +52,17 @@ class MeanRecorder(SnapshotRecorder):
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
         self.taken()
-        return unflatten(self.mean_vector[:, None].expand(-1, samples, -1).clone(), self.weights.one())
+        one = self.weights.one()
+
+        def around(m: int) -> Tensors:
+            drawn = unflatten(joined(self.drawn(m, samples, generator)), one)
+            return {name: cut(each, one[name], before=1) for name, each in drawn.items()}  # (S, ...)
+
+        return by_network(around, len(self.mean_vector))
+
+    def drawn(self, m: int, samples: int, generator: torch.Generator | None) -> Tensor:
+        """(S, P) weights around those of network m."""
+        return self.mean_vector[m].expand(samples, -1).clone()
 
 
 class GaussianRecorder(MeanRecorder):
@@ -84,19 +97,18 @@ class GaussianRecorder(MeanRecorder):
         """(M, P) variance over the snapshots (divisor n)."""
         return self.square_sum / max(int(self.snapshots.taken), 1)
 
-    def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
+    def drawn(self, m: int, samples: int, generator: torch.Generator | None) -> Tensor:
         held = min(self.taken(), len(self.deviations))
-        # eq. (1): w = mean + √scale (Σ_diag^½ z₁ + D z₂ / √(held − 1)). One z₂ for all tensors of a network gives the
-        # correlations between layers. `held` counts the rows held so far; the authors' code uses the largest rank.
-        mean, deviation = self.mean_vector, self.variance().sqrt()
-        drawn = mean.new_empty(len(mean), samples, mean.shape[1])  # (M, S, P)
-        for m, noise in enumerate(drawn):
-            noise.normal_(generator=generator)
-            noise *= deviation[m]
-            z = torch.randn(samples, held, dtype=mean.dtype, device=mean.device, generator=generator)
-            noise.addmm_(z, self.deviations[:held, m], alpha=max(held - 1, 1) ** -0.5)
-            noise.mul_(self.scale**0.5).add_(mean[m])
-        return unflatten(drawn, self.weights.one())
+        # eq. (1): w = mean + √scale (Σ_diag^½ z₁ + D z₂ / √(held − 1)). One z₂ for all tensors of a network: it carries the
+        # correlations between layers. The divisor counts what is held; the authors' code has the largest rank there.
+        mean, like = self.mean_vector[m], dict[str, Any](dtype=self.mean_vector.dtype, device=self.mean_vector.device)
+        found = cut_last(torch.empty(samples, len(mean), **like).normal_(generator=generator), mean)
+        noise = here(found)  # every process draws that of all weights
+        noise *= here((self.square_sum[m] / self.taken()).sqrt())
+        z = torch.randn(samples, held, generator=generator, **like)
+        noise.addmm_(z, here(self.deviations[:held, m]), alpha=max(held - 1, 1) ** -0.5)
+        noise.mul_(self.scale**0.5).add_(here(mean))
+        return found
 
 
 class SWAG(RecordingPosterior):
@@ -140,12 +152,12 @@ class SWAG(RecordingPosterior):
     @property
     def mean(self) -> Tensors:
         """Name -> mean over the snapshots; of a list of networks (M, ...)."""
-        return self.plain(unflatten(self.recorder.mean_vector, self.trained.one()))
+        return self.plain(unflatten(joined(self.recorder.mean_vector), self.trained.one()))
 
     @property
     def variance(self) -> Tensors:
-        """Name -> variance over the snapshots (divisor n), before `scale`; (M, ...) for a list of networks."""
-        return self.plain(unflatten(self.recorder.variance(), self.trained.one()))
+        """Name -> variance over the snapshots (divisor n), the diagonal part before scaling; of a list (M, ...)."""
+        return self.plain(unflatten(joined(self.recorder.variance()), self.trained.one()))
 
 
 class SWA(RecordingPosterior):
@@ -177,7 +189,7 @@ class SWA(RecordingPosterior):
     @property
     def mean(self) -> Tensors:
         """Name -> mean over the snapshots; of a list of networks (M, ...)."""
-        return self.plain(unflatten(self.recorder.mean_vector, self.trained.one()))
+        return self.plain(unflatten(joined(self.recorder.mean_vector), self.trained.one()))
 
     def config(self) -> dict[str, Any]:
         return {key: value for key, value in super().config().items() if key != "samples"}

@@ -21,6 +21,7 @@ from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.recording import RecordingPosterior
 from dissensus.methods.parts.sampling import by_network
 from dissensus.numerics.checks import number, one_of, whole
+from dissensus.numerics.divided import cut, joined
 from dissensus.numerics.flat import state_dtype
 from dissensus.numerics.tree import Tensors
 
@@ -134,6 +135,8 @@ class KalmanRecorder(Recorder):
     `settings`: the arguments of TRADI.
     """
 
+    by_parts = True
+
     def __init__(self, source: Callable[[], Weights], settings: Mapping[str, Any]) -> None:
         super().__init__(source)
         self.settings = settings
@@ -183,12 +186,13 @@ class KalmanRecorder(Recorder):
         def around(m: int) -> Tensors:
             drawn = {}
             for names in self._correlated():
-                flat = torch.cat([rows[name][m].flatten() for name in names])
+                flat = torch.cat([joined(rows[name][m]).flatten() for name in names])
                 noise = torch.stack([self._noise(flat, generator) for _ in range(samples)])  # (S, K)
                 parts = torch.split(noise, [rows[name][m].numel() for name in names], dim=1)
                 for name, part in zip(names, parts, strict=True):
-                    deviation = part.view(samples, *rows[name].shape[1:]) * variances[name][m].sqrt()
-                    drawn[name] = (means[name][m] + deviation).to(rows[name].dtype)
+                    deviation = part.view(samples, *rows[name].shape[1:]) * joined(variances[name][m]).sqrt()
+                    found = (joined(means[name][m]) + deviation).to(rows[name].dtype)
+                    drawn[name] = cut(found, rows[name][m], before=1)
             return drawn
 
         return by_network(around, self.weights.members)

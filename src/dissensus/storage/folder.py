@@ -20,6 +20,7 @@ from dissensus.data.inputs import as_input_transform
 from dissensus.nets import NETS
 from dissensus.numerics.checks import one_of
 from dissensus.numerics.damage import reading
+from dissensus.numerics.divided import here, joined
 from dissensus.numerics.layout import fits, kept_strides, laid_out, rows
 from dissensus.numerics.plain import plain
 from dissensus.numerics.randomness import same_random_state
@@ -148,10 +149,11 @@ def unique_tensors(module: nn.Module, *, without: str = "\n") -> tuple[dict[str,
             raise TypeError(
                 f"expected only tensors in the state_dict, got {type(tensor).__name__} in '{name}'; remove it from the state"
             )
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
+        found = joined(tensor.detach())  # by all processes, where they have parts of it
+        key = (here(tensor).data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
         source = first.setdefault(key, name)
         if source == name:
-            tensors[name] = tensor.detach().cpu()
+            tensors[name] = found.cpu()
         else:
             ties[name] = source
     return tensors, ties

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from dissensus.numerics.divided import is_divided, joined
 
 
 def check_same_architecture(networks: Sequence[nn.Module]) -> None:
@@ -38,7 +40,7 @@ def _signature(network: nn.Module) -> dict[str, str]:
 def check_distinct_weights(networks: Sequence[nn.Module]) -> None:
     """Raises if two members start at exactly the same trainable weights, because they would stay equal."""
     flat = [
-        torch.cat([p.detach().flatten() for p in n.parameters() if p.requires_grad] or [torch.empty(0)])
+        torch.cat([_numbers(p.detach()) for p in n.parameters() if p.requires_grad] or [torch.empty(0)])
         for n in networks
     ]
     alike: dict[complex, list[int]] = {}  # by sums, which are equal for equal vectors, so that few pairs are compared
@@ -51,3 +53,8 @@ def check_distinct_weights(networks: Sequence[nn.Module]) -> None:
                     "initialise each one separately, [make() for _ in range(M)], instead of copying one"
                 )
         others.append(i)
+
+
+def _numbers(parameter: Tensor) -> Tensor:
+    """(K,) its entries; where processes have parts of it, their sum: networks are never whole together."""
+    return joined(parameter).sum()[None] if is_divided(parameter) else parameter.flatten()

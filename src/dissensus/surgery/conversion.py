@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dissensus.core.fully import check_whole
 from dissensus.core.member import check_initialised
 from dissensus.core.prior import NORM_LAYERS
 from dissensus.core.running import first_line
@@ -113,6 +114,7 @@ def convertible_copy(
     Tied weights stay tied. The caller converts the layers and records that in the account.
     """
     check_initialised(network)
+    check_whole(network)
     copied = _copied(network)
     found, account = convertible_layers(copied, layers=layers, needed=needed)
     _fast_paths(copied, off=True)

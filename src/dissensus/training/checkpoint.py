@@ -18,6 +18,7 @@ from dissensus.core.posterior import Posterior
 from dissensus.distributed.alone import Undivided
 from dissensus.distributed.joining import check_seen
 from dissensus.numerics.damage import reading
+from dissensus.numerics.divided import is_divided
 from dissensus.storage.atomic import replacing
 from dissensus.training.belonging import (
     description,
@@ -62,7 +63,7 @@ def write_checkpoint(
     One process writes a file, several write a folder; an existing file or folder keeps its form.
     """
     folder = path.is_dir() if division.several is None else not division.first(path.is_file())
-    folder = folder or posterior.particles.fully
+    folder = folder or posterior.particles.divided
     with nullcontext() if folder else division.whole(optimizer):
         state = _everything(posterior, optimizer, scheduler, history, best, loader, part)
         if folder:
@@ -116,14 +117,14 @@ def _rows(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer) -> 
 
 
 def _divided(posterior: Posterior, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Name in a state -> tensor divided by `fully_shard`; the optimiser's moments by their parameter's number."""
-    if not posterior.particles.fully:
+    """Name in a state -> tensor that processes have parts of; the optimiser's moments by their parameter's number."""
+    if not posterior.particles.divided:
         return {}
     named = posterior.state_dict().items()
     states = {f"{part}/{name}": tensor for part in ("posterior", "best/state") for name, tensor in named}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states |= {f"optimizer/state/{number}": parameter for number, parameter in enumerate(parameters)}
-    return {name: tensor.detach() for name, tensor in states.items() if hasattr(tensor, "full_tensor")}
+    return {name: tensor.detach() for name, tensor in states.items() if is_divided(tensor)}
 
 
 def _has_rows(value: Any) -> bool:
@@ -219,7 +220,7 @@ def check_archive(path: Path) -> None:
 def check_tensors(state: Any) -> None:
     """Raises if tensors are far larger than their storage, because copies of them would take too much memory."""
     tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
-    plain = [t for t in tensors if not hasattr(t, "full_tensor")]
+    plain = [t for t in tensors if not is_divided(t)]
     overlapping = sum(t.nbytes for t in plain if t.nbytes > t.untyped_storage().nbytes())
     if overlapping > OVERLAPPING:
         raise ValueError(f"tensors of {overlapping} bytes in a much smaller storage")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dissensus.methods.parts.trajectory import Count
+from dissensus.numerics.divided import here
 from dissensus.numerics.flat import Block, state_dtype
 from dissensus.numerics.tree import Tensors, TensorTree
 
@@ -76,9 +77,9 @@ class WeightFilters(nn.Module):
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:
         """One step of both filters, after the optimiser's: w is the new weight, ∇L the gradient of that step."""
-        weights: list[Tensor] = list(self.weights.values())
+        weights = [here(weight) for weight in self.weights.values()]
         state = self._state(weights)
-        moved = self._move(optimizer, weights, state)
+        moved = self._move(optimizer, list(self.weights.values()), state)
         gain_mean, gain_variance = self._gains(self.observed.add())
         for rate, means, variances, moves in moved:
             # Prediction: μ⁻ = μ − η∇L, s⁻ = s + (η∇L)²
@@ -111,7 +112,7 @@ class WeightFilters(nn.Module):
                 )
                 rate = self._rate(group["lr"])
                 moved.append(_Moved(-rate if group.get("maximize") else rate, means, variances, moves))
-                gradients += [p.grad for p in held]
+                gradients += [here(p.grad) for p in held if p.grad is not None]
         if not moved:
             raise ValueError(
                 "expected an optimizer over the network's parameters, got one over other tensors; build it on "
@@ -172,8 +173,8 @@ class WeightFilters(nn.Module):
             means, variances = self.mean, self.variance
             dtype = next(iter(means.values())).dtype
             self._cached = _State(
-                [means[name] for name in self.weights],
-                [variances[name] for name in self.weights],
+                [here(means[name]) for name in self.weights],
+                [here(variances[name]) for name in self.weights],
                 *(Block(weights, dtype) for _ in range(3)),
             )
             for buffers, block in (

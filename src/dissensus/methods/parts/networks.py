@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from dissensus.core.attributes import unmade
+from dissensus.core.fully import check_whole
 from dissensus.core.likelihood import Classification, Likelihood
-from dissensus.core.member import check_initialised, check_whole
+from dissensus.core.member import check_initialised
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords

@@ -35,6 +35,7 @@ class RecordingPosterior(SamplingPosterior):
     """
 
     recorder: Recorder
+    by_parts = True  # if the recorder can
     floor: ClassVar[float] = 0.5  # factor of the rate at the end of the default schedule
     judged_by: ClassVar[Literal["current", "draw"] | None] = None  # a record belongs to a whole run, not to an epoch
 

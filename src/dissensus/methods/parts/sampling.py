@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dissensus.core import weights
 from dissensus.core.alone import some
 from dissensus.core.batch import Inputs
+from dissensus.core.fully import check_whole
 from dissensus.core.functions import DrawnFunctions, MemberFunctions, described_outputs, mixture
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX
@@ -28,6 +29,7 @@ from dissensus.engine.memory import free_bytes, readable
 from dissensus.methods.parts.networks import Networks, NetworksPosterior
 from dissensus.methods.parts.stored_draw import Families, StoringPosterior
 from dissensus.numerics.checks import whole
+from dissensus.numerics.divided import joined_all
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
 from dissensus.surgery.normalization import refresh_statistics
@@ -55,6 +57,7 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
     )
     samples_frozen: ClassVar[bool] = False  # whether frozen parameters may be sampled, too
     by_network: ClassVar[bool] = False  # whether functions of one network share the tensors that are not sampled
+    by_parts: ClassVar[bool] = False  # whether `sample` takes weights of which each process has a part
     stored: Families | None
 
     def __init__(
@@ -67,7 +70,12 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, likelihood=likelihood, latents=latents, **prior)
-        self.samples = whole("samples", samples, hint="usually 20")
+        check_whole(self.network)  # samples run in copies
+        if self.particles.divided and not self.by_parts:
+            raise NotImplementedError(
+                f"expected networks that lie whole in a process for {type(self).__name__}, got divided ones; leave shard out"
+            )
+        self.samples = whole("samples", samples, hint="20 is a usual number")
         self.stored = None
         self.built_with = weights.parameters(self.particles)
         self.trained = self.built_with.only(lambda _, parameter: parameter.requires_grad)
@@ -92,8 +100,8 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         return self.particles.template.network
 
     def plain(self, tensors: Tensors) -> Tensors:
-        """Tensors (M, ...) as users see them: without the first axis if one module is held."""
-        return tensors if self.built_with.own else {name: rows[0] for name, rows in tensors.items()}
+        """What is public of tensors (M, ...): without the first axis where one module is held."""
+        return joined_all(tensors if self.built_with.own else {name: rows[0] for name, rows in tensors.items()})
 
     def draw(self) -> DrawnFunctions:
         if (stored := self.stored) is not None:
