@@ -244,10 +244,11 @@ def recipe_table(rows: Sequence[Row], pairs: Sequence[Row]) -> str:
         cells += [f"{100 * mean(method, key):.2f}" for key in ("ece", "accuracy") for method in ("map", "node_bnn")]
         rates = sorted(float(row["lr"]) for row in mine["node_bnn"])
         cells += [f"{rates[0]:.2g} to {rates[-1]:.2g}", str(len(rates))]
-        cells += [_difference(each[name], "nll") for each in (found, tempered)]
-        lines.append([name, *cells])
+        lines.append([name, *(_difference(each[name], "nll") for each in (found, tempered)), *cells])
     heads = [
         "network",
+        "NLL less the original's at T",
+        "both at T",
         "NLL as it came",
         "at T",
         "recipe: NLL",
@@ -257,7 +258,7 @@ def recipe_table(rows: Sequence[Row], pairs: Sequence[Row]) -> str:
         "accuracy %",
         "recipe",
     ]
-    table = markdown([*heads, "rates", "seeds", "NLL less the original's at T", "both at T"], lines)
+    table = markdown([*heads, "rates", "seeds"], lines)
     bold = f"Bold: p < {SIGNIFICANT:g}, test images and seeds counted, by Holm for the networks of a column."
     said = f"Against the original at its temperature, the recipe as it comes is {counted(found)};"
     said += f" at a temperature of its own it is {counted(tempered)}."
