@@ -73,20 +73,20 @@ DATA: dict[str, ValueRule] = {
 }
 TRAINING: dict[str, ValueRule] = {
     "epochs": COUNT,  # 0: the network is not trained; samples are drawn around it
-    "batch_size": whole,
+    "batch_size": whole,  # rows of a training batch
     "optimizer": TEXT,  # adamw, adam, sgd, or default for the method's
-    "lr": NOT_NEGATIVE,
-    "weight_decay": NOT_NEGATIVE,
+    "lr": NOT_NEGATIVE,  # learning rate of the weights
+    "weight_decay": NOT_NEGATIVE,  # on parameters without a prior
     "momentum": NOT_NEGATIVE,  # of sgd
     "nesterov": TRUTH,  # of sgd
     "schedule": TEXT,  # plateau, cosine, polynomial, thirds, late, constant, or own for the method's
     "floor": NOT_NEGATIVE,  # final rate of plateau and late, as a share of lr
-    "clip": POSITIVE,
-    "patience": whole,
+    "clip": POSITIVE,  # largest gradient norm of each member
+    "patience": whole,  # epochs without a better validation score after which training stops
     "keep_best": TRUTH,  # keep the epoch with the best validation likelihood
     "augment": lambda what, value: written("augment", value).check(),  # none, crop, flip_crop or segmentation
-    "precision": TEXT,
-    "engine": TEXT,
+    "precision": TEXT,  # auto, float32 or bf16
+    "engine": TEXT,  # how members run, as in ds.fit
     "threads": whole,  # processor threads; small networks run faster with one
     "temperature": TRUTH,  # fit a temperature after training, on the calibration rows or else the validation rows
     "together": TRUTH,  # one shared training for all methods that watch the same network
@@ -95,9 +95,9 @@ TRAINING: dict[str, ValueRule] = {
     "tail_factor": NOT_NEGATIVE,  # … or its share of lr
 }
 EVALUATION: dict[str, ValueRule] = {
-    "batch_size": whole,
+    "batch_size": whole,  # rows of an evaluation batch
     "corrupt": TEXTS,  # none, all, benchmark, or names
-    "severities": WHOLES,
+    "severities": WHOLES,  # of corruptions, 1 to 5
     "corrupt_rows": whole,  # most test rows to corrupt
     "attack": TEXTS,  # none, or fgsm, pgd, transfer
     "epsilons": LIST,  # radii of attacks, in pixels' range of 1 or in the units of the inputs, ascending
@@ -119,15 +119,15 @@ EVALUATION: dict[str, ValueRule] = {
 }
 CALIBRATION: dict[str, ValueRule] = {
     "rows": POSITIVE,  # number or share of test rows held out for it: short for data.calibration
-    "method": TEXT,  # of ds.calibrate
-    "level": share,  # of ds.conformal
-    "score": TEXT,  # of ds.conformal
-    "risk": share,  # of ds.selective
-    "confidence": share,  # of ds.selective
+    "method": TEXT,  # of ds.calibrate: temperature, vector, …; nothing is calibrated if left out
+    "level": share,  # coverage of sets or intervals (ds.conformal); none if left out
+    "score": TEXT,  # the score of ds.conformal
+    "risk": share,  # largest risk of accepted inputs (ds.selective); no gate if left out
+    "confidence": share,  # the confidence of ds.selective
 }
 WIDTHS: dict[str, ValueRule] = {  # of a task over widths: one cell and run for each
     "of": TEXT,  # the network's setting to multiply
-    "factors": LIST,
+    "factors": LIST,  # by which it is multiplied
     "members": LIST,  # numbers of members that share weights; smaller independent ensembles are subsets of the largest
     "rate": TEXT,  # "fixed": the method's rate; "sharing": divided by (1 + √(M/N))² if members share weights
     "p": LIST,  # of modulations p + √(1 − p²) N(0, 1), at γ = 1 and γ = M …
