@@ -19,7 +19,7 @@ def check_batches(mesh: Mesh, batch: Batch, *, parts: bool) -> None:
     others = mesh.members.objects(mine) if parts else mesh.objects(mine)
     if any(other != mine for other in others):
         raise ValueError(
-            "expected the same batches in every process, got others; give shuffling loaders the same seed everywhere, or, "
+            "expected the same batches in every process, got different ones; give shuffling loaders the same seed, or, "
             'where each rank of the data axis reads its own rows, pass mesh(..., batches="parts")'
         )
 
