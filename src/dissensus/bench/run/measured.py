@@ -36,11 +36,11 @@ def with_calibration(
     """With calibration/nll of the held-out test rows and calibrated/NAME of the others, which are tested on.
 
     `calibration/nll` is at the posterior's own temperature, `calibration/nll_scaled` calibrated: as the lens has it, which was
-    fitted on held-out rows, or else at their best temperature. That is `calibrated/temperature`, where it is not 1.
+    fitted on held-out rows; where it shows members as they are, at their best temperature. That is `calibrated/temperature`.
     """
     part = numbers_of(test)
     own = evaluation.metrics.get("temperature", 1.0)  # in both predictives; looked for is the best one beside 1
-    if lens is None:
+    if lens is None or lens == Lens(1.0, None):
         lens = Lens(best_temperature(held.predictive.tempered(1 / own), held.targets), None)
     seen, seen_held = (replace(p, predictive=_seen(p.predictive, lens, own)) for p in (test, held))
     found = {f"calibrated/{key}": value for key, value in part.metrics(seen).items()}
