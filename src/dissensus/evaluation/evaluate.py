@@ -22,7 +22,9 @@ from dissensus.evaluation.functions import Functions, drawn_once
 from dissensus.evaluation.predictions import Numbers, Predictions, predictions
 from dissensus.evaluation.promised import Promises, promise_details, promise_metrics
 from dissensus.methods.parts.embedded import collapse_note
+from dissensus.numerics.arrays import is_array
 from dissensus.numerics.checks import one_of
+from dissensus.standing.gate import Gate
 
 log = logging.getLogger("dissensus")
 
@@ -48,7 +50,8 @@ def evaluate(
 
     Args:
         loader: test batches (x, y), in a fixed order where methods are to be compared example by example.
-        ood: name -> loader of foreign inputs, whose targets are not read (segmentation: masks, 1 at OOD pixels).
+        ood: name -> foreign inputs: a loader of (x, y), whose targets are not read, or of x, or a tensor x (segmentation:
+            of (x, masks), 1 at OOD pixels).
         shift: name -> loader of inputs from another distribution, with targets of the same task.
         corrupt: "all", "benchmark", a list of corruptions or `Corruptions(...)`, applied to the images of the loader,
             which is then gone through twice; None applies none.
@@ -82,6 +85,7 @@ def evaluate(
     def read_by_all(given: Any) -> Any:
         return posterior.whole(as_loader(given, raw=raw))
 
+    ood = {name: (each, torch.zeros(len(each))) if is_array(each) else each for name, each in (ood or {}).items()}
     ood, shift = ({name: read_by_all(each) for name, each in (sets or {}).items()} for sets in (ood, shift))
     loader = read_by_all(loader)
     check_loader(loader, *ood.values(), *shift.values())
@@ -167,9 +171,13 @@ def evaluation_of(
     if promises:
         details, kept = promise_details(promises, test.promised, test.targets, test.predictive)
         found, arrays = found | promise_metrics(promises, test.promised) | details, arrays | kept
-        for group, sets in (("ood", ood), ("shift", shift)):
+        gates = {name: promise for name, promise in promises.items() if isinstance(promise, Gate)}
+        for group, sets, asked in (
+            ("ood", ood, gates),
+            ("shift", shift, promises),
+        ):  # foreign inputs have no truth to cover
             for name, each in sets.items():
-                numbers = promise_metrics(promises, each.promised)
+                numbers = promise_metrics(asked, each.promised)
                 found |= {f"{group}/{name}/{key}": value for key, value in numbers.items()}
     members = part.members(test) | test.network_metrics()
     if classes and test.members > 1:

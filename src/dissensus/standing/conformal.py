@@ -151,7 +151,6 @@ class Conformal(Promise):
         return torch.stack([quantile(scores, mass, self.level, weight) for scores, mass in parts])
 
     def describe(self) -> str:
-        """What is promised, in a sentence."""
         by = {None: "", "class": ", of every class by itself", "group": ", of every group by itself"}[self.facts["by"]]
         what = "sets" if self.score in CLASS_SCORES else "intervals"
         return f"{what} hold the truth with probability at least {self.level:g}{by} ({self.rows} calibration rows)"

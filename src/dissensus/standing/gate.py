@@ -40,8 +40,10 @@ class Gate(Promise):
         score = uncertainty(predictive, self.score)(predictive)
         return Gated(score < self.threshold, score, predictive)
 
+    def __repr__(self) -> str:
+        return f"Gate({self.score} below {self.threshold:.4g}: {self.describe()})"
+
     def describe(self) -> str:
-        """What is promised, in a sentence."""
         if "false_alarm" in self.facts:
             share = self.facts["false_alarm"]
             return (
