@@ -45,7 +45,7 @@ def best_temperature(predictive: Predictive, y: Tensor, weight: Tensor | None = 
         return math.exp(best)
     log.warning(
         "temperatures from %.3g to %.3g are equally good within one standard error, and the highest is taken; pass more "
-        "held-out examples to tell them apart (members as unsure as those of Laplace by rows can be sharpened without end)",
+        "held-out examples to tell them apart (members that are far too unsure can be sharpened without end)",
         math.exp(best),
         math.exp(highest),
     )

@@ -54,7 +54,11 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         return self.predictive(X).mean.numpy()
 
     def predict_set(self, X: Any, level: float = 0.9) -> np.ndarray:
-        """(N, C) whether each class is in the set: conformal, or the fewest whose probabilities sum to at least `level`."""
+        """(N, C) whether each class is in the set.
+
+        With `conformal=` of the constructor sets hold the truth with probability `level`. Without it they are the fewest
+        classes whose probabilities sum to at least `level`, as right as those are: nothing is guaranteed.
+        """
         predictive = self.predictive(X)
         assert isinstance(predictive, CategoricalPredictive)
         threshold = self._threshold(level)
@@ -104,7 +108,8 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     def predict(self, X: Any, interval: float | None = None) -> np.ndarray | Interval:
         """(N,) or (N, D) means; with `interval`, a level such as 0.9, an `Interval` of mean, lower and upper.
 
-        Conformal intervals are mean ± threshold · deviation, the others the mixture's central ones.
+        With `conformal=` of the constructor intervals are mean ± threshold · deviation and hold the truth with that
+        probability. Without it they are the mixture's central ones, and nothing is guaranteed.
         """
         predictive = self.predictive(X)
         found = [predictive.mean]
