@@ -40,10 +40,11 @@ def test_foreign_inputs_without_targets_are_taken_and_sets_are_not_asked_to_cove
     posterior, x, y = posterior_and_rows()
     promises = [ds.conformal(posterior, [(x[:200], y[:200])], level=0.8)]
     promises += [ds.selective(posterior, [(x[:200], y[:200])], risk=0.3)]
-    flat = 0.01 * x[:100]
+    flat = torch.linspace(0.01, 1, 100)[:, None] * x[:100]  # the first are flatter: half of them would be seen
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(flat), batch_size=30)
     sets = {
         "labelled": [(flat, y[:100])],
+        "data": [flat, y[:100]],
         "tensor": flat,
         "array": flat.numpy(),
         "loader": [flat[:50], flat[50:]],

@@ -19,10 +19,9 @@ from dissensus.evaluation.attacked import AttackCurves, AttackedInputs, attacked
 from dissensus.evaluation.corrupted import CorruptedCounts, Corruptions, as_corruptions, corrupted_counts
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.evaluation.functions import Functions, drawn_once
-from dissensus.evaluation.predictions import Numbers, Predictions, predictions
+from dissensus.evaluation.predictions import Numbers, Predictions, foreign_loader, predictions
 from dissensus.evaluation.promised import Promises, promise_details, promise_metrics
 from dissensus.methods.parts.embedded import collapse_note
-from dissensus.numerics.arrays import is_array
 from dissensus.numerics.checks import one_of
 from dissensus.standing.gate import Gate
 
@@ -85,7 +84,7 @@ def evaluate(
     def read_by_all(given: Any) -> Any:
         return posterior.whole(as_loader(given, raw=raw))
 
-    ood = {name: (each, torch.zeros(len(each))) if is_array(each) else each for name, each in (ood or {}).items()}
+    ood = {name: foreign_loader(each) for name, each in (ood or {}).items()}
     ood, shift = ({name: read_by_all(each) for name, each in (sets or {}).items()} for sets in (ood, shift))
     loader = read_by_all(loader)
     check_loader(loader, *ood.values(), *shift.values())

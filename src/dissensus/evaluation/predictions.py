@@ -139,8 +139,17 @@ def predictions(
     )
 
 
+def foreign_loader(given: Any) -> Any:
+    """What was given as foreign inputs, with targets that mean nothing where it is x or a list of batches x.
+
+    A list of arrays of one shape is such a list: of data [x, y] the second has another.
+    """
+    bare = isinstance(given, list) and all(map(is_array, given)) and len({each.shape[1:] for each in given}) == 1
+    return [with_targets(each) for each in given] if bare else with_targets(given)
+
+
 def with_targets(given: Any) -> Any:
-    """A batch (x, y), with targets that mean nothing where the loader gave x or [x] alone."""
+    """A batch or data (x, y), with targets that mean nothing where x or [x] was given alone."""
     x = given[0] if isinstance(given, tuple | list) and len(given) == 1 else given
     return (x, torch.zeros(len(x))) if is_array(x) else given
 
