@@ -7,7 +7,7 @@ calibration drops the promises that stood on the old one.
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -87,13 +87,6 @@ class Promise(Fitted, ABC):
     """Base class: what is promised of a posterior's predictions, such as sets with coverage or a gate with a risk."""
 
     _of: tuple[Any] | None = None  # its posterior, in a tuple: that is no part of it
-
-    @abstractmethod
-    def describe(self) -> str:
-        """What is promised, in a sentence."""
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.describe()})"
 
     @property
     @final

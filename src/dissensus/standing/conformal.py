@@ -150,7 +150,11 @@ class Conformal(Promise):
         parts = zip(torch.split(self.scores, sizes), torch.split(self.mass, sizes), strict=True)
         return torch.stack([quantile(scores, mass, self.level, weight) for scores, mass in parts])
 
+    def __repr__(self) -> str:
+        return f"Conformal({self.describe()})"
+
     def describe(self) -> str:
+        """What is promised, in a sentence."""
         by = {None: "", "class": ", of every class by itself", "group": ", of every group by itself"}[self.facts["by"]]
         what = "sets" if self.score in CLASS_SCORES else "intervals"
         return f"{what} hold the truth with probability at least {self.level:g}{by} ({self.rows} calibration rows)"

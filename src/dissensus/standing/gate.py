@@ -44,6 +44,7 @@ class Gate(Promise):
         return f"Gate({self.score} below {self.threshold:.4g}: {self.describe()})"
 
     def describe(self) -> str:
+        """What is promised, in a sentence."""
         if "false_alarm" in self.facts:
             share = self.facts["false_alarm"]
             return (
