@@ -8,7 +8,7 @@ published ResNet-20:
     map             the network as it came
     deep_ensemble   five copies of it, each fine-tuned by itself for ten epochs with an order and augmentation of its own, at
                     rates from 0.03 on: they share their start, so they differ less than networks trained from scratch
-    node_bnn        noise on the output nodes, eight components, fine-tuned with the settings of pretrained_chosen.json
+    node_bnn        noise on the output nodes, eight components, fine-tuned with SETTINGS
     swag            the fine-tune at a constant rate of 0.01 for ten epochs, a Gaussian around its second half
 
 Settings were chosen on the task's 2,000 calibration images at the most; every calibration is fitted on those, and all numbers
@@ -19,7 +19,6 @@ by the bootstrap of dissensus.metrics. Runs lie in --out; started again, it goes
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +51,11 @@ OVERRIDES = (
     *("method.swag.rank=20", "method.swag.samples=30", "method.swag.training.schedule=constant"),
     *("method.swag.training.lr=0.01", "method.swag.training.epochs=10"),
 )
+SETTINGS: dict[str, dict[str, Any]] = {
+    "node_bnn-out8": {"init_std": 0.15, "batch_norm": "frozen", "train_samples": 4, "latent_lr": 0.01}
+    | {"training.optimizer": "sgd", "training.lr": 0.01},
+    "map-tuned": {"training.lr": 0.03},
+}
 FACTS = ("dissensus", "commit", "torch", "device")
 
 
@@ -65,12 +69,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="as of `dissensus bench`")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     given = parser.parse_args()
-    chosen = json.loads((HERE / "pretrained_chosen.json").read_text())
-    settings = [
-        f"method.{name}.{key}={value}"
-        for name, family in (("node_bnn-out8", "node_bnn"), ("map-tuned", "map-tuned"))
-        for key, value in chosen[family].items()
-    ]
+    settings = [f"method.{name}.{key}={value}" for name, each in SETTINGS.items() for key, value in each.items()]
     methods = [RUNS[method] for method in given.methods]
     task = load_task(
         "pretrained", size=given.size, overrides=[*settings, *OVERRIDES, *given.set], methods=sorted({*methods})

@@ -1,8 +1,8 @@
 """What docs/results/pretrained.md shows: CSV files and a figure of packed runs, tables and sentences of the CSV files.
 
-    python benchmarks/pretrained_page.py runs.tar.gz
+    python benchmarks/pretrained_page.py tried.tar.gz runs.tar.gz
 
-The file is the one that benchmarks/pretrained.py packs. Intervals in the CSV file of pairs are of paired bootstraps over the
+The files are those that benchmarks/pretrained.py packs. Intervals in the CSV file of pairs are of paired bootstraps over the
 8,000 test images, each image's numbers averaged over the seeds that both methods have: they count images alone. Those of the
 page count the seeds as well, by the library's own formula (dissensus.reporting.spread).
 """
@@ -35,22 +35,23 @@ RESULTS, FIGURE = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures" / "
 PAGE = ROOT / "docs" / "results" / "pretrained.md"
 FILES = ("pretrained.csv", "pretrained_pairs.csv")
 COMMAND = (
-    "python benchmarks/pretrained.py --data FOLDER --explore --seeds 2 --pack runs.tar.gz "
-    "--set training.engine=loop+captured"
+    "python benchmarks/pretrained.py --data FOLDER --seeds 5 --set training.engine=loop+captured --pack runs.tar.gz"
 )
-SIZES, MODES = (4, 8, 16, 32), ("in", "out")
+SIZES, MODES = (4, 8, 32), ("in", "out")
 IMAGES = 8000  # that everything is measured on
 NAMES = {
     "map": "as it came (MAP)",
     "map-scaled": "at a temperature",
     "map-tuned": "plain fine-tune, as many epochs",
-    "map-tuned4": "plain fine-tune, as many passes",
     "gaussian_perturbation": "Gaussian perturbation",
     "mc_dropout-untrained": "MC dropout, not trained",
     "mc_dropout": "MC dropout, fine-tuned",
     "laplace": "Laplace, last layer",
     "node_bnn-untrained": "NodeBNN, not trained, σ = 0.1",
-    **{f"node_bnn-{mode}{k}": f"NodeBNN “{mode}”, K = {k}" for mode in MODES for k in SIZES},
+    "node_bnn-in4": "NodeBNN “in”, K = 4",
+    "node_bnn": "NodeBNN “in”, K = 8: the recipe",
+    "node_bnn-in32": "NodeBNN “in”, K = 32",
+    **{f"node_bnn-out{k}": f"NodeBNN “out”, K = {k}" for k in SIZES},
 }
 METRICS = {  # metric -> (title, factor, digits)
     "accuracy": ("error %", 100, 2),
@@ -74,6 +75,7 @@ TITLES = {
     "calibrated/ece": "ECE % at T",
 }
 FURTHER = ("calibration/nll", "calibration/nll_scaled", "calibrated/accuracy", "members/nll", "members/disagreement")
+SETTINGS = ("mode", "components", "train_samples", "gamma", "init_std", "batch_norm", "rate")
 FACTS = ("commit", "torch", "device")
 REFERENCES = [name for name in NAMES if not name.startswith("node_bnn") or "untrained" in name]
 Run = dict[str, Any]  # its row, and "arrays"
@@ -84,14 +86,15 @@ def main() -> None:
     parser.add_argument(
         "packed", type=Path, nargs="+", help="files of benchmarks/pretrained.py; of equal runs the last counts"
     )
-    runs = {(r["depth"], r["method"], r["seed"]): r for path in parser.parse_args().packed for r in unpacked(path)}
+    runs = {(r["network"], r["method"], r["seed"]): r for path in parser.parse_args().packed for r in unpacked(path)}
     found = sorted(
-        runs.values(), key=lambda run: (run["depth"] == "tried", str(run["depth"]), order(run["method"]), run["seed"])
+        runs.values(),
+        key=lambda run: (run["network"] == "tried", str(run["network"]), order(run["method"]), run["seed"]),
     )
     rows = [{key: value for key, value in run.items() if key != "arrays"} for run in found]
     write_rows(RESULTS / FILES[0], rows)
     write_rows(RESULTS / FILES[1], list(comparisons(found)))
-    if any(row["method"] == "node_bnn-out16" for row in rows):
+    if compared(rows):
         drawn(read_rows(RESULTS / FILES[0])).savefig(FIGURE, dpi=110)
 
 
@@ -100,7 +103,7 @@ def order(method: str) -> int:
 
 
 def unpacked(path: Path) -> Iterator[Run]:
-    """One run each: depth ("tried" for those that settings were chosen by), method, seed, metrics, facts, arrays."""
+    """One run each: network ("tried" for those that settings were chosen by), method, seed, metrics, facts, arrays."""
     with tarfile.open(path) as archive:
         files = {entry.name: archive.extractfile(entry) for entry in archive}
         content = {name: file.read() for name, file in files.items() if file is not None}
@@ -111,30 +114,27 @@ def unpacked(path: Path) -> Iterator[Run]:
         metrics = json.loads(content[name])["metrics"]
         config = tomllib.loads(content[f"{folder}/config.toml"].decode())
         made, training, settings = config["provenance"], config["training"], config["settings"]
-        depth = "tried" if folder.startswith("explore") else str(config["network"]["depth"])
+        network = folder.partition("/")[0]
         kept = {key: metrics[key] for key in (*METRICS, *FURTHER) if key in metrics}
         severities = {key: value for key, value in metrics.items() if key.startswith("corrupt/severity")}
-        told = {"epochs": training["epochs"], "lr": training["lr"]}
-        told |= {
-            key: settings[key]
-            for key in ("gamma", "prior_std", "init_std", "init_spread", "latent_lr", "batch_norm", "rate")
-            if key in settings
-        }
+        first = next((line for line in content[f"{folder}/log.jsonl"].splitlines() if b'"lr"' in line), b"{}")
+        told = {"epochs": training["epochs"], "lr": json.loads(first).get("lr", "")}
+        told |= {key: settings[key] for key in SETTINGS if key in settings}
         numbers = {key: f"{value:.6g}" for key, value in (kept | severities).items()}
         facts = {key: made[key] for key in FACTS} | {"weights": made.get("weights_sha256", "")[:12]}
-        origin = {"depth": depth, "method": config["method"], "seed": config["seed"]}
+        origin = {"network": network, "method": config["method"], "seed": config["seed"]}
         yield origin | told | numbers | facts | {"arrays": load(content[f"{folder}/arrays.safetensors"])}
 
 
 def comparisons(runs: Sequence[Run]) -> Iterator[Row]:
-    """NodeBNNs against the others of a depth, and 32 components against 4, image by image.
+    """NodeBNNs against the others of a network, and 32 components against 4, image by image.
 
     As they come, and at the best temperatures.
     """
-    for depth in dict.fromkeys(run["depth"] for run in runs if run["depth"] != "tried"):
+    for network in dict.fromkeys(run["network"] for run in runs if run["network"] != "tried"):
         here: dict[str, dict[int, dict[str, Tensor]]] = {}
         for run in runs:
-            if run["depth"] == depth and run["method"] in NAMES:
+            if run["network"] == network and run["method"] in NAMES:
                 here.setdefault(run["method"], {})[run["seed"]] = run["arrays"]
         for first in (name for name in here if name not in REFERENCES):
             fewest = [first.replace("32", "4")] if first.endswith("32") else []
@@ -143,7 +143,13 @@ def comparisons(runs: Sequence[Run]) -> Iterator[Row]:
                 for metric, compare in COMPARED.items() if seeds else ():
                     c = compare([here[first][s] for s in seeds], [here[second][s] for s in seeds])
                     found = {key: f"{value:.5f}" for key, value in c._asdict().items()}
-                    origin = {"depth": depth, "metric": metric, "first": first, "second": second, "seeds": len(seeds)}
+                    origin = {
+                        "network": network,
+                        "metric": metric,
+                        "first": first,
+                        "second": second,
+                        "seeds": len(seeds),
+                    }
                     yield origin | found
 
 
@@ -193,29 +199,88 @@ def pages(rows: Sequence[Row], pairs: Sequence[Row]) -> Iterator[tuple[Path, str
     """(page, name, table) of every table of the page; none where nothing has been run."""
     if not rows:
         return
-    depths = [depth for depth in dict.fromkeys(row["depth"] for row in rows) if depth != "tried"]
-    yield PAGE, "pretrained", "\n\n".join([*(table(rows, depth) for depth in depths), provenance(rows)])
-    firsts = [(depth, best(rows, depth, mode)) for depth in depths for mode in MODES]
+    networks = compared(rows)
+    yield PAGE, "pretrained", "\n\n".join([*(table(rows, network) for network in networks), provenance(rows)])
+    known = {(row["network"], row["method"]) for row in rows}
+    firsts = [(net, name) for net in networks for name in (node(mode, 8) for mode in MODES) if (net, name) in known]
     pairs = judged(pairs, rows)
+    yield PAGE, "recipe", recipe_table(rows, pairs)
+    pairs = [pair for pair in pairs if pair["network"] in networks]
     seeds = " or ".join(sorted({str(pair["seeds"]) for pair in pairs}))
     bold = (
         f"Intervals count test images and {seeds} seeds. Bold: p < {SIGNIFICANT:g} by Holm for a table's comparisons."
     )
     yield PAGE, "pretrained-pairs", "\n\n".join([*(pairs_table(pairs, *first) for first in firsts), bold])
     yield PAGE, "pretrained-says", says(pairs)
-    yield PAGE, "pretrained-components", components_table(pairs, depths)
+    yield PAGE, "pretrained-components", components_table(pairs, networks)
     yield PAGE, "pretrained-tried", tried_table(rows)
+
+
+def compared(rows: Sequence[Row]) -> list[str]:
+    """The networks that ran all methods."""
+    return list(dict.fromkeys(row["network"] for row in rows if row["method"] == "laplace"))
+
+
+def node(mode: str, components: int) -> str:
+    return "node_bnn" if (mode, components) == ("in", 8) else f"node_bnn-{mode}{components}"
+
+
+def recipe_table(rows: Sequence[Row], pairs: Sequence[Row]) -> str:
+    """Every network as it came, at its temperature and with the recipe."""
+    compared = [p for p in pairs if (p["first"], p["second"]) == ("node_bnn", "map-scaled")]
+    found, tempered = (
+        {pair["network"]: pair for pair in adjusted([p for p in compared if p["metric"] == metric])}
+        for metric in ("nll", "calibrated/nll")
+    )
+    lines = []
+    for name in found:
+        mine = {m: [r for r in rows if (r["network"], r["method"]) == (name, m)] for m in ("map", "node_bnn")}
+
+        def mean(method: str, key: str, mine: dict[str, list[Row]] = mine) -> float:
+            return sum(float(row[key]) for row in mine[method]) / len(mine[method])
+
+        cells = [f"{mean('map', key):.4f}" for key in ("nll", "calibrated/nll")]
+        cells += [f"{mean('node_bnn', key):.4f}" for key in ("nll", "calibrated/nll")]
+        cells += [f"{100 * mean(method, key):.2f}" for key in ("ece", "accuracy") for method in ("map", "node_bnn")]
+        rates = sorted(float(row["lr"]) for row in mine["node_bnn"])
+        cells += [f"{rates[0]:.2g} to {rates[-1]:.2g}", str(len(rates))]
+        lines.append([name, *(_difference(each[name], "nll") for each in (found, tempered)), *cells])
+    heads = [
+        "network",
+        "NLL less the original's at T",
+        "both at T",
+        "NLL as it came",
+        "at T",
+        "recipe: NLL",
+        "at T",
+        "ECE % as it came",
+        "recipe",
+        "accuracy %",
+        "recipe",
+    ]
+    table = markdown([*heads, "rates", "seeds"], lines)
+    bold = f"Bold: p < {SIGNIFICANT:g}, test images and seeds counted, by Holm for the networks of a column."
+    said = f"Against the original at its temperature, the recipe as it comes is {counted(found)};"
+    said += f" at a temperature of its own it is {counted(tempered)}."
+    return f"{table}\n\n{bold} {said}\n\n{provenance([row for row in rows if row['network'] in found])}"
+
+
+def counted(pairs: Mapping[str, Row]) -> str:
+    """In how many networks a loss is lower beyond chance, and in how many higher."""
+    sure = [float(pair["difference"]) for pair in pairs.values() if pair["p_value"] < SIGNIFICANT]
+    ahead = sum(value < 0 for value in sure)
+    return f"ahead beyond chance on {ahead} of {len(pairs)} networks and behind on {len(sure) - ahead}"
 
 
 def judged(pairs: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
     """The pairs with intervals and p-values that count seeds as well: the file's count the test images alone."""
-    numbers = {(row["depth"], row["method"], row["seed"]): row for row in rows}
+    numbers = {(row["network"], row["method"], row["seed"]): row for row in rows}
     found = []
     for pair in pairs:
-        depth, metric, difference = pair["depth"], pair["metric"], float(pair["difference"])
-        seeds = [s for d, m, s in numbers if (d, m) == (depth, pair["first"]) and (d, pair["second"], s) in numbers]
+        network, metric, difference = pair["network"], pair["metric"], float(pair["difference"])
+        seeds = [s for d, m, s in numbers if (d, m) == (network, pair["first"]) and (d, pair["second"], s) in numbers]
         each = [
-            float(numbers[depth, pair["first"], s][metric]) - float(numbers[depth, pair["second"], s][metric])
+            float(numbers[network, pair["first"], s][metric]) - float(numbers[network, pair["second"], s][metric])
             for s in seeds
         ]
         images = (float(pair["upper"]) - float(pair["lower"])) / 2 / student_quantile(LEVEL, IMAGES - 1)
@@ -248,11 +313,11 @@ def says(pairs: Sequence[Row]) -> str:
     return f"{table}\n\nBeyond chance: p < {SIGNIFICANT:g}, test images and seeds counted, by Holm for the cases of a cell."
 
 
-def table(rows: Sequence[Row], depth: str) -> str:
-    """The methods of one depth."""
+def table(rows: Sequence[Row], network: str) -> str:
+    """The methods of one network."""
     lines = []
     for name, title in NAMES.items():
-        mine = [row for row in rows if row["method"] == name and row["depth"] == depth]
+        mine = [row for row in rows if row["method"] == name and row["network"] == network]
         if not mine:
             continue
         cells = []
@@ -264,39 +329,32 @@ def table(rows: Sequence[Row], depth: str) -> str:
             mean = sum(values) / len(values)
             cells.append(f"{factor * (1 - mean if key.endswith('accuracy') else mean):.{digits}f}")
         lines.append([title + (f" ({len(mine)} seeds)" if len(mine) > 1 else ""), *cells])
-    return markdown([f"ResNet-{depth}", *(title for title, _, _ in METRICS.values())], lines)
+    return markdown([network, *(title for title, _, _ in METRICS.values())], lines)
 
 
-def best(rows: Sequence[Row], depth: str, mode: str) -> str:
-    """The NodeBNN of this mode with the best likelihood at its temperature on the held-out images."""
-    scores: dict[str, list[float]] = {}
-    for row in rows:
-        if row["depth"] == depth and row["method"].startswith(f"node_bnn-{mode}"):
-            scores.setdefault(row["method"], []).append(float(row["calibration/nll_scaled"]))
-    return min(scores, key=lambda name: sum(scores[name]) / len(scores[name]))
-
-
-def components_table(pairs: Sequence[Row], depths: Sequence[str]) -> str:
+def components_table(pairs: Sequence[Row], networks: Sequence[str]) -> str:
     """32 components less 4."""
     mine = adjusted([p for p in pairs if p["second"].endswith("4") and p["second"].startswith("node_bnn")])
     lines = []
-    for depth in depths:
+    for network in networks:
         for mode in MODES:
-            key = (depth, f"node_bnn-{mode}32", f"node_bnn-{mode}4")
-            found = {p["metric"]: p for p in mine if (p["depth"], p["first"], p["second"]) == key}
-            lines.append([f"ResNet-{depth}, “{mode}”", *(_difference(found.get(metric), metric) for metric in TITLES)])
+            if not any((p["network"], p["first"]) == (network, node(mode, 32)) for p in mine):
+                continue
+            key = (network, node(mode, 32), node(mode, 4))
+            found = {p["metric"]: p for p in mine if (p["network"], p["first"], p["second"]) == key}
+            lines.append([f"{network}, “{mode}”", *(_difference(found.get(metric), metric) for metric in TITLES)])
     return markdown(["K = 32 less K = 4", *TITLES.values()], lines)
 
 
-def pairs_table(pairs: Sequence[Row], depth: str, first: str) -> str:
+def pairs_table(pairs: Sequence[Row], network: str, first: str) -> str:
     """Differences of a NodeBNN to the others, with 95 % intervals; bold: beyond chance."""
-    mine = adjusted([p for p in pairs if (p["depth"], p["first"]) == (depth, first) and p["second"] in REFERENCES])
+    mine = adjusted([p for p in pairs if (p["network"], p["first"]) == (network, first) and p["second"] in REFERENCES])
     found = {(p["second"], p["metric"]): p for p in mine}
     lines = [
         [NAMES[second], *(_difference(found.get((second, metric)), metric) for metric in TITLES)]
         for second in dict.fromkeys(name for name, _ in found)
     ]
-    return markdown([f"ResNet-{depth}: {NAMES[first]} less", *TITLES.values()], lines)
+    return markdown([f"{network}: {NAMES[first]} less", *TITLES.values()], lines)
 
 
 def _difference(pair: Row | None, metric: str) -> str:
@@ -309,18 +367,19 @@ def _difference(pair: Row | None, metric: str) -> str:
 
 
 def tried_table(rows: Sequence[Row]) -> str:
-    """What settings were chosen by."""
+    """What the recipe was chosen by."""
     lines = []
-    keys = ("epochs", "lr", "latent_lr", "gamma", "prior_std", "init_std", "init_spread", "batch_norm", "rate")
-    tries = [row for row in rows if row["depth"] == "tried"]
-    for row in sorted(
-        tries, key=lambda row: (row["method"].partition("-try-")[0], float(row["calibration/nll_scaled"]))
-    ):
-        told = ", ".join(f"{key} {row[key]}" for key in keys if row.get(key))
-        held = [f"{float(row[key]):.4f}" for key in ("calibration/nll", "calibration/nll_scaled")]
-        held += [f"{float(row[key]):.4f}" for key in ("nll", "calibrated/nll")]
-        lines.append([row["method"].replace("-try-", ": "), told, *held])
-    return markdown(["tried", "settings", "NLL, held out", "at T, held out", "NLL, test", "at T, test"], lines)
+    tries = [row for row in rows if row["network"] == "tried"]
+    usual = next((row for row in tries if row["method"].endswith("-recipe")), {})
+    for row in sorted(tries, key=lambda row: float(row["calibration/nll_scaled"])):
+        other = [
+            f"{key} {row[key]}" for key in ("epochs", *SETTINGS) if row is not usual and row[key] != usual.get(key)
+        ]
+        told = ", ".join(other) or "the recipe"
+        keys = ("calibration/nll", "calibration/nll_scaled", "nll", "calibrated/nll")
+        lines.append([told, f"{float(row['lr']):.2g}", *(f"{float(row[key]):.4f}" for key in keys)])
+    heads = ["tried", "rate", "NLL, held out", "at T, held out", "NLL, test", "at T, test"]
+    return f"{markdown(heads, lines)}\n\n{provenance(tries)}" if tries else "Nothing yet."
 
 
 def provenance(rows: Sequence[Row]) -> str:
@@ -335,28 +394,30 @@ def drawn(rows: Sequence[Row]) -> Any:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    depths = [d for d in dict.fromkeys(row["depth"] for row in rows) if d != "tried"]
+    networks = [
+        net for net in compared(rows) if any((r["network"], r["method"]) == (net, node("in", 32)) for r in rows)
+    ]
     shown = ("accuracy", "nll", "calibrated/nll", "ece", "calibrated/ece")
-    figure, grid = pyplot.subplots(len(depths), len(shown), figsize=(15, 3.2 * len(depths)), squeeze=False)
-    for line, depth in zip(grid, depths, strict=True):
+    figure, grid = pyplot.subplots(len(networks), len(shown), figsize=(15, 3.2 * len(networks)), squeeze=False)
+    for line, network in zip(grid, networks, strict=True):
         for axes, key in zip(line, shown, strict=True):
             title, factor, _ = METRICS[key]
 
-            def value(name: str, key: str = key, factor: float = factor, depth: str = depth) -> float | None:
-                found = [float(r[key]) for r in rows if (r["depth"], r["method"]) == (depth, name) and r.get(key)]
+            def value(name: str, key: str = key, factor: float = factor, network: str = network) -> float | None:
+                found = [float(r[key]) for r in rows if (r["network"], r["method"]) == (network, name) and r.get(key)]
                 mean = sum(found) / len(found) if found else None
                 return None if mean is None else factor * (1 - mean if key.endswith("accuracy") else mean)
 
             for mode in MODES:
-                points = {k: value(f"node_bnn-{mode}{k}") for k in SIZES}
+                points = {k: value(node(mode, k)) for k in SIZES}
                 kept = {k: v for k, v in points.items() if v is not None}
                 axes.plot(list(kept), list(kept.values()), marker="o", label=f"NodeBNN “{mode}”")
-            for name, style in (("map-scaled", ":"), ("map-tuned4", "--"), ("laplace", "-.")):
+            for name, style in (("map-scaled", ":"), ("map-tuned", "--"), ("laplace", "-.")):
                 if (level := value(name)) is not None:
                     axes.axhline(level, linestyle=style, color="0.4", linewidth=1, label=NAMES[name])
             axes.set_xscale("log", base=2)
             axes.set_xticks(SIZES, [str(k) for k in SIZES])
-            axes.set(title=f"ResNet-{depth}: {title}", xlabel="components K")
+            axes.set(title=f"{network}: {title}", xlabel="components K")
     figure.legend(*grid[0][0].get_legend_handles_labels(), loc="lower center", ncols=5, frameon=False)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     return figure

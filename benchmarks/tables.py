@@ -22,7 +22,6 @@ import measured
 import mnist_ood
 import momentum
 import pretrained_page
-import recipe
 import scaling
 import shift
 import tables_uci
@@ -34,11 +33,13 @@ from particles_toy import grouped_severities, sentences
 from rows import markdown, paired, read_rows, seeds_of
 
 from dissensus.bench.capacity import capacities
+from dissensus.bench.task import schema
 from dissensus.reporting.spread import holm
 from dissensus.reporting.statistics import SIGNIFICANT
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+SCHEMA = Path(schema.__file__)
 COMMAND = "python benchmarks/speed.py --csv FILE"
 LINE = {
     "region/between/sd": "sd between clusters",
@@ -438,6 +439,18 @@ def tables() -> Iterator[tuple[Path, str, str]]:
         yield page, name, table.replace("](figures/", f"]({up}figures/")
 
 
+def task_keys() -> str:
+    """Every key of a task's sections, with the comment that the schema has for it."""
+    found = []
+    for section in ("data", "network", "training", "evaluation", "calibration", "widths"):
+        lines = SCHEMA.read_text().split(f"\n{section.upper()}: dict", 1)[1].split("\n}\n", 1)[0]
+        joined = re.sub(r"\n +# ", " ", lines)
+        for key in getattr(schema, section.upper()):
+            said = re.search(rf'"{key}":(?:[^#\n]|\n(?! {{4}}"))*#\s*([^\n]*)', joined)
+            found.append([f"`{section}.{key}`", said[1].replace("|", "or") if said else ""])
+    return markdown(["key", "meaning"], found)
+
+
 def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
     """The same with links as in docs itself."""
     docs = ROOT / "docs"
@@ -447,6 +460,7 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
     yield docs / "choose.md", "table", choose.table_rows()
     yield docs / "results" / "speed.md", "speed", speed_table()
     yield docs / "reference/details/node-bnn.md", "capacity", capacity_table()
+    yield docs / "reference/tasks.md", "task-keys", task_keys()
     for name in NODES:
         yield docs / "results/node-bnn.md", name.replace("_", "-"), node_table(name)
     for page, name, table in measurements():
@@ -472,8 +486,6 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
     if found := [*rows("compose_speed_h200.csv"), *rows("compose_speed_cpu.csv")]:
         yield docs / "results" / "composing.md", "compose-speed", compose_speed.page(found)
     yield from pretrained_page.pages(rows("pretrained.csv"), rows("pretrained_pairs.csv"))
-    if found := rows("recipe.csv"):
-        yield docs / "results/pretrained.md", "recipe", recipe.page(found)
     if found := rows("embedded_width_fashion.csv"):
         yield (
             docs / "results/embedded.md",

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import dissensus as ds
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -20,6 +22,29 @@ def test_every_public_function_is_named_in_the_documentation(name):
     words = set(re.findall(r"\w+", "".join(page.read_text() for page in PAGES)))
     functions = [each for each in package.__all__ if inspect.isfunction(getattr(package, each))]
     assert [each for each in functions if each not in words] == []
+
+
+def test_docstrings_of_verbs_and_methods_open_with_a_sentence_and_name_every_argument():
+    """A docstring that says "arguments as in" another one names only those that differ."""
+    rooms = (ds, ds.attacks, ds.landscape, ds.distributed)
+    offered = [getattr(room, name) for room in rooms for name in room.__all__]
+    verbs = [each for each in offered if inspect.isfunction(each)]
+    for each in [
+        *verbs,
+        *ds.METHODS.values(),
+        ds.Classification,
+        ds.Regression,
+        ds.GaussianPrior,
+        ds.EmpCov,
+        ds.Annealing,
+    ]:
+        text = inspect.getdoc(each) or ""
+        first = text.split("\n\n")[0]
+        assert first[0].isupper() or first[0] == "(", each
+        assert first.endswith("."), each
+        given = set(inspect.signature(each).parameters)
+        if "rguments as in" not in text:
+            assert sorted(name for name in given if not re.search(rf"\b{name}\b", text)) == [], each
 
 
 def test_pages_for_developers_name_files_that_are_there():

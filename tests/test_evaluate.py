@@ -513,14 +513,12 @@ def test_weights_that_metrics_leave_out_are_said_to_be(caplog):
         evaluate(posterior, [(x, y, torch.ones(8))])
         assert not caplog.records
         evaluate(posterior, [(x, y, torch.ones(8)), (x, y, padded), (x, y, padded)])
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
-        "the weights in 'test' are left out"
-    ]
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["the weights in 'test' are ignored"]
     caplog.clear()
     model, pictures, labels = segmentation()
     with caplog.at_level("WARNING", logger="dissensus"):
         evaluate(model, [(pictures, labels, torch.zeros(len(labels)))])
-    assert "the weights in 'test' are left out" in caplog.text
+    assert "the weights in 'test' are ignored" in caplog.text
 
 
 class Pooled(nn.Module):

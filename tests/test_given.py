@@ -59,7 +59,7 @@ def test_a_cut_network_far_larger_than_its_file_is_not_built():
         lines = skeletons.structure(ds.nets.MLP(4, 3, hidden=(5000,)))
     saved = {"name": "MLP", "arguments": {"inputs": 4, "outputs": 3, "hidden": [5000]}, "structure": lines, "cut": True}
     with pytest.raises(
-        ValueError, match="expected at most 64 times the 12 numbers in the file, got a network of 40003"
+        ValueError, match="expected a network of at most 64 times the 12 numbers in the file, got 40003"
     ):
         skeletons.build_network(saved, None, {"a": (3, 4)})
 

@@ -1,4 +1,4 @@
-"""Measured numbers and words of comparison on pages of results are written by benchmarks/tables.py, from files.
+"""Measured numbers and words of comparison on pages are written by benchmarks/tables.py, from files.
 
 Outside of its blocks a decimal number, or one with a unit, is in code font, which is for settings and constants.
 """
@@ -9,18 +9,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NAMES = (
-    *("choose", "theory"),
-    *(f"reference/details/{name}" for name in ("embedded", "laplace", "node-bnn", "particles", "tracking")),
-    *(f"guides/{name}" for name in ("calibration", "label-noise", "landscape", "speed", "tables", "threads")),
-)
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in NAMES)]
-PAGES += [page for room in ("results", "methods") for page in sorted((DOCS / room).glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 BLOCK = re.compile(r"<!-- ([\w-]+) -->\n.*?<!-- /\1 -->", re.DOTALL)
 UNIT = r" (?:%|points?\b|ms\b|s\b|times\b|nats\b|[GM]i?B\b)"
 MEASURED = re.compile(rf"(?<![\w.,^−–-])(?:\d[\d,]*\.\d+|\.\d+|\d[\d,]*(?={UNIT}))(?![\w]|\.\d)")
-VERSION = re.compile(r"(?:Python|torch) ≥ [\d.]+|arXiv [\d.]+|M − 1\b")
+VERSION = re.compile(r"(?:Python|torch|CC BY-SA)(?: ≥)? [\d.]+|arXiv [\d.]+|M − 1\b")
 SURE = re.compile(r"\b(surely|certainly|significant\w*|beyond chance)\b", re.IGNORECASE)
 
 

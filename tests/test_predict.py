@@ -172,7 +172,7 @@ def test_a_summary_says_what_the_members_say(case, stored, tmp_path):
         torch.testing.assert_close(getattr(summary, name), getattr(whole, name), rtol=0, atol=1e-10)
     assert torch.equal(summary.total, summary.aleatoric + summary.epistemic)
     assert len(summary) == len(whole) == 20
-    with pytest.raises(TypeError, match="expected a predictive that kept its members"):
+    with pytest.raises(TypeError, match="expected a predictive with its members"):
         _ = summary.members
 
 
@@ -185,7 +185,7 @@ def test_a_class_summary_scores_samples_and_sets_as_the_whole():
     assert torch.equal(summary.credible_set(0.7), whole.credible_set(0.7))
     draws = [p.sample(50, generator=torch.Generator().manual_seed(3)) for p in (summary, whole)]
     assert torch.equal(*draws)
-    with pytest.raises(TypeError, match="expected a predictive that kept its members"):
+    with pytest.raises(TypeError, match="expected a predictive with its members"):
         summary.interval(0.9)
 
 

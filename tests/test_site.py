@@ -43,7 +43,7 @@ def test_every_public_name_is_in_the_reference_once():
 
 def test_every_class_and_verb_of_the_reference_has_an_example():
     """Code, or a link to a page with code, before the next name."""
-    for page in ("verbs", "posterior", "methods", "likelihoods", "evaluation"):
+    for page in ("verbs", "posterior", "methods", "likelihoods", "evaluation", "attacks", "landscape", "distributed"):
         parts = re.split(r"^::: (\S+)$", (DOCS / "reference" / f"{page}.md").read_text(), flags=re.MULTILINE)[1:]
         names, texts = parts[::2], parts[1::2]
         bare = [n for n, text in zip(names, texts, strict=True) if "```python" not in text and "Example" not in text]

@@ -97,7 +97,7 @@ def test_positions_to_ignore_do_not_count():
 def test_labels_that_are_all_ignored_are_refused(weight):
     x, posterior = calibrated(8)[0], ds.MAP(Scaled(2.0), likelihood=ds.Classification(ignore_index=-1)).double()
     posterior.temperature.fill_(1.5)
-    with pytest.raises(ValueError, match="expected an example that counts, got none; pass labels not ignored"):
+    with pytest.raises(ValueError, match="expected an example that counts, got none; pass labels that are not ignored"):
         ds.temperature_scale(posterior, [(x, torch.full((8,), -1), *weight)])
     assert float(posterior.temperature) == 1.5
 
@@ -180,8 +180,8 @@ def test_data_the_network_has_seen_are_suspected(caplog):
     """Logits 0.4 x are fitted by dividing by 0.4; on labels that are all right no temperature is low enough."""
     x, y = calibrated()
     for network, targets, text in (
-        (Scaled(0.4), y, "makes predictions more than twice as sure; has the network been trained on these data"),
-        (Scaled(1.0), x.argmax(1), "if all are predicted right: no temperature is too low"),
+        (Scaled(0.4), y, "makes predictions more than twice as confident; was the network trained on these data"),
+        (Scaled(1.0), x.argmax(1), "if all are predicted right: these make any low temperature look good"),
     ):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "dissensus"):

@@ -236,7 +236,7 @@ def test_use_by_another_thread_during_fit_is_a_clear_error():
     def from_another_thread(epoch) -> None:
         def use() -> None:
             for call in (posterior.predict, beside.predict, lambda x: posterior.backward(x, y)):
-                with pytest.raises(ValueError, match="expected a network that no other thread trains") as error:
+                with pytest.raises(ValueError, match="expected a network that no other thread is training") as error:
                     call(x)
                 errors.append(str(error.value))
 

@@ -305,7 +305,7 @@ def test_a_damaged_checkpoint_is_a_value_error(damage, tmp_path):
         torch.save([1, 2], path)
     with pytest.raises(
         ValueError,
-        match=r"expected a checkpoint of this posterior in .*c\.pt, got (a damaged one|another run).*remove it",
+        match=r"expected a checkpoint of this posterior in .*c\.pt, got (a damaged one|one of another run).*remove it",
     ):
         run(POSTERIORS["map"], SCHEDULERS["none"], path, epochs=2)
 
@@ -623,7 +623,7 @@ def test_a_data_size_that_an_epoch_does_not_have_is_warned_of_once(caplog):
         said = [record.message for record in caplog.records if "data_size is" in record.message]
         assert len(said) == warned
         if told == 10:
-            assert "data_size is 10 and an epoch has 32 examples: prior and KL count 3.2 times as much" in said[0]
+            assert "data_size is 10, but an epoch has 32 examples: prior and KL weigh 3.2 times as much" in said[0]
 
 
 class FirstRuledOut(nn.Module):

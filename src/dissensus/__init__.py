@@ -1,6 +1,6 @@
-"""dissensus: turn any network into a distribution over networks, and say how sure it is.
+"""dissensus: turn any network into a distribution over networks, and measure its uncertainty.
 
-The contract (posteriors, likelihoods, predictives) is imported at once, everything else when it is first asked for.
+The core (posteriors, likelihoods, predictives) is imported at once, everything else on first use.
 """
 
 from importlib import import_module
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from dissensus.train import fit
     from dissensus.training.history import Epoch, History
 
-# Name -> where it is found when it is first asked for. Any other name of `__all__` is a method's, or a function of theirs.
+# Name -> module, imported on first use. All other names of `__all__` are in `dissensus.methods`.
 _HOMES = {
     "Annealing": "numerics.annealing",
     "AttackCurves": "evaluation.attacked",

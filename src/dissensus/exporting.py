@@ -36,20 +36,20 @@ from dissensus.version import __version__
 
 log = logging.getLogger("dissensus")
 
-CLOSE = 1e-5  # between the file's numbers and those of `predict`, times the largest of them where that is above 1
+CLOSE = 1e-5  # tolerance between the file's outputs and those of `predict`, times the largest output if that is above 1
 
 
 def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) -> None:
-    """Writes what `predict` computes into one file: "m.onnx" for ONNX runtimes, "m.pt2" for `torch.export.load`.
+    """Writes the computation of `predict` to one file: "m.onnx" for ONNX runtimes, "m.pt2" for `torch.export.load`.
 
-    Inputs are as `predict` takes them, the first axis (the batch) of any size. Outputs, by name: mean, total, aleatoric
-    and epistemic, as in a `Predictive`; and, for every promise that stands on the posterior, `NAME` (B, C) for conformal
-    sets, `NAME_lower` and `NAME_upper` for intervals, `NAME` (B,) for what a gate accepts. Temperature and calibration
-    are inside. The file is compared with `predict` on the example before it is written, whole or not at all.
+    The file takes the same inputs as `predict`, with any batch size. Its outputs, by name, are mean, total, aleatoric and
+    epistemic, as in a `Predictive`, and the posterior's promises: `NAME` (B, C) for conformal sets, `NAME_lower` and
+    `NAME_upper` for intervals, `NAME` (B,) for the inputs that a gate accepts. Temperature and calibration are included.
+    Before the file is written, its outputs are compared with `predict` on the example.
 
     Args:
-        posterior: sampling methods must have stored a draw (`fit` does; else `ds.refresh`).
-        path: ends in .onnx (needs onnx and onnxscript) or .pt2 (needs torch alone).
+        posterior: a trained posterior; sampling methods must have stored a draw (`fit` does; else `ds.refresh`).
+        path: ends in .onnx (needs onnx and onnxscript) or .pt2 (needs only torch).
         example: inputs for `predict`, of any batch size.
 
     Raises:
@@ -70,7 +70,7 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
         for prepare in (_members_at_once, _members_in_turn):
             prepare(module.predictor)
             try:
-                module(x)  # masks and the like, which depend on the shape of x, are made outside of the graph
+                module(x)  # creates tensors that depend on the shape of x, such as masks, outside of the graph
                 program = trace(module, x)
                 _check_drawn(random_operations(program))
                 for rows, numbers in wanted.items():
@@ -89,7 +89,7 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
 
 
 class ExportedPosterior(nn.Module):
-    """x -> tensors by name: what the file computes."""
+    """x -> tensors by name: the computation in the file."""
 
     def __init__(self, posterior: Posterior) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class ExportedPosterior(nn.Module):
         self.traced = getattr(self.inputs, "traceable", False)
         if self.inputs is not None and not self.traced:
             log.warning(
-                "the file takes encoded inputs, posterior.inputs(x): its transform has text, which tensors have not"
+                "the file takes encoded inputs, posterior.inputs(x), because the transform reads text and tensors hold none"
             )
         self.about = {
             "dissensus": __version__,
@@ -112,20 +112,20 @@ class ExportedPosterior(nn.Module):
         for name, promise in posterior.promises.items():
             if name in MOMENTS:
                 raise ValueError(
-                    f"expected a promise of another name than the outputs, got {name!r}; fit it with name="
+                    f"expected a promise with a name that is no other output's, got {name!r}; fit it with another name="
                 )
             if (told := _outputs_of(name, promise)) is not None:
                 self.promises[name], self.said[name] = told, str(promise.describe())  # type: ignore[operator]
 
     def raw(self, example: Any) -> Inputs:
-        """The example as tensors, as the file will be given inputs."""
+        """The example as tensors, in the form of the file's inputs."""
         if self.inputs is None:
             return batches.inputs_of(example)
         found: Inputs = self.inputs.raw(example)  # type: ignore[attr-defined]
         return found
 
     def ready(self, x: Inputs) -> Inputs:
-        """From what the file is given to what the network takes."""
+        """The file's inputs, transformed to the network's."""
         if self.inputs is None:
             return x
         found: Any = self.inputs.transform(x) if self.traced else x  # type: ignore[attr-defined]
@@ -135,14 +135,14 @@ class ExportedPosterior(nn.Module):
         return self.outputs(self.predictor.predictive(self.ready(x)))
 
     def outputs(self, predictive: Predictive) -> dict[str, Tensor]:
-        """What the file says of a predictive."""
+        """The file's outputs for a predictive, by name."""
         found = {name: getattr(predictive, name) for name in MOMENTS}
         for promised in self.promises.values():
             found |= promised(predictive)
         return found
 
     def facts(self, x: Inputs) -> dict[str, Any]:
-        """JSON that the file carries."""
+        """Metadata stored in the file, as JSON values."""
         classes = isinstance(self.predictor.predictive(self.ready(x)), CategoricalPredictive)
         told = {"mean": "probabilities" if classes else "means", "functions": self.predictor.drawn.members}
         return {name: value for name, value in (self.about | told).items() if value is not None} | {
@@ -151,18 +151,18 @@ class ExportedPosterior(nn.Module):
 
 
 class _Refused(ValueError):
-    """An error that another way of tracing would not mend."""
+    """An error that no other way of tracing would avoid."""
 
 
 def _outputs_of(name: str, promise: nn.Module) -> Callable[[Predictive], dict[str, Tensor]] | None:
-    """What a promise says of a predictive, by pure operations; None, with a warning, where it needs more than that."""
+    """The outputs of a promise as a function of a predictive; None, with a warning, if it needs other inputs."""
     if isinstance(promise, Gate):
         gate = promise
         return lambda predictive: {name: gate(predictive).accept}
     if not isinstance(promise, Conformal) or any(promise.facts[each] for each in ("weighted", "randomised")) or (
         promise.facts["by"] == "group"
     ):  # fmt: skip
-        log.warning("%s is not in the file: it needs weights, groups or random numbers beside the inputs", name)
+        log.warning("%s is not in the file: besides inputs it needs weights, groups or random numbers", name)
         return None
     fixed, thresholds = copy.copy(promise), promise.thresholds(torch.ones(1, dtype=torch.float64))
 
@@ -180,38 +180,40 @@ def _rows(x: Inputs, rows: int) -> Inputs:
 
 
 def _two_or_more(x: Inputs) -> Inputs:
-    """x with at least two rows: torch takes an axis of length one for a fixed one."""
+    """x with at least two rows: torch treats an axis of length one as fixed."""
     return x if batches.size(x) > 1 else batches.apply(x, lambda tensor: tensor.repeat(2, *[1] * (tensor.ndim - 1)))
 
 
 def _predicted(posterior: Posterior, module: ExportedPosterior, x: Inputs) -> dict[str, Tensor]:
-    """What `predict` says, and promises say of that, by name; an error where it says something else the next time."""
+    """Outputs of `predict` and of the promises, by name; raises if a second call gives other values."""
     view, x = copy.copy(posterior), module.ready(x)
     view.inputs = None
     with same_random_state(posterior.device):
         first = view.predict(x)
-        torch.rand(1)  # another state of torch's stream: what is drawn from it is now another draw
+        torch.rand(1)  # advances torch's generator, so that new draws would differ
         again = view.predict(x)
     pairs = zip(first.described(), again.described(), strict=True)
-    if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True) for a, b in pairs):  # GPUs may round anew
+    if not all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True) for a, b in pairs
+    ):  # GPUs may round differently
         raise ValueError(
-            f"expected functions that stay the same, got {type(posterior).__name__} that predicts something else every time: "
-            "the file could not be compared with anything; call ds.refresh(posterior, training_loader) first (a network that "
-            "draws random numbers in eval mode cannot be exported)"
+            f"expected equal predictions in every call, got {type(posterior).__name__} with a new draw each time; call "
+            "ds.refresh(posterior, training_loader) first (a network that draws random numbers in eval mode cannot be "
+            "exported)"
         )
     return module.outputs(first)
 
 
 @contextmanager
 def _on_host(posterior: Posterior, module: ExportedPosterior, x: Inputs) -> Iterator[tuple[ExportedPosterior, Inputs]]:
-    """The module and x on the host, where files are traced; no other thread runs the network meanwhile."""
+    """The module and x on the host, where they are traced; the network is locked meanwhile."""
     host = torch.device("cpu")
     with posterior.particles.turn(), torch.no_grad():
         yield module.to(host), batches.to(x, host)
 
 
 def _members_at_once(predictor: Predictor) -> None:
-    """All members in one pass wherever they share their kernels: the file then has those, and the graph, once."""
+    """Runs all members in one pass if they share kernels, so that the file holds the kernels and the graph once."""
     for part in predictor.modules():
         if isinstance(part, NodeFunctions):
             part.unfold()
@@ -229,7 +231,7 @@ def _members_in_turn(predictor: Predictor) -> None:
 
 
 def _own_kernels(particles: Particles) -> bool:
-    """Whether members have convolutions of their own, which are faster one after the other."""
+    """Whether members have their own convolutions, which are faster one after the other."""
     layers = {
         f"{name}.weight"
         for name, part in particles.template.named_modules()
@@ -252,17 +254,17 @@ def _check_same(found: dict[str, Tensor], wanted: dict[str, Tensor], path: Path)
         if made.shape != number.shape:
             raise ValueError(f"expected {name} of shape {tuple(number.shape)} in {path}, got {tuple(made.shape)}")
         if made.dtype == torch.bool:
-            # A score that is the threshold but for rounding falls on either side.
+            # A score equal to the threshold up to rounding may fall on either side.
             off, limit = float((made != number).sum()), max(1.0, 0.02 * number.numel())
         else:
-            off = float(torch.where(made == number, 0.0, (made - number).abs()).max())  # infinite ends may be equal
+            off = float(torch.where(made == number, 0.0, (made - number).abs()).max())  # both may be infinite
             limit = CLOSE * max(1.0, float(number.abs().nan_to_num(0.0, 0.0, 0.0).max()))
         if not off <= limit:
-            raise ValueError(f"expected {name} as in predict, got numbers up to {off:.2g} away in {path}")
+            raise ValueError(f"expected {name} as in predict, got differences up to {off:.2g} in {path}")
 
 
 def _state_size(path: Path, predictor: Predictor) -> None:
-    """Logs what the file will take: with weights of their own for every function that may be much."""
+    """Logs the size of the file, which is large if every function has its own weights."""
     own = shared = 0
     for part in predictor.modules():
         if isinstance(part, Particles):
@@ -270,16 +272,16 @@ def _state_size(path: Path, predictor: Predictor) -> None:
             shared += sum(t.nbytes for t in (*part.shared_parameters().values(), *part.shared_buffers().values()))
     if path.suffix == ".onnx" and own + shared > 2**31 - 2**20:
         raise ValueError(
-            f"expected at most 2 GiB for ONNX, got {readable(own + shared)}; write .pt2, or fewer functions"
+            f"expected at most 2 GiB for ONNX, got {readable(own + shared)}; write .pt2, or use fewer functions"
         )
     log.info(
-        "%s will take about %s: %d functions with %s of their own, and %s for all",
+        "%s will take about %s: %d functions with %s of own weights, and %s of shared ones",
         path, readable(own + shared), predictor.drawn.members, readable(own), readable(shared),
     )  # fmt: skip
 
 
 def _pt2_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, wanted: Any) -> bytes:
-    for node in program.graph.nodes:  # where in the sources operations came from: half of a small file
+    for node in program.graph.nodes:  # source locations of the operations take half of a small file
         for remark in ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "torch_fn"):
             node.meta.pop(remark, None)
     file = io.BytesIO()
@@ -288,7 +290,7 @@ def _pt2_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, wante
 
 
 def _onnx_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, wanted: dict[int, Any]) -> bytes:
-    """The file's content, compared with what was wanted where onnxruntime is installed."""
+    """The file's content; if onnxruntime is installed, its outputs are compared with `wanted`."""
     names = list(x) if isinstance(x, dict) else [f"x{i}" for i in range(len(x))] if isinstance(x, tuple) else ["x"]
     content, random = onnx_content(program, names, list(wanted[1]), facts)
     _check_drawn(random)

@@ -1,18 +1,20 @@
-"""Prediction over whole loaders: members kept, summarised, or batch by batch; of large images; one draw for all of it."""
+"""Prediction over whole loaders (with members, summarised, or batch by batch) and of large images, with one draw."""
 
 import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.errors import Diverged
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Particles
@@ -30,24 +32,24 @@ from dissensus.numerics.checks import number, one_of, whole
 log = logging.getLogger("dissensus")
 
 PredictionPrecision = Literal["float32", "bf16"]
-Found = TypeVar("Found")
 
 
 def predict(
     posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision = "float32", compiled: bool = False
 ) -> tuple[Predictive, Tensor]:
-    """(predictive of all inputs with every member kept, targets) over a loader of (x, y).
+    """Predicts all inputs of a loader and keeps every member; returns (predictive, targets).
 
-    One draw of functions predicts all batches, in eval mode and without gradients. Memory grows with M times the number
-    of inputs N: see `summarise` and `predict_batches` for less.
+    One draw of functions is used for all batches, in eval mode and without gradients. Memory grows with M times the
+    number of inputs N; `summarise` and `predict_batches` need less.
 
     Args:
-        loader: batches (x, y) or (x, y, weight); weights are not read. Or data (x, y) themselves, of N rows.
+        posterior: a trained posterior.
+        loader: batches (x, y) or (x, y, weight); weights are ignored. Or the data (x, y) themselves, of N rows.
         precision: "bf16" runs the network in mixed precision.
-        compiled: compiles the drawn functions first (torch.compile); falls back where a network cannot be compiled.
+        compiled: whether to compile the drawn functions first (torch.compile); falls back if that fails.
 
     Returns:
-        A `Predictive` of N inputs and the targets (N, ...), both on the posterior's device, in the loader's order.
+        A `Predictive` for N inputs and the targets (N, ...), both on the posterior's device, in the loader's order.
 
     Raises:
         Diverged: a member predicts NaN.
@@ -75,40 +77,34 @@ def summarise(
     likelihood: Likelihood | None = None,
     method: type[Posterior] | None = None,
 ) -> tuple[SummaryPredictive, Tensor]:
-    """(summary of all inputs, targets): mean, aleatoric and epistemic, whose size does not depend on M.
+    """Predicts all inputs of a loader in memory that does not grow with M; returns (summary, targets).
 
-    Members that run in a loop are added one at a time; vectorised ones a batch at a time.
+    The summary has mean, aleatoric and epistemic uncertainty, but no members. Members that run in a loop are added one
+    at a time.
 
     Args:
-        posterior: a posterior, or a folder that `save` wrote: members are then read from disk and run one at a time,
-            and the loader must give the same batches in the same order each time.
-        loader: batches (x, y) or (x, y, weight); weights are not read.
+        posterior: a trained posterior, or a folder written by `save`: members are then read from disk and run one at a
+            time, and the loader must yield the same batches in the same order each time.
+        loader: batches (x, y) or (x, y, weight); weights are ignored.
         precision, compiled: as in `predict`; a folder is never compiled.
-        network, likelihood, method: as in `load`; read only with a folder.
+        network, likelihood, method: as in `load`; used only with a folder.
 
     Returns:
-        A `SummaryPredictive` of N inputs and the targets (N, ...), in the loader's order.
+        A `SummaryPredictive` for N inputs and the targets (N, ...), in the loader's order.
     """
     loader = _as_loader(posterior, loader)
     if not isinstance(posterior, Posterior):
-        from dissensus.storage.members import read_members  # with all methods, which `import dissensus` leaves out
+        from dissensus.storage.members import read_members  # imports all methods, which `import dissensus` avoids
 
         members = read_members(Path(posterior), network, likelihood=likelihood, method=method)
         return _summarise_stored(members, loader, precision)
     lens = posterior.lens()
     parts: list[SummaryPredictive] = []
     targets: list[Tensor] = []
-
-    def summary(pieces: Iterator[Predictive]) -> SummaryPredictive:
-        running = RunningSummary()
-        for predictive in pieces:
-            if not parts and not running.count:
-                _state_memory(predictive, loader, keep_members=False)
-            running.add(predictive)
-        return cast(SummaryPredictive, lens.mixture(running.summary()))
-
-    for part, y in _predicted(posterior, loader, lens, summary, precision=precision, compiled=compiled):
-        parts.append(part)
+    for part, y in _predicted(posterior, loader, lens, precision=precision, compiled=compiled):
+        if not parts:
+            _state_memory(part, loader, keep_members=False)
+        parts.append(cast(SummaryPredictive, lens.mixture(part)))
         targets.append(y)
     return SummaryPredictive.cat(parts), torch.cat(targets)
 
@@ -116,13 +112,13 @@ def summarise(
 def predict_batches(
     posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision = "float32", compiled: bool = False
 ) -> Iterator[tuple[Predictive, Tensor]]:
-    """(predictive, targets) of one batch after the other: nothing is kept, so data may be larger than memory.
+    """Predicts one batch after the other and keeps none, so the data may be larger than memory.
 
-    Arguments as in `predict`. One draw for all batches; between two of them modes and random streams are as the caller
-    left them.
+    Arguments as in `predict`. One draw is used for all batches. Between two batches, training modes and random state are
+    those of the caller.
 
     Yields:
-        A `Predictive` of the batch's B inputs with every member, and its targets (B, ...).
+        (predictive, targets): a `Predictive` for the batch's B inputs with every member, and its targets (B, ...).
     """
     return _predicted_batches(posterior, _as_loader(posterior, loader), precision=precision, compiled=compiled)
 
@@ -136,21 +132,17 @@ def _predicted_batches(
     later: list[Tensor] | None = None,
 ) -> Iterator[tuple[Predictive, Tensor]]:
     lens = expect_posterior(posterior).lens()
-
-    def whole_mixture(parts: Iterator[Predictive]) -> Predictive:
-        (predictive,) = parts
-        return lens.mixture(predictive)
-
-    settings: dict[str, Any] = {"precision": precision, "compiled": compiled, "together": True, "later": later}
-    yield from _predicted(posterior, loader, lens, whole_mixture, **settings)
+    settings: dict[str, Any] = {"precision": precision, "compiled": compiled, "keep_members": True, "later": later}
+    for predictive, y in _predicted(posterior, loader, lens, **settings):
+        yield lens.mixture(predictive), y
 
 
 class ImagePrediction(NamedTuple):
-    """What `predict_image` says about an image, without its members."""
+    """The result of `predict_image` for one image, without its members."""
 
-    mean: Tensor  # (C, H, W) probabilities
-    entropy: Tensor  # (H, W) of the mean, in nats
-    mutual_information: Tensor  # (H, W) the part of it that is the members' disagreement
+    mean: Tensor  # (C, H, W) class probabilities
+    entropy: Tensor  # (H, W) entropy of the mean, in nats
+    mutual_information: Tensor  # (H, W) the part of the entropy due to the members' disagreement, in nats
 
 
 def predict_image(
@@ -161,18 +153,26 @@ def predict_image(
     overlap: int = 64,
     precision: PredictionPrecision = "float32",
 ) -> ImagePrediction:
-    """ImagePrediction of one image (channels, H, W), as the network takes it, in memory that does not grow with members.
+    """Segments one image, in tiles if it is large, in memory that does not grow with M.
 
-    Functions run one after the other and only sums are kept. `tile`: (height, width) of the parts that the image is cut into,
-    for one that does not fit; None: none. Neighbouring tiles share `overlap` pixels, of which each keeps the half that is
-    farther from its edge: the result is that of the whole image if half the overlap reaches as far as the network sees and
-    tile − overlap is a multiple of the network's stride. What looks at a whole image (PSPNet's pooling) sees a tile only.
-    `precision`: "bf16" runs the network in mixed precision, likelihoods stay in float32.
+    Functions run one after the other, and only sums are kept.
+
+    Args:
+        posterior: a trained posterior of a segmentation network.
+        image: (channels, H, W), as the network takes it.
+        tile: size of the tiles, a number or (height, width), for an image that does not fit into memory; None uses none.
+        overlap: pixels that neighbouring tiles share; each tile keeps the half of them farther from its edge. The result
+            equals that of the whole image if half the overlap is at least the network's receptive field to one side and
+            tile − overlap is a multiple of its stride. Layers that pool over the whole image (PSPNet) see only a tile.
+        precision: "bf16" runs the network in mixed precision; likelihoods stay in float32.
+
+    Returns:
+        An `ImagePrediction`: mean (C, H, W), entropy (H, W) and mutual information (H, W).
     """
     image = tensor_of(image)
     if image.ndim != 3:
         raise ValueError(
-            f"expected one image (channels, H, W), got {tuple(image.shape)}; pass the images of a batch in turn"
+            f"expected one image (channels, H, W), got {tuple(image.shape)}; pass the images of a batch one by one"
         )
     size = image.shape[1:]
     sides = size if tile is None else (tile, tile) if isinstance(tile, int) else tile
@@ -184,15 +184,9 @@ def predict_image(
     ]
     found: tuple[Tensor, ...] = ()
     lens = expect_posterior(posterior).lens()
-
-    def moments(pieces: Iterator[Predictive]) -> Predictive:
-        running = RunningSummary()
-        for predictive in pieces:
-            running.add(predictive)
-        return lens.mixture(running.summary())
-
-    parts = _predicted(posterior, loader, lens, moments, precision=precision, compiled=False, one_at_a_time=True)
-    for ((row, kept_rows), (column, kept_columns)), (summary, _) in zip(places, parts, strict=True):
+    parts = _predicted(posterior, loader, lens, precision=precision, compiled=False, one_at_a_time=True)
+    for ((row, kept_rows), (column, kept_columns)), (moments, _) in zip(places, parts, strict=True):
+        summary = lens.mixture(moments)
         new = (summary.mean, summary.total, summary.epistemic)
         if summary.mean.shape[2:] != (len(row), len(column)):
             raise ValueError(
@@ -208,11 +202,11 @@ def predict_image(
 
 
 def _tiles(length: int, side: int, overlap: int) -> list[tuple[range, range]]:
-    """(what a tile covers, what is kept of it) along one axis."""
+    """(range that a tile covers, range that is kept of it) along one axis."""
     if whole("tile", side) >= length:
         return [(range(length), range(length))]
     step = side - whole(
-        "overlap", number("overlap", overlap, below=side, hint="tiles are larger than what they share"), least=0
+        "overlap", number("overlap", overlap, below=side, hint="tiles must be larger than their overlap"), least=0
     )
     starts = [start for start in range(0, length, step) if start == 0 or start + overlap < length]
     covered = [range(start, min(start + side, length)) for start in starts]
@@ -228,48 +222,52 @@ def _predicted(
     posterior: Posterior,
     loader: Iterable[Any],
     lens: Lens,
-    joined: Callable[[Iterator[Predictive]], Found],
     *,
     precision: PredictionPrecision,
     compiled: bool,
-    together: bool = False,
+    keep_members: bool = False,
     one_at_a_time: bool = False,
     later: list[Tensor] | None = None,
-) -> Iterator[tuple[Found, Tensor]]:
-    """(joined(predictives of a few members each), targets) of one batch after the other, by processes in turns on a mesh.
+) -> Iterator[tuple[Predictive, Tensor]]:
+    """(predictive of all members, or their summary, targets) of one batch after the other, by all processes on a mesh.
 
-    `together`: one part. Members are seen through the lens; whoever joins the parts sees the mixture through it. `later`: as
-    in `Posterior.checked_members`, for members that run at once.
+    Members are seen through the lens; the caller looks at the mixture through it. `later`: as in
+    `Posterior.checked_members`, for members that are kept.
     """
     one_of("precision", precision, ("float32", "bf16"))
     check_loader(loader)
     dtype = torch.bfloat16 if precision == "bf16" else None
     with left_as_found(posterior):
         device, drawn = posterior.device, posterior.draw()
+    portion = posterior.portion(drawn)
 
     @contextmanager
     def context() -> Iterator[None]:
-        # Entered anew for every piece: between two of them the caller has the world as it was.
+        # Entered again for every part, so that between two parts the caller's modes and random state are in place.
         with left_as_found(posterior), autocast(device, dtype):
             yield
 
-    function: Callable[[batches.Inputs], tuple[Tensor, ...]] = drawn.describe
-    if compiled:
-        function = Ways(_note_uncompiled, compiled=torch.compile(drawn.describe, dynamic=False), plain=drawn.describe)
-    describe = CapturedFunction(function, drawn, context, lanes=not compiled)
+    @cache
+    def describing(mine: DrawnFunctions) -> CapturedFunction:
+        function: Callable[[batches.Inputs], tuple[Tensor, ...]] = mine.describe
+        if compiled:
+            function = Ways(_note_uncompiled, compiled=torch.compile(mine.describe, dynamic=False), plain=mine.describe)
+        return CapturedFunction(function, mine, context, lanes=not compiled)
 
-    def at_once(x: batches.Inputs) -> Iterator[Predictive]:
+    def described(x: batches.Inputs) -> tuple[Tensor, ...]:
         with batches.unchanged(x):
-            described = describe(x)
-        # On a mesh an error must come with its batch, so that all processes raise it.
-        soon = None if posterior.others is not None else later
-        yield posterior.checked_members(drawn.likelihood.predictive(*described), lens, later=soon)
+            return describing(portion.mine)(x)
 
-    def one_by_one(x: batches.Inputs) -> Iterator[Predictive]:
-        pieces, seen = drawn.predict_parts(x), 0
+    def pieces(x: batches.Inputs) -> Iterator[Predictive]:
+        """The functions that run here, all at once or one by one."""
+        if compiled or drawn.particles.how == "vectorised":
+            whole = drawn.likelihood.predictive(*described(x))
+            yield posterior.checked_members(whole, lens, first=portion.first)
+            return
+        found, seen = portion.mine.predict_parts(x), portion.first
         while True:
             with context():
-                piece = next(pieces, None)
+                piece = next(found, None)
             if piece is None:
                 return
             yield posterior.checked_members(piece, lens, first=seen)
@@ -279,16 +277,30 @@ def _predicted(
     ways = [particles.how for particles in stored]
     for particles in stored:
         particles.how = "loop"
-    parts = at_once if together or compiled or drawn.particles.how == "vectorised" else one_by_one
 
-    def work(batch: batches.Batch) -> Found:
-        x = batches.to(batch.x, device)
+    def checked(x: batches.Inputs) -> batches.Inputs:
+        x = batches.to(x, device)
         with autocast(device, dtype):
             posterior.check_inputs(x)
-        return joined(parts(x))
+        return x
+
+    def kept(batch: batches.Batch) -> Predictive:
+        x = checked(batch.x)
+        # On a mesh an error must come with its batch, so that all processes raise it.
+        soon = None if posterior.others is not None else later
+        predictive = drawn.likelihood.predictive(*portion.joined(lambda: described(x)))
+        return posterior.checked_members(predictive, lens, later=soon)
+
+    def summed(batch: batches.Batch) -> Predictive:
+        x = checked(batch.x)
+        running, *others = portion.everyones(lambda: RunningSummary(pieces(x)))
+        for other in others:
+            running.merge(other)
+        return running.summary()
 
     try:
-        for batch, found in posterior.shared(work, posterior.read(loader, anywhere=True), drawn, device):
+        work = kept if keep_members else summed
+        for batch, found in posterior.shared(work, posterior.read(loader, anywhere=True), portion, device):
             yield found, cast(Tensor, batches.to(batch.y, device))
     finally:
         for particles, how in zip(stored, ways, strict=True):
@@ -296,7 +308,7 @@ def _predicted(
 
 
 def _as_loader(posterior: Any, given: Any) -> Iterable[Any]:
-    from dissensus.data.batches import as_loader  # with all of `data`, which `import dissensus` leaves out
+    from dissensus.data.batches import as_loader  # imports all of `data`, which `import dissensus` avoids
 
     loader: Iterable[Any] = as_loader(given, raw=getattr(posterior, "inputs", as_loader) is not None)
     return cast(Iterable[Any], posterior.whole(loader)) if isinstance(posterior, Posterior) else loader
@@ -315,8 +327,8 @@ def _summarise_stored(
     for index, member in enumerate(members):
         seen, lens = 0, member.lens()
         try:
-            for (predictive,), y in _predicted(
-                member, loader, lens, tuple, precision=precision, compiled=False, together=True
+            for predictive, y in _predicted(
+                member, loader, lens, precision=precision, compiled=False, keep_members=True
             ):
                 if index == 0:
                     running.append(RunningSummary())
@@ -326,9 +338,9 @@ def _summarise_stored(
                     break
                 running[seen].add(predictive)
                 seen += 1
-        except Diverged as error:  # with the number that the member has among all
+        except Diverged as error:  # with the member's index among all
             raise Diverged([index + i for i in error.members], error.step, error.what) from None
-        if seen != len(targets):  # other batches, or none: a generator that the first member has used up
+        if seen != len(targets):  # other batches, or none: the first member has exhausted a generator
             raise ValueError(
                 "expected the same batches for every member, got others; use a loader that does not shuffle and can be read "
                 "again"
@@ -338,11 +350,11 @@ def _summarise_stored(
 
 
 def _state_memory(predictive: Predictive, loader: Iterable[Any], *, keep_members: bool) -> None:
-    """Logs how many bytes the result will have, with all members or only mean, aleatoric and epistemic."""
+    """Logs the size of the result in bytes, with all members or only mean, aleatoric and epistemic."""
     described = predictive.described()
     members, inputs = described[0].shape[:2]
     outputs = sum(math.prod(tensor.shape[2:]) for tensor in described)
     if (count := batches.length(loader)) is not None:
-        numbers = inputs * count * (members * outputs if keep_members else outputs + 2)
+        numbers = inputs * count * (members * outputs if keep_members else outputs)
         size = readable(numbers * described[0].element_size())
         log.info("the prediction of about %d inputs will take %s", inputs * count, size)

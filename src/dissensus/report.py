@@ -1,4 +1,4 @@
-"""report: evaluations as a table, a text and a page."""
+"""report: writes evaluations as a table, a text and a page."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ def report(
     baseline: str | None = None,
     holm: bool = False,
 ) -> list[Path]:
-    """The files written: results.csv, report.md and report.html in the folder `path`, or the one its suffix names.
+    """Writes evaluations as results.csv, report.md and report.html to a folder, or as one file.
 
-    Intervals and p-values count the test examples and, where there are several, the seeds. The page is one
+    Intervals and p-values reflect the number of test examples and, if there are several, of seeds. The page is one
     self-contained file.
 
     Args:
-        evaluations: name -> `Evaluation`, or a list of them from different seeds; the i-th evaluations of two methods
-            are compared with each other.
-        path: a folder, made if need be, or a file ending in .csv, .md, .html or .tex (its tables).
+        evaluations: name -> `Evaluation`, or a list of them from different seeds; the i-th evaluations of two names are
+            compared with each other.
+        path: a folder, created if missing, or a file ending in .csv, .md, .html or .tex (only the tables).
         title: heading of the page.
-        baseline: the name the others are compared with; None takes the first.
-        holm: adjusts the p-values of each table, and its intervals with them, for the number of its comparisons.
+        baseline: name that the others are compared with; None is the first.
+        holm: whether to adjust p-values and intervals for the number of comparisons in each table.
 
     Returns:
         Paths of the files written.
     """
-    from dissensus.reporting.report import write_report  # matplotlib and jinja2 are loaded only by who wants a report
+    from dissensus.reporting.report import (
+        write_report,
+    )  # here, so that matplotlib and jinja2 are loaded only for a report
     from dissensus.reporting.results import results_of_evaluations
 
     return write_report(results_of_evaluations(evaluations, title).compared_with(baseline, holm=holm), Path(path))

@@ -1,4 +1,4 @@
-"""fit: one training loop for every posterior. It reads top to bottom; copy it if you need another."""
+"""fit: one training loop for every posterior. It reads from top to bottom; copy it to write your own."""
 
 import math
 import os
@@ -25,6 +25,7 @@ from dissensus.distributed.alone import Undivided
 from dissensus.distributed.days import BadDays
 from dissensus.distributed.division import divided
 from dissensus.distributed.mesh import Mesh
+from dissensus.distributed.sharing import exchanged
 from dissensus.engine import Step, build_step
 from dissensus.engine.memory import Memory, training_memory
 from dissensus.numerics.checks import number, one_of, whole
@@ -36,6 +37,7 @@ from dissensus.training.history import Best, Epoch, History
 from dissensus.training.length import Length
 from dissensus.training.looks import look, looks
 from dissensus.training.part import Part
+from dissensus.training.rates import settle_rates
 from dissensus.training.targets import standardise_targets
 
 TrainingPrecision = Literal["auto", "float32", "bf16"]
@@ -64,49 +66,50 @@ def fit(
     draw: bool = True,
     targets: Literal["standardised"] | None = None,
 ) -> History:
-    """The history of training the posterior in place.
+    """Trains a posterior in place and returns the history of the run.
 
-    One optimiser over all members; every member trains as it would alone, unless the method couples them. Afterwards
-    the posterior is in eval mode, at its best epoch where there is validation, with a stored draw where the method
-    samples.
+    One optimiser trains all members; every member trains as it would alone, unless the method couples them. Afterwards
+    the posterior is in eval mode. With validation data it is in the state of its best epoch; sampling methods have a
+    stored draw.
 
     Args:
         posterior: a method wrapped around a network or networks.
-        loader: any iterable of (x, y) or (x, y, weight), gone through once per epoch. x: a tensor, a tuple or a dict of
-            tensors (B, ...); y: targets (B, ...); weight: (B,), how often each example counts. Or data (x, y) or
-            (x, y, weight) themselves, tensors, arrays or DataFrames of N rows: batches of 32, shuffled anew every epoch.
-        epochs: passes over the loader in all, those of a resumed checkpoint included.
-        validation: another loader, or data. After each epoch the mixture's negative log-likelihood on it decides which state is
-            kept. TRADI is judged at up to ten epochs, by what it would sample; for methods that collect a trajectory
-            (SWAG, SWA, snapshots) nothing is restored.
-        optimizer: built on `posterior.parameters()` or `posterior.parameter_groups(lr)`; None takes the method's
-            default with its schedule.
+        loader: any iterable of (x, y) or (x, y, weight), read once per epoch. x: a tensor, a tuple or a dict of tensors
+            (B, ...); y: targets (B, ...); weight: (B,) example weights. Or the data (x, y) or (x, y, weight) themselves,
+            tensors, arrays or DataFrames of N rows: batches of 32, shuffled every epoch.
+        epochs: total number of passes over the loader, including those of a resumed checkpoint.
+        validation: another loader, or data. After each epoch the mixture's negative log-likelihood on it decides which
+            state is kept. TRADI is evaluated at up to ten epochs, by the functions it would sample; methods that collect a
+            trajectory (SWAG, SWA, snapshots) keep the last state.
+        optimizer: built on `posterior.parameters()` or `posterior.parameter_groups(lr)`; None uses the method's
+            default with its schedule. Relative rates of that default (`NodeBNN.of_trained`) are
+            measured on the first batch.
         scheduler: a torch scheduler of that optimizer, stepped once per epoch.
         clip: largest gradient norm of each member; None does not clip.
-        accumulate: batches whose gradients make one optimiser step.
+        accumulate: batches per optimiser step; their gradients are averaged.
         patience: epochs without a better validation score after which training stops; None never stops early.
-        precision: "auto" is bf16 on GPUs that have it, else float32.
-        engine: how members run, "auto" or words of loop, vectorised, streamed, compiled, captured joined by "+".
-        device: where to train; None is the GPU if there is one.
+        precision: "auto" is bf16 on GPUs that support it, else float32.
+        engine: how members run: "auto", or words of loop, vectorised, streamed, compiled, captured joined by "+".
+        device: device to train on; None is the GPU if there is one.
         callback: called with each `Epoch`; a true return value stops training.
-        progress: whether progress is shown, or the title to show it under.
-        checkpoint: a file (of several processes a folder) written after each epoch; if it exists, training resumes from it, on
-            any number of processes. At SIGTERM it is written after the step at hand, and the process ends; the resumed run
-            goes on within that epoch.
-        checkpoint_seconds: least time between two writes; the last epoch is always written.
-        ranks: "independent" lets every process of a distributed group train a model of its own; None trains one model with
-            all of them.
-        mesh: how processes divide members and batches (`ds.distributed.mesh`); None chooses where there are several. To be
-            called by all of them with the same posterior and loader, whose batches fit divides.
+        progress: whether to show progress, or a title to show with it.
+        checkpoint: a file (with several processes a folder) written after each epoch; if it exists, training resumes from
+            it, on any number of processes. At SIGTERM it is written after the current step, and the process ends; the
+            resumed run continues within that epoch.
+        checkpoint_seconds: least time in seconds between two writes; the last epoch is always written.
+        ranks: "independent" makes every process of a distributed group train its own model; None trains one model with
+            all processes.
+        mesh: how processes divide members and batches (`ds.distributed.mesh`); None chooses if there are several. All
+            processes must call `fit` with the same posterior and loader; `fit` divides the batches.
         draw: whether to store a draw at the end (`ds.refresh`).
-        targets: "standardised" measures mean and deviation of a regression's targets, in a pass over the loader of its own,
-            and lets the network learn (y − mean) / std; y, losses, predictions and metrics stay in the units of y.
+        targets: "standardised" measures mean and standard deviation of a regression's targets, in an extra pass over the
+            loader, and trains the network on (y − mean) / std; losses, predictions and metrics stay in the units of y.
 
     Returns:
-        A `History`: one `Epoch` each, the index of the one kept, the engine that ran, and the memory expected.
+        A `History`: one `Epoch` each, the index of the epoch kept, the engine used, and the expected memory.
 
     Raises:
-        Diverged: a member's loss, gradient or weight is no longer finite; `.members` says whose.
+        Diverged: a member's loss, gradient or weight is no longer finite; `.members` has the indices.
     """
     whole("epochs", epochs)
     whole("accumulate", accumulate, hint="1 steps after every batch")
@@ -114,7 +117,7 @@ def fit(
     number("clip", 1.0 if clip in (None, math.inf) else clip, above=0, hint="None does not clip")
     number("checkpoint_seconds", 0.0 if checkpoint_seconds == math.inf else checkpoint_seconds)
     one_of("ranks", ranks, (None, "independent"))
-    # Use of the network by another thread is an error meanwhile.
+    # Meanwhile, using the network in another thread raises.
     with training(expect_posterior(posterior).particles.template.network), ExitStack() as processes:
         raw = posterior.inputs is not None
         loader, validation = as_loader(loader, shuffle=True, raw=raw), as_loader(validation, raw=raw)
@@ -127,14 +130,17 @@ def fit(
         posterior.to(_training_device(device, posterior))
         division.begin()
         default = optimizer is None
+        begun = checkpoint is not None and is_there(Path(checkpoint), division)
         if optimizer is None:
             optimizer = posterior.default_optimizer()
+            if not begun:
+                settle_rates(posterior, optimizer, division.together(loader), agreed=division.first)
             scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
         checks.check_stepping(posterior, optimizer)
         checks.say_remarks(posterior, optimizer, scheduler, epochs=epochs, batches=batches.length(loader))
 
         history, best, told, part = Resumed(History(), Best(), {})
-        if checkpoint is not None and is_there(Path(checkpoint), division):
+        if checkpoint is not None and begun:
             history, best, told, part = resume(Path(checkpoint), posterior, optimizer, scheduler, loader, division)
             if default and isinstance(scheduler, LambdaLR):
                 restart(optimizer, scheduler)
@@ -145,7 +151,7 @@ def fit(
         steps = (length.batches or posterior.steps_per_epoch or 1) * epochs
         settings = {"clip": clip, "precision": _autocast_dtype(precision, posterior), "accumulate": accumulate}
         run = _Run(posterior, optimizer, division, engine, steps=steps, **settings)
-        written, unwritten = -math.inf, False  # when the last checkpoint was, and whether there is something newer
+        written, unwritten = -math.inf, False  # time of the last checkpoint, and whether there are unsaved changes
         bar = Progress(epochs, length.batches, title=posterior.name, show=progress)
         days = BadDays(division.several, hears=checkpoint is not None)
 
@@ -153,7 +159,7 @@ def fit(
             path = Path(checkpoint or "")
             write_checkpoint(path, posterior, optimizer, scheduler, history, best, loader, part, division=division)
 
-        # A GPU is the current device meanwhile: streams and graphs belong to that.
+        # The GPU is made the current device, because streams and graphs belong to that.
         with torch.cuda.device(posterior.device if posterior.device.type == "cuda" else -1), closing(run), bar, days:
             for index in range(len(history), epochs):
                 judged = best.state is not None and looks(posterior, index - 1, epochs)
@@ -201,12 +207,13 @@ def fit(
             refresh(posterior, division.together(loader))
             history.drawing = time.perf_counter() - start
         posterior.eval()
-        posterior.mesh = division.mesh  # whoever trained it together predicts together
+        for each in (posterior, *posterior.watchers):
+            each.mesh = division.mesh  # processes that trained together also predict together
         return history
 
 
 class _Run:
-    """The step of a run, built when the first batch is there, and the epochs made of it."""
+    """Runs the epochs of a training run; the training step is built at the first batch."""
 
     def __init__(
         self, posterior: Posterior, optimizer: Optimizer, division: Undivided, engine: str, **settings: Any
@@ -218,19 +225,21 @@ class _Run:
         self.settings = settings
         self.step: Step | None = None
         self.memory: Memory | None = None
-        self.way: str | None = None  # how members ran in the last epoch, fallbacks included
+        self.way: str | None = None  # how members ran in the last epoch, after fallbacks
 
     def epoch(self, loader: Iterable[Any], bar: Progress, part: Part, days: BadDays) -> Tensor | None:
-        """(M,) mean losses over the loader's batches, on the host; None where it is broken off, with `part` so far."""
+        """(M,) mean losses over the loader's batches, on the host; None if the epoch was interrupted (see `part`)."""
         posterior, start = self.posterior, time.perf_counter() - part.seconds
         total, first, left = part.total, part.batches, False
         with ExitStack() as divided:
             for given in posterior.read(part.rest(loader, posterior.device, bar)):
                 if given.size == 0:
-                    raise ValueError("expected batches with examples, got an empty one; leave it out of the loader")
+                    raise ValueError("expected batches with examples, got an empty one; remove it from the loader")
                 batch = posterior.take(given)
                 posterior.before_step(batch)
-                if part.batches == first:  # not before: what the first member does at the first batch may count for all
+                if (
+                    part.batches == first
+                ):  # not before: the first member's first batch may set things up for all members
                     divided.enter_context(self.division.here(self.optimizer, batch))
                     total = None if total is None else total[self.division.mine].clone()
                 rows = self.division.part(batch)
@@ -238,7 +247,8 @@ class _Run:
                     step = self.step or self._build(rows)
                     losses = step(rows)
                 total = losses.clone() if total is None else total.add_(losses)
-                part.batches, part.examples = part.batches + 1, part.examples + batch.size
+                part.batches += 1
+                part.examples += posterior.particles.exchange.rows(rows.size)[0]  # of the whole batch
                 bar.step()
                 if left := days.over() and part.batches % self.settings["accumulate"] == 0:
                     break
@@ -274,20 +284,26 @@ class _Run:
 def validation_nll(
     posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctions | None = None, division: Undivided | None = None
 ) -> float:
-    """Mean negative log-likelihood of the mixture over a loader; one draw for all, `current()` if none is given.
+    """Mean negative log-likelihood of the mixture over a loader, with one draw, by default `current()`.
 
-    Divided, each process looks at some of the batches.
+    With a division, each process evaluates some of the batches.
     """
     division = division or Undivided()
-    total, count = 0.0, 0.0
-    with left_as_found(posterior):
-        drawn = posterior.current() if drawn is None else drawn
-        for given in division.apart(posterior.read(division.together(loader), anywhere=True)):
-            x, y, weight = posterior.take(given)
-            predictive = posterior.checked(drawn.predict(x))
-            found, counted = log_prob_sum(posterior.likelihood, predictive, y, weight)
-            total, count = total + float(found), count + float(counted)
-    total, count = division.total(total, count)
+
+    def sums() -> tuple[float, float]:
+        total, count = 0.0, 0.0
+        with left_as_found(posterior):
+            functions = posterior.current() if drawn is None else drawn
+            for given in division.apart(posterior.read(division.together(loader), anywhere=True)):
+                x, y, weight = posterior.take(given)
+                predictive = posterior.checked(functions.predict(x))
+                found, counted = log_prob_sum(posterior.likelihood, predictive, y, weight)
+                total, count = total + float(found), count + float(counted)
+        return total, count
+
+    # An error of one process, at its batches, is one of all: the others would wait for its sums.
+    everyone = [sums()] if division.several is None else exchanged(division.several, sums, "validation scores")
+    total, count = (math.fsum(each) for each in zip(*everyone, strict=True))
     if not count:
         raise ValueError("expected at least one example to validate on, got none; pass a loader with data")
     return -total / count
@@ -300,7 +316,7 @@ def _training_device(device: torch.device | str | None, posterior: Posterior) ->
 
 
 def _autocast_dtype(precision: TrainingPrecision, posterior: Posterior) -> torch.dtype | None:
-    """The autocast dtype, or None for the parameters' own."""
+    """The autocast dtype, or None for the parameters' own dtype."""
     one_of("precision", precision, ("auto", "float32", "bf16"))
     if precision == "bf16":
         return torch.bfloat16

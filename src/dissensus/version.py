@@ -1,3 +1,3 @@
-"""The version, where every file can read it without importing the whole package."""
+"""The version, in its own file so that it can be read without importing the whole package."""
 
 __version__ = "0.1.0"

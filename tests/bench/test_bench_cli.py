@@ -66,7 +66,7 @@ def test_bench_prints_a_table_and_where_the_report_is(dissensus, tmp_path):
         "--set", "method.members=3", "--out", "here", "--holm", "--baseline", "deep_ensemble",
     )  # fmt: skip
     assert code == 0
-    assert "one seed: p counts test examples only" in out
+    assert "one seed: p-values count test examples only" in out
     report = (tmp_path / "here" / "report.md").read_text()
     assert "Differences to deep_ensemble" in report
     assert "(Holm)" in report
@@ -114,7 +114,7 @@ def test_what_a_method_is_said_to_be_is_a_whole_sentence():
         (("bench", "moons", "--seeds", "none"), "--seeds"),
         (("bench", "moons", "--sizes", "smoke"), "--size"),
         (("bench", "moons", "--out", "taken"), "expected a folder to write to"),
-        (("bench", "mine.toml"), "a .toml file that is there, got 'mine.toml'"),
+        (("bench", "mine.toml"), "an existing .toml file, got 'mine.toml'"),
         (("train", "moons", "--method", "mapp"), "did you mean 'map'"),
         (("evaluate", "nothing"), "expected a run folder"),
         (("report", "nothing"), "expected a run folder"),
@@ -160,7 +160,7 @@ def test_a_stop_says_that_the_same_command_goes_on(dissensus, monkeypatch):
     monkeypatch.setattr(cli.jobs, "bench", stop)
     code, _, err = dissensus("bench", "moons")
     assert code == 130
-    assert "goes on from here" in err
+    assert "continues from here" in err
 
 
 def test_the_traceback_can_be_asked_for(dissensus, monkeypatch):

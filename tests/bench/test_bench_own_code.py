@@ -292,7 +292,7 @@ def test_a_module_of_another_task_or_an_older_one_is_never_taken_for_this_ones(m
         _ = Run(tmp_path / "run", second).data
     path = tmp_path / f"{mine}.py"
     path.write_text(path.read_text().replace("rows=60", "rows=30"))
-    with pytest.raises(ValueError, match="as it was imported, got one that was changed since; start Python again"):
+    with pytest.raises(ValueError, match="as it was imported, got a file changed since; restart Python"):
         _ = Run(tmp_path / "run", config).data
 
 
@@ -310,7 +310,7 @@ def test_what_a_module_imports_and_folders_without_init_are_this_tasks_too(tmp_p
         with pytest.raises(ValueError, match=rf"expected the module .* of {tmp_path}/b/.*, got {tmp_path}/a/"):
             own_object(other, "a value", str(tmp_path / "b"))
     (tmp_path / "a" / f"help_{mark}.py").write_text("value = 3\n")
-    with pytest.raises(ValueError, match="changed since; start Python again"):
+    with pytest.raises(ValueError, match="changed since; restart Python"):
         own_object(f"mine_{mark}_a:value", "a value", str(tmp_path / "a"))
 
 

@@ -85,7 +85,7 @@ def test_the_smallest_size_runs_from_start_to_report(name, benched):
     assert SENTENCES[name] in text
     page = (folder / "report.html").read_text()
     assert "How members differ, over training" in page
-    assert ("Where is it sure?" in page) == name.startswith("toy")
+    assert ("Where is it certain?" in page) == name.startswith("toy")
     assert ("Accuracy over alpha" in page) == (name == "lengthscales")
 
 

@@ -1,7 +1,6 @@
 """Test rows held out for temperatures, networks that stay as they are, and the task `pretrained` at its smallest."""
 
 import importlib
-import json
 import math
 import sys
 from pathlib import Path
@@ -174,19 +173,20 @@ def test_the_task_runs_untrained_tuned_and_with_noise_on_nodes(tmp_path):
     assert all(wanted <= evaluation.metrics.keys() for evaluation in evaluations)
     assert [evaluation.metrics["cost/train_seconds"] > 0 for evaluation in evaluations] == [False, False, True, True]
     node = made[-1].posterior()
-    assert (node.mode, node.components, node.batch_norm) == ("in", 4, "frozen")
+    assert (node.mode, node.components, node.batch_norm) == ("in", 4, "trained")
 
 
-def test_the_task_has_every_number_of_components_in_both_modes():
+def test_the_task_has_the_recipe_and_its_variants():
     task = load_task("pretrained", size="paper")
-    configs = [run_config(task, method, 0) for method in task.methods]
-    nodes = [c for c in configs if c.method.startswith("node_bnn") and c.training["epochs"]]
-    found = {(c.settings.get("mode", "out"), c.settings["components"]) for c in nodes}
-    assert found == {(mode, k) for mode in ("in", "out") for k in (4, 8, 16, 32)}
-    rates = {(c.training["lr"], c.settings["latent_lr"], c.settings["latent_momentum"]) for c in nodes}
-    assert rates == {(1e-3, 0.01, 0.9)}
-    passes = {c.method: c.training["epochs"] for c in configs}
-    assert passes["map-tuned4"] == 4 * passes["node_bnn-out4"] == 4 * passes["map-tuned"]
+    configs = {method: run_config(task, method, 0) for method in task.methods}
+    recipe = configs["node_bnn"]
+    assert recipe.settings == {**ds.NodeBNN.of_trained_settings, "samples": 32}
+    nodes = [c for c in configs.values() if c.method.startswith("node_bnn") and c.training["epochs"]]
+    assert {(c.settings["mode"], c.settings["components"]) for c in nodes} == {
+        (m, k) for m in ("in", "out") for k in (4, 8, 32)
+    }
+    assert {(c.training["optimizer"], c.settings["rate"]) for c in nodes} == {("default", "curvature")}
+    assert {configs[name].training["epochs"] for name in ("map-tuned", "mc_dropout", "node_bnn-out4")} == {10}
 
 
 @pytest.fixture
@@ -196,33 +196,17 @@ def script(monkeypatch):
     del sys.modules["pretrained"]  # nobody else's name
 
 
-def test_chosen_settings_go_to_the_runs_they_matter_to_alone(script, tmp_path):
-    chosen = json.loads(script.CHOSEN.read_text())
-    methods = load_task("pretrained", size="paper").methods
-    given = SimpleNamespace(out=tmp_path, depths=[20], seeds=1, size="paper", set=[], data=None)
-    plain, told = (
-        {
-            job.method: run_config(load_task("pretrained", size="paper", overrides=job.overrides), job.method, 0)
-            for job in script.runs(given, methods, settings)
-        }
-        for settings in ({}, chosen)
-    )
-    moved = {name for name in methods if plain[name] != told[name]}
-    assert moved <= set(chosen) | set(script.NODES)
-    assert moved >= set(script.NODES)
-    for name, config in told.items():
-        if config.training["epochs"] == 0:
-            assert config.training == plain[name].training
-    assert told["map-tuned4"].training["epochs"] == 4 * told["node_bnn-out4"].training["epochs"]
-    assert {told[name].training["lr"] for name in script.NODES} == {chosen["node_bnn"]["training.lr"]}
-
-
-def test_the_choice_is_by_the_held_out_images(script, tmp_path):
-    for name, score in {"hot10": 0.3, "long": 0.1, "wide20": 0.2}.items():
-        folder = tmp_path / f"node_bnn-try-{name}-seed0"
-        folder.mkdir()
-        metrics = {"calibration/nll_scaled": score, "calibrated/nll": -score}
-        (folder / "metrics.json").write_text(json.dumps({"metrics": metrics}))
-    found = script.choice(tmp_path)
-    assert found["node_bnn"] == script.TRIED["node_bnn"]["long"]
-    assert found["map-tuned4"] == {"training.epochs": 40}
+def test_what_is_tried_differs_from_the_recipe_in_what_it_says(script, tmp_path):
+    given = SimpleNamespace(out=tmp_path, networks=["resnet20"], seeds=1, size="paper", set=[], data=None)
+    jobs = {job.method.rpartition("-")[2]: job for job in script.tries(given)}
+    configs = {
+        name: run_config(load_task("pretrained", size="paper", overrides=job.overrides), job.method, 0)
+        for name, job in jobs.items()
+    }
+    usual = configs["recipe"]
+    for name, config in configs.items():
+        told = {**config.settings, **{f"training.{key}": value for key, value in config.training.items()}}
+        before = {**usual.settings, **{f"training.{key}": value for key, value in usual.training.items()}}
+        assert {key: told[key] for key in told if told[key] != before.get(key)} == (
+            {} if name == "recipe" else script.TRIED[name]
+        )

@@ -92,8 +92,8 @@ def test_camvid_with_unknown_objects_runs_whole(tmp_path, methods):
     assert set(truth.unique().tolist()) == {-2, -1, *range(9)}
     page = (tmp_path / "runs" / "report.html").read_text()
     for text in (
-        "Where in the image is it sure?",
-        "What if it may refuse?",
+        "Where in the image is it certain?",
+        "How does refusing uncertain inputs help?",
         "published 75.40",
         "published 14.60",
         "published 1,800",

@@ -86,5 +86,5 @@ def test_implicit_corruptions_are_measured_and_drawn(tmp_path):
     assert float(rows["node_bnn"]["implicit/distance"]) == pytest.approx(float(distance), rel=1e-3)
     assert float(rows["node_bnn"]["implicit/explained"]) == pytest.approx(float(found.explained.mean()), rel=1e-3)
     assert evaluation.arrays["implicit/inputs"].shape == (3, 2, 1, 28, 28)
-    assert "What its noise does to an image" in (tmp_path / "report.html").read_text()
+    assert "The noise as a change of the image" in (tmp_path / "report.html").read_text()
     assert "implicit corruptions: Explained by it, %" in (tmp_path / "report.md").read_text()

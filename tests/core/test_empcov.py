@@ -131,7 +131,7 @@ def test_bad_input_is_a_clear_error():
     with pytest.raises(ValueError, match="expected layer of 0, 2, got '1'"):
         EmpCov(x, network, "1")
     with pytest.raises(
-        ValueError, match="expected inputs of 5 numbers for this layer, got 4; name the layer that sees"
+        ValueError, match="expected inputs of 5 numbers for this layer, got 4; name the layer that takes"
     ):
         EmpCov(x, network, "2")
     for keyword in ("alpha", "epsilon"):

@@ -151,8 +151,8 @@ def test_a_layer_that_cannot_take_its_inputs_is_named_with_the_shapes(use, build
     y = torch.arange(6) % 3
     for x, words in (
         (torch.randn(6, 5, 5, 3), r"got \(6, 5, 5, 3\): layer 'conv', .*Conv2d\(3, 4.*instead; .*pass x.movedim\(-1, 1\)"),
-        (torch.randn(6, 2, 5, 5), r"layer 'conv', .* was given \(6, 2, 5, 5\) and said: Given groups=1.* that layer$"),
-        (torch.randn(6, 3, 6, 6), r"got \(6, 3, 6, 6\): layer 'fc', .*in_features=36.* given \(6, 64\) and said: .*64"),
+        (torch.randn(6, 2, 5, 5), r"layer 'conv', .* got \(6, 2, 5, 5\) and raised: Given groups=1.* that layer$"),
+        (torch.randn(6, 3, 6, 6), r"got \(6, 3, 6, 6\): layer 'fc', .*in_features=36.* got \(6, 64\) and raised: .*64"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=rf"expected inputs that the network can take, .*{words}") as caught:
             use(posterior, x, y)
@@ -351,7 +351,7 @@ def test_a_network_that_ends_in_a_softmax_is_warned_of_once(network, said, caplo
         posterior.float().backward(x.float(), y)  # another kind of inputs
     warned = [record.message for record in caplog.records if "seems to end in a softmax" in record.message]
     assert len(warned) == said
-    assert all("take the last softmax out, or return log-probabilities" in message for message in warned)
+    assert all("remove the last softmax, or return log-probabilities" in message for message in warned)
 
 
 @pytest.mark.parametrize(

@@ -489,7 +489,7 @@ def test_token_logits_with_classes_last_are_refused_with_the_axis_to_move():
 def test_as_many_tokens_as_classes_are_refused_until_a_batch_tells_the_axes_apart():
     square, longer = torch.randint(7, (6, 4)), torch.randint(7, (6, 5))
     for first in (False, True):
-        with pytest.raises(ValueError, match=r"cannot be taken for \(B, T, C\), got \(6, 4, 4\); if axis 1 is"):
+        with pytest.raises(ValueError, match=r"got \(6, 4, 4\), which could also be \(B, T, C\); if axis 1 holds"):
             ds.MAP(Tokens(4, first=first)).loss(square, square % 4)
     posterior = ds.MAP(Tokens(4, first=True))
     posterior.loss(longer, longer % 4)

@@ -53,9 +53,7 @@ def test_variances_of_a_head_that_start_far_too_narrow_are_warned_of(caplog):
         x, y = rows(scale)
         ds.MAP(network, likelihood=ds.HeteroscedasticRegression()).loss(x, y)
         off = float((y.square().mean() / math.log(2)).sqrt())
-        text = (
-            f"targets are {off:.3g} standard deviations off the outputs in the first batch: intervals start too narrow"
-        )
+        text = f"outputs differ from targets by {off:.3g} standard deviations in the first batch: intervals start too narrow"
         assert (text in caplog.text) == warned
 
 

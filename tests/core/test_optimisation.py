@@ -16,7 +16,7 @@ from dissensus.core import optimisation
 from dissensus.core.optimisation import Group
 
 MESSAGE = (
-    "expected an optimizer over the posterior's parameters, got one over other tensors; ensembles copy the networks"
+    "expected an optimizer over the posterior's parameters, got one over other tensors; ensembles copy their networks"
 )
 
 
@@ -248,7 +248,7 @@ def test_an_optimizer_that_mixes_stacked_members_is_said_to(caplog):
     ensemble, data = ds.DeepEnsemble([tiny.mlp().double() for _ in range(2)]), [tiny.points()]
     with caplog.at_level("WARNING", logger="dissensus"):
         ds.fit(ensemble, data, epochs=1, optimizer=factored(ensemble.parameters()), progress=False)
-    assert "Adafactor mixes the numbers of each tensor" in caplog.text
+    assert "Adafactor mixes the entries of each tensor" in caplog.text
 
 
 @pytest.mark.parametrize("make", [lambda: ds.MAP(tiny.mlp().double()), lambda: ds.DeepEnsemble([tiny.mlp().double()])])
@@ -262,7 +262,7 @@ def test_one_member_may_be_trained_by_any_optimizer(make, caplog):
 def test_fit_refuses_an_optimizer_that_wants_a_closure_and_a_loop_of_ones_own_does_not():
     posterior = ds.MAP(tiny.mlp().double())
     optimizer = torch.optim.LBFGS(posterior.parameters())
-    with pytest.raises(TypeError, match="expected an optimizer that steps by gradients at hand, got LBFGS"):
+    with pytest.raises(TypeError, match="expected an optimizer with one gradient per step, got LBFGS"):
         ds.fit(posterior, [tiny.points()], epochs=1, optimizer=optimizer, progress=False)
     posterior.observe(optimizer)
     assert int(posterior.steps) == 1

@@ -441,14 +441,14 @@ def test_inputs_changed_in_place_are_refused():
             return self.layer(x)
 
     for posterior in (ds.MAP(Scaling()), ds.DeepEnsemble([Scaling(), Scaling()])):
-        with pytest.raises(ValueError, match="leaves its inputs as they are"):
+        with pytest.raises(ValueError, match="does not change its inputs"):
             posterior.predict(vectors.float())
-        with pytest.raises(ValueError, match="leaves its inputs as they are"):
+        with pytest.raises(ValueError, match="does not change its inputs"):
             posterior.backward(vectors.float(), torch.arange(6) % 3)
 
 
 def test_lazy_modules_are_refused():
-    with pytest.raises(ValueError, match=r"expected initialised tensors, got 'weight' that is lazy"):
+    with pytest.raises(ValueError, match=r"expected initialised tensors, got 'weight', which is lazy"):
         ds.MAP(nn.LazyLinear(3))
 
 
@@ -606,7 +606,7 @@ class Deeper(Checkpointed):
 
 def test_layers_that_a_method_changes_for_the_forward_pass_alone_cannot_be_computed_again():
     posterior, (x, y) = ds.MCDropout(Deeper().double(), rate=0.3, samples=3), tiny.points()
-    with pytest.raises(ValueError, match="computed again in the backward pass, got others there"):
+    with pytest.raises(ValueError, match="recomputed in the backward pass, got other values"):
         posterior.backward(x, y)
 
 
@@ -614,7 +614,7 @@ def test_layers_that_a_method_changes_for_the_forward_pass_alone_cannot_be_compu
     "build", [lambda net: ds.DeepEnsemble([net(), net()]), lambda net: ds.MAP(net())], ids=["stack", "map"]
 )
 def test_networks_without_values_are_refused_in_one_line(build):
-    message = "expected initialised tensors, got 'weight' that is lazy or on the meta device; run the network on one"
+    message = "expected initialised tensors, got 'weight', which is lazy or on the meta device; run the network on one"
     with pytest.raises(ValueError, match=message):
         build(lambda: nn.LazyLinear(2))
     with torch.device("meta"), pytest.raises(ValueError, match=message):

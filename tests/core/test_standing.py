@@ -111,7 +111,7 @@ def test_what_stood_on_other_predictions_is_dropped_with_a_warning(change, calib
     change(posterior)
     assert not posterior.promises
     assert (posterior.calibration is not None) == calibrated
-    assert "drops what stood on the predictions (sets)" in caplog.text
+    assert "changes the predictions and drops what was fitted to them (sets)" in caplog.text
     assert calibrated or "drops the uniform calibration" in caplog.text
     with pytest.raises(ValueError, match="was dropped"):
         _ = promise.posterior

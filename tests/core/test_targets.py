@@ -91,7 +91,7 @@ def test_a_scale_is_given_once_to_a_regression_that_has_learned_nothing_yet(tmp_
     x, y = data()
     posterior = ensemble()
     ds.fit(posterior, (x, y / 1e4), epochs=1, progress=False)
-    with pytest.raises(ValueError, match="no step has trained"):
+    with pytest.raises(ValueError, match="expected an untrained posterior"):
         ds.fit(posterior, (x, y), epochs=2, progress=False, targets="standardised")
     with pytest.raises(ValueError, match="standardised once"):
         ds.save(ensemble(targets=SCALE), tmp_path, targets={"mean": [0.0], "std": [2.0]})

@@ -77,7 +77,7 @@ def test_idx_of_every_type_comes_back_as_written(tmp_path, code, shape, zipped):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda raw: raw[:-1], "28 bytes for shape"),
+        (lambda raw: raw[:-1], "28 bytes are needed for shape"),
         (lambda raw: raw + b"\0", "it has 29"),
         (lambda raw: raw[:10], "it has 10"),
         (lambda raw: raw[:3], "expected an IDX file"),

@@ -148,7 +148,7 @@ def test_text_that_reads_as_numbers_is_taken_as_categories_with_a_word(caplog):
     price = ["1,234", " 99.5", "-2", "?"]
     TableEncoder.of({"price": price, "door": ["2", "3more", "5more", "-"], "zone": pd.Categorical(["1", "2"] * 2)})
     assert caplog.messages == [
-        "price is taken as categories, though its text reads as numbers (' 99.5'): convert it, or name it in categories"
+        "price is treated as categories, though its text looks like numbers (' 99.5'): convert it, or name it in categories"
     ]
     TableEncoder.of({"price": price}, categories=["price"])
     assert len(caplog.messages) == 1

@@ -86,7 +86,7 @@ def test_files_directly_in_the_folder_are_told_apart_by_their_checksum(tmp_path,
 
 def test_verify_compares_checksums(tmp_path, pictures):
     write_idx(tmp_path / "mnist", pictures)
-    with pytest.raises(ValueError, match=r"sha256 8d422c7b.*got [0-9a-f]{64}; fetch the file again"):
+    with pytest.raises(ValueError, match=r"sha256 8d422c7b.*got [0-9a-f]{64}; download the file again"):
         mnist("test", folder=tmp_path, verify=True)
 
 
@@ -130,7 +130,7 @@ def test_the_environment_names_the_folder_and_the_argument_overrules_it(tmp_path
 
 def test_images_and_labels_that_do_not_belong_together_are_refused(tmp_path, pictures):
     write_idx(tmp_path / "mnist", (pictures[0], pictures[1][:5]))
-    with pytest.raises(ValueError, match="one class index an image"):
+    with pytest.raises(ValueError, match="one class index per image"):
         mnist("test", folder=tmp_path)
 
 

@@ -139,7 +139,7 @@ def test_bad_folders_are_one_error_each(tmp_path):
     (tmp_path / "coloured" / "masks" / "town" / "0.png").write_bytes(b"no picture")
     with pytest.raises(ValueError, match=r"expected an image .*town/0.png, got a damaged one"):
         read(tmp_path / "coloured")
-    with pytest.raises(ValueError, match="different names of classes"):
+    with pytest.raises(ValueError, match="different class names"):
         read(tmp_path / "sizes", ("sky", "sky"))
 
 

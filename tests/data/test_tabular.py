@@ -67,7 +67,7 @@ def test_the_environment_names_the_folder(tmp_path, monkeypatch):
         ({"train": range(16)}, "disjoint train and test rows, got 1 in both"),
         ({"test": range(15, 21)}, "whole numbers from 0 to 19"),
         ({"test": [-1, 16]}, "whole numbers from 0 to 19"),
-        ({"train": [0, 0, 1]}, "every one once"),
+        ({"train": [0, 0, 1]}, "each at most once"),
         ({"features": (0, 1, 2)}, "one target column outside the features"),
         ({"features": (0, 4)}, "whole numbers from 0 to 3"),
         ({"train": [0.5, 1], "form": "%.3f"}, "whole numbers"),
@@ -98,7 +98,7 @@ def test_values_that_are_not_finite_are_refused(tmp_path, table, column, value):
         ([0, 1, 2], [2, 3], "disjoint train and test rows, got 1 in both"),
         ([0, 1, -1], [3], "expected train rows from 0 to 19"),
         ([0, 1], [20], "expected test rows from 0 to 19"),
-        ([0, 0], [3], "each once"),
+        ([0, 0], [3], "each at most once"),
         ([0, 1], [], "at least one"),
     ],
 )

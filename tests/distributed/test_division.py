@@ -1,5 +1,6 @@
 """Training on a mesh is training on one process: the same weights, functions, losses and files."""
 
+import functools
 import math
 
 import pytest
@@ -13,12 +14,14 @@ import dissensus as ds
 import test_contract
 import tiny
 from dissensus.training.ranks import read_ranks
+from thinning import often
 
 MESHES = {"members": (2, 1), "data": (1, 2), "both": (2, 2)}
 # Methods of the contract's table whose line there runs chains before `fit` does
 METHODS = test_contract.METHODS | {
     "hmc": lambda net: ds.HMC(net(), samples=3, warmup=1, leapfrog=1, data_size=12),
     "multi_hmc": lambda net: ds.HMC([net(), net()], samples=3, warmup=1, leapfrog=1, data_size=12),
+    "node_bnn_of_trained": lambda net: ds.NodeBNN.of_trained(net(), data_size=12),  # at a rate that is measured
 }
 
 
@@ -83,7 +86,7 @@ FAST = [
         for which in ("members", "data")
         for method in ("function_rde", "multi_mc_dropout", "multi_swag")
     ),
-    *((method, "data") for method in ("map", "node_bnn", "tradi")),
+    *((method, "data") for method in ("map", "node_bnn", "node_bnn_of_trained", "tradi")),
 ]
 
 
@@ -309,11 +312,11 @@ def refused():
 
 def test_what_cannot_be_divided_is_said_in_one_line():
     starts = [
-        "expected at most as many ranks for members as there are, 1, got 2; pass mesh(data=2)",
-        "expected a network of its own, got DistributedDataParallel; pass net.module",
-        "expected the same batches in every process, got others; ",
+        "expected at most 1 ranks for 1 members, got 2; pass mesh(data=2)",
+        "expected a plain network, got DistributedDataParallel; pass net.module",
+        "expected the same batches in every process, got different ones; ",
         "expected a sampler of the mesh's data axis, rank ",
-        "expected members compared in a row for each example, or in what does not depend on the rows, got shape (2, 1, 4)",
+        "expected z of each member with a row for each example, or independent of the examples, got shape (2, 1, 4)",
         "expected engine on a mesh of auto, loop, vectorised, got 'compiled'",
         "expected one process, got rank ",
     ]
@@ -332,3 +335,163 @@ def independent():
 def test_independent_ranks_train_models_of_their_own():
     one, other = workers().run(2, independent)
     assert one != other
+
+
+# ---------------------------------------------------------------------------------------------------- rows that are read
+
+
+class Counted(ds.data.Batches):
+    """Not of the kind whose rows are known to be the same without the others of their batch."""
+
+
+def read_rows(mesh, kind, keywords):
+    """(result, rows read in each call): three epochs of 23 weighted examples, some of which have no label."""
+    at, read = ds.data.Batches.at, []
+
+    def counting(self, rows):
+        found = at(self, rows)
+        read.append(len(found[1]))
+        return found
+
+    torch.manual_seed(0)
+    likelihood = ds.Classification(ignore_index=255)
+    posterior = METHODS["function_rde"](plain, likelihood=likelihood, repulsion="1/B").double()
+    x, y = tiny.points(23)
+    y[::5] = 255
+    weight = torch.linspace(0.5, 2.0, 23, dtype=torch.float64)
+    loader = kind(x, y, weight=weight, batch_size=7, **keywords)
+    ds.data.Batches.at = counting
+    try:
+        made = None if mesh is None else ds.distributed.mesh(*mesh)
+        history = ds.fit(posterior, loader, epochs=3, mesh=made, progress=False)
+    finally:
+        ds.data.Batches.at = at
+    return result(posterior, history, x), read
+
+
+def doubled(x):
+    return x * (1 + torch.rand(len(x), 1, dtype=x.dtype))  # noise of each row
+
+
+@pytest.mark.parametrize("keywords", [{}, {"shuffle": True, "seed": 3}, {"shuffle": True, "augment": doubled}])
+def test_each_rank_reads_its_own_rows_of_batches_in_memory(keywords):
+    """Of every epoch's first batch all, to be compared; of a last one of two rows each rank has one. Not what is augmented."""
+    expected, alone = read_rows(None, ds.data.Batches, keywords)
+    assert alone == [7, 7, 7, 2] * 3
+    for rank, (found, read) in enumerate(workers().run(2, read_rows, (1, 2), ds.data.Batches, keywords)):
+        assert off(found, expected) < 1e-8
+        assert read == (alone if "augment" in keywords else [7, 4 - rank, 4 - rank, 1] * 3)
+
+
+def test_batches_of_a_kind_of_their_own_are_read_whole():
+    expected, alone = read_rows(None, Counted, {})
+    for found, read in workers().run(2, read_rows, (1, 2), Counted, {}):
+        assert off(found, expected) < 1e-8
+        assert read == alone
+
+
+# ---------------------------------------------------------------------------------------------------- watchers
+
+
+def watched(mesh):
+    """What a run and the methods that watch it are after training, and where the watchers predict."""
+    torch.manual_seed(0)
+    run = ds.DeepEnsemble([small() for _ in range(2)]).double()
+    ds.track(run, [functools.partial(ds.SWAG, rank=2, samples=3), functools.partial(ds.TRADI, samples=3), ds.SWA])
+    x, y = tiny.points()
+    mesh = None if mesh is None else ds.distributed.mesh(*mesh)
+    history = ds.fit(run, ds.data.Batches(x, y, batch_size=7), epochs=4, mesh=mesh, progress=False)
+    assert all(each.mesh is mesh for each in run.watchers)
+    return [result(each, history, x) for each in (run, *run.watchers)]
+
+
+@pytest.mark.parametrize("which", often(["members"], ["data", "both"]))
+def test_methods_that_watch_a_run_see_all_of_its_members(which):
+    expected = watched(None)
+    for rank in workers().run(math.prod(MESHES[which]), watched, MESHES[which]):
+        assert max(off(found, wanted) for found, wanted in zip(rank, expected, strict=True)) < 1e-8
+
+
+# ---------------------------------------------------------------------------------------------------- what would differ unseen
+
+
+def said(function, *args, **keywords):
+    """What an error says."""
+    try:
+        function(*args, **keywords)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def of_each_rank():
+    mesh = ds.distributed.mesh(2, 2, statistics="per rank")
+    posterior = ds.DeepEnsemble([small() for _ in range(2)]).double()
+    ds.fit(posterior, ds.data.Batches(*tiny.points(), batch_size=6), epochs=2, mesh=mesh, progress=False)
+    return posterior.state_dict()
+
+
+def test_statistics_of_each_rank_are_the_same_in_all_processes_afterwards():
+    first, *others = workers().run(4, of_each_rank)
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+class Seen(nn.Linear):
+    """Keeps a sum of what it sees, which is not synchronised."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += x.detach().sum(0)
+        return super().forward(x)
+
+
+class Centred(nn.Linear):
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+def different(which):
+    """What processes that do not do the same are told."""
+    mesh = ds.distributed.mesh(1, 2)
+    rank, (x, y) = mesh.rank, tiny.points()
+    settings = {"epochs": 2, "mesh": mesh, "progress": False}
+    posterior = ds.MAP(plain()).double()
+    if which == "optimizer":
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1 + rank)
+        return said(ds.fit, posterior, (x, y), optimizer=optimizer, **settings)
+    if which == "buffer":
+        return said(ds.fit, ds.MAP(Seen()).double(), [(x, y)], **settings)
+    if which == "rows":
+        return said(ds.fit, ds.MAP(Centred(4, 3)).double(), [(x, y)], **settings)
+    if which == "order":  # of rows whose sums are exact, whatever their order
+        turned = [6 * rank, *range(1, 6), 6 - 6 * rank, *range(7, 12)]
+        return said(ds.fit, posterior, [(x.round()[turned], y[turned])], **settings)
+    if which == "validation":  # of which only the first process sees the batch
+        return said(ds.fit, posterior, [(x, y)], validation=[(x, y + 7)], **settings)
+    parts = ds.distributed.mesh(1, 2, batches="parts")
+    sizes = [4, 3, 4 - rank]
+    loader = [(torch.randn(size, 4, dtype=torch.float64), torch.arange(size) % 3) for size in sizes]
+    if which == "uneven parts":
+        return said(ds.fit, posterior, loader, epochs=1, mesh=parts, progress=False)
+    return said(ds.fit, posterior, loader[:1], validation=loader[2:], epochs=1, mesh=parts, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("which", "told"),
+    {
+        "optimizer": "ValueError: expected 'particles.shared.network.0.weight' to be the same in all processes after an epoch",
+        "buffer": "ValueError: expected 'particles.shared.network.seen' to be the same in all processes after an epoch",
+        "rows": "ValueError: expected a network whose output for a row does not depend on the other rows of a batch",
+        "order": "ValueError: expected the same batches in every process, got others",
+        "validation": "ValueError: expected labels in 0…2, got 9",
+        "uneven parts": "ValueError: expected parts of a batch with as many rows in every process",
+        "uneven validation": "ValueError: expected parts of a batch with as many rows in every process, got [4, 3]",
+    }.items(),
+)
+def test_what_differs_between_processes_is_an_error_in_all_of_them(which, told):
+    for text in workers().run(2, different, which):
+        assert text[: len(told)] == told, text

@@ -99,7 +99,7 @@ def test_what_cannot_be_divided_says_so():
     for words in workers().run(2, refused):
         assert [word.split(",")[0] for word in words] == [
             "expected a network that lies whole in a process",
-            "expected weights that lie whole in a process",
+            "expected a network that lies whole in a process",
             "expected no prior of a network divided by fully_shard",
         ]
 

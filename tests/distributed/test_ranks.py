@@ -109,7 +109,9 @@ def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(name, tmp_path):
         assert same(found, four[0])
     two = workers().run(2, fit, name, path, 2, (1, 2))
     assert same(fit(name, path, 2), two[0])
-    found, expected = fit(name, path, 4), fit(name, None, 4)  # on to the end by one, and never interrupted
+    found = fit(name, path, 4)  # on to the end by one
+    # Alone, broken off at the same epochs: chains plan their snapshots anew for every length of a run.
+    *_, expected = (fit(name, tmp_path / "alone.pt", epochs) for epochs in (1, 2, 4))
     assert len(list(path.iterdir())) == 1
     assert tiny.largest_difference(expected[0], found[0]) < 1e-8
     assert found[2] == pytest.approx(expected[2], abs=1e-8)

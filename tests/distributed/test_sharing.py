@@ -1,25 +1,34 @@
-"""Prediction, evaluation and promises on 1, 2 and 4 ranks: the same numbers, to the last bit."""
+"""Prediction, evaluation and promises on 1, 2 and 4 ranks: the same numbers, to the last bit where each runs whole batches."""
 
+import copy
 import functools
+import math
 from itertools import zip_longest
 
 import pytest
 import torch
 from torch import distributed, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from workers import workers
 
 import dissensus as ds
+import test_contract
+import tiny
+from dissensus.core.functions import MemberFunctions
+from dissensus.core.running import Runner
 from dissensus.data import Batches
 from dissensus.evaluation.corrupted import Corruptions
+from thinning import often
 
 N, BATCH = 90, 16  # 6 batches, the last one of 10: no multiple of 4
+shape = [1, None]  # of the mesh: members, data
 
 
 def rows(n=N, *, seed=1):
     """Images in [0, 1], and labels that have something to do with them."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.rand(n, 1, 32, 32, generator=generator)
+    x = torch.rand(n, 1, 32, 32, generator=generator, dtype=torch.float64)
     return x, (x.flatten(1)[:, :3] + torch.rand(n, 3, generator=generator)).argmax(1)
 
 
@@ -30,8 +39,8 @@ def loader(n=N, *, seed=1, batch_size=BATCH):
 def on_the_mesh(posterior):
     """The posterior in eval mode; where there are several processes, on the mesh of all of them."""
     if distributed.is_initialized():
-        posterior.mesh = ds.distributed.mesh()
-    return posterior.eval()
+        posterior.mesh = ds.distributed.mesh(*shape)
+    return posterior.double().eval()
 
 
 def network(outputs=3):
@@ -72,8 +81,8 @@ def by_brightness(x):
 def evaluated_regression():
     posterior = ensemble(1, likelihood=ds.Regression(0.7))
     x, y = rows()
-    far = Batches(x * 3, y[:, None].float(), batch_size=BATCH)
-    data = Batches(x, y[:, None].float(), batch_size=BATCH)
+    far = Batches(x * 3, y[:, None].double(), batch_size=BATCH)
+    data = Batches(x, y[:, None].double(), batch_size=BATCH)
     ds.calibrate(posterior, data, "scale")
     ds.conformal(posterior, data)
     return numbers(ds.evaluate(posterior, data, ood={"far": far}, shift={"far": far}, progress=False))
@@ -83,11 +92,13 @@ def evaluated_pixels():
     torch.manual_seed(4)
     networks = [nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)) for _ in range(2)]
     posterior = on_the_mesh(ds.DeepEnsemble(networks, likelihood=ds.Classification(ignore_index=255)))
-    x = torch.rand(9, 1, 8, 8)
+    x = torch.rand(9, 1, 8, 8, dtype=torch.float64)
     y = (3 * x[:, 0]).long().clamp(max=2)
     mask, y[:, 0] = (x[:, 0] > 0.8).long(), 255
     data, foreign = (Batches(x, each, batch_size=2) for each in (y, mask))
-    return numbers(ds.evaluate(posterior, data, ood={"odd": foreign}, shift={"same": data}, progress=False))
+    image = ds.predict_image(posterior, x[0], tile=6, overlap=4)
+    evaluation = ds.evaluate(posterior, data, ood={"odd": foreign}, shift={"same": data}, progress=False)
+    return numbers(evaluation) | image._asdict()
 
 
 def predicted():
@@ -114,19 +125,33 @@ def alone(function):
     return function()
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("function", [evaluated_classes, evaluated_regression, evaluated_pixels, predicted])
-def test_ranks_find_what_one_process_finds(function, size):
-    """Bit for bit, on every rank: each batch is predicted whole, and what was said of it is counted in its order."""
+def on(sizes, function):
+    shape[:] = sizes
+    try:
+        return function()
+    finally:
+        shape[:] = [1, None]
+
+
+FUNCTIONS = [evaluated_classes, evaluated_regression, evaluated_pixels, predicted]
+FAST = [(function, (1, 2)) for function in FUNCTIONS] + [(function, (2, 1)) for function in FUNCTIONS[1:]]
+MORE = [(function, sizes) for function in FUNCTIONS for sizes in ((1, 4), (4, 1), (2, 2))]
+
+
+@pytest.mark.parametrize("case", often(FAST, [(evaluated_classes, (2, 1)), *MORE]), ids=lambda case: case[0].__name__)
+def test_ranks_find_what_one_process_finds(case):
+    """On every rank. Bit for bit where each batch is predicted whole; a function that runs without others rounds otherwise."""
+    function, sizes = case
     expected = alone(function)
-    for found in workers().run(size, function):
+    for found in workers().run(math.prod(sizes), on, sizes, function):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
+            close = 1e-12 if sizes[0] > 1 and value.dtype.is_floating_point else 0
+            torch.testing.assert_close(found[name], value, rtol=close, atol=close, equal_nan=True, msg=name)
 
 
-def parted(n, batch_size, drop_last=False):
-    data = TensorDataset(*rows(n))
+def parted(n, batch_size, drop_last=False, seed=1):
+    data = TensorDataset(*rows(n, seed=seed))
     sampler = DistributedSampler(data, shuffle=False, drop_last=drop_last) if distributed.is_initialized() else None
     size = batch_size // (distributed.get_world_size() if distributed.is_initialized() else 1)
     return DataLoader(data, batch_size=size, sampler=sampler)
@@ -134,14 +159,25 @@ def parted(n, batch_size, drop_last=False):
 
 def of_parts():
     found = {}
-    for n in (N, 3):  # one that four does not divide, one with fewer rows than ranks
+    for n in (
+        N,
+        3,
+    ):  # one that four does not divide, one with fewer rows than ranks: a single batch, whose functions are divided
         predictive, y = ds.predict(ensemble(), parted(n, 16))
-        evaluation = numbers(ds.evaluate(ensemble(), parted(n, 16), ood={"other": parted(40, 8)}, progress=False))
+        evaluation = numbers(
+            ds.evaluate(ensemble(), parted(n, 16), ood={"other": parted(40, 8, seed=2)}, progress=False)
+        )
         found |= {f"{n}/{name}": value for name, value in evaluation.items()}
         found |= {f"{n}/members": predictive.members, f"{n}/y": y}
     posterior = ensemble()
     ds.conformal(posterior, parted(N, 16), score="aps", randomised=True)
-    return found | {"scores": posterior.promises["conformal"].scores}
+    torch.manual_seed(6)
+    normed = nn.Sequential(nn.Flatten(), nn.Linear(1024, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    drawn = on_the_mesh(ds.GaussianPerturbation(normed, samples=2))
+    ds.refresh(drawn, parted(N, 16))
+    refreshed = {name: tensor for name, tensor in drawn.state_dict().items() if "running" in name}
+    laplace = on_the_mesh(ds.Laplace(copy.deepcopy(normed))).fit_posthoc(parted(N, 16))
+    return found | {"scores": posterior.promises["conformal"].scores} | refreshed | laplace.variance
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -151,7 +187,8 @@ def test_parts_of_a_sampler_are_put_together_in_the_order_of_the_set(size):
     for found in workers().run(size, of_parts):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
+            close = 1e-12 if name[:2] == "3/" and value.dtype.is_floating_point else 0
+            torch.testing.assert_close(found[name], value, rtol=close, atol=close, equal_nan=True, msg=name)
 
 
 def of_uneven_parts():
@@ -159,13 +196,12 @@ def of_uneven_parts():
     sizes = [40, 0, 33, 17]
     rank, size = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
     x, y = rows()
-    x = x.double()
     parts = [
         Batches(*each, batch_size=BATCH) for each in zip(x.split(sizes), y.split(sizes), strict=True) if len(each[0])
     ]
     parts.insert(1, [])
     mine = parts[rank] if size > 1 else [batch for turn in zip_longest(*parts) for batch in turn if batch is not None]
-    posterior = ensemble().double()
+    posterior = ensemble()
     posterior.mesh = ds.distributed.mesh(data=size, batches="parts") if size > 1 else None
     ds.calibrate(posterior, mine, "vector")
     scores = ds.conformal(posterior, mine, score="aps").scores
@@ -176,7 +212,7 @@ def of_uneven_parts():
 def test_parts_that_ranks_read_themselves_may_be_uneven_or_empty():
     expected = alone(of_uneven_parts)
     for found in workers().run(4, of_uneven_parts):
-        assert found.pop("twice").startswith("ValueError: expected other rows on every rank")
+        assert found.pop("twice").startswith("ValueError: expected different rows on every rank")
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, equal_nan=True, msg=name)
         assert torch.equal(found["test/correct"], expected["test/correct"])
@@ -201,6 +237,13 @@ class Failing:
             yield batch
 
 
+class Chunks(DistributedSampler):
+    """Rank r has the r-th part of the rows, not every W-th."""
+
+    def __iter__(self):
+        return iter([self.num_samples * self.rank + i for i in range(self.num_samples)])
+
+
 def bad_days():
     rank = distributed.get_rank()
     posterior, other = ensemble(), ensemble()
@@ -214,11 +257,18 @@ def bad_days():
         diverged.particles.own_parameters()["network.4.bias"][1] = torch.nan
     sampler = DistributedSampler(TensorDataset(*rows()), num_replicas=3, rank=rank)
     unlike = DistributedSampler(TensorDataset(*rows(N - rank)), shuffle=False)
+    chunks = DistributedSampler(TensorDataset(*rows()), shuffle=False)
+    chunks.__class__ = Chunks
+    chunked = DataLoader(chunks.dataset, sampler=chunks, batch_size=8)
     not_on_it = ensemble()
     not_on_it.mesh = None
     drawn = on_the_mesh(ds.MCDropout(network(), samples=2))
+    tempered = ensemble()
+    tempered.temperature += rank
     torch.manual_seed(rank)
     return {
+        "other calls": said(ds.summarise if rank else ds.predict, posterior, loader()),
+        "temperature": said(ds.predict, tempered, loader()),
         "other rows": said(ds.predict, posterior, loader(seed=rank)),
         "fewer rows": said(ds.evaluate, posterior, loader(N - 40 * rank), progress=False),
         "none on one": said(ds.predict, posterior, loader() if rank else []),
@@ -231,30 +281,138 @@ def bad_days():
         "diverged": said(ds.predict, diverged, loader()),
         "sampler": said(ds.predict, posterior, DataLoader(sampler.dataset, sampler=sampler)),
         "sets": said(ds.predict, posterior, DataLoader(unlike.dataset, sampler=unlike, batch_size=8)),
+        "chunks": said(ds.predict, posterior, chunked),
+        "chunks in training": said(ds.fit, ensemble(), chunked, epochs=1, mesh=ds.distributed.mesh(1, 2)),
         "no mesh": said(ds.predict, not_on_it, parted(N, 16)),
         "afterwards": said(ds.predict, posterior, loader()),
     }
 
 
-def test_what_differs_between_ranks_is_an_error_on_all_of_them():
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+def test_what_differs_between_ranks_is_an_error_on_all_of_them(sizes):
     expected = {
-        "other rows": "ValueError: expected the same batches on all ranks, got others on rank 1 than on 0; pass the same data",
+        "other calls": "ValueError: expected the same calls on all ranks",
+        "temperature": "ValueError: expected the same calibrations and promises on all ranks",
+        "other rows": "ValueError: expected the same batches on all ranks, got different ones on ranks 1 and 0; pass",
         "fewer rows": "ValueError: expected the same batches on all ranks",
         "none on one": "ValueError: expected the same batches on all ranks",
         "none at all": "ValueError: expected at least one batch from the loader, got none",
         "shuffled": "ValueError: expected the same batches on all ranks",
-        "other functions": "ValueError: expected the same functions on all ranks, got others on rank 1 than on 0; load",
+        "other functions": "ValueError: expected the same functions on all ranks, got different ones on ranks 1 and 0; load",
         "other draws": "ValueError: expected the same functions on all ranks",
         "disk": "OSError: disk gone",
         "nan": "ValueError: expected finite inputs, got NaN",
         "diverged": "Diverged: expected finite predictions, got a prediction that is not finite in member 1",
         "sampler": "ValueError: expected samplers of ranks 0 to 1, got [0, 1] of 3",
         "sets": "ValueError: expected the same sampler and set on all ranks",
-        "no mesh": "ValueError: expected a posterior on a mesh for a loader that gives each process a part of the data",
+        "chunks": "ValueError: expected samplers that deal out rows in turns",
+        "chunks in training": "ValueError: expected samplers that deal out rows in turns",
+        "no mesh": "ValueError: expected a posterior with a mesh, since the loader gives each process a part of the da",
         "afterwards": "no error",
     }
-    for found in workers().run(2, bad_days):
+    for found in workers().run(2, on, sizes, bad_days):
         assert {name: text[: len(expected[name])] for name, text in found.items()} == expected
+
+
+class Noisy(nn.Linear):
+    """Draws in eval mode too: functions that run apart would draw other numbers."""
+
+    def forward(self, x):
+        return super().forward(x) + torch.randn(len(x), self.out_features, dtype=x.dtype)
+
+
+class OtherFunctions(MemberFunctions):
+    """Functions that a method of one's own has changed, and does not say how to cut."""
+
+    def each(self, function, *args):
+        return pytree.tree_map(lambda found: found.roll(1, 0), super().each(function, *args))
+
+
+class Other(ds.DeepEnsemble):
+    name = "other"
+
+    def draw(self):
+        return OtherFunctions(self.particles)
+
+
+class Scaled(nn.Linear):
+    """Members that differ in more than tensors: each runs in a template of its own."""
+
+    def __init__(self, factor):
+        super().__init__(4, 3)
+        self.factor = factor
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
+SHARED = {
+    "whole": lambda net: ds.DeepEnsemble([net() for _ in range(5)]),
+    "in a loop": lambda net: ds.DeepEnsemble([Scaled(factor) for factor in (1.0, 2.0, 3.0)]),
+    "noisy": lambda net: ds.DeepEnsemble([Noisy(4, 3) for _ in range(4)]),
+    "uncut": lambda net: Other([net() for _ in range(4)]),
+}
+SINGLE = ["map", "hmc", "multi_hmc"]  # of one function, or drawn by chains that take long
+
+
+def said_by(name):
+    """(everything that is predicted by a method for three batches and for one, functions that ran here for each)."""
+    torch.manual_seed(0)
+    posterior = on_the_mesh((SHARED.get(name) or test_contract.METHODS[name])(tiny.mlp))
+    x, y = tiny.points(12)
+    found, ran = [], []
+    torch.manual_seed(1)
+    for size in (4, 12):
+        data = Batches(x, y, batch_size=size)
+        before = len(counted)
+        predictive, _ = ds.predict(posterior, data)
+        ran.append(len(counted) - before)
+        summary, _ = ds.summarise(posterior, data)
+        evaluation = numbers(ds.evaluate(posterior, data, progress=False))
+        found += [predictive.members, summary.mean, summary.epistemic, evaluation["nll"], evaluation["test/correct"]]
+    return found, ran, posterior.draw().members
+
+
+counted = []
+
+
+def counting(names):
+    """What `said_by` gives, counting functions as they run."""
+
+    def counts(self, one, rows, count, **about):
+        counted.extend(range(count))
+        return run(self, one, rows, count, **about)
+
+    run, Runner.run = Runner.run, counts
+    try:
+        return [said_by(name) for name in names]
+    finally:
+        Runner.run = run
+
+
+KINDS = ["deep_ensemble", "batch_ensemble", "multi_swag", "multi_node_bnn", "multi_mc_dropout", "laplace"]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", often([[*KINDS, *SHARED]], [[name for name in test_contract.METHODS if name not in [*KINDS, *SINGLE]]])
+)
+def test_functions_divided_over_ranks_say_what_they_say_in_one_process(names, sizes):
+    """Each runs in one process alone, of ensembles and of draws; those that cannot be divided run whole."""
+    expected = counting(names)
+    everyone = workers().run(math.prod(sizes), on, sizes, functools.partial(counting, names))
+    for name, (wanted, alone, members), *ranks in zip(names, expected, *everyone, strict=True):
+        for found, _, _ in ranks:
+            for a, b in zip(found, wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+            if name == "in a loop":
+                assert torch.equal(found[0], wanted[0])
+                assert torch.equal(found[5], wanted[5])
+        here = [ran for _, ran, _ in ranks]  # (functions that ran for three batches, for one), of each rank
+        if name != "noisy":
+            assert [*map(sum, zip(*here, strict=True))] == alone, name
+        if name not in ("noisy", "uncut"):
+            assert [one for _, one in here] == [*map(len, torch.arange(members).tensor_split(len(here)))], name
 
 
 def after_the_group():
@@ -271,7 +429,10 @@ def test_a_rank_may_go_on_alone_after_the_group():
 
 def test_one_process_takes_no_turns():
     posterior = ensemble()
+    said = (torch.ones(3, 2),)
+    assert posterior.portion(drawn := posterior.draw()).joined(lambda: said) is said
+    assert posterior.portion(drawn).mine is drawn
     posterior.mesh = ds.distributed.mesh()
-    taken = posterior.shared(lambda batch: -batch, iter([1, 2]), None)
+    taken = posterior.shared(lambda batch: -batch, iter([1, 2]), posterior.portion(posterior.draw()))
     assert next(taken) == (1, -1), "and reads no batch before it is its turn"
     assert [*taken] == [(2, -2)]

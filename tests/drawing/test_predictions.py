@@ -97,7 +97,7 @@ def test_inputs_that_no_figure_is_for_are_one_clear_error():
     predictive = ds.ClassificationPredictive(torch.randn(2, 3, 4).log_softmax(2))
     with pytest.raises(ValueError, match=r"expected inputs on a line .* got \(3, 7\); pass x"):
         predictive.plot(torch.rand(3, 7))
-    with pytest.raises(ValueError, match="expected the 3 inputs that were predicted for, got 2"):
+    with pytest.raises(ValueError, match="expected the 3 inputs of the prediction, got 2"):
         predictive.plot(torch.rand(2, 2))
 
 

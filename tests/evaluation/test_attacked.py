@@ -141,7 +141,7 @@ def test_the_task_runs_and_its_page_shows_attacks_and_fooling_inputs(tmp_path):
         assert found["attack/pgd/nll"] >= found["attack/fgsm/nll"] - 0.05
         assert 0 < found["fool/confidence"] < 1
     page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
-    assert "What happens to attacked inputs?" in page
+    assert "What happens on attacked inputs?" in page
     assert page.count("Noise turned into a class") == 2
     assert "## By attack and radius: Mutual information, nats" in text
     row = re.search(r"\| pgd, ε = 0.1 \|(.*)\|", text)
@@ -167,5 +167,5 @@ def test_attacks_of_a_task_are_checked_before_anything_is_trained(override, said
 
 def test_a_regression_task_with_attacks_is_refused(tmp_path):
     task = load_task("cubic", size="smoke", overrides=["evaluation.attack=pgd", "evaluation.epsilons=[0.1]"])
-    with pytest.raises(ValueError, match="got a regression; leave the attacks out"):
+    with pytest.raises(ValueError, match="got a regression; pass attack=None"):
         bench(task, methods=["map"], out=tmp_path)

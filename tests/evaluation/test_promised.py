@@ -58,8 +58,8 @@ def test_foreign_inputs_without_targets_are_taken_and_sets_are_not_asked_to_cove
         assert found[f"ood/{name}/auroc"] == pytest.approx(
             found["ood/labelled/auroc"], abs=2e-3
         )  # rounding breaks ties
-    assert repr(promises[0]) == "Conformal(sets hold the truth with probability at least 0.8 (200 calibration rows))"
-    assert f"below {promises[1].threshold:.4g}: of accepted inputs at most 30 % are wrong" in repr(promises[1])
+    assert repr(promises[0]) == f"Conformal({promises[0].describe()})"
+    assert repr(promises[1]) == f"Gate({promises[1].score} below {promises[1].threshold:.4g}: {promises[1].describe()})"
 
 
 def test_risk_and_acceptance_here_and_elsewhere():

@@ -219,7 +219,7 @@ def test_what_members_disagree_on_stays_theirs():
     entropy = torch.special.entr(after.mean).sum(1)
     torch.testing.assert_close(after.total, entropy, rtol=0, atol=1e-12)
     torch.testing.assert_close(after.epistemic, torch.minimum(before.epistemic, entropy), rtol=0, atol=1e-12)
-    with pytest.raises(TypeError, match="a calibration that acts on members"):
+    with pytest.raises(TypeError, match="a calibration of the members"):
         _ = after.members
 
 
@@ -462,7 +462,7 @@ def test_a_noise_that_is_far_too_small_is_made_what_it_is(noise, dtype):
 def test_a_factor_at_the_end_of_what_is_looked_at_is_named(caplog):
     _, x, y = regression(n=50)
     ds.calibrate(ds.MAP(Line(1.5), likelihood=ds.Regression(0.001)).double(), [(x, y)], "scale")
-    assert "the scale 50 is the highest looked at" in caplog.text
+    assert "the scale 50 is the highest one tried" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------- bad input
@@ -474,9 +474,9 @@ def test_bad_input_is_refused_and_changes_nothing():
     line, inputs, values = regression(n=30)
     with pytest.raises(ValueError, match="expected method of temperature, vector, isotonic, histogram, got 'platt'"):
         ds.calibrate(posterior, [(x, y)], "platt")
-    with pytest.raises(ValueError, match="got 'scale'; those are for a classification, which this posterior is"):
+    with pytest.raises(ValueError, match="got 'scale'; this posterior is a classification"):
         ds.calibrate(posterior, [(x, y)], "scale")
-    with pytest.raises(ValueError, match="got 'histogram'; those are for a regression, which this posterior is"):
+    with pytest.raises(ValueError, match="got 'histogram'; this posterior is a regression"):
         ds.calibrate(line, [(inputs, values)], "histogram")
     with pytest.raises(ValueError, match=r"expected labels in 0…2, got 3"):
         ds.calibrate(posterior, [(x, y + 1)], "isotonic")
@@ -493,4 +493,4 @@ def test_rows_without_a_mistake_are_suspected(caplog):
     y = posterior.predict(x).mean.argmax(1)
     with caplog.at_level(logging.WARNING):
         ds.calibrate(posterior, [(x, y)], "isotonic")
-    assert "all 200 calibration rows are predicted right; has the network been trained on them?" in caplog.text
+    assert "all 200 calibration rows are predicted right; was the network trained on them?" in caplog.text

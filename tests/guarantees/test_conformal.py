@@ -329,7 +329,7 @@ def test_groups_are_covered_each_by_itself_and_unknown_ones_have_infinite_interv
         assert float(inside[group].mean()) == pytest.approx(0.9, abs=3 * math.sqrt(0.09 * (1 / 500 + 1 / 2000)))
     told = conformal.interval(posterior.predict(x[:3]), group=torch.tensor([7, 8, 9]))
     assert told[1].isinf()[:, 0].tolist() == [False, False, True]
-    with pytest.raises(ValueError, match="expected the group of 3 rows"):
+    with pytest.raises(ValueError, match="expected a group for each of 3 rows"):
         conformal.interval(posterior.predict(x[:3]))
 
 
@@ -355,7 +355,7 @@ def test_a_known_shift_is_covered_by_weights():
     by_rows = ds.conformal(posterior, rows(*calibration, ratio(calibration[0])))
     torch.testing.assert_close(by_rows.interval(x, weight=ratio(x)), by_function.interval(x))
     assert by_rows.interval(x[:1], weight=torch.tensor([math.inf]))[1].isinf().all()
-    with pytest.raises(ValueError, match="expected the weight of 500 rows"):
+    with pytest.raises(ValueError, match="expected a weight for each of 500 rows"):
         by_rows.interval(x)
 
 
@@ -423,7 +423,7 @@ def test_bad_input_is_refused():
         ds.conformal(posterior, rows(x, y + 3))
     with pytest.raises(ValueError, match="soft labels"):
         ds.conformal(posterior, rows(x, x.softmax(1)))
-    with pytest.raises(ValueError, match="border"):
+    with pytest.raises(ValueError, match="can be randomised"):
         ds.conformal(posterior, rows(x, y), randomised=True)
     with pytest.raises(ValueError, match="setting"):
         ds.conformal(posterior, rows(x, y), penalty=1.0)

@@ -152,18 +152,18 @@ def test_a_gate_does_not_pass_to_a_state_that_has_none(caplog):
     posteriors[0].load_state_dict(posteriors[1].state_dict())
     sets = [posterior.promises["conformal"].set(x) for posterior in posteriors]
     assert torch.equal(*sets)
-    assert "load_state_dict drops what stood on the predictions (ood_gate)" in caplog.text
+    assert "load_state_dict changes the predictions and drops what was fitted to them (ood_gate)" in caplog.text
     with pytest.raises(ValueError, match="got one that was dropped"):
         gate(x)
 
 
 def test_bad_input_is_refused():
     posterior, (x, y) = ds.MAP(Told()), classified(298)
-    with pytest.raises(ValueError, match="at least 299 rows to promise a risk of 0"):
+    with pytest.raises(ValueError, match="at least 299 rows for a risk of 0"):
         ds.selective(posterior, [(x, y)])
     with pytest.raises(ValueError, match="a classification has these"):
         ds.selective(posterior, [(x, y)], risk=0.1, score="variance")
-    with pytest.raises(ValueError, match="count alike"):
+    with pytest.raises(ValueError, match="rows of equal weight"):
         ds.selective(posterior, [(x, y, torch.rand(298))], risk=0.1)
     with pytest.raises(ValueError, match="no tolerance"):
         ds.selective(posterior, [(x, y)], risk=0.1, tolerance=1.0)

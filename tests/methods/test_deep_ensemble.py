@@ -173,7 +173,7 @@ def frozen():
 )
 def test_networks_of_different_architecture_are_refused(networks, text):
     with pytest.raises(
-        ValueError, match=f"expected members of one architecture, got .*{text}.*; build all members alike"
+        ValueError, match=f"expected members of one architecture, got .*{text}.*; build all members the same way"
     ):
         ds.DeepEnsemble(networks())
 
@@ -186,7 +186,9 @@ def test_one_module_twice_is_refused():
 
 def test_deep_copies_are_refused():
     network = deep()
-    with pytest.raises(ValueError, match=r"got members 0 and 2 equal; build each one afresh, .* instead of copying"):
+    with pytest.raises(
+        ValueError, match=r"got members 0 and 2 equal; initialise each one separately, .* instead of copying"
+    ):
         ds.DeepEnsemble([network, deep(), copy.deepcopy(network)])
 
 

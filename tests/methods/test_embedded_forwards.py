@@ -127,7 +127,7 @@ def test_a_layer_stays_cut_only_where_its_weight_is_used_past_it():
     }
     assert cut == {Past: ["b"], Normalised: ["c"], Both: ["b"], Named: ["b"], Dtype: [], Unused: [], Again: []}
     posterior = embedded(Both)
-    assert "its weight is read past it" in posterior.account.converted["b"]
+    assert "its weight is read directly" in posterior.account.converted["b"]
     assert not any(isinstance(part, Cut) for part in posterior.given().modules())
 
 
@@ -206,7 +206,7 @@ class Standardised(nn.Conv2d):
 
 def test_a_convolution_that_changes_its_kernel_computes_the_same_one_by_one_and_at_once():
     posterior = embedded(lambda: nn.Sequential(Standardised(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3)))
-    assert "forward of its own" in posterior.account.left["0"]
+    assert "has its own forward" in posterior.account.left["0"]
     x = torch.randn(2, 2, 8, 8, dtype=torch.float64)
     loop, at_once = (posterior.particles.each(lambda m: m.network(x), how=how) for how in ("loop", "vectorised"))
     torch.testing.assert_close(loop, at_once, rtol=0, atol=1e-12)

@@ -473,9 +473,9 @@ def test_a_network_that_cuts_its_graph_is_a_clear_error(how):
     """Its input gradients are zeros that no weight can move: FoRDE would silently be a deep ensemble."""
     (x, y), nets = tiny.points(), networks(2, lambda: Cut(how))
     for posterior in (FoRDE(nets), LIT(nets, strength=1.0)):
-        with pytest.raises(ValueError, match="expected input gradients that depend on the weights that train, got"):
+        with pytest.raises(ValueError, match="expected input gradients that depend on the trained weights, got"):
             posterior.backward(x, y)
-        with pytest.raises(ValueError, match="take no_grad, detach and numpy out of the network's forward"):
+        with pytest.raises(ValueError, match="remove no_grad, detach and numpy from the network's forward"):
             ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     FoRDE(nets[:1]).backward(x, y)  # alone it repels nobody
 
@@ -486,7 +486,7 @@ def test_training_biases_alone_is_a_clear_error():
     for net in nets:
         net[0].requires_grad_(False)
         net[2].weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="expected input gradients that depend on the weights that train"):
+    with pytest.raises(ValueError, match="expected input gradients that depend on the trained weights"):
         FoRDE(nets).backward(x, y)
 
 
@@ -588,7 +588,7 @@ def test_inputs_without_directions_are_clear_errors():
     """One feature has a sign for a direction; integers have no gradient."""
     one = FoRDE([nn.Linear(1, 3), nn.Linear(1, 3)])
     y = torch.zeros(5, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"at least two floating-point features, got one.*\[x/2, \(x/2\)²\]"):
+    with pytest.raises(ValueError, match=r"at least two floating-point features, got only one.*\[x/2, \(x/2\)²\]"):
         one.backward(torch.randn(5, 1), y)
     words = FoRDE([nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(8, 3)) for _ in range(2)])
     with pytest.raises(ValueError, match="expected inputs of at least two floating-point features, got integers only"):

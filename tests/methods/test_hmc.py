@@ -157,7 +157,7 @@ def test_what_is_no_distribution_is_warned_of_or_refused(caplog):
     assert "without a prior" in caplog.text
     with pytest.raises(ValueError, match="expected data_size"):
         ds.HMC(tiny.mlp())
-    with pytest.raises(ValueError, match="chains that ran"):
+    with pytest.raises(ValueError, match="samples of a chain"):
         classifier(tiny.mlp()).predict(tiny.points()[0])
 
     class Random(nn.Linear):

@@ -181,6 +181,7 @@ def test_held_out_rows_choose_the_precision_they_are_likeliest_under(caplog):
     assert posterior.precision == 0.01
     with pytest.raises(ValueError, match="expected held-out rows"):
         posterior.fit_posthoc(train, held_out=iter(held_out))
+    assert posterior.precision == 0.01  # as it was
 
 
 def test_a_data_size_that_is_none_is_refused():
@@ -319,7 +320,7 @@ def test_each_network_of_a_list_has_the_curvature_of_its_own_outputs():
     ],
 )
 def test_what_needs_data_says_so_before_they_were_seen(use):
-    with pytest.raises(ValueError, match=r"expected a Laplace that was fitted.*call fit_posthoc\(loader\)"):
+    with pytest.raises(ValueError, match=r"expected a fitted Laplace.*call fit_posthoc\(loader\)"):
         use(Laplace(tiny.mlp().double()))
 
 
@@ -455,7 +456,7 @@ def test_a_state_brings_its_curvature_along_and_one_without_takes_it_away():
     assert other.curvature[0].structure == "kron"
     other.load_state_dict(empty)
     assert other.curvature is None
-    with pytest.raises(ValueError, match="expected a Laplace that was fitted"):
+    with pytest.raises(ValueError, match="expected a fitted Laplace"):
         other.predict(x)
 
 
@@ -499,7 +500,7 @@ def test_something_done_to_the_outputs_is_seen_in_any_batch():
     network[0].bias.data.zero_()
     x = torch.zeros(6, 4, dtype=torch.float64)
     y = torch.arange(6) % 3
-    with pytest.raises(ValueError, match="expected outputs that are those of the last layer '0'"):
+    with pytest.raises(ValueError, match="expected a network that returns the outputs of its last layer '0'"):
         Laplace(network).fit_posthoc([(x + 1, y), (x - 1, y)])  # the first batch passes a ReLU unchanged
 
 
@@ -539,12 +540,12 @@ def test_a_batch_that_passes_the_last_layer_twice_or_not_at_all_is_seen(times):
             return self.last(F.pad(self.last(x), (0, 1))) if times else self.first(x)[:, :3]
 
     x, y = tiny.points(24)
-    with pytest.raises(ValueError, match=f"that every batch passes once, got 'last' called {times} times"):
+    with pytest.raises(ValueError, match=f"that is called once per batch, got 'last' called {times} times"):
         Laplace(Other().double(), samples=2).fit_posthoc([(x[:20], y[:20]), (x[20:], y[20:])])
 
 
 def test_something_done_to_the_outputs_in_place_is_seen():
-    with pytest.raises(ValueError, match="expected outputs that are those of the last layer 'head'"):
+    with pytest.raises(ValueError, match="expected a network that returns the outputs of its last layer 'head'"):
         ending("outputs")
 
 

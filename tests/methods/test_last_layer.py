@@ -41,7 +41,7 @@ def test_norm_layers_and_activations_behind_it_are_seen():
     found = last_layer(network, x)
     with watching(found) as seen:
         outputs = network(x)
-    with pytest.raises(ValueError, match=r"expected outputs that are those of the last layer '0'.*softmax"):
+    with pytest.raises(ValueError, match=r"expected a network that returns the outputs of its last layer '0'.*softmax"):
         check_outputs(found, seen[-1][1], outputs)
 
 
@@ -53,7 +53,7 @@ def test_an_axis_of_one_may_be_left_out():
         outputs = network(x)
     assert outputs.shape == (12,)
     check_outputs(found, seen[-1][1], outputs)
-    with pytest.raises(ValueError, match="expected outputs that are those of the last layer 'head'"):
+    with pytest.raises(ValueError, match="expected a network that returns the outputs of its last layer 'head'"):
         check_outputs(found, seen[-1][1], outputs + 1)
 
 
@@ -90,7 +90,9 @@ def test_a_module_with_weights_around_the_last_layer_is_not_taken_for_it():
         "head.weight",
         "head.bias",
     ]
-    with pytest.raises(ValueError, match="expected outputs that are those of the last layer 'head', got others"):
+    with pytest.raises(
+        ValueError, match="expected a network that returns the outputs of its last layer 'head', got others"
+    ):
         ds.Laplace(Scaled().double(), samples=3).fit_posthoc([(x, y)])
 
 

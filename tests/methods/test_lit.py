@@ -125,7 +125,7 @@ def test_bad_input_is_a_clear_error():
     with pytest.raises(TypeError, match=r"expected examples as a whole number, got 2\.5; pass an int"):
         LIT(nets, strength=1, examples=2.5)
     one = LIT([nn.Linear(1, 3), nn.Linear(1, 3)], strength=1)
-    with pytest.raises(ValueError, match="expected inputs of at least two floating-point features, got one"):
+    with pytest.raises(ValueError, match="expected inputs of at least two floating-point features, got only one"):
         one.backward(torch.randn(5, 1), torch.zeros(5, dtype=torch.int64))
 
 

@@ -215,7 +215,7 @@ PAIRS = [
 def test_the_page_says_what_composes(base, watcher, tmp_path):
     said, build = table()[base, watcher], partial(ds.track, BASES[base](), [WATCHERS[watcher]])
     if said == "no":
-        with pytest.raises(ValueError, match="expected networks with their own last layer for Laplace"):
+        with pytest.raises(ValueError, match="expected networks with an ordinary last layer for Laplace"):
             build()
         return
     assert said == "yes"
@@ -241,7 +241,7 @@ def test_the_page_has_every_pair():
 def test_what_watches_is_not_trained_itself(base):
     run = ds.track(BASES[base](), [ds.SWAG])
     error = re.escape(
-        f"expected the posterior that trains, got SWAG, which watches {type(run).__name__}; train that one"
+        f"expected the posterior that trains, got SWAG, which watches {type(run).__name__}; train the one"
     )
     with pytest.raises(ValueError, match=error):
         ds.fit(run.watchers[0], LOADER, epochs=1, progress=False)

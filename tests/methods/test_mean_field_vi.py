@@ -241,7 +241,7 @@ def test_a_network_that_takes_no_batch_of_two_has_one_draw_for_all(caplog):
     with caplog.at_level("INFO", logger="dissensus"):
         posterior.backward(*tiny.points())
     assert posterior._layers == []
-    assert "one weight draw per batch for all layers: two examples do not pass" in caplog.text
+    assert "one weight draw per batch for all layers: the network fails on two examples" in caplog.text
     assert all(bool(p.grad.isfinite().all()) for p in posterior.parameters())
 
 
@@ -306,9 +306,9 @@ def test_what_it_cannot_do_is_a_clear_error():
     for keyword in ("init_std", "posterior_temperature", "deviation_lr"):
         with pytest.raises(ValueError, match=f"expected {keyword} above 0, got 0"):
             ds.MeanFieldVI(network, **{keyword: 0.0}, **SIZED)
-    with pytest.raises(ValueError, match="expected patterns of tensors' names, got 'head"):
+    with pytest.raises(ValueError, match="expected patterns that match names of tensors, got 'head"):
         ds.MeanFieldVI(network, weight_prior_std={"head.*": 1.0, "*": 1.0}, **SIZED)
-    with pytest.raises(TypeError, match="MeanFieldVI cuts layers"):
+    with pytest.raises(TypeError, match="MeanFieldVI changes layers"):
         ds.track(network, [ds.MeanFieldVI])
     posterior = ds.MeanFieldVI(network, **SIZED)
     posterior.use_prior(None)
@@ -320,7 +320,7 @@ def test_weight_decay_that_would_move_deviations_is_said(caplog):
     posterior = ds.MeanFieldVI(tiny.mlp().double(), **SIZED)
     optimizer = torch.optim.AdamW(posterior.parameters(), lr=0.01, weight_decay=0.1)
     ds.fit(posterior, [tiny.points()], epochs=1, optimizer=optimizer, progress=False)
-    assert "draws deviations to log 2 by its weight decay" in caplog.text
+    assert "pulls standard deviations towards log 2 by its weight decay" in caplog.text
     groups = ds.MeanFieldVI(tiny.mlp(), deviation_lr=0.02, **SIZED).parameter_groups(0.001, 0.1)
     assert [(group["lr"], group["weight_decay"]) for group in groups] == [(0.001, 0.0), (0.02, 0.0)]
 
@@ -332,7 +332,7 @@ def test_deviations_that_are_still_on_their_way_are_said(rate, said, caplog):
     loader = ds.data.Batches(x, (x.sum(1) > 0).long(), batch_size=200)
     posterior = ds.MeanFieldVI(ds.nets.MLP(6, 2, hidden=(8,)), data_size=200, deviation_lr=rate)
     ds.fit(posterior, loader, epochs=80, progress=False)
-    assert ("the deviations are still on their way: their median is 0.01" in caplog.text) == said
+    assert ("the standard deviations have not converged: their median is 0.01" in caplog.text) == said
 
 
 @pytest.mark.parametrize("annealing", [None, ds.Annealing("linear"), ds.Annealing("cyclic", steps=10)])

@@ -121,11 +121,11 @@ def test_a_layer_that_is_not_called_is_named(caplog):
         posterior = build(Read(calls=True))
         for _ in range(2):
             posterior.backward(x, y)
-    assert [each.message.partition(",")[0] for each in caplog.records] == ["latents do nothing in first"]
+    assert [each.message.partition(",")[0] for each in caplog.records] == ["latents have no effect in first"]
 
 
 def test_a_network_that_calls_no_layer_is_an_error():
-    with pytest.raises(ValueError, match="expected a network that calls its layers, got Read, which calls none"):
+    with pytest.raises(ValueError, match="expected a network that calls its layers, got Read, which calls no layer"):
         build(Read(calls=False)).backward(*batch())
 
 
@@ -149,7 +149,7 @@ def test_a_layer_run_again_in_the_backward_pass_without_its_latents_is_an_error(
             return checkpoint(super().forward, x.clone().requires_grad_(), use_reentrant=reentrant)
 
     posterior = build(Checkpointed(nn.Tanh()), mode=mode).train()
-    with pytest.raises(ValueError, match="expected a layer that runs in the forward pass alone, got 'conv' run again"):
+    with pytest.raises(ValueError, match="expected a layer that runs only in the forward pass, got 'conv' run again"):
         posterior.loss(*batch()).backward()
 
 

@@ -202,10 +202,10 @@ def test_weight_decay_on_latents_is_said(caplog):
     posterior = build()
     groups = posterior.parameter_groups(lr=0.1, weight_decay=0.01)
     ds.fit(posterior, [(x, y)], epochs=1, optimizer=torch.optim.AdamW(groups), progress=False)
-    assert not any("latents to 0" in line for line in caplog.messages)
+    assert not any("latents towards 0" in line for line in caplog.messages)
     optimizer = torch.optim.AdamW(posterior.parameters(), weight_decay=0.01)
     ds.fit(posterior, [(x, y)], epochs=1, optimizer=optimizer, progress=False)
-    assert any("latents to 0" in line and "parameter_groups" in line for line in caplog.messages)
+    assert any("latents towards 0" in line and "parameter_groups" in line for line in caplog.messages)
 
 
 # ---------------------------------------------------------------------------------------------------- functions
@@ -383,7 +383,7 @@ def test_frozen_batch_norm_that_has_seen_no_data_is_said_once(caplog):
     fresh, seen = build(conv, batch_norm="frozen"), conv().double()
     for _ in range(2):
         fresh.backward(x, y)
-    assert [record.message for record in caplog.records if "no data have passed in 2" in record.message] != []
+    assert [record.message for record in caplog.records if "the initial batch statistics in 2" in record.message] != []
     assert len(caplog.records) == 1
     caplog.clear()
     seen(x)
@@ -398,7 +398,7 @@ def test_a_wide_start_on_a_trained_network_is_said_before_training_and_not_after
     trained(x)
     posterior = ds.NodeBNN(trained, data_size=12, batch_norm="frozen")
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
-    assert [record.message[:39] for record in caplog.records] == ["latents start with a deviation of 0.3; "]
+    assert [record.message[:47] for record in caplog.records] == ["latents start with a standard deviation of 0.3;"]
     caplog.clear()
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     assert not caplog.records
@@ -542,10 +542,10 @@ class TimeFirst(nn.Module):
 def test_a_layer_that_does_not_see_the_batch_first_is_named_even_where_that_axis_is_as_long():
     posterior = ds.NodeBNN(TimeFirst(), data_size=9, train_samples=2)
     x, y = torch.randn(3, 6, 4), torch.tensor([0, 1, 2])  # 2 · 3 rows, as there are times
-    with pytest.raises(ValueError, match=r"layer 'encode', got a tensor of shape \(6, 2, 4\).*leave this layer out"):
+    with pytest.raises(ValueError, match=r"layer 'encode', got a tensor of shape \(6, 2, 4\).*exclude this layer"):
         posterior.backward(x, y)
     with pytest.raises(ValueError, match="layer 'encode'"):
         ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     left_out = ds.NodeBNN(TimeFirst(), data_size=9, train_samples=2, layers=["head"])
     left_out.backward(x, y)
-    assert left_out.account.left == {"encode": "not among the layers asked for"}
+    assert left_out.account.left == {"encode": "not selected by layers="}

@@ -713,7 +713,7 @@ def test_bad_input_is_a_clear_error():
             method(nets, data_size=10, score="svgd")
         with pytest.raises(ValueError, match="got members 0 and 1 equal"):
             method([nets[0], copy.deepcopy(nets[0])], data_size=10)
-    with pytest.raises(ValueError, match=r"expected repel_at of batch, noise, got .*; or pass inputs of your own"):
+    with pytest.raises(ValueError, match=r"expected repel_at of batch, noise, got .*; or pass your own inputs"):
         FunctionRDE(nets, data_size=10, repel_at="test")
     with pytest.raises(TypeError, match="expected inputs as a tensor, tuple or dict of tensors, got float"):
         FunctionRDE(nets, data_size=10, repel_at=[1.0])
@@ -721,17 +721,17 @@ def test_bad_input_is_a_clear_error():
         FunctionRDE(nets, data_size=10, repel_at=torch.zeros(0, 4))
     with pytest.raises(ValueError, match="expected noise above 0"):
         FunctionRDE(nets, data_size=10, repel_at="noise", noise=0.0)
-    with pytest.raises(ValueError, match="only classes have them"):
+    with pytest.raises(ValueError, match="only classification has probabilities"):
         FunctionRDE(nets, data_size=10, outputs="probabilities", likelihood=ds.Regression())
     with pytest.raises(ValueError, match="expected outputs of logits, probabilities"):
         FunctionRDE(nets, data_size=10, outputs="softmax")
     with pytest.raises(TypeError, match="expected a prior, got 'gp'"):
         FunctionRDE(nets, data_size=10, prior="gp")
-    with pytest.raises(ValueError, match="expected a prior with functional_prior, got none"):
+    with pytest.raises(ValueError, match="expected a prior with functional_prior=True, got none"):
         FunctionRDE(nets, data_size=10, functional_prior=True)
     rigid = FunctionRDE(nets, data_size=10, functional_prior=True, prior=lambda params: params["0.weight"].sum())
     with pytest.raises(
-        TypeError, match=r"expected a prior with draws, got FunctionPrior; define its draw\(name, like\)"
+        TypeError, match=r"expected a prior that can be sampled, got FunctionPrior; define its draw\(name, like\)"
     ):
         rigid.backward(*tiny.points())
 
@@ -813,7 +813,9 @@ def test_a_layer_behind_the_head_is_a_clear_error():
     nets, (x, y) = networks(2), tiny.points()
     behind = FeatureRDE(nets, layer="2", head="0")
     for train in (lambda: behind.backward(x, y), lambda: ds.fit(behind, [(x, y)], epochs=1, progress=False)):
-        with pytest.raises(ValueError, match="expected a layer that runs before the head '0', got '2' after it"):
+        with pytest.raises(
+            ValueError, match="expected a layer that runs before the head '0', got '2', which runs after it"
+        ):
             train()
     assert not any(part._forward_pre_hooks for part in behind.modules())
 
@@ -836,13 +838,15 @@ def test_bad_layers_and_heads_are_clear_errors():
         FeatureRDE(nets, layer="features", head="2")
     with pytest.raises(ValueError, match="expected head of 0, 1, 2, got 'classifier'"):
         FeatureRDE(nets, layer="1", head="classifier")
-    with pytest.raises(ValueError, match="expected a head with parameters to share, got '1' without"):
+    with pytest.raises(ValueError, match="expected a head with parameters to share, got '1', which has none"):
         FeatureRDE(nets, layer="0", head="1")
-    with pytest.raises(ValueError, match="expected a layer that runs before the head '2', got '2' after it"):
+    with pytest.raises(
+        ValueError, match="expected a layer that runs before the head '2', got '2', which runs after it"
+    ):
         FeatureRDE(nets, layer="2", head="2").backward(*tiny.points())
     same = [copy.deepcopy(nets[0]), copy.deepcopy(nets[0])]
     nn.init.normal_(same[1][2].weight)
-    with pytest.raises(ValueError, match="expected encoders that start at different weights, got some equal"):
+    with pytest.raises(ValueError, match="expected encoders that start at different weights, got equal ones"):
         FeatureRDE(same, layer="1", head="2")
 
     class Tied(nn.Module):
@@ -856,7 +860,7 @@ def test_bad_layers_and_heads_are_clear_errors():
     frozen = networks(2)
     for net in frozen:
         net[0].requires_grad_(False)
-    with pytest.raises(ValueError, match="expected encoders with parameters to train"):
+    with pytest.raises(ValueError, match="expected encoders with trainable parameters"):
         FeatureRDE(frozen, layer="1", head="2")
     for keywords in (
         {"projection": 0},

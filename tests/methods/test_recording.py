@@ -69,7 +69,7 @@ def test_validation_measures_and_cuts_nothing_off(build, expected):
 @pytest.mark.parametrize("method", [SWAG, SWA, SnapshotEnsemble, lambda m: track(m, [MAP, SWAG])])
 def test_patience_is_refused_where_no_epoch_is_best(method):
     x, y = tiny.points()
-    with pytest.raises(ValueError, match=r"expected no patience for .*, got 2: what it collects over a run needs"):
+    with pytest.raises(ValueError, match=r"expected no patience for .*, got 2; it collects weights over the whole run"):
         ds.fit(made(method), batches(), epochs=2, validation=[(x, y)], patience=2, progress=False)
 
 
@@ -108,7 +108,7 @@ def test_a_second_run_of_unknown_length_forgets_the_first():
 def test_one_epoch_of_unknown_length_is_refused_before_it_trains(keywords):
     for posterior in (made(SWAG, **keywords), made(lambda m: track(m, [lambda n, **k: SWAG(n, **keywords, **k)]))):
         before = tiny.state(posterior)
-        with pytest.raises(ValueError, match="expected start and every in one epoch of unknown length"):
+        with pytest.raises(ValueError, match="expected start and every for one epoch of unknown length"):
             ds.fit(posterior, Unsized(), epochs=1, progress=False)
         assert tiny.largest_difference(before, tiny.state(posterior)) == 0
 

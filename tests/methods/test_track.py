@@ -115,7 +115,7 @@ def test_what_has_nothing_to_draw_from_yet_is_not_refreshed():
 
 def test_methods_that_copy_the_network_are_refused():
     with pytest.raises(
-        TypeError, match="expected methods that take the weights of a run as they are, got DeepEnsemble"
+        TypeError, match="expected methods that can record another posterior's weights, got DeepEnsemble"
     ):
         track(tiny.mlp(), [TRADI, lambda _, **keywords: DeepEnsemble([tiny.mlp(), tiny.mlp()], **keywords)])
 
@@ -123,7 +123,7 @@ def test_methods_that_copy_the_network_are_refused():
 def test_an_optimizer_with_other_tensors_cannot_branch():
     run, other = track(tiny.mlp(), [TRADI]), nn.Linear(2, 2)
     optimizer = torch.optim.SGD([*run.parameters(), *other.parameters()], lr=0.1)
-    with pytest.raises(ValueError, match="expected an optimizer over the posterior's parameters alone"):
+    with pytest.raises(ValueError, match="expected an optimizer of only the posterior's parameters"):
         branch(run, optimizer)
 
 

@@ -336,7 +336,7 @@ def test_a_young_filter_says_that_it_is(caplog):
     posterior = watched(steps=5)[0]
     with caplog.at_level(logging.WARNING, logger="dissensus"):
         posterior.draw()
-    assert "TRADI has observed 5 steps, and 100 % of its mean still come from the weights it started at" in caplog.text
+    assert "TRADI has observed 5 steps, and 100 % of its mean still come from the initial weights" in caplog.text
     caplog.clear()
     posterior = watched(steps=25, state_noise=(1.0, 1.0))[0]
     posterior.draw()
@@ -574,7 +574,7 @@ def test_arguments_that_make_no_sense_are_refused(keywords, message):
 
 
 def test_one_number_for_two_noises_is_refused():
-    with pytest.raises(TypeError, match=r"expected state_noise as two variances, .* got 0.0001; pass two numbers"):
+    with pytest.raises(TypeError, match=r"expected state_noise as two variances .* got 0.0001; pass two numbers"):
         TRADI(network(), state_noise=1e-4)
 
 

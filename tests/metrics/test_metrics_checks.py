@@ -59,7 +59,7 @@ def test_negative_probabilities_that_sum_to_one_are_refused():
 def test_nan_is_named_with_its_place():
     bad = P.clone()
     bad[2, 0] = torch.nan
-    with pytest.raises(ValueError, match="got NaN at row 2; look for a diverged"):
+    with pytest.raises(ValueError, match="got NaN at row 2; check whether a network diverged"):
         metrics.accuracy(bad, Y)
     pixels = torch.full((1, 2, 3, 3), 0.5)
     pixels[0, 1, 2, 1] = torch.nan

@@ -128,5 +128,5 @@ def test_any_function_is_a_class_that_keeps_what_it_is_given() -> None:
         for rows in (slice(0, 25), slice(25, 60)):
             metric.update(*(t[:, rows] if axis and t.ndim > 1 else t[rows] for t in tensors))
         torch.testing.assert_close(metric.compute(), expected)
-        with pytest.raises(ValueError, match="say how many"):
+        with pytest.raises(ValueError, match="pass their number"):
             metric.update(*tensors, y)

@@ -130,7 +130,7 @@ def test_memory_does_not_grow_with_the_pixels():
 
 def test_images_of_one_kind_and_void_ones_may_be_streamed():
     histogram = metrics.ScoreHistogram.empty(12).update(torch.zeros(5), torch.zeros(0))
-    with pytest.raises(ValueError, match="expected scores of both kinds"):
+    with pytest.raises(ValueError, match="expected in-distribution and OOD scores"):
         histogram.auroc()
     assert histogram.update(torch.zeros(0), torch.ones(2)).auroc().value.item() == 1
     void = torch.full((1, 2, 2), 255)

@@ -124,7 +124,7 @@ def test_a_list_of_batches_stays_one(rows):
 
 def test_rows_of_frames_are_paired_by_index_or_not_at_all(rows):
     frame, labels = frames(*rows)
-    with pytest.raises(ValueError, match=r"with the same index, got others; pass y.loc\[x.index\]"):
+    with pytest.raises(ValueError, match=r"with the same index, got different ones; pass y.loc\[x.index\]"):
         ds.data.Batches(frame, labels.sort_index(), batch_size=8)
     with pytest.raises(ValueError, match="the same index"):
         fitted((frame, labels.reset_index(drop=True)))

@@ -130,7 +130,8 @@ def test_bad_input_is_a_clear_error():
     with pytest.raises(ValueError, match="expected finite inputs"):
         pca_lengthscales(torch.full((5, 3), torch.nan))
     with pytest.raises(
-        ValueError, match=r"expected inputs as a tensor \(N, ...\) or batches of them, got a tensor of shape \(5,\)"
+        ValueError,
+        match=r"expected inputs as a tensor \(N, ...\) or batches of such tensors, got a tensor of shape \(5,\)",
     ):
         pca_lengthscales(torch.ones(5))
     with pytest.raises(ValueError, match="expected training inputs, got none"):

@@ -48,7 +48,7 @@ def test_settings_may_be_numpys_numbers(tmp_path):
     assert all(type(value).__module__ != "numpy" for value in read.config().values())
     network = posterior.particles.template.network
     network.config = {**network.config, "outputs": object()}
-    with pytest.raises(TypeError, match="expected settings of words, numbers and lists, got <object"):
+    with pytest.raises(TypeError, match="expected settings of text, numbers and lists, got <object"):
         ds.save(posterior, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -225,7 +225,7 @@ def test_damaged_tensors(folder, damage):
     else:
         data += b"\0"
     path.write_bytes(bytes(data))
-    text = r"with the checksum in its header, got another; the file is truncated or was changed"
+    text = r"to have the checksum in its header, got another; the file is truncated or was changed"
     for read in (lambda: ds.load(folder), lambda: ds.summarise(folder, [(x, torch.zeros(5))])):
         with pytest.raises(ValueError, match=text if damage == "bit flip" else DAMAGED):
             read()
@@ -246,7 +246,7 @@ def test_a_changed_header_shows(folder, place):
     assert old in data
     path.write_bytes(data.replace(old, new))
     for read in (lambda: ds.load(folder), lambda: ds.summarise(folder, [(x, torch.zeros(5))])):
-        with pytest.raises(ValueError, match=rf"with the checksum in its header, got another|{DAMAGED}"):
+        with pytest.raises(ValueError, match=rf"to have the checksum in its header, got another|{DAMAGED}"):
             read()
 
 
@@ -317,7 +317,7 @@ def test_wrong_types_in_the_config(folder, keys, value):
         ("likelihood.name", "Beta", "expected the likelihood 'Beta' as an argument, got none"),
         ("tied", {"a": "b"}, "expected a network whose tensors are tied as in the saved one"),
         ("strides", {"steps": [1]}, "impossible strides of steps"),
-        ("arguments.members", 10**9, "members = 1000000000 says, got"),
+        ("arguments.members", 10**9, "members = 1000000000, got"),
         ("network.arguments.hidden", [10**9], "expected a network with layer 'layers.0: Linear.*out_features=6"),
         ("network.arguments.hidden", [10**30], "damaged"),
         ("network.arguments.inputs", -1, "damaged"),
@@ -426,7 +426,7 @@ def times(factor):
 
 
 OTHERS = {
-    "a number": (Scaled(1.0), Scaled(9.0), "factor = 1.0, as was saved, got 9.0"),
+    "a number": (Scaled(1.0), Scaled(9.0), "factor = 1.0, got 9.0"),
     "a tensor": (Scaled(torch.ones(4)), Scaled(torch.zeros(4)), "factor = Tensor"),
     "a function": (Scaled(1.0), Scaled(1.0, torch.sin), "act"),
     "a closure": (Scaled(1.0, times(2.0)), Scaled(1.0, times(3.0)), "act"),
@@ -439,7 +439,7 @@ def test_a_network_of_other_attributes_is_refused(name, tmp_path):
     network, other, what = OTHERS[name]
     posterior = ds.MAP(network)
     ds.save(posterior, tmp_path)
-    with pytest.raises(ValueError, match=f"the attribute {what}"):
+    with pytest.raises(ValueError, match=f"the saved attribute {what}"):
         ds.load(tmp_path, other)
     x = torch.randn(5, 4)
     assert torch.equal(ds.load(tmp_path, copy.deepcopy(network)).predict(x).mean, posterior.predict(x).mean)
@@ -456,7 +456,7 @@ def test_an_attribute_that_is_not_made_yet_is_no_other_one(tmp_path):
 
 def test_members_of_other_attributes_are_refused_before_anything_is_written(tmp_path):
     posterior = ds.DeepEnsemble([Scaled(1.0), Scaled(5.0)])
-    with pytest.raises(ValueError, match=r"registered tensors alone, got 'factor'.*register what differs as a buffer"):
+    with pytest.raises(ValueError, match=r"registered tensors, got a difference in 'factor'.*register it as a buffer"):
         ds.save(posterior, tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
 
@@ -503,5 +503,5 @@ def test_variances_below_0_are_damage(tmp_path):
     tensors["particles.shared.network.1.running_var"][2] = -1.0
     data, _ = sealed(tensors, {key: value for key, value in config_of(tmp_path).items() if key != "checksum"})
     (tmp_path / "posterior.safetensors").write_bytes(data)
-    with pytest.raises(ValueError, match=r"expected variances of at least 0, got .*running_var below"):
+    with pytest.raises(ValueError, match=r"expected variances of at least 0, got a negative .*running_var"):
         ds.load(tmp_path, network)

@@ -37,9 +37,9 @@ def test_a_loaded_posterior_takes_pixels(both):
     expected = posterior.predict(SCALE(IMAGES)).mean
     assert torch.equal(loaded.predict(IMAGES).mean, expected)
     assert torch.equal(loaded.predict(IMAGES[3].numpy()).mean, posterior.predict(SCALE(IMAGES[3:4])).mean)
-    with pytest.raises(TypeError, match="a second time"):
+    with pytest.raises(TypeError, match="transforms raw pixels itself"):
         loaded.predict(SCALE(IMAGES))
-    with pytest.raises(TypeError, match="a second time"):
+    with pytest.raises(TypeError, match="transforms raw pixels itself"):
         ds.evaluate(loaded, READY)
 
 
@@ -144,7 +144,7 @@ def test_targets_are_not_rescaled_below_a_promise(tmp_path):
     x = torch.randn(40, 2, generator=GENERATOR)
     posterior = ds.MAP(ds.nets.MLP(2, 1), likelihood=ds.Regression(noise=1.0))
     ds.conformal(posterior, [(x, x[:, :1])])
-    with pytest.raises(ValueError, match="before anything is promised"):
+    with pytest.raises(ValueError, match="without calibration and promises"):
         ds.save(posterior, tmp_path, targets={"mean": [0.0], "std": [2.0]})
     with pytest.raises(TypeError, match="expected a regression"):
         ds.save(ds.MAP(ds.nets.MLP(2, 2)), tmp_path, unit="m")

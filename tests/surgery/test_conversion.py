@@ -148,9 +148,9 @@ def test_what_cannot_be_converted_is_listed_with_the_reason():
         "attention": "inside its own forward",
         "attention.out_proj": "MultiheadAttention reads its weight",
         "lstm": "recurrent",
-        "loud": "forward of its own",
+        "loud": "has its own forward",
         "normed": "computed from others",
-        "prelu": "PReLU has parameters",
+        "prelu": "PReLU has its own parameters",
     }
     for name, word in words.items():
         assert word in account.left[name], name
@@ -198,7 +198,7 @@ def test_patterns_choose_layers_and_a_pattern_that_none_has_is_an_error():
     network = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     _, account = tripled(network, layers=["1.*"])
     assert list(account.converted) == ["1.0", "1.1"]
-    assert "not among" in account.left["0"]
+    assert "not selected" in account.left["0"]
     with pytest.raises(ValueError, match="expected names of layers, got head"):
         tripled(network, layers=["1.*", "head"])
 
@@ -207,7 +207,7 @@ def test_patterns_choose_layers_and_a_pattern_that_none_has_is_an_error():
     ("network", "words"),
     [
         (nn.Sequential(nn.ReLU()), "expected a network with a linear or convolutional layer, got Sequential"),
-        (nn.Sequential(nn.LazyLinear(3)), "expected initialised tensors, got '0.weight' that is lazy"),
+        (nn.Sequential(nn.LazyLinear(3)), "expected initialised tensors, got '0.weight', which is lazy"),
         (nn.Sequential(nn.Embedding(2, 2)), "lookup"),
     ],
 )
@@ -241,7 +241,7 @@ def test_a_convolution_that_computes_something_else_of_its_kernel_is_left():
     network = nn.Sequential(Standardised(2, 3, 3), nn.Flatten(), nn.Linear(3, 2))
     _, account = tripled(network)
     assert (list(account.converted), list(account.left)) == (["2"], ["0"])
-    assert "forward of its own" in account.left["0"]
+    assert "has its own forward" in account.left["0"]
 
 
 def test_a_layer_whose_bias_is_computed_is_left():

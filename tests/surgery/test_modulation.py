@@ -73,7 +73,7 @@ def test_wrong_laws_are_refused():
         ds.Modulation.from_config({"law": "cauchy"})
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'std'"):
         ds.Modulation.from_config({"law": "normal", "mean": 1.0})
-    with pytest.raises(TypeError, match="expected a law with atoms"):
+    with pytest.raises(TypeError, match="expected a discrete modulation"):
         ds.Modulation.normal(0, 1).atoms()
 
 

@@ -91,7 +91,7 @@ def test_layers_are_chosen_by_pattern_and_the_account_says_which():
     network = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 4))
     made = with_nodes(network, "in", layers=["2"])
     assert made.account.converted == {"2": "latents: 12 on input nodes"}
-    assert made.account.left == {"0": "not among the layers asked for"}
+    assert made.account.left == {"0": "not selected by layers="}
     assert made.latents == 12
     assert type(network[2]) is nn.Linear  # the caller's network is left alone
 
@@ -168,6 +168,6 @@ def test_where_kernels_cannot_be_built_the_log_says_so_and_torch_computes(caplog
     finally:
         kernels.find_triton.cache_clear()
     assert [record.message.split(" (")[0] for record in caplog.records] == [
-        "latents and frozen batch norm run without kernels of their own"
+        "latents and frozen batch norm run without the library's fast kernels"
     ]
     assert kernels.layout(torch.ones(200, 3, 4)) is None  # no GPU's tensor

@@ -199,7 +199,7 @@ def test_what_layers_do_not_show_is_computed_by_autograd(name):
     for method in ("auto", "jacobian"):
         assert torch.allclose(theory.empirical_ntk(module, x1, x2, method=method), expected, atol=1e-10)
     assert all(p is before[name] for name, p in module.named_parameters())
-    with pytest.raises(ValueError, match=r"expected a network whose gradients method='structured' finds, got .*auto"):
+    with pytest.raises(ValueError, match=r"expected a network for which method='structured' works, got .*auto"):
         theory.empirical_ntk(module, x1, x2, method="structured")
 
 
@@ -228,7 +228,7 @@ def test_layers_called_by_keyword_and_logits_by_name_are_taken():
 )
 def test_inputs_that_see_one_another_have_no_kernel(run, method):
     module = Wrapped(run, a=nn.Linear(4, 2))
-    with pytest.raises(ValueError, match="expected outputs for an input that do not depend on the others of its batch"):
+    with pytest.raises(ValueError, match="expected outputs that do not depend on other inputs of the batch"):
         theory.empirical_ntk(module, torch.randn(5, 4), torch.randn(3, 4), method=method)
 
 
@@ -283,7 +283,7 @@ def test_products_keep_to_their_budget_where_activations_outweigh_the_weights():
         nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)
     )
     x = torch.randn(6, 1, 64, 64)
-    with pytest.raises(ValueError, match=r"what moves along a gradient within 256 KiB, got 578 KiB"):
+    with pytest.raises(ValueError, match=r"derivatives along a gradient within 256 KiB, got 578 KiB"):
         theory.empirical_ntk(network, x, method="products", memory=2**18)
     whole = theory.empirical_ntk(network, x, method="jacobian")
     for memory in (2**21, 2**30):  # some columns at a time, all at once

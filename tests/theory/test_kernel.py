@@ -172,7 +172,7 @@ def test_what_the_theory_does_not_hold_for_is_refused():
     end = nn.Linear(8, 1)
     for layers, inputs, message in (
         ((nn.Linear(4, 8), nn.Hardtanh(), end), x, r"got Hardtanh; .* activations, which are relu, .*tanh"),
-        ((nn.Linear(4, 8), nn.BatchNorm1d(8), end), x, r"got BatchNorm1d.* Layers that are known: Linear, Conv2d"),
+        ((nn.Linear(4, 8), nn.BatchNorm1d(8), end), x, r"got BatchNorm1d.* Known layers: Linear, Conv2d"),
         ((nn.Linear(5, 8), nn.ReLU(), end), x, "expected inputs of width 5, got 4"),
         ((nn.ReLU(), nn.Linear(4, 8), end), x, "expected a Linear or Conv2d right before ReLU, got none"),
         ((nn.Linear(4, 8), nn.ReLU(), nn.ReLU(), end), x, "right before ReLU, got none"),
@@ -266,10 +266,10 @@ def test_kernels_of_relu_without_biases_grow_with_the_square_of_the_inputs_whate
 def test_inputs_whose_squares_no_float_holds_are_refused(activation):
     x = torch.full((2, 4), 1e200, dtype=torch.float64)
     layers = nn.Sequential(nn.Linear(4, 8), ACTIVATIONS[activation](), nn.Linear(8, 1))
-    with pytest.raises(ValueError, match=r"expected inputs whose squares float64 can hold, got .*; scale the inputs"):
+    with pytest.raises(ValueError, match=r"expected inputs whose squares fit into float64, got .*; scale the inputs"):
         theory.kernel(layers, x, weight_variance=2.0)
     one = Modulation.constant(1.0)
-    with pytest.raises(ValueError, match="expected inputs whose squares float64 can hold"):
+    with pytest.raises(ValueError, match="expected inputs whose squares fit into float64"):
         theory.embedded_kernels(x, depth=1, activation=activation, u=one, v=one, weight_variance=2.0)
 
 

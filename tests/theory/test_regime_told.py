@@ -130,7 +130,7 @@ class Sized(nn.Module):
 def test_what_no_chain_describes_is_not_told(net, keywords):
     found = theory.regime(ds.BatchEnsemble(net(), members=4, **keywords))
     assert (found.kind, found.correlation, found.overlap, found.effective_members) == (None,) * 4
-    assert "not told" in str(found)
+    assert "of unknown regime" in str(found)
     assert found.advice == ""
 
 
@@ -239,8 +239,8 @@ def test_the_correlation_of_the_members_at_hand_stands_beside_that_of_random_wei
     expected = (gram.sum() - gram.trace()) / (3 * gram.trace())
     assert found.measured_correlation == pytest.approx(float(expected), abs=1e-10)
     assert found.correlation < 0.5 < found.measured_correlation
-    assert f"{found.correlation:.2f} predicted for weights drawn at random without biases" in str(found)
-    assert f"{found.measured_correlation:.2f} measured of these" in str(found)
+    assert f"{found.correlation:.2f} predicted for random weights without biases" in str(found)
+    assert f"{found.measured_correlation:.2f} measured for these members" in str(found)
     assert theory.regime(posterior).measured_correlation is None
 
 

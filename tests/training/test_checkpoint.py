@@ -224,9 +224,9 @@ def test_a_setting_that_gives_way_to_the_checkpoints_is_said(tmp_path, caplog):
             epochs=4,
         )
     text = " ".join(caplog.messages)
-    assert "Adam lr = 0.01 of its checkpoint, not the 0.3 given now" in text
-    assert "weight_decay = 0 of its checkpoint, not the 0.1" in text
-    assert "StepLR step_size = 1 of its checkpoint, not the 5" in text
+    assert "Adam lr = 0.01 from its checkpoint, not the 0.3 given now" in text
+    assert "weight_decay = 0 from its checkpoint, not the 0.1" in text
+    assert "StepLR step_size = 1 from its checkpoint, not the 5" in text
 
 
 def test_a_rate_that_a_captured_step_kept_in_float32_is_the_same_rate(caplog):
@@ -302,7 +302,7 @@ def test_a_loader_that_cannot_go_on_is_said_and_not_refused(tmp_path, caplog):
         with caplog.at_level(logging.WARNING, "dissensus"):
             history = fit(ensemble(), tmp_path / "c.pt", loader=loader, epochs=3)
         assert len(history) == 3
-        assert "the run goes on with other batches than it would have had" in caplog.text
+        assert "the resumed run sees other batches" in caplog.text
 
 
 def test_a_loaders_state_that_a_file_without_code_cannot_hold_is_left_out(tmp_path, caplog):

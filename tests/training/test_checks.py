@@ -48,7 +48,7 @@ def test_two_ranks_are_refused_outside_fit_unless_they_are_to_be_independent():
         assert len(said) == 4
         for each in said:
             assert each.startswith(
-                f"expected one process, got rank {i} of 2: outside fit ranks share no gradients and no"
+                f"expected one process, got rank {i} of 2: outside fit, ranks share no gradients and no"
             )
             assert 'ranks="independent"' in each
         assert steps == 0
@@ -117,7 +117,7 @@ def test_a_schedule_over_batches_is_said_to_be_stepped_each_epoch(name, caplog):
         with caplog.at_level("WARNING", logger="dissensus"):
             scheduler = SCHEDULES[name](optimizer, steps)
             ds.fit(posterior, batches, epochs=2, optimizer=optimizer, scheduler=scheduler, progress=False)
-        assert ("was laid out for 6 steps and is stepped once an epoch, 2 times" in caplog.text) is said
+        assert ("was built for 6 steps, but fit steps it once per epoch, 2 times" in caplog.text) is said
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -141,12 +141,14 @@ def test_a_cycle_that_ends_before_the_run_is_refused_before_anything_trains(resu
     run(3, 3)
     seen = []
     monkeypatch.setattr(ds.MAP, "before_step", lambda *batch: seen.append(batch))
-    with pytest.raises(ValueError, match=r"^expected a OneCycleLR of 4 or more steps, one an epoch, got 3; set total"):
+    with pytest.raises(
+        ValueError, match=r"^expected a OneCycleLR of at least 4 steps, one per epoch, got 3; set total"
+    ):
         run(4, 3)  # resumed: the length is that of the checkpoint
     assert not seen
 
 
 def test_a_posterior_that_is_frozen_throughout_is_said_to_be():
     posterior = ds.MAP(tiny.mlp().double()).requires_grad_(False)
-    with pytest.raises(ValueError, match="expected a posterior with parameters to train, got all of them frozen"):
+    with pytest.raises(ValueError, match="expected a posterior with trainable parameters, got only frozen ones"):
         ds.fit(posterior, [tiny.points()], epochs=1, progress=False)

@@ -1,4 +1,4 @@
-"""Attacks on a posterior's averaged prediction p̄ = (1/M) Σ_m p_m: the mixture is attacked, not its members one by one."""
+"""Attacks on a posterior's averaged prediction p̄ = (1/M) Σ_m p_m, not on its members one by one."""
 
 from dissensus.attacks.aim import Adversarial
 from dissensus.attacks.gradient_attacks import fgsm, fool, gradient, pgd

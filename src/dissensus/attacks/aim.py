@@ -1,11 +1,11 @@
-"""The loss of inputs under a posterior, −log p̄(y | x), and the way up: what every attack asks for.
+"""The loss of inputs under a posterior, −log p̄(y | x), and its gradient, for all attacks.
 
 With the odds of being wrong, d_m = log(1 − p_m(y)) − log p_m(y), the gradient of the loss is
 
     ∇ −log p̄ = (Σ_m w_m ∇d_m) / Σ_m p_m,    w_m = p_m (1 − p_m)
 
-Attacks need only its direction, Σ_m w_m ∇d_m / Σ_m w_m, which stays exact where p_m rounds to one and the gradient itself
-underflows: a network does not look robust because it is too sure.
+Attacks need only its direction, Σ_m w_m ∇d_m / Σ_m w_m, which stays exact when p_m rounds to one and the gradient itself
+underflows. Otherwise an overconfident network would look robust.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Draw = Literal["fixed", "fresh"] | DrawnFunctions
 
 @dataclass(frozen=True, eq=False)
 class Adversarial:
-    """What an attack found. An object, not a tensor: whether an input fools a sampled mixture is known only for its draw.
+    """The result of an attack: the adversarial inputs, and whether they succeed under the attacked draw of functions.
 
     Args:
         inputs: (B, ...), on the posterior's device.
-        success: (B,) boolean: misclassified; of a targeted attack, classified as the target.
-        loss: (B,) −log p̄(y) at these inputs: large where an attack succeeds, small where a targeted one does.
+        success: (B,) boolean: misclassified; for a targeted attack, classified as the target.
+        loss: (B,) −log p̄(y) in nats at these inputs; an attack raises it, a targeted one lowers it.
     """
 
     inputs: Tensor
@@ -49,15 +49,15 @@ class Adversarial:
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """The loss at inputs (B, ...), and which way to go from them."""
+    """The loss at inputs (B, ...), and the direction in which to move them."""
 
     found: Adversarial
-    gain: Tensor  # (B,) the odds of being wrong (right, if targeted): ordered as the loss, but they do not saturate
-    way: Tensor  # (B, ...) direction in which the gain grows; empty where nobody asked
+    gain: Tensor  # (B,) log-odds of being wrong (right, if targeted): the same order as the loss, without saturation
+    way: Tensor  # (B, ...) direction in which the gain grows; empty if not requested
     slope: Tensor  # (B, 1...): the gradient of the loss is way · slope (minus that, if targeted)
 
     def better(self, other: Look) -> Look:
-        """Of each input the one that succeeds, and if both or none do, the one of higher gain; this one if they are equal."""
+        """For each input, the one that succeeds; if both or none do, the one of higher gain; if equal, this one."""
         mine, its = self.found, other.found
         taken = (its.success & ~mine.success) | ((its.success == mine.success) & (other.gain > self.gain))
         found = Adversarial(
@@ -69,7 +69,7 @@ class Look:
 
 
 class Aim:
-    """Inputs, classes and the functions that are attacked. What may be wrong with them is found here."""
+    """Inputs, classes and the attacked functions, all checked here."""
 
     def __init__(self, posterior: Posterior, x: Tensor, y: Tensor, *, draw: Draw, targeted: bool, at_once: int) -> None:
         self.posterior = expect_posterior(posterior)
@@ -82,10 +82,10 @@ class Aim:
         elif one_of("draw", draw, ("fixed", "fresh")) == "fixed":
             with left_as_found(posterior):
                 self.kept = posterior.draw()
-        self._tried = not len(self.y)  # whether there are gradients
+        self._tried = not len(self.y)  # whether gradients were checked
 
     def look(self, x: Tensor, *, climb: bool = True) -> Look:
-        """The loss at x; `climb`: whether a way up is wanted, too."""
+        """The loss at x; `climb`: whether to compute the direction, too."""
         with torch.no_grad():
             drawn = self.posterior.draw() if self.kept is None else self.kept
             rows = max(self.at_once // drawn.members, 1)
@@ -107,7 +107,7 @@ class Aim:
         """(log p̄ (B, C), direction (B, ...) of the gradient of −log p̄(y), its size over that of the gradient (B, 1...))."""
         lens = (
             self.posterior.lens()
-        )  # a calibration of the mean has no useful gradient: the members' mixture is climbed
+        )  # a calibration of the mean has no useful gradient, so the gradient is that of the members' mixture
 
         def climbed(member: Member, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             def odds(at: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -135,7 +135,7 @@ class Aim:
         return cast(ClassificationPredictive, predictive).log_mean, way, per_input(slope, way)
 
     def _check_gradients(self, drawn: DrawnFunctions, way: Tensor) -> None:
-        """Raises where neither the inputs nor noise have any: an attack would find nothing, and all would look well."""
+        """Raises if gradients are zero at the inputs and at noise: the attack would do nothing and seem to show robustness."""
         if not way.any():
             seeded = torch.Generator().manual_seed(0)
             noise = torch.rand(8, *self.x.shape[1:], generator=seeded, dtype=self.x.dtype).to(self.x)
@@ -145,12 +145,12 @@ class Aim:
 
 
 def checked(posterior: Posterior, x: Tensor, y: Tensor) -> Batch:
-    """The batch; an error where it cannot be attacked."""
+    """The batch; raises if it cannot be attacked."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         what = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
-            f"expected one floating-point tensor of inputs, got {what}, which has no gradient; pass images as x / 255, or let "
-            "the network begin after its embedding"
+            f"expected one floating-point tensor of inputs, got {what}, which has no gradient; pass images as x / 255, or the "
+            "embedded inputs to a network without its embedding"
         )
     batch = Batch.of((x, y), anywhere=True)
     shape = posterior.output_shape(x)
@@ -163,15 +163,15 @@ def checked(posterior: Posterior, x: Tensor, y: Tensor) -> Batch:
     counted = posterior.likelihood.counted(batch.y)
     if batch.y.is_floating_point() or not (counted is None or bool(counted.all())):
         raise ValueError(
-            "expected one class index per input, got soft or ignored labels; pass y.argmax(1), or leave those out"
+            "expected one class index per input, got soft or ignored labels; pass y.argmax(1), or remove ignored rows"
         )
     return batch
 
 
 def no_gradients(reason: str) -> ValueError:
     return ValueError(
-        f"expected a network that can be differentiated by its inputs, got one that cannot ({reason}); take no_grad, detach, "
-        "numpy and rounding out of its forward"
+        f"expected a network that can be differentiated by its inputs, got one that cannot ({reason}); remove no_grad, "
+        "detach, numpy and rounding from its forward"
     )
 
 

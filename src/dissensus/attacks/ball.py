@@ -1,4 +1,4 @@
-"""Where an attack may go: a ball around the inputs, within bounds."""
+"""The region of an attack: a ball around the inputs, within bounds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dissensus.numerics.checks import number, one_of
 
 Norm = Literal["inf", "2"]
 Bounds = tuple[float, float] | None
-ROUNDING = 1e-3  # of the range: how far outside their bounds inputs may lie
+ROUNDING = 1e-3  # share of the range by which inputs may exceed their bounds
 
 
 @dataclass(frozen=True, eq=False)
 class Ball:
-    """Inputs within ε of x and within bounds. `unit`: how much of an input's value is one of the units of ε."""
+    """Inputs within ε of x and within bounds. `unit`: the value of one unit of ε in the units of the inputs."""
 
     x: Tensor
     epsilon: float
@@ -45,20 +45,20 @@ class Ball:
         if not (low < high and bool(((x >= edges[0] - room) & (x <= edges[1] + room)).all())):
             raise ValueError(
                 f"expected inputs within bounds {bounds}, got values from {float(x.min()):g} to {float(x.max()):g}; pass "
-                "standardiser= where inputs are standardised, other bounds=, or bounds=None"
+                "standardiser= if inputs are standardised, other bounds=, or bounds=None"
             )
-        # An input that rounding has moved outside stays allowed.
+        # An input that is outside by rounding is allowed.
         low_, high_ = torch.minimum(edges[0], x), torch.maximum(edges[1], x)
         return cls(x, radius, one_of("norm", norm, ("inf", "2")), unit, low_, high_)
 
     def step(self, at: Tensor, way: Tensor, size: float) -> Tensor:
-        """The point of the ball nearest to the one that lies a step of this size along the way."""
+        """A step of this size along `way`, projected onto the ball."""
         up = way.to(self.x) * self.unit  # the gradient in the units of ε
         along = up.sign() if self.norm == "inf" else up / length(up).clamp(min=torch.finfo(up.dtype).tiny)
         return self.nearest((at - self.x) / self.unit + size * along)
 
     def nearest(self, delta: Tensor) -> Tensor:
-        """x + δ, δ brought back into the ball and the sum into the bounds; x bit for bit where δ is 0."""
+        """x + δ, with δ projected onto the ball and the sum onto the bounds; exactly x if δ is 0."""
         if self.norm == "inf":
             delta = delta.clamp(-self.epsilon, self.epsilon)
         else:
@@ -68,7 +68,7 @@ class Ball:
         return torch.minimum(torch.maximum(moved, self.low), self.high)
 
     def random(self, generator: torch.Generator | None) -> Tensor:
-        """A uniformly drawn point of the ball, brought into the bounds."""
+        """A uniformly drawn point of the ball, projected onto the bounds."""
         empty = torch.empty_like(self.x, device=torch.device("cpu") if generator is None else generator.device)
         if self.norm == "inf":
             delta = empty.uniform_(-1, 1, generator=generator)
@@ -85,5 +85,5 @@ def length(vectors: Tensor) -> Tensor:
 
 
 def per_input(values: Tensor, like: Tensor) -> Tensor:
-    """Values (B,) or (M, B) with axes of length 1 behind them, as many as `like` has."""
+    """Values (B,) or (M, B) with trailing axes of length 1, to broadcast with `like`."""
     return values.reshape(*values.shape, *[1] * (like.ndim - values.ndim))

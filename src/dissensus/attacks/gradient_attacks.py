@@ -1,4 +1,4 @@
-"""FGSM, PGD, and inputs made of noise: up the gradient of the loss of the averaged prediction."""
+"""FGSM, PGD, and fooling inputs made of noise, by the gradient of the averaged prediction's loss."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def fgsm(
     draw: Draw = "fixed",
     at_once: int = AT_ONCE,
 ) -> Adversarial:
-    """The inputs after one step of size ε up the loss (Goodfellow, Shlens & Szegedy, ICLR 2015).
+    """Attacks inputs by one gradient step of size ε (Goodfellow, Shlens & Szegedy, ICLR 2015).
 
-    x + ε sign(∇ −log p̄), or x + ε ∇/‖∇‖ for norm "2", whether or not that raises the loss. Arguments as in `pgd`.
+    Returns an `Adversarial` with x + ε sign(∇ −log p̄), or x + ε ∇/‖∇‖ for norm "2", even if that does not raise the loss.
+    Arguments as in `pgd`.
     """
     aim = Aim(posterior, x, y, draw=draw, targeted=targeted, at_once=at_once)
     ball = Ball.around(aim.x, epsilon, norm=norm, bounds=bounds, standardiser=standardiser)
@@ -54,30 +55,34 @@ def pgd(
     draw: Draw = "fixed",
     at_once: int = AT_ONCE,
 ) -> Adversarial:
-    """The best inputs met by projected gradient ascent of the loss (Madry et al., ICLR 2018).
+    """Attacks inputs by projected gradient ascent of the loss (Madry et al., ICLR 2018).
 
-    Every step goes `step_size` along the sign of the gradient (norm "2": along the gradient) and back into the ball
-    around x and into the bounds. Of all iterates, x itself among them, each input keeps one: a misclassified one before
-    others, then the one of highest loss. With a fixed draw more steps therefore never raise the accuracy.
+    Every step moves by `step_size` along the sign of the gradient (norm "2": along the gradient) and projects back onto the
+    ball around x and the bounds. For each input the best iterate is returned, x included: a misclassified one if there is
+    any, then the one of highest loss. So with a fixed draw, more steps never raise the accuracy.
 
     Args:
-        posterior: a classification with logits (B, C). `ds.MAP(posterior.member(i))` attacks one member; what that does to
-            the mixture is `posterior.predict(found.inputs)`.
+        posterior: a classification with logits (B, C). To attack one member, pass `ds.MAP(posterior.member(i))`;
+            `posterior.predict(found.inputs)` then shows the effect on the mixture.
         x: (B, ...), floating-point.
         y: (B,) true classes; with `targeted`, classes to reach.
         epsilon: ε, the radius of the ball, in the units of the bounds.
-        steps: gradients taken; one more forward pass judges the last iterate.
+        steps: number of gradient steps; one more forward pass evaluates the last iterate.
         step_size: in the units of ε; None is 2.5 ε / steps.
         norm: "inf" or "2", of the ball and of a step.
-        targeted: lowers −log p̄(y) instead.
-        random_start: starts at a uniformly drawn point of the ball, from `generator` (None: torch's own stream).
+        targeted: whether to lower −log p̄(y) instead.
+        random_start: whether to start at a uniformly drawn point of the ball.
+        generator: generator of the random start; None is torch's global one.
         bounds: least and largest value of an input, (0, 1) for pixels; None for no bounds.
-        standardiser: where x is standardised, what it was standardised by: ε, step size and bounds are then in the units
-            before, pixels for images, whatever the channel.
-        draw: "fixed" attacks one draw of functions, the one `posterior.predict` would use; "fresh" draws anew for every
-            gradient from torch's own stream. They differ only for a posterior that samples and has no stored draw.
-            What `posterior.draw()` returned is attacked itself.
-        at_once: pairs of a member and an input in memory at a time, at most (but one input at least).
+        standardiser: the `Standardiser` of x, if x is standardised: ε, step size and bounds are then in the original
+            units (pixels for images), the same for all channels.
+        draw: "fixed" attacks one draw of functions, the one that `posterior.predict` would use; "fresh" uses a new draw
+            for every gradient. They differ only for a sampling method without a stored draw. Or the result of
+            `posterior.draw()`, to attack that draw.
+        at_once: most pairs of a member and an input in memory at a time (at least one input).
+
+    Returns:
+        `Adversarial`: inputs (B, ...), success (B,) and loss (B,).
     """
     steps = whole("steps", steps, least=0)
     aim = Aim(posterior, x, y, draw=draw, targeted=targeted, at_once=at_once)
@@ -99,12 +104,13 @@ def fool(
     draw: Draw = "fixed",
     at_once: int = AT_ONCE,
 ) -> Adversarial:
-    """Inputs of nothing that the mixture takes for a class: ascent of log p̄(target) from noise, within the bounds.
+    """Turns noise into inputs that the mixture classifies as a given class, by ascent of log p̄(target) within the bounds.
 
-    As gradient ascent of Nguyen, Yosinski & Clune (CVPR 2015). Arguments as in `pgd`, without a ball.
+    The gradient ascent of Nguyen, Yosinski & Clune (CVPR 2015). Returns an `Adversarial`. Arguments as in `pgd`, without a
+    ball.
 
     Args:
-        start: (B, ...) noise, for example `torch.rand(10, 1, 28, 28)`, standardised where a standardiser is given.
+        start: (B, ...) noise, for example `torch.rand(10, 1, 28, 28)`, standardised if a standardiser is given.
         target: the class to reach, one for all or (B,).
     """
     steps = whole("steps", steps, least=0)
@@ -115,13 +121,13 @@ def fool(
 
 
 def gradient(posterior: Posterior, x: Tensor, y: Tensor, *, at_once: int = AT_ONCE) -> Tensor:
-    """(B, ...) ∇ₓ −log p̄(y | x) of the mixture, at the posterior's temperature; arguments as in `pgd`."""
+    """(B, ...) the input gradient ∇ₓ −log p̄(y | x) of the mixture, at the posterior's temperature; arguments as in `pgd`."""
     look = Aim(posterior, x, y, draw="fixed", targeted=False, at_once=at_once).look(x)
     return look.way * look.slope
 
 
 def climb(aim: Aim, ball: Ball, *, steps: int, size: float, start: Tensor | None = None) -> Adversarial:
-    """The best of aim's inputs, the start and the inputs after each step from there."""
+    """The best of the original inputs, the start, and the iterates after each step."""
     now = best = aim.look(aim.x, climb=start is None and steps > 0)
     if start is not None:
         now = aim.look(start, climb=steps > 0)

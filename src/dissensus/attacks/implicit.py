@@ -1,7 +1,7 @@
-"""Implicit corruptions: changes of the input that do to the mean network what one drawn function does by itself.
+"""Implicit corruptions: changes of the input that have the same effect on the mean network as one drawn function.
 
 Trinh, Heinonen, Acerbi & Kaski, "Tackling covariate shift with node-based Bayesian neural networks", ICML 2022: noise on
-nodes acts like corrupted inputs, which training under it then prepares for.
+nodes acts like corrupted inputs, so training with it prepares for corruptions.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from dissensus.core.posterior import Posterior, expect_posterior, left_as_found
 from dissensus.numerics.checks import number, one_of, whole
 
 AT_ONCE = 1000
-GROWN, SHRUNK = 1.3, 0.5  # of a step that was taken, and of one that was not
+GROWN, SHRUNK = 1.3, 0.5  # factors of the step size after an accepted and after a rejected step
 
 
 @dataclass(frozen=True, eq=False)
 class ImplicitCorruptions:
-    """What S of the drawn functions amount to at B inputs.
+    """The implicit corruptions of B inputs by S drawn functions; made by `implicit_corruptions`.
 
     Args:
         inputs: (S, B, ...) corrupted inputs, on the posterior's device.
-        functions: (S,) numbers of the drawn functions.
-        explained: (S, B) share of ‖f_s(x) − f̄(x)‖² that the corrupted input brings about: 1 is all of it. 1 where
-            there is nothing to explain.
+        functions: (S,) indices of the drawn functions.
+        explained: (S, B) share of ‖f_s(x) − f̄(x)‖² that the corrupted input reproduces: 1 is all of it, also if there is
+            no difference.
     """
 
     inputs: Tensor
@@ -47,21 +47,24 @@ def implicit_corruptions(
     draw: Draw = "fixed",
     at_once: int = AT_ONCE,
 ) -> ImplicitCorruptions:
-    """Inputs at which the mean function says what one drawn function says at x.
+    """Finds inputs at which the mean function has the outputs that one drawn function has at x.
 
         x_s = argmin_x' ½ ‖f_s(x) − f̄(x')‖² + ½ λ ‖x' − x‖²,    f̄ = (1/M) Σ_m f_m
 
-    f: the networks' outputs, before any softmax and temperature. Found by gradient descent from x whose step is halved where
-    it does not lower the objective enough, for every input by itself: the objective never rises.
+    f are the networks' outputs, before softmax and temperature. The minimum is found by gradient descent from x; a step that
+    does not lower the objective enough is rejected and halved, for each input separately.
 
     Args:
-        posterior: any; of a NodeBNN the functions are draws of the latents.
+        posterior: any posterior; for a NodeBNN the functions are draws of the latents.
         x: (B, ...), floating-point, as the network takes it. Distances are in its units.
-        penalty: λ; the smaller, the further inputs may go. The paper has 0.01 to 0.5.
-        functions: S, spread evenly over the M drawn ones; all of them where there are fewer.
-        steps: of descent, each a forward and a backward pass through all M functions.
+        penalty: λ; with a smaller one, inputs move further. 0.01 to 0.5 in the paper.
+        functions: S, spread evenly over the M drawn ones; all if there are fewer.
+        steps: descent steps, each a forward and a backward pass through all M functions.
         draw: as in `pgd`; "fresh" draws once.
-        at_once: pairs of a function and an input in memory at a time, at most (but one input at least).
+        at_once: most pairs of a function and an input in memory at a time (at least one input).
+
+    Returns:
+        `ImplicitCorruptions`: inputs (S, B, ...), functions (S,) and explained (S, B).
     """
     weight = float(number("penalty", penalty, above=0))
     steps, wanted, at_once = whole("steps", steps, least=0), whole("functions", functions), whole("at_once", at_once)
@@ -105,7 +108,7 @@ def descend(drawn: DrawnFunctions, start: Tensor, aim: Tensor, penalty: float, s
     for _ in range(steps):
         tried = x - per_input(step, x) * slope
         found = look(tried)
-        # a fall of at least a quarter of what the slope promises; NaN is no fall
+        # accepted if it falls by at least a quarter of the linear prediction; NaN is not accepted
         taken = found[0] <= value - step / 4 * slope.flatten(1).square().sum(1)
         x = torch.where(per_input(taken, x), tried, x)
         value, apart = torch.where(taken, found[0], value), torch.where(taken, found[2], apart)

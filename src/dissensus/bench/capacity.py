@@ -1,4 +1,4 @@
-"""Weights and nodes of networks by name: what `dissensus capacity` prints."""
+"""Counts the weights and nodes of networks, for `dissensus capacity`."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from dissensus.bench.task.schema import AnyKey, ValueRule, typed
 from dissensus.numerics.checks import one_of
 from dissensus.surgery.capacity import Capacity, capacity
 
-# The networks of the talk on node noise, with the numbers of outputs that their weights were published with.
+# The networks of the talk on node noise, with the numbers of outputs of their published weights.
 TALK: dict[str, tuple[str, dict[str, Any]]] = {
     "LeNet, 28×28": ("LeNet", {}),
     "AlexNet": ("AlexNet", {}),
@@ -31,9 +31,9 @@ LENET = (
 
 
 def capacities(names: Sequence[str], overrides: Sequence[str] = ()) -> dict[str, Capacity]:
-    """Name -> capacity, of networks that are named as in tasks; of none, those of the talk.
+    """Name -> capacity of networks named as in tasks; without names, the networks of the talk.
 
-    `overrides`: "network.key=value", for every network that has the key.
+    `overrides`: "network.key=value", applied to every network that has the key.
     """
     settings = dict(_setting(each) for each in overrides)
     asked: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in names} or TALK
@@ -51,7 +51,7 @@ def capacities(names: Sequence[str], overrides: Sequence[str] = ()) -> dict[str,
 
 
 def _rules(make: NetworkMaker) -> dict[str, ValueRule]:
-    """The settings of a network; any, where it passes on what it does not know."""
+    """The settings of a network; any setting if it takes **keywords."""
     kinds = {each.kind for each in inspect.signature(make).parameters.values()}
     return AnyKey(typed(make)) if inspect.Parameter.VAR_KEYWORD in kinds else typed(make)
 
@@ -65,9 +65,9 @@ def _setting(override: str) -> tuple[str, Any]:
 
 
 def _without_values(name: str, settings: Mapping[str, Any]) -> nn.Module:
-    """The network on the meta device: shapes alone; with values where it cannot be built so."""
+    """The network on the meta device (shapes only); with values if it cannot be built there."""
     try:
         with torch.device("meta"):
             return built(name, maker(name), settings, {})
-    except ValueError:  # what `built` makes of anything that a constructor raises
+    except ValueError:  # `built` turns every exception of a constructor into one
         return built(name, maker(name), settings, {})

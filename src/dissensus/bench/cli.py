@@ -1,4 +1,4 @@
-"""The command line: parses, calls, prints. Errors a user can meet are one line and exit code 2."""
+"""The command line: parses, calls, prints. A user's error is printed in one line, with exit code 2."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ from dissensus.surgery.conversion import first_names
 from dissensus.version import __version__
 
 app = typer.Typer(
-    help="Trains networks that say how sure they are, and measures whether they are right about it.",
+    help="Trains neural networks with uncertainty, and measures how good their uncertainty is.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -42,17 +42,15 @@ app = typer.Typer(
 
 app.add_typer(theory, name="theory")
 
-STOPPED = 130  # by the user, as shells have it
+STOPPED = 130  # exit code of a command stopped by the user, as in shells
 
-TaskName = Annotated[str, typer.Argument(help="A task's name (see `dissensus list`) or a .toml file.")]
-Size = Annotated[str, typer.Option(help=f"How long it takes: {', '.join(SIZES)}.")]
+TaskName = Annotated[str, typer.Argument(help="Name of a task (see `dissensus list`), or a .toml file.")]
+Size = Annotated[str, typer.Option(help=f"Size of the task, from short to long: {', '.join(SIZES)}.")]
 Sets = Annotated[list[str], typer.Option("--set", help="Override a value: training.epochs=3, method.members=8, …")]
 OutFolder = Annotated[Path | None, typer.Option(help="Folder to write to; runs/TASK-SIZE by default.")]
-Data = Annotated[str | None, typer.Option(help="Folder of your data sets; by default the variable DISSENSUS_DATA.")]
-Baseline = Annotated[
-    str | None, typer.Option(help="The method that the others are compared with; the task's by default.")
-]
-Holm = Annotated[bool, typer.Option("--holm", help="Adjust the p-values of a table for the number of its comparisons.")]
+Data = Annotated[str | None, typer.Option(help="Folder of your data sets; default: the variable DISSENSUS_DATA.")]
+Baseline = Annotated[str | None, typer.Option(help="Method to compare with; default: the task's baseline.")]
+Holm = Annotated[bool, typer.Option("--holm", help="Adjust p-values for the number of comparisons in a table (Holm).")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress.")]
 
 
@@ -62,7 +60,11 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-TOGETHER = ("bench", "train", "evaluate")  # what several processes do; the rest the first one does alone
+TOGETHER = (
+    "bench",
+    "train",
+    "evaluate",
+)  # commands that several processes share; the first process does the others alone
 
 
 @app.callback()
@@ -72,7 +74,7 @@ def options(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """What may stand before a command."""
+    """Options before a command."""
     if context.invoked_subcommand not in TOGETHER:
         ranks.leave_but_the_first()
 
@@ -80,25 +82,25 @@ def options(
 @app.command("bench")
 def bench_command(
     task: TaskName = "digits",
-    methods: Annotated[str | None, typer.Option(help="Methods, with commas between; the task's by default.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Methods, separated by commas; default: the task's.")] = None,
     set_: Sets = [],  # noqa: B006 - typer reads it
-    seeds: Annotated[int, typer.Option(help="How often to repeat everything.")] = 1,
+    seeds: Annotated[int, typer.Option(help="Number of seeds: every method is trained once with each.")] = 1,
     size: Size = "short",
     out: OutFolder = None,
     data: Data = None,
     baseline: Baseline = None,
     holm: Holm = False,
-    jobs_: Annotated[int, typer.Option("--jobs", help="Processes that train at the same time.")] = 1,
+    jobs_: Annotated[int, typer.Option("--jobs", help="Number of processes that train at the same time.")] = 1,
     quiet: Quiet = False,
 ) -> None:
-    """Train, evaluate and report: the main job. Started again, it goes on where it was stopped."""
+    """Train, evaluate and report all methods of a task. The same command continues a stopped bench."""
     chosen, tell = listed(methods or "") or None, silent if quiet else _tell
     loaded = load_task(task, size=size, overrides=set_, methods=chosen)
     check_read(set_, chosen or loaded.methods)
     if "widths" in loaded.settings:
         if methods is not None or baseline is not None or holm:
             raise ValueError(
-                "expected no --methods, --baseline and --holm for a task over widths, got one; it compares what it has"
+                "expected no --methods, --baseline or --holm for a task over widths, got one; leave it out"
             )
         from dissensus.bench.width.report import bench_widths  # loads matplotlib
 
@@ -123,13 +125,13 @@ def train_command(
     task: TaskName,
     method: Annotated[str, typer.Option(help="The method.")],
     set_: Sets = [],  # noqa: B006 - typer reads it
-    seed: Annotated[int, typer.Option(help="Of initial weights and of the order of batches.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights and of the order of batches.")] = 0,
     size: Size = "short",
     out: OutFolder = None,
     data: Data = None,
     quiet: Quiet = False,
 ) -> None:
-    """Train one method on a task; prints the run's folder."""
+    """Train one method on a task and print the run's folder."""
     loaded = load_task(task, size=size, overrides=set_, methods=[method])
     check_read(set_, [method])
     folder = jobs.default_folder(loaded) if out is None else out
@@ -143,7 +145,7 @@ def train_command(
 @app.command("evaluate")
 def evaluate_command(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    again: Annotated[bool, typer.Option("--again", help="Also where it was done before.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Evaluate again, even if results exist.")] = False,
     data: Data = None,
     quiet: Quiet = False,
 ) -> None:
@@ -151,7 +153,7 @@ def evaluate_command(
     opened = Run.open(run, source=data)
     opened.shared = ranks.shared(1)
     if again:
-        opened.posterior()  # a damaged one is an error before anything good is removed
+        opened.posterior()  # raises for a damaged posterior before results are removed
         opened.forget_evaluation()
     print(opened.evaluate(tell=silent if quiet else lambda text: _tell(f"evaluating {text}")).table())
 
@@ -160,22 +162,20 @@ def evaluate_command(
 def calibrate_command(
     run: Annotated[Path, typer.Argument(help="The folder of a trained run.")],
     method: Annotated[
-        str | None, typer.Option(help="temperature, vector, isotonic or histogram; of a regression scale or isotonic.")
+        str | None, typer.Option(help="temperature, vector, isotonic or histogram; regressions: scale or isotonic.")
     ] = None,
-    level: Annotated[float | None, typer.Option(help="Coverage that sets or intervals promise.")] = None,
-    score: Annotated[str | None, typer.Option(help="Of these sets: lac, aps, raps, …; cqr or residual.")] = None,
-    risk: Annotated[
-        float | None, typer.Option(help="Share of errors among answers that a gate promises at most.")
-    ] = None,
-    confidence: Annotated[float | None, typer.Option(help="Of that promise; 0.95 by default.")] = None,
-    rows: Annotated[float | None, typer.Option(help="Test rows to hold out for it, or their share.")] = None,
+    level: Annotated[float | None, typer.Option(help="Coverage of conformal sets or intervals, such as 0.9.")] = None,
+    score: Annotated[str | None, typer.Option(help="Score of sets: lac, aps, raps, …; or cqr, residual.")] = None,
+    risk: Annotated[float | None, typer.Option(help="Largest share of errors among answers.")] = None,
+    confidence: Annotated[float | None, typer.Option(help="Confidence of the gate's promise; 0.95 by default.")] = None,
+    rows: Annotated[float | None, typer.Option(help="Number or share of test rows to calibrate on.")] = None,
     data: Data = None,
     quiet: Quiet = False,
 ) -> None:
-    """Calibrate a trained run and let promises stand on it; prints test metrics before and after, and the folder.
+    """Calibrate a trained run, add conformal sets or a gate, and print test metrics before and after.
 
-    Held-out test rows are those of the run's data.calibration, or --rows of them; the others are tested on. What is not given
-    is as in the task's table of calibration. ds.load reads the folder, RUN/calibrated.
+    The calibration rows are held out of the test rows, as in the run's data.calibration or --rows; the other rows are tested
+    on. Options that are not given are taken from the task's calibration table. ds.load reads the result, RUN/calibrated.
     """
     asked = {"method": method, "level": level, "score": score, "risk": risk, "confidence": confidence}
     for name, value in asked.items():
@@ -190,14 +190,14 @@ def calibrate_command(
 
 @app.command("report")
 def report_command(
-    runs: Annotated[list[str], typer.Argument(help="Run folders, or folders of them.")],
+    runs: Annotated[list[str], typer.Argument(help="Run folders, or folders that contain run folders.")],
     out: Annotated[
-        Path | None, typer.Option(help="Folder, or a .html, .md, .csv or .tex file; the first run's parent by default.")
+        Path | None, typer.Option(help="Folder, or a .html, .md, .csv or .tex file; default: beside the first run.")
     ] = None,
     baseline: Baseline = None,
     holm: Holm = False,
 ) -> None:
-    """Write results.csv, report.md and report.html of evaluated runs, or one file: the tables as LaTeX in page.tex."""
+    """Write results.csv, report.md and report.html of evaluated runs, or one file, such as LaTeX tables in page.tex."""
     folder = jobs.found_runs(runs)[0].parent if out is None else out
     results, written = jobs.report_runs(runs, folder, baseline=baseline, holm=holm)
     print_results(results)
@@ -206,28 +206,28 @@ def report_command(
 
 @app.command("predict")
 def predict_command(
-    run: Annotated[Path, typer.Argument(help="The folder of a trained run of a segmentation.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a trained segmentation run.")],
     images: Annotated[list[Path], typer.Argument(help="Image files.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write to; RUN/maps by default.")] = None,
-    tile: Annotated[int | None, typer.Option(help="Side of the parts that a very large image is cut into.")] = None,
+    tile: Annotated[int | None, typer.Option(help="Side in pixels of the tiles of a very large image.")] = None,
 ) -> None:
-    """Write maps of images as PNG files: classes, confidence, entropy and mutual information of every pixel."""
+    """Segment images and write PNG maps: classes, confidence, entropy and mutual information of every pixel."""
     print_each(write_maps(Run.open(run), images, run / "maps" if out is None else out, tile=tile))
 
 
 @app.command("convert")
 def convert_command(
-    weights: Annotated[Path, typer.Argument(help="A state dict: a .pt, .pth, .th, .npz or .safetensors file.")],
-    method: Annotated[str, typer.Option(help="A method of one network.")],
-    out: Annotated[Path, typer.Option(help="Folder to write the posterior to; new or empty.")],
+    weights: Annotated[Path, typer.Argument(help="File with a state dict: .pt, .pth, .th, .npz or .safetensors.")],
+    method: Annotated[str, typer.Option(help="A method that takes one network.")],
+    out: Annotated[Path, typer.Option(help="New or empty folder for the posterior.")],
     set_: Annotated[
         list[str], typer.Option("--set", help="network.name=ResNet, network.depth=20, method.samples=50, …")
     ] = [],  # noqa: B006 - typer reads it
-    seed: Annotated[int, typer.Option(help="Of what the method draws for its start: factors, masks, latents.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the method's random initialisation: factors, masks, latents.")] = 0,
 ) -> None:
-    """Wrap trained weights into a method and save the posterior; prints its folder, which ds.load reads.
+    """Turn trained weights into a posterior of a method, save it and print its folder, which ds.load reads.
 
-    A network of your own, network.name=package.module:name, is given to ds.load as well.
+    For your own network (network.name=package.module:name), pass the network to ds.load too.
     """
     with remarks():
         convert(weights, method, out, overrides=set_, seed=seed)
@@ -238,11 +238,11 @@ def convert_command(
 def capacity_command(
     networks: Annotated[
         list[str] | None,
-        typer.Argument(help="Of dissensus.nets, or package.module:name; those of the talk by default."),
+        typer.Argument(help="Networks of dissensus.nets, or package.module:name; by default those of the talk."),
     ] = None,
-    set_: Annotated[list[str], typer.Option("--set", help="Of every network that has it: network.outputs=100, …")] = [],  # noqa: B006 - typer reads it
+    set_: Annotated[list[str], typer.Option("--set", help="Set a value of all networks: network.outputs=100, …")] = [],  # noqa: B006 - typer reads it
 ) -> None:
-    """Weights and nodes of networks: a node is an input of a linear layer, or an input channel of a convolution."""
+    """Count the weights and nodes of networks: a node is an input of a linear layer or an input channel of a convolution."""
     found = capacities(networks or [], set_)
     grid = Grid(
         "network", *(Column(each, justify="right") for each in ("weights", "nodes", "weights / node", "parameters"))
@@ -258,7 +258,7 @@ def capacity_command(
 
 @app.command("list")
 def list_command(data: Data = None) -> None:
-    """Tasks, methods, and data sets with where they are; those of task files in the current folder, too."""
+    """List tasks, methods and data sets with their places, including task files in the current folder."""
     tasks = Grid("task", "what", "data", "methods", title="Tasks", title_justify="left")
     own = own_tasks()
     for name, task in {**{name: read_task(name) for name in task_names()}, **own}.items():
@@ -283,11 +283,11 @@ def list_command(data: Data = None) -> None:
 
 
 def main() -> None:
-    """Runs the command line; what a user did wrong is one line on stderr, exit code 2."""
+    """Runs the command line; a user's error is one line on stderr, with exit code 2."""
     try:
         ranks.connect()
         with ranks.only_the_first_prints():
-            # What a command exits with, where it does not come back by itself.
+            # The exit code of a command that does not return.
             code = app(prog_name="dissensus", standalone_mode=False)
     except (ValueError, TypeError, OSError) as error:
         if os.environ.get("DISSENSUS_TRACEBACK"):
@@ -296,14 +296,14 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = STOPPED
     except Exception as error:
-        usage = getattr(error, "format_message", None)  # click's errors about the arguments themselves
+        usage = getattr(error, "format_message", None)  # click's errors about arguments
         if usage is None:
             raise
         if str(usage()).strip():
             _fail(usage())
         sys.exit(2)  # no arguments at all: the help was printed
     if code == STOPPED:
-        _fail("stopped; the same command goes on from here", code=STOPPED)
+        _fail("stopped; the same command continues from here", code=STOPPED)
     sys.exit(code or 0)
 
 

@@ -1,4 +1,4 @@
-"""Settings from a file that fit: their types, from the annotations of what they go to, and one error where they do not."""
+"""Checks the types of settings from a file, by the annotations of their functions; one error if they do not fit."""
 
 import functools
 import types
@@ -16,7 +16,7 @@ LISTS = (list, tuple, Sequence)
 
 @functools.cache
 def annotated(function: Callable[..., Any]) -> dict[str, Types]:
-    """Parameter -> the types its TOML value may have; () where the annotation does not say."""
+    """Parameter -> the allowed types of its TOML value; () if the annotation does not say."""
     try:
         hints = typing.get_type_hints(
             vars(function).get("__init__", function) if isinstance(function, type) else function
@@ -29,7 +29,7 @@ def annotated(function: Callable[..., Any]) -> dict[str, Types]:
 
 
 def _types(hint: Any) -> Types | None:
-    """None for what is no TOML value: then any will do, and what it is given to must look for itself."""
+    """The TOML types of an annotation; None if it has none: any value is then allowed, and the function checks it."""
     if hint in PLAIN:
         return PLAIN[hint]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -45,7 +45,7 @@ def _types(hint: Any) -> Types | None:
 def fitting(
     what: str, *, wanted: str = "settings that fit", remedy: str = "correct them in the task or in --set"
 ) -> Iterator[None]:
-    """What is raised by constructors and functions that settings or files are handed to becomes one error about those."""
+    """Turns every exception of a constructor or function into one error about its settings or files."""
     try:
         yield
     except (OSError, torch.OutOfMemoryError):

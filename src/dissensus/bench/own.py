@@ -1,6 +1,6 @@
-"""The user's own code in a task: methods, networks and data named as package.module:name.
+"""The user's code in a task: methods, networks and data named as package.module:name.
 
-Importing runs code: a name is looked up where something is built, and by nothing that only reads settings or makes a report.
+Importing runs code. So names are imported only when something is built, not when settings are read or reports are made.
 """
 
 import ast
@@ -14,24 +14,26 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-_added: list[str] = []  # folders at the end of sys.path that are there for tasks
-_read: WeakKeyDictionary[ModuleType, bytes] = WeakKeyDictionary()  # module -> its file as it was when it was imported
+_added: list[str] = []  # folders appended to sys.path for tasks
+_read: WeakKeyDictionary[ModuleType, bytes] = WeakKeyDictionary()  # module -> contents of its file when imported
 
 
 def imported(name: str) -> bool:
-    """Whether a name says where to import something from."""
+    """Whether a name has the form package.module:name."""
     return ":" in name
 
 
 def own_object(name: str, what: str, beside: str = "") -> Any:
-    """What the name stands for. Modules are looked for where Python looks, then in `beside`, then in the current folder."""
+    """Imports the object of that name. Modules are searched in Python's path, then in `beside`, then in the current folder."""
     module, _, attributes = name.partition(":")
     try:
         found = _module(module, beside)
         if (file := _own_file(found)) is not None:
             top, seen = _top(module, file), {(file, "")}
             _reached(file, {attributes.partition(".")[0]}, top, seen)
-            for path in {path for path, _ in seen if path.is_relative_to(top)}:  # what it imports may be another task's
+            for path in {
+                path for path, _ in seen if path.is_relative_to(top)
+            }:  # its imports may belong to another task
                 parts = path.relative_to(top).with_suffix("").parts
                 _check_is(".".join(parts[:-1] if parts[-1] == "__init__" else parts), path)
         return reduce(getattr, attributes.split("."), found)
@@ -47,9 +49,9 @@ def own_object(name: str, what: str, beside: str = "") -> Any:
 
 
 def code_digest(name: str, beside: str = "") -> str:
-    """Twelve digits that change with the code behind a name: its definition and all it reaches in the user's own files.
+    """Twelve digits that change with the code behind a name: its definition and all user code it uses.
 
-    Nothing ("") for an installed package.
+    "" for an installed package.
     """
     module, _, attributes = name.partition(":")
     if (file := _own_file(_module(module, beside))) is None:
@@ -59,9 +61,9 @@ def code_digest(name: str, beside: str = "") -> str:
 
 
 def _module(name: str, beside: str) -> ModuleType:
-    """The module, which is the one in the user's folders where one of them has it."""
+    """The module; the user's file if one of the user's folders has it."""
     places = [str(Path(folder).absolute()) for folder in (beside, os.getcwd()) if folder]
-    # Last: no file of the user's may stand in for an installed module. Those of this task before those of another.
+    # Appended last, so that no user file replaces an installed module; this task's folders come before those of other tasks.
     others = [each for each in sys.path if each not in _added]
     _added[:] = [each for each in dict.fromkeys([*places, *_added]) if each not in others]
     sys.path[:] = [*others, *_added]
@@ -82,18 +84,18 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 
 def _own_file(module: ModuleType) -> Path | None:
-    """The module's file; None of an installed package, and of what is not written in Python."""
+    """The module's file; None for an installed package, or if it is not Python source."""
     file = Path(getattr(module, "__file__", None) or "")
     return file if file.suffix == ".py" and not {"site-packages", "dist-packages"} & set(file.parts) else None
 
 
 def _top(name: str, file: Path) -> Path:
-    """The folder that imports of a module start from."""
+    """The folder from which a module's imports start."""
     return file.parents[name.count(".") + (file.name == "__init__.py")]
 
 
 def _check_is(name: str, path: Path) -> None:
-    """Raises where the module of that name, if it is imported, is not the file, or not as the file is now."""
+    """Raises if an imported module of that name is not this file, or the file was changed since."""
     if (module := sys.modules.get(name)) is None:
         return
     got = getattr(module, "__file__", None) or "a built-in module"
@@ -103,13 +105,13 @@ def _check_is(name: str, path: Path) -> None:
         )
     now = path.read_bytes()
     if _read.setdefault(module, now) != now:
-        raise ValueError(f"expected {path} as it was imported, got one that was changed since; start Python again")
+        raise ValueError(f"expected {path} as it was imported, got a file changed since; restart Python")
 
 
 def _reached(file: Path, names: set[str], top: Path, seen: set[tuple[Path, str]]) -> list[str]:
-    """The statements of a file that define the names, those that they use, and what has no name; of its imports, too.
+    """The statements of a file, and of its imports, that the names need, directly or not; statements without a name count too.
 
-    `top`: the folder that imports start from; what lies elsewhere is installed, and is not followed.
+    `top`: the folder from which imports start; modules elsewhere are installed, and are not followed.
     """
     body = ast.parse(file.read_bytes()).body
     statements = [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
@@ -144,7 +146,7 @@ def _reached(file: Path, names: set[str], top: Path, seen: set[tuple[Path, str]]
 
 
 def _bound(node: ast.stmt) -> set[str]:
-    """The names that a statement of a module defines; none where it does something else, which always counts."""
+    """The names that a statement defines; empty for other statements, which always count."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):

@@ -20,18 +20,18 @@ from dissensus.reporting.tables import Table, draws_of, main_table
 
 
 def as_text(text: str) -> str:
-    """A title or a name as markup that cannot steer the terminal: control characters are left out."""
+    """A title or a name as safe markup, without control characters."""
     return escape(text.translate(CONTROL))
 
 
 def wide_console() -> Console:
-    """A console that does not cut tables where there is no terminal to know the width of."""
+    """A console that does not truncate tables if the output is not a terminal."""
     wide = None if sys.stdout.isatty() else max(shutil.get_terminal_size().columns, 160)
     return Console(width=wide, highlight=False)
 
 
 def print_before_and_after(before: Evaluation, after: Evaluation) -> None:
-    """Test metrics of a posterior as it was, and calibrated; what members are and what they cost is left out."""
+    """Prints test metrics before and after calibration, without those of members and cost."""
     grid = Grid("", "before", "after")
     for key, value in after.metrics.items():
         if not key.startswith(("members/", "networks/", "cost/")):
@@ -41,7 +41,7 @@ def print_before_and_after(before: Evaluation, after: Evaluation) -> None:
 
 
 def print_results(results: Results) -> None:
-    """The main table of a report, what cannot be compared and why, and what the task set out to see."""
+    """Prints a report's main table, the reasons why methods are not compared, and the sentences on the task's question."""
     found, draws = draws_of(results)
     table: Table = main_table(results, found, draws)
     grid = Grid("", *map(as_text, table.headings), title=Text(results.title.translate(CONTROL)), title_justify="left")
@@ -59,16 +59,18 @@ def print_results(results: Results) -> None:
         grid.add_row(as_text(label), *cells)
     console = wide_console()
     console.print(grid)
-    console.print("bold: best   ≈: cannot be told from the best (p ≥ 0.05)   ↑ ↓: which way is better")
+    console.print("bold: best   ≈: not distinguishable from the best (p ≥ 0.05)   ↑ ↓: higher or lower is better")
     if all(len(several) == 1 for several in results.methods.values()):
-        console.print("one seed: p counts test examples only; other seeds would give other networks (--seeds 5)")
+        console.print(
+            "one seed: p-values count test examples only; run several seeds to count training variation (--seeds 5)"
+        )
     for sentence in (*tested(draws["nll"]), *few(draws), *claims(results), *cautions(results)):
         console.print(as_text(sentence))
 
 
 @contextmanager
 def remarks(level: int = logging.INFO) -> Iterator[None]:
-    """What is logged meanwhile, of this level or above, is printed to stderr."""
+    """Context that prints log messages of this level or above to stderr."""
     log, shown = logging.getLogger("dissensus"), logging.StreamHandler()
     shown.setFormatter(logging.Formatter("dissensus: %(message)s"))
     before = log.level
@@ -82,6 +84,6 @@ def remarks(level: int = logging.INFO) -> Iterator[None]:
 
 
 def print_each(several: Iterable[str | Path]) -> None:
-    """One line for each."""
+    """Prints one line for each."""
     for each in several:
         print(each)

@@ -1,8 +1,8 @@
-"""Processes that `torchrun` started a bench in: which runs each trains, and who writes and prints.
+"""A bench in several processes started by `torchrun`: which runs each process trains, and which process writes and prints.
 
-With at least as many trainings as processes each trains whole runs by itself, and runs are what they are on one process, bit
-for bit. With fewer, all processes share each run: they train it on a mesh and evaluate its batches in turns, and the first one
-writes. In both cases the first one alone prints, and writes the report.
+With at least as many trainings as processes, each process trains whole runs alone; results equal those of one process, bit for
+bit. With fewer trainings, all processes share each run: they train it on a mesh and evaluate its batches in turns, and the
+first process writes. In both cases only the first process prints and writes the report.
 """
 
 import os
@@ -18,14 +18,14 @@ from torch import distributed
 
 Item = TypeVar("Item")
 
-LONGEST = timedelta(days=30)  # that processes wait for others' runs
-SECONDS = 5.0  # in which the first process may say what is wrong everywhere
+LONGEST = timedelta(days=30)  # longest wait for other processes' runs
+SECONDS = 5.0  # wait for the first process to report an error that all processes have
 
 
 def connect() -> None:
-    """Joins the processes that `torchrun` started; of one process nothing."""
+    """Connects the processes that `torchrun` started; does nothing for one process."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from dissensus.distributed import start  # only here: it takes time that one process need not spend
+        from dissensus.distributed import start  # imported here, because it is slow and one process does not need it
 
         start()
 
@@ -39,29 +39,29 @@ def size() -> int:
 
 
 def shared(trainings: int) -> bool:
-    """Whether all processes share each of so many trainings."""
+    """Whether all processes share each training, given the number of trainings."""
     return 1 < size() > trainings
 
 
 def dealt(groups: Sequence[Item]) -> Sequence[Item]:
-    """Those that this process trains alone."""
+    """The groups that this process trains alone."""
     return groups[rank() :: size()]
 
 
 def mesh() -> Any:
-    """The mesh of all processes; None of one."""
+    """The mesh of all processes; None for one process."""
     return _mesh(distributed.group.WORLD) if size() > 1 else None
 
 
 def wait() -> None:
-    """Until all processes are here, however long their runs take."""
+    """Waits for all processes, however long their runs take."""
     if size() > 1:
         distributed.barrier(_patient(distributed.group.WORLD))
 
 
 @contextmanager
 def only_the_first_prints() -> Iterator[None]:
-    """Inside, other processes print nothing and log nothing."""
+    """Context in which only the first process prints and logs."""
     if rank() == 0:
         yield
         return
@@ -70,7 +70,7 @@ def only_the_first_prints() -> Iterator[None]:
 
 
 def failed(text: str) -> str:
-    """What a failing process says, with its number; not the first only where that one does not say the same and ends all."""
+    """The message of a failing process, with its rank; other ranks wait first, so that rank 0 can report a common error."""
     if rank() == 0:
         return text
     time.sleep(SECONDS)
@@ -78,7 +78,7 @@ def failed(text: str) -> str:
 
 
 def leave_but_the_first() -> None:
-    """Ends all processes but the first, which writes the report of what all have done."""
+    """Ends all processes except the first, which writes the report of all runs."""
     wait()
     if rank():
         sys.exit(0)

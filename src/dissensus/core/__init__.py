@@ -1,1 +1,1 @@
-"""The contract that everything else keeps: members, likelihoods, predictives, posteriors, and the seam to the engine."""
+"""The interfaces that all other rooms use: members, likelihoods, predictives, posteriors, and the seam to the engine."""

@@ -1,7 +1,7 @@
-"""What a forward can read of a network beside its registered tensors: numbers, functions, plain tensors, hooks, modes.
+"""Attributes of a network besides its registered tensors: numbers, functions, plain tensors, hooks, training modes.
 
-Members that have all of it alike run in one template, into which their tensors are put; others run each in its own. Files
-hold the part that means the same in every process, so that `load` notices a network with other attributes.
+Members with equal attributes run in one template, into which their tensors are put; members that differ run each in their
+own template. Files hold the attributes that are meaningful in other processes, so that `load` can check them.
 """
 
 import hashlib
@@ -22,21 +22,21 @@ Known = dict[int, tuple[Any, Any]]  # id -> (description, the object, kept so th
 
 @dataclass(frozen=True)
 class _Here:
-    """What means something in this process alone: files leave it out."""
+    """A value that is meaningful only in this process; files do not hold it."""
 
     value: Any
 
 
 def difference(networks: Sequence[nn.Module]) -> str | None:
-    """The name of an attribute, hook or mode that networks of one architecture may not have alike; None: all are alike."""
-    training = all(network.training for network in networks)  # in eval mode all layers are, and none by hand
+    """Name of an attribute, hook or mode in which networks of one architecture may differ; None if they are equal."""
+    training = all(network.training for network in networks)  # in eval mode all layers are in eval mode anyway
     first, *others = (_attributes(network, modes=training) for network in networks)
     names = (name for other in others for name in {**first, **other} if first.get(name) != other.get(name))
     return next(names, None)
 
 
 def saved_attributes(network: nn.Module) -> dict[str, Any]:
-    """Name -> description, JSON, of attributes that can be described; those of torch's layers are in their `extra_repr`."""
+    """Name -> JSON description of attributes that have one; attributes of torch's layers are in their `extra_repr`."""
     kept = _attributes(network)
     for name, part in network.named_modules():
         if type(part).__module__.startswith("torch.nn.") and part.extra_repr():
@@ -46,27 +46,27 @@ def saved_attributes(network: nn.Module) -> dict[str, Any]:
 
 
 def check_attributes(network: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Raises where an attribute has another value than the saved one's; None is one that a forward has yet to make."""
+    """Raises if an attribute differs from the saved one; None means that forward has not set it yet."""
     for name, mine in saved_attributes(network).items():
         if mine != "None" and saved.get(name, mine) != mine:
             raise ValueError(
-                f"expected a network with the attribute {name} = {saved[name]}, as was saved, got {mine}; pass a network built "
-                "as the saved one was, or set the attribute first"
+                f"expected a network with the saved attribute {name} = {saved[name]}, got {mine}; build the network like the "
+                "saved one, or set the attribute first"
             )
 
 
 def made(part: nn.Module) -> list[str]:
-    """Names of the tensors that hooks (old weight norm and spectral norm, pruning) make of parameters in every forward."""
+    """Names of tensors that hooks (old weight norm and spectral norm, pruning) compute from parameters in every forward."""
     return [name for name in vars(part) if f"{name}_g" in part._parameters or f"{name}_orig" in part._parameters]
 
 
 def unmade(network: nn.Module) -> dict[int, Any]:
-    """A memo for `copy.deepcopy`, which refuses tensors with a graph: what hooks make is empty in a copy until they make it."""
+    """A memo for `copy.deepcopy`, which refuses tensors with a graph: tensors made by hooks are empty until the next call."""
     return {id(vars(part)[name]): torch.empty(0) for part in network.modules() for name in made(part)}
 
 
 def _attributes(network: nn.Module, *, modes: bool = False) -> dict[str, Any]:
-    """Name -> description of each attribute, registered ones left out; with `modes` also of layers in eval mode."""
+    """Name -> description of each attribute that is not registered; with `modes` also of layers in eval mode."""
     registered = (*network.named_modules(), *network.named_parameters(), *network.named_buffers())
     known: Known = {id(each): (f"@{name}", each) for name, each in registered}
     found: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def _attributes(network: nn.Module, *, modes: bool = False) -> dict[str, Any]:
 
 
 def _description(value: Any, known: Known) -> Any:
-    """A description that is equal for equal values; "#" within an object stands for one that it is part of."""
+    """A description that is equal for equal values; "#" marks a reference from an object to one that contains it."""
     if isinstance(value, weakref.ref):
         value = value()
     if isinstance(value, PLAIN):
@@ -89,7 +89,7 @@ def _description(value: Any, known: Known) -> Any:
         known[id(value)] = "#", value
         try:
             known[id(value)] = _description_of_parts(value, known), value
-        except Exception:  # what can neither be read nor pickled equals itself alone
+        except Exception:  # an object that can neither be read nor pickled equals only itself
             known[id(value)] = _Here(id(value)), value
     return known[id(value)][0]
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from dissensus.numerics.arrays import as_tensor
 
@@ -15,7 +15,7 @@ Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
 
 
 class Batch(NamedTuple):
-    """Inputs, targets and, where examples have them, weights. Made and checked by `of` where batches come in."""
+    """Inputs, targets and optional example weights. Made and checked by `of` when a loader yields a batch."""
 
     x: Inputs
     y: Tensor
@@ -23,7 +23,7 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, given: Any, *, anywhere: bool = False) -> "Batch":
-        """What a loader gave, (x, y) or (x, y, weight), checked: kinds, weights, and inputs as in `check_finite`."""
+        """A batch from a loader's (x, y) or (x, y, weight), with types, weights and inputs (`check_finite`) checked."""
         if isinstance(given, cls):  # checked when it was made
             return given
         if not isinstance(given, tuple | list) or len(given) not in (2, 3):
@@ -33,7 +33,7 @@ class Batch(NamedTuple):
         for what, each in (("targets", y), ("example weights", y if weight is None else weight)):
             if not isinstance(each, Tensor):
                 raise TypeError(f"expected {what} as a tensor, got {type(each).__name__}; use torch.as_tensor")
-        size(x)  # an error where x has no tensor
+        size(x)  # raises if x has no tensor
         check_weight(weight)
         check_finite(x, anywhere=anywhere)
         unsigned = y.dtype in (torch.uint16, torch.uint32, torch.uint64)  # torch lacks their min
@@ -75,10 +75,10 @@ def call(network: nn.Module, x: Inputs) -> Tensor:
 
 
 def logits(outputs: Any) -> Tensor:
-    """What a network returned where that is a tensor, or the tensor called "logits", or else "out", of outputs by name.
+    """The output tensor of a network: what it returned, or the entry "logits", or else "out", of a dict of outputs.
 
-    Those are a dict, or what models of transformers return ("logits") and torchvision's for segmentation ("out": an "aux"
-    head takes no part). The named tuples of torchvision are not taken: their other tensors belong into the loss.
+    Models of transformers return "logits", torchvision's segmentation models "out" (their "aux" head is ignored). Named
+    tuples of torchvision are refused, because their other tensors belong in the loss.
     """
     found = outputs.get("logits", outputs.get("out")) if isinstance(outputs, Mapping) else outputs
     if not isinstance(found, Tensor):
@@ -98,7 +98,7 @@ def inputs_of(x: Any) -> Inputs:
 
 
 def tensors(x: Inputs) -> list[Tensor]:
-    """The tensors in x, in a fixed order; an error where one is sparse."""
+    """The tensors in x, in a fixed order; raises if one is sparse."""
     values = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else (x,)
     found = [value for value in values if isinstance(value, Tensor)]
     for tensor in found:
@@ -126,7 +126,7 @@ def to(x: Inputs, device: torch.device) -> Inputs:
 
 
 def _mover(device: torch.device) -> Callable[[Tensor], Tensor]:
-    # On its way to the host a tensor is waited for: nothing else would wait before it is read.
+    # Copies to the host block: otherwise the values could be read before the copy is done.
     return lambda tensor: tensor.to(device, non_blocking=device.type != "cpu")
 
 
@@ -144,7 +144,7 @@ def size(x: Inputs) -> int:
 
 
 def _kinds_held(x: object) -> str:
-    """The kind of inputs without a tensor, and what a tuple or dict holds in place of them."""
+    """The type of inputs that hold no tensor, with the types in a tuple or dict."""
     held = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else ()
     kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in held))
     return f"{type(x).__name__} of {kinds}" if kinds else type(x).__name__
@@ -152,19 +152,19 @@ def _kinds_held(x: object) -> str:
 
 @contextmanager
 def unchanged(x: Inputs) -> Iterator[None]:
-    """Raises on leaving where x was written into: the next member would see other inputs."""
+    """Raises at exit if x was modified in place: the next member would get other inputs."""
     given = [tensor for tensor in tensors(x) if not tensor.is_inference()]  # inference tensors count no versions
     before = [tensor._version for tensor in given]
     yield
     if [tensor._version for tensor in given] != before:
         raise ValueError(
-            "expected a network that leaves its inputs as they are, got one that changes them in place; "
+            "expected a network that does not change its inputs, got one that changes them in place; "
             "write x = x / 255 instead of x /= 255, or nn.ReLU() instead of nn.ReLU(inplace=True) on the inputs"
         )
 
 
 def length(loader: Iterable[Any]) -> int | None:
-    """Number of batches in the loader; None where it has no length (a DataLoader over a stream raises when asked)."""
+    """Number of batches in the loader; None if it has no length, like a DataLoader over a stream."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except TypeError:
@@ -172,7 +172,12 @@ def length(loader: Iterable[Any]) -> int | None:
 
 
 def sampler_of(loader: Any) -> Any:
-    """The loader's sampler where that gives each rank its own rows, as torch's DistributedSampler does; else None."""
+    """The loader's sampler if it gives each rank its own rows, like torch's DistributedSampler; else None."""
+    prepared = type(loader).__module__ == "accelerate.data_loader"
+    if prepared and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise ValueError(  # it gives parts of batches, some rows twice, and says so nowhere
+            "expected the loader itself, got one that Accelerate has divided over processes; pass it as it was before prepare"
+        )
     for path in ("sampler", "batch_sampler.sampler"):
         try:
             sampler = attrgetter(path)(loader)
@@ -184,9 +189,9 @@ def sampler_of(loader: Any) -> Any:
 
 
 def check_finite(x: Inputs, *, anywhere: bool = False) -> None:
-    """Raises where a floating-point tensor of x holds NaN or +∞; −∞ is what masks are made of.
+    """Raises if a floating-point tensor of x holds NaN or +∞; −∞ is allowed, because masks use it.
 
-    `anywhere`: tensors on a GPU are looked at too, which waits for it; without it only those on the host are.
+    `anywhere`: also checks tensors on a GPU, which synchronises with it; otherwise only those on the host.
     """
     for tensor in tensors(x):
         if (tensor.device.type != "cpu" and not anywhere) or not tensor.is_floating_point() or not tensor.numel():
@@ -195,19 +200,19 @@ def check_finite(x: Inputs, *, anywhere: bool = False) -> None:
             bad = (~(tensor < math.inf)).nonzero()  # (number, axes)
             row = f" in row {int(bad[0, 0])} of a batch" if tensor.ndim else ""
             raise ValueError(
-                f"expected finite inputs, got NaN or infinity{row}; clean the data (−inf may stand in masks)"
+                f"expected finite inputs, got NaN or infinity{row}; clean the data (−inf is allowed, for masks)"
             )
 
 
 def check_weight(weight: Tensor | None) -> None:
-    """Raises where example weights are integers or a scalar, or on the host negative or not finite. All may be 0."""
+    """Raises if weights are integers or a scalar, or (checked on the host only) negative or not finite. All may be 0."""
     if weight is None:
         return
     mask = weight.dtype == torch.bool
     if weight.ndim == 0 or not (mask or weight.is_floating_point()):
         raise ValueError(
-            f"expected one floating-point weight per example, got {weight.dtype} of shape {tuple(weight.shape)}; leave a "
-            "third tensor that is no weight (an index) out of the batch, or convert weights with .float()"
+            f"expected one floating-point weight per example, got {weight.dtype} of shape {tuple(weight.shape)}; convert "
+            "weights with .float(), or remove a third tensor that is no weight (an index) from the batch"
         )
     if weight.device.type != "cpu" or not weight.numel() or mask:
         return
@@ -216,5 +221,5 @@ def check_weight(weight: Tensor | None) -> None:
         bad = (~((weight >= 0) & (weight < math.inf))).nonzero()  # (number, axes)
         raise ValueError(
             f"expected finite example weights of at least 0, got {float(weight[tuple(bad[0])]):g} in row {int(bad[0, 0])} of a "
-            "batch; give examples that do not count the weight 0"
+            "batch; use weight 0 for examples that should not count"
         )

@@ -1,4 +1,4 @@
-"""Clock: how long a training run is, and how many steps of it are done. Schedules, recorders and watchers go by it."""
+"""Clock: the length of a training run and the number of steps done, for schedules, recorders and watchers."""
 
 from collections.abc import Iterator
 from typing import Any, Literal, final
@@ -13,7 +13,7 @@ from dissensus.numerics.checks import one_of
 
 
 class Watchers(nn.ModuleList):
-    """Posteriors that watch another one train, by position or by name of the method."""
+    """Posteriors that record another one's training, by position or by name of the method."""
 
     def __getitem__(self, which: Any) -> Any:
         if not isinstance(which, str):
@@ -26,13 +26,13 @@ class Watchers(nn.ModuleList):
 
 
 class Clock(Ground):
-    """Base class of `TrainingRules`. `fit`, or a loop of your own, calls `begin` once and `observe` after every step.
+    """Base class of `TrainingRules`. `fit`, or your own loop, calls `begin` once and `observe` after every step.
 
-    Both are passed on to the method's recorders (its attributes of class `Recorder`) and to its watchers.
+    Both calls are passed on to the method's recorders (its attributes of class `Recorder`) and to its watchers.
     """
 
     steps: Tensor  # () optimiser steps so far, over all runs; saved with the state
-    watchers: Watchers  # posteriors that watch this one train (`ds.track`)
+    watchers: Watchers  # posteriors that record this one's training (`ds.track`)
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,8 +40,8 @@ class Clock(Ground):
         self.epochs: int | None = None
         self.began = 0  # `steps` at the beginning of this run
         self.batches_per_step = 1  # batches whose gradients make one step; `fit` sets it to `accumulate`
-        self.ranks: Literal["independent"] | None = None  # set where every process of a group trains its own model
-        self.mesh: Any = None  # a `ds.distributed.Mesh` of the processes that predict and evaluate it together
+        self.ranks: Literal["independent"] | None = None  # set if every process of a group trains its own model
+        self.mesh: Any = None  # a `ds.distributed.Mesh` of the processes that predict and evaluate together
 
     @property
     @final
@@ -52,13 +52,13 @@ class Clock(Ground):
     @property
     @final
     def recorders(self) -> list[Recorder]:
-        """What records the weights of this run."""
+        """The recorders of this method."""
         return [part for part in self.children() if isinstance(part, Recorder)]
 
     @property
     @final
     def ready(self) -> bool:
-        """Whether there is anything to draw from yet: recorders must have observed something first."""
+        """Whether functions can be drawn yet: recorders must have observed enough steps first."""
         return all(recorder.ready for recorder in self.recorders)
 
     @property
@@ -69,14 +69,14 @@ class Clock(Ground):
 
     @final
     def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
-        """Sets the length of the whole run, for schedules and recorders; drops what stands on the predictions.
+        """Sets the length of the whole run, for schedules and recorders; drops calibration and promises.
 
-        Only a loop of your own calls this: `fit` does by itself.
+        Call it in your own training loop only; `fit` calls it by itself.
 
         Args:
             steps_per_epoch: optimiser steps in an epoch.
-            epochs: of the whole run.
-            done: steps of it that are behind already, in a resumed run.
+            epochs: epochs of the whole run.
+            done: steps of the run that are already done, in a resumed run.
         """
         self.steps_per_epoch, self.epochs = steps_per_epoch, epochs
         self.began = int(self.steps) - done
@@ -88,8 +88,8 @@ class Clock(Ground):
 
     @final
     def begin_unmeasured(self, epochs: int) -> None:
-        """Begins a run of unknown length, of so many epochs. `begin` follows once the first epoch has been counted."""
-        if self.began != int(self.steps):  # the length known so far is another run's
+        """Begins a run of this many epochs of unknown length. `begin` is called after the first epoch."""
+        if self.began != int(self.steps):  # the length known so far belongs to an earlier run
             self.steps_per_epoch = self.epochs = None
         self.began = int(self.steps)
         self.uncalibrate("training")
@@ -101,21 +101,21 @@ class Clock(Ground):
     @final
     @torch.no_grad()
     def observe(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimiser has stepped since the last call; if so, counts it, and recorders look at the weights.
+        """Counts an optimiser step and lets recorders read the weights; returns whether the optimiser has stepped.
 
-        Call it after every `optimizer.step()` of a loop of your own; `fit` does by itself.
+        Call it after every `optimizer.step()` in your own training loop; `fit` calls it by itself.
 
         Args:
-            optimizer: the one that trains this posterior.
+            optimizer: the optimiser that trains this posterior.
         """
         recorders = self.recorders
         for recorder in recorders:
-            recorder.renew()  # first: a step that it refuses is not counted
+            recorder.renew()  # first: if it raises, the step is not counted
         for watcher in self.watchers:
             watcher.observe(optimizer)
         stepped = has_stepped(self, optimizer)
         self.steps.add_(stepped)
-        if stepped and (self.calibration is not None or self.promises):  # a loop of one's own that did not `begin`
+        if stepped and (self.calibration is not None or self.promises):  # a user's loop that did not call `begin`
             self.uncalibrate("training")
         for recorder in recorders if stepped else ():
             recorder.observe(optimizer)

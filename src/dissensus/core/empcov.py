@@ -1,7 +1,7 @@
 """EmpCov: a prior on the first layer's weights that follows the inputs (Izmailov, Nicholson, Lotfi & Wilson, NeurIPS 2021).
 
-Directions in which the training inputs do not vary leave the weights along them to the prior. An isotropic prior keeps
-those weights at random values, and inputs that vary there at test time are met by noise; this one draws them to zero.
+Along directions in which the training inputs do not vary, only the prior determines the weights. An isotropic prior leaves
+random weights there, so test inputs that vary in these directions give noisy outputs; EmpCov pulls the weights to zero.
 """
 
 import math
@@ -19,15 +19,14 @@ from dissensus.numerics.tree import Tensors
 
 
 class EmpCov(Prior):
-    """First-layer weights, each output's w ~ N(0, alpha C + epsilon I), C the covariance of what it sees.
+    """A prior on the first layer: w ~ N(0, alpha C + epsilon I) for each output, C the covariance of the layer's inputs.
 
     Args:
-        inputs: training inputs (N, ...) or an iterable of batches (x or (x, ...)), as the network sees them.
+        inputs: training inputs (N, ...) or an iterable of batches (x or (x, ...)), as the network gets them.
         network: the architecture; the values of its weights do not matter.
-        layer: name of its first layer, an nn.Linear (C over flattened inputs) or nn.Conv2d (C over the patches it
-            sees).
-        alpha: factor of C: weights are free along directions in which inputs vary.
-        epsilon: variance left along directions in which inputs do not vary.
+        layer: name of the first layer: an nn.Linear (C over flattened inputs) or nn.Conv2d (C over its input patches).
+        alpha: factor of C, the variance along directions in which inputs vary.
+        epsilon: variance along directions in which inputs do not vary.
         rest: the prior on all other tensors, or a Gaussian's standard deviation; None leaves them to weight decay.
     """
 
@@ -58,7 +57,7 @@ class EmpCov(Prior):
         values, vectors = torch.linalg.eigh(covariance)
         # w Σ⁻¹ wᵀ = ‖w root‖²
         deviations = (alpha * values.clamp(min=0.0) + epsilon).sqrt()  # (D,)
-        dtype = torch.promote_types(first.weight.dtype, torch.float32)  # sums of squares leave the range of float16
+        dtype = torch.promote_types(first.weight.dtype, torch.float32)  # sums of squares overflow in float16
         self.register_buffer("root", (vectors / deviations).to(dtype))  # (D, D)
         self.register_buffer("spread", (vectors * deviations).T.to(dtype))
 
@@ -66,7 +65,7 @@ class EmpCov(Prior):
         return self.rest is not None or name == self.parameter
 
     def log_prob(self, params: Tensors) -> Tensor:
-        """() −Σ_o w_o Σ⁻¹ w_oᵀ / 2 over the layer's outputs o, and the others' log p."""
+        """() −Σ_o w_o Σ⁻¹ w_oᵀ / 2 over the layer's outputs o, plus log p of the other tensors."""
         others = {name: tensor for name, tensor in params.items() if name != self.parameter}
         terms = [] if self.rest is None or not others else [self.rest.log_prob(others)]
         if self.parameter in params:  # it may be frozen
@@ -75,7 +74,7 @@ class EmpCov(Prior):
         return torch.stack(terms).sum()
 
     def check_fits(self, shapes: Mapping[str, torch.Size]) -> None:
-        one_of("a prior on one", self.parameter, shapes)  # of tied layers the network names the first
+        one_of("a prior on one", self.parameter, shapes)  # for tied layers the network lists the first name
         width = math.prod(shapes[self.parameter][1:])
         if width != len(self.root):
             raise ValueError(
@@ -92,7 +91,7 @@ class EmpCov(Prior):
 
 
 def _seen(inputs: Tensor | Iterable[Any], first: nn.Linear | nn.Conv2d) -> Iterator[Tensor]:
-    """Batches (n, D) of the vectors that the layer multiplies its weights with: flattened inputs, or patches."""
+    """Batches (n, D) of the layer's input vectors: flattened inputs, or patches for a convolution."""
     before = 0
     for batch in torch.split(inputs, 256) if isinstance(inputs, Tensor) else inputs:
         x = batch[0] if isinstance(batch, tuple | list) else batch
@@ -107,6 +106,6 @@ def _seen(inputs: Tensor | Iterable[Any], first: nn.Linear | nn.Conv2d) -> Itera
         if rows.shape[1] != first.weight[0].numel():
             raise ValueError(
                 f"expected inputs of {first.weight[0].numel()} numbers for this layer, got {rows.shape[1]}; "
-                "name the layer that sees the inputs"
+                "name the layer that takes the network's inputs"
             )
         yield rows

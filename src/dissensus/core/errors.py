@@ -4,10 +4,10 @@ PLURALS = {"loss": "losses"}
 
 
 class Diverged(ValueError):
-    """Numbers of a member are no longer finite: a ValueError that `fit` and `predict` raise.
+    """Raised by `fit` and `predict` when a member has values that are not finite; a ValueError.
 
-    Attributes: `.members`, a list of their indices; `.step`, the optimiser step at which it was seen; `.what` is not
-    finite: a "loss", "gradient", "weight", "buffer", "moment" (of the optimiser) or "prediction".
+    Attributes: `.members`, the indices of these members; `.step`, the optimiser step at which it was noticed; `.what`, the
+    kind of value: "loss", "gradient", "weight", "buffer", "moment" (of the optimiser) or "prediction".
     """
 
     def __init__(self, members: list[int], step: int, what: str = "loss") -> None:

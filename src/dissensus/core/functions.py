@@ -1,34 +1,36 @@
-"""Drawn functions: what a posterior gives where M functions are drawn from it."""
+"""Drawn functions: M fixed functions drawn from a posterior."""
 
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dissensus.core import batch as batches
+from dissensus.core.alone import some
 from dissensus.core.batch import Inputs
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Member, Particles, member_index
 from dissensus.core.predictive import Predictive
 from dissensus.core.standing import Lens
 
-MOMENTS = ("mean", "total", "aleatoric", "epistemic")  # what a predictor gives
+Found = TypeVar("Found")
+MOMENTS = ("mean", "total", "aleatoric", "epistemic")  # outputs of a predictor
 
 
 class DrawnFunctions(nn.Module, ABC):
-    """Base class of what `draw` returns: M fixed functions in one module, (B, *in) -> (M, B, *out).
+    """Base class of the result of `draw`: M fixed functions in one module, (B, *in) -> (M, B, *out).
 
-    Attributes: `members` is M, `networks` how many networks these are functions of (M / networks of each, in order).
+    Attributes: `members` is M; `networks` is the number of networks they come from, M / networks functions of each, in order.
     """
 
     members: int
-    networks: int = 1  # of which these are functions, network by network, as many of each
+    networks: int = 1  # number of networks; each has the same number of functions, in order
     particles: Particles  # the tensors of the functions
-    seed: int = 0  # that they follow from beside their tensors
+    seed: int = 0  # together with the tensors it determines the functions
 
     @abstractmethod
     def each(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -38,9 +40,19 @@ class DrawnFunctions(nn.Module, ABC):
     def member(self, index: int) -> nn.Module:
         """One function as an ordinary module."""
 
+    @final
+    def part(self, rows: slice) -> "DrawnFunctions | None":
+        """Some of the functions, at least one, with the same tensors; None where they cannot be had apart from the others."""
+        found = self.cut(rows)
+        return found if type(found) is type(self) else None  # a subclass says itself how it is cut
+
+    def cut(self, rows: slice) -> "DrawnFunctions | None":
+        """What `part` gives; None for a kind that does not say how."""
+        return None
+
     @property
     def likelihood(self) -> Likelihood:
-        """What the functions' outputs mean."""
+        """The likelihood of the functions' outputs."""
         return self.particles.likelihood
 
     def forward(self, x: Inputs) -> Tensor:
@@ -54,11 +66,11 @@ class DrawnFunctions(nn.Module, ABC):
             return self.likelihood.predictive(*self.describe(x))
 
     def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
-        """The mixture in parts, a few functions each: where they run in a loop, memory does not grow with their number."""
+        """The mixture in parts of a few functions each; if functions run in a loop, memory does not grow with M."""
         yield self.predict(x)
 
     def one_by_one(self, x: Inputs, describe: Callable[[int], tuple[Tensor, ...]]) -> Iterator[Predictive]:
-        """What `predict_parts` gives where functions run in a loop; describe(i): what is said of the i-th one's outputs."""
+        """`predict_parts` for functions that run in a loop; describe(i): the likelihood's description of the i-th outputs."""
         if self.particles.how == "vectorised":
             yield self.predict(x)
             return
@@ -68,16 +80,16 @@ class DrawnFunctions(nn.Module, ABC):
             yield self.likelihood.predictive(*(tensor[None] for tensor in described))
 
     def describe(self, x: Inputs) -> tuple[Tensor, ...]:
-        """What the likelihood says of each function's outputs, each tensor (M, B, ...)."""
+        """The likelihood's description of each function's outputs, each tensor (M, B, ...)."""
         described: tuple[Tensor, ...] = self.each(described_outputs, x)
         return described
 
 
 class MemberFunctions(DrawnFunctions):
-    """The members as they are stored: the draw of every method that stores them."""
+    """The stored members themselves: the draw of every method that stores members."""
 
     def __init__(self, particles: Particles, *, ordinary: Callable[[nn.Module], nn.Module] | None = None) -> None:
-        """`ordinary`: turns a member's network with cut layers into an ordinary one; None where a method cuts none."""
+        """`ordinary`: turns a member's network with cut layers into an ordinary one; None if no layer is cut."""
         super().__init__()
         self.particles = particles
         self.ordinary = ordinary
@@ -91,13 +103,16 @@ class MemberFunctions(DrawnFunctions):
         particles = self.particles
         return self.one_by_one(x, lambda i: particles.call(described_outputs, *particles.at(i), x)[0])
 
+    def cut(self, rows: slice) -> DrawnFunctions:
+        return MemberFunctions(some(self.particles, rows), ordinary=self.ordinary)
+
     def member(self, index: int) -> nn.Module:
         network = self.particles.member(index)
         return network if self.ordinary is None else self.ordinary(network)
 
 
 class Mixture(DrawnFunctions):
-    """Families of functions one after the other: M networks, of each the functions drawn around it."""
+    """Several families of functions in a row, such as the functions drawn around each of several networks."""
 
     def __init__(self, families: Sequence[DrawnFunctions]) -> None:
         super().__init__()
@@ -119,6 +134,15 @@ class Mixture(DrawnFunctions):
         for family in self.families:
             yield from family.predict_parts(x)
 
+    def cut(self, rows: slice) -> DrawnFunctions | None:
+        found, first = [], 0
+        for family in self.families:
+            start, stop = (min(max(end - first, 0), family.members) for end in (rows.start, rows.stop))
+            found += [family.part(slice(start, stop))] if start < stop else []
+            first += family.members
+        whole = [each for each in found if each is not None]
+        return Mixture(whole) if len(whole) == len(found) else None
+
     def member(self, index: int) -> nn.Module:
         index = member_index(index, self.members)
         owners = [(family, i) for family in self.families for i in range(family.members)]
@@ -127,15 +151,41 @@ class Mixture(DrawnFunctions):
 
 
 def mixture(families: Iterable[DrawnFunctions]) -> DrawnFunctions:
-    """The functions of all families in one; a single family is itself."""
+    """All families as one; a single family is returned as it is."""
     found = list(families)
     return found[0] if len(found) == 1 else Mixture(found)
 
 
-class Predictor(nn.Module):
-    """x -> {mean, total, aleatoric, epistemic} of a `Predictive`, calibrated, by copies of drawn functions.
+class Portion:
+    """Of drawn functions those that run in this process: all of them. Processes of a mesh may divide them (`distributed`)."""
 
-    Always in eval mode; parameters are frozen, gradients reach x. Plain tensors in, plain tensors out: `torch.export` takes it.
+    def __init__(self, drawn: DrawnFunctions) -> None:
+        self.drawn = drawn
+
+    @property
+    def mine(self) -> DrawnFunctions:
+        """Those that run here."""
+        return self.drawn
+
+    @property
+    def first(self) -> int:
+        """The number of the first of them."""
+        return 0
+
+    def everyones(self, find: Callable[[], Found]) -> list[Found]:
+        """What find() gives in every process that runs some of the functions, in their order."""
+        return [find()]
+
+    def joined(self, find: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Tensors (M, ...) of all functions; find() gives those of the functions that run here."""
+        first, *others = self.everyones(find)
+        return tuple(torch.cat(each) for each in zip(first, *others, strict=True)) if others else first
+
+
+class Predictor(nn.Module):
+    """A module x -> {mean, total, aleatoric, epistemic} of the calibrated `Predictive`, with copies of drawn functions.
+
+    Always in eval mode; parameters are frozen, gradients reach x. Inputs and outputs are plain tensors, for `torch.export`.
     """
 
     def __init__(self, drawn: DrawnFunctions, lens: Lens) -> None:
@@ -143,7 +193,7 @@ class Predictor(nn.Module):
         self.drawn = copy.deepcopy(drawn).requires_grad_(False)
         self.temperature = lens.temperature
         self.calibration = copy.deepcopy(lens.calibration)
-        # Before 2.12 torch exports vmap, but cannot save what it exported: the graph then calls a function without a name.
+        # Before 2.12 torch can export vmap, but cannot save the result: the graph calls a function without a name.
         for particles in self.drawn.modules() if torch.__version__ < "2.12" else ():
             if isinstance(particles, Particles):
                 particles.how = "loop"
@@ -153,7 +203,7 @@ class Predictor(nn.Module):
         return super().train(False)
 
     def predictive(self, x: Inputs) -> Predictive:
-        """What `predict` gives for x, by these functions."""
+        """The calibrated `Predictive` of these functions for x."""
         lens = Lens(self.temperature, self.calibration)
         return lens.mixture(lens.members(self.drawn.predict(x)))
 

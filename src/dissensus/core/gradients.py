@@ -1,6 +1,6 @@
-"""Gradients of all members on one batch, found without changing anything: all at once by vmap, or one after the other.
+"""Gradients of all members on one batch, as pure functions: all members at once by vmap, or one after the other.
 
-A strategy is a function `(posterior, batch) -> Gradients`. The two here work everywhere and give the same results;
+A strategy is a function `(posterior, batch) -> Gradients`. The two strategies here work everywhere and give the same results;
 the engines add compiled, streamed and captured ones.
 """
 
@@ -16,12 +16,13 @@ from torch.utils import _pytree as pytree
 from dissensus.core.batch import Batch
 from dissensus.core.particles import Particles, Rows
 from dissensus.core.running import ONE_LANE, MemberLanes
+from dissensus.numerics.divided import here, is_divided
 from dissensus.numerics.randomness import random_state
 from dissensus.numerics.tree import Tensors
 
 
 class Objective(Protocol):
-    """What is to be differentiated: the functions that a posterior declares of its members."""
+    """The functions of a posterior that are differentiated."""
 
     particles: Particles
     ranks: Literal["independent"] | None
@@ -40,7 +41,7 @@ class Objective(Protocol):
 
 
 class Gradients(NamedTuple):
-    """Results of one batch: losses (M,), the gradient of their sum by each trained tensor, buffers (M, ...) afterwards."""
+    """Results of one batch: losses (M,), gradients of their sum for each trained tensor, buffers (M, ...) afterwards."""
 
     losses: Tensor
     gradients: Tensors
@@ -66,11 +67,11 @@ class State(NamedTuple):
         return self._replace(own=row(self.own), own_frozen=row(self.own_frozen), own_buffers=row(self.own_buffers))
 
     def leaves(self) -> Tensors:
-        """What is trained, each a tensor to differentiate by."""
+        """The trained tensors, as leaves that require gradients."""
         return {name: tensor.detach().requires_grad_() for name, tensor in {**self.shared, **self.own}.items()}
 
     def parameters(self, trained: Tensors | None = None) -> Tensors:
-        """All parameters, with these in place of what is trained."""
+        """All parameters, with `trained` in place of the trained ones."""
         mine = {**self.shared, **self.own} if trained is None else trained
         return {**self.shared_frozen, **self.own_frozen, **mine}
 
@@ -82,19 +83,19 @@ Strategy = Callable[[Objective, Batch], Gradients]
 
 
 def vectorised(posterior: Objective, batch: Batch) -> Gradients:
-    """Gradients with all members at once by vmap, of their sum: shared tensors need no copy per member."""
+    """Gradients of the members' sum, all members at once by vmap: shared tensors need no copy per member."""
     state = state_of(posterior)
-    # Detached tensors made leaves, not the parameters themselves: `.grad` and the parameters' own graphs stay untouched.
+    # Detached leaves, not the parameters themselves, so that `.grad` and the parameters' own graphs do not change.
     wanted = {name: tensor.requires_grad_() for name, tensor in {**state.shared, **state.own}.items()}
     with posterior.particles.vectorising(), torch.enable_grad():
         total, losses, after = all_members(posterior, state, batch)
-    # By plain autograd: function transforms would keep a graph of the gradients as well.
+    # Plain autograd, because function transforms would also keep a graph of the gradients.
     found = torch.autograd.grad(total, list(wanted.values()), materialize_grads=True) if total.requires_grad else ()
     return Gradients(losses.detach(), dict(zip(wanted, found, strict=False)), detached(after))
 
 
 def all_members(posterior: Objective, state: State, batch: Batch) -> tuple[Tensor, Tensor, Tensors]:
-    """(objective (), losses (M,), buffers afterwards), all members at once. To be called within `particles.vectorising()`."""
+    """(objective (), losses (M,), buffers afterwards), all members at once. Call it within `particles.vectorising()`."""
 
     def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
         params = {**state.shared, **state.shared_frozen, **row.own}
@@ -106,13 +107,13 @@ def all_members(posterior: Objective, state: State, batch: Batch) -> tuple[Tenso
 
 
 def objective(posterior: Objective, losses: Tensor, z: Any) -> Tensor:
-    """() Σ_i loss_i + ⟨z_i, v_i⟩ of losses (M,) and what members are compared in."""
+    """() Σ_i loss_i + ⟨z_i, v_i⟩ from losses (M,) and the members' z."""
     total = posterior.particles.exchange.weighed(losses.sum())
     return total + inner(z, cotangents(posterior, z)) if posterior.coupled else total
 
 
 def cotangents(posterior: Objective, z: Any) -> Any:
-    """v, what members' z (M, ...) are multiplied by, without a graph."""
+    """v, the detached factors of the members' z (M, ...)."""
     return posterior.particles.exchange.coupled(posterior.couple, detached(z))
 
 
@@ -123,34 +124,35 @@ def looped(
     member: Callable[..., Gradients] | None = None,
     lanes: MemberLanes = ONE_LANE,
 ) -> Gradients:
-    """Gradients with one member after the other, one graph alive at a time.
+    """Gradients with one member after the other; only one graph exists at a time.
 
     Coupled members run twice: first without a graph, for z; then, with v known, for the gradient of loss_i + ⟨z_i, v_i⟩.
-    Random layers draw the same numbers both times. `member`: finds one member's gradients.
+    Random layers draw the same numbers both times. `member`: computes one member's gradients.
     """
     member = member or member_gradients
     state, (lane, join), exchange = state_of(posterior), lanes, posterior.particles.exchange
-    members = [state.member(i) for i in range(posterior.particles.members)]
+    members, whole = range(posterior.particles.members), posterior.particles.put_together
     streams: list[Callable[[], None]] = []
     pulls: list[Any] = [None] * len(members)
     with exchange.in_turn():
         if posterior.coupled:
             seen = []
-            for i, mine in enumerate(members):
-                # For the second run: dropout must drop the same units there, or ⟨z, v⟩ would have a z that v was not found for.
+            for i in members:
+                # For the second run: dropout must drop the same units, or z would not be the one that v belongs to.
                 streams.append(random_state())
+                mine = state.member(i)
                 with lane(i), torch.no_grad():
-                    seen.append(posterior.member_loss(mine.parameters(), mine.buffers(), batch)[1])
+                    seen.append(posterior.member_loss(whole(mine.parameters()), mine.buffers(), batch)[1])
             join()
-            streams.append(random_state())  # after one run of each member, which is where generators stand in the end
+            streams.append(random_state())  # after one run of each member: the final state of the generators
             pulls = _cotangents_of_each(posterior, seen)
 
         found = []
-        for i, mine in enumerate(members):
+        for i in members:
             if streams:
                 streams[i]()
             with lane(i):
-                found.append(exchange.found(member(posterior, mine, batch, pulls[i])))
+                found.append(exchange.found(member(posterior, state.member(i), batch, pulls[i])))
         join()
         if streams:
             streams[-1]()
@@ -164,7 +166,10 @@ def looped_keeping_graphs(
     forward: Callable[..., tuple[Tensor, Any, Tensors]] | None = None,
     lanes: MemberLanes = ONE_LANE,
 ) -> Gradients:
-    """Gradients of coupled members in one pass, all graphs kept until v is known: faster than `looped`, M times its memory."""
+    """Gradients of coupled members in one pass that keeps all graphs until v is known.
+
+    Faster than `looped`, with M times its memory.
+    """
     forward = forward or posterior.member_loss
     state, (lane, join) = state_of(posterior), lanes
     leaves, results = [], []
@@ -184,26 +189,27 @@ def looped_keeping_graphs(
 
 
 def _cotangents_of_each(posterior: Objective, each: list[Any]) -> list[Any]:
-    """Each member's v, from each one's z."""
+    """Each member's v, from all members' z."""
     together = cotangents(posterior, pytree.tree_map(lambda *parts: torch.stack(parts), *each))
     return [pytree.tree_map(lambda part, i=i: part[i], together) for i in range(len(each))]
 
 
 def gathered(state: State, found: list[Gradients]) -> Gradients:
-    """Results of single members put together: own gradients stacked, in their parameter's layout; shared ones summed."""
+    """Joins the results of single members: own gradients are stacked in their parameter's layout, shared ones summed."""
     gradients: Tensors = {}
     targets, sources = [], []
     for name in dict.fromkeys(name for each in found for name in each.gradients):
         each = [one.gradients.get(name) for one in found]
         if name in state.own:
-            # A member may not have used a tensor that others did.
+            # A member may not have used a tensor that other members used.
             gradients[name] = torch.empty_like(state.own[name])
-            targets += list(gradients[name].unbind())
-            sources += [torch.zeros_like(t) if g is None else g for t, g in zip(gradients[name], each, strict=True)]
+            rows = here(gradients[name]).unbind()
+            targets += list(rows)
+            sources += [torch.zeros_like(t) if g is None else here(g) for t, g in zip(rows, each, strict=True)]
         else:
             given = [g for g in each if g is not None]
             gradients[name] = sum(given[1:], given[0])
-    if targets:  # one call for the rows of all tensors and members, not one each
+    if targets:  # one call for all tensors and members
         torch._foreach_copy_(targets, sources)
     buffers = {name: torch.stack([one.buffers[name] for one in found]) for name in found[0].buffers}
     return Gradients(torch.stack([one.losses for one in found]), gradients, buffers)
@@ -214,7 +220,8 @@ def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent
     if posterior.particles.fully:
         return _fully_sharded_gradients(posterior, batch)
     wanted, particles = state.leaves(), posterior.particles
-    params, before = state.parameters(wanted), state.buffers()
+    with torch.enable_grad():  # where processes have parts of them, gradients by these follow from those of the whole
+        params, before = particles.put_together(state.parameters(wanted)), state.buffers()
 
     def run(*_: Any) -> Gradients:
         with torch.enable_grad():
@@ -225,7 +232,7 @@ def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent
 
 
 def _fully_sharded_gradients(posterior: Objective, batch: Batch) -> Gradients:
-    """The same of a network that `fully_shard` has divided: its hooks gather weights and sum gradients into `.grad`."""
+    """As `member_gradients`, for a network divided by `fully_shard`: its hooks gather weights and reduce gradients."""
     particles = posterior.particles
     params, buffers = particles.at(0)
     before = {name: parameter.grad for name, parameter in params.items()}
@@ -233,20 +240,20 @@ def _fully_sharded_gradients(posterior: Objective, batch: Batch) -> Gradients:
         parameter.grad = None
     with torch.enable_grad():
         value, _, after = posterior.member_loss(params, buffers, batch)
-    # torch takes the mean over ranks, where shares of one batch are to be summed.
+    # torch takes the mean over ranks; here the shares of one batch must be summed.
     share, ranks = particles.exchange.share, particles.exchange.ranks
     (value if share is None else value * (share * ranks).to(value.dtype)).backward()  # type: ignore[no-untyped-call]
     found = {name: parameter.grad for name, parameter in params.items() if parameter.grad is not None}
     for name, parameter in params.items():
         parameter.grad = before[name]
-    gradients = {name: g if hasattr(g, "full_tensor") else g / ranks for name, g in found.items()}
+    gradients = {name: g if is_divided(g) else g / ranks for name, g in found.items()}
     return Gradients(value.detach(), gradients, detached(after))
 
 
 def _differentiated(
     share: Tensor | None, wanted: Tensors, value: Tensor, z: Any, buffers: Tensors, cotangent: Any
 ) -> Gradients:
-    """What one member's run gives, by the gradient of share · loss + ⟨z, v⟩; tensors that it did not use have none."""
+    """One member's `Gradients`, of share · loss + ⟨z, v⟩; tensors that it did not use have no gradient."""
     share = None if share is None else share.to(value.dtype)
     pulled = [] if cotangent is None else zip(pytree.tree_leaves(z), pytree.tree_leaves(cotangent), strict=True)
     pairs = [(output, v) for output, v in ((value, share), *pulled) if output.requires_grad]

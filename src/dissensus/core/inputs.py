@@ -1,4 +1,4 @@
-"""Inputs that a network can take: of its dtype, with a batch axis. Tried once per shape, on the host."""
+"""Checks that a network accepts its inputs (dtype, batch axis), once per shape."""
 
 import logging
 import re
@@ -22,28 +22,28 @@ Forward = Callable[[Inputs], Tensor]
 
 
 class KnownInputs:
-    """Kinds of inputs (shapes without the batch axis, dtypes) that a network was tried on and takes."""
+    """Kinds of inputs (shapes without the batch axis, dtypes) that a network was tried with and accepts."""
 
     def __init__(self) -> None:
-        self.shapes: dict[tuple[Any, ...], torch.Size] = {}  # of outputs, without the batch axis
+        self.shapes: dict[tuple[Any, ...], torch.Size] = {}  # shapes of outputs, without the batch axis
         self.taken: set[tuple[Any, ...]] = set()
-        self.doubted = False  # whether a doubt was logged: once is enough
+        self.doubted = False  # whether a warning about the outputs was logged
 
     def output_shape(self, x: Inputs, run: Forward, dtype: torch.dtype) -> torch.Size:
-        """(B, ...) shape of run(x), called once per kind of x and `dtype`, the network's, which may change."""
+        """(B, ...) shape of run(x); run is called once per kind of x and dtype of the network."""
         key = _kind_of_inputs(x, dtype)
         if key not in self.shapes:
             self.shapes[key] = batched_outputs(run, x).shape[1:]
         return torch.Size((batches.size(x), *self.shapes[key]))
 
     def doubt(self, word: str | None) -> None:
-        """Logs a doubt about the outputs, once."""
+        """Logs a warning about the outputs, once."""
         if word is not None and not self.doubted:
             log.warning("%s", word)
             self.doubted = True
 
     def check(self, x: Inputs, run: Forward, dtype: torch.dtype) -> None:
-        """Raises where run cannot take x. Of a single tensor the first example will do, where the network takes one alone."""
+        """Raises if run fails on x. For a single tensor it tries only the first example, if the network accepts that."""
         key = _kind_of_inputs(x, dtype)
         if batches.size(x) == 0 or key in self.taken or key in self.shapes:
             return
@@ -57,7 +57,7 @@ def _kind_of_inputs(x: Inputs, dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def batched_outputs(run: Forward, x: Inputs) -> Tensor:
-    """(B, ...) run(x), batch axis first; an error where it is not, as of a single example that some layers let pass."""
+    """(B, ...) run(x); raises if the batch axis is not first, as for a single example that some layers accept."""
     outputs, size = run(x), batches.size(x)
     if outputs.ndim == 0 or outputs.shape[0] != size:
         raise ValueError(
@@ -72,13 +72,13 @@ def _takes(run: Forward, x: Tensor) -> bool:
         return bool(batched_outputs(run, x).shape)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # batch norm without statistics, or a forward for batches of one size, may refuse one example
+    except Exception:  # batch norm without statistics, or a forward for a fixed batch size, may fail on one example
         return False
 
 
 @contextmanager
 def explained(x: Inputs, particles: Particles) -> Iterator[None]:
-    """Turns torch's own failure to run the network inside on x into an error that says what to convert, or where it failed."""
+    """Turns torch's error for a network run on x into one that names the layer and what to convert."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError, AssertionError) as error:
@@ -89,7 +89,7 @@ def explained(x: Inputs, particles: Particles) -> Iterator[None]:
 
 
 def _in_a_layer(error: Exception, x: Inputs, particles: Particles) -> ValueError | None:
-    """The error, with the layer that raised it and the shapes it was given; None where somebody else's code did."""
+    """The error with the layer that raised it and the shapes of its inputs; None if no layer raised it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = [frame for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)]
     layer, home = inside[-1].f_locals["self"], inside[-1].f_globals["__name__"]
@@ -103,7 +103,7 @@ def _in_a_layer(error: Exception, x: Inputs, particles: Particles) -> ValueError
     where = f"layer '{name}'" if name else "the network"
     what = type(layer).__name__ if next(layer.children(), None) else str(layer)
     return ValueError(
-        f"expected inputs that the network can take, got {shapes[0]}: {where}, {what}, was given {shapes[1]} and said: "
+        f"expected inputs that the network can take, got {shapes[0]}: {where}, {what}, got {shapes[1]} and raised: "
         f"{first_line(error)}; {_remedy(str(error), layer, given, particles)}"
     )
 
@@ -114,15 +114,15 @@ def _remedy(said: str, layer: nn.Module, given: list[Tensor], particles: Particl
     own = next((tensor.dtype for tensor in particles.parameters() if tensor.is_floating_point()), None)
     if re.search(r"dtype|scalar type|input type", said, re.IGNORECASE) and own is not None:
         floating = all(tensor.is_floating_point() for tensor in given)
-        pixels = "bring the posterior to theirs with .to(dtype)" if floating else "divide pixels by 255 in its forward"
+        pixels = "convert the posterior with .to(x.dtype)" if floating else "divide pixels by 255 in its forward"
         return f"pass x.to({own}), or {pixels}"
     if given and given[0].ndim > 2 and given[0].shape[-1] == getattr(layer, "in_channels", None):
-        return "channels come before height and width: pass x.movedim(-1, 1)"
-    return "change the inputs (a single example is x[None]) or that layer"
+        return "channels must come before height and width: pass x.movedim(-1, 1)"
+    return "change the inputs (pass a single example as x[None]) or that layer"
 
 
 def check_loader(*loaders: Iterable[Any] | None) -> None:
-    """Raises where a loader is a Dataset of single examples; a Dataset of whole batches is fine."""
+    """Raises if a loader is a Dataset of single examples; a Dataset of whole batches is accepted."""
     for loader in loaders:
         if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset) and not _gives_batches(loader):
             raise TypeError(
@@ -137,5 +137,5 @@ def _gives_batches(dataset: Dataset[Any]) -> bool:
         return isinstance(y, Tensor) and y.ndim > 0 and len(y) == batches.size(x)
     except (TypeError, ValueError):
         return False
-    except (IndexError, KeyError):  # empty, or not numbered from 0: left to the loop that reads it
+    except (IndexError, KeyError):  # empty, or not indexed from 0: the loop that reads it will show
         return True

@@ -1,7 +1,7 @@
-"""Likelihoods: what a network's outputs mean, and what a set of them predicts.
+"""Likelihoods: the distribution of targets given a network's outputs, and the prediction of several networks.
 
-A likelihood is written for *one* member; the library repeats it over members. It is an `nn.Module`, so a parameter of
-it (the noise of `Regression`) is trained with the network, and every member of an ensemble gets its own.
+A likelihood is written for *one* member; the library repeats it over members. It is an `nn.Module`, so its parameters
+(the noise of `Regression`) are trained with the network, and every member of an ensemble has its own.
 
 Your own likelihood subclasses `Likelihood` and defines three methods; docs/guides/likelihoods.md has a Poisson likelihood.
 """
@@ -19,16 +19,16 @@ from dissensus.numerics.checks import number
 
 
 class Likelihood(nn.Module, ABC):
-    """p(y | outputs) of one member. Subclasses give `log_prob`, `describe` and `predictive`; the rest follows.
+    """Base class: p(y | outputs) of one member. Subclasses define `log_prob`, `describe` and `predictive`.
 
-    Outputs are one member's, (B, ...), without a member axis: the library repeats the likelihood over members. Its
-    parameters (a learned noise) are trained with the network, each member's its own.
+    Outputs are those of one member, (B, ...), without a member axis: the library repeats the likelihood over members. Its
+    parameters (learned noise) are trained with the network; each member has its own.
     """
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         if "log_prob" in vars(cls) and "curvature" not in vars(cls):
-            cls.curvature = Likelihood.curvature  # type: ignore[method-assign]  # a closed form of another log_prob is wrong
+            cls.curvature = Likelihood.curvature  # type: ignore[method-assign]  # the inherited closed form belongs to another log_prob
 
     @abstractmethod
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
@@ -43,39 +43,39 @@ class Likelihood(nn.Module, ABC):
 
     @abstractmethod
     def predictive(self, *described: Tensor) -> Predictive:
-        """The mixture over members, from what `describe` gave, stacked: each tensor (M, B, ...)."""
+        """The mixture over members, from the stacked results of `describe`: each tensor (M, B, ...)."""
 
     def counted(self, y: Tensor) -> Tensor | None:
-        """(B, ...) which entries of log_prob count, or None where all do."""
+        """(B, ...) which entries of log_prob count; None if all do."""
         return None
 
     def training_weight(self, y: Tensor) -> Tensor | None:
-        """(B, ...) how much every entry of log_prob counts in the training loss, or None where all count alike."""
+        """(B, ...) weight of every entry of log_prob in the training loss; None if all count the same."""
         counted = self.counted(y)
         return None if counted is None else counted.to(torch.get_default_dtype())
 
     def check(self, output_shape: torch.Size, y: Tensor) -> None:
-        """Raises a ValueError where y cannot belong to outputs of this shape. Values are read only on the host."""
+        """Raises a ValueError if y does not fit outputs of this shape. Values are read only if y is on the host."""
         return None
 
     def doubt(self, outputs: Tensor) -> str | None:
-        """A warning about outputs (B, ...) that look wrong, with the remedy; or None. Asked once per shape of x."""
+        """A warning about outputs (B, ...) that look wrong, with the remedy; or None. Called once per shape of x."""
         return None
 
     def curvature(self, outputs: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(a, u): the Hessian of −log p(y | outputs) over axis 1, at every example and position, is diag(a) − u uᵀ.
+        """(a, u) with diag(a) − u uᵀ the Hessian of −log p(y | outputs) over axis 1, at every example and position.
 
-        Both have the shape of outputs, (B, C, ...); u may be None, and a the whole Hessian, (B, C, ..., C). Found here by
-        automatic differentiation, for log p that is a sum over positions; negative eigenvalues are set to 0, since
-        Gauss–Newton needs a positive semidefinite Hessian. A closed form that needs no targets takes None for y.
+        Both have the shape of outputs, (B, C, ...). If u is None, a may be the full Hessian, (B, C, ..., C). This default
+        uses automatic differentiation, for log p that is a sum over positions; negative eigenvalues are set to 0, since
+        Gauss–Newton needs a positive semidefinite Hessian. Closed forms that need no targets accept None for y.
         """
         if y is None:
-            raise ValueError("expected targets, got None; pass y: the curvature of this likelihood may depend on them")
+            raise ValueError("expected targets, got None; pass y: this likelihood's curvature may depend on them")
 
         def loss(f: Tensor) -> Tensor:
             return -self.log_prob(f.reshape(outputs.shape), y).sum()
 
-        f = outputs.detach().reshape(len(outputs), -1, *outputs.shape[2:])  # (B, C, ...), also of outputs (B,)
+        f = outputs.detach().reshape(len(outputs), -1, *outputs.shape[2:])  # (B, C, ...), also for outputs (B,)
         axes = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)[(...,) + (None,) * (f.ndim - 2)]  # (C, C, 1...)
         back = torch.func.vjp(torch.func.grad(loss), f)[1]
         whole = torch.stack([back(axis.expand_as(f))[0].detach() for axis in axes], -1).movedim(1, -2)  # (B, ..., C, C)
@@ -85,11 +85,11 @@ class Likelihood(nn.Module, ABC):
         return ((vectors * values.clamp(min=0.0)[..., None, :]) @ vectors.mT).movedim(-2, 1), None
 
     def config(self) -> dict[str, Any]:
-        """The keyword arguments that build this likelihood again."""
+        """The keyword arguments that rebuild this likelihood."""
         return {}
 
     def nll(self, outputs: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """() −Σ w log p / Σ w over the entries that count: weight 2 is the same as having the example twice."""
+        """() −Σ w log p / Σ w over the entries that count: weight 2 is the same as two copies of the example."""
         log_prob = self.log_prob(full_precision(outputs), y)
         counted = self.training_weight(y)
         if weight is None and counted is None:
@@ -97,7 +97,7 @@ class Likelihood(nn.Module, ABC):
         w = torch.ones_like(log_prob) if weight is None else spread(weight, log_prob)
         if counted is not None:
             w = torch.where(counted > 0, w * counted.to(w.dtype), 0.0)
-        # A batch in which nothing counts has loss 0 and gradient 0, not 0/0.
+        # A batch in which no entry counts has loss 0 and gradient 0, not 0/0.
         return -(w * log_prob).sum() / w.sum().clamp(min=torch.finfo(w.dtype).tiny)
 
     def forward(self, outputs: Tensor, y: Tensor) -> Tensor:
@@ -105,15 +105,17 @@ class Likelihood(nn.Module, ABC):
 
 
 class Classification(Likelihood):
-    """Logits (B, C), (B, C, T) or (B, C, H, W); y: class indices of that shape without C, or soft labels of it.
+    """The likelihood of class labels, given logits (B, C), (B, C, T) or (B, C, H, W).
 
-    Classes are axis 1, as in torch's cross_entropy: transpose token logits (B, T, C). Logits (B, C, T) with T = C are
-    ambiguous and refused: return (B, C, T, 1), with targets (B, T, 1).
+    Targets are class indices of the logits' shape without C, or soft labels of the whole shape. Classes are axis 1, as in
+    torch's cross_entropy: transpose token logits (B, T, C). Logits (B, C, T) with T = C are ambiguous and refused: return
+    (B, C, T, 1), with targets (B, T, 1).
 
     Args:
-        ignore_index: the label of positions that do not count, in training and in evaluation; None counts all.
-        class_weights: C numbers; training minimises −Σ w_y log p_y / Σ w_y, as torch's cross_entropy(weight=) does, of soft
-            labels −Σ_c w_c y_c log p_c over their number. Predictions, validation and evaluation are not weighted.
+        ignore_index: label of positions that do not count, in training and in evaluation; None counts all.
+        class_weights: C numbers, used in training only; the loss is −Σ w_y log p_y / Σ w_y, as in torch's
+            cross_entropy(weight=), and for soft labels the mean of −Σ_c w_c y_c log p_c. Predictions, validation and
+            evaluation are not weighted.
     """
 
     def __init__(
@@ -122,12 +124,12 @@ class Classification(Likelihood):
         super().__init__()
         self.ignore_index = ignore_index
         given = class_weights.tolist() if isinstance(class_weights, Tensor) else class_weights
-        hint = "name a class that should not count by ignore_index"
+        hint = "to exclude a class, pass its label as ignore_index"
         weights = [float(number("every class weight", each, above=0, hint=hint)) for each in given or ()]
         self.class_weights = None if given is None else weights
-        # Kept by device and dtype, not as a buffer: it is no tensor of a member. Made before a CUDA graph is captured.
+        # A cache by device and dtype, not a buffer, because members have no own copy. Made before a CUDA graph is captured.
         self._weights: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self._clear = False  # whether a batch has shown which axis is the classes
+        self._clear = False  # whether a batch has shown which axis holds the classes
 
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
         if y.is_floating_point():
@@ -138,7 +140,7 @@ class Classification(Likelihood):
     def nll(self, outputs: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
         unweighted = weight is None and self.class_weights is None
         plain = unweighted and self.ignore_index is None and not y.is_floating_point()
-        if plain and type(self) is Classification:  # the same bits without changing signs twice, in every graph
+        if plain and type(self) is Classification:  # the same bits without two changes of sign in every graph
             return F.cross_entropy(full_precision(outputs), y.long(), reduction="none").mean()
         if self.class_weights is not None and y.is_floating_point():
             w = self._weight_of_classes(y.device, y.dtype)
@@ -174,14 +176,14 @@ class Classification(Likelihood):
     def doubt(self, outputs: Tensor) -> str | None:
         if outputs.ndim < 2 or outputs.shape[1] < 2 or outputs.numel() == 0:
             return None
-        # No warning about log-probabilities: log_softmax leaves them as they are, so they are logits like any others.
+        # No warning about log-probabilities: log_softmax does not change them, so they are valid logits.
         tolerance = 1e-4 if full_precision(outputs) is outputs else 1e-2
         total = full_precision(outputs).sum(1)
         if bool((outputs < 0).any()) or not torch.allclose(total, torch.ones_like(total), rtol=0, atol=tolerance):
             return None
         return (
-            "expected logits, got outputs ≥ 0 that sum to one: the network seems to end in a softmax, and another would be "
-            "taken of it, which leaves every prediction vague; take the last softmax out, or return log-probabilities"
+            "expected logits, got outputs ≥ 0 that sum to one: the network seems to end in a softmax, and a second softmax "
+            "would make every prediction too uncertain; remove the last softmax, or return log-probabilities"
         )
 
     def config(self) -> dict[str, Any]:
@@ -193,7 +195,8 @@ class Classification(Likelihood):
         batch, classes, *space = output_shape
         if self.class_weights is not None and len(self.class_weights) != classes:
             raise ValueError(
-                f"expected {classes} class weights, one per class of the outputs, got {len(self.class_weights)}; pass as many"
+                f"expected {classes} class weights, one per class of the outputs, got {len(self.class_weights)}; pass one per "
+                "class"
             )
         soft = y.is_floating_point()
         if y.dtype == torch.bool or y.shape != (output_shape if soft else torch.Size((batch, *space))):
@@ -210,14 +213,15 @@ class Classification(Likelihood):
             ones = torch.ones((), dtype=y.dtype)
             if y.device.type == "cpu" and not (torch.allclose(y.sum(1), ones, atol=1e-3) and bool((y >= 0).all())):
                 raise ValueError(
-                    "expected soft labels ≥ 0 that sum to one over classes, axis 1, got others; normalise them (y.softmax(1))"
+                    "expected soft labels ≥ 0 that sum to one over axis 1 (classes), got others; normalise them (y.softmax(1))"
                 )
             return
         self._clear |= space != [classes]
         if not self._clear:
             raise ValueError(
-                f"expected logits (B, C, T) that cannot be taken for (B, T, C), got {tuple(output_shape)}; if axis 1 is the "
-                "classes, return outputs[..., None] with targets y[..., None], else outputs.movedim(-1, 1)[..., None]"
+                f"expected logits (B, C, T) with C ≠ T, got {tuple(output_shape)}, which could also be (B, T, C); if axis 1 "
+                "holds the classes, return outputs[..., None] with targets y[..., None], else "
+                "outputs.movedim(-1, 1)[..., None]"
             )
         if y.device.type != "cpu" or y.numel() == 0:
             return
@@ -225,13 +229,13 @@ class Classification(Likelihood):
         if known.numel() and (int(known.min()) < 0 or int(known.max()) >= classes):
             bad = int(known.min()) if int(known.min()) < 0 else int(known.max())
             raise ValueError(
-                f"expected labels in 0…{classes - 1}, got {bad}; relabel the classes, or name the label of positions "
-                "that do not count with Classification(ignore_index=...)"
+                f"expected labels in 0…{classes - 1}, got {bad}; relabel the classes, or pass a label to ignore as "
+                "Classification(ignore_index=...)"
             )
 
 
 def full_precision(outputs: Tensor) -> Tensor:
-    """Outputs in at least float32: likelihoods are not evaluated in half precision."""
+    """Outputs in at least float32: likelihoods are not computed in half precision."""
     return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
 
 
@@ -255,10 +259,10 @@ def spread(weight: Tensor, like: Tensor) -> Tensor:
 def log_prob_sum(
     likelihood: Likelihood, predictive: Predictive, y: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """() the sum of log-probabilities of targets that count, by weight, and () the sum of those weights."""
+    """() the weighted sum of log-probabilities of targets that count, and () the sum of those weights."""
     counted = likelihood.counted(y)
     log_prob = predictive.log_prob(y if counted is None else torch.where(counted, y, 0))
     w = torch.ones_like(log_prob) if weight is None else spread(weight, log_prob)
     if counted is not None:
         w = w * counted
-    return (w * log_prob.where(w > 0, 0.0)).sum(), w.sum()  # a class ruled out, −∞, where nothing counts
+    return (w * log_prob.where(w > 0, 0.0)).sum(), w.sum()  # avoids 0 · −∞ for positions that do not count

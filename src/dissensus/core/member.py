@@ -1,38 +1,39 @@
-"""Member: one network, its likelihood and its latents as one module; the template that each member's tensors are put into."""
+"""Member: one network, its likelihood and its latents as one module, used as the template for each member's tensors."""
 
 import copy
-import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dissensus.core.attributes import unmade
 from dissensus.core.batch import Batch, call
+from dissensus.core.fully import check_whole
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.turns import turn
 from dissensus.numerics.tree import Tensors, TensorTree
 
-PREFIX = "network."  # what the names of a network's tensors begin with in a member
+PREFIX = "network."  # prefix of the names of a network's tensors in a member
 
 
 class Member(nn.Module):
-    """One network and its likelihood as one module. `forward(f, *args)` gives (f(member, *args), buffers afterwards).
+    """One network and its likelihood as one module. `forward(f, *args)` returns (f(member, *args), buffers afterwards).
 
-    Both in one, so that one `functional_call` gives them. `latents`: tensors that belong to neither, such as variational
-    means and deviations, without weight prior and weight decay; f finds them as `member.latents`.
+    They are one module so that one `functional_call` serves both. `latents`: tensors that belong to neither, such as
+    variational means and deviations, without weight prior and weight decay; f reads them as `member.latents`.
     """
 
     def __init__(self, network: nn.Module, likelihood: Likelihood, latents: nn.Module | None = None) -> None:
         super().__init__()
         if not isinstance(likelihood, Likelihood):
             what = likelihood.__name__ + " itself" if isinstance(likelihood, type) else type(likelihood).__name__
-            raise TypeError(f"expected a likelihood, got {what}; pass one that is built, for example Classification()")
+            raise TypeError(f"expected a likelihood object, got {what}; pass an instance, for example Classification()")
         self.network = network
         self.likelihood = likelihood
         self.latents = TensorTree() if latents is None else latents
-        self.training = network.training  # not self.train(), which would change the parts
-        # Parts that the caller has put in eval mode: they stay in it when the rest trains.
+        self.training = network.training  # not self.train(), which would change the submodules
+        # Submodules that the caller has put in eval mode: they stay in it during training.
         self.always_eval = [name for name, part in self.named_modules() if network.training and not part.training]
 
     def forward(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Tensors]:
@@ -45,17 +46,22 @@ class Member(nn.Module):
 
 
 def emptied(member: Member) -> Member:
-    """A copy of the member with empty tensors, to be put in at every call. Tied tensors are tied in the copy."""
+    """A copy of the member with empty tensors, into which real ones are put at every call. Tied tensors stay tied."""
     check_whole(member.network)
-    blanks = unmade(member)
-    for parameter in member.parameters():
-        empty = parameter.detach().new_empty(0)
-        blanks[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in member.buffers():
-        blanks[id(buffer)] = buffer.detach().new_empty(0)
     with turn(member.network):  # another thread's hooks and forwards must not be copied
-        copied: Member = copy.deepcopy(member, blanks)
+        copied: Member = copy.deepcopy(member, blanks(member))
     return copied
+
+
+def blanks(part: nn.Module) -> dict[int, Any]:
+    """What a copy of the part gets in place of its tensors: empty ones."""
+    found = unmade(part)
+    for parameter in part.parameters():
+        empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        found[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in part.buffers():
+        found[id(buffer)] = buffer.detach().new_empty(0)
+    return found
 
 
 def member_index(index: int, members: int) -> int:
@@ -67,38 +73,13 @@ def member_index(index: int, members: int) -> int:
     return index % members
 
 
-def is_fully_sharded(network: nn.Module) -> bool:
-    """Whether torch's `fully_shard` has divided the network's tensors over processes."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported where it was used: the import takes seconds
-    return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in network.modules())
-
-
-def stay_divided(network: nn.Module) -> None:
-    """Lets `fully_shard`, where it was used, divide all parts again after a forward pass, the outermost too.
-
-    Its tensors would lie whole in the place of those that optimisers and files know.
-    """
-    for part in network.modules() if is_fully_sharded(network) else ():
-        if hasattr(part, "set_reshard_after_forward"):
-            part.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
-
-
-def check_whole(network: nn.Module) -> None:
-    """Raises where copies are needed of a network that no process has."""
-    if is_fully_sharded(network):
-        raise NotImplementedError(
-            "expected a network that lies whole in a process, to be copied, got one divided by fully_shard; wrap it alone, "
-            "ds.MAP(network), and load its whole state into a plain network to save or export it"
-        )
-
-
 def check_initialised(network: nn.Module) -> None:
-    """Raises where this is no network, a lazy one, whose shapes are known only after a first batch, or one without values."""
+    """Raises if this is not a network, or one with lazy tensors or tensors on the meta device."""
     if not isinstance(network, nn.Module):
-        raise TypeError(f"expected an nn.Module, got {type(network).__name__}; pass the network itself, built")
+        raise TypeError(f"expected an nn.Module, got {type(network).__name__}; pass the network object itself")
     for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
         if nn.parameter.is_lazy(tensor) or tensor.is_meta:
             raise ValueError(
-                f"expected initialised tensors, got '{name}' that is lazy or on the meta device; run the network on one batch "
-                "first, or use network.to_empty(device=…)"
+                f"expected initialised tensors, got '{name}', which is lazy or on the meta device; run the network on one "
+                "batch first, or use network.to_empty(device=…)"
             )

@@ -1,4 +1,4 @@
-"""Training modes and switches: leave the world as found."""
+"""Context managers that change training modes and torch switches and restore them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,9 +9,9 @@ from torch import nn
 
 @contextmanager
 def eval_mode(*modules: nn.Module, parts: Sequence[nn.Module] | None = None) -> Iterator[None]:
-    """Eval mode inside; every submodule's own mode is put back afterwards.
+    """Eval mode inside; afterwards every submodule's own mode is restored.
 
-    `parts`: what `all_parts` found, for those who ask often: finding them costs as much as a layer of a network.
+    `parts`: the result of `all_parts`, for frequent callers: finding them takes as long as running a layer.
     """
     modes = [(part, part.training) for part in (all_parts(*modules) if parts is None else parts)]
     try:
@@ -21,7 +21,7 @@ def eval_mode(*modules: nn.Module, parts: Sequence[nn.Module] | None = None) -> 
         yield
     finally:
         for part, mode in modes:
-            if part.training != mode:  # setting one costs much more than a look
+            if part.training != mode:  # setting a mode costs much more than reading it
                 part.training = mode
 
 
@@ -32,9 +32,9 @@ def all_parts(*modules: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def plain_attention(wanted: bool = True) -> Iterator[None]:
-    """Inside, if wanted, attention runs without torch's inference fast path, which has no vmap and calls no hooks.
+    """Inside, if wanted, attention runs without torch's inference fast path, which supports neither vmap nor hooks.
 
-    The switch is one of the whole process: networks with attention run under the lock of the process (`core.turns`).
+    The switch acts on the whole process, so networks with attention run under the process lock (`core.turns`).
     """
     if not wanted:
         yield

@@ -1,4 +1,4 @@
-"""A learned noise that no step has moved yet: where it starts, and what to say where it predicts all the same."""
+"""Learned noise before the first step: its starting value, and a warning if untrained noise is used for predictions."""
 
 import math
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from dissensus.core.likelihood import spread
 from dissensus.core.particles import Particles
 from dissensus.core.regression import HeteroscedasticRegression, Regression
 
-FAR = 5.0  # times a start of 1: errors of standardised targets are smaller
+FAR = 5.0  # errors above this start the noise elsewhere than at 1: errors of standardised targets are smaller
 
 
 def untrained(particles: Particles) -> Tensor | None:
-    """The logarithm of a learned noise, () or (M,), that is still what it was built with; None where there is none."""
+    """Logarithm of a learned noise, () or (M,), if it still has its initial value; else None."""
     noise = {**particles.shared_parameters(), **particles.own_parameters()}.get("likelihood.log_noise")
     if noise is None or not noise.requires_grad or not isinstance(particles.likelihood, Regression):
         return None
@@ -24,13 +24,13 @@ def untrained(particles: Particles) -> Tensor | None:
 
 
 def started(particles: Particles, outputs: Callable[[], Tensor], batch: Batch) -> str | None:
-    """Starts the noise at the error of the outputs where that is far above 1: from 1, intervals are too narrow for long."""
+    """Starts the noise at the error of the outputs if that is far above 1, where a start at 1 would take long to correct."""
     noise, likelihood = untrained(particles), particles.likelihood
-    heads = isinstance(likelihood, HeteroscedasticRegression)  # whose variances, the network's own, cannot be started
+    heads = isinstance(likelihood, HeteroscedasticRegression)  # its variances are network outputs and cannot be set
     if not heads and (noise is None or likelihood.initial is not None):
         return None
     mean, variance = likelihood.describe(outputs()) if heads else (outputs(), 1.0)
-    y = batch.y if heads else likelihood.standardised(batch.y)  # as the outputs are
+    y = batch.y if heads else likelihood.standardised(batch.y)  # in the units of the outputs
     squares = (y - mean).double().square() / variance
     w = torch.ones_like(squares) if batch.weight is None else spread(batch.weight, squares)
     error = float(((w * squares).sum() / w.sum()).sqrt())
@@ -40,14 +40,14 @@ def started(particles: Particles, outputs: Callable[[], Tensor], batch: Batch) -
         noise.data.fill_(math.log(error))
     what = "intervals start too narrow" if heads else "the learned noise starts there instead of at 1"
     return (
-        f"targets are {error:.3g}{' standard deviations' if heads else ''} off the outputs in the first batch: {what}; "
+        f"outputs differ from targets by {error:.3g}{' standard deviations' if heads else ''} in the first batch: {what}; "
         'standardise the targets, fit(..., targets="standardised"), or training will take long'
     )
 
 
 def doubt(particles: Particles) -> str | None:
-    """A warning where the noise was never trained."""
+    """A warning if the noise was never trained, else None."""
     return None if (noise := untrained(particles)) is None else (
-        f"the learned noise was never trained and is still {float(noise.detach().flatten()[0].exp()):g}; train it, or pass "
-        "Regression(noise=...) or likelihood=posterior.likelihood of the posterior that the network was trained in"
+        f"the learned noise was never trained and is still {float(noise.detach().flatten()[0].exp()):g}; train it, pass "
+        "Regression(noise=...), or pass the likelihood of the posterior in which the network was trained"
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Particles: M functions of one architecture, with own tensors (one per member) and shared tensors.
 
-The pure function of one member is `Particles.call`. It is run over all members by `vmap` or by a plain loop, with equal
-results; modules without a batching rule (`nn.LSTM`, data-dependent control flow) fall back to the loop by themselves.
+`Particles.call` is the pure function of one member. It runs over all members by `vmap` or by a plain loop, with equal
+results; modules that vmap does not support (`nn.LSTM`, data-dependent control flow) run in the loop automatically.
 """
 
 import copy
@@ -16,21 +16,14 @@ from torch import Tensor, nn
 
 from dissensus.core.attributes import difference, unmade
 from dissensus.core.exchange import ALONE, Exchange
+from dissensus.core.fully import check_its_own, check_whole, is_fully_sharded, stay_divided
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import (
-    PREFIX,
-    Member,
-    check_initialised,
-    check_whole,
-    emptied,
-    is_fully_sharded,
-    member_index,
-    stay_divided,
-)
+from dissensus.core.member import PREFIX, Member, blanks, check_initialised, emptied, member_index
 from dissensus.core.running import How, Rows, Runner, first_line, loop
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
+from dissensus.numerics.divided import is_divided, joined_all
 from dissensus.numerics.tree import Tensors, TensorTree, call_with, named_tensors, ties
 
 __all__ = ["How", "Member", "Particles", "Rows", "loop", "member_index"]
@@ -42,7 +35,7 @@ Part = TypeVar("Part", bound=nn.Module)
 class Particles(nn.Module):
     """M members of one architecture. `own`: stacked tensors (M, ...); `shared`: a module with the tensors common to all.
 
-    While several processes train, each with some of the members, `members` counts those and `everywhere` all.
+    If several processes train some of the members each, `members` counts those of this process and `everywhere` all.
     """
 
     exchange: Exchange = ALONE
@@ -50,7 +43,7 @@ class Particles(nn.Module):
     def __init__(
         self, *templates: Member, own: nn.Module, shared: nn.Module, members: int, frozen: Collection[str] = ()
     ) -> None:
-        """`templates`: one that all members run in, or one for each, which then run in a loop."""
+        """`templates`: one for all members, or one for each; members then run in a loop."""
         super().__init__()
         # In a tuple, so that the templates' (emptied) tensors are not registered as this module's.
         self.templates = templates
@@ -59,23 +52,27 @@ class Particles(nn.Module):
         self.members = members
         self.training = self.template.training
         self._settle()
-        # Asked once where the template is ours: at every call it would cost as much as a small layer.
+        # Computed once if the template is our own: in every call it would cost as much as a small layer.
         self._ties = None if shared is self.template else ties(self.template)
-        self.fully = is_fully_sharded(self.template.network)  # divided by `fully_shard`: each process has a part of it
+        self.fully = is_fully_sharded(
+            self.template.network
+        )  # divided by torch's `fully_shard`, which gathers layers itself
         self._frozen = {*frozen}  # tensors stored once because no member trains them
         self._said: set[str] = set()
 
     def _settle(self) -> None:
-        """Takes the runner that suits which tensors are own."""
+        """Chooses the runner for the present split into own and shared tensors."""
         stacked = tensors_of(self.own)
         own = {id(tensor) for name, tensor in tensors_of(self.template).items() if name in stacked}
         self.runner = Runner(self.template, own)
-        if len(self.templates) > 1:
+        # whether processes have parts of the weights (`ds.distributed.shard`, `fully_shard`)
+        self.divided = any(map(is_divided, chain(stacked.values(), tensors_of(self.shared).values())))
+        if len(self.templates) > 1 or self.divided:
             self.how = "loop"
 
     @classmethod
     def hold(cls, network: nn.Module, likelihood: Likelihood, latents: nn.Module | None = None) -> "Particles":
-        """One member that is the caller's module itself, with these latents: nothing is copied. Particles stay as they are."""
+        """One member that is the caller's module itself, not a copy, with these latents. Particles are returned unchanged."""
         if isinstance(network, Particles):
             return network
         check_initialised(network)
@@ -95,9 +92,10 @@ class Particles(nn.Module):
     ) -> "Particles":
         """M members, copied from M networks and M latents. Tied tensors stay tied (stacked by identity).
 
-        Networks that differ in more than tensors (`core.attributes`) run each in its own template, in a loop.
-        `own(name)`: whether a tensor ("network.0.weight") is each member's own; others are shared, the first network's.
-        None: all are own but those that no member trains and all have alike (`frozen`, where `own` is given): stored once.
+        Networks that differ in more than tensors (`core.attributes`) run in a loop, each in its own template.
+        `own(name)`: whether each member has its own tensor of this name ("network.0.weight"); other tensors are shared and
+        taken from the first network. None: all are own, except tensors that are frozen and equal in all networks; these are
+        stored once. With `own`, `frozen` names such tensors.
         """
         each = [None] * len(networks) if latents is None else latents
         members = [Member(network, likelihood, mine) for network, mine in zip(networks, each, strict=True)]
@@ -126,16 +124,16 @@ class Particles(nn.Module):
         kept: Collection[str],
         members: int,
     ) -> "Particles":
-        """M members with these tensors: of each name M rows, of which all are stored where `own(name)`, else the first.
+        """M members from these tensors, M rows per name: all rows are stored if `own(name)`, else only the first.
 
-        Parameters, also stacked ones, are stored as such, others as buffers; `kept`: names of those that a state dict holds.
+        Parameters are stored as parameters, other tensors as buffers; `kept`: names of the buffers in a state dict.
         """
         mine, common = split_trees(rows, own=own, kept=kept)
         return cls(template, own=mine, shared=common, members=members)
 
     @property
     def template(self) -> Member:
-        """The first member's."""
+        """The first member's template."""
         return self.templates[0]
 
     @property
@@ -144,7 +142,7 @@ class Particles(nn.Module):
 
     @property
     def everywhere(self) -> int:
-        """M, over all processes that train together."""
+        """M over all processes that train together."""
         return self.exchange.members or self.members
 
     def turn(self) -> AbstractContextManager[object]:
@@ -157,12 +155,12 @@ class Particles(nn.Module):
         return copied(self, memo, self.template.network)
 
     def apart(self) -> "Particles":
-        """The same tensors run in a template of their own: hooks, modes and forwards set there are seen nowhere else."""
+        """The same tensors with a separate template: hooks, modes and forwards set there have no effect elsewhere."""
         templates = (self.copied_template(), *map(emptied, self.templates[1:]))
         return Particles(*templates, own=self.own, shared=self.shared, members=self.members)
 
     def on(self, device: torch.device) -> "Particles":
-        """Copies of the tensors on another device, run in the same template."""
+        """Copies of the tensors on another device, with the same template."""
         trees = [TensorTree(), TensorTree()]
         for tree, source in zip(trees, (self.own, self.shared), strict=True):
             for name, tensor in tensors_of(source).items():
@@ -170,12 +168,12 @@ class Particles(nn.Module):
         return Particles(*self.templates, own=trees[0], shared=trees[1], members=self.members)
 
     def copied_template(self, index: int = 0) -> Member:
-        """A template like the one that this member runs in, without tensors."""
+        """A copy of this member's template, without tensors."""
         template = self.templates[index % len(self.templates)]
         try:
             return emptied(template)
         except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
-            # Some modules cannot be copied (those that hold a lock). Theirs is used, in turns, and put back each time.
+            # Some modules cannot be copied (they hold a lock). The original is used, under its lock, and restored each time.
             log.info("functions run in the caller's network: it cannot be copied (%s)", first_line(error))
             return template
 
@@ -188,23 +186,23 @@ class Particles(nn.Module):
                 template.get_submodule(name).training = False
         if new := sorted({*fixed} - {*self.template.always_eval, *self._said}):
             self._said.update(new)
-            log.info("%s: in eval mode while the rest trains, since all parameters there are frozen", ", ".join(new))
+            log.info("%s: kept in eval mode during training, since all their parameters are frozen", ", ".join(new))
         return self
 
     def frozen_norms(self) -> list[str]:
-        """Names of norm layers whose parameters are all frozen: their batch statistics stay as they are in training."""
+        """Names of norm layers whose parameters are all frozen: training does not change their batch statistics."""
         stored = {**self.shared_parameters(), **self.own_parameters()}
         return list(frozen_norms(self.template, {name for name, p in stored.items() if not p.requires_grad}))
 
     def share(self, names: Iterable[str]) -> None:
-        """Stores these tensors once for all members, frozen, where they are own: a file is to be read that has them so."""
+        """Stores these tensors once for all members, as frozen ones, to match the layout of a file."""
         self._frozen |= {name for name in names if name in tensors_of(self.own)}
         self.store_once(self._frozen)
         for name in self._frozen & self.shared_parameters().keys():
             self.shared_parameters()[name].requires_grad_(False)
 
     def store_once(self, names: Collection[str]) -> None:
-        """Stores the first member's of these tensors for all members."""
+        """Stores only the first member's copy of these tensors, for all members."""
         own, shared = tensors_of(self.own), tensors_of(self.shared)
         if own.keys().isdisjoint(names):
             return
@@ -215,20 +213,20 @@ class Particles(nn.Module):
 
     @property
     def stored_once(self) -> dict[str, bool]:
-        """Name of a tensor that is stored once for all members -> whether that is because no member trains it."""
+        """Name of a tensor stored once for all members -> whether the reason is that no member trains it."""
         return {name: name in self._frozen for name in tensors_of(self.shared)}
 
     def check_frozen(self) -> None:
-        """Raises where a tensor that is stored once because no member trained it is trained now: they would train as one."""
+        """Raises if a tensor that is stored once because it was frozen is trained now: members would share it."""
         for name, parameter in self.shared_parameters().items() if self._frozen else ():
             if parameter.requires_grad and name in self._frozen:
                 raise ValueError(
-                    f"expected the frozen tensors that the members were built with, got '{name}' trained since, of which "
-                    "there is one for all members; set requires_grad first, then build the posterior"
+                    f"expected '{name}' to stay frozen, as when the members were built, got requires_grad=True; members share "
+                    "one copy of it: set requires_grad first, then build the posterior"
                 )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Takes states that store a tensor once where this has M rows, and the other way round if the rows are equal."""
+        """Also loads states that store a tensor once instead of M rows, and, if the rows are equal, the reverse."""
         as_stored(state_dict, prefix, own=self.own, shared=self.shared, members=self.members)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -247,21 +245,23 @@ class Particles(nn.Module):
         return named_tensors(self.shared)[1]
 
     def call(self, function: Callable[..., Any], params: Tensors, buffers: Tensors, *args: Any) -> tuple[Any, Tensors]:
-        """(function(member, *args), buffers afterwards) of the member with these tensors. Pure: nothing is changed."""
-        if self.fully and any(params[name] is not mine for name, mine in self.shared_parameters().items()):
-            raise ValueError(
-                "expected a network divided by fully_shard to run with its own tensors, got others: this method samples or "
-                "copies weights; use MAP or MCDropout"
-            )
-        # Read on the host, which neither vmap nor a CUDA graph can do: what is right falls back to the plain loop.
+        """(function(member, *args), buffers afterwards) for the member with these tensors. Pure: changes nothing."""
+        if self.fully:
+            check_its_own(params, self.shared_parameters())
+        # Read on the host, which neither vmap nor a CUDA graph can do: both then fall back to the plain loop.
         template = self.template if len(self.templates) == 1 else self.templates[int(buffers[NUMBER])]
-        if template.training:  # batch norm writes its statistics in place: into copies
+        if template.training:  # batch norm writes its statistics in place, so it gets copies
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        return call_with(template, {**params, **buffers}, function, *args, tied=self._ties)  # type: ignore[no-any-return]
+        whole = self.put_together({**params, **buffers})
+        return call_with(template, whole, function, *args, tied=self._ties)  # type: ignore[no-any-return]
+
+    def put_together(self, tensors: Tensors) -> Tensors:
+        """One member's tensors, whole where processes have parts of them."""
+        return joined_all(tensors) if self.divided and not self.fully else tensors
 
     def write_buffers(self, buffers: Tensors) -> None:
-        """Stores buffers (M, ...) as they were after a run; of shared ones the mean over members."""
-        # Each member has moved its copy of a shared buffer by its own activations: the mean counts all of them alike.
+        """Stores buffers (M, ...) after a run; shared buffers get the mean over members."""
+        # Each member has updated its copy of a shared buffer by its own activations; the mean weighs them equally.
         own, shared = self.own_buffers(), self.shared_buffers()
         with torch.no_grad():
             mine = [name for name in buffers if name in own]
@@ -275,11 +275,11 @@ class Particles(nn.Module):
                 torch._foreach_copy_(targets, sources)
 
     def rows(self, varying: Tensors | None = None) -> Rows:
-        """Tensors that differ between functions, their axis first."""
+        """Tensors that differ between functions, with the function axis first."""
         return Rows(self.own_parameters(), self.changing_buffers(), varying or {})
 
     def changing_buffers(self) -> Tensors:
-        """Buffers (M, ...) that training changes: own ones, and a copy of shared ones for each of several members."""
+        """Buffers (M, ...) that training changes: own ones, and shared ones copied for each of several members."""
         if self.members == 1 or not self.training:
             return self.own_buffers()
         shared = {name: b for name, b in self.shared_buffers().items() if name not in self._frozen}
@@ -288,9 +288,9 @@ class Particles(nn.Module):
     def each(
         self, function: Callable[..., Any], *args: Any, varying: Tensors | None = None, how: How | None = None
     ) -> Any:
-        """function(member, *args) of every member, stacked along a new first axis; batch statistics are updated.
+        """function(member, *args) for every member, stacked along a new first axis; batch statistics are updated.
 
-        `varying`: further tensors (V, ...), one row per function of one stored member (masks), passed to it before args.
+        `varying`: further tensors (V, ...), such as masks, one row per function of one stored member, passed before args.
         """
         shared, common = self.shared_parameters(), self.shared_buffers()
 
@@ -305,7 +305,7 @@ class Particles(nn.Module):
         return result
 
     def run(self, one: Callable[[Rows], Any], rows: Rows, count: int, *, how: How | None = None) -> Any:
-        """one(row) of each of `count` rows, stacked; by vmap or in a loop, as the runner decides."""
+        """one(row) for each of `count` rows, stacked; the runner chooses vmap or a loop."""
         with self.turn(), self.runner.running():
             return self.runner.run(one, rows, count, device=self.device, how=how)
 
@@ -334,7 +334,7 @@ class Particles(nn.Module):
         return torch.device("cpu") if first is None else first.device
 
     def member(self, index: int) -> nn.Module:
-        """A copy of one member's network: an ordinary module that shares nothing with this one."""
+        """A copy of one member's network: an ordinary module that shares no tensor with this one."""
         return self.copied_part(self.templates[index % len(self.templates)].network, PREFIX, index)
 
     def copied_part(self, part: Part, prefix: str, index: int) -> Part:
@@ -342,9 +342,9 @@ class Particles(nn.Module):
         index = member_index(index, self.members)
         check_whole(self.template.network)
         with self.turn(), torch.no_grad():
-            copied = copy.deepcopy(part, unmade(part))
-            values = {**self.shared_parameters(), **self.shared_buffers()}
-            values |= {k: v[index] for k, v in {**self.own_parameters(), **self.own_buffers()}.items()}
+            copied = copy.deepcopy(part, blanks(part) if self.divided else unmade(part))
+            params, buffers = self.at(index)
+            values = {**self.put_together(params), **buffers}
             for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
                 tensor.data = values[f"{prefix}{name}"].detach().clone()
         return copied

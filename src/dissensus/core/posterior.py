@@ -1,8 +1,7 @@
-"""Posterior: the contract every method keeps.
+"""Posterior: the base class of every method.
 
-A method is one subclass. It says what its members are (`particles`), may say what one member's loss is (`member_loss`)
-and how members act on each other (`couple`), and how functions are drawn (`draw`). Training, prediction, saving and the
-engines are derived from these.
+A method is one subclass. It defines its members (`particles`) and how functions are drawn (`draw`), and may define one
+member's loss (`member_loss`) and how members interact (`couple`). Training, prediction, saving and the engines use these.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dissensus.core import inputs, noise, seam
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.errors import Diverged
 from dissensus.core.finite import diverged_members, member_maxima
-from dissensus.core.functions import DrawnFunctions, Predictor
+from dissensus.core.functions import DrawnFunctions, Portion, Predictor
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles
@@ -36,55 +35,58 @@ from dissensus.numerics.tree import Tensors
 
 
 class Posterior(TrainingRules, ABC):
-    """Something M functions can be drawn from; an `nn.Module`, so optimisers, `.to()` and checkpoints work as ever.
+    """A distribution over networks, from which M functions are drawn; the base class of all methods.
 
-    Base class of all methods. Their constructors take what is said in their own docstrings, and these keywords:
+    It is an `nn.Module`, so optimisers, `.to()` and checkpoints work as usual. Besides their own arguments, all methods
+    take these keywords:
 
     Args:
-        likelihood: what the network's outputs mean; None is `Classification()`.
+        likelihood: the distribution of targets given the network's outputs; None is `Classification()`.
         prior: a `Prior`, or a function of one member's tensors by name that returns log p(θ), (); needs `data_size`.
-            The loss then carries −log p(θ) / N, and weight decay leaves the covered tensors alone. None: no prior.
+            It adds −log p(θ) / N to the loss, and the tensors under it get no weight decay. None: no prior.
         weight_prior_std: σ, short for `prior=GaussianPrior(σ)`.
-        data_size: N, the number of training examples, by which priors, KL terms and repulsions are divided.
+        data_size: N, the number of training examples; priors, KL terms and repulsions are divided by it.
 
     Public attributes: `particles` (the members' tensors), `likelihood`, `prior`, `data_size`, `temperature` () (1
-    unless `temperature_scale` set it), `calibration` and `promises` (what stands on its predictions), `inputs` (from
-    raw inputs to those of the network, or None), `classes` (their names, or None), `steps` () (optimiser steps so far),
-    `watchers` (what `track` added), `device`.
+    unless `temperature_scale` set it), `calibration` and `promises` (fitted to its predictions), `inputs` (a transform
+    from raw inputs to those of the network, or None), `classes` (their names, or None), `steps` () (optimiser steps so
+    far), `watchers` (methods added by `track`), `device`.
     """
 
-    name: ClassVar[str]  # what it is called on the command line and in saved files
-    untrained: ClassVar[tuple[str, ...]] = ()  # keys of `config` that training does not read: only drawing does
+    name: ClassVar[str]  # its name on the command line and in saved files
+    untrained: ClassVar[tuple[str, ...]] = ()  # keys of `config` that only drawing reads, not training
 
     def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:
         super().__init__(particles, **prior)
         if isinstance(network := particles.template.network, Posterior):
             raise TypeError(
-                f"expected a network, got the posterior {type(network).__name__}; pass the network that it was made of"
+                f"expected a network, got the posterior {type(network).__name__}; pass the network inside it"
             )
         where = next((each.device for each in particles.parameters()), None)  # a network may be on a GPU already
         self.register_buffer("temperature", torch.ones((), device=where))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=where))
         self.training = particles.training
-        self.inputs: Callable[[Any], Tensor] | None = None  # from raw inputs to those of the network
+        self.inputs: Callable[[Any], Tensor] | None = None  # transform from raw inputs to those of the network
         self.classes: tuple[str, ...] | None = None
-        self.base: tuple[Posterior] | None = None  # the posterior that this one watches; in a tuple: it is no part
+        self.base: tuple[Posterior] | None = None  # the posterior that this one watches; a tuple, so it is no submodule
         self._known = inputs.KnownInputs()
-        self._started = self._predicted = False  # whether a learned noise was looked at before a step, and a prediction
-        self.draws_itself = False  # whether the network itself was seen to draw random numbers in eval mode
+        self._started = self._predicted = (
+            False  # whether learned noise was checked before a step, and before a prediction
+        )
+        self.draws_itself = False  # whether the network itself draws random numbers in eval mode
 
     # ------------------------------------------------------------------ what a method declares
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        """(loss (), z, buffers afterwards) of one member: a pure function. z is what members are compared in.
+        """(loss (), z, buffers afterwards) of one member: a pure function. z is the quantity in which members interact.
 
         Args:
             params, buffers: the member's tensors by name ("network.0.weight"), without a member axis.
             batch: x, y and weight, on the posterior's device.
 
         Returns:
-            The batch-mean loss (), prior included; z, a tensor or a tree of tensors that `couple` reads, () for none;
-            and the buffers by name as the forward pass left them.
+            The batch-mean loss (), prior included; z, a tensor or a tree of tensors for `couple`, () for none; and the
+            buffers by name after the forward pass.
         """
         value, buffers = self.particles.call(Member.nll, params, buffers, batch)
         penalty = self.penalty(params)
@@ -92,23 +94,23 @@ class Posterior(TrainingRules, ABC):
 
     @abstractmethod
     def draw(self) -> DrawnFunctions:
-        """A module (B, *in) -> (M, B, *out): functions drawn from the posterior, fixed until the next draw.
+        """M fixed functions drawn from the posterior, as a module (B, *in) -> (M, B, *out).
 
-        Methods that store members draw those; methods that sample draw anew each time, until `ds.refresh` has stored a
-        draw.
+        Methods that store members return those. Methods that sample return new samples each time, until `ds.refresh` has
+        stored a draw.
         """
 
     def current(self) -> DrawnFunctions:
-        """The functions as trained so far, (B, *in) -> (M, B, *out): what validation during `fit` judges."""
+        """The present functions, (B, *in) -> (M, B, *out), which `fit` evaluates on validation data."""
         return self.draw()
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """The keyword arguments, all JSON, that build this posterior again, given a network."""
+        """The keyword arguments, as JSON values, that rebuild this posterior from a network."""
 
     @final
     def identity(self) -> dict[str, Any]:
-        """The method and the settings that training reads, all JSON: a checkpoint is resumed only where these agree."""
+        """The method and its training settings, as JSON values; a checkpoint can be resumed only if they are equal."""
         settings = {key: value for key, value in self.config().items() if key not in self.untrained}
         watchers = [watcher.identity() for watcher in self.watchers]
         described = {"method": self.name, "class": type(self).__name__, **settings}
@@ -117,31 +119,30 @@ class Posterior(TrainingRules, ABC):
     @classmethod
     @abstractmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Posterior:
-        """A posterior with this network and config, whose tensors a file will overwrite.
+        """A posterior with this network and config, whose tensors will be overwritten from a file.
 
         Args:
-            network: a module of the architecture that `given` returned.
-            config: what `config` returned.
+            network: a module of the same architecture as `given()`.
+            config: the result of `config()`.
         """
 
     def given(self) -> nn.Module:
-        """A network of the architecture that the caller passed, with some member's tensors, copied.
+        """A copy of one member as a network of the caller's architecture.
 
-        This is the architecture that saved files describe and `load` takes. Methods that cut layers put the plain ones
-        back here.
+        Saved files describe this architecture, and `load` takes it. Methods that cut layers put the plain ones back here.
         """
         return self.particles.member(0) if self.base is None else self.base[0].given()
 
     @property
     @final
     def cuts(self) -> bool:
-        """Whether layers of the network were cut: files then describe another network than the one that runs."""
+        """Whether the method has cut layers of the network, so that files describe another network than the running one."""
         return type(self).given is not Posterior.given or (self.base is not None and self.base[0].cuts)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
-        """Draws once and stores the draw with the posterior, its batch statistics refreshed from the loader.
+        """Stores a draw with the posterior, with batch statistics re-estimated from the loader.
 
-        Does nothing where members are stored anyway. Call it as `ds.refresh(posterior, loader)`.
+        Does nothing for methods that store members. Users call `ds.refresh(posterior, loader)`.
         """
         return None
 
@@ -150,20 +151,20 @@ class Posterior(TrainingRules, ABC):
     @property
     @final
     def likelihood(self) -> Likelihood:
-        """What the outputs of the members mean; a learned noise in it is each member's own."""
+        """The likelihood of the members' outputs; each member has its own learned noise."""
         return self.particles.likelihood
 
     @final
     def loss(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """() Σ over members of the batch-mean loss, plus coupling terms Σ_i ⟨z_i, v_i⟩, with a graph.
+        """() differentiable loss: Σ over members of the batch-mean loss, plus coupling terms Σ_i ⟨z_i, v_i⟩.
 
-        Coupling terms are linearised (v has no graph): gradients are right, but values are not to be compared over
-        steps. Batch statistics are updated. `backward` gives the same gradients faster.
+        Coupling terms are linearised (v is detached): gradients are right, but values cannot be compared between steps.
+        Batch statistics are updated. `backward` computes the same gradients faster.
 
         Args:
             x: inputs (B, ...), a tensor, a tuple or a dict of tensors.
-            y: targets, as the likelihood takes them.
-            weight: (B,), how often each example counts; None counts each once.
+            y: targets, in the form that the likelihood takes.
+            weight: (B,) example weights; None is 1 for each.
         """
         batch = self.take(self.batch((x, y, weight)))
         self.before_step(batch)
@@ -171,9 +172,9 @@ class Posterior(TrainingRules, ABC):
 
     @final
     def backward(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        """(M,) losses; adds to `.grad` what `loss(x, y).backward()` would.
+        """(M,) losses; adds the same gradients to `.grad` as `loss(x, y).backward()`, but faster.
 
-        The fast path of a loop of your own: zero_grad, backward, optimizer.step, `observe(optimizer)`. Arguments as in
+        Use it in your own training loop: zero_grad, backward, optimizer.step, `observe(optimizer)`. Arguments as in
         `loss`.
         """
         batch = self.take(self.batch((x, y, weight)))
@@ -182,33 +183,33 @@ class Posterior(TrainingRules, ABC):
 
     @final  # type: ignore[misc]
     def forward(self, x: Inputs) -> Tensor:
-        """(M, B, *out): draw()(x), the networks' own outputs. They are not calibrated: see `predictor`."""
-        batches.size(x := self.transformed(x))  # an error where x has no tensor
+        """(M, B, *out): draw()(x), the networks' raw outputs, not calibrated; see `predictor` for calibrated ones."""
+        batches.size(x := self.transformed(x))  # raises if x has no tensor
         outputs: Tensor = self.draw()(x)
         return outputs
 
     @final
     def predict(self, x: Inputs) -> Predictive:
-        """The prediction of the mixture of drawn functions, in eval mode and without gradients.
+        """The calibrated prediction for one batch: the mixture of drawn functions, in eval mode and without gradients.
 
-        Modes and torch's random streams are left as found.
+        Training modes and torch's random state are restored.
 
         Args:
             x: one batch (B, ...), a tensor, a tuple or a dict of tensors, or arrays or a DataFrame of numbers; moved to
-                the posterior's device. Where the posterior has `inputs`, raw ones, also a single example.
+                the posterior's device. If the posterior has `inputs`, raw inputs, or a single raw example.
 
         Returns:
-            A `Predictive` of B inputs with every member, calibrated; a `SummaryPredictive` where a calibration acts on
-            their mean.
+            A `Predictive` for B inputs that keeps every member; a `SummaryPredictive` if a calibration acts on the
+            members' mean.
 
         Raises:
             Diverged: a member predicts NaN.
         """
-        batches.size(x := self.transformed(x))  # an error where x has no tensor
+        batches.size(x := self.transformed(x))  # raises if x has no tensor
         batches.check_finite(x, anywhere=True)
         x = batches.to(x, self.device)
         with left_as_found(self):
-            drawn = self.draw()  # first: it may have to say that there is nothing to draw from
+            drawn = self.draw()  # first: it raises if there is nothing to draw from
             self.check_inputs(x)
             return self.checked(drawn.predict(x))
 
@@ -226,12 +227,12 @@ class Posterior(TrainingRules, ABC):
     def checked_members(
         self, predictive: Predictive, lens: Lens, *, first: int = 0, later: list[Tensor] | None = None
     ) -> Predictive:
-        """Some members as users see them through the lens; raises Diverged, naming members, where they hold NaN.
+        """The calibrated prediction of some members; raises Diverged with their indices if they hold NaN.
 
         Args:
-            first: the index of the first of them.
-            later: of a run over batches: gets what is to be looked at in the end, by `check_diverged`, so that the host need
-                not wait for every batch. The first batch is looked at now.
+            first: index of the first of these members.
+            later: in a run over batches, a list that collects maxima for `check_diverged` at the end, so that the host need
+                not wait for every batch. Only the first batch is checked at once.
         """
         maxima = member_maxima(predictive.described())
         if not later:
@@ -245,32 +246,32 @@ class Posterior(TrainingRules, ABC):
 
     @final
     def check_diverged(self, maxima: Sequence[Tensor], *, first: int = 0) -> None:
-        """Raises Diverged where a member's maxima, of any batch, hold NaN or +∞."""
+        """Raises Diverged if a member's maxima, in any batch, hold NaN or +∞."""
         if maxima and (bad := diverged_members(torch.cat(list(maxima)))):
             raise Diverged([first + i for i in bad], int(self.steps), "prediction")
 
     @final
     def checked(self, predictive: Predictive) -> Predictive:
-        """The networks' whole mixture as users see it: at this posterior's temperature and calibration, NaN refused."""
+        """The networks' mixture with temperature and calibration applied; raises Diverged on NaN."""
         lens = self.lens()
         return lens.mixture(self.checked_members(predictive, lens))
 
     @final
     def member(self, index: int) -> nn.Module:
-        """One drawn function as an ordinary module (B, *in) -> (B, *out) that shares nothing with the posterior.
+        """One drawn function as an ordinary module (B, *in) -> (B, *out), a copy independent of the posterior.
 
-        The posterior's temperature and calibration do not act on it.
+        Temperature and calibration are not applied to it.
 
         Args:
-            index: 0 to M − 1; negative ones count from the end.
+            index: 0 to M − 1; negative indices count from the end.
         """
         return self.draw().member(index)
 
     @final
     def predictor(self) -> Predictor:
-        """A module x -> {mean, total, aleatoric, epistemic} as in `predict`, calibrated: for `torch.export`.
+        """A module x -> {mean, total, aleatoric, epistemic} with the values of `predict`, for `torch.export`.
 
-        A copy of one draw: nothing that happens to the posterior afterwards changes it. It does not look for NaN.
+        It holds a copy of one draw, so later changes of the posterior do not affect it. It does not check for NaN.
         """
         with left_as_found(self):
             return Predictor(self.draw(), self.lens())
@@ -286,12 +287,12 @@ class Posterior(TrainingRules, ABC):
 
     @final
     def transformed(self, x: Any) -> Inputs:
-        """Inputs as the networks take them: raw ones transformed, where this has `inputs`; arrays as tensors."""
+        """Inputs in the form that the networks take: arrays as tensors, raw inputs transformed by `inputs`, if set."""
         return batches.inputs_of(x) if self.inputs is None else self.inputs(x).to(self.temperature.dtype)
 
     @final
     def batch(self, given: Any, *, anywhere: bool = False) -> Batch:
-        """What a loader gave, its inputs `transformed`, checked as in `Batch.of`; a `Batch` has been through here before."""
+        """A batch from a loader, `transformed` and checked as in `Batch.of`; a `Batch` is returned as it is."""
         raw = isinstance(given, tuple | list) and not isinstance(given, Batch)
         if self.inputs is not None and raw and len(given) in (2, 3):
             x, y = self.transformed(given[0]), as_tensor(given[1])
@@ -306,51 +307,62 @@ class Posterior(TrainingRules, ABC):
 
     @final
     def read(self, loader: Iterable[Any], *, anywhere: bool = False) -> Iterator[Batch]:
-        """The loader's batches: the one door through which data come to a posterior."""
+        """The loader's batches, transformed and checked. All data reach a posterior through this method."""
         return (self.batch(given, anywhere=anywhere) for given in loader)
 
     @property
     @final
     def others(self) -> Any:
-        """The mesh, where it has other processes and they are still connected; else None."""
+        """The mesh, if it has other processes that are still connected; else None."""
         return self.mesh if self.mesh is not None and self.mesh.size > 1 and self.mesh.alive else None
 
     @final
     def whole(self, loader: Any) -> Any:
-        """The loader; where it gives each process a part of the data, one of all the parts."""
+        """The loader, or, if it gives each process a part of the data, a loader over all parts."""
         if self.others is not None:
             return self.others.whole(loader)
         parts = batches.sampler_of(loader)
         if parts is not None and parts.num_replicas > 1 and self.ranks is None:
             raise ValueError(
-                "expected a posterior on a mesh for a loader that gives each process a part of the data, got none; set "
-                'posterior.mesh = ds.distributed.mesh(), or posterior.ranks = "independent" for numbers of the part'
+                "expected a posterior with a mesh, since the loader gives each process a part of the data, got none; set "
+                'posterior.mesh = ds.distributed.mesh(), or posterior.ranks = "independent" for results on each part'
             )
         return loader
 
     @final
+    def portion(self, drawn: DrawnFunctions) -> Portion:
+        """The drawn functions, the same on all processes, of which each runs some where they share a batch."""
+        if self.others is None:
+            return Portion(drawn)
+        return self.others.portion(drawn, self.device, lambda: not self.draws_itself)  # type: ignore[no-any-return]
+
+    @final
     def shared(
-        self, work: Callable[[Any], Any], given: Iterable[Any], drawn: DrawnFunctions, device: Any = "cpu"
+        self, work: Callable[[Any], Any], given: Iterable[Any], portion: Portion, device: Any = "cpu"
     ) -> Iterator[tuple[Any, Any]]:
-        """(batch, work(batch)) of every batch, in order. Processes of the mesh take turns, and each gets all that was found.
+        """(batch, work(batch)) for every batch, in order. Processes of the mesh share the work; each gets all results.
 
         Args:
-            drawn: the functions that the work is done with, the same on all processes.
-            device: where what other processes found shall lie.
+            portion: the functions used by `work`; those that run here, while it is done.
+            device: device for the results of other processes.
         """
-        if self.others is None:
+        if self.others is None or self.particles.divided:  # whose processes all run each network together
             return ((batch, work(batch)) for batch in given)
-        found: Iterator[tuple[Any, Any]] = self.others.in_turns(work, given, drawn=drawn, device=device)
+        standing: list[Any] = [each for each in (self.calibration, *self.promises.values()) if each is not None]
+        seen_by = (self.temperature, *((repr(each.config()), *each.buffers()) for each in standing))
+        found: Iterator[tuple[Any, Any]] = self.others.in_turns(
+            work, given, portion=portion, seen_by=seen_by, device=device
+        )
         return found
 
     @final
     def take(self, batch: Batch) -> Batch:
-        """The batch on this posterior's device; checked before it leaves the host, where labels can be read."""
+        """The batch on this posterior's device; checked on the host first, where labels can be read."""
         self.check_batch(batch)
         return batch.to(self.device)
 
     def check_batch(self, batch: Batch) -> None:
-        """Raises a clear error where y does not fit the network's outputs; reads values only on the host."""
+        """Raises if y does not fit the network's outputs; reads values only on the host."""
         self.likelihood.check(self.output_shape(batch.x), batch.y)
 
     def before_step(self, batch: Batch) -> None:
@@ -366,7 +378,7 @@ class Posterior(TrainingRules, ABC):
 
     @final
     def check_inputs(self, x: Inputs) -> None:
-        """Raises a clear error where the network cannot take x, or x has no batch axis; runs one example per shape of x."""
+        """Raises if the network fails on x, or x has no batch axis; runs one example per shape of x."""
         self._known.check(x, self._first_member, self.temperature.dtype)
 
     def _first_member(self, x: Inputs) -> Tensor:
@@ -379,16 +391,17 @@ class Posterior(TrainingRules, ABC):
 
 
 def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
-    """Draws the functions of a sampling method, refreshes their batch statistics from the loader and stores both.
+    """Draws the functions of a sampling method, re-estimates their batch statistics, and stores both.
 
-    `draw()` then returns those, and so does a saved and loaded posterior, until the next refresh. Methods that store
-    their members anyway are left alone. Watchers are refreshed, too, where they have something to draw from. `fit`
-    calls this at its end; after a loop of your own, call it yourself.
+    Until the next refresh, `draw()` returns these functions, also after saving and loading. Methods that store their
+    members are not changed. Watchers that are ready are refreshed, too. `fit` calls this at its end; after your own
+    training loop, call it yourself.
 
     Args:
-        loader: training batches (x, y), as the networks saw them.
+        posterior: a trained posterior.
+        loader: the training batches (x, y).
     """
-    inputs.check_loader(loader)
+    inputs.check_loader(loader := posterior.whole(loader))
     for each in [posterior, *(watcher for watcher in posterior.watchers if watcher.ready)]:
         if type(each).store_draw is not Posterior.store_draw:
             each.drop_promises("a new draw")
@@ -396,7 +409,7 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
 
 
 def expect_posterior(given: object) -> Posterior:
-    """What was given, where that is a posterior: a network in its place is an ordinary mistake."""
+    """The argument, if it is a posterior; raises for a plain network, a common mistake."""
     if not isinstance(given, Posterior):
         raise TypeError(f"expected a posterior, got {type(given).__name__}; wrap the network, for example in MAP(...)")
     return given
@@ -404,7 +417,7 @@ def expect_posterior(given: object) -> Posterior:
 
 @contextmanager
 def left_as_found(posterior: Posterior) -> Iterator[None]:
-    """Inside, eval mode without gradients, and no other thread runs the network; modes and random streams are put back."""
+    """Eval mode without gradients, with the network locked; afterwards modes and random state are restored."""
     with (
         expect_posterior(posterior).particles.turn(),
         eval_mode(posterior, *posterior.particles.templates),

@@ -1,4 +1,4 @@
-"""Predictives: the mixture over members, split into what the data leaves open and what the members disagree on."""
+"""Predictives: the mixture over members, with its uncertainty split into aleatoric and epistemic."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dissensus.numerics.entropy import entropy_terms
 
 
 class Predictive(ABC):
-    """What a posterior predicts for B inputs. `total = aleatoric + epistemic` always.
+    """A posterior's prediction for B inputs, with its uncertainty; always `total = aleatoric + epistemic`.
 
-    `len(predictive)` is B, `predictive[i]` the predictive of some inputs, `Predictive.cat` joins batches. Base class of
-    `ClassificationPredictive` and `RegressionPredictive`, which keep all M members, and of `SummaryPredictive`.
+    `len(predictive)` is B, `predictive[i]` is the prediction for some inputs, `Predictive.cat` joins batches. Base class
+    of `ClassificationPredictive` and `RegressionPredictive`, which keep all M members, and of `SummaryPredictive`.
     """
 
     @property
@@ -35,12 +35,12 @@ class Predictive(ABC):
     @property
     @abstractmethod
     def aleatoric(self) -> Tensor:
-        """What is left when the function is known: mean entropy (B, ...) in nats, or mean noise variance (B, D)."""
+        """Uncertainty within members: their mean entropy (B, ...) in nats, or mean noise variance (B, D)."""
 
     @property
     @abstractmethod
     def epistemic(self) -> Tensor:
-        """What members disagree on: mutual information (B, ...) in nats, or variance of the means (B, D)."""
+        """Disagreement between members: mutual information (B, ...) in nats, or variance of the means (B, D)."""
 
     @property
     def total(self) -> Tensor:
@@ -49,27 +49,27 @@ class Predictive(ABC):
 
     @abstractmethod
     def log_prob(self, y: Tensor) -> Tensor:
-        """(B, ...) log-probability or log-density of y under the mixture; y as the likelihood takes it."""
+        """(B, ...) log-probability or log-density of y under the mixture; y in the form that the likelihood takes."""
 
     @abstractmethod
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """(lower, upper), each of the mean's shape: a central interval with the share `level`, between 0 and 1.
+        """(lower, upper), each of the mean's shape: the central interval with probability `level`, between 0 and 1.
 
-        It is the model's own and as right as the model is: nothing is promised, even where `ds.conformal` was fitted. The
-        interval or set with a guarantee is that of `posterior.promises["conformal"]`.
+        This is the model's own interval: it has no coverage guarantee, even if `ds.conformal` was fitted. The guaranteed
+        interval or set is that of `posterior.promises["conformal"]`.
         """
 
     @abstractmethod
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """n draws of y from the mixture, the draws' axis first, (n, B, ...); `generator` on the predictive's device."""
+        """(n, B, ...) n draws of y from the mixture; `generator` must be on the predictive's device."""
 
     @abstractmethod
     def described(self) -> tuple[Tensor, ...]:
-        """The tensors this was made of, member axis first: what is stored and concatenated."""
+        """The tensors that define this predictive, member axis first; they are stored and concatenated."""
 
     @abstractmethod
     def tempered(self, temperature: float) -> Predictive:
-        """The same with every member's logits divided by a temperature, or its noise's deviation multiplied by it."""
+        """A copy with each member's logits divided by the temperature, or its noise std multiplied by it."""
 
     @property
     def confidence(self) -> Tensor:
@@ -78,22 +78,22 @@ class Predictive(ABC):
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
-        """The predictive of all parts' inputs, in order."""
+        """One predictive for the inputs of all parts, in order."""
         if not parts:
             raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
         if len(shapes := {tuple(tensor.shape[2:] for tensor in part.described()) for part in parts}) > 1:
             raise ValueError(
                 f"expected outputs of one shape in all batches, got {sorted(tuple(each[0]) for each in shapes)}; pad all "
-                "batches to one length, or take them one by one with ds.predict_batches"
+                "batches to one length, or read them one by one with ds.predict_batches"
             )
         return type(parts[0])(*(torch.cat(each, dim=1) for each in zip(*(p.described() for p in parts), strict=True)))
 
     def to(self, device: torch.device | str) -> Predictive:
-        """The same on another device."""
+        """A copy on another device."""
         return type(self)(*(tensor.to(device) for tensor in self.described()))
 
     def __getitem__(self, index: int | slice | Tensor) -> Predictive:
-        """The predictive of some of the inputs; of one input, with the batch axis kept, for a number."""
+        """The predictive for some of the inputs; an int selects one and keeps the batch axis."""
         if isinstance(index, int):
             at = range(len(self))[index]
             index = slice(at, at + 1)
@@ -105,14 +105,14 @@ class Predictive(ABC):
     def plot(
         self, x: Tensor | None = None, *, seen: tuple[Tensor, Tensor] | None = None, classes: Sequence[str] = ()
     ) -> Any:
-        """A matplotlib figure of the prediction over its inputs x: a line, a plane, or images.
+        """A matplotlib figure of the prediction over its inputs x, on a line, in a plane, or for images.
 
         Args:
-            x: what was predicted for. (B,) or (B, 1): bands of a regression, at 90 %. (B, 2): total uncertainty over the
-                plane. Images (B, channels, H, W): the first eight with what is said of them, for segmentations as maps.
-                None: the inputs' numbers; segmentations are drawn without their images.
+            x: the inputs of the prediction. (B,) or (B, 1): a regression with 90 % bands. (B, 2): total uncertainty over
+                the plane. Images (B, channels, H, W): the first eight with their predictions, as maps for segmentations.
+                None: the index of each input; segmentations are drawn without their images.
             seen: inputs and targets to draw as dots, such as the training data; for segmentations (x, truth).
-            classes: their names.
+            classes: names of the classes.
         """
         from dissensus.core.showing import figure_of
         from dissensus.drawing.notebook import shown  # loads matplotlib
@@ -130,7 +130,7 @@ class Predictive(ABC):
 
 
 class CategoricalPredictive(Predictive):
-    """Base class: what the mixture's log-probabilities say without its members."""
+    """Base class: everything that follows from the mixture's log-probabilities, without the members."""
 
     log_mean: Tensor  # (B, C, ...) log p̄
 
@@ -146,7 +146,7 @@ class CategoricalPredictive(Predictive):
         y = tensor_of(y)
         soft = y.is_floating_point()
         expected = self.log_mean.shape if soft else (self.log_mean.shape[0], *self.log_mean.shape[2:])
-        if y.shape != expected:  # gather would take a shorter y
+        if y.shape != expected:  # gather would accept a shorter y
             raise ValueError(f"expected targets of shape {tuple(expected)}, got {tuple(y.shape)}; pass one per input")
         if soft:  # (B, C, ...)
             return torch.where(y > 0, y * self.log_mean, 0.0).sum(1)
@@ -156,7 +156,7 @@ class CategoricalPredictive(Predictive):
         """(B, C, ...) boolean: the fewest classes whose probabilities sum to at least `level`; not conformal: no guarantee."""
         number("level", level, above=0, most=1, hint="pass for example 0.9")
         ordered, order = self.mean.sort(dim=1, descending=True)
-        before = ordered.cumsum(1) - ordered  # mass of the likelier classes
+        before = ordered.cumsum(1) - ordered  # total probability of the likelier classes
         return torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before < level)
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -194,7 +194,7 @@ class ClassificationPredictive(CategoricalPredictive):
 
     @property
     def epistemic(self) -> Tensor:
-        # I = (1/M) Σ_m KL(p_m ‖ p̄) = H[p̄] − (1/M) Σ_m H[p_m]: written as KL it cannot lose its sign to rounding twice.
+        # I = (1/M) Σ_m KL(p_m ‖ p̄) = H[p̄] − (1/M) Σ_m H[p_m]; the KL form is less prone to negative values by rounding.
         ratio = torch.where(self._members == -math.inf, 0.0, self._members - self.log_mean)
         return (self._members.exp() * ratio).sum(2).mean(0).clamp(min=0)
 
@@ -215,10 +215,10 @@ class RegressionPredictive(Predictive):
     """A mixture of Gaussians from members' means and variances (M, B, D).
 
     `mean` (B, D); `aleatoric` is the mean of the variances and `epistemic` the variance of the means, (B, D).
-    `interval`, `quantile` and `cdf` are those of the mixture, output by output.
+    `interval`, `quantile` and `cdf` are those of the mixture, for each output separately.
 
     Args:
-        means, variances: (M, B, D) or (M, B), in the units of y and their squares.
+        means, variances: (M, B, D) or (M, B), in the units of y and y².
     """
 
     def __init__(self, means: Tensor, variances: Tensor) -> None:
@@ -243,7 +243,7 @@ class RegressionPredictive(Predictive):
         return self._means.var(0, correction=0)
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """(B,) log-density of the mixture, outputs of one member independent."""
+        """(B,) log-density of the mixture; the outputs of one member are independent."""
         each = -0.5 * (
             (self._targets(y) - self._means) ** 2 / self.variances + self.variances.log() + math.log(2 * math.pi)
         )
@@ -251,12 +251,12 @@ class RegressionPredictive(Predictive):
         return each.logsumexp(0) - math.log(len(each))
 
     def cdf(self, y: Tensor) -> Tensor:
-        """(B, D) P(Y ≤ y), output by output."""
+        """(B, D) P(Y ≤ y), for each output separately."""
         below: Tensor = torch.special.ndtr((self._targets(y) - self._means) / self.variances.sqrt())  # (M, B, D)
         return below.mean(0)
 
     def _targets(self, y: Tensor) -> Tensor:
-        """y, an array too, of the mean's shape: (B,) beside (B, 1) would broadcast to (B, B). One number is for all."""
+        """y as a tensor of the mean's shape, since (B,) and (B, 1) would broadcast to (B, B). One number is for all."""
         y = tensor_of(y)
         if y.ndim and y.shape != self._means.shape[1:]:
             raise ValueError(
@@ -265,7 +265,7 @@ class RegressionPredictive(Predictive):
         return y
 
     def quantile(self, q: float) -> Tensor:
-        """(B, D) y with P(Y ≤ y) = q, output by output, by bisection to rounding; q strictly between 0 and 1."""
+        """(B, D) y with P(Y ≤ y) = q, for each output, by bisection to machine precision; q strictly between 0 and 1."""
         q = float(share("q", q, hint="pass for example 0.9"))
         reach = -torch.special.ndtri(torch.tensor(min(q, 1 - q), dtype=torch.float64))  # in standard deviations
         spread = self.variances.sqrt() * float(reach)
@@ -278,9 +278,9 @@ class RegressionPredictive(Predictive):
         return 0.5 * (lower + upper)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """(lower, upper) of the mean's shape: the central interval of the mixture, output by output.
+        """(lower, upper) of the mean's shape: the central interval of the mixture, for each output separately.
 
-        It is not conformal, even where `ds.conformal` was fitted: that one is `posterior.promises["conformal"].interval(x)`.
+        It has no coverage guarantee, even if `ds.conformal` was fitted: see `posterior.promises["conformal"].interval(x)`.
         """
         tail = tail_probability(level)
         return self.quantile(tail), self.quantile(1 - tail)
@@ -311,5 +311,5 @@ def _between(ordered: Tensor, q: float) -> Tensor:
 
 
 def tail_probability(level: float) -> float:
-    """Probability on either side of a central interval."""
+    """Probability on each side of a central interval."""
     return (1 - float(share("level", level, hint="pass for example 0.9"))) / 2

@@ -1,4 +1,4 @@
-"""Priors on the weights: a mean loss over N data points carries −log p(θ) / N."""
+"""Priors on the weights: they add −log p(θ) / N to the mean loss over N data points."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -22,11 +22,11 @@ NORM_LAYERS: tuple[type[nn.Module], ...] = (
 
 
 class Prior(nn.Module, ABC):
-    """Base class: a density of one member's trained tensors, by their names in the network.
+    """Base class: a density of one member's trained tensors, given by their names in the network.
 
-    Subclasses define `log_prob`. Files note a prior's class and its attributes that are numbers or text, not the prior
-    itself: predictions need none, and further training asks for it again (`posterior.use_prior`). Tensors that a prior
-    needs are buffers; they move with the posterior and are not saved.
+    Subclasses define `log_prob`. Files hold only a prior's class and its attributes that are numbers or text: predictions
+    need no prior, and before further training you set it again (`posterior.use_prior`). Register the prior's tensors as
+    buffers; they move with the posterior and are not saved.
     """
 
     norm_layers: bool = True  # whether parameters of norm layers are among the tensors
@@ -36,18 +36,18 @@ class Prior(nn.Module, ABC):
         """() log p(θ) up to a constant: a pure function of name -> tensor, one member's, in float32 or wider."""
 
     def covers(self, name: str) -> bool:
-        """Whether it is a prior on this tensor too; weight decay acts on the others."""
+        """Whether the prior includes this tensor; weight decay acts on the others."""
         return True
 
     def draw(self, name: str, like: Tensor) -> Tensor:
-        """This tensor drawn from the prior, from torch's generator; only `FunctionRDE(functional_prior=True)` asks for it."""
-        raise TypeError(f"expected a prior with draws, got {type(self).__name__}; define its draw(name, like)")
+        """A draw of this tensor from the prior, by torch's generator; only `FunctionRDE(functional_prior=True)` uses it."""
+        raise TypeError(f"expected a prior that can be sampled, got {type(self).__name__}; define its draw(name, like)")
 
     def check_fits(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Raises where a network with tensors of these shapes, by name, cannot have this prior."""
+        """Raises if this prior does not fit a network with tensors of these names and shapes."""
 
     def config(self) -> dict[str, Any]:
-        """Its class, and its attributes that are numbers, text or tables: what files and checkpoints say of it."""
+        """Its class and its attributes that are numbers, text or tables, for files and checkpoints."""
         numbers = {k: v for k, v in vars(self).items() if k[0] != "_" and type(v) in (int, float, str, dict)}
         parts = {name: part.config() for name, part in self.named_children() if isinstance(part, Prior)}
         return {"name": type(self).__name__, **numbers, **parts}
@@ -57,11 +57,11 @@ class Prior(nn.Module, ABC):
 
 
 class GaussianPrior(Prior):
-    """N(0, std²) on weights and biases, not on norm layers: −log p(θ) = Σ θ² / (2 std²) up to a constant.
+    """N(0, std²) on weights and biases, but not on norm layers: −log p(θ) = Σ θ² / (2 std²) up to a constant.
 
     Args:
-        std: standard deviation of every weight; or a table of deviations by patterns of tensors' names
-            ({"head.*": 0.1, "*": 1.0}), of which the first that fits counts. Tensors that none fits have no prior.
+        std: standard deviation of every weight; or a table from name patterns to standard deviations
+            ({"head.*": 0.1, "*": 1.0}). The first matching pattern wins; tensors without a match have no prior.
     """
 
     norm_layers = False
@@ -75,7 +75,7 @@ class GaussianPrior(Prior):
         )
 
     def deviation(self, name: str) -> float | None:
-        """The standard deviation of this tensor's entries; None where it has no prior."""
+        """The standard deviation of this tensor's entries; None if it has no prior."""
         if not isinstance(self.std, dict):
             return self.std
         return next((std for pattern, std in self.std.items() if fnmatchcase(name, pattern)), None)
@@ -94,12 +94,12 @@ class GaussianPrior(Prior):
         for pattern in self.std if isinstance(self.std, dict) else ():
             if not any(fnmatchcase(name, pattern) for name in shapes):
                 raise ValueError(
-                    f"expected patterns of tensors' names, got {pattern!r}; name one of {', '.join(shapes)}"
+                    f"expected patterns that match names of tensors, got {pattern!r}; the names are {', '.join(shapes)}"
                 )
 
     def draw(self, name: str, like: Tensor) -> Tensor:
         std = self.deviation(name)
-        assert std is not None  # otherwise it does not cover the tensor
+        assert std is not None  # `covers` is true
         return std * torch.randn_like(like)
 
 
@@ -107,7 +107,7 @@ LogDensity = Callable[[Tensors], Tensor]
 
 
 class FunctionPrior(Prior):
-    """A function of one member's tensors as a prior; without one, a file's note of a prior that training asks for."""
+    """A prior given by a function of one member's tensors; without a function, only the description from a file."""
 
     def __init__(self, function: LogDensity | None, noted: Mapping[str, Any]) -> None:
         super().__init__()
@@ -116,8 +116,8 @@ class FunctionPrior(Prior):
     def log_prob(self, params: Tensors) -> Tensor:
         if self.function is None:
             raise ValueError(
-                f"expected the prior {self.noted.get('name')} of this posterior's training, got a file's note of it alone; "
-                "call posterior.use_prior(prior), or use_prior(None) to train without"
+                f"expected the prior {self.noted.get('name')} that this posterior was trained with, got only its description "
+                "from the file; call posterior.use_prior(prior), or use_prior(None) to train without a prior"
             )
         return self.function(params)
 
@@ -134,7 +134,7 @@ class PriorKeywords(TypedDict, total=False):
 
 
 def spelled_out(constructor: Callable[..., Any]) -> inspect.Signature:
-    """A constructor's signature with what `**prior` stands for: what `help` and the bench read."""
+    """A constructor's signature with `**prior` replaced by its keywords, for `help` and the bench."""
     *known, last = list(inspect.signature(constructor).parameters.values())[1:]
     if last.kind is not last.VAR_KEYWORD or last.name != "prior":
         return inspect.Signature([*known, last])
@@ -147,14 +147,16 @@ def spelled_out(constructor: Callable[..., Any]) -> inspect.Signature:
 def prior_of(
     prior: Any = None, weight_prior_std: float | Mapping[str, float] | None = None, data_size: int | None = None
 ) -> Prior | None:
-    """The prior that the keywords of a method mean; a table is a file's note of one."""
+    """The prior given by a method's keywords; a dict is the description from a file."""
     if data_size is not None:
         whole("data_size", data_size, hint="pass len(training_set)")
     if weight_prior_std is not None:
         if not isinstance(weight_prior_std, Mapping):
             number("weight_prior_std", weight_prior_std, above=0)
         if prior is not None:
-            raise ValueError("expected prior or weight_prior_std, got both; the second is short for GaussianPrior(std)")
+            raise ValueError(
+                "expected prior or weight_prior_std, got both; pass one: the second means GaussianPrior(std)"
+            )
         prior = GaussianPrior(weight_prior_std)
     if prior is not None and data_size is None:
         raise ValueError("expected data_size with a prior, got none; pass data_size=len(training_set)")
@@ -163,12 +165,14 @@ def prior_of(
     if isinstance(prior, Mapping):
         return FunctionPrior(None, prior)
     if not callable(prior) or isinstance(prior, type):
-        raise TypeError(f"expected a prior, got {prior!r}; pass GaussianPrior(std), or a function of tensors by name")
+        raise TypeError(
+            f"expected a prior, got {prior!r}; pass GaussianPrior(std), or a function {{name: tensor}} -> log p"
+        )
     return FunctionPrior(prior, {"name": getattr(prior, "__qualname__", type(prior).__name__)})
 
 
 def under(prior: Prior | None, network: nn.Module, names: Iterable[str]) -> set[str]:
-    """Those of these names of the network's parameters that are under the prior."""
+    """The names in `names` whose parameters are under the prior."""
     if prior is None:
         return set()
     norms = set() if prior.norm_layers else norm_parameters(network)
@@ -176,7 +180,7 @@ def under(prior: Prior | None, network: nn.Module, names: Iterable[str]) -> set[
 
 
 def norm_parameters(module: nn.Module) -> set[str]:
-    """Names of the parameters that belong to normalisation layers: torch's, and any that keeps running statistics."""
+    """Names of the parameters of normalisation layers: torch's, and any layer that keeps running statistics."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, layer in module.named_modules()

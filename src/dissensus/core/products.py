@@ -1,8 +1,8 @@
 """Small matrix products on Arm processors, where calling oneDNN costs more than the product.
 
-There `F.linear` and every product with a transposed operand take 0.4 ms to begin with, whatever their size: 16 × 200 by
-200 × 200 is 0.43 ms with oneDNN and 0.06 ms without, sixteen stacked 50 × 50 by 50 × 50 are 7.9 and 0.2 ms (torch 2.13,
-aarch64, one core). From about a million weights a layer on, oneDNN is ahead by up to 15 %; convolutions need it.
+There `F.linear` and every product with a transposed operand take at least 0.4 ms, for any size: 16 × 200 by 200 × 200 takes
+0.43 ms with oneDNN and 0.06 ms without, sixteen stacked 50 × 50 by 50 × 50 take 7.9 and 0.2 ms (torch 2.13, aarch64, one
+core). With a million weights per layer or more, oneDNN is faster by up to 15 %; convolutions need it.
 """
 
 import platform
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-SMALL = 2**19  # weights of the largest linear layer
+SMALL = 2**19  # most weights of a linear layer for which oneDNN is avoided
 
 
 def on_arm() -> bool:
@@ -20,7 +20,7 @@ def on_arm() -> bool:
 
 
 def small_products(network: nn.Module) -> bool:
-    """Whether oneDNN is to be avoided: on Arm, for networks whose arithmetic is small matrix products alone."""
+    """Whether to avoid oneDNN: on Arm, for networks that compute only small matrix products."""
     if not on_arm() or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     layers = list(network.modules())
@@ -32,8 +32,8 @@ def small_products(network: nn.Module) -> bool:
 
 @contextmanager
 def without_onednn(wanted: bool = True) -> Iterator[None]:
-    """Inside, if wanted, matrix products on the processor are made without oneDNN."""
-    before = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags would set other things as well, and warn
+    """Inside, if wanted, matrix products on the CPU run without oneDNN."""
+    before = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags would change other settings, too, and warn
     if not wanted or not before:
         yield
         return

@@ -1,7 +1,7 @@
-"""Progress of a long job in one line: a bar on a terminal, a line that is written over in a notebook; nothing when not wanted.
+"""Progress of a long job in one line: a bar on a terminal, a line that is overwritten in a notebook.
 
-In a file, a line for the first epoch, for the last, and between them where ten seconds went by without one. Of processes that
-work together only the first shows it, logs, and writes reports (`speaks`).
+In a file it prints a line for the first and the last epoch, and between them at most every ten seconds. If processes work
+together, only the first one shows progress, logs, and writes reports (`speaks`).
 """
 
 import logging
@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
-SECONDS = 10.0  # without a line, after which an epoch that still runs gets one
+SECONDS = 10.0  # time without a line after which the next one is printed
 
-_asked: list[Callable[[], bool]] = []  # whether this process speaks, where a mesh was made in it
+_asked: list[Callable[[], bool]] = []  # whether this process speaks, once a mesh was made in it
 
 
 def speaks() -> bool:
-    """Whether this process shows progress, logs and writes reports: on a mesh the first one does, for all."""
+    """Whether this process shows progress, logs and writes reports: on a mesh, only the first one does."""
     return all(ask() for ask in _asked)
 
 
 def ask_before_speaking(ask: Callable[[], bool]) -> None:
-    """Called where a mesh is made: `ask` says whether this process is its first one, or it is no more."""
+    """Called when a mesh is made; `ask` returns whether this process is its first, or the mesh no longer exists."""
     _asked[:] = [ask]
 
 
@@ -33,7 +33,7 @@ class Progress:
     """`step()` after every batch, `epoch(text)` after every epoch; used as a context manager."""
 
     def __init__(self, epochs: int, steps_per_epoch: int | None, *, title: str, show: bool | str) -> None:
-        """`show`: whether to, or under which title in place of `title`."""
+        """`show`: whether to show progress, or a title to show instead of `title`."""
         self.epochs = epochs
         self.steps_per_epoch = steps_per_epoch
         self.title = show if isinstance(show, str) else title
@@ -44,8 +44,8 @@ class Progress:
             0,
             time.monotonic(),
         )  # epochs, steps of this one, when the last line was printed
-        self.rewrites = "ipykernel" in sys.modules  # a notebook goes back to the start of its line
-        self.last = ""  # of an epoch, where it was not printed
+        self.rewrites = "ipykernel" in sys.modules  # a notebook can overwrite its line
+        self.last = ""  # the last epoch's line, if it was not printed
         self.bar: Any = None
         self.task: Any = None
         if show and sys.stderr.isatty():
@@ -54,7 +54,7 @@ class Progress:
             from rich.progress import Progress as Bar
 
             columns = (
-                TextColumn("{task.description}", markup=False),  # a name may hold what rich takes for markup
+                TextColumn("{task.description}", markup=False),  # a name may contain rich's markup
                 BarColumn(),
                 TextColumn("{task.fields[text]}", markup=False),
                 TimeRemainingColumn(),
@@ -77,7 +77,7 @@ class Progress:
             self._tell(f"epoch {self.done + 1}/{self.epochs}  batch {self.steps}{of_all}")
 
     def epoch(self, number: int, text: str) -> None:
-        """To be told after epoch `number` (from 0)."""
+        """Call it after epoch `number` (from 0)."""
         if self.bar is not None:
             done = (number + 1) * (self.steps_per_epoch or 1)
             self.bar.update(self.task, completed=done, text=text)
@@ -107,13 +107,13 @@ class Progress:
 
 
 class LoaderProgress(Progress):
-    """Progress over several loaders by name: a bar on a terminal; otherwise a line where one takes long."""
+    """Progress over several named loaders: a bar on a terminal, otherwise a line if one takes long."""
 
     def __init__(self, loaders: int, *, title: str, show: bool | str) -> None:
         super().__init__(loaders, None, title=title, show=show)
 
     def over(self, loader: Iterable[Any], name: str, count: int | None) -> Iterator[Any]:
-        """The batches of a loader of so many."""
+        """The loader's batches, with progress; `count`: their number, if known."""
         of_all = "" if count is None else f"/{count}"
         for number, batch in enumerate(loader, start=1):
             yield batch

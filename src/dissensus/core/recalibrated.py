@@ -1,4 +1,4 @@
-"""A regression whose cumulative distribution was recalibrated: R(F(y)) instead of F(y)."""
+"""A regression predictive with a recalibrated cumulative distribution: R(F(y)) instead of F(y)."""
 
 import math
 from functools import cached_property
@@ -9,21 +9,21 @@ from torch import Tensor
 from dissensus.core.predictive import tail_probability
 from dissensus.core.summary import SummaryPredictive
 
-POINTS, AT_ONCE = 256, 32  # of a grid that moments are integrated on
-TAIL = 1e-6  # of the distribution on either side of it
+POINTS, AT_ONCE = 256, 32  # points of the integration grid for moments, and how many are evaluated at once
+TAIL = 1e-6  # probability on each side of the grid
 
 
 class RecalibratedRegression(SummaryPredictive):
-    """The distribution with P(Y ≤ y) = R(F(y)), F of a mixture of Gaussians, output by output (Kuleshov et al., ICML 2018).
+    """The distribution with P(Y ≤ y) = R(F(y)) for each output, F a mixture of Gaussians (Kuleshov et al., ICML 2018).
 
-    R = Φ ∘ g ∘ Φ⁻¹ with the normal distribution's Φ and g linear between knots and beyond, rising: a deviation that is wrong
-    by a factor is a straight g, tails stay Gaussian, and there is a density everywhere, φ(g(z)) g'(z) / φ(z) · f(y) with
-    z = Φ⁻¹(F(y)). Outputs count as independent of each other. `epistemic` is the variance of the members' means as it was, at
-    most the recalibrated variance; `aleatoric` is the rest of that.
+    R = Φ ∘ g ∘ Φ⁻¹, with Φ the normal distribution and g increasing and piecewise linear, also beyond its knots. So a
+    standard deviation that is wrong by a factor gives a straight g, tails stay Gaussian, and the density exists everywhere:
+    φ(g(z)) g'(z) / φ(z) · f(y) with z = Φ⁻¹(F(y)). Outputs are treated as independent. `epistemic` is the variance of the
+    members' means, but at most the recalibrated variance; `aleatoric` is the rest of that variance.
 
     Args:
         means, variances: (M, B, D) or (M, B), of the mixture.
-        at, value: (K, B, D) or (K, B), the knots of g for each output, both strictly rising.
+        at, value: (K, B, D) or (K, B), the knots of g for each output, both strictly increasing.
     """
 
     def __init__(self, means: Tensor, variances: Tensor, at: Tensor, value: Tensor) -> None:
@@ -47,21 +47,21 @@ class RecalibratedRegression(SummaryPredictive):
         return torch.minimum(self._mixture[0].var(0, correction=0), self.total)
 
     def cdf(self, y: Tensor) -> Tensor:
-        """(B, D) P(Y ≤ y), output by output."""
+        """(B, D) P(Y ≤ y), for each output separately."""
         below: Tensor = torch.special.ndtr(self._scores(y[None]))
         return below[0]
 
     def quantile(self, q: float) -> Tensor:
-        """(B, D) y with P(Y ≤ y) = q, output by output, by bisection to rounding; q strictly between 0 and 1."""
+        """(B, D) y with P(Y ≤ y) = q, for each output, by bisection to machine precision; q strictly between 0 and 1."""
         return self._quantiles(torch.full_like(self._at[:1], q))[0]
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """(lower, upper) of the mean's shape: the central interval, output by output."""
+        """(lower, upper) of the mean's shape: the central interval, for each output separately."""
         tail = tail_probability(level)
         return self.quantile(tail), self.quantile(1 - tail)
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """(B,) log-density, outputs independent."""
+        """(B,) log-density; outputs are independent."""
         means, variances = self._mixture
         each = -0.5 * ((y - means) ** 2 / variances + variances.log() + math.log(2 * math.pi))
         density = each.logsumexp(0) - math.log(len(means))  # (B, D)
@@ -109,7 +109,7 @@ class RecalibratedRegression(SummaryPredictive):
 
 
 def normal_scores(means: Tensor, variances: Tensor, y: Tensor) -> Tensor:
-    """(n, B, D) Φ⁻¹(F(y)) at y (n, B, D), F of the mixture (M, B, D): by the nearer tail's logarithm, however far y is."""
+    """(n, B, D) Φ⁻¹(F(y)) at y (n, B, D) for a mixture (M, B, D), by the nearer tail's logarithm, accurate for any y."""
     below, above = log_tails(means, variances, y)
     score = _log_ndtri(torch.minimum(below, above))
     return torch.where(below < above, score, -score)
@@ -123,18 +123,18 @@ def log_tails(means: Tensor, variances: Tensor, y: Tensor) -> tuple[Tensor, Tens
 
 
 def _log_ndtri(tail: Tensor) -> Tensor:
-    """z with log Φ(z) = tail ≤ log ½. A probability of a far tail is 0 in floating point, its logarithm is not."""
+    """z with log Φ(z) = tail ≤ log ½. Works on logarithms, since the probability of a far tail underflows to 0."""
     far = 2 * tail.clamp(-1e30, -10)
     z = torch.where(
         tail > -10, torch.special.ndtri(tail.clamp(min=-10).exp()), -(-far - (-far * 2 * math.pi).log()).sqrt()
     )
-    for _ in range(3):  # Newton; (log Φ)' is (√(z² + 4) − z) / 2 but for O(z⁻³) (Birnbaum 1942)
+    for _ in range(3):  # Newton; (log Φ)' is (√(z² + 4) − z) / 2 up to O(z⁻³) (Birnbaum 1942)
         z = z - 2 * (torch.special.log_ndtr(z) - tail.clamp(min=-1e30)) / ((z**2 + 4).sqrt() - z)
     return z
 
 
 def at_scores(means: Tensor, variances: Tensor, z: Tensor) -> Tensor:
-    """(n, B, D) y with Φ⁻¹(F(y)) = z (n, B, D), by bisection to rounding."""
+    """(n, B, D) y with Φ⁻¹(F(y)) = z (n, B, D), by bisection to machine precision."""
     lower, upper = bracket(means, variances, z)
     middle: Tensor = 0.5 * (lower + upper)
     tail = torch.special.log_ndtr(-z.abs())
@@ -147,18 +147,18 @@ def at_scores(means: Tensor, variances: Tensor, z: Tensor) -> Tensor:
 
 
 def bracket(means: Tensor, variances: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """(n, B, D) smallest and largest y with that score under a member: the mixture's lies between them."""
+    """(n, B, D) smallest and largest y with this score under a member; the mixture's y lies between them."""
     each = means + variances.sqrt() * z[:, None]  # (n, M, B, D)
     return each.amin(1), each.amax(1)
 
 
 def piece(x: Tensor, at: Tensor) -> Tensor:
-    """(n, B, D) the index of the knot below each x; of the first and of the last but one beyond them."""
+    """(n, B, D) index of the knot below each x, clamped to the first and the last but one."""
     return (x[:, None] >= at[None, 1:-1]).sum(1)
 
 
 def along(x: Tensor, at: Tensor, value: Tensor) -> Tensor:
-    """(n, B, D): the function that is linear between knots (at, value), each (K, B, D), and beyond, at x (n, B, D)."""
+    """(n, B, D) value at x (n, B, D) of the piecewise linear function with knots (at, value), each (K, B, D)."""
     low = piece(x, at)
     x0, x1, y0, y1 = (each.gather(0, i) for each in (at, value) for i in (low, low + 1))
     return torch.lerp(y0, y1, (x - x0) / (x1 - x0))

@@ -1,4 +1,4 @@
-"""Likelihoods of real targets: Gaussian, with a noise that is fixed, learned, or an output of the network."""
+"""Gaussian likelihoods of real targets, whose noise is fixed, learned, or an output of the network."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -13,32 +13,30 @@ from dissensus.numerics.checks import number, one_of
 
 
 class RealTargets(Likelihood):
-    """Base class of likelihoods of real targets, which may be standardised between the network and the user.
+    """Base class of likelihoods of real targets, which may be standardised for the network.
 
-    With targets (mean, std) the network's outputs are z = (y − mean) / std, and y, predictions and densities are in the
-    units of y: whoever trains, predicts or evaluates never meets z.
+    With targets (mean, std) the network's outputs are z = (y − mean) / std, but targets, predictions and densities are
+    always in the units of y: users never see z.
     """
 
     def __init__(self, targets: Any = None, unit: str | None = None) -> None:
         super().__init__()
-        self.targets: dict[str, list[float]] | None = None  # JSON: a file holds it with the likelihood's arguments
-        self.unit = unit  # of y, for reports
+        self.targets: dict[str, list[float]] | None = None  # JSON, saved with the likelihood's arguments
+        self.unit = unit  # unit of y, for reports
         self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         if targets is not None:
             self.standardise(targets)
 
     def standardise(self, targets: Any) -> None:
-        """From now on outputs are z. `targets`: {"mean": D numbers, "std": D numbers above 0}, or a `Standardiser`."""
+        """Makes outputs mean z from now on. `targets`: {"mean": D numbers, "std": D numbers above 0}, or a `Standardiser`."""
         given = targets if isinstance(targets, Mapping) else {"mean": targets.mean, "std": targets.std}
-        # Ten digits: a mean over shuffled batches is then the same whatever their order.
+        # Ten digits, so that a mean over shuffled batches does not depend on their order.
         exact = {key: torch.as_tensor(given[key], dtype=torch.float64).flatten().tolist() for key in given}
         rounded = {key: [float(f"{value:.10g}") for value in values] for key, values in exact.items()}
         for each in rounded["std"]:
             number("every std of the targets", each, above=0, hint="a constant target has std 1")
         if self.targets not in (None, rounded):
-            raise ValueError(
-                "expected targets that are standardised once, got a second scale; build the likelihood anew"
-            )
+            raise ValueError("expected targets that are standardised once, got a second scale; build a new likelihood")
         self.targets = {"mean": rounded["mean"], "std": rounded["std"]}
         self._scales = {}
 
@@ -59,12 +57,12 @@ class RealTargets(Likelihood):
         return (y - mean) / std
 
     def density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """(B,) log-density of y, of a mean and a variance of z."""
+        """(B,) log-density of y, given mean and variance of z."""
         each = gaussian_log_prob(self.standardised(y), mean, variance)
         return _per_example(each if self.targets is None else each - self.scale(y)[1].log())
 
     def in_units(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """A mean and a variance of z in the units of y."""
+        """Mean and variance of z, converted to the units of y."""
         if self.targets is None:
             return mean, variance
         shift, std = self.scale(mean)
@@ -78,7 +76,7 @@ class RealTargets(Likelihood):
         return {name: value for name, value in given.items() if value is not None}
 
     def check_targets(self, shape: torch.Size, y: Tensor) -> None:
-        """Raises where y cannot have these means; of a scale for other outputs, too."""
+        """Raises if y does not fit means of this shape, or the scale of the targets does not."""
         if self.targets is not None and len(self.targets["mean"]) not in (1, shape[-1] if len(shape) > 1 else 1):
             raise ValueError(
                 f"expected one scale of the targets or {shape[-1]}, got {len(self.targets['mean'])}; pass one per output"
@@ -87,15 +85,17 @@ class RealTargets(Likelihood):
 
 
 class Regression(RealTargets):
-    """Outputs are the mean, (B, D) or (B,); y ~ N(mean, noise²) with a noise that is fixed or learned.
+    """The likelihood y ~ N(mean, noise²) of real targets; the network outputs the mean, the noise is fixed or learned.
+
+    Outputs and targets are (B, D) or (B,).
 
     Args:
-        noise: a standard deviation in the units of y, or "learned": one noise per member, trained with it.
-        initial: where a learned noise starts. None: at 1, or at the network's error on the first training batch if that
-            is above 3, as for targets that are not standardised.
-        targets: {"mean": …, "std": …} or a `Standardiser`: the network's outputs are then (y − mean) / std, a learned noise
-            starts at 1 of those units, and all that users see is in the units of y. Set by `fit(targets="standardised")`.
-        unit: of y, for reports.
+        noise: a standard deviation in the units of y, or "learned": one number per member, trained with the network.
+        initial: initial value of a learned noise. None: 1, or the network's error on the first training batch if that is
+            above 5, as for targets that are not standardised.
+        targets: {"mean": …, "std": …} or a `Standardiser`: the network's outputs are then (y − mean) / std, and a learned
+            noise starts at 1 in those units; users always see the units of y. Set by `fit(targets="standardised")`.
+        unit: unit of y, for reports.
     """
 
     def __init__(
@@ -146,9 +146,10 @@ class Regression(RealTargets):
 
 
 class HeteroscedasticRegression(RealTargets):
-    """Outputs (B, 2D): D means, then D raw variances v with variance softplus(v) + 1e-6 (Lakshminarayanan et al. 2017).
+    """The likelihood of real targets with noise that depends on the input (Lakshminarayanan et al. 2017).
 
-    Targets y are (B, D): give the network twice as many outputs as y has columns.
+    Outputs (B, 2D) are D means, then D raw variances v with variance softplus(v) + 1e-6. Targets y are (B, D): give the
+    network twice as many outputs as y has columns.
 
     Args:
         targets, unit: as in `Regression`.
@@ -162,8 +163,8 @@ class HeteroscedasticRegression(RealTargets):
         return self.density(y, *self._moments(outputs))  # (B,)
 
     def curvature(self, outputs: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The Fisher information, the Hessian's mean over y ~ p: the Hessian depends on y and need not be positive."""
-        variance, slope = self._moments(outputs)[1], outputs.chunk(2, dim=1)[1].sigmoid()  # of softplus
+        """The Fisher information, the Hessian's mean over y ~ p, since the Hessian itself may be indefinite."""
+        variance, slope = self._moments(outputs)[1], outputs.chunk(2, dim=1)[1].sigmoid()  # slope of softplus
         return torch.cat([variance.reciprocal(), 0.5 * (slope / variance).square()], dim=1), None
 
     def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
@@ -184,7 +185,7 @@ def gaussian_log_prob(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def _per_example(log_prob: Tensor) -> Tensor:
-    """(B,) sums over everything but the batch axis; (B,) stays as it is."""
+    """(B,) sums over all axes except the batch axis."""
     return log_prob.flatten(1).sum(1) if log_prob.ndim > 1 else log_prob
 
 

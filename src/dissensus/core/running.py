@@ -1,4 +1,4 @@
-"""Running members: one function over rows of tensors by a loop or by vmap, and the one fallback from a way that fails."""
+"""Running members: one function over rows of tensors, by a loop or by vmap, with a fallback if vmap fails."""
 
 import logging
 import threading
@@ -51,27 +51,28 @@ def loop(one: Callable[[Rows], Any], rows: Rows, count: int, lanes: MemberLanes 
 
 
 def averaged(values: Tensor) -> Tensor:
-    """The mean over the first axis: exact where all values are equal; of integers the first one."""
+    """The mean over the first axis, exact if all values are equal; for integers the first value."""
     if not values.is_floating_point() or len(values) == 1:
         return values[0]
     return values[0] + (values - values[0]).mean(0)
 
 
 class Ways:
-    """Ways to do one thing by name, the fastest first: one that fails is given up for the next, and `note` called with why.
+    """Named implementations of one function, fastest first: one that fails is dropped for the next, and `note` gets the reason.
 
-    vmap and the compiler can fail in many ways, none of which must end a training run; running out of memory does. Random
-    numbers are put back before the next way. The last one raises the caller's own error, if it was one: then none is given up.
+    vmap and the compiler can fail in many ways, and no such failure may end a training run, except running out of memory.
+    The random state is restored before the next attempt. If the last one fails, too, the error is the caller's own: it is
+    raised, and no implementation is dropped.
     """
 
     def __init__(self, note: Callable[..., object], **ways: Callable[..., Any]) -> None:
-        """`note(name, reason, *args)`: called with what was given up, why, and the arguments of the call."""
+        """`note(name, reason, *args)`: called with the dropped implementation, the reason, and the call's arguments."""
         self.note = note
         self.ways = ways
 
     @property
     def name(self) -> str:
-        """The way that is taken now."""
+        """Name of the implementation in use."""
         return next(iter(self.ways))
 
     def __call__(self, *args: Any) -> Any:
@@ -96,18 +97,18 @@ class Ways:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first, for the log."""
+    """The first line of an error's message, for the log."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
 
 
 class Runner:
-    """How the members of one template run: all at once by vmap, or one after the other, from the first failure of vmap on.
+    """How the members of one template run: all at once by vmap, or, once vmap has failed, one after the other.
 
-    `own`: the ids of the template's tensors that each member has for itself. Networks with own convolutions run one after
-    the other, own linear layers are stacked, and small products pass oneDNN by.
+    `own`: ids of the template's tensors that each member has for itself. Networks with own convolutions run one after the
+    other, own linear layers are stacked, and small products avoid oneDNN.
     """
 
-    # Whether activations are computed again in the backward pass; None until it was looked at.
+    # Whether activations are recomputed in the backward pass; None if not yet known.
     recomputes: bool | None = None
 
     def __init__(self, template: nn.Module, own: Set[int]) -> None:
@@ -116,15 +117,15 @@ class Runner:
         self.linear = StackedLinear(template, own=own)
         self.small_products = small_products(template)
         self.lanes: tuple[int, MemberLanes] | None = None  # in use by the thread of this id
-        self.plans: dict[Any, Any] = {}  # how training was found to be fastest, by what it was asked for
+        self.plans: dict[Any, Any] = {}  # the fastest plans found for training, by request
 
     def running(self) -> AbstractContextManager[object]:
-        """The context of every run of members and of everything that finds their gradients."""
+        """The context in which members run and their gradients are computed."""
         return without_onednn(self.small_products)
 
     @contextmanager
     def vectorising(self, device: torch.device) -> Iterator[None]:
-        """The context of vmap over members: layers in forms that vmap can handle and that are fast."""
+        """The context of vmap over members: layers take forms that vmap supports and that are fast."""
         with plain_attention(self.attention), self.linear.on(device):
             yield
 
@@ -140,7 +141,7 @@ class Runner:
     def run(
         self, one: Callable[[Rows], Any], rows: Rows, count: int, *, device: torch.device, how: How | None = None
     ) -> Any:
-        """one(row) of each of `count` rows, stacked: by vmap or by the loop, falling back to the loop where vmap cannot."""
+        """one(row) for each of `count` rows, stacked, by vmap, or by a loop if vmap fails."""
         if (how or self.how) == "loop" or count == 1:
             owner, lanes = self.lanes or (None, ONE_LANE)
             return loop(one, rows, count, lanes if owner == threading.get_ident() else ONE_LANE)
@@ -152,15 +153,15 @@ class Runner:
         return Ways(self.note_fallback, vectorised=at_once, loop=lambda: loop(one, rows, count))()
 
     def differentiate(self, run: Callable[[], Any], in_place: Callable[[], tuple[Any, Tensors]]) -> Any:
-        """A member's gradients: run(), or in_place(), which gives what checkpoints run on and change, its buffers, as well."""
+        """A member's gradients by run(), or, with activation checkpointing, by in_place(), which also returns buffers."""
         if self.recomputes is False:
             with suppress(RuntimeError):
                 return run()
         try:
             found, buffers = in_place()
         except CheckpointError as error:
-            where = "in the backward pass, got others there; leave activation checkpointing out"
-            raise ValueError(f"expected activations that can be computed again {where}") from error
+            where = "in the backward pass, got other values; remove activation checkpointing"
+            raise ValueError(f"expected activations that can be recomputed {where}") from error
         self.recomputes = self.recomputes is not None or any(buffer._version for buffer in buffers.values())
         return found
 

@@ -1,11 +1,11 @@
-"""The seam: from pure functions of one member to training all.
+"""The seam: from pure functions of one member to the loss and gradients of all members.
 
-A method declares `member_loss(params, buffers, batch) -> (loss, z, buffers)` and, where members interact,
+A method defines `member_loss(params, buffers, batch) -> (loss, z, buffers)` and, if members interact,
 `couple(z) -> v`. The objective is
 
     Σ_i loss_i + Σ_i ⟨z_i, v_i⟩,    v = couple(stop-gradient(z)),
 
-with i over members. `loss` and `backward` of every posterior are derived from it here.
+with i over members. `loss` and `backward` of every posterior are computed here from it.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,11 +25,11 @@ from dissensus.numerics.tree import Tensors
 
 
 def loss(posterior: Objective, batch: Batch) -> Tensor:
-    """() the objective with a graph to the parameters; batch statistics are updated."""
+    """() the objective, differentiable by the parameters; batch statistics are updated."""
     particles = posterior.particles
     shared, common = particles.shared_parameters(), particles.shared_buffers()
     if posterior.mixes:
-        # A scalar with the value of Σ losses and the mixed gradients, which belong to no loss, as derivative.
+        # A scalar with the value Σ losses and the mixed gradients as its derivative, although no loss has that gradient.
         found = find(posterior, batch)
         particles.write_buffers(found.buffers)
         parameters = {**shared, **particles.own_parameters()}
@@ -59,9 +59,9 @@ def find(
     strategy: Strategy | None = None,
     unmixed: Callable[[Tensors], object] = lambda gradients: None,
 ) -> Gradients:
-    """Gradients by the strategy, mixed where the method mixes them; `unmixed` is called with those before.
+    """Gradients by the strategy, mixed if the method mixes them; `unmixed` is called with those before mixing.
 
-    Meanwhile no other thread runs the network.
+    The network is locked against other threads meanwhile.
     """
     exchange = posterior.particles.exchange
     with _turn(posterior), posterior.particles.runner.running():
@@ -75,7 +75,7 @@ def find(
 
 
 def add_gradients(posterior: Objective, gradients: Tensors, *, share: Tensor | None = None) -> None:
-    """Adds gradients by name to `.grad`; with a share s, makes (1 − s) of what is there and s of them a mean."""
+    """Adds gradients by name to `.grad`; with a share s, `.grad` becomes (1 − s) · `.grad` + s · gradient."""
     parameters = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
     if share is not None:
         gradients = {name: gradient * share for name, gradient in gradients.items()}
@@ -86,8 +86,8 @@ def add_gradients(posterior: Objective, gradients: Tensors, *, share: Tensor | N
     for name, gradient in gradients.items():
         parameter = parameters[name]
         if parameter.grad is None:
-            # In the parameter's memory layout, which vmap does not keep: fused optimisers assume it silently. And in memory
-            # of its own: where two parameters are added up, autograd gives both the same tensor as gradient.
+            # In the parameter's memory layout, which vmap does not keep, because fused optimisers silently assume it. And as
+            # a copy: if two parameters are added in the network, autograd gives both the same tensor as gradient.
             usable = gradient.stride() == parameter.stride() and gradient.data_ptr() not in taken
             parameter.grad = gradient if usable else torch.empty_like(parameter).copy_(gradient)
             taken.add(gradient.data_ptr())
@@ -97,9 +97,9 @@ def add_gradients(posterior: Objective, gradients: Tensors, *, share: Tensor | N
 
 @contextmanager
 def _turn(posterior: Objective) -> Iterator[None]:
-    """Inside, what can be trained is, no other thread runs the network, and coupled members run alone in the process.
+    """Checks that training is possible and locks the network; coupled members lock the whole process.
 
-    They draw the same random numbers twice and switch attention's kernels, and a process has one of each.
+    Coupled members draw the same random numbers twice and switch attention kernels, and both are global to the process.
     """
     check_trainable(posterior)
     _check_alone(posterior)
@@ -109,32 +109,32 @@ def _turn(posterior: Objective) -> Iterator[None]:
 
 
 def check_trainable(posterior: Objective) -> None:
-    """Raises where no gradient is recorded, or another posterior trains."""
+    """Raises if gradients are not recorded, or if the posterior is only a watcher of the one that trains."""
     if (base := getattr(posterior, "base", None)) is not None:
         watched = f"got {type(posterior).__name__}, which watches {type(base[0]).__name__}"
-        raise ValueError(f"expected the posterior that trains, {watched}; train that one, which ds.track returned")
+        raise ValueError(f"expected the posterior that trains, {watched}; train the one that ds.track returned")
     if torch.is_inference_mode_enabled():
         raise ValueError(
-            "expected gradients to be recorded, got torch.inference_mode(), in which nothing trains; leave it (for the value "
-            "of a loss, torch.no_grad() will do)"
+            "expected gradients to be recorded, got torch.inference_mode(), which prevents training; leave it (to compute "
+            "only a loss, use torch.no_grad())"
         )
 
 
 def _check_alone(posterior: Objective) -> None:
-    """Raises where each process of a group would train another model unawares."""
+    """Raises if the processes of a group would each train a separate model by mistake."""
     alone = posterior.ranks is None and posterior.particles.exchange is ALONE
     grouped = alone and distributed.is_available() and distributed.is_initialized()
     if grouped and (size := distributed.get_world_size()) > 1:
         raise ValueError(
-            f"expected one process, got rank {distributed.get_rank()} of {size}: outside fit ranks share no gradients and no "
-            "members, even with DistributedDataParallel, so each would train another model; train them together with "
-            'ds.fit, or, for a model per rank with its own seed and checkpoint, pass fit(ranks="independent") or set '
+            f"expected one process, got rank {distributed.get_rank()} of {size}: outside fit, ranks share no gradients and no "
+            "members, even with DistributedDataParallel, so each would train a separate model; train together with "
+            'ds.fit, or, for one model per rank with its own seed and checkpoint, pass fit(ranks="independent") or set '
             'posterior.ranks = "independent"'
         )
 
 
 def automatic(posterior: Objective, batch: Batch) -> Gradients:
-    """Gradients by vmap where the members allow it, else in a loop; falls back by itself and logs it once."""
+    """Gradients by vmap, or in a loop if vmap fails; the fallback is logged once."""
     particles = posterior.particles
     if particles.how == "loop" or particles.members == 1:
         return looped(posterior, batch)

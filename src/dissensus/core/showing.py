@@ -1,4 +1,4 @@
-"""A predictive as a figure and as a small table of HTML."""
+"""A predictive as a figure and as a small HTML table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from dissensus.numerics.arrays import tensor_of
 
 LEVEL = 0.9
-ROWS = 5  # of a table
+ROWS = 5  # rows of a table
 MEMBERS = 10  # drawn as lines
 
 Array = Any  # of numpy
@@ -24,7 +24,7 @@ def figure_of(predictive: Any, x: Any, seen: tuple[Any, Any] | None, classes: Se
     mean, classed = _array(predictive.mean), hasattr(predictive, "log_mean")
     inputs = None if x is None else _array(tensor_of(x))
     if inputs is not None and len(inputs) != len(mean):
-        raise ValueError(f"expected the {len(mean)} inputs that were predicted for, got {len(inputs)}; pass the same x")
+        raise ValueError(f"expected the {len(mean)} inputs of the prediction, got {len(inputs)}; pass the same x")
     if classed and mean.ndim > 2:
         truth = None if seen is None else _array(tensor_of(seen[1]))
         return predictions.pixels(inputs, mean, _array(predictive.epistemic), classes=classes, truth=truth)
@@ -43,13 +43,13 @@ def figure_of(predictive: Any, x: Any, seen: tuple[Any, Any] | None, classes: Se
             "pass x, or plot ds.evaluate(...) instead"
         )
     ends = tuple(_array(each).reshape(len(mean), -1) for each in predictive.interval(LEVEL))
-    kept = _array(predictive.described()[0][:MEMBERS])  # of a summary its mean
+    kept = _array(predictive.described()[0][:MEMBERS])  # for a summary its mean
     members = kept.reshape(len(kept), len(mean), -1)
     return predictions.line(flat.ravel(), mean.reshape(len(mean), -1), ends, members, level=LEVEL, seen=dots)
 
 
 def html_of(predictive: Any) -> str:
-    """The first inputs, a row each; of pixels the mean over them."""
+    """A table with a row for each of the first inputs; values are averaged over pixels."""
     classed, few = hasattr(predictive, "log_mean"), predictive[:ROWS]
     if classed and few.mean.ndim == 2:
         shown = {"class": few.mean.argmax(1).tolist(), "confidence": _texts(few.confidence)}
@@ -65,7 +65,7 @@ def html_of(predictive: Any) -> str:
 
 
 def _texts(values: Tensor) -> list[str]:
-    """One per input, means over what it has several of; of few outputs all of them."""
+    """One text per input: all outputs if there are few, else their mean."""
     flat = values.reshape(len(values), -1)
     flat = flat if flat.shape[1] <= 4 else flat.mean(1, keepdim=True)
     return [", ".join(f"{each:.4g}" for each in row) for row in flat.tolist()]

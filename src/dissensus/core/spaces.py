@@ -1,7 +1,7 @@
-"""Spaces: what members are compared in. Each function gives one member's point z in a space, as a pure function.
+"""Spaces in which members are compared. Each function returns one member's point z in a space, as a pure function.
 
-Weight space: its trainable tensors. Function space: its outputs on a set of inputs. Feature space: the output of a layer,
-with the loss's slope there. Input-gradient space: the derivative of its outputs with respect to the inputs.
+Weight space: its trainable tensors. Function space: its outputs on a set of inputs. Feature space: the output of a layer
+and the gradient of the loss there. Input-gradient space: the derivative of its outputs with respect to the inputs.
 """
 
 import math
@@ -28,7 +28,7 @@ def weights(params: Tensors, trained: Tensors) -> Tensors:
 
 
 def outputs_as_points(outputs: Tensor, weight: Tensor | None = None) -> Tensor:
-    """(B, ...) outputs times √w: an example of weight two lies as far from others as the example twice."""
+    """(B, ...) outputs times √w: an example of weight two adds as much to squared distances as two equal examples."""
     outputs = full_precision(outputs)
     if weight is None:
         return outputs
@@ -36,7 +36,7 @@ def outputs_as_points(outputs: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 def selected_output(likelihood: Likelihood, outputs: Tensor, y: Tensor, gradient: Gradient) -> Tensor:
-    """() Σ over the batch of the output whose derivative by the inputs is compared.
+    """() sum over the batch of the output whose input gradient is compared.
 
     "logit": the true class's logit (for soft labels the mean logit under them); for other likelihoods the mean that
     `describe` gives first, summed over outputs. "log_prob": log p(y | x).
@@ -58,9 +58,9 @@ def selected_output(likelihood: Likelihood, outputs: Tensor, y: Tensor, gradient
 
 
 def input_gradient(function: Callable[[Inputs], tuple[Tensor, Any]], x: Inputs) -> tuple[Tensor, Any]:
-    """((B, D) derivative of function's scalar by x, what else function returned), both with a graph to its parameters.
+    """((B, D) derivative of function's scalar by x, its other results), both differentiable by the parameters.
 
-    x may hold several tensors: their derivatives are flattened and joined; tensors of integers have none.
+    x may hold several tensors: their derivatives are flattened and joined; integer tensors have none.
     """
     every = batches.tensors(x)
 
@@ -73,10 +73,10 @@ def input_gradient(function: Callable[[Inputs], tuple[Tensor, Any]], x: Inputs) 
 
 
 def differentiate(function: Callable[..., tuple[Tensor, Any]], *at: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-    """(derivatives of function's scalar by each tensor of `at`, what else function returned), with a graph to parameters.
+    """(derivatives of function's scalar by each tensor of `at`, its other results), differentiable by the parameters.
 
-    Inside vmap and the compiler by `torch.func.grad`; elsewhere by plain autograd, which also takes custom functions without
-    `setup_context` and hooks on saved tensors.
+    Uses `torch.func.grad` inside vmap and the compiler, elsewhere plain autograd, which also supports custom functions
+    without `setup_context` and hooks on saved tensors.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         found, rest = torch.func.grad(function, argnums=tuple(range(len(at))), has_aux=True)(*at)
@@ -85,7 +85,7 @@ def differentiate(function: Callable[..., tuple[Tensor, Any]], *at: Tensor) -> t
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in at]
         value, rest = function(*leaves)
-        if not value.requires_grad:  # the output does not depend on what is differentiated by, nor on parameters
+        if not value.requires_grad:  # the output depends neither on `at` nor on parameters
             return tuple(torch.zeros_like(tensor) for tensor in at), rest
         slopes = torch.autograd.grad(value, leaves, create_graph=recorded, retain_graph=True, allow_unused=True)
     found = tuple(torch.zeros_like(t) if slope is None else slope for t, slope in zip(at, slopes, strict=True))
@@ -99,9 +99,9 @@ def input_dimension(x: Inputs) -> int:
 
 @contextmanager
 def added_at(network: nn.Module, layer: str, shift: Tensor | None) -> Iterator[list[Tensor]]:
-    """Inside, `shift` (of the layer's output's shape) is added to what the layer gives; yields the list of outputs seen.
+    """Inside, `shift` is added to the layer's output (of the same shape); yields the list of outputs seen.
 
-    With a shift of zeros the derivative by it is the derivative by the feature.
+    With a shift of zeros, the derivative by the shift is the derivative by the feature.
     """
     seen: list[Tensor] = []
 
@@ -111,7 +111,7 @@ def added_at(network: nn.Module, layer: str, shift: Tensor | None) -> Iterator[l
                 f"expected a layer '{layer}' that returns one tensor, got {type(output).__name__}; name another layer"
             )
         seen.append(output if shift is None else output + shift)
-        return seen[-1].clone()  # an activation that works in place changes the copy
+        return seen[-1].clone()  # an in-place activation then changes only the copy
 
     handle = network.get_submodule(layer).register_forward_hook(hook)
     try:
@@ -125,16 +125,16 @@ def added_at(network: nn.Module, layer: str, shift: Tensor | None) -> Iterator[l
 
 
 def carried(value: Tensor, by: Tensor) -> Tensor:
-    """The value, which has no gradient, made part of z: attached to the graph of `by`, of the same shape, with slope 0."""
+    """A detached value as part of z: attached to the graph of `by`, of the same shape, with derivative 0."""
     return value.detach() + 0.0 * by
 
 
 def normal_of_step(like: Tensor, step: Tensor) -> Tensor:
-    """N(0, 1) numbers of `like`'s shape that follow from the step () alone.
+    """N(0, 1) numbers of `like`'s shape, determined by the step () alone.
 
-    Not drawn from torch's generators: all members must see the same ones, whether they run under vmap or in a loop, and
-    a step captured in a CUDA graph must see others at every replay. Counters hashed by SplitMix64
-    and turned normal by Box and Muller.
+    Not drawn from torch's generators, because all members must see the same numbers, under vmap or in a loop, and a step
+    captured in a CUDA graph must see new ones at every replay. Counters are hashed by SplitMix64 and made normal by the
+    Box–Muller transform.
     """
     count = like.numel()
     counter = torch.arange(2 * count, device=like.device) + step.to(like.device) * (2 * count + 1)

@@ -1,4 +1,4 @@
-"""Own and shared: which tensors each member has for itself, and which are stored once for all."""
+"""Own and shared tensors: those that each member has for itself, and those stored once for all."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
@@ -12,13 +12,13 @@ from dissensus.core.statistics import frozen_norms, statistics_names
 from dissensus.numerics.layout import owned
 from dissensus.numerics.tree import Tensors, TensorTree
 
-NUMBER = "number"  # the buffer that says which member's template its tensors belong into, where each has its own
+NUMBER = "number"  # the buffer with each member's template index, if members have different templates
 
 
 def split_trees(
     rows: Mapping[str, Sequence[Tensor] | Tensor], *, own: Callable[[str], bool], kept: Collection[str]
 ) -> tuple[TensorTree, TensorTree]:
-    """(own, shared) trees of tensors: of each name's M rows all, stacked, where `own(name)`, else the first."""
+    """(own, shared) trees of tensors: the M rows of a name are stacked if `own(name)`, else the first is shared."""
     trees = {True: TensorTree(), False: TensorTree()}
     for name, each in rows.items():
         mine = own(name)
@@ -36,9 +36,9 @@ def tensors_of(module: nn.Module) -> Tensors:
 
 
 def frozen_alike(member: Member, rows: Mapping[str, Sequence[Tensor]]) -> set[str]:
-    """Names of tensors that no member trains and all have alike: frozen parameters, and statistics of frozen norm layers.
+    """Names of frozen tensors that are equal in all members: parameters, and statistics of frozen norm layers.
 
-    No names where that is all that members have, or where there is one member.
+    Empty if that would be all tensors, or if there is only one member.
     """
     frozen = {name for name, tensor in member.named_parameters() if not tensor.requires_grad}
     layers = frozen_norms(member, frozen)
@@ -49,7 +49,7 @@ def frozen_alike(member: Member, rows: Mapping[str, Sequence[Tensor]]) -> set[st
 
 
 def as_stored(state: dict[str, Any], prefix: str, *, own: nn.Module, shared: nn.Module, members: int) -> None:
-    """Puts a state dict into the form of these trees: single tensors are repeated, or equal rows become one."""
+    """Converts a state dict to the layout of these trees: single tensors are repeated, or equal rows become one."""
     for name in tensors_of(own):
         mine, common = f"{prefix}own.{name}", f"{prefix}shared.{name}"
         if common in state and mine not in state:
@@ -64,7 +64,7 @@ def as_stored(state: dict[str, Any], prefix: str, *, own: nn.Module, shared: nn.
 
 
 def _stacked(rows: Sequence[Tensor] | Tensor) -> Tensor:
-    """(M, ...) in memory of its own: a view of a flat tensor and a tensor from a file differ in the last bit of products."""
+    """(M, ...) as a copy: with views of a flat tensor, products would differ in the last bit from those after loading."""
     if isinstance(rows, nn.Parameter):
         return rows.detach()
     return owned(rows.detach()) if isinstance(rows, Tensor) else torch.stack([row.detach() for row in rows])

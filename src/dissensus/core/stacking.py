@@ -1,9 +1,9 @@
 """Stacked linear layers in the form that is fastest on a CPU.
 
-Under vmap `F.linear` becomes x Wᵀ for every member: a product per member whose transposed operand is slow to read, and a
-weight gradient that comes out transposed and must be copied. Written as (W xᵀ)ᵀ the first layer, whose input all members
-share, is one large product, and gradients come out as the weights lie. Measured for twenty 784-200-200-200-10 networks
-at batch 16 on two cores (`benchmarks/speed.py --cases mlp16`): 33 ms a step became 21.
+Under vmap `F.linear` becomes x Wᵀ for every member: one product per member with a transposed operand, which is slow to read,
+and a transposed weight gradient, which must be copied. Written as (W xᵀ)ᵀ, the first layer, whose input all members share,
+is one large product, and gradients have the layout of the weights. For twenty 784-200-200-200-10 networks at batch 16 on two
+cores (`benchmarks/speed.py --cases mlp16`), a step takes 21 ms instead of 33.
 """
 
 from collections.abc import Iterator, Set
@@ -18,23 +18,23 @@ from torch import Tensor, nn
 class StackedLinear:
     """Gives linear layers with own weights another forward while members are vectorised.
 
-    `own`: ids of the template's tensors that are stacked. A layer with shared weights needs no other forward: vmap makes one
-    wide product of it over members × batch. Modulated layers (`surgery.modulated`) are told that members are vectorised.
+    `own`: ids of the template's tensors that are stacked. Layers with shared weights keep their forward: vmap makes one wide
+    product of it over members × batch. Modulated layers (`surgery.modulated`) are notified that members are vectorised.
     """
 
     def __init__(self, template: nn.Module, *, own: Set[int]) -> None:
         layers = [layer for layer in template.modules() if type(layer) is nn.Linear and id(layer.weight) in own]
-        # Made once: the compiler compiles anew for new objects.
+        # Made once, because the compiler recompiles for new objects.
         self.forwards = [(layer, _Transposed(layer)) for layer in layers]
         # Modulated layers apply their factors to activations while vectorised: one kernel serves all members.
         self.modulated = [vars(layer) for layer in template.modules() if "members_at_once" in vars(layer)]
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        """Inside, the layers compute (W xᵀ)ᵀ + b; on a CPU only, GPUs do well without."""
+        """Inside, the layers compute (W xᵀ)ᵀ + b; only on a CPU, since GPUs gain nothing."""
         changed = [pair for pair in self.forwards if device.type == "cpu" and "forward" not in vars(pair[0])]
         for layer, forward in changed:
-            vars(layer)["forward"] = forward  # not by nn.Module.__setattr__, which is slow
+            vars(layer)["forward"] = forward  # avoids nn.Module.__setattr__, which is slow
         for attributes in self.modulated:
             attributes["members_at_once"] = True
         try:
@@ -47,10 +47,10 @@ class StackedLinear:
 
 
 def has_own_convolution(template: nn.Module, own: Set[int]) -> bool:
-    """Whether a convolution has a tensor of its own for each member, which is slower under vmap than in a loop.
+    """Whether members have their own tensor in a convolution, which is slower under vmap than in a loop.
 
-    Stacked kernels become grouped convolutions there, on CPUs and GPUs alike; and factors of a member's own, trained or not,
-    are cheaper on a kernel than on what passes it.
+    Under vmap stacked kernels become grouped convolutions, which are slow on CPUs and GPUs. A member's own factors are
+    cheaper on a kernel than on activations.
     """
     layers = (module for module in template.modules() if isinstance(module, nn.modules.conv._ConvNd))
     return any(id(tensor) in own for layer in layers for tensor in chain(layer.parameters(), layer.buffers()))

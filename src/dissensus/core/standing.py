@@ -1,7 +1,7 @@
-"""What stands on a posterior: a calibration of its predictions, and promises about the calibrated ones.
+"""Calibration of a posterior's predictions, and promises (guarantees) about the calibrated predictions.
 
-All of it was fitted to the predictions for held-out rows, so it holds for these predictions only: training drops it, and a new
-calibration drops the promises that stood on the old one.
+Both are fitted to predictions on held-out rows and hold for these predictions only: training drops both, and a new
+calibration drops the promises fitted to the old one.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ log = logging.getLogger("dissensus")
 
 
 class Fitted(nn.Module, ABC):
-    """Base class: JSON facts, and tensors as buffers. Saved and loaded, moved and copied with its posterior.
+    """Base class of calibrations and promises: settings and buffers that are saved, moved and copied with the posterior.
 
-    A class of it is known to files by its `kind`, in `KINDS` of `standing/__init__.py`; the constructor takes what was saved.
+    Files name a class by its `kind`, listed in `KINDS` of `standing/__init__.py`; the constructor takes the saved values.
 
     Args:
-        facts: all settings, JSON.
-        tensors: name -> tensor, each a buffer of that name; floating-point ones in the precision of the posterior.
+        facts: all settings, as JSON values.
+        tensors: name -> tensor, each registered as a buffer; floating-point ones get the posterior's precision.
     """
 
     kind: ClassVar[str]
@@ -39,22 +39,22 @@ class Fitted(nn.Module, ABC):
 
     @final
     def config(self) -> dict[str, Any]:
-        """What a file says of it, beside its tensors."""
+        """Its entry in a file, besides its tensors."""
         return {"kind": self.kind, "facts": self.facts}
 
 
 class Calibration(Fitted, ABC):
-    """Base class: what turns the mixture that the networks predict into the one that users see. Pure functions of tensors.
+    """Base class: a map from the networks' mixture to the calibrated one. Pure functions of tensors.
 
-    Members may come one at a time, so there are two steps: `members` may see some of them, `mixture` sees the whole.
+    Members may be processed one at a time, so there are two steps: `members` acts on some members, `mixture` on the whole.
     """
 
     def members(self, predictive: Predictive) -> Predictive:
-        """A predictive of some members, each of them calibrated."""
+        """The predictive of some members, each calibrated."""
         return predictive
 
     def mixture(self, predictive: Predictive) -> Predictive:
-        """The predictive of all members, or their summary, its mean calibrated."""
+        """The predictive of all members, or their summary, with a calibrated mean."""
         return predictive
 
     def logits(self, logits: Tensor) -> Tensor:
@@ -63,51 +63,51 @@ class Calibration(Fitted, ABC):
 
 
 class Lens(NamedTuple):
-    """How the networks' mixture is seen by users: at a temperature, then calibrated. One moment's, for a whole prediction."""
+    """Temperature and calibration at one moment, applied to the networks' mixture throughout one prediction."""
 
     temperature: float
     calibration: Calibration | None
 
     def members(self, predictive: Predictive) -> Predictive:
-        """Some members as they are seen; `mixture` follows once all are there."""
+        """Some members, tempered and calibrated; call `mixture` once all members are there."""
         tempered = predictive if self.temperature == 1.0 else predictive.tempered(self.temperature)
         return tempered if self.calibration is None else self.calibration.members(tempered)
 
     def mixture(self, predictive: Predictive) -> Predictive:
-        """The mixture of all members as it is seen."""
+        """The calibrated mixture of all members."""
         return predictive if self.calibration is None else self.calibration.mixture(predictive)
 
     def logits(self, logits: Tensor) -> Tensor:
-        """Members' logits (M, B, C, ...) as `members` sees them."""
+        """Members' logits (M, B, C, ...), tempered and calibrated as by `members`."""
         tempered = logits / self.temperature
         return tempered if self.calibration is None else self.calibration.logits(tempered)
 
 
 class Promise(Fitted, ABC):
-    """Base class: what is promised of a posterior's predictions, such as sets with coverage or a gate with a risk."""
+    """Base class: a guarantee about a posterior's predictions, such as sets with coverage or a gate with a risk."""
 
-    _of: tuple[Any] | None = None  # its posterior, in a tuple: that is no part of it
+    _of: tuple[Any] | None = None  # its posterior; a tuple, so that it is no submodule
 
     @property
     @final
     def posterior(self) -> Any:
-        """The `Posterior` that it stands on."""
+        """The `Posterior` that it was fitted to."""
         if self._of is None or not any(each is self for each in self._of[0].promises.values()):
             raise ValueError(
-                f"expected a {self.kind} that stands on a posterior, got one that was dropped (by training, another "
+                f"expected a {self.kind} that still belongs to a posterior, got one that was dropped (by training, another "
                 "calibration or another of its name); fit it again"
             )
         return self._of[0]
 
 
 class Ground(nn.Module):
-    """Base class of posteriors: what stands on them.
+    """Base class of posteriors: holds their temperature, calibration and promises.
 
     Public attributes: `temperature` (), `calibration` (a `Calibration` or None; acts after the temperature), `promises`
     (name -> `Promise`).
     """
 
-    temperature: Tensor  # () by which predictions are softened; saved with the state
+    temperature: Tensor  # () logits are divided by it; saved with the state
     calibration: Calibration | None
     promises: nn.ModuleDict
     particles: Particles
@@ -119,27 +119,27 @@ class Ground(nn.Module):
 
     @final
     def lens(self) -> Lens:
-        """How predictions are seen now."""
+        """The present temperature and calibration."""
         with self.particles.turn():
             return Lens(float(self.temperature), self.calibration)
 
     @final
     def stand(self, name: str, promise: Promise) -> None:
-        """Puts a promise under this name, in place of the one that was there."""
+        """Adds a promise under this name; replaces an earlier one."""
         promise._of = (self,)
         self.promises[name] = promise.to(self.temperature.device)
 
     @final
     def recalibrate(self, temperature: float, calibration: Calibration | None, change: str = "a calibration") -> None:
-        """Puts these in place of temperature and calibration; promises that stood on those are dropped, with a warning."""
+        """Sets temperature and calibration; promises fitted to the old ones are dropped with a warning."""
         self.drop_promises(change)
-        with self.particles.turn():  # no other thread looks in between
+        with self.particles.turn():  # no other thread may predict in between
             self.temperature.fill_(temperature)
             self.calibration = calibration if calibration is None else calibration.to(self.temperature.device)
 
     @final
     def uncalibrate(self, change: str) -> None:
-        """Sets the temperature to 1 and drops all that stands here, with warnings: predictions change."""
+        """Sets the temperature to 1 and drops calibration and promises, with warnings, because predictions change."""
         if (before := float(self.temperature)) != 1.0:
             log.warning(
                 "%s sets the temperature back from %.3g to 1; call ds.temperature_scale afterwards", change, before
@@ -150,17 +150,17 @@ class Ground(nn.Module):
 
     @final
     def drop_promises(self, change: str, kept: Collection[str] = ()) -> None:
-        """Drops the promises but those kept, with a warning where there were any: predictions now change."""
+        """Drops all promises except `kept`, with a warning if there were any, because predictions change."""
         if dropped := [name for name in self.promises if name not in kept]:
             log.warning(
-                "%s drops what stood on the predictions (%s): it was promised for those before; fit it again", change,
+                "%s changes the predictions and drops what was fitted to them (%s); fit it again", change,
                 ", ".join(dropped),
             )  # fmt: skip
             self.promises = nn.ModuleDict({name: each for name, each in self.promises.items() if name in kept})
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        # Another state is another posterior: what stood here goes, unless the state has the same. No state has gates: they
-        # are no tensors, and what they promise is not known of it.
+        # A new state is a new posterior: calibration and promises are dropped unless the state has the same. Gates are
+        # always dropped: a state holds only tensors, and a gate has none.
         def there(part: str) -> bool:
             return any(name.startswith(f"{prefix}{part}.") for name in state_dict)
 

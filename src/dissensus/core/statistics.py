@@ -1,4 +1,4 @@
-"""Which layers keep running means and variances of batches, and under which names."""
+"""The layers that keep running batch statistics, and the names of their buffers."""
 
 from collections.abc import Collection
 
@@ -27,7 +27,7 @@ def statistics_names(network: nn.Module) -> list[str]:
 
 
 def frozen_norms(network: nn.Module, frozen: Collection[str]) -> dict[str, nn.Module]:
-    """Name -> layer with running statistics and parameters, all of whose names are among the frozen ones."""
+    """Name -> layer that has running statistics and whose parameters are all among the frozen names."""
     alike = {
         id(tensor) for name, tensor in network.named_parameters() if name in frozen
     }  # tied ones have one name there

@@ -1,8 +1,9 @@
-"""Summaries: predictives without their members, in memory that does not grow with their number."""
+"""Summaries: predictives without their members, whose memory does not grow with M."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -17,11 +18,10 @@ from dissensus.numerics.entropy import entropy_terms
 
 
 class SummaryPredictive(Predictive):
-    """Base class: mean, aleatoric and epistemic of a mixture, without its members; made by `summarise` and by
-    calibrations of the mean.
+    """A prediction without its members: mean, aleatoric and epistemic; made by `summarise` and calibrations of the mean.
 
-    Gives all that a `Predictive` gives except what needs single members: `members` raises, and so do the intervals of
-    classes and another temperature for them. A regression counts as the Gaussian with the mixture's mean and variance.
+    It offers everything that a `Predictive` does, except what needs single members: `members` raises, and for classes
+    also `interval` and `tempered`. A regression is treated as the Gaussian with the mixture's mean and variance.
 
     Args:
         centre: (1, B, ...), log of the mean probabilities, or the mean.
@@ -34,8 +34,8 @@ class SummaryPredictive(Predictive):
     @property
     def members(self) -> Tensor:
         raise TypeError(
-            "expected a predictive that kept its members, got a summary; use ds.predict instead of ds.summarise, and a "
-            "calibration that acts on members (temperature, vector) instead of one of their mean (isotonic, histogram)"
+            "expected a predictive with its members, got a summary; use ds.predict instead of ds.summarise, and a "
+            "calibration of the members (temperature, vector) instead of one of their mean (isotonic, histogram)"
         )
 
     @property
@@ -93,42 +93,45 @@ class RegressionSummary(SummaryPredictive):
 
 
 class RunningSummary:
-    """A summary that takes in members one after the other: memory of a few members, whatever their number."""
+    """A summary updated with one member after the other, in the memory of a few members."""
 
-    def __init__(self) -> None:
+    def __init__(self, predictives: Iterable[Predictive] = ()) -> None:
         self.count = 0
         self._sums: tuple[Tensor, ...] = ()
         self._classification = False
+        for predictive in predictives:
+            self.add(predictive)
 
     def add(self, predictive: Predictive) -> None:
-        """Takes in the members of one more predictive for the same inputs."""
+        """Adds the members of one more predictive for the same inputs."""
+        new = RunningSummary()
         if isinstance(predictive, ClassificationPredictive):
-            self._add_classes(predictive)
+            new.count, new._classification = len(predictive.members), True
+            log_sum = predictive.log_mean + math.log(new.count)  # (B, C, ...)
+            new._sums = log_sum, predictive.aleatoric * new.count  # (B, ...)
         elif isinstance(predictive, RegressionPredictive):
-            self._add_gaussians(predictive)
+            new.count = len(predictive.members)
+            new._sums = predictive.mean, predictive.epistemic * new.count, predictive.aleatoric * new.count
         else:
             raise TypeError(
-                f"expected a classification or regression to summarise, got {type(predictive).__name__}; keep its members"
+                f"expected a classification or regression to summarise, got {type(predictive).__name__}; use ds.predict"
             )
+        self.merge(new)
 
-    def _add_classes(self, predictive: ClassificationPredictive) -> None:
-        new = len(predictive.members)
-        log_sum = predictive.log_mean + math.log(new)  # (B, C, ...)
-        entropies = predictive.aleatoric * new  # (B, ...)
-        if self.count:
-            log_sum, entropies = torch.logaddexp(self._sums[0], log_sum), self._sums[1] + entropies
-        self.count, self._sums, self._classification = self.count + new, (log_sum, entropies), True
-
-    def _add_gaussians(self, predictive: RegressionPredictive) -> None:
-        new = len(predictive.members)
-        mean, scatter, noise = predictive.mean, predictive.epistemic * new, predictive.aleatoric * new
-        if self.count:
+    def merge(self, other: RunningSummary) -> None:
+        """Takes in what another one has taken in, for the same inputs."""
+        if self.count and self._classification:
+            self._sums = torch.logaddexp(self._sums[0], other._sums[0]), self._sums[1] + other._sums[1]
+        elif self.count:
             # Chan, Golub & LeVeque 1979: means and scatters of two groups merged without cancellation.
-            total, shift = self.count + new, mean - self._sums[0]
-            mean = self._sums[0] + shift * (new / total)
-            scatter = self._sums[1] + scatter + shift**2 * (self.count * new / total)
-            noise = self._sums[2] + noise
-        self.count, self._sums = self.count + new, (mean, scatter, noise)
+            (mean, scatter, noise), total = other._sums, self.count + other.count
+            shift = mean - self._sums[0]
+            mean = self._sums[0] + shift * (other.count / total)
+            scatter = self._sums[1] + scatter + shift**2 * (self.count * other.count / total)
+            self._sums = mean, scatter, self._sums[2] + noise
+        else:
+            self._sums, self._classification = other._sums, other._classification
+        self.count += other.count
 
     def summary(self) -> SummaryPredictive:
         """The summary of all members so far."""

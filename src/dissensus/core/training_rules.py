@@ -1,4 +1,4 @@
-"""Training rules: what a method may say of its training. Its optimisers, groups of parameters, priors, what precedes a step."""
+"""Training rules: what a method may define about its training (optimisers, parameter groups, priors, hooks before a step)."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Unpack, final
@@ -19,15 +19,15 @@ from dissensus.numerics.tree import Tensors
 
 
 class TrainingRules(Clock):
-    """Base class of `Posterior`: what optimisers and `fit` ask of a method. Methods override what is not final."""
+    """Base class of `Posterior`: what optimisers and `fit` need from a method. Methods may override what is not final."""
 
     needed: ClassVar[tuple[str, ...]] = ()  # required keywords, despite their None default
     optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
-    capturable: bool = True  # whether a training step may be replayed from a CUDA graph: no choice in Python by step
+    capturable: bool = True  # whether a step may be replayed from a CUDA graph: Python code must not choose by step
     prior: Prior | None
-    _with_prior: frozenset[str] | None  # made when first asked for
-    # What validation judges an epoch by: the networks in training, functions drawn as they would be at the end, or nothing:
-    # `fit` does not go back to the best epoch where something is collected over many.
+    _with_prior: frozenset[str] | None  # computed when first needed
+    # What validation evaluates: the present networks, functions drawn as at the end, or (None) nothing: `fit` then does not
+    # return to the best epoch, because the method collects statistics over many epochs.
     judged_by: ClassVar[Literal["current", "draw"] | None] = "current"
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -37,21 +37,23 @@ class TrainingRules(Clock):
     def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:
         super().__init__()
         self.particles = particles
-        self.watchers = Watchers()  # posteriors that watch this one train (`ds.track`)
-        # How members act on each other, by what the method defines: one alone on nobody. SVGD, which has both ways, sets it.
+        self.watchers = Watchers()  # posteriors that record this one's training (`ds.track`)
+        # How members interact, from the hooks that the method defines; one member alone does not. SVGD has both and sets it.
         ways = [each for each in ("couple", "mix") if getattr(type(self), each) is not getattr(TrainingRules, each)]
         self.acts: str | None = ways[0] if ways and particles.members > 1 else None
         self.data_size: int | None = None
         if unknown := prior.keys() - PriorKeywords.__annotations__:
-            raise TypeError(f"expected a keyword of {type(self).__name__}, got {min(unknown)!r}; its help names them")
+            raise TypeError(
+                f"expected a keyword of {type(self).__name__}, got {min(unknown)!r}; see help({type(self).__name__})"
+            )
         self.use_prior(prior_of(**prior), prior.get("data_size"))
         if self.data_size is None and "data_size" in self.needed:
             raise ValueError("expected data_size, got none; pass data_size=len(training_set)")
 
     def before_step(self, batch: Batch) -> None:
-        """Called once for every batch whose gradients are to be found, by `fit`, `backward` and `loss`, on the host.
+        """Called once, on the host, before the gradients of a batch are computed, by `fit`, `backward` and `loss`.
 
-        For what a method counts in Python (sizes of batches, which step this is). Evaluation does not call it.
+        For what a method counts in Python (batch sizes, steps). Evaluation does not call it.
         """
         for watcher in self.watchers:
             watcher.before_step(batch)
@@ -59,35 +61,35 @@ class TrainingRules(Clock):
     @property
     @final
     def goes_back(self) -> bool:
-        """Whether `fit` may go back to the best epoch: nothing here is collected over many."""
+        """Whether `fit` may return to the best epoch: not if the method collects statistics over several."""
         return self.judged_by is not None and all(watcher.goes_back for watcher in self.watchers)
 
     def couple(self, z: Any) -> Any:
-        """Cotangents v of z (member axis first, no graph): adds Σ_i ⟨z_i, v_i⟩ to the objective."""
+        """Cotangents v of z (member axis first, detached): adds Σ_i ⟨z_i, v_i⟩ to the objective."""
         raise NotImplementedError
 
     def mix(self, gradients: Tensors) -> Tensors:
-        """What goes to `.grad` in place of these gradients (by name, own ones (M, ...)); an affine function of them.
+        """Returns the tensors for `.grad` in place of these gradients (by name, own ones (M, ...)).
 
-        For methods whose update is no gradient of a loss (SVGD). Affine, so that gradients of batches may be mixed and then
-        added up, or added up and then mixed.
+        For methods whose update is not the gradient of a loss (SVGD). It must be affine, so that mixing and adding up the
+        gradients of several batches can be done in either order.
         """
         raise NotImplementedError
 
     @property
     @final
     def mixes(self) -> bool:
-        """Whether gradients are mixed over members before an optimiser sees them."""
+        """Whether gradients are mixed over members before the optimiser gets them."""
         return self.acts == "mix"
 
     @property
     @final
     def coupled(self) -> bool:
-        """Whether members act on each other's losses."""
+        """Whether members are coupled by `couple`."""
         return self.acts == "couple"
 
     def groups(self) -> list[Group]:
-        """All parameters, trained or not, in groups; where several hold one parameter, the last counts.
+        """All parameters, trained or not, in groups; if groups overlap, the last wins.
 
         A method adds its own at the end: `[*super().groups(), Group("scales", {…}, rate=1e-2, decay=False)]`.
         """
@@ -108,23 +110,23 @@ class TrainingRules(Clock):
 
     @final
     def with_prior(self) -> list[str]:
-        """Names of members' trained parameters under the prior: what it covers of groups that have one."""
+        """Names of the members' trained parameters under the prior, from groups with `prior=True`."""
         if self._with_prior is None:
             names = {name for group in disjoint(self.groups()) if group.prior for name in group.parameters}
             plain = under(self.prior, self.particles.template.network, (name.removeprefix(PREFIX) for name in names))
             self._with_prior = frozenset(PREFIX + name for name in plain)
-        # Asked of the stored tensors: inside vmap and func transforms, those of a member do not know whether they are trained.
+        # From the stored tensors: inside vmap and func transforms, a member's tensors do not have requires_grad.
         stored = {**self.particles.shared_parameters(), **self.particles.own_parameters()}
         return [name for name, each in stored.items() if name in self._with_prior and each.requires_grad]
 
     @final
     def penalty(self, params: Tensors) -> Tensor | float:
-        """() −log p(θ) / N of one member. Shared tensors get 1/M of its gradient: in the sum over members they count once."""
+        """() −log p(θ) / N of one member. Shared tensors get 1/M of its gradient: they count once in the sum over members."""
         if self.prior is None or self.data_size is None:
             return 0.0
         weights, shared = {}, self.particles.shared_parameters()
         for name in self.with_prior():
-            # Sums of squares leave the range of float16 and the digits of bfloat16 long before the weights do.
+            # Sums of squares overflow float16 and lose digits in bfloat16 long before the weights do.
             full = wide(params[name])
             once = name in shared and self.particles.everywhere > 1
             weights[name.removeprefix(PREFIX)] = (
@@ -140,13 +142,13 @@ class TrainingRules(Clock):
 
     @final
     def use_prior(self, prior: Prior | Callable[[Tensors], Tensor] | None, data_size: int | None = None) -> None:
-        """Puts this prior in place of the present one, from the next step on; None trains without.
+        """Replaces the prior, from the next step on; None trains without a prior.
 
-        Optimisers made afterwards do not decay the weights that the prior covers.
+        Optimisers made afterwards do not decay the weights under the prior.
 
         Args:
             prior: a `Prior`, or a function of one member's tensors by name that returns log p(θ), ().
-            data_size: N, where the posterior does not know it yet.
+            data_size: N, if the posterior does not know it yet.
         """
         size = self.data_size if data_size is None else data_size
         if (made := prior_of(prior, data_size=size)) is not None:
@@ -158,7 +160,7 @@ class TrainingRules(Clock):
 
     @final
     def prior_config(self) -> dict[str, Any]:
-        """What `config` holds of the prior: a Gaussian's deviation, and a note of any other."""
+        """The prior's entries of `config`: a Gaussian's standard deviation, or a description of another prior."""
         std = self.prior.std if type(self.prior) is GaussianPrior else None
         noted = {} if self.prior is None or std is not None else {"prior": self.prior.config()}
         return {"weight_prior_std": std, "data_size": self.data_size, **noted}
@@ -167,22 +169,22 @@ class TrainingRules(Clock):
     def parameter_groups(
         self, lr: float, weight_decay: float = 0.0, *, likelihood_lr: float | None = None
     ) -> list[dict[str, Any]]:
-        """Parameter groups for an optimiser, from `groups`; empty ones are left out.
+        """Parameter groups for an optimiser, from `groups`, without empty ones.
 
             torch.optim.SGD(posterior.parameter_groups(0.1, 5e-4), lr=0.1, momentum=0.9)
 
         Args:
-            lr: rate of the weights; groups with a rate of their own (modulations, latents) keep theirs.
-            weight_decay: acts on groups that take it: not on weights under a prior, nor on a learned noise.
-            likelihood_lr: rate of a learned noise; None is `lr`.
+            lr: learning rate of the weights; groups with their own rate (modulations, latents) keep it.
+            weight_decay: weight decay of the groups that allow it: not of weights under a prior, nor of learned noise.
+            likelihood_lr: learning rate of learned noise; None is `lr`.
         """
         rates = {} if likelihood_lr is None else {"likelihood": likelihood_lr}
         return optimizer_groups(self, self.groups(), lr=lr, weight_decay=weight_decay, rates=rates)
 
     def default_optimizer(self) -> Optimizer:
-        """What `fit` uses when none is given: AdamW with rate 1e-3, and 1e-2 for a noise that is learned.
+        """`fit`'s optimiser if none is given: AdamW with rate 1e-3, and 1e-2 for learned noise.
 
-        The noise starts far off, at 1, and is a single number. Weight decay is 1e-4, none on weights under a prior.
+        The noise is one number and starts far from its optimum, at 1. Weight decay is 1e-4, but 0 on weights under a prior.
         """
         if (choosy := next((each for each in self.watchers if each.optimizers is not None), None)) is not None:
             return choosy.default_optimizer()  # type: ignore[no-any-return]
@@ -191,8 +193,7 @@ class TrainingRules(Clock):
     def default_schedule(self, epochs: int) -> Callable[[int], float]:
         """epoch -> factor of the learning rate: constant for the first half, linear to 1 % at 90 %, constant again.
 
-        A run watched by recorders takes the first one's schedule, which keeps the weights moving while they are
-        recorded.
+        With watchers, the schedule is that of the first one that records, which keeps the weights moving meanwhile.
         """
         for watcher in self.watchers:
             if watcher.recorders:
@@ -201,5 +202,5 @@ class TrainingRules(Clock):
 
 
 def _of_member(name: str) -> str:
-    """The name that members have for a posterior's parameter."""
+    """The name within a member of a posterior's parameter."""
     return name.removeprefix("particles.own.").removeprefix("particles.shared.")

@@ -1,8 +1,8 @@
-"""Turns: one thread at a time runs a network.
+"""Turns: a lock per network, so that only one thread at a time runs it.
 
-A member runs by putting its tensors into a template whose modes, hooks and forwards are changed on the way: two threads in
-one template would see each other's weights. So every run of a network takes that network's lock. The locks are kept beside
-the networks, since a lock can be neither copied nor pickled; a thread that holds one may take it again.
+A member runs by putting its tensors into a template and changing its modes, hooks and forwards meanwhile: two threads in one
+template would see each other's weights. So every run of a network takes that network's lock. Locks are stored outside the
+networks, since a lock can be neither copied nor pickled; a thread that holds one may take it again.
 """
 
 import copy
@@ -18,15 +18,15 @@ from torch import nn
 
 from dissensus.core.products import on_arm
 
-# The lock for what torch has once per process: switches of its backends, and the capture of CUDA graphs. A thread that needs
-# this one and a network's takes this one first; a capture is the exception, since no other run waits for its network.
+# The lock for torch's global state: backend switches, and the capture of CUDA graphs. A thread that needs this lock and a
+# network's takes this one first, except for a capture, since no other run waits for its network.
 PROCESS = threading.RLock()
 
 ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 def has_attention(network: nn.Module) -> bool:
-    """Whether the network holds torch's own attention, whose inference fast path is a switch of the whole process."""
+    """Whether the network contains torch's attention, whose inference fast path is switched for the whole process."""
     return any(isinstance(part, ATTENTION) for part in network.modules())
 
 
@@ -46,8 +46,8 @@ class _Turn:
         if self.trainer not in (None, threading.get_ident()):
             self.__exit__()
             raise ValueError(
-                "expected a network that no other thread trains, got one in the middle of fit; wait until fit returns, or "
-                "use a copy made before: copy.deepcopy(posterior)"
+                "expected a network that no other thread is training, got one in the middle of fit; wait until fit returns, "
+                "or use a copy made before: copy.deepcopy(posterior)"
             )
 
     def __exit__(
@@ -61,7 +61,7 @@ class _Turn:
             PROCESS.release()
 
 
-_turns: dict[int, _Turn] = {}  # by id of the network, for as long as it lives
+_turns: dict[int, _Turn] = {}  # by id of the network, until it is deleted
 _making = threading.Lock()
 
 
@@ -78,7 +78,7 @@ def _turn_of(network: nn.Module) -> _Turn:
 
 
 def turn(network: nn.Module) -> AbstractContextManager[object]:
-    """Inside, no other thread runs the network. In compiled code it does nothing: that is called within a turn."""
+    """Locks the network against other threads. In compiled code it does nothing: the caller holds the lock."""
     return nullcontext() if torch.compiler.is_compiling() else _turn_of(network)
 
 
@@ -86,7 +86,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def copied(module: Module, memo: dict[int, Any], network: nn.Module) -> Module:
-    """What `copy.deepcopy` gives of a module that runs this network: not in the middle of another thread's run."""
+    """`copy.deepcopy` of a module that runs this network, but not while another thread runs it."""
     with turn(network):
         made = type(module).__new__(type(module))
         memo[id(module)] = made
@@ -96,7 +96,7 @@ def copied(module: Module, memo: dict[int, Any], network: nn.Module) -> Module:
 
 @contextmanager
 def training(network: nn.Module) -> Iterator[None]:
-    """Inside, another thread that uses the network gets an error: between two steps it would see half-trained weights."""
+    """Inside, using the network in another thread raises: between two steps it would see half-trained weights."""
     mine = _turn_of(network)
     with mine:
         before, mine.trainer = mine.trainer, threading.get_ident()

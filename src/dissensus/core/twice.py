@@ -1,12 +1,12 @@
-"""Convolutions and batch norm in forms whose second derivatives are fast; values and derivatives are torch's own.
+"""Convolutions and batch norm in forms whose second derivatives are fast; values and derivatives equal torch's.
 
-Members compared by input gradients are differentiated twice: ∇_θ ⟨v, ∇_x f⟩. Two layers make this slow in torch. A
-convolution's weights get their gradient from a convolution whose kernel is as large as the image, and batch norm takes about
-ninety operations, most of them on whole activations. (PReLU takes fewer as a product.) Below, t is the gradient by a layer's
-output, and u the gradient by what becomes of t, the gradient by the layer's input.
+Members compared by input gradients are differentiated twice: ∇_θ ⟨v, ∇_x f⟩. Two layers make this slow in torch. The
+gradient of a convolution's weights is a convolution whose kernel is as large as the image, and batch norm takes about ninety
+operations, most of them on whole activations. (PReLU takes fewer as a product.) Below, t is the gradient by a layer's output
+and u the gradient by the layer's input gradient.
 
-A convolution y = w ∗ x has the input gradient w ∗ᵀ t. Its derivative by t is w ∗ u, and by w it is what the first derivative of
-the convolution of u would be: one kernel each.
+A convolution y = w ∗ x has the input gradient w ∗ᵀ t. Its derivative by t is w ∗ u, and its derivative by w is the ordinary
+weight gradient of a convolution of u: one kernel each.
 
 Batch norm, of n values per channel: x̂ = (x − m) r, r = 1 / √(var + ε), ⟨·⟩ the mean over them. The input gradient is
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 aten = torch.ops.aten
-SMALL = 2**15  # numbers of an input, below which on a CPU calls from Python cost more than is gained
+SMALL = 2**15  # below this size of an input, on a CPU, the overhead of Python exceeds the gain
 # Settings of convolutions in the order of their arguments
 PLAIN = ("stride", "padding", "dilation", "groups")
 TRANSPOSED = ("stride", "padding", "output_padding", "groups", "dilation")
@@ -44,9 +44,9 @@ FORMS = {F.batch_norm, torch.prelu, *SETTINGS}
 
 @contextmanager
 def differentiated_twice(*, of_any_size: bool = False) -> Iterator[None]:
-    """Inside, where derivatives are by inputs alone, layers take these forms; a compiler has its own, and so has no graph.
+    """Inside, layers use these forms for derivatives by inputs only; not in compiled code, nor without a graph.
 
-    `of_any_size`: small layers on a CPU as well.
+    `of_any_size`: also for small layers on a CPU.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         yield
@@ -60,16 +60,14 @@ def differentiated_twice(*, of_any_size: bool = False) -> Iterator[None]:
 
 
 class _Thread(threading.local):
-    norms = (
-        True  # whether batch norm takes the form written here: not where its statistics are those of several processes
-    )
+    norms = True  # whether batch norm takes the form written here: not if its statistics span several processes
 
 
 thread = _Thread()
 
 
 class _Stage:
-    """What a layer's backward pass asks, in whichever thread: are we in the context still, where weights need no gradients?"""
+    """Tells a layer's backward pass, in any thread, whether the context is active, so that weights need no gradients."""
 
     by_inputs_alone = True
 
@@ -90,7 +88,7 @@ class _Forms(TorchFunctionMode):
         return convolution(self.stage, func, *args, **kwargs)
 
     def passes(self, input: Tensor, **_: Any) -> bool:
-        """Whether a layer of this input stays torch's own."""
+        """Whether a layer with this input keeps torch's form."""
         return input.device.type == "cpu" and input.numel() < self.small
 
 
@@ -103,10 +101,12 @@ def convolution(
     *settings: Any,
     **named: Any,
 ) -> Tensor:
-    """What `func`, one of torch's convolutions, gives."""
+    """The same result as `func`, one of torch's convolutions."""
     given = DEFAULTS | dict(zip(SETTINGS[func], settings, strict=False)) | named
     unbatched = input.ndim != weight.ndim
-    if unbatched or weight.is_complex() or isinstance(given["padding"], str):  # "same" may pad one side more
+    if (
+        unbatched or weight.is_complex() or isinstance(given["padding"], str)
+    ):  # "same" may pad the two sides differently
         return func(input, weight, bias, *settings, **named)
     stride, padding, dilation, output_padding = (
         _per_axis(given[name], weight.ndim - 2) for name in ("stride", "padding", "dilation", "output_padding")
@@ -123,7 +123,7 @@ def _per_axis(value: Any, axes: int) -> list[int]:
 
 
 def _lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as mixed precision has them; before a function, so that what it keeps has one type."""
+    """The tensors cast as in mixed precision, before a function, so that the tensors it saves have one dtype."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
         return tensors
@@ -160,15 +160,15 @@ class _Convolution(torch.autograd.Function):
 
 
 def _leads_to_inputs(ctx: Any, i: int) -> bool:
-    """Whether the i-th argument of a layer has a part in the derivative that is being taken: a kernel may depend on x."""
+    """Whether the i-th argument of a layer depends on the inputs that are differentiated by: a kernel may do so."""
     node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None
-    if node is None or hasattr(node, "variable"):  # a leaf, so a weight: the derivative is by x alone
+    if node is None or hasattr(node, "variable"):  # a leaf, so a weight: the derivative is by x only
         return False
     return torch._C._will_engine_execute_node(node)
 
 
 class _Pulled(torch.autograd.Function):
-    """w ∗ᵀ t, the gradient of a convolution by x, of which only the shape counts."""
+    """w ∗ᵀ t, the gradient of a convolution by x; of x only the shape is used."""
 
     generate_vmap_rule = True
 
@@ -192,7 +192,7 @@ class _Pulled(torch.autograd.Function):
 
 
 def bent(input: Tensor, weight: Tensor) -> Tensor:
-    """PReLU as a product: x where it is positive, w x elsewhere."""
+    """PReLU as a product: x if it is positive, else w x."""
     x, w = _lowered(input, weight)
     channels = w if w.numel() == 1 or x.ndim < 2 else w.reshape(-1, *[1] * (x.ndim - 2))
     return x * torch.where(x > 0, 1.0, channels)
@@ -208,7 +208,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """What `F.batch_norm` gives; torch's own with running statistics, which are no function of x, and without weights."""
+    """The same result as `F.batch_norm`; uses torch's form with running statistics (independent of x) or without weights."""
     if not training or weight is None or bias is None or input.numel() <= input.shape[1]:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     found: Tensor = _BatchNorm.apply(input, weight, bias, running_mean, running_var, momentum, eps)[0]  # type: ignore[no-untyped-call]
@@ -275,7 +275,7 @@ class _PulledNorm(torch.autograd.Function):
         def channels(each: Tensor) -> Tensor:
             return each.reshape(-1, *[1] * (x.ndim - 2))
 
-        # for_x m among the rest, though it cancels far from 0: m is no more exact than that, and x − m is one pass more.
+        # for_x uses m although it cancels far from 0: m is no more exact than that, and x − m would take one more pass.
         by_x = torch.addcmul(channels(rest), x, channels(for_x), value=-1)
         by_x = by_x.addcmul(t, channels(for_t), value=-1).addcmul(u, channels(for_u), value=-1)
         return by_t, by_x.to(x.dtype), torch.addcmul(q, p, sum_xu, value=-1 / n), None, None, None

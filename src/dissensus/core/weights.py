@@ -1,4 +1,4 @@
-"""Weights: the named tensors of the networks that particles hold, one network or many, seen with the member axis first."""
+"""Weights: the named tensors of one network or many, with the member axis first."""
 
 from __future__ import annotations
 
@@ -10,47 +10,59 @@ from torch import Tensor
 
 from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
+from dissensus.numerics.divided import cut_last, is_divided, joined
 from dissensus.numerics.flat import state_dtype
 from dissensus.numerics.tree import Tensors
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors of the networks by name. `stored`: as particles keep them, (M, ...) where `own`, else one for all members."""
+    """Tensors of the networks by name. `stored`: as in the particles, (M, ...) if `own`, else one for all members."""
 
     stored: Mapping[str, Tensor]
     own: frozenset[str]
-    built: int  # members when this was made
+    built: int  # number of members at construction
 
     @property
     def members(self) -> int:
-        """How many there are now: processes that train together may have a part of them."""
+        """Number of members now: processes that train together may each hold a part of them."""
         return next((len(tensor) for name, tensor in self.stored.items() if name in self.own), self.built)
 
     def only(self, wanted: Callable[[str, Tensor], bool]) -> Weights:
-        """Those whose name and stored tensor are wanted."""
+        """The tensors for which wanted(name, stored tensor) is true."""
         return Weights({n: t for n, t in self.stored.items() if wanted(n, t)}, self.own, self.built)
 
     def joined(self, other: Weights) -> Weights:
-        """These and the other's; of a name in both, these."""
+        """These and the other's tensors; for a name in both, this one's."""
         others = {name: tensor for name, tensor in other.stored.items() if name not in self.stored}
         return Weights({**self.stored, **others}, self.own | other.own, self.built)
 
     def lifted(self, tensors: Mapping[str, Tensor]) -> Tensors:
-        """Name -> (M, ...) views without a graph of tensors that are shaped as the stored ones of these names."""
+        """Name -> detached views (M, ...) of tensors that have the shapes of the stored ones."""
         return {
             name: t.detach() if name in self.own else t.detach().expand(self.members, *t.shape)
             for name, t in tensors.items()
         }
 
     def rows(self) -> Tensors:
-        """Name -> (M, ...) views of the tensors as they are now."""
+        """Name -> (M, ...) views of the present tensors."""
         return self.lifted(self.stored)
 
     def flat(self, dtype: torch.dtype | None = None) -> Tensor:
-        """(M, P) all entries of each member, tensor after tensor, copied; in at least float32 by default."""
+        """(M, P) copies of all entries of each member, tensor after tensor; in at least float32 by default.
+
+        If processes hold parts of the weights, they hold parts of P, too; one member at a time is put together.
+        """
         dtype = dtype or state_dtype(list(self.stored.values()))
-        return torch.cat([rows.to(dtype).reshape(self.members, -1) for rows in self.rows().values()], dim=1)
+        rows = self.rows()
+        if (like := next(filter(is_divided, rows.values()), None)) is None:
+            return torch.cat([each.to(dtype).reshape(self.members, -1) for each in rows.values()], dim=1)
+        return torch.stack(
+            [
+                cut_last(torch.cat([joined(each[m]).to(dtype).flatten() for each in rows.values()]), like)
+                for m in range(self.members)
+            ]
+        )
 
     def one(self) -> Tensors:
         """Name -> the first member's tensor."""
@@ -68,7 +80,7 @@ def buffers(particles: Particles) -> Weights:
 
 
 def of_likelihood(particles: Particles) -> Weights:
-    """The likelihood's parameters, a learned noise for example, by their full names: "likelihood.log_noise"."""
+    """The likelihood's parameters, such as learned noise, by their full names: "likelihood.log_noise"."""
     stored = {**particles.shared_parameters(), **particles.own_parameters()}
     mine = {name: tensor for name, tensor in stored.items() if name.startswith("likelihood.")}
     return Weights(mine, frozenset(particles.own_parameters()) & mine.keys(), particles.members)

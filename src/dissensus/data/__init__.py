@@ -1,6 +1,6 @@
 """Data: sets read from the user's files, a small real set inside the package, toys, splits and batches.
 
-What reads files is imported when it is first asked for: `import dissensus` should be quick.
+File readers are imported on first use, which keeps `import dissensus` fast.
 """
 
 # ruff: noqa: F403, F405 - the names of __all__ are those of the files below

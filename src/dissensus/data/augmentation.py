@@ -1,4 +1,4 @@
-"""Augmentation of images, or images and masks, a whole batch at a time on the device it lies on."""
+"""Augmentation of images, or of images and masks, one batch at a time on the batch's device."""
 
 import torch
 import torch.nn.functional as F
@@ -9,17 +9,17 @@ from dissensus.numerics.checks import number, whole
 
 
 class Streams:
-    """A random stream for every device, all from one seed; None takes the devices' global generators."""
+    """One random generator per device, all from one seed; with None each device's global generator."""
 
     seed: int | None
     _generators: dict[torch.device, torch.Generator]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Device -> where its stream stands; none without a seed."""
+        """Device -> state of its generator; empty without a seed."""
         return {str(device): generator.get_state() for device, generator in self._generators.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Goes on where another with a seed stood."""
+        """Restores the state of another `Streams` that has a seed."""
         self._generators = {}
         for device, stream in state.items() if self.seed is not None else ():
             self._generators[torch.device(device)] = torch.Generator(device)
@@ -32,14 +32,14 @@ class Streams:
 
 
 class Augmentation(Streams):
-    """(B, C, H, W) -> the same shape: each image cropped from a zero-padded copy, flipped with probability ½, cut out.
+    """Random crops, flips and cutout for training images: (B, C, H, W) -> the same shape. Each image is changed separately.
 
     Args:
-        padding: pixels added on each side before a crop of the old size.
-        flip: whether images are flipped left–right.
-        cutout: side of a square set to zero at a random place, its centre anywhere in the image (DeVries & Taylor
-            2017).
-        seed: of a stream of its own; None takes the device's global generator.
+        padding: pixels of zeros added on each side before a crop of the original size.
+        flip: flips images left–right with probability ½.
+        cutout: side, in pixels, of a square set to zero; its centre is uniform over the image (DeVries & Taylor 2017).
+            0 leaves it out.
+        seed: seed of a separate generator; None uses the device's global generator.
     """
 
     def __init__(self, *, padding: int = 4, flip: bool = True, cutout: int = 0, seed: int | None = None) -> None:
@@ -66,7 +66,7 @@ class Augmentation(Streams):
         return out
 
     def _hole(self, batch: int, height: int, width: int, device: torch.device) -> Tensor:
-        """(B, 1, H, W): where the square is."""
+        """(B, 1, H, W): True inside the square."""
         top = self._integers(height, batch, device)[:, None] - self.cutout // 2
         left = self._integers(width, batch, device)[:, None] - self.cutout // 2
         i, j = torch.arange(height, device=device), torch.arange(width, device=device)
@@ -79,12 +79,16 @@ class Augmentation(Streams):
 
 
 class SegmentationAugmentation(Streams):
-    """(images (B, C, H, W), masks (B, H, W)) -> both changed alike: flipped with probability ½, scaled, cropped at random.
+    """Random flips, scalings and crops applied alike to images (B, C, H, W) and their masks (B, H, W).
 
-    `scale`: the bounds of a factor drawn for every image. `crop`: (height, width) of what is returned; None: as it came.
-    Images are floating point and interpolated bilinearly; a mask's pixels are the nearest ones', so no label is blended.
-    What lies outside an image is 0, and VOID in the mask. `seed`: a stream of its own; None takes the device's global
-    generator. `Batches(images, masks, augment=...)` applies it.
+    Images must be floating point. They are interpolated bilinearly; masks take the nearest pixel, so labels are never
+    blended. Pixels outside the image become 0, and VOID in the mask. `Batches(images, masks, augment=...)` applies it.
+
+    Args:
+        flip: flips left–right with probability ½.
+        scale: bounds (low, high) of the scale factor, drawn for each image.
+        crop: (height, width) of the output in pixels; None keeps the size.
+        seed: seed of a separate generator; None uses the device's global generator.
     """
 
     joint = True  # takes inputs and targets
@@ -106,9 +110,9 @@ class SegmentationAugmentation(Streams):
         size = images.shape[2:]
         draws = torch.rand(4, len(images), generator=self._generator(images.device), device=images.device)
         factor = self.scale[0] + (self.scale[1] - self.scale[0]) * draws[0]
-        places = []  # where in the image the centres of the new rows and columns lie, in pixels from its edge: (B, h), (B, w)
+        places = []  # centres of the new rows and columns, in pixels from the image's edge: (B, h), (B, w)
         for axis, (old, new) in enumerate(zip(size, self.crop or size, strict=True)):
-            # The window has new / factor of the image's pixels and lies inside it, or the image inside the window.
+            # The window spans new / factor pixels of the image. It lies inside the image, or the image inside it.
             start = draws[1 + axis] * (old - new / factor)
             steps = torch.arange(new, device=images.device) + 0.5
             places.append(start[:, None] + steps / factor[:, None])

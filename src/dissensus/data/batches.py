@@ -1,6 +1,7 @@
-"""Batches of tensors that already lie in memory, without a Python step per example."""
+"""Batches of tensors in memory, made without a Python loop over examples."""
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,22 +14,23 @@ BatchInputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
 class Batches:
-    """Iterable of (x, y) or (x, y, weight) batches, started anew by every loop; len() is the number of batches.
+    """A fast loader for data in memory: iterates over batches (x, y) or (x, y, weight).
 
-    Batches lie where x and y lie; unshuffled ones are views of them. Put small image sets on the GPU as a whole.
+    Every loop starts a new epoch; len() is the number of batches. Batches stay on the device of x and y, and unshuffled
+    batches are views of them. Small image sets are best moved to the GPU as a whole.
 
     Args:
         x: a tensor (N, ...), or a tuple or dict of such tensors, one row per example. Arrays, Series and DataFrames of
-            numbers become tensors, real numbers of torch's default type.
-        y: targets (N, ...). A Series beside a DataFrame has the same index.
-        batch_size: B.
-        weight: (N,), how often each example counts.
-        shuffle: a new order every epoch.
-        seed: of the orders, from a generator of this object that goes on from epoch to epoch, so a run repeats exactly;
-            None draws a seed from the global generator every epoch, as a DataLoader does.
-        drop_last: leaves out a last batch smaller than B.
-        augment: a function of a batch of inputs, applied where they lie (`dissensus.data.Augmentation`),
-            or of inputs and targets that gives both, where its attribute `joint` is True (`SegmentationAugmentation`).
+            numbers become tensors; real numbers take torch's default dtype.
+        y: targets (N, ...). If x is a DataFrame and y a Series, their indices must be equal.
+        batch_size: examples per batch, B.
+        weight: (N,) example weights: how often each example counts.
+        shuffle: draws a new order every epoch.
+        seed: seed of the orders. The generator belongs to this object and continues from epoch to epoch, so a run
+            repeats exactly. None draws a seed from the global generator every epoch, as a DataLoader does.
+        drop_last: drops a last batch smaller than B.
+        augment: a function of the batch's inputs, run on their device (`dissensus.data.Augmentation`). If its attribute
+            `joint` is True, it takes and returns inputs and targets (`SegmentationAugmentation`).
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Batches:
         lengths = {len(tensor) for tensor in _input_tensors(x)} | ({len(weight)} if weight is not None else set())
         if lengths != {len(y)}:
             found = " and ".join(str(length) for length in sorted(lengths)) or "none"
-            raise ValueError(f"expected as many inputs as targets, got {found} and {len(y)}; pass matching rows")
+            raise ValueError(f"expected as many inputs as targets, got {found} and {len(y)}; pass one target per input")
         if seed is not None and not shuffle:
             raise ValueError(
                 f"expected no seed without shuffle, got seed={seed}; pass shuffle=True or leave the seed out"
@@ -59,7 +61,7 @@ class Batches:
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the orders and the augmentation stand: the epochs to come are those of Batches that load this."""
+        """State of the shuffling and the augmentation; `Batches` that load it continue with the same epochs."""
         augment: Any = self.augment
         return {
             "generator": None if self._generator is None else self._generator.get_state(),
@@ -67,11 +69,11 @@ class Batches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where others stood, built with the same arguments."""
+        """Restores the state of `Batches` that were built with the same arguments."""
         if (state["generator"] is None) != (self._generator is None):
             found = "one with a seed" if self._generator is None else "one without"
             raise ValueError(
-                f"expected a state of Batches built with the same arguments, got {found}; give the seed that was given then"
+                f"expected a state of Batches built with the same arguments, got {found}; pass the seed that was used then"
             )
         if self._generator is not None:
             self._generator.set_state(state["generator"].cpu())
@@ -84,8 +86,26 @@ class Batches:
         return full + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return map(self.at, self.rows())
+
+    @property
+    def divisible(self) -> bool:
+        """Whether a row is the same without the others of its batch: nothing is done to batches but to take their rows."""
+        return self.augment is None and type(self) is Batches
+
+    def rows(self) -> Iterator[Any]:
+        """The rows of each batch of an epoch, a slice or (B,) numbers."""
         # Not a generator function: the order is drawn when the loop starts, not when its first batch is taken.
-        return self._run(self._order())
+        order, count = self._order(), len(self.y)
+        ends = ((start, min(start + self.batch_size, count)) for start in range(0, count, self.batch_size))
+        return (slice(*each) if order is None else order[slice(*each)] for each in islice(ends, len(self)))
+
+    def at(self, rows: Any) -> tuple[Any, ...]:
+        """The batch of these rows."""
+        x, y = _taken_rows(self.x, rows), _taken_rows(self.y, rows)
+        if self.augment is not None:
+            x, y = self.augment(x, y) if getattr(self.augment, "joint", False) else (self.augment(x), y)
+        return (x, y) if self.weight is None else (x, y, _taken_rows(self.weight, rows))
 
     def _order(self) -> Tensor | None:
         if not self.shuffle:
@@ -96,20 +116,9 @@ class Batches:
         order = torch.randperm(len(self.y), generator=generator)
         return order.to(_input_tensors(self.x)[0].device)  # one transfer an epoch, not a batch
 
-    def _run(self, order: Tensor | None) -> Iterator[tuple[Any, ...]]:
-        for start in range(0, len(self) * self.batch_size, self.batch_size):
-            rows: Any = slice(start, start + self.batch_size)
-            if order is not None:
-                rows = order[rows]
-            x, y = _taken_rows(self.x, rows), _taken_rows(self.y, rows)
-            if self.augment is not None:
-                x, y = self.augment(x, y) if getattr(self.augment, "joint", False) else (self.augment(x), y)
-            batch = (x, y)
-            yield batch if self.weight is None else (*batch, _taken_rows(self.weight, rows))
-
 
 class RawBatches:
-    """Batches whose inputs stay what they are, tables too: a posterior that has `inputs` transforms them itself."""
+    """Batches of raw inputs, tables included, for a posterior that has `inputs` and transforms them itself."""
 
     def __init__(self, x: Any, y: Any, **keywords: Any) -> None:
         check_index(x, y, keywords.get("weight"))
@@ -131,9 +140,9 @@ def _raw_rows(x: Any, index: Tensor) -> Any:
 
 
 def as_loader(given: Any, *, shuffle: bool = False, raw: bool = False) -> Any:
-    """What was given where it is a loader; of data (x, y) or (x, y, weight) their `Batches`, of 32 where they are shuffled.
+    """`Batches` of data (x, y) or (x, y, weight), of size 32 if shuffled; a loader is returned as it is.
 
-    Data are told by their second entry, an array: entries of a list of batches are tuples. `raw`: inputs stay as they are.
+    Data are recognised by their second entry, an array; the entries of a list of batches are tuples. `raw`: keeps inputs raw.
     """
     if isinstance(given, tuple | list) and len(given) in (2, 3) and is_array(given[1]):
         x, y, *weight = given
@@ -147,11 +156,11 @@ def as_loader(given: Any, *, shuffle: bool = False, raw: bool = False) -> Any:
 
 
 def check_index(*given: Any) -> None:
-    """Raises where frames and series have other indices: their rows would be paired by position, without a word."""
+    """Raises if the indices of frames and series differ: their rows would silently be paired by position."""
     held = [each for each in given if hasattr(each, "index") and hasattr(each, "iloc")]
     if any(not held[0].index.equals(each.index) for each in held[1:]):
         raise ValueError(
-            "expected inputs and targets with the same index, got others; pass y.loc[x.index], or y.to_numpy() to pair "
+            "expected inputs and targets with the same index, got different ones; pass y.loc[x.index], or y.to_numpy() to pair "
             "rows by position"
         )
 

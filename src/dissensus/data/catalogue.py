@@ -1,11 +1,11 @@
-"""The public image sets this library knows by name: their class names, files, sizes and checksums."""
+"""The public image sets that can be read by name: class names, files, sizes and checksums."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file as published; bytes and sha256 are None where users make the file themselves."""
+    """One published file; bytes and sha256 are None if users make the file themselves."""
 
     name: str
     bytes: int | None
@@ -14,7 +14,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way a split is published: the reader that understands it, its usual sub-folders and its files, in order."""
+    """One published form of a split: its reader, its usual sub-folders and its files, in order."""
 
     reader: str
     folders: tuple[str, ...]

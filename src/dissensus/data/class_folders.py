@@ -1,4 +1,4 @@
-"""Images in folders, one for each class, as they come from a camera or a download."""
+"""Readers of image files: one folder per class, or one folder of images."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def image_folder(
     size: int | Sequence[int] | None = None,
     channels: int = 3,
 ) -> ImageSet:
-    """ImageSet of FOLDER/CLASS/*.png (or .jpg, .bmp, .tif; subfolders too), one class after the other: shuffle to train.
+    """Reads FOLDER/CLASS/*.png (or .jpg, .bmp, .tif; subfolders too) as an ImageSet.
 
-    Hidden files and folders, as of notebooks and file managers, are left out.
+    Rows are sorted by class: shuffle them for training. Hidden files and folders are skipped.
 
     Args:
-        classes: names of the classes in the order of the labels, those of a training set for its test set: a folder of another
-            name is an error. None: all folders, in alphabetical order.
-        size: side, or (height, width), to resize to by antialiased bilinear interpolation. None leaves images as they are,
-            and is an error where they differ in size.
+        classes: class names in the order of the labels; for a test set pass those of the training set. A folder with
+            another name is an error. None takes all folders in alphabetical order.
+        size: side, or (height, width), in pixels to resize to by antialiased bilinear interpolation. None keeps the size;
+            images of different sizes are then an error.
         channels: 3 for colour, 1 for grey.
     """
     root = Path(folder)
@@ -48,7 +48,7 @@ def image_folder(
     names = tuple(found if classes is None else classes)
     if strange := [name for name in found if name not in names]:
         raise ValueError(
-            f"expected the classes {', '.join(names)} in {root}, got {strange[0]!r} too; give training images of it, or move "
+            f"expected the classes {', '.join(names)} in {root}, got {strange[0]!r} too; add training images of it, or move "
             "its folder away"
         )
     parts = {name: image_files(root / name) for name in names if name in found}
@@ -62,7 +62,7 @@ def image_folder(
 def image_stack(
     folder: str | Path, *, size: int | Sequence[int] | None = None, channels: int = 3
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """(images (N, C, H, W) uint8, their files) of all images in a folder and its subfolders; arguments as in `image_folder`."""
+    """(images (N, C, H, W) uint8, file paths) of all images in a folder and its subfolders; arguments as in `image_folder`."""
     files = image_files(Path(folder))
     if not files:
         raise FileNotFoundError(f"expected images ({', '.join(SUFFIXES)}) in {folder}, got none; name another folder")
@@ -70,15 +70,15 @@ def image_stack(
 
 
 def subfolders(folder: Path) -> list[Path]:
-    """Folders in a folder, sorted; not the hidden ones. None where it is not there."""
+    """The visible folders in a folder, sorted; empty if the folder does not exist."""
     found = folder.iterdir() if folder.is_dir() else ()
     return sorted(each for each in found if each.is_dir() and not each.name.startswith("."))
 
 
 def eight_bits(image: Any, mode: str, what: str) -> Any:
-    """A PIL image in another mode; an error where it has more than 8 bits a channel, which PIL would cut off at 255."""
+    """Converts a PIL image to `mode`. More than 8 bits per channel are an error: PIL would clip them at 255."""
     if image.mode not in MODES:
-        raise ValueError(f"expected 8 bits a channel in {what}, got the mode {image.mode}; convert it to 8 bits")
+        raise ValueError(f"expected 8 bits per channel in {what}, got the mode {image.mode}; convert it to 8 bits")
     return image.convert(mode)
 
 

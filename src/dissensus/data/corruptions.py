@@ -1,8 +1,8 @@
-"""The nineteen corruptions of CIFAR-10-C at five severities, batched, on any device, reproducible image by image.
+"""The nineteen corruptions of CIFAR-10-C at five severities, batched, on any device, with one random stream per image.
 
 Hendrycks and Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019.
-The constants below are those of the published CIFAR-10-C for 32×32 images. For a shorter side of S pixels lengths are
-scaled by S/32; those that count whole pixels (a disk's radius, the reach of glass, the size of a flake) never shrink.
+The constants below are those of the published CIFAR-10-C for 32×32 images. If an image's shorter side has S pixels,
+lengths are scaled by S/32. Lengths in whole pixels (a disk's radius, the reach of glass, the size of a flake) never shrink.
 """
 
 import operator
@@ -98,25 +98,25 @@ CORRUPTIONS: tuple[str, ...] = BENCHMARK + EXTRA
 
 _SMALLEST_SIDE = 8
 _ROWS_PER_SEVERITY = 10_000  # of the published files
-_CHUNK = 1 << 20  # values worked on at once: bounds memory, and fits a processor's cache better than a whole test set
+_CHUNK = 1 << 20  # values processed at once: bounds memory, and fits a processor's cache better than a whole test set
 
 
 @torch.no_grad()
 def corrupt(
     images: Tensor, name: str, severity: int, *, seed: int = 0, index: Tensor | Sequence[int] | None = None
 ) -> Tensor:
-    """Images (B, C, H, W) corrupted, same shape and dtype: uint8, or floating in [0, 1].
+    """Corrupts images (B, C, H, W); returns the same shape and dtype.
 
-    The work is done as published, on eight-bit images with the result cut (not rounded) to eight bits: floating images
-    are rounded to the grid k/255 first and come back on it.
+    As in the published code, operations take eight-bit images and truncate (do not round) their result to eight bits.
+    Floating images are first rounded to multiples of 1/255; the results are multiples of 1/255 too.
 
     Args:
-        images: C = 1 or 3 channels; greyscale takes the luma of what is coloured.
+        images: uint8, or floating in [0, 1], with C = 1 or 3 channels. On greyscale images coloured effects use their luma.
         name: one of `CORRUPTIONS`.
         severity: 1 … 5.
-        seed: what is random depends on the seed, the name, the severity and the image's index, and on nothing else: not
-            on the batch it comes in, nor on any global generator.
-        index: (B,) the images' numbers in their data set; 0 … B−1 by default.
+        seed: random numbers depend on the seed, the name, the severity and the image's index only; not on the batch, nor
+            on any global generator.
+        index: (B,) the images' positions in their data set; 0 … B−1 by default.
     """
     one_of("name", name, CORRUPTIONS)
     number("severity", whole("severity", severity), most=5)
@@ -127,7 +127,7 @@ def corrupt(
     side = min(images.shape[-2:])
     operation, constants = RECIPES[name][severity - 1].operation, scaled_constants(name, severity, side)
     keys = image_keys(operator.index(seed), zlib.crc32(f"{name} {severity}".encode()), index)
-    # float64 as in the published pipeline, whose cut to eight bits falls on exact ties; Apple's devices have none
+    # float64 as in the published pipeline: truncating to eight bits meets exact ties. Apple's devices have no float64.
     dtype = torch.float32 if images.device.type == "mps" else torch.float64
     corrupted = torch.empty_like(levels)
     rows = max(1, _CHUNK // max(1, images[:1].numel()))
@@ -139,7 +139,7 @@ def corrupt(
 
 
 def scaled_constants(name: str, severity: int, side: int) -> tuple[float, ...]:
-    """The constants of a corruption for images whose shorter side is `side` pixels; the published ones for 32."""
+    """The constants of a corruption for images whose shorter side has `side` pixels; 32 gives the published ones."""
     recipe, scale = RECIPES[name][severity - 1], side / 32
     return tuple(
         constant * scale if i in recipe.lengths else constant * max(1.0, scale) if i in recipe.whole else constant
@@ -148,10 +148,10 @@ def scaled_constants(name: str, severity: int, side: int) -> tuple[float, ...]:
 
 
 def read_cifar_c(folder: str | PathLike[str], name: str, severity: int | None = None) -> tuple[Tensor, Tensor]:
-    """Images (N, 3, 32, 32) uint8 and labels (N,) int64 of the published CIFAR-10-C or CIFAR-100-C; N = 10,000 for one
-    severity, 50,000 for all (None), severity 1 first.
+    """Reads the published CIFAR-10-C or CIFAR-100-C: images (N, 3, 32, 32) uint8 and labels (N,) int64.
 
-    The images are mapped from `folder`/`name`.npy, not read into memory. No pickle is ever opened.
+    N is 10,000 for one severity, 50,000 for all (severity=None), severity 1 first. Images are memory-mapped from
+    `folder`/`name`.npy. Pickled files are refused.
     """
     one_of("name", name, CORRUPTIONS)
     if severity is not None:

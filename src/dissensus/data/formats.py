@@ -1,7 +1,7 @@
-"""Readers of the files public image sets come in: IDX, NumPy .npz, MATLAB .mat, CIFAR binary and CIFAR pickles.
+"""Readers of the file formats of public image sets: IDX, NumPy .npz, MATLAB .mat, CIFAR binary and CIFAR pickles.
 
-Every reader gives NumPy arrays and trusts nothing: sizes are checked against headers, no pickle is executed, and a
-damaged file is a ValueError whatever the parser underneath raised. A file that cannot be opened is an OSError.
+Every reader returns NumPy arrays. Sizes are checked against headers and no pickle is executed. A damaged file raises
+ValueError, whatever its parser raised; a file that cannot be opened raises OSError.
 """
 
 import math
@@ -14,15 +14,15 @@ from dissensus.data.npy import npz_arrays
 from dissensus.data.untrusted import GZIP, inflated, matlab_arrays, most, plain_pickle
 from dissensus.numerics.damage import reading
 
-FETCH_AGAIN = "fetch the file again"
+FETCH_AGAIN = "download the file again"
 
 # IDX is big-endian; the third byte of the file names the type.
 IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 CIFAR_SHAPE = (3, 32, 32)
-UINT8 = ("u1", "|u1", b"u1", b"|u1")  # what pickles call it
+UINT8 = ("u1", "|u1", b"u1", b"|u1")  # its names in pickles
 
-# All that the CIFAR pickles name. The last is where NumPy 2 keeps the first.
+# All names in the CIFAR pickles. The last is the place of the first in NumPy 2.
 PICKLE_NAMES = {
     "numpy.core.multiarray _reconstruct",
     "numpy ndarray",
@@ -32,12 +32,12 @@ PICKLE_NAMES = {
 
 
 def read_idx(path: str | Path) -> np.ndarray:
-    """Array of the shape in the header, native byte order, of an IDX file, gzipped or not.
+    """Reads an IDX file, gzipped or not: an array of the shape in its header, in native byte order.
 
     Layout: 0, 0, type, rank; then rank sizes as big-endian uint32; then the values in C order.
     """
     raw = Path(path).read_bytes()
-    if raw[:2] == b"\x1f\x8b":  # by content, since downloads are often unpacked but keep their .gz
+    if raw[:2] == b"\x1f\x8b":  # judged by content: unpacked downloads often keep the suffix .gz
         with reading(path, FETCH_AGAIN, kind="a gzip file"):
             raw = inflated(raw, most(len(raw)), container=GZIP)
     with reading(path, FETCH_AGAIN, kind="an IDX file (bytes 0, 0, type, rank)"):
@@ -45,12 +45,12 @@ def read_idx(path: str | Path) -> np.ndarray:
         shape = tuple(int.from_bytes(raw[4 * i + 4 : 4 * i + 8], "big") for i in range(rank))
         expected = 4 + 4 * rank + math.prod(shape) * dtype.itemsize
         if zeros != b"\0\0" or rank == 0 or len(raw) != expected:
-            raise ValueError(f"{expected} bytes for shape {shape} of {dtype}, and it has {len(raw)}")
+            raise ValueError(f"{expected} bytes are needed for shape {shape} of {dtype}, and it has {len(raw)}")
         return np.frombuffer(raw, dtype, offset=4 + 4 * rank).reshape(shape).astype(dtype.newbyteorder("="))
 
 
 def read_npz(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
-    """Images (N, C, H, W) uint8 and labels (N,) int64 of an .npz file with the keys images and labels, or x and y.
+    """Reads images (N, C, H, W) uint8 and labels (N,) int64 from an .npz file with the keys images and labels, or x and y.
 
     Images may be stored (N, H, W), (N, C, H, W) or (N, H, W, C) with one or three channels.
     """
@@ -64,7 +64,7 @@ def read_npz(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_mat(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
-    """Images (N, C, H, W) uint8 and labels (N,) int64 of a MATLAB file with X (H, W, C, N) and y (N, 1), as SVHN's."""
+    """Reads images (N, C, H, W) uint8 and labels (N,) int64 from a MATLAB file with X (H, W, C, N) and y (N, 1), as in SVHN."""
     raw = Path(path).read_bytes()
     with reading(path, FETCH_AGAIN, kind="a MATLAB 5 file"):
         arrays = matlab_arrays(raw)
@@ -73,12 +73,12 @@ def read_mat(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
             f"expected X (H, W, C, N) and y in {path}, got {sorted(arrays)}; check that it is the right file"
         )
     images = pixels(arrays["X"].transpose(3, 2, 0, 1), path)
-    labels = arrays["y"].astype(np.int64)  # MATLAB's numbers are doubles unless one asks otherwise
+    labels = arrays["y"].astype(np.int64)  # MATLAB stores numbers as doubles by default
     return images, _labels(labels if (labels == arrays["y"]).all() else arrays["y"], len(images), path)
 
 
 def read_cifar_binary(path: str | Path, *, label_bytes: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Images (N, 3, 32, 32) uint8 and labels (N, label_bytes) int64 of a CIFAR binary batch.
+    """Reads images (N, 3, 32, 32) uint8 and labels (N, label_bytes) int64 from a CIFAR binary batch.
 
     CIFAR-10 has one label byte before each image, CIFAR-100 two: the superclass, then the class.
     """
@@ -87,14 +87,14 @@ def read_cifar_binary(path: str | Path, *, label_bytes: int = 1) -> tuple[np.nda
     if raw.size == 0 or raw.size % width:
         raise ValueError(
             f"expected rows of {width} bytes ({label_bytes} of labels), got {raw.size} bytes in {path}; "
-            f"CIFAR-10 has label_bytes=1, CIFAR-100 label_bytes=2; or fetch the file again"
+            f"CIFAR-10 has label_bytes=1, CIFAR-100 label_bytes=2; or download the file again"
         )
     rows = raw.reshape(-1, width)
     return rows[:, label_bytes:].reshape(-1, *CIFAR_SHAPE).copy(), rows[:, :label_bytes].astype(np.int64)
 
 
 def read_cifar_python(path: str | Path, *, labels: str = "labels") -> tuple[np.ndarray, np.ndarray]:
-    """Images (N, 3, 32, 32) uint8 and labels (N,) int64 of a CIFAR batch for Python, without executing the pickle.
+    """Reads images (N, 3, 32, 32) uint8 and labels (N,) int64 from a CIFAR batch for Python, without executing the pickle.
 
     labels: the entry to read; "labels" in CIFAR-10, "fine_labels" or "coarse_labels" in CIFAR-100.
     """
@@ -135,12 +135,12 @@ def pixels(images: np.ndarray, path: str | Path) -> np.ndarray:
 
 def _labels(labels: Any, count: int, path: str | Path) -> np.ndarray:
     if isinstance(labels, list) and not all(type(label) is int and 0 <= label < 2**31 for label in labels):
-        labels = []  # NumPy would look into whatever else a file may nest there
+        labels = []  # np.asarray would also unpack other nested objects of the file
     values = np.asarray(labels)
     if values.shape == (count, 1):
         values = values[:, 0]
     if values.dtype.kind not in "iu" or values.shape != (count,):
         raise ValueError(
-            f"expected {count} integer labels, got {values.dtype} {values.shape} in {path}; one class index an image"
+            f"expected {count} integer labels, got {values.dtype} {values.shape} in {path}; store one class index per image"
         )
     return values.astype(np.int64)

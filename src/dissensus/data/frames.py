@@ -1,4 +1,4 @@
-"""Tables as tensors: DataFrames, dicts of columns and arrays with numbers, dates, categories and missing values."""
+"""Encodes tables as tensors: DataFrames, dicts of columns and arrays, with numbers, dates, categories and missing values."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ Level = str | int | float | bool
 
 @dataclass(frozen=True)
 class NumberColumn:
-    """A column of numbers or dates (in seconds): z = (x − mean) / std, missing ones 0."""
+    """A column of numbers or dates (in seconds): z = (x − mean) / std; missing values become 0."""
 
     name: Name
     mean: float
-    std: float  # population deviation; 0 where training rows never vary: z is then 0 whatever comes
-    missing: bool  # whether training rows miss some: a second feature then says which rows do
+    std: float  # population deviation; 0 for a constant column, whose z is always 0
+    missing: bool  # whether values are missing in training rows: a second feature then marks the rows without a value
 
     @staticmethod
     def of(name: Name, values: np.ndarray) -> NumberColumn:
-        known = np.sort(values[~np.isnan(values)])  # sums do not depend on the order of rows
+        known = np.sort(values[~np.isnan(values)])  # sorted, so that sums do not depend on the order of rows
         if len(known) == 0:
             return NumberColumn(name, 0.0, 0.0, missing=True)
-        centred = known - known[0]  # years, ids and timestamps lose digits otherwise
+        centred = known - known[0]  # large numbers such as timestamps would lose digits
         size = float(np.abs(centred).max()) or 1.0  # squares would overflow
         deviation = float((centred / size).std() * size) if known.max() > known.min() else 0.0
         return NumberColumn(name, float(known[0] + (centred / size).mean() * size), deviation, len(known) < len(values))
@@ -58,12 +58,12 @@ class NumberColumn:
 
 @dataclass(frozen=True)
 class CategoryColumn:
-    """A column of categories: one feature for each level, levels that training rows do not have 0 in all of them."""
+    """A column of categories: one feature per level; a level absent from the training rows is 0 in all features."""
 
     name: Name
     levels: tuple[Level, ...]
-    other: bool  # whether rare levels share a feature, which unknown ones then have too
-    missing: bool  # whether training rows miss some: a level of its own
+    other: bool  # whether rare levels share one feature; unknown levels then use it too
+    missing: bool  # whether values are missing in training rows; missing is then a level
 
     @staticmethod
     def of(name: Name, column: Any, most: int) -> CategoryColumn:
@@ -72,7 +72,7 @@ class CategoryColumn:
         counts: dict[Level, int] = {}
         for value in known:
             counts[value] = counts.get(value, 0) + 1
-        named = sorted(counts, key=_rank)  # of levels that are as frequent the first, whatever the order of rows
+        named = sorted(counts, key=_rank)  # ties in frequency do not depend on the order of rows
         levels = tuple(sorted(sorted(named, key=lambda level: -counts[level])[:most], key=_rank))
         return CategoryColumn(name, levels, len(counts) > len(levels), len(known) < len(values))
 
@@ -90,32 +90,34 @@ class CategoryColumn:
         values = _levels(column)
         where = np.array([missing if v is None else place.get(v, other) for v in values], dtype=np.int64)
         new = [value for value, at in zip(values, where, strict=True) if at == nowhere]
-        hot = np.eye(nowhere + 1)[where, :nowhere]  # the last row of the matrix, all 0, is for nowhere
+        hot = np.eye(nowhere + 1)[where, :nowhere]  # unknown levels take the matrix's last row, which is 0
         shown = ", ".join(dict.fromkeys("missing" if value is None else repr(value) for value in new[:3]))
-        return hot, f"{len(new)} of levels that training rows do not have ({shown})" if new else ""
+        return hot, f"{len(new)} of levels absent from the training rows ({shown})" if new else ""
 
 
 @dataclass(frozen=True)
 class TableEncoder:
-    """Rows of a table as a tensor, by what was measured on training rows alone.
+    """Encodes the rows of a table as a tensor, with statistics of the training rows only.
 
-    Numbers are standardised in float64 and rounded once; a missing one becomes the mean, and a second feature says which
-    rows miss it. Dates count seconds. Categories (text, pandas categories, and the columns named as such) have one
-    feature per level; missing is a level of its own. Constant columns become 0. Made by `TableEncoder.of(table)`;
-    `encoder(table)` encodes, `.config()` is plain JSON that `TableEncoder.of_config` reads.
+    `TableEncoder.of(table)` builds one from training rows; `encoder(table)` encodes; `.config()` gives plain JSON that
+    `TableEncoder.of_config` reads.
+
+    Numbers are standardised in float64 and rounded once. Dates are converted to seconds. A missing number becomes the mean,
+    and a second feature marks the rows without a value. Categories (text, pandas categories, and the columns in
+    `categories`) have one feature per level; missing is a level. Constant columns become 0.
     """
 
     columns: tuple[NumberColumn | CategoryColumn, ...]
-    named: bool  # columns are found by name; of arrays, which have none, by position
+    named: bool  # whether columns are found by name; columns of arrays are found by position
 
     @staticmethod
     def of(table: Any, *, categories: Iterable[Name] = (), most_levels: int = 64) -> TableEncoder:
-        """The encoder of training rows.
+        """Builds the encoder from training rows.
 
         Args:
             table: a DataFrame, a dict of columns, or an array (N, D).
-            categories: columns whose numbers are codes of categories, by name, or by position in an array.
-            most_levels: levels of a category that have a feature of their own, the most frequent; the others share one.
+            categories: columns whose numbers are codes of categories, by name; by position for an array.
+            most_levels: how many levels of a category get their own feature, the most frequent first; the others share one.
         """
         whole("most_levels", most_levels)
         names, columns = table_columns(table)
@@ -132,7 +134,7 @@ class TableEncoder:
                 text = [level for level in category.levels if _reads_as_number(level)]
                 if 2 * len(text) > len(category.levels) and name not in declared and str(column.dtype) != "category":
                     log.warning(
-                        "%s is taken as categories, though its text reads as numbers (%r): convert it, or name it in "
+                        "%s is treated as categories, though its text looks like numbers (%r): convert it, or name it in "
                         "categories",
                         name,
                         text[0],
@@ -145,11 +147,11 @@ class TableEncoder:
 
     @property
     def features(self) -> list[str]:
-        """What each column of the tensor is."""
+        """Names of the tensor's columns."""
         return [feature for column in self.columns for feature in column.features]
 
     def __call__(self, table: Any, *, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(N, features) the rows; what training rows did not have, missing values or levels, is logged."""
+        """The encoded rows (N, features); logs missing values and levels that the training rows did not have."""
         names, columns = table_columns(table)
         if self.named and names is None:
             raise ValueError(
@@ -158,12 +160,12 @@ class TableEncoder:
             )
         if not self.named and len(columns) != len(self.columns):
             raise ValueError(
-                f"expected {len(self.columns)} columns, got {len(columns)}; pass those of the training rows"
+                f"expected {len(self.columns)} columns, got {len(columns)}; pass the columns of the training rows"
             )
         given = dict(zip(names if self.named and names else range(len(columns)), columns, strict=True))
         if absent := [column.name for column in self.columns if column.name not in given]:
             raise ValueError(
-                f"expected the columns {_some(absent)}, got {_some(given)}; pass those of the training rows"
+                f"expected the columns {_some(absent)}, got {_some(given)}; pass the columns of the training rows"
             )
         parts, remarks = [], []
         for column in self.columns:
@@ -171,7 +173,7 @@ class TableEncoder:
             parts.append(part)
             remarks += [f"{column.name}: {remark}"] if remark else []
         if remarks:
-            log.warning("the table has what its training rows did not: %s", "; ".join(remarks))
+            log.warning("the table has values that the training rows did not have: %s", "; ".join(remarks))
         encoded = torch.from_numpy(np.concatenate(parts, 1)).to(dtype)
         if not encoded.isfinite().all():
             at = int((~encoded.isfinite()).any(0).nonzero()[0])
@@ -181,7 +183,7 @@ class TableEncoder:
         return encoded
 
     def config(self) -> dict[str, Any]:
-        """All of it as plain JSON."""
+        """The encoder as plain JSON."""
         kinds = {NumberColumn: "number", CategoryColumn: "category"}
         columns = [{"kind": kinds[type(column)], **asdict(column)} for column in self.columns]
         return {"named": self.named, "columns": [{k: _listed(v) for k, v in each.items()} for each in columns]}
@@ -196,7 +198,7 @@ class TableEncoder:
 
 
 def table_columns(table: Any) -> tuple[list[Name] | None, list[Any]]:
-    """(names, None of an array; columns of one length) of a DataFrame, a dict of columns or an array (N, D)."""
+    """(column names, columns of one length) of a DataFrame, a dict of columns or an array (N, D); an array's names are None."""
     names: list[Name] | None
     if isinstance(table, Mapping) or hasattr(table, "columns"):
         names = list(table if isinstance(table, Mapping) else table.columns)
@@ -221,7 +223,7 @@ def table_columns(table: Any) -> tuple[list[Name] | None, list[Any]]:
 
 
 def _listed_column(values: Any) -> np.ndarray:
-    """A column given as objects. They stay what they are, but for dates: NumPy would make text of numbers beside text."""
+    """A column given as a list. Its values stay objects, except dates: NumPy would turn numbers beside text into text."""
     column = np.asarray(values, dtype=object)
     known = [None if _missing(value) else value for value in column.flat]
     dates = any(known) and all(value is None or isinstance(value, date) for value in known)
@@ -234,13 +236,13 @@ def _array(values: Any) -> np.ndarray:
 
 def _kind(column: Any) -> str:
     """numpy's letter for the kind of a column; O for text and pandas categories."""
-    if isinstance(column, Tensor) or not hasattr(column.dtype, "kind"):  # of polars, for one
+    if isinstance(column, Tensor) or not hasattr(column.dtype, "kind"):  # polars, for example
         column = _array(column)
     return "O" if column.dtype.kind in "SUTO" else str(column.dtype.kind)
 
 
 def _is_category(column: Any) -> bool:
-    """Whether a column is text or of pandas' categories; objects that are all numbers are not."""
+    """Whether a column holds text or pandas categories; a column of objects that are all numbers does not."""
     if _kind(column) != "O":
         return False
     known = [value for value in np.asarray(column, dtype=object) if not _missing(value)]
@@ -248,7 +250,7 @@ def _is_category(column: Any) -> bool:
 
 
 def _numbers(name: Name, column: Any) -> np.ndarray:
-    """(N,) float64, missing ones NaN; dates and durations in seconds."""
+    """(N,) float64; missing values are NaN, dates and durations in seconds."""
     kind = _kind(column)
     if kind in "Mm":
         unit = "datetime64[us]" if kind == "M" else "timedelta64[us]"  # nanoseconds end in the year 2262
@@ -277,13 +279,13 @@ def _numbers(name: Name, column: Any) -> np.ndarray:
 
 
 def _levels(column: Any) -> list[Level | None]:
-    """Values as JSON knows them, so that 1 and 1.0 are the same and "1" is not; None where missing."""
+    """Values as JSON types: 1 equals 1.0 and differs from "1"; None if missing."""
     objects = np.asarray(column.detach().cpu() if isinstance(column, Tensor) else column, dtype=object)
     return [None if _missing(value) else _level(value) for value in objects]
 
 
 def comparable(name: Name, column: Any) -> np.ndarray:
-    """(N,) float64, equal where values of the column are: numbers as they are, categories by their place among all."""
+    """(N,) float64, equal wherever the column's values are equal: numbers unchanged, categories by their rank."""
     if not _is_category(column):
         values = _numbers(name, column)
         return np.where(np.isnan(values), np.nan, values) + 0.0  # one NaN, and −0 is 0
@@ -307,7 +309,7 @@ def _level(value: Any) -> Level:
 
 
 def _missing(value: Any) -> bool:
-    # pandas' NA is equal to nothing and refuses to be asked
+    # pandas' NA raises when it is compared
     return (
         value is None or type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, Number) and value != value)
     )

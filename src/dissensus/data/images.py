@@ -1,4 +1,4 @@
-"""Image sets by name, read from files the user has: MNIST, Fashion-MNIST, notMNIST, CIFAR-10, CIFAR-100, SVHN."""
+"""Image sets by name, read from the user's files: MNIST, Fashion-MNIST, notMNIST, CIFAR-10, CIFAR-100, SVHN."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dissensus.data.locate import locate
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """Images with their labels: pixels 0 to 255, class indices, and what they are called.
+    """Images with labels and class names.
 
     Args:
-        images: (N, C, H, W) uint8.
-        labels: (N,) int64, from 0.
-        name: of the set.
-        classes: their names, in the order of the labels.
+        images: (N, C, H, W) uint8, pixels 0 to 255.
+        labels: (N,) int64 class indices, from 0.
+        name: name of the set.
+        classes: class names, in the order of the labels.
     """
 
     images: Tensor  # (N, C, H, W) uint8
@@ -38,7 +38,7 @@ class ImageSet:
         if not right or images.ndim != 4 or labels.shape != images.shape[:1]:
             raise ValueError(
                 f"expected {self.name} as uint8 images (N, C, H, W) and int64 labels (N,), got {images.dtype} "
-                f"{tuple(images.shape)} and {labels.dtype} {tuple(labels.shape)}; pass one class index an image"
+                f"{tuple(images.shape)} and {labels.dtype} {tuple(labels.shape)}; pass one class index per image"
             )
         if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < len(self.classes):
             raise ValueError(
@@ -50,21 +50,23 @@ class ImageSet:
         return len(self.labels)
 
     def subset(self, rows: Tensor) -> ImageSet:
-        """The images and labels of these rows, in this order; rows: (K,) int64."""
+        """The ImageSet of these rows, in this order; rows: (K,) int64 indices."""
         return replace(self, images=self.images[rows], labels=self.labels[rows])
 
 
 def image_set(name: str, split: str, *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
-    """ImageSet of one split of a catalogued set; images (N, C, H, W) uint8, labels (N,) int64.
+    """Reads one split of a public image set: an ImageSet with images (N, C, H, W) uint8 and labels (N,) int64.
+
+    Nothing is downloaded.
 
     Args:
         name: "mnist", "fashion_mnist", "notmnist", "cifar10", "cifar100" or "svhn".
-        split: "train" or "test", where the set has both.
-        folder: where the files lie; None means the environment variable DISSENSUS_DATA. Nothing is ever downloaded.
+        split: "train" or "test"; notMNIST has only "test".
+        folder: folder of the files; None means the environment variable DISSENSUS_DATA.
         verify: compares checksums before reading.
 
     Raises:
-        FileNotFoundError: the set is not there; the message names the files to put there.
+        FileNotFoundError: the files are missing; the message names them and their place.
     """
     variant, paths = locate(name, split, folder=folder, verify=verify)
     images, labels = _arrays_of(variant.reader, paths)
@@ -72,12 +74,12 @@ def image_set(name: str, split: str, *, folder: str | Path | None = None, verify
 
 
 def mnist(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
-    """ImageSet of 60,000 train or 10,000 test digits, (N, 1, 28, 28); arguments as in `image_set`."""
+    """Reads MNIST: ImageSet of 60,000 train or 10,000 test digits, (N, 1, 28, 28); arguments as in `image_set`."""
     return image_set("mnist", split, folder=folder, verify=verify)
 
 
 def fashion_mnist(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
-    """ImageSet of 60,000 train or 10,000 test pieces of clothing, (N, 1, 28, 28).
+    """Reads Fashion-MNIST: ImageSet of 60,000 train or 10,000 test pieces of clothing, (N, 1, 28, 28).
 
     Arguments as in `image_set`.
     """
@@ -85,7 +87,7 @@ def fashion_mnist(split: str = "train", *, folder: str | Path | None = None, ver
 
 
 def notmnist(split: str = "test", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
-    """ImageSet of 10,000 letters A to J in many typefaces, (N, 1, 28, 28); there is only a test split.
+    """Reads notMNIST: ImageSet of 10,000 letters A to J in many typefaces, (N, 1, 28, 28). It has only a test split.
 
     Arguments as in `image_set`.
     """
@@ -93,7 +95,7 @@ def notmnist(split: str = "test", *, folder: str | Path | None = None, verify: b
 
 
 def cifar10(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
-    """ImageSet of 50,000 train or 10,000 test photographs, (N, 3, 32, 32), in the published order.
+    """Reads CIFAR-10: ImageSet of 50,000 train or 10,000 test photographs, (N, 3, 32, 32), in the published order.
 
     Arguments as in `image_set`.
     """
@@ -101,7 +103,7 @@ def cifar10(split: str = "train", *, folder: str | Path | None = None, verify: b
 
 
 def cifar100(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
-    """ImageSet of 50,000 train or 10,000 test photographs with their 100 fine classes, (N, 3, 32, 32).
+    """Reads CIFAR-100: ImageSet of 50,000 train or 10,000 test photographs with their 100 fine classes, (N, 3, 32, 32).
 
     Arguments as in `image_set`.
     """
@@ -109,7 +111,7 @@ def cifar100(split: str = "train", *, folder: str | Path | None = None, verify: 
 
 
 def svhn(split: str = "test", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
-    """ImageSet of cropped house-number digits, (N, 3, 32, 32); SVHN's label 10 is the digit 0.
+    """Reads SVHN: ImageSet of cropped house-number digits, (N, 3, 32, 32). SVHN's label 10, the digit 0, becomes class 0.
 
     Arguments as in `image_set`.
     """
@@ -120,7 +122,7 @@ Arrays = tuple[np.ndarray, np.ndarray]  # images (N, C, H, W) uint8, labels (N,)
 
 
 def _arrays_of(reader: str, paths: list[Path]) -> Arrays:
-    if reader == "idx":  # images and labels in a file each
+    if reader == "idx":  # one file of images and one of labels
         images, labels = (read_idx(path) for path in paths)
         return images[:, None], labels.astype(np.int64)
     parts, numbers = zip(*map(READERS[reader], paths), strict=True)

@@ -1,4 +1,4 @@
-"""Inputs as users have them, raw, as the tensors that a network takes: saved with a posterior, applied by `predict`."""
+"""Transforms from raw inputs to the network's tensors: saved with a posterior and applied by `predict`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from dissensus.numerics.checks import number, whole
 
 
 class InputTransform(ABC):
-    """Base class: raw inputs -> tensor (B, ...). Raw ones always: what was transformed before is refused where it shows."""
+    """Base class: raw inputs -> tensor (B, ...). Refuses inputs that were visibly transformed before."""
 
-    kind: ClassVar[str]  # the name that files have for it
-    traceable = True  # whether `transform` is made of tensor operations alone
+    kind: ClassVar[str]  # its name in files
+    traceable = True  # whether `transform` consists of tensor operations only
 
     @abstractmethod
     def raw(self, x: Any) -> Tensor:
@@ -31,26 +31,26 @@ class InputTransform(ABC):
 
     @abstractmethod
     def transform(self, raw: Tensor) -> Tensor:
-        """What the network takes, from `raw`."""
+        """The network's inputs, from the result of `raw`."""
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """All of it as JSON: the arguments that build it again."""
+        """Its arguments as JSON."""
 
     def __call__(self, x: Any) -> Tensor:
         return self.transform(self.raw(x))
 
 
 class ImageInputs(InputTransform):
-    """uint8 pixels -> (pixels / 255 − mean) / std, resized and cropped first where asked: (B, C, H, W) in float32.
+    """Turns raw uint8 images into the network's inputs: (pixels / 255 − mean) / std, (B, C, H, W) in float32.
 
-    Takes tensors, arrays and PIL images of uint8, one or a batch or a list, channels first or last. Floating-point images are
-    refused: nobody can tell whether they are scaled.
+    Takes tensors, arrays and PIL images: one image, a batch or a list, channels first or last. Floating-point images are
+    refused, because their scale is unknown.
 
     Args:
-        mean, std: of each of C channels, in units of pixels / 255; a number is that of a single channel.
-        resize: the shorter side before the crop, bilinear with antialiasing; None leaves the size.
-        crop: height and width of the part in the middle that is kept, or one number for both; None keeps all.
+        mean, std: of each of C channels, in units of pixels / 255; one number for images with one channel.
+        resize: length of the shorter side before the crop, in pixels; bilinear with antialiasing. None keeps the size.
+        crop: (height, width) of the central crop in pixels, or one number for both. None keeps the whole image.
     """
 
     kind = "image"
@@ -74,17 +74,17 @@ class ImageInputs(InputTransform):
 
     @staticmethod
     def of(standardiser: Standardiser, **keywords: Any) -> ImageInputs:
-        """That of a `Standardiser.of_channels`, which the training images went through."""
+        """From the `Standardiser.of_channels` that was applied to the training images."""
         return ImageInputs(standardiser.mean.flatten().tolist(), standardiser.std.flatten().tolist(), **keywords)
 
     @property
     def standardiser(self) -> Standardiser:
-        """From pixels / 255 to what the network takes, once sizes are right."""
+        """The standardiser of pixels / 255, applied after resizing and cropping."""
         mean, std = (torch.tensor(each, dtype=torch.float64)[:, None, None] for each in (self.mean, self.std))
         return Standardiser(mean, std)
 
     def __call__(self, x: Any) -> Tensor:
-        if isinstance(x, list | tuple) and self.crop is not None:  # of whatever sizes: they become one
+        if isinstance(x, list | tuple) and self.crop is not None:  # images of any size: cropping makes them equal
             return torch.cat([self(each) for each in x])
         return super().__call__(x)
 
@@ -92,7 +92,7 @@ class ImageInputs(InputTransform):
         if isinstance(x, list | tuple):
             images = [self.raw(each) for each in x]
             if len({each.shape[1:] for each in images}) != 1:
-                raise ValueError(f"expected images of one size, got {len(images)} of several; pass them one by one")
+                raise ValueError(f"expected images of one size, got several among {len(images)}; pass them one by one")
             return torch.cat(images)
         if hasattr(x, "convert") and hasattr(x, "getbands"):  # PIL
             mode = {1: "L", 3: "RGB", 4: "RGBA"}.get(len(self.mean), x.mode)
@@ -101,14 +101,14 @@ class ImageInputs(InputTransform):
         if not isinstance(pixels, Tensor) or pixels.dtype != torch.uint8:
             what = pixels.dtype if isinstance(pixels, Tensor) else type(x).__name__
             raise TypeError(
-                f"expected raw pixels, uint8 from 0 to 255, got {what}: this posterior was saved with its transform, which "
-                "would act a second time; pass the images as they are on disk, or set posterior.inputs = None for inputs that "
+                f"expected raw pixels, uint8 from 0 to 255, got {what}; this posterior transforms raw "
+                "pixels itself: pass the images as they are on disk, or set posterior.inputs = None for inputs that "
                 "are transformed already"
             )
         return self._channels_first(pixels)
 
     def _channels_first(self, pixels: Tensor) -> Tensor:
-        """(B, C, H, W) of pixels with or without a batch axis, channels first, last, or left out where there is one."""
+        """Pixels as (B, C, H, W). The batch axis may be missing, channels may be last, and a single channel may be missing."""
         channels, shape = len(self.mean), tuple(pixels.shape)
         if channels == 1 and (pixels.ndim == 2 or (pixels.ndim == 3 and 1 not in (shape[0], shape[2]))):
             pixels = pixels.unsqueeze(-3)  # (H, W) or (B, H, W)
@@ -117,7 +117,7 @@ class ImageInputs(InputTransform):
         if first == last:
             why = "channels first or last" if first else f"{channels} channels, first or last"
             raise ValueError(
-                f"expected images with {why}, got {shape}{', which may be both' if first else ''}; pass (B, {channels}, H, W)"
+                f"expected images with {why}, got {shape}{', which fits both' if first else ''}; pass (B, {channels}, H, W)"
             )
         return pixels if first else pixels.movedim(-1, 1)
 
@@ -127,7 +127,7 @@ class ImageInputs(InputTransform):
         if self.resize is not None and min(pixels.shape[2:]) != self.resize:
             height, width = pixels.shape[2:]
             sides = [round(side * self.resize / min(height, width)) for side in (height, width)]
-            # Not rounded to whole pixels: where another program rounds otherwise, a whole level would be lost.
+            # Not rounded to whole levels: a program that rounds differently would differ by a whole level.
             pixels = F.interpolate(pixels, size=sides, mode="bilinear", antialias=True, align_corners=False)
         if self.crop is not None:
             tops = [(have - want) // 2 for have, want in zip(pixels.shape[2:], self.crop, strict=True)]
@@ -150,17 +150,17 @@ class ImageInputs(InputTransform):
 
 
 class RowInputs(InputTransform):
-    """Rows (B, D) -> (x − mean) / std in float64; takes tensors, arrays and DataFrames, also a single row (D,)."""
+    """Standardises raw rows (B, D): (x − mean) / std in float64. Takes tensors, arrays, DataFrames and a single row (D,)."""
 
     kind = "rows"
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], columns: Sequence[str] = ()) -> None:
         self.mean, self.std = [float(each) for each in mean], [float(each) for each in std]
-        self.columns = list(columns)  # names, where training rows were a DataFrame
+        self.columns = list(columns)  # names, if the training rows were a DataFrame
 
     @staticmethod
     def of(standardiser: Standardiser) -> RowInputs:
-        """That of a `Standardiser.of_rows`, which the training rows went through."""
+        """From the `Standardiser.of_rows` that was applied to the training rows."""
         return RowInputs(standardiser.mean.tolist(), standardiser.std.tolist(), standardiser.columns)
 
     def raw(self, x: Any) -> Tensor:
@@ -184,29 +184,29 @@ class RowInputs(InputTransform):
 
 
 class TableInputs(InputTransform):
-    """Tables -> what a `TableEncoder` makes of them; also one row as a dict {column: value}."""
+    """Encodes raw tables with a `TableEncoder`; also takes one row as a dict {column: value}."""
 
     kind = "table"
 
     def __init__(self, encoder: TableEncoder | Mapping[str, Any]) -> None:
         self.encoder = encoder if isinstance(encoder, TableEncoder) else TableEncoder.of_config(encoder)
-        # Text has no tensors: where there are categories the encoder runs before the graph.
+        # Text cannot be a tensor: with categories the encoder runs before the graph.
         self.traceable = all(isinstance(column, NumberColumn) for column in self.encoder.columns)
 
     def raw(self, x: Any) -> Tensor:
-        """Numbers (B, columns) in float64, NaN where missing; of tables with categories what the encoder gives."""
+        """Numbers (B, columns) in float64, NaN if missing; for tables with categories the encoder's output."""
         if isinstance(x, Mapping) and all(np.ndim(value) == 0 for value in x.values()):
             x = {name: [value] for name, value in x.items()}
         elif not hasattr(x, "columns") and np.ndim(x) == 1:
             x = np.asarray(x)[None]
-        encoded = self.encoder(x, dtype=torch.float64)  # an error where columns are not those of training
+        encoded = self.encoder(x, dtype=torch.float64)  # raises if the columns differ from those of training
         if not self.traceable:
             return encoded
         names, columns = table_columns(x)
         given = dict(zip(names or range(len(columns)), columns, strict=True))
         found = [numbers_in(column.name, given[column.name]) for column in self.encoder.columns]
         raw = torch.from_numpy(np.stack(found, 1))
-        if not self.encoder.named:  # of arrays nobody sees whether they were encoded before
+        if not self.encoder.named:  # an array may have been encoded before
             _check_raw(raw.nan_to_num(0.0), encoded)
         return raw
 
@@ -226,17 +226,17 @@ class TableInputs(InputTransform):
 
 
 def _check_raw(rows: Tensor, scaled: Tensor) -> None:
-    """Raises where rows look as if they were standardised before: as raw ones they would be far off the training rows.
+    """Raises if rows look standardised already: taken as raw rows, they would be far from the training rows.
 
-    `scaled`: the rows as the network would get them. A few rows may be far off for other reasons than many.
+    `scaled`: the rows as the network would get them. With few rows the threshold is higher: they may be far for other reasons.
     """
     if not len(rows):
         return
     as_given, off = rows.square().mean(0).sqrt(), scaled.square().mean(0).sqrt().amax()  # (D,), ()
     if bool((as_given < 4).all()) and float(off) > (5 if len(rows) >= 8 else 10):
         raise ValueError(
-            f"expected raw rows, got rows {float(off):.3g} deviations off the training rows, while as standardised ones they "
-            "would fit: this posterior standardises them itself; pass them as they were measured, or set posterior.inputs = "
+            f"expected raw rows, got rows {float(off):.3g} deviations off the training rows, which look standardised already; "
+            "this posterior standardises rows itself: pass them as they were measured, or set posterior.inputs = "
             "None for rows that are standardised already"
         )
 
@@ -245,7 +245,7 @@ KINDS: dict[str, type[InputTransform]] = {each.kind: each for each in (ImageInpu
 
 
 def as_input_transform(given: Any) -> InputTransform:
-    """The transform of what the training inputs went through: itself, a `Standardiser` or a `TableEncoder`."""
+    """The `InputTransform` of a `Standardiser` or a `TableEncoder`; an `InputTransform` is returned as it is."""
     if isinstance(given, TableEncoder):
         return TableInputs(given)
     if isinstance(given, Standardiser):
@@ -253,6 +253,6 @@ def as_input_transform(given: Any) -> InputTransform:
     if not isinstance(given, InputTransform):
         raise TypeError(
             f"expected a Standardiser, a TableEncoder or ds.data.ImageInputs as inputs, got {type(given).__name__}; files hold "
-            "no code: describe what the training inputs went through by one of these"
+            "no code: pass the one of these that was applied to the training inputs"
         )
     return given

@@ -1,4 +1,4 @@
-"""Wrong labels on purpose, and known: what a network memorises can then be told from what it learns."""
+"""Deliberately wrong labels at known rows, to separate memorising from learning."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dissensus.numerics.checks import number, whole
 
 
 def noisy_labels(labels: Tensor, share: float, *, classes: int, seed: int = 0) -> Tensor:
-    """(N,) labels of which round(share · N), chosen by the seed, are replaced by another class, each as likely.
+    """Replaces round(share · N) labels, chosen by the seed, by another class, uniform over the others; returns (N,) labels.
 
-    A row is wrong exactly where the result differs from `labels`. The global generator is not touched.
+    The wrong rows are those where the result differs from `labels`. The global generator is not used.
 
     Args:
-        labels: (N,) class indices, the true ones.
-        share: of wrong labels, 0 to 1. All classes are still told apart best by the truth below 1 − 1/classes.
-        classes: C, at least 2.
-        seed: the same seed gives the same wrong labels; those of a smaller share are among those of a larger one.
+        labels: (N,) true class indices.
+        share: share of wrong labels, 0 to 1. Below 1 − 1/classes the true class remains the most frequent one.
+        classes: number of classes C, at least 2.
+        seed: the same seed gives the same wrong labels; a larger share keeps the wrong labels of a smaller one.
     """
     labels = tensor_of(labels)
     number("share", share, least=0, most=1)
@@ -29,7 +29,7 @@ def noisy_labels(labels: Tensor, share: float, *, classes: int, seed: int = 0) -
             "values; pass class indices"
         )
     generator = torch.Generator().manual_seed(seed)
-    # Steps first: a permutation straight from the seed is the one `split_indices` has, and wrong rows would be those held out.
+    # Draw the steps first: a permutation drawn first would equal that of `split_indices`, and the held-out rows would be wrong.
     steps = torch.randint(1, classes, (len(labels),), generator=generator)  # to one of the C − 1 other classes
     rows = torch.randperm(len(labels), generator=generator)[: round(share * len(labels))]
     noisy = labels.clone()

@@ -1,4 +1,4 @@
-"""Finding the files of a catalogued image set in the user's folder, or saying which files to put there."""
+"""Finds the files of a public image set in the user's folder; if they are missing, the error lists them."""
 
 import hashlib
 import os
@@ -8,16 +8,16 @@ from dissensus.data.catalogue import CATALOGUE, SourceFile, Variant
 from dissensus.numerics.checks import one_of
 
 FOLDER_VARIABLE = "DISSENSUS_DATA"
-SHARED_NAMES = ("idx",)  # readers whose sets call their files alike
+SHARED_NAMES = ("idx",)  # readers of several sets whose files have the same names
 
 
 def locate(
     name: str, split: str, *, folder: str | Path | None = None, verify: bool = False
 ) -> tuple[Variant, list[Path]]:
-    """The variant of a split that is there, and the paths of its files; FileNotFoundError lists what to put where.
+    """The first variant of a split whose files exist, and their paths; FileNotFoundError lists the missing files.
 
-    verify: compare every checksum. Files lying directly in the folder under a name that several sets use (MNIST,
-    Fashion-MNIST and notMNIST do) are told apart by their checksum in any case.
+    verify: compares every checksum. MNIST, Fashion-MNIST and notMNIST use the same file names: if such files lie directly
+    in the folder, their checksums are always compared.
     """
     splits = CATALOGUE[one_of("name", name, CATALOGUE, hint="read other files with dissensus.data.formats")].splits
     variants = splits[one_of(f"split of {name}", split, splits)]
@@ -49,8 +49,8 @@ def _is(path: Path, file: SourceFile) -> bool:
 def _check(paths: list[Path], files: tuple[SourceFile, ...]) -> None:
     for path, file in zip(paths, files, strict=True):
         if (found := sha256(path)) != file.sha256:
-            wanted = file.sha256 or "as published, and it has none: pass verify=False"
-            raise ValueError(f"expected {path} with sha256 {wanted}, got {found}; fetch the file again")
+            wanted = file.sha256 or "as published, but none is published: pass verify=False"
+            raise ValueError(f"expected {path} with sha256 {wanted}, got {found}; download the file again")
 
 
 def sha256(path: Path) -> str:
@@ -75,7 +75,5 @@ def _missing(name: str, split: str, root: Path | None, variants: tuple[Variant, 
             known = "" if file.bytes is None else f"  {file.bytes} bytes  sha256 {file.sha256}"
             lines.append(f"  {file.name}{known}")
     if any(variant.reader in SHARED_NAMES for variant in variants):
-        lines.append(
-            "(directly in the folder they are taken only with these checksums, since other sets use the same names)"
-        )
+        lines.append("(files directly in the folder must have these checksums, because other sets use the same names)")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""NumPy's .npz files, read by NumPy once what they promise is known to be there: no pickle, no memory beyond the file's."""
+"""Safe reading of NumPy's .npz files: sizes are checked before NumPy allocates memory; pickles are refused."""
 
 import io
 import math
@@ -11,13 +11,13 @@ import numpy as np
 from dissensus.data.untrusted import most
 from dissensus.numerics.damage import reading
 
-COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # all that NumPy writes; others take memory as they please
+COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # those NumPy writes; others may take any amount of memory
 
 
 def npz_arrays(source: str | Path | BinaryIO, limit: int | None = None) -> dict[str, np.ndarray]:
     """All arrays of an .npz file, by name; arrays of Python objects are refused.
 
-    `limit`: bytes that it may unpack to; None is far more than data usually need.
+    `limit`: the most bytes it may unpack to; None sets a limit from the file's size.
     """
     if isinstance(source, str | Path):
         with open(source, "rb") as file:
@@ -30,20 +30,20 @@ def npz_arrays(source: str | Path | BinaryIO, limit: int | None = None) -> dict[
         size, entries = source.seek(0, 2), file.infolist()
         total, limit = sum(entry.file_size for entry in entries), most(size) if limit is None else limit
         if total > limit:
-            raise ValueError(f"it unpacks to {total:,} bytes, and at most {limit:,} are taken")
+            raise ValueError(f"it unpacks to {total:,} bytes, and at most {limit:,} are allowed")
         if others := [entry.filename for entry in entries if entry.compress_type not in COMPRESSIONS]:
             raise ValueError(f"{others[0]} is compressed in a way that NumPy does not use")
         return {entry.filename.removesuffix(".npy"): _array(file.read(entry)) for entry in entries}
 
 
 def _array(raw: bytes) -> np.ndarray:
-    # NumPy takes the memory that a header asks for before it reads: the header is compared with the bytes there first.
+    # NumPy allocates the size in the header before it reads: compare it with the actual bytes first.
     file = io.BytesIO(raw)
     version = np.lib.format.read_magic(file)
     header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, dtype = header(file)
     if (promised := math.prod(shape) * max(1, dtype.itemsize)) > len(raw):
-        raise ValueError(f"a header that says {promised:,} bytes and has {len(raw):,}")
+        raise ValueError(f"its header announces {promised:,} bytes and it has {len(raw):,}")
     file.seek(0)
     array: np.ndarray = np.load(file, allow_pickle=False)
     return array

@@ -1,4 +1,4 @@
-"""Images with a class for every pixel: sets read from folders, classes made unknown, weights of rare classes."""
+"""Segmentation sets: read from folders, with some classes made unknown, with weights for rare classes."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import Tensor
 from dissensus.numerics.checks import number, one_of, whole
 from dissensus.numerics.damage import reading
 
-VOID = 255  # the label of pixels that count nowhere: not in the loss, not in the metrics
+VOID = 255  # the label of ignored pixels: they count neither in the loss nor in the metrics
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 Pair = tuple[str, Path, Path]  # name, image, mask
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentationSet:
-    """Images of one size and the class of every pixel. What `camvid` and the other readers give."""
+    """Images of one size with the class of every pixel, as `camvid` and the other readers return them."""
 
     images: Tensor  # (N, 3, H, W) uint8
     masks: Tensor  # (N, H, W) uint8: classes 0…C−1, VOID
     classes: tuple[str, ...]
-    files: tuple[str, ...]  # names of the images in their folder
+    files: tuple[str, ...]  # file names of the images
 
     def __len__(self) -> int:
         return len(self.masks)
 
     def subset(self, rows: Tensor) -> SegmentationSet:
-        """The images, masks and files of these rows, in this order; rows: (K,) int64."""
+        """The SegmentationSet of these rows, in this order; rows: (K,) int64 indices."""
         files = tuple(self.files[row] for row in rows.tolist())
         return replace(self, images=self.images[rows], masks=self.masks[rows], files=files)
 
@@ -44,20 +44,24 @@ def segmentation_folder(
     void: int = VOID,
     size: tuple[int, int] | None = None,
 ) -> SegmentationSet:
-    """SegmentationSet of two folders: masks have the names of their images, but for the suffix; subfolders are read too.
+    """Reads a SegmentationSet from a folder of images and a folder of masks; subfolders are read too.
 
-    Masks are images of one channel or with a palette, and hold numbers. Those of the classes are 0, 1, … in their order,
-    with `void` left out: void=0 makes 1 the first class. `size`: (H, W) to resize to; images by antialiased bilinear
-    interpolation, masks by the nearest pixel.
+    A mask has the name of its image; the suffix may differ.
+
+    Args:
+        images, masks: the two folders. Masks have one channel or a palette, and hold class numbers.
+        classes: class names. Their numbers in the files are 0, 1, … with `void` skipped: void=0 makes 1 the first class.
+        void: the number of ignored pixels in the files.
+        size: (H, W) in pixels to resize to; images by antialiased bilinear interpolation, masks by the nearest pixel.
     """
     return read_pairs(paired(Path(images), Path(masks)), classes, void=void, size=size)
 
 
 def with_unknown(found: SegmentationSet, unknown: Sequence[str]) -> tuple[SegmentationSet, Tensor]:
-    """(the set without the unknown classes, OOD masks (N, H, W) uint8): what a network is to know, and what it never saw.
+    """Removes classes from a set, for out-of-distribution detection: (set without them, OOD masks (N, H, W) uint8).
 
-    Pixels of unknown classes are VOID in the set, whose other classes are numbered anew. In the OOD masks they are 1, known
-    ones 0, void ones VOID.
+    In the returned set, pixels of unknown classes are VOID and the other classes are renumbered. In the OOD masks, pixels of
+    unknown classes are 1, of known classes 0, and void pixels VOID.
     """
     if isinstance(unknown, str) or not unknown:
         raise ValueError(f"expected unknown classes as a list of names, got {unknown!r}; pass ['pedestrian']")
@@ -73,10 +77,10 @@ def with_unknown(found: SegmentationSet, unknown: Sequence[str]) -> tuple[Segmen
 
 
 def class_weights(masks: Tensor, classes: int | Sequence[str]) -> Tensor:
-    """(C,) 1 / ln(1.02 + p_c), between 1.4 and 50: how much a pixel of every class counts in ENet's training.
+    """Weights (C,) for rare classes in `Classification(class_weights=...)`: 1 / ln(1.02 + p_c), between 1.4 and 50.
 
-    Paszke, Chaurasia, Kim & Culurciello, "ENet", 2016. p_c: the share of class c among the pixels of all images that are
-    not VOID; SegNet's median frequencies count only the images that hold the class. For `Classification(class_weights=)`.
+    p_c is the share of class c among all pixels that are not VOID (Paszke, Chaurasia, Kim & Culurciello, "ENet", 2016).
+    SegNet's median frequencies differ: they count only the images that contain the class.
     """
     count = whole("classes", classes if isinstance(classes, int) else len(classes), least=2)
     pixels = torch.bincount(masks[masks != VOID].flatten(), minlength=count)
@@ -87,7 +91,7 @@ def class_weights(masks: Tensor, classes: int | Sequence[str]) -> Tensor:
 
 
 def paired(images: Path, masks: Path, *, ending: str = "") -> list[Pair]:
-    """Every image of a folder with its mask: of the same name plus `ending`, whatever the suffixes; in order of names."""
+    """Every image of a folder with its mask, sorted by name. The mask's name is the image's plus `ending`, with any suffix."""
     for folder in (images, masks):
         if not folder.is_dir():
             raise FileNotFoundError(f"expected a folder {folder}, got none; check its name")
@@ -100,11 +104,11 @@ def paired(images: Path, masks: Path, *, ending: str = "") -> list[Pair]:
         wanted = name.with_name(name.stem + ending)
         if wanted not in found:
             raise FileNotFoundError(
-                f"expected a mask {masks / wanted}.png for the image {path}, got none; add it, or take the image away"
+                f"expected a mask {masks / wanted}.png for the image {path}, got none; add it, or remove the image"
             )
         mask, *others = found[wanted]
         if others:
-            raise ValueError(f"expected one mask for the image {path}, got {mask} and {others[0]}; take one away")
+            raise ValueError(f"expected one mask for the image {path}, got {mask} and {others[0]}; remove one")
         pairs.append((name.as_posix(), path, mask))
     if not pairs:
         raise FileNotFoundError(f"expected images ({', '.join(SUFFIXES)}) in {images}, got none; name another folder")
@@ -127,7 +131,7 @@ def read_pairs(
         if image.size != mask.shape[::-1]:
             raise ValueError(
                 f"expected an image and a mask of one size, got {_by(image.size[::-1])} in {image_path} and "
-                f"{_by(mask.shape)} in {mask_path}; make them again from one picture"
+                f"{_by(mask.shape)} in {mask_path}; make both from the same picture"
             )
         if shape is not None and mask.shape != shape:
             image = image.resize(shape[::-1], Image.Resampling.BILINEAR)
@@ -146,7 +150,7 @@ def read_pairs(
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Images in a folder and its subfolders, sorted; not the hidden ones, which programs leave there unasked."""
+    """Images in a folder and its subfolders, sorted; hidden files are skipped."""
     found = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES]
     return sorted(path for path in found if not any(part[0] == "." for part in path.relative_to(folder).parts))
 
@@ -154,7 +158,7 @@ def image_files(folder: Path) -> list[Path]:
 def numbers_of_classes(classes: Sequence[str], void: int) -> dict[int, int]:
     """Number in a file -> class, or VOID."""
     if isinstance(classes, str) or not 2 <= len(set(classes)) == len(classes) < VOID:
-        raise ValueError(f"expected 2 to 254 different names of classes, got {classes!r}; pass a list of them")
+        raise ValueError(f"expected 2 to 254 different class names, got {classes!r}; pass a list of names")
     number("void", whole("void", void, least=0), most=VOID)
     values = [value for value in range(len(classes) + 1) if value != void]
     return {**dict(zip(values, range(len(classes)), strict=False)), void: VOID}
@@ -180,7 +184,7 @@ def read_mask(path: Path, table: dict[int, int]) -> np.ndarray:
         void = next(value for value, label in table.items() if label == VOID)
         raise ValueError(
             f"expected values {known[0]} to {known[-1]} for {len(known)} classes or {void} for void in {path}, got "
-            f"{found[labels < 0].min()}; name all classes, or the value of void pixels by void="
+            f"{found[labels < 0].min()}; name all classes, or pass the value of void pixels as void="
         )
     return labels.astype(np.uint8)
 

@@ -1,4 +1,4 @@
-"""The data inside the package: MNIST digits, Fashion-MNIST images to tell apart from them, and a toy regression.
+"""The data in the package: MNIST digits, Fashion-MNIST images as out-of-distribution inputs, and a toy regression.
 
 Licences, rows of the originals and checksums: embedded/LICENSES.md. Made by benchmarks/make_embedded.py.
 """
@@ -16,17 +16,17 @@ from dissensus.data.npy import npz_arrays
 
 
 def digits() -> tuple[ImageSet, ImageSet]:
-    """Train set of 10,000 and test set of 2,000 MNIST digits, (N, 1, 28, 28), as many of each class.
+    """(train, test): ImageSets of 10,000 and 2,000 MNIST digits, (N, 1, 28, 28), with equally many of each class.
 
-    Train rows come from MNIST's train file, test rows from its test file, so no writer is in both. Cut a validation
-    set from the train set with train_validation.
+    Train rows come from MNIST's train file and test rows from its test file, so no writer is in both. Split a validation
+    set off the train set with `train_validation`.
     """
     arrays = npz_arrays(_open("digits.npz"))
     return _image_set(arrays, "train_", "mnist"), _image_set(arrays, "test_", "mnist")
 
 
 def fashion() -> ImageSet:
-    """ImageSet of 1,000 Fashion-MNIST test images, (1000, 1, 28, 28), as many of each class: OOD for digits."""
+    """ImageSet of 1,000 Fashion-MNIST test images, (1000, 1, 28, 28), 100 of each class; out-of-distribution for digits."""
     return _image_set(npz_arrays(_open("fashion.npz")), "", "fashion_mnist")
 
 

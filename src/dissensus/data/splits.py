@@ -1,4 +1,4 @@
-"""Splitting a training set into train and validation rows, so that nothing is ever chosen on test data."""
+"""Splits a training set into train and validation rows, so that nothing is chosen on test data."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 def split_indices(
     count: int, *, validation: int | float, seed: int = 0, labels: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Train rows (N − V,) and validation rows (V,), int64, ascending, disjoint, together 0 … count − 1.
+    """Splits rows 0 … count − 1 at random: train rows (N − V,) and validation rows (V,), both int64 and ascending.
 
     Args:
-        count: N.
-        validation: V, how many rows, or which share of them when it is a float.
-        seed: the same seed gives the same rows; the global generator is not touched.
-        labels: (count,); every class then gives its proportional share, rounded by largest remainder so that the sum is
-            exact.
+        count: number of rows, N.
+        validation: number of validation rows V if an integer, their share of all rows if a float.
+        seed: the same seed gives the same rows; the global generator is not used.
+        labels: (count,) class indices for a stratified split: every class gives its proportional share, rounded by largest
+            remainder so that the sum is exact.
     """
     held, labels = _held_out(count, validation), as_tensor(labels)
     generator = torch.Generator().manual_seed(seed)
@@ -35,7 +35,7 @@ def split_indices(
     else:
         if labels.shape != (count,):
             raise ValueError(
-                f"expected labels of shape ({count},), got {tuple(labels.shape)}; pass one class index a row"
+                f"expected labels of shape ({count},), got {tuple(labels.shape)}; pass one class index per row"
             )
         labels = labels.cpu()
         grouped = order[torch.argsort(labels[order], stable=True)]  # by class, shuffled within
@@ -50,11 +50,11 @@ def split_indices(
 def train_validation(
     images: ImageSet, *, validation: int | float, seed: int = 0, stratified: bool = True
 ) -> tuple[ImageSet, ImageSet]:
-    """Train and validation ImageSet cut from a training set.
+    """Splits a training ImageSet into a train and a validation ImageSet.
 
     Args:
         validation, seed: as in `split_indices`.
-        stratified: whether both keep the shares of the classes.
+        stratified: keeps the shares of the classes in both.
     """
     labels = images.labels if stratified else None
     train, held = split_indices(len(images), validation=validation, seed=seed, labels=labels)
@@ -67,13 +67,13 @@ def _held_out(count: int, validation: int | float) -> int:
     if not 0 < held < count:
         raise ValueError(
             f"expected between 1 and {count - 1} validation rows of {count}, got {held} (validation={validation!r}); "
-            f"a float is a share of the rows, an integer a number of rows"
+            f"pass a float for a share of the rows, an integer for a number of rows"
         )
     return held
 
 
 def _quotas(counts: Tensor, held: int) -> Tensor:
-    """(C,) rows each class gives up: held · n_c / N by largest remainder, in integers, which round nothing."""
+    """(C,) validation rows of each class: held · n_c / N by largest remainder, in exact integer arithmetic."""
     scaled = held * counts
     total = int(counts.sum())
     quotas = scaled // total

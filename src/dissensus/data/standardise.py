@@ -1,4 +1,4 @@
-"""Shifting and scaling inputs or targets by what was measured on training data alone."""
+"""Standardises inputs or targets with statistics of the training data only."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from dissensus.numerics.lengthscales import check_finite_rows
 
 @dataclass(frozen=True, eq=False)
 class Standardiser:
-    """z = (x − mean) / std, with mean and std measured on training data; images of uint8 are pixels, read as x / 255.
+    """Standardises data with the mean and standard deviation of the training data: z = (x − mean) / std.
 
-    Columns (or channels) that never vary keep std = 1, so they become 0 and come back unchanged. Made by
-    `Standardiser.of_rows(x)` or `Standardiser.of_channels(images)`; `standardiser(x)` applies it, `.inverse(z)` undoes
-    it. Measured on a DataFrame, it takes DataFrames with the same columns in the same order.
+    Build it with `Standardiser.of_rows(x)` or `Standardiser.of_channels(images)`; `standardiser(x)` applies it,
+    `.inverse(z)` undoes it. Images of uint8 are first divided by 255. Constant columns or channels have std = 1: they become
+    0, and `.inverse` restores them. If built from a DataFrame, it takes DataFrames with the same columns in the same order.
     """
 
     mean: Tensor  # (D,) of rows, (C, 1, 1) of images; float64
     std: Tensor  # like mean
-    columns: tuple[str, ...] = ()  # names of a DataFrame's
+    columns: tuple[str, ...] = ()  # column names, if built from a DataFrame
 
     @staticmethod
     def of_rows(x: Any) -> Standardiser:
         """Standardiser of the columns of x (N, D), with the population standard deviation (divisor N).
 
-        x: a tensor, an array or a DataFrame of numbers; for other columns and missing values see `TableEncoder`.
+        x: a tensor, an array or a DataFrame of numbers. For categories and missing values use `TableEncoder`.
         """
         values = tensor_of(x, torch.float64).to(torch.float64)
         if values.ndim != 2 or len(values) == 0:
             raise ValueError(f"expected rows of shape (N, D), got {tuple(values.shape)}; reshape to a matrix first")
-        check_finite_rows(values, what="rows")  # one NaN would become the mean, and with it the whole column
-        # by the extremes: the deviation of a constant column is not exactly 0 in floating point
+        check_finite_rows(values, what="rows")  # one NaN would make the mean and the whole column NaN
+        # Compare the extremes: the deviation of a constant column is not exactly 0 in floating point.
         varies = values.amax(0) > values.amin(0)
         std = torch.where(varies, values.std(0, correction=0), 1.0)
         return Standardiser(values.mean(0), std, tuple(map(str, getattr(x, "columns", ()))))
@@ -45,7 +45,7 @@ class Standardiser:
     def of_channels(images: Tensor) -> Standardiser:
         """Standardiser of the channels of images (N, C, H, W) uint8, in units of x / 255.
 
-        From the histogram of each channel: exact, and no floating-point copy of the images.
+        Computed from the histogram of each channel: exact, without a floating-point copy of the images.
         """
         images = tensor_of(images)
         if images.dtype != torch.uint8 or images.ndim != 4 or images.numel() == 0:
@@ -61,12 +61,12 @@ class Standardiser:
         return Standardiser(mean[:, None, None], std[:, None, None])
 
     def __call__(self, x: Any) -> Tensor:
-        """Standardised x, same shape; the dtype of a tensor of real numbers, else float32."""
+        """Standardised x, same shape. Floating tensors keep their dtype; other inputs become float32."""
         check_columns(self.columns, x)
         given = isinstance(x, Tensor) and x.is_floating_point()
         x = tensor_of(x, torch.float64)
         self._check_shape(x)
-        # whole numbers, and those of frames, may be larger than float32 can tell apart
+        # integers and numbers of frames may be too large for float32 to represent exactly
         values = x if given else x.to(torch.float64)
         if x.dtype == torch.uint8 and self.mean.ndim != 1:
             values = x.float() / 255
@@ -74,13 +74,13 @@ class Standardiser:
         return z if given else z.float()
 
     def inverse(self, z: Tensor) -> Tensor:
-        """x = z · std + mean, same shape and dtype as z, in the units of the training data."""
+        """Undoes the standardisation: z · std + mean, same shape and dtype as z, in the units of the training data."""
         z = tensor_of(z, torch.float64)
         self._check_shape(z)
         return z * self.std.to(z) + self.mean.to(z)
 
     def _check_shape(self, x: Tensor) -> None:
-        """Raises where numbers of one column would be spread over several columns, or the other way round."""
+        """Raises if the number of columns differs: broadcasting would silently mix columns."""
         mean = self.mean
         pixels = mean.ndim == 3 and mean.shape[1:] == (1, 1)
         wanted = mean.shape[:1] if pixels else mean.shape
@@ -93,7 +93,7 @@ class Standardiser:
 
 
 def check_columns(names: Sequence[str], table: Any) -> None:
-    """Raises where a DataFrame has other columns than the training rows, or has them in another order."""
+    """Raises if a DataFrame's columns or their order differ from the training rows."""
     found = list(map(str, getattr(table, "columns", names)))
     if names and found != list(names):
         raise ValueError(

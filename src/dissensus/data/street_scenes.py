@@ -1,8 +1,8 @@
-"""Street scenes by name, read from the folders their archives unpack to: CamVid, StreetHazards, BDD-Anomaly.
+"""Street scenes by name, read from their unpacked archives: CamVid, StreetHazards, BDD-Anomaly.
 
 Nothing is downloaded. CamVid's layout is that of the SegNet tutorial. The other two were checked against the code of
 Hendrycks, Basart, Mazeika, Zou, Kwon, Mostajabi, Steinhardt & Song, "Scaling Out-of-Distribution Detection for Real-World
-Settings", ICML 2022 (github.com/hendrycks/anomaly-seg): folders, class numbers, and how images are split; they were tried
+Settings", ICML 2022 (github.com/hendrycks/anomaly-seg): folders, class numbers, and how images are split. They were tested
 on small folders made by tests, not on the archives themselves.
 """
 
@@ -39,10 +39,15 @@ SPLITS = ("train", "val", "test")
 def camvid(
     split: str = "train", *, folder: str | Path | None = None, size: tuple[int, int] | None = None
 ) -> SegmentationSet:
-    """SegmentationSet of 367 train, 101 val or 233 test street scenes with 11 classes (Brostow et al. 2009).
+    """Reads CamVid: SegmentationSet of 367 train, 101 val or 233 test street scenes with 11 classes (Brostow et al. 2009).
 
-    SegNet's folders: CamVid/train and CamVid/trainannot with PNGs of the same names, likewise val and test; 360×480. Masks
-    hold 0 to 10, and 11 for void. folder: where CamVid lies; None means the environment variable DISSENSUS_DATA.
+    Expects SegNet's folders: CamVid/train and CamVid/trainannot with PNGs of the same names, likewise val and test. Images
+    have 360×480 pixels. Masks hold 0 to 10, and 11 for void.
+
+    Args:
+        split: "train", "val" or "test".
+        folder: the folder that contains CamVid; None means the environment variable DISSENSUS_DATA.
+        size: (H, W) in pixels to resize to; None keeps the size.
     """
     one_of("split of camvid", split, SPLITS)
     parts = [split, f"{split}annot"]
@@ -53,12 +58,18 @@ def camvid(
 def streethazards(
     split: str = "train", *, folder: str | Path | None = None, size: tuple[int, int] | None = None
 ) -> SegmentationSet:
-    """SegmentationSet of simulated scenes, 720×1280: 13 classes and "anomaly".
+    """Reads StreetHazards: SegmentationSet of simulated street scenes, 720×1280, with 13 classes and "anomaly".
 
-    Folders of the two archives: train/images/training/t*, train/annotations/training/t*, the same with validation, and
-    test/images/test/t*. Masks hold 1 to 14, and 0 for void. "unlabeled", which sky is part of, is a class that networks are
-    trained on, as in the authors' code. Only test scenes hold anomalies: `with_unknown(found, ["anomaly"])` takes the class
-    out of all three. folder: where train and test lie, or a folder streethazards with them.
+    Expects the folders of the two archives: train/images/training/t*, train/annotations/training/t*, the same with
+    validation, and test/images/test/t*. Masks hold 1 to 14, and 0 for void. Networks are trained on the class "unlabeled",
+    which includes the sky, as in the authors' code. Only test scenes contain anomalies; use
+    `with_unknown(found, ["anomaly"])` on all three splits to remove the class.
+
+    Args:
+        split: "train", "val" or "test".
+        folder: the folder that contains train and test, or a folder streethazards with them; None means the environment
+            variable DISSENSUS_DATA.
+        size: (H, W) in pixels to resize to; None keeps the size.
     """
     one_of("split of streethazards", split, SPLITS)
     archive, part = {"train": ("train", "training"), "val": ("train", "validation"), "test": ("test", "test")}[split]
@@ -70,12 +81,18 @@ def streethazards(
 def bdd_anomaly(
     split: str = "train", *, folder: str | Path | None = None, size: tuple[int, int] | None = None
 ) -> SegmentationSet:
-    """SegmentationSet of BDD100K scenes, 720×1280, with the 19 classes of Cityscapes (Yu et al. 2020).
+    """Reads BDD-Anomaly: SegmentationSet of BDD100K scenes, 720×1280, with the 19 classes of Cityscapes (Yu et al. 2020).
 
-    test: the scenes of BDD100K's train and val that hold a train, a motorcycle or a bicycle, anywhere; train and val: the
-    others, 6,280, 910 and 810 in all. `with_unknown(found, ["train", "motorcycle", "bicycle"])` takes the three classes out.
-    Folders: seg/images/train/*.jpg, seg/labels/train/*_train_id.png, the same with val; masks hold 0 to 18, and 255 for void.
-    folder: where seg lies, or a folder bdd100k with it. All masks are read to find a split.
+    The test split has the 810 scenes of BDD100K's train and val with a train, a motorcycle or a bicycle. The splits train
+    (6,280) and val (910) have the other scenes. `with_unknown(found, ["train", "motorcycle", "bicycle"])` removes the three
+    classes. Expects the folders seg/images/train/*.jpg, seg/labels/train/*_train_id.png, and the same with val. Masks hold
+    0 to 18, and 255 for void. All masks are read to find a split.
+
+    Args:
+        split: "train", "val" or "test".
+        folder: the folder that contains seg, or a folder bdd100k with it; None means the environment variable
+            DISSENSUS_DATA.
+        size: (H, W) in pixels to resize to; None keeps the size.
     """
     one_of("split of bdd_anomaly", split, SPLITS)
     foreign = [BDD.index(name) for name in BDD_ANOMALIES]
@@ -96,7 +113,7 @@ def bdd_anomaly(
 
 
 def _found(name: str, places: Sequence[str], parts: Sequence[str], folder: str | Path | None) -> Path:
-    """The first of the places in the user's folder that has the first part; FileNotFoundError says what to put where."""
+    """The first of `places` in the user's folder that contains the first of `parts`; FileNotFoundError if there is none."""
     root = data_folder(folder)
     for base in () if root is None else [root / place for place in places]:
         if (base / parts[0]).is_dir():
@@ -105,5 +122,5 @@ def _found(name: str, places: Sequence[str], parts: Sequence[str], folder: str |
     got = f"folder=None and no {FOLDER_VARIABLE} in the environment" if root is None else "none of them"
     raise FileNotFoundError(
         f"expected {name} as the folders {' and '.join(str(shown / places[0] / part) for part in parts)}, got {got}; put its "
-        f"files there, or name another folder by folder= or {FOLDER_VARIABLE}"
+        f"files there, or pass another folder as folder= or {FOLDER_VARIABLE}"
     )

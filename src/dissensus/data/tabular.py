@@ -1,7 +1,7 @@
 """Tables: the UCI regression sets with their standard splits, and small classification sets.
 
-Regression: Hernández-Lobato & Adams 2015 and Gal & Ghahramani 2016 fixed the splits everyone reports on; their folders
-hold data.txt, index_features.txt, index_target.txt, n_splits.txt and index_train_i.txt, index_test_i.txt.
+Regression uses the splits of Hernández-Lobato & Adams 2015 and Gal & Ghahramani 2016, on which papers report. Their folders
+contain data.txt, index_features.txt, index_target.txt, n_splits.txt and index_train_i.txt, index_test_i.txt.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ REGRESSION_SETS = {  # rows, features
     "wine-quality-red": (1599, 11),
 }
 
-CLASSIFICATION_SETS = {  # rows, features, classes; first rows that are the usual train set, None where there is none
+CLASSIFICATION_SETS = {  # rows, features, classes, size of the usual train set (the first rows) or None
     "breast_cancer_wisconsin_diagnostic": (569, 30, 2, None),
     "digits_8x8": (1797, 64, 10, None),
     "glass": (214, 9, 6, None),
@@ -46,14 +46,14 @@ CLASSIFICATION_SETS = {  # rows, features, classes; first rows that are the usua
 
 @dataclass(frozen=True, eq=False)
 class RegressionSplit:
-    """One split of a regression set, standardised by its own train rows; `.targets.inverse` brings predictions back."""
+    """One split of a regression set, standardised with its train rows. `.targets.inverse` undoes it for predictions."""
 
     x_train: Tensor  # (N, D)
     y_train: Tensor  # (N, 1)
     x_test: Tensor  # (T, D)
     y_test: Tensor  # (T, 1)
     inputs: Standardiser  # of the original x_train
-    targets: Standardiser  # of the original y_train; targets.inverse brings predictions back
+    targets: Standardiser  # of the original y_train; targets.inverse turns predictions into original units
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,29 +69,31 @@ class TabularSet:
 def uci_regression(
     name: str, split: int = 0, *, folder: str | Path | None = None, dtype: torch.dtype = torch.float32
 ) -> RegressionSplit:
-    """RegressionSplit of one of the standard splits of a UCI set (20 of them, 5 for the protein set).
+    """Reads one of the 20 standard splits of a UCI regression set (5 for the protein set) as a RegressionSplit.
+
+    Nothing is downloaded.
 
     Args:
         name: one of REGRESSION_SETS.
-        split: its number, from 0.
-        folder: holds UCI_Datasets/NAME/data, NAME/data, NAME or the files themselves; None means the environment
-            variable DISSENSUS_DATA.
+        split: number of the split, from 0.
+        folder: contains UCI_Datasets/NAME/data, NAME/data, NAME or the files; None means the environment variable
+            DISSENSUS_DATA.
 
     Raises:
-        FileNotFoundError: the set is not there; nothing is downloaded.
+        FileNotFoundError: the files are missing.
     """
     one_of("name", name, REGRESSION_SETS, hint="read other folders with read_uci_folder")
     path = regression_folder(name, folder)
     x, y, train, test = read_uci_folder(path, split)
     if x.shape != REGRESSION_SETS[name]:
         raise ValueError(
-            f"expected {name} of shape {REGRESSION_SETS[name]}, got {x.shape} in {path}; fetch the folder again"
+            f"expected {name} of shape {REGRESSION_SETS[name]}, got {x.shape} in {path}; download the folder again"
         )
     return regression_split(*map(torch.from_numpy, (x, y, train, test)), dtype=dtype)
 
 
 def regression_folder(name: str, folder: str | Path | None = None) -> Path:
-    """The folder with the files of a regression set; FileNotFoundError says where they may lie."""
+    """The folder with the files of a regression set; FileNotFoundError lists the possible places."""
     subs = (f"UCI_Datasets/{name}/data/", f"{name}/data/", f"{name}/", "")
     return _found(folder, [f"{sub}data.txt" for sub in subs], "with the index_*.txt and n_splits.txt beside it").parent
 
@@ -99,11 +101,11 @@ def regression_folder(name: str, folder: str | Path | None = None) -> Path:
 def regression_split(
     x: Tensor, y: Tensor, train: Tensor, test: Tensor, *, dtype: torch.dtype = torch.float32
 ) -> RegressionSplit:
-    """RegressionSplit of rows x (N, D), y (N,) by row indices; both are standardised by the train rows alone.
+    """Builds a RegressionSplit from x (N, D), y (N,) and row indices; standardises both with the train rows only.
 
     Args:
-        train, test: int64 indices of rows, (n,) and (T,).
-        dtype: of the standardised tensors.
+        train, test: int64 row indices, (n,) and (T,).
+        dtype: dtype of the standardised tensors.
     """
     if x.ndim != 2 or y.shape != x.shape[:1]:
         raise ValueError(f"expected x (N, D) and y (N,), got {tuple(x.shape)} and {tuple(y.shape)}; reshape them")
@@ -112,12 +114,12 @@ def regression_split(
     for name, rows in (("train", train), ("test", test)):
         if len(rows) == 0 or not ((rows >= 0) & (rows < len(x))).all() or len(torch.unique(rows)) != len(rows):
             raise ValueError(
-                f"expected {name} rows from 0 to {len(x) - 1}, each once and at least one, got others; correct the split"
+                f"expected {name} rows from 0 to {len(x) - 1}, each at most once, at least one, got others; correct the split"
             )
     if both := int(torch.isin(train, test).sum()):
         raise ValueError(f"expected disjoint train and test rows, got {both} in both; correct the split")
     inputs, targets = Standardiser.of_rows(x[train]), Standardiser.of_rows(y[train])
-    # standardise in float64, then round once
+    # Standardise in float64, then round once.
     return RegressionSplit(
         inputs(x[train]).to(dtype),
         targets(y[train]).to(dtype),
@@ -131,14 +133,16 @@ def regression_split(
 def uci_classification(
     name: str, *, folder: str | Path | None = None, dtype: torch.dtype = torch.float32
 ) -> TabularSet:
-    """TabularSet of a small classification set; CLASSIFICATION_SETS says which first rows are the usual train set.
+    """Reads a small classification set as a TabularSet. CLASSIFICATION_SETS has the size of its usual train set.
+
+    Nothing is downloaded.
 
     Args:
         name: one of CLASSIFICATION_SETS.
-        folder: holds uci_classification/NAME.npz or NAME.npz; None means the environment variable DISSENSUS_DATA.
+        folder: contains uci_classification/NAME.npz or NAME.npz; None means the environment variable DISSENSUS_DATA.
 
     Raises:
-        FileNotFoundError: the set is not there; nothing is downloaded.
+        FileNotFoundError: the file is missing.
     """
     one_of("name", name, CLASSIFICATION_SETS, hint="read other files with read_tabular_npz")
     path = _found(folder, [f"uci_classification/{name}.npz", f"{name}.npz"], "with the arrays x, y and class_names")
@@ -147,7 +151,7 @@ def uci_classification(
     if (*table.x.shape, len(table.classes)) != (rows, features, classes):
         raise ValueError(
             f"expected {name} with {rows} rows, {features} features and {classes} classes, "
-            f"got {tuple(table.x.shape)} and {len(table.classes)} in {path}; fetch the file again"
+            f"got {tuple(table.x.shape)} and {len(table.classes)} in {path}; download the file again"
         )
     return table
 
@@ -158,14 +162,14 @@ def read_tabular_npz(path: str | Path, *, name: str, dtype: torch.dtype = torch.
     kind = "numbers x (N, D), class indices y (N,) and class_names (C,) in"
     with reading(path, "store these three arrays", kind=kind):
         x, y, names = (arrays[key] for key in ("x", "y", "class_names"))
-        (_,), classes = names.shape, tuple(map(str, names))  # text that is none: NumPy lets a SystemError through
+        (_,), classes = names.shape, tuple(map(str, names))  # invalid text: NumPy raises a SystemError
         if x.ndim != 2 or y.shape != x.shape[:1] or x.dtype.kind not in "fiu" or y.dtype.kind not in "iu":
             raise ValueError(f"{x.dtype} {x.shape} and {y.dtype} {y.shape}")
         if y.size and not 0 <= y.min() <= y.max() < len(classes):
             raise ValueError(f"y from {y.min()} to {y.max()}, and {len(classes)} names")
-    plain = x.astype(x.dtype if x.dtype in (np.float32, np.float64) else np.float64)  # torch does not know every type
+    plain = x.astype(x.dtype if x.dtype in (np.float32, np.float64) else np.float64)  # torch lacks some dtypes
     inputs = torch.from_numpy(plain.astype(plain.dtype.newbyteorder("="))).to(dtype)
-    # What the file holds may be too large for the dtype.
+    # Numbers in the file may be too large for the dtype.
     check_finite_rows(inputs, what=f"inputs in {dtype}", where=f" of {path}")
     return TabularSet(inputs, torch.from_numpy(y.astype(np.int64)), name, classes)
 
@@ -197,12 +201,12 @@ def _found(folder: str | Path | None, places: list[str], beside: str) -> Path:
         got = f"none in {root}"
     raise FileNotFoundError(
         f"expected one of {', '.join(places)} {beside}, got {got}; "
-        f"put it there, or name the folder by folder= or {FOLDER_VARIABLE}"
+        f"put it there, or pass the folder as folder= or {FOLDER_VARIABLE}"
     )
 
 
 def _numbers_in(path: Path, *, rank: Literal[1, 2]) -> np.ndarray:
-    with reading(path, "fetch the file again", kind="a table of numbers in"):
+    with reading(path, "download the file again", kind="a table of numbers in"):
         lines = path.read_text().splitlines()
         if not any(map(str.strip, lines)):
             raise ValueError("it is empty")
@@ -210,11 +214,11 @@ def _numbers_in(path: Path, *, rank: Literal[1, 2]) -> np.ndarray:
 
 
 def _indices(path: Path, size: int) -> np.ndarray:
-    """(K,) int64 indices below size, each once; written as integers or, in some copies, as floats."""
+    """(K,) distinct int64 indices below `size`; some copies of the files write them as floats."""
     values = _numbers_in(path, rank=1)
     whole = values.ndim == 1 and ((values >= 0) & (values < size) & (values == values.round())).all()
     if not whole or len(np.unique(values)) != len(values):
         raise ValueError(
-            f"expected whole numbers from 0 to {size - 1}, every one once, got others in {path}; correct the index file"
+            f"expected whole numbers from 0 to {size - 1}, each at most once, got others in {path}; correct the index file"
         )
     return values.astype(np.int64)

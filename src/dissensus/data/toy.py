@@ -1,7 +1,7 @@
-"""Small synthetic problems one can look at: classes in the plane, regressions on the line.
+"""Small synthetic problems to look at: classes in the plane, regressions on the line.
 
-Every function draws in float64 from a generator of its own, so a seed means the same points whatever the dtype, and
-gives (x, y): x (N, D); y (N,) int64 classes or (N, 1) targets.
+Every function draws in float64 from a separate generator, so a seed gives the same points for every dtype. It returns
+(x, y): x (N, D); y (N,) int64 classes or (N, 1) targets.
 """
 
 import math
@@ -16,7 +16,7 @@ from dissensus.numerics.checks import number, whole
 def two_moons(
     count: int = 1500, *, noise: float = 0.1, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """x (count, 2) on two interleaved half circles and y (count,) in {0, 1}; noise: standard deviation of both axes."""
+    """Two classes on interleaved half circles: x (count, 2) and y (count,) in {0, 1}; noise: standard deviation per axis."""
     whole("count", count)
     upper = torch.linspace(0, math.pi, count // 2, dtype=torch.float64)
     lower = torch.linspace(0, math.pi, count - count // 2, dtype=torch.float64)
@@ -37,10 +37,10 @@ def five_blobs(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """x (5 · points, 2) in five Gaussian blobs on a ring that starts at the top, and y (5 · points,) in 0 … 4.
+    """Five Gaussian blobs on a ring that starts at the top: x (5 · points, 2) and y (5 · points,) in 0 … 4.
 
-    The set of the repulsive-ensemble papers: 40 points a class to train on and, with another seed, 20 to test on.
-    scale multiplies radius and std alike; 0.4 gives the smaller picture in the FoRDE paper.
+    The set of the repulsive-ensemble papers: 40 points per class for training and, with another seed, 20 for testing.
+    `scale` multiplies both radius and std; 0.4 gives the smaller picture in the FoRDE paper.
     """
     whole("points", points)
     angles = math.pi / 2 + 2 * math.pi / 5 * torch.arange(5, dtype=torch.float64)
@@ -58,9 +58,9 @@ def donuts(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """x (count, 2) on two rings about the origin and y (count,), 0 on the inner; std: of the distance to the origin.
+    """Two classes on rings about the origin: x (count, 2) and y (count,), 0 on the inner ring.
 
-    `radii`: of the inner and the outer ring.
+    `radii`: radii of the inner and the outer ring. `std`: standard deviation of the distance to the origin.
     """
     whole("count", count)
     y = _classes(count // 2, count - count // 2)
@@ -77,7 +77,7 @@ def far_ring(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """x (count + centre, 2) far from every blob: points on a wide ring, then points N(0, std²) in its middle."""
+    """Out-of-distribution points for `five_blobs`, x (count + centre, 2): first a wide ring, then N(0, std²) in its middle."""
     whole("count", count)
     generator = _seeded(seed)
     ring = _ring(torch.full((count,), radius, dtype=torch.float64), std, generator)
@@ -87,7 +87,7 @@ def far_ring(
 def x_sin_x(
     points: int = 45, *, noise: float = 0.25, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """x (2 · points, 1) in U[1.5, 2.5] and U[4.5, 6], nothing between, and y = x sin x + noise · N(0, 1)."""
+    """Regression with a gap: x (2 · points, 1) in U[1.5, 2.5] and U[4.5, 6], y = x sin x + noise · N(0, 1)."""
     whole("points", points)
     generator = _seeded(seed)
     x = torch.cat([_uniform((points, 1), 1.5, 2.5, generator), _uniform((points, 1), 4.5, 6.0, generator)])
@@ -98,7 +98,7 @@ def x_sin_x(
 def cubic(
     count: int = 20, *, noise: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """x (count, 1) in U[−4, 4] and y = x³ + noise · N(0, 1), usually looked at on [−6, 6]."""
+    """Cubic regression: x (count, 1) in U[−4, 4] and y = x³ + noise · N(0, 1), usually plotted on [−6, 6]."""
     whole("count", count)
     generator = _seeded(seed)
     x = _uniform((count, 1), -4.0, 4.0, generator)
@@ -109,9 +109,9 @@ def cubic(
 def cubic_gap(
     count: int = 201, *, noise: float = 2.0, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """x (2 · count, 1) on even grids over [−3, −1] and [1, 3], nothing between, and y = x³ + noise · N(0, 1).
+    """Cubic regression with a gap: x (2 · count, 1) on even grids over [−3, −1] and [1, 3], y = x³ + noise · N(0, 1).
 
-    The toy of iBNN (Trinh, Kaski & Heinonen 2020): steps of 0.01.
+    The toy set of iBNN (Trinh, Kaski & Heinonen 2020), with steps of 0.01.
     """
     whole("count", count)
     generator = _seeded(seed)
@@ -124,10 +124,10 @@ def cubic_gap(
 def hill(
     points: int = 3, *, noise: float = 0.0, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """x (4 · points − 1, 1) on even grids and y: 1 on [−½, ½], −1 on [−2½, −1½] and [1½, 2½], + noise · N(0, 1).
+    """A symmetric hill: x (4 · points − 1, 1) on even grids, y = 1 on [−½, ½], −1 on [−2½, −1½] and [1½, 2½], plus noise.
 
-    The same from both sides: a monotone function, such as a network of one hidden unit, can follow one slope alone, and
-    has a posterior with two modes of the same weight.
+    The noise is noise · N(0, 1). A monotone function, such as a network with one hidden unit, can fit only one of the two
+    slopes; its posterior has two modes of equal weight.
     """
     whole("points", points)
     right = torch.linspace(1.5, 2.5, points, dtype=torch.float64)[:, None]
@@ -148,9 +148,10 @@ def gaussian_process(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """x (count, 1) in U[low, high] and y = f(x) + noise · N(0, 1), f a draw of a Gaussian process with RBF kernel.
+    """Regression on a Gaussian-process sample f: x (count, 1) in U[low, high] and y = f(x) + noise · N(0, 1).
 
-    k(x, x') = amplitude² exp(−(x − x')² / (2 lengthscale²)). The same seed with noise=0 gives f at the same inputs.
+    f has the RBF kernel k(x, x') = amplitude² exp(−(x − x')² / (2 lengthscale²)). The same seed with noise=0 gives f at the
+    same inputs.
     """
     whole("count", count)
     number("lengthscale", lengthscale, above=0)
@@ -164,16 +165,16 @@ def gaussian_process(
 
 
 def three_clusters(*, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """x (400, 2) features and y (400, 1) of the shipped regression set: three clusters of inputs with gaps between.
+    """Regression with three clusters of inputs and gaps between them: features x (400, 2) and targets y (400, 1).
 
-    The set of Izmailov et al. 2019, "Subspace Inference for Bayesian Deep Learning"; fixed points, so no seed.
+    The set of Izmailov et al. 2019, "Subspace Inference for Bayesian Deep Learning". The points are fixed: there is no seed.
     """
     points = regression_points()
     return quadratic_features(points[:, :1]).to(dtype), points[:, 1:].to(dtype)
 
 
 def quadratic_features(x: Tensor) -> Tensor:
-    """(N, 2) features [x/2, (x/2)²] of inputs (N, 1); three_clusters is given in them, so is a grid to plot over."""
+    """Features [x/2, (x/2)²] (N, 2) of inputs (N, 1), as in `three_clusters`; use them for a grid to plot over."""
     if x.ndim != 2 or x.shape[1] != 1:
         raise ValueError(f"expected inputs of shape (N, 1), got {tuple(x.shape)}; add a last axis with x[:, None]")
     return torch.cat([x / 2, (x / 2) ** 2], 1)
@@ -199,7 +200,7 @@ def _ring(radius: Tensor, std: float, generator: torch.Generator) -> Tensor:
 
 
 def _shuffled(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Rows in random order, so that the first ones are a fair sample of all."""
+    """Rows in random order, so that the first rows are a fair sample."""
     order = torch.randperm(len(x), generator=generator)
     return x[order], y[order]
 

@@ -1,9 +1,9 @@
-"""MATLAB 5 files, pickles and compressed bytes of strangers: plain data or an error, in memory that fits the file's size.
+"""Safe readers of untrusted MATLAB 5 files, pickles and compressed bytes: plain data or an error, in bounded memory.
 
-Written out here because the usual readers are not safe with them. SciPy's `loadmat` can bring the interpreter down on a
-damaged file. Python's `pickle` runs code; short of that it numbers its memo up to 2³¹ (and takes the memory), and nests what
-it builds so deeply that hashing it ends the process. `gzip` unpacks a small file to gigabytes. What a file promises and does
-not keep may raise anything here: the readers in `formats` turn it into one error.
+The usual readers are not safe with untrusted files. SciPy's `loadmat` can crash the interpreter on a damaged file. Python's
+`pickle` runs code; a file can also make it allocate a memo of 2³¹ entries, or nest objects so deeply that hashing them ends
+the process. `gzip` unpacks a small file to gigabytes. A damaged file may raise any exception here; the readers in `formats`
+turn it into one error.
 """
 
 import itertools
@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 
-FLOOR = 1 << 26  # bytes that any file may unpack to
-RATIO = 200  # times its size that a larger one may; images and tables reach 2 to 20, deflate ends at 1,000
-GZIP, ZLIB = 31, 15  # what zlib calls the two containers
-PARTS = 1000  # of a gzip file
+FLOOR = 1 << 26  # any file may unpack to this many bytes
+RATIO = (
+    200  # a larger file may unpack to this many times its size; images and tables reach 2 to 20, deflate at most 1,000
+)
+GZIP, ZLIB = 31, 15  # zlib's numbers for the two containers
+PARTS = 1000  # most parts of a gzip file
 
 
 def most(size: int) -> int:
@@ -37,9 +39,9 @@ def inflated(raw: bytes | memoryview, limit: int, *, container: int) -> bytes:
         parts.append(stream.decompress(rest, left + 1))
         left -= len(parts[-1])
         if left < 0 or not stream.eof:
-            much = f"more than {limit} bytes in {len(raw)}, far more than data usually are; unpack it yourself"
+            much = f"it unpacks to more than {limit} bytes from {len(raw)}, far more than usual; unpack it yourself"
             raise ValueError(much if left < 0 else "it ends too early")
-        rest = stream.unused_data.lstrip(b"\0") if container == GZIP else b""  # tapes pad with zeros
+        rest = stream.unused_data.lstrip(b"\0") if container == GZIP else b""  # files from tapes are padded with zeros
     if rest:
         raise ValueError(f"more than {PARTS} parts")
     return b"".join(parts)
@@ -55,7 +57,7 @@ COMPLEX = 0x0800
 
 
 def matlab_arrays(raw: bytes) -> dict[str, np.ndarray]:
-    """Real numeric arrays of a MATLAB 5 file by name, Fortran order; other kinds of variable are passed over."""
+    """Real numeric arrays of a MATLAB 5 file by name, in Fortran order; other variables are skipped."""
     order = {b"IM": "<", b"MI": ">"}[raw[126:128]]
     elements = _unpacked(memoryview(raw)[128:], order, most(len(raw)))
     matrices = (_matrix(content, order) for kind, content in elements if kind == MATRIX)
@@ -63,7 +65,7 @@ def matlab_arrays(raw: bytes) -> dict[str, np.ndarray]:
 
 
 def _unpacked(raw: memoryview, order: str, limit: int) -> Iterator[tuple[int, memoryview]]:
-    """The elements of a file, compressed ones opened, to `limit` bytes in all; what is inside those is not compressed again."""
+    """The elements of a file, with compressed ones unpacked to at most `limit` bytes in total. Compression is never nested."""
     for kind, content in _elements(raw, order):
         if kind == COMPRESSED:
             inside = inflated(content, limit, container=ZLIB)
@@ -74,7 +76,7 @@ def _unpacked(raw: memoryview, order: str, limit: int) -> Iterator[tuple[int, me
 
 
 def _elements(raw: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
-    """Type and data of one element after the other."""
+    """Yields the type and data of each element."""
     position = 0
     while position < len(raw):
         (word,) = struct.unpack_from(f"{order}I", raw, position)
@@ -99,7 +101,7 @@ def _matrix(raw: memoryview, order: str) -> tuple[str, np.ndarray] | None:
     code, content = values[0]
     shape = np.frombuffer(sizes, f"{order}i4").tolist()
     array = np.frombuffer(content, order + NUMBERS[code])
-    if min(shape) < 0 or array.size != math.prod(shape):  # reshape would take −1 for a size to find out
+    if min(shape) < 0 or array.size != math.prod(shape):  # reshape would infer a size given as −1
         raise ValueError(f"a matrix of size {shape} does not fit its {array.size} numbers")
     return bytes(name).decode("ascii"), array.reshape(shape, order="F").astype(array.dtype.newbyteorder("="))
 
@@ -120,16 +122,16 @@ MARKED = {"TUPLE", "LIST", "DICT", "APPENDS", "SETITEMS"}
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """What a pickle would have built by calling a name: the arguments of the call, and the state given to the result."""
+    """An object that the pickle would build by calling a function: the call's arguments and the object's state."""
 
     arguments: Any = None
     state: Any = None
 
 
 def plain_pickle(raw: bytes, names: set[str]) -> Any:
-    """What a pickle of numbers, text, lists, tuples, dictionaries and records of `names` ("module name") holds.
+    """Contents of a pickle of numbers, text, lists, tuples, dictionaries and records of `names` ("module name").
 
-    A machine of a few instructions: nothing is imported or called for the file, and only text is hashed.
+    Interprets only a few instructions: nothing is imported or called, and only text is hashed.
     """
     stack: list[Any] = []
     below: list[list[Any]] = []  # stacks under the marks
@@ -177,11 +179,11 @@ def plain_pickle(raw: bytes, names: set[str]) -> Any:
             (result,) = stack
             return result
         elif name not in ("PROTO", "FRAME"):
-            raise ValueError(f"an instruction {name}, which plain data do not need")
+            raise ValueError(f"it has the instruction {name}, which plain data do not need")
 
 
 def _pairs(values: list[Any]) -> dict[Any, Any]:
-    """A table of keys and values that come in turn; keys are text."""
+    """A dict from alternating keys and values; keys must be text."""
     if not all(isinstance(key, str | bytes) for key in values[::2]):
-        raise ValueError("a dictionary whose keys are no text")
+        raise ValueError("it has a dictionary whose keys are not text")
     return dict(zip(values[::2], values[1::2], strict=True))

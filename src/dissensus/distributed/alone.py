@@ -1,4 +1,4 @@
-"""What `fit` asks of a mesh, where there is none: one process has all members, all rows, and the word."""
+"""The division of `fit` for one process, which has all members and all rows."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext

@@ -1,4 +1,4 @@
-"""Bad days of a training run: the scheduler ends it, or a rank hangs."""
+"""Interruptions of a training run: the scheduler ends it (SIGTERM), or a rank hangs."""
 
 from contextlib import ExitStack
 from typing import NoReturn, Self

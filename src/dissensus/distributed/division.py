@@ -1,30 +1,32 @@
-"""Division: `fit` on a mesh. In an epoch each process holds its members and sees its rows; between epochs all hold all."""
+"""Division: `fit` on a mesh. In an epoch each process holds its members and sees its rows; between epochs each holds all."""
 
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dissensus.core.batch import Batch, apply, sampler_of
+from dissensus.core.batch import Batch, sampler_of
 from dissensus.core.errors import Diverged
 from dissensus.core.exchange import Exchange
-from dissensus.core.likelihood import spread
 from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
 from dissensus.core.splitting import tensors_of
+from dissensus.distributed.alike import check_alike, check_batches, check_rows, counted, rows_of
 from dissensus.distributed.alone import Undivided
 from dissensus.distributed.exchanging import MeshExchange, Share
 from dissensus.distributed.joining import connected, start
-from dissensus.distributed.loading import Parts, Together, check_sampler, fingerprint
+from dissensus.distributed.loading import OwnRows, Parts, Together, check_even, check_sampler
 from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.mesh import mesh as make_mesh
+from dissensus.distributed.sharing import check_dealt
 from dissensus.engine.optimisers import lay_out
 from dissensus.numerics.checks import one_of
+from dissensus.numerics.divided import is_divided
 
 
 @contextmanager
@@ -60,8 +62,12 @@ class Division(Undivided):
         self.is_first = mesh.is_first
         self.several = mesh if mesh.size > 1 else None
         self.parts = False  # whether the loader gives this rank's rows alone
+        self._own: OwnRows | None = None  # the loader, where it can be asked for them
         self._began = False
         self._sizes: set[int] = set()  # of parts
+        self._uneven: Tensor | None = (
+            None  # () whether ranks had parts of other sizes, which is looked at after an epoch
+        )
         self._whole: list[tuple[Tensor, Tensor, int]] = []  # (tensor, its values of all members, the axis of members)
 
     # ------------------------------------------------------------------ the state: all members, or those that lie here
@@ -79,7 +85,7 @@ class Division(Undivided):
     @torch.no_grad()
     def _same_tensors(self) -> None:
         for tensor in {id(each): each for each in (*self.posterior.parameters(), *self.posterior.buffers())}.values():
-            if hasattr(tensor, "full_tensor"):  # each process has a part of its own
+            if is_divided(tensor):  # each process has a part of its own
                 continue
             tensor.copy_(self.mesh.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format)))
 
@@ -89,10 +95,14 @@ class Division(Undivided):
 
         `batch`: the first one, which must be the same in processes that read whole batches.
         """
-        self._compare(batch)
+        check_batches(self.mesh, batch, parts=self.parts)
         if self.parts and not self._began:  # what was measured on the first batch was measured on other rows
             self._same_tensors()
+        if self.mesh.data.size > 1 and not self._began:
+            check_rows(self.posterior, batch)
         self._began = True
+        if self._own is not None:  # the first batch was whole, to be compared and measured
+            self._own.cut = True
         for tensor, axis in self._with_members():
             whole = tensor.data
             self._whole.append((tensor, whole, axis))
@@ -117,6 +127,11 @@ class Division(Undivided):
             self.particles.exchange = between
             if chains:
                 optimizer.generators = chains  # type: ignore[attr-defined]
+            if self._own is not None:
+                self._own.cut = False
+        if self._uneven is not None and bool(self._uneven):
+            raise ValueError("expected parts of a batch with as many rows in every process, got others; make them even")
+        check_alike(self.mesh, self.posterior)
 
     def _with_members(self) -> list[tuple[Tensor, int]]:
         """(tensor, axis of members) of everything that has a row for each member, where these lie in different processes."""
@@ -130,12 +145,12 @@ class Division(Undivided):
     @torch.no_grad()
     def _gather(self) -> None:
         """Puts what lies here into the tensors of all members, with what lies in other processes."""
-        for tensor, whole, axis in self._whole:
-            whole.copy_(self.mesh.members.gather(tensor, self.members, axis=axis))
         if self.mesh.statistics == "per rank":
             for buffer in self.particles.buffers():
                 if buffer.is_floating_point():
                     buffer.copy_(self.mesh.data.sum(buffer.contiguous().clone()) / self.mesh.data.size)
+        for tensor, whole, axis in self._whole:
+            whole.copy_(self.mesh.members.gather(tensor, self.members, axis=axis))
 
     @contextmanager
     def whole(self, optimizer: Optimizer) -> Iterator[None]:
@@ -171,8 +186,13 @@ class Division(Undivided):
     def reads(self, loader: Any) -> Any:
         if (sampler := sampler_of(loader)) is not None:
             check_sampler(sampler, self.mesh.data)
+            check_dealt(self.mesh.data, sampler)
         self.parts = sampler is not None or self.mesh.batches == "parts"
-        return Parts(loader, self.posterior) if self.parts else loader
+        if self.parts:
+            return Parts(loader, self.posterior)
+        rows = self.mesh.data.size > 1 and self.posterior.inputs is None and getattr(loader, "divisible", False)
+        self._own = OwnRows(loader, self.mesh.data) if rows else None
+        return self._own or loader
 
     @property
     def loaders(self) -> int:  # type: ignore[override]
@@ -186,16 +206,6 @@ class Division(Undivided):
         if hasattr(sampler := sampler_of(loader), "set_epoch"):
             sampler.set_epoch(index)
 
-    def _compare(self, batch: Batch) -> None:
-        """Raises where processes that should read the same batch do not."""
-        mine = fingerprint(batch)
-        others = self.mesh.members.objects(mine) if self.parts else self.mesh.objects(mine)
-        if any(other != mine for other in others):
-            raise ValueError(
-                "expected the same batches in every process, got others; give shuffling loaders the same seed everywhere, or, "
-                'where each rank of the data axis reads its own rows, pass mesh(..., batches="parts")'
-            )
-
     def part(self, batch: Batch) -> Batch:
         """The rows of the batch that lie here; takes note of how much of it they are."""
         data, size, weight = self.mesh.data, batch.size, counted(self.posterior, batch)
@@ -203,7 +213,15 @@ class Division(Undivided):
             self.exchange.taken = Share(size, slice(0, size))
             return batch
         if self.parts:
-            self.exchange.taken = self._own(size, weight.sum())
+            self.exchange.taken = self._of_parts(size, weight.sum())
+            return batch
+        if self._own is not None and self._own.taken is not None:
+            size, here = self._own.taken
+            own = weight.sum()
+            alike = batch.weight is None and self.posterior.likelihood.training_weight(batch.y) is None
+            total = weight.new_tensor(size) if alike else data.sum(own.clone())
+            mine = torch.where(total > 0, own / total, batch.size / size)
+            self.exchange.taken = Share(size, here, mine, total, divided=True)
             return batch
         if size < data.size:
             self.exchange.taken = Share(size, slice(0, size), weight.new_tensor(1 / data.size), weight.sum())
@@ -213,21 +231,18 @@ class Division(Undivided):
         mine = torch.where(total > 0, weight[here].sum() / total, (here.stop - here.start) / size)
         self.exchange.taken = Share(size, here, mine, total, divided=True)
 
-        def rows(tensor: Tensor) -> Tensor:
-            return tensor[here] if tensor.ndim and len(tensor) == size else tensor
+        weights = None if batch.weight is None else batch.weight[here]
+        return Batch(rows_of(batch.x, size, here), cast(Tensor, rows_of(batch.y, size, here)), weights)
 
-        return Batch(apply(batch.x, rows), rows(batch.y), None if batch.weight is None else batch.weight[here])
-
-    def _own(self, size: int, weight: Tensor) -> Share:
+    def _of_parts(self, size: int, weight: Tensor) -> Share:
         """The share of a batch that is this rank's part of a whole one."""
         data = self.mesh.data
         each = data.gather(torch.stack([weight.new_tensor(size), weight])[None], data.size)  # (R, 2)
         if size not in self._sizes:
             self._sizes.add(size)
-            if (found := each[:, 0].tolist()) != [size] * data.size:
-                raise ValueError(
-                    f"expected parts of a batch with as many rows in every process, got {found}; make them even"
-                )
+            check_even([*map(int, each[:, 0].tolist())])
+        uneven = (each[:, 0] != size).any()
+        self._uneven = uneven if self._uneven is None else self._uneven | uneven
         total = each[:, 1].sum()
         mine = torch.where(total > 0, weight / total, 1 / data.size)
         return Share(size * data.size, slice(size * data.rank, size * (data.rank + 1)), mine, total, divided=True)
@@ -236,7 +251,13 @@ class Division(Undivided):
 
     def engine(self, engine: str) -> str:
         """Plain members, at once or in a loop, in every process alike: as one process would by itself on a CPU."""
-        if one_of("engine on a mesh", engine, ("auto", "loop", "vectorised")) == "auto":
+        known = ("auto", "loop") if self.particles.divided else ("auto", "loop", "vectorised")
+        what = (
+            "engine of divided networks, which run one after the other"
+            if self.particles.divided
+            else "engine on a mesh"
+        )
+        if one_of(what, engine, known) == "auto":
             engine = "loop" if self.members == 1 else self.particles.how
         self.exchange.at_once = engine == "vectorised"
         return engine
@@ -245,12 +266,9 @@ class Division(Undivided):
         return self.mesh.members.gather(losses, self.members) if self.exchange.apart else losses
 
     def apart(self, batches: Iterable[Any]) -> Iterator[Any]:
-        if self.particles.fully:  # all must run it together
+        if self.particles.divided:  # all must run it together
             return iter(batches)
         return (batch for number, batch in enumerate(batches) if number % self.mesh.size == self.mesh.rank)
-
-    def total(self, *numbers: float) -> list[float]:
-        return [math.fsum(each) for each in zip(*self.mesh.objects(numbers), strict=True)]
 
     def first(self, value: Any) -> Any:
         return self.mesh.objects(value)[0]
@@ -260,20 +278,23 @@ def check_divisible(mesh: Mesh, posterior: Posterior) -> None:
     """Raises where a posterior cannot train on this mesh."""
     if any(isinstance(part, DistributedDataParallel) for part in posterior.particles.template.modules()):
         raise ValueError(
-            "expected a network of its own, got DistributedDataParallel; pass net.module: fit divides batches and sums "
-            "gradients itself"
+            "expected a plain network, got DistributedDataParallel; pass net.module: fit divides batches and sums gradients "
+            "itself"
         )
     if mesh.members.size > posterior.particles.members:
         raise ValueError(
-            f"expected at most as many ranks for members as there are, {posterior.particles.members}, got "
+            f"expected at most {posterior.particles.members} ranks for {posterior.particles.members} members, got "
             f"{mesh.members.size}; pass mesh(data={mesh.size}), which divides batches"
         )
-
-
-def counted(posterior: Posterior, batch: Batch) -> Tensor:
-    """(B,) how much each example counts in a mean over the batch: its weight, over entries that count."""
-    weight = torch.ones(batch.size, device=batch.y.device) if batch.weight is None else batch.weight
-    weight, entries = weight.double(), posterior.likelihood.training_weight(batch.y)
-    if entries is None:
-        return weight
-    return (spread(weight, entries.double()) * entries).reshape(batch.size, -1).sum(1)
+    if posterior.particles.divided and posterior.mixes:
+        raise NotImplementedError(
+            f"expected networks that lie whole in a process, got divided ones, and {type(posterior).__name__} compares all "
+            "members' weights; leave shard out"
+        )
+    if posterior.particles.divided and mesh.members.size > 1:
+        raise ValueError(f"expected mesh(members=1) for divided networks, got {mesh!r}; they divide batches alone")
+    if not posterior.particles.divided and any(map(is_divided, posterior.parameters())):
+        raise ValueError(
+            "expected networks that were divided before the posterior was built, got one divided since; use "
+            "ds.distributed.shard(network, mesh) or fully_shard(network) first"
+        )

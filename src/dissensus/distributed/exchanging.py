@@ -1,7 +1,7 @@
-"""What processes of a mesh exchange in a training step: z where members are coupled, gradients when they are complete.
+"""What processes of a mesh exchange in a training step: z if members are coupled, and gradients.
 
-rows of the batch that lie here → gradients of share · loss + ⟨z, v⟩, with v from the z of all members and all rows
-→ one sum over the data axis (`completed`), of shared tensors over the members axis too → the optimiser
+this process's rows of the batch → gradients of share · loss + ⟨z, v⟩, with v from the z of all members and all rows
+→ one sum over the data axis (`completed`), for shared tensors also over the members axis → the optimiser
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from dissensus.core.posterior import Posterior
 from dissensus.distributed import noise
 from dissensus.distributed.mesh import Axis, Mesh
 from dissensus.distributed.statistics import SynchronisedNorms
+from dissensus.numerics.divided import is_divided
 from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.tree import Tensors
 
 # Random operations of a run; and for each leaf of z of one member: its axis of rows, and how many numbers a row has
 Plan = tuple[list[noise.Draw], list[tuple[int | None, int]]]
-UNDIVIDED = "divide members alone: mesh(data=1)"
+UNDIVIDED = "divide only members: mesh(data=1)"
 
 
 class Share(NamedTuple):
@@ -109,7 +110,8 @@ class MeshExchange(Exchange):
 
         def run(some: Batch) -> list[torch.Size]:
             def one(row: Rows) -> Any:
-                z = self.posterior.member_loss({**shared, **row.own}, {**common, **row.buffers}, some)[1]
+                params = particles.put_together({**shared, **row.own})
+                z = self.posterior.member_loss(params, {**common, **row.buffers}, some)[1]
                 return pytree.tree_leaves(z)
 
             if not at_once:
@@ -175,7 +177,7 @@ class MeshExchange(Exchange):
         here = self.taken.here.stop - self.taken.here.start
         if leaf.shape[axis] != here * per_row:
             raise ValueError(
-                f"expected members compared in a row for each of {here} examples, got shape {tuple(leaf.shape)}; {UNDIVIDED}"
+                f"expected z of each member with a row for each of {here} examples, got shape {tuple(leaf.shape)}; {UNDIVIDED}"
             )
         rows = leaf.movedim(axis, 0)
         rows = rows.reshape(here, per_row, *rows.shape[1:])
@@ -186,8 +188,8 @@ class MeshExchange(Exchange):
         largest, smallest = self.mesh.data.largest(leaf.double().clone()), -self.mesh.data.largest(-leaf.double())
         if not torch.allclose(largest, smallest, rtol=1e-6, atol=1e-9, equal_nan=True):
             raise ValueError(
-                "expected members compared in a row for each example, or in what does not depend on the rows, got shape "
-                f"{tuple(leaf.shape)}, which does; {UNDIVIDED}"
+                "expected z of each member with a row for each example, or independent of the examples, got shape "
+                f"{tuple(leaf.shape)}, which depends on them; {UNDIVIDED}"
             )
 
     def mixed(self, mix: Callable[[Tensors], Tensors], gradients: Tensors) -> Tensors:
@@ -239,8 +241,8 @@ class MeshExchange(Exchange):
         return found._replace(gradients=gradients)
 
     def _over_rows(self, add: Callable[[Tensor], Tensor], found: Gradients) -> Gradients:
-        """Losses and gradients summed over the data axis, by their shares; those that `fully_shard` divides are so already."""
-        plain = {name: each for name, each in found.gradients.items() if not hasattr(each, "full_tensor")}
+        """Losses and gradients summed over the data axis, by their shares; those of divided tensors are so already."""
+        plain = {name: each for name, each in found.gradients.items() if not is_divided(each)}
         losses, *summed = _summed(add, [self.weighed(found.losses), *plain.values()])
         return found._replace(losses=losses, gradients=found.gradients | dict(zip(plain, summed, strict=True)))
 
@@ -258,14 +260,14 @@ class MeshExchange(Exchange):
     @property
     def _disagreeing(self) -> Axis | None:
         """The axis whose ranks may see different numbers: those of the data axis have the same sums of whole tensors."""
-        return self.mesh.data if self.particles.fully else self.mesh.members if self.apart else None
+        return self.mesh.data if self.particles.divided else self.mesh.members if self.apart else None
 
     def agree(self, flag: Tensor) -> None:
         if (axis := self._disagreeing) is not None:
             axis.largest(flag)
 
     def everywhere(self, values: Tensor) -> Tensor:
-        if self.particles.fully:
+        if self.particles.divided:
             return self.mesh.data.largest(values.to(torch.uint8)).to(values.dtype)
         if not self.apart:
             return values

@@ -1,4 +1,4 @@
-"""Joining the group of processes that torchrun has started, and what must hold before it begins to work."""
+"""Joining the processes that torchrun has started, and checks before they work together."""
 
 import os
 import socket
@@ -19,13 +19,13 @@ _stores: list[tuple[Store, float]] = []  # of the group that `start` has joined,
 
 
 def start(*, timeout: float = 1800.0) -> bool:
-    """Whether there are several processes: joins the others that `torchrun` has started. Alone it does nothing.
+    """Connects the processes that `torchrun` has started; returns whether there are several. Does nothing for one process.
 
-    A restart (`torchrun --max-restarts`) meets under keys of its own: what killed processes have left in the store is not
-    read. Each process takes the GPU of its local rank; collectives run by NCCL on GPUs and by gloo on processors.
+    After a restart (`torchrun --max-restarts`) processes use new keys, so entries of killed processes are not read. Each
+    process takes the GPU of its local rank; collectives use NCCL on GPUs and gloo on CPUs.
 
     Args:
-        timeout: seconds that a rank waits in vain for others in training, before those that hang are named and all end.
+        timeout: seconds that a rank waits for others in training before the ranks that hang are reported and all end.
     """
     number("timeout", timeout, above=0)
     if connected() or int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
@@ -83,6 +83,6 @@ def check_seen(folder: Path, *, seconds: float = 10.0) -> None:
             mark.unlink(missing_ok=True)
     if blind := [f"{number} ({host})" for number, (seen, host) in enumerate(found) if not seen]:
         raise ValueError(
-            f"expected a folder that all ranks see, got {folder}, which rank {', '.join(blind)} does not share with rank 0; "
+            f"expected a folder that all ranks share, got {folder}, which rank {', '.join(blind)} does not share with rank 0; "
             "choose one on a file system that all machines mount"
         )

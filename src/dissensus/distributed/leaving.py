@@ -1,4 +1,4 @@
-"""SIGTERM, with which schedulers announce the end: all ranks agree to stop after the same step."""
+"""SIGTERM, by which schedulers announce the end of a job: all ranks stop after the same step."""
 
 import signal
 import threading

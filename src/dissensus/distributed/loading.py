@@ -1,7 +1,7 @@
-"""Loaders on a mesh: whole batches that every process reads alike, or parts of them, one for each rank of the data axis."""
+"""Loaders on a mesh: every process reads the same whole batches, or each rank of the data axis reads its own part."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,12 @@ def check_sampler(sampler: Any, axis: Axis) -> None:
             f"expected a sampler of the mesh's data axis, rank {axis!r}, got rank {sampler.rank} of {sampler.num_replicas}; "
             "pass DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank)"
         )
+
+
+def check_even(sizes: list[int]) -> None:
+    """Raises where ranks have other numbers of rows."""
+    if len({*sizes}) > 1:
+        raise ValueError(f"expected parts of a batch with as many rows in every process, got {sizes}; make them even")
 
 
 class Parts:
@@ -41,6 +47,33 @@ class Parts:
             yield batch
 
 
+class OwnRows:
+    """Batches of `ds.data.Batches`, of which this rank reads its own rows alone while `cut` is true, and whole ones before.
+
+    `taken`: (rows of the whole batch, which of them lie here) of the last one, None where it was whole.
+    """
+
+    def __init__(self, loader: Any, axis: Axis) -> None:
+        self.loader, self.axis = loader, axis
+        self.cut, self.taken = False, cast(tuple[int, slice] | None, None)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._read, self.loader.rows())
+
+    def _read(self, rows: Any) -> Any:
+        size = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        if not self.cut or size < self.axis.size:
+            self.taken = None
+            return self.loader.at(rows)
+        here = self.axis.part(size)
+        self.taken = size, here
+        whole = isinstance(rows, slice)
+        return self.loader.at(slice(rows.start + here.start, rows.start + here.stop) if whole else rows[here])
+
+
 class Together:
     """Whole batches, put together from the parts that the ranks of the data axis read: the same in all of them."""
 
@@ -54,6 +87,7 @@ class Together:
         device, axis = self.mesh.device, self.mesh.data
         for batch in self.parts:
             size = batch.size
+            check_even(axis.objects(size))
 
             def gathered(tensor: Tensor, size: int = size) -> Tensor:
                 if not tensor.ndim or len(tensor) != size:
@@ -63,8 +97,3 @@ class Together:
 
             weight = None if batch.weight is None else gathered(batch.weight)
             yield Batch(apply(batch.x, gathered), gathered(batch.y), weight)
-
-
-def fingerprint(batch: Batch) -> tuple[float, ...]:
-    """Numbers that two different batches hardly share."""
-    return (float(batch.size), *(float(tensor.double().sum()) for tensor in batch.tensors()))

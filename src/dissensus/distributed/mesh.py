@@ -1,10 +1,10 @@
-"""The mesh: processes in a grid of two axes, members and data, and what lies on which of them.
+"""The mesh: processes in a grid with two axes, members and data.
 
     rank = members.rank × data.size + data.rank
 
 Ranks along *members* hold different members and see the same rows; ranks along *data* hold the same members and see
-different rows of every batch. Both axes divide what they divide into contiguous parts, the larger ones first, so that parts put
-together in the order of ranks are the whole. With one process an axis has no group, and nothing is exchanged.
+different rows of every batch. Both axes divide into contiguous parts, larger ones first, so that the parts joined in the
+order of ranks are the whole. With one process an axis has no group, and nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dissensus.core.batch import sampler_of
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.progress import ask_before_speaking
 from dissensus.distributed.joining import connected, start
-from dissensus.distributed.sharing import Interleaved, Joined, in_turns
+from dissensus.distributed.sharing import DividedPortion, Interleaved, Joined, in_turns, part_of
 from dissensus.numerics.checks import one_of, whole
 
 Statistics = Literal["synchronised", "per rank"]
@@ -27,9 +28,9 @@ Given = Literal["whole", "parts"]
 
 
 class Axis:
-    """One direction of a mesh: this process's `rank` among `size` and their `group` (None: nobody to exchange with).
+    """One axis of a mesh: this process's `rank` among `size`, and their `group` (None for a single rank).
 
-    `sent` counts the bytes that this process has put into collectives, by kind.
+    `sent` counts the bytes that this process has sent in collectives, by kind.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: distributed.ProcessGroup | None = None) -> None:
@@ -43,10 +44,7 @@ class Axis:
 
     def part(self, count: int, rank: int | None = None) -> slice:
         """Which of `count` things are this rank's (or another one's): a contiguous part."""
-        rank = self.rank if rank is None else rank
-        least, more = divmod(count, self.size)
-        start = rank * least + min(rank, more)
-        return slice(start, start + least + (rank < more))
+        return part_of(count, self.rank if rank is None else rank, self.size)
 
     def sizes(self, count: int) -> list[int]:
         """How many of `count` things each rank has."""
@@ -99,14 +97,15 @@ class Axis:
 
 
 class Mesh:
-    """Who has what. Made by `mesh`, or by `fit` from the number of processes and members.
+    """How processes divide members and rows. Made by `mesh`, or by `fit` from the number of processes and members.
 
     Attributes:
         members: the `Axis` along which ranks hold different members.
         data: the `Axis` along which ranks see different rows of a batch.
-        statistics: of batch norm in training, "synchronised" over the data axis, or of each rank's rows, "per rank".
-        batches: what loaders give: the "whole" batches, everywhere the same, or each rank of the data axis its "parts".
-        device_mesh: torch's, with the axes "members" and "data"; None where there is no process group.
+        statistics: batch norm statistics in training, "synchronised" over the data axis, or "per rank".
+        batches: "whole" if loaders yield the same batches in every process, "parts" if each rank of the data axis reads its
+            own rows.
+        device_mesh: torch's device mesh, with the axes "members" and "data"; None without a process group.
     """
 
     def __init__(
@@ -168,12 +167,18 @@ class Mesh:
         along = self.data.objects(mine)
         return [each for row in self.members.objects(along) for each in row]
 
+    def portion(self, drawn: DrawnFunctions, device: torch.device, apart: Callable[[], bool]) -> DividedPortion:
+        """The drawn functions, of which each process runs some where several share a batch."""
+        return DividedPortion(drawn, device, apart)
+
     def in_turns(self, work: Callable[[Any], Any], batches: Iterable[Any], **about: Any) -> Iterator[tuple[Any, Any]]:
-        """(batch, work(batch)) of every batch on every process, each worked on by one of them: `sharing.in_turns`."""
+        """(batch, work(batch)) of every batch on every process, each worked on by one or several: `sharing.in_turns`."""
         return in_turns(self, work, batches, **about)
 
     def whole(self, loader: Any) -> Any:
         """The loader; where it gives each process a part of the data, one of all the parts, the same everywhere."""
+        if isinstance(loader, Joined):
+            return loader
         sampler = sampler_of(loader)
         if sampler is not None and sampler.num_replicas > 1:
             return Interleaved(self.data if sampler.num_replicas == self.data.size else self, loader, sampler)
@@ -199,18 +204,21 @@ def mesh(
     statistics: Statistics = "synchronised",
     batches: Given = "whole",
 ) -> Mesh:
-    """The mesh of all processes: `members` × `data` of them; without either number, the other takes what is left.
+    """Makes the mesh of all processes, `members` × `data` of them; a missing number follows from the other.
 
-    To be called by every process. Under `torchrun` it connects them first (`start`) where nobody has.
+    Call it in every process. Under `torchrun` it connects them first (`start`), if they are not connected yet.
 
     Args:
-        members: ranks that hold different members; None leaves all processes that `data` does not take.
-        data: ranks that see different rows; None is 1, or what `members` leaves.
-        statistics: "synchronised" gives batch norm the statistics of the whole batch, as one process would have;
-            "per rank" those of each rank's rows, which saves an exchange per layer and is another model.
-        batches: "whole" where every process's loader gives the same batches, of which `fit` takes the rows that are its own;
-            "parts" where each rank of the data axis reads its own rows, as many batches of as many rows as the others. A
-            loader with a `DistributedSampler` gives parts in any case.
+        members: number of ranks that hold different members; None is all processes divided by `data`.
+        data: number of ranks that see different rows; None is 1, or all processes divided by `members`.
+        statistics: "synchronised" gives batch norm the statistics of the whole batch, as in one process; "per rank" uses
+            each rank's rows, which saves an exchange per layer but is a different model.
+        batches: "whole" if every process's loader yields the same batches, of which `fit` takes this rank's rows; "parts" if
+            each rank of the data axis reads its own rows, in equally many batches of equal sizes. A loader with a
+            `DistributedSampler` always yields parts.
+
+    Returns:
+        A `Mesh`.
     """
     one_of("statistics", statistics, ("synchronised", "per rank"))
     one_of("batches", batches, ("whole", "parts"))

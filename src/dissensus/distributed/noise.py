@@ -1,8 +1,8 @@
-"""Noise of a training step: every process draws what one process would draw for the whole batch, and takes its part.
+"""Noise of a training step: every process draws the noise of the whole batch, as one process would, and takes its part.
 
-Random operations of a member's run come in a fixed order (`Draw`, found once by running members on two and on three rows). The
-axis that grows with the rows is the batch's; with all members at once, axis 0 is theirs. `WholeNoise` lets each of these
-operations draw for all rows and members, so that generators everywhere stand where those of one process would.
+The random operations of a member's run have a fixed order (`Draw`, found once by running members on two and on three rows).
+The axis that grows with the rows is the batch axis; with all members at once, axis 0 is the member axis. `WholeNoise` makes
+each operation draw for all rows and members, so that all generators have the state that those of one process would have.
 """
 
 from collections.abc import Callable, Sequence
@@ -109,8 +109,8 @@ def grown(two: torch.Size, three: torch.Size) -> tuple[int | None, int]:
     axis, per_row = axes[0], three[axes[0]] - two[axes[0]]
     if len(two) != len(three) or len(axes) > 1 or two[axis] != 2 * per_row:
         raise ValueError(
-            f"expected noise, and what members are compared in, with a row for each example, got shapes {tuple(two)} of two "
-            f"and {tuple(three)} of three examples; divide members alone: mesh(data=1)"
+            f"expected noise and z with a row for each example, got shapes {tuple(two)} for two and {tuple(three)} for three "
+            "examples; divide only members: mesh(data=1)"
         )
     return axis, per_row
 
@@ -119,7 +119,7 @@ def plan(two: list[Draw], three: list[Draw]) -> list[Draw]:
     """The draws of a run, with their axes, from those of two runs."""
     if [each.func for each in two] != [each.func for each in three]:
         raise ValueError(
-            "expected a network that draws the same random numbers whatever the batch, got one that chooses; train it on one "
+            "expected a network whose random operations do not depend on the batch, got one where they do; train it on one "
             'process, or pass fit(ranks="independent")'
         )
     for small, large in zip(two, three, strict=True):
@@ -169,7 +169,7 @@ class WholeNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
         draw = self.draws[self.position % len(self.draws)] if self.draws else None
         self.position += 1
         if draw is None or draw.func is not func:
-            raise ValueError(f"expected the random numbers of the first batch, got {func}; {ELSE}")
+            raise ValueError(f"expected the random operations of the first batch, got {func}; {ELSE}")
         shape = shape_of(func, args)
         full, here = self.whole(draw, shape)
         if not draw.drew or full == list(shape):

@@ -1,6 +1,6 @@
-"""Batch norm over the rows of all processes: the statistics that one process would have, to any derivative.
+"""Batch norm over the rows of all processes, with the statistics and all derivatives of one process.
 
-Sums over ranks are functions of autograd whose derivative is again a sum over ranks, and everything else is written out:
+Sums over ranks are autograd functions whose derivative is again a sum over ranks; everything else is written out:
 mean = Σ x / n, var = Σ (x − mean)² / n, n over all ranks.
 """
 

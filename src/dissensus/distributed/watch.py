@@ -1,4 +1,4 @@
-"""Ranks that hang are named: each says in the group's store what it does, and looks at the others once it waits in vain."""
+"""Finds ranks that hang: each rank reports its activity in the group's store, and checks the others if it waits too long."""
 
 import json
 import logging

@@ -1,1 +1,1 @@
-"""Figures: one function each, takes arrays, returns a figure of matplotlib, saves nothing."""
+"""Figures: each function takes arrays and returns a matplotlib figure; nothing is saved."""

@@ -1,4 +1,4 @@
-"""Figures of segmentations: what is in an image, what a method says of every pixel, and how sure it is there."""
+"""Figures of segmentations: the image, every method's classes, and its uncertainty in each pixel."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from dissensus.drawing.plots import STYLE, Array, short
 
-VOID, UNKNOWN = -1, -2  # labels of pixels that are of no class, and of classes that training was not told of
+VOID, UNKNOWN = -1, -2  # labels of pixels without a class, and of classes unknown in training
 PALETTE = (
     "#7fb5e6", "#a65a4a", "#e8c547", "#6b6f7a", "#c9b79c", "#3f8f4f", "#e2711d", "#7d5ba6", "#2457c5", "#c8e05a",
     "#5fd0c5", "#d9828b", "#8a6d1c", "#1f6f6b", "#b9a7e0", "#4a2f27", "#f4a261", "#9bc995", "#31356e", "#b0323a",
@@ -21,12 +21,12 @@ PALETTE = (
 VOID_COLOUR, UNKNOWN_COLOUR = "#000000", "#ff00ff"
 MARKS = {"unknown": UNKNOWN_COLOUR, "void": VOID_COLOUR}
 CONFIDENCE, EPISTEMIC = "cividis", "inferno"
-ZOOM = 3  # a window has this part of the image's height and width
-COLUMN = 2.1  # inches
+ZOOM = 3  # a window has 1/ZOOM of the image's height and width
+COLUMN = 2.1  # width of a column, inches
 
 
 class PixelMaps(NamedTuple):
-    """What one method says of an image, each (H, W): the class, its probability, the mutual information in nats."""
+    """One method's prediction for an image, each (H, W): the class, its probability, the mutual information in nats."""
 
     prediction: Array
     confidence: Array
@@ -34,30 +34,30 @@ class PixelMaps(NamedTuple):
 
 
 def class_colours(count: int) -> np.ndarray:
-    """(count, 3) uint8, one colour for each class; those of more classes than the palette has are darker."""
+    """(count, 3) uint8, one colour per class; classes beyond the palette get darker shades of it."""
     rounds = (divmod(i, len(PALETTE)) for i in range(count))
     return np.array([_rgb(PALETTE[i]) * 0.6**turn for turn, i in rounds]).reshape(count, 3).astype(np.uint8)
 
 
 def class_image(labels: Array, count: int) -> np.ndarray:
-    """(H, W, 3) uint8: labels (H, W) in the colours of `count` classes, UNKNOWN ones in their own, all others in black."""
+    """(H, W, 3) uint8: labels (H, W) in the colours of `count` classes; UNKNOWN has its own colour, other labels are black."""
     labels = np.asarray(labels).astype(int)
-    labels = np.where((labels >= count) | (labels < UNKNOWN), VOID, labels)  # 255, say
+    labels = np.where((labels >= count) | (labels < UNKNOWN), VOID, labels)  # such as 255
     table = np.concatenate([class_colours(count), [_rgb(UNKNOWN_COLOUR), _rgb(VOID_COLOUR)]]).astype(np.uint8)
     found: np.ndarray = table[labels]  # −1 and −2 are the last rows
     return found
 
 
 def heat_image(values: Array, *, largest: float, colours: str) -> np.ndarray:
-    """(H, W, 3) uint8: values (H, W) from 0 to `largest` in a colour map of matplotlib."""
+    """(H, W, 3) uint8: values (H, W) from 0 to `largest` in a matplotlib colour map."""
     shown = matplotlib.colormaps[colours](Normalize(0, largest, clip=True)(np.asarray(values, dtype=float)))
     return (255 * np.asarray(shown)[..., :3]).round().astype(np.uint8)
 
 
 def scene(image: Array, target: Array, methods: Mapping[str, PixelMaps], *, classes: Sequence[str]) -> Figure:
-    """The image (H, W, 3) and its truth (H, W), then a row for every method, all on the same scales.
+    """Draws the image (H, W, 3) and its truth (H, W), then one row per method, all on the same scales.
 
-    Where the truth has UNKNOWN pixels, the window with most of them is shown enlarged beside.
+    If the truth has UNKNOWN pixels, the window with most of them is shown enlarged.
     """
     target = np.asarray(target)
     window = densest_window(target == UNKNOWN)
@@ -66,7 +66,7 @@ def scene(image: Array, target: Array, methods: Mapping[str, PixelMaps], *, clas
     across, down = (5 if window else 3) * COLUMN + 0.5, COLUMN * height / width + 0.22
     legend = 0.75 + 0.2 * (-(-(len(classes) + 2) // 6))
     rows = len(methods) + 1
-    figure = Figure(figsize=(across, rows * down + legend))  # not through pyplot: nothing global is kept
+    figure = Figure(figsize=(across, rows * down + legend))  # not through pyplot, which keeps global state
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         grid = figure.subplots(rows, 5 if window else 3, squeeze=False)
         bottom, top = legend / figure.get_figheight(), 1 - 0.22 / figure.get_figheight()
@@ -92,7 +92,7 @@ def scene(image: Array, target: Array, methods: Mapping[str, PixelMaps], *, clas
 
 
 def densest_window(mask: Array) -> tuple[slice, slice] | None:
-    """Rows and columns of the window, a third of the image each way, with most of the mask (H, W); None of an empty one."""
+    """Rows and columns of the window, a third of the image each way, with most of the mask (H, W); None if it is empty."""
     mask = np.asarray(mask)
     if not mask.any():
         return None
@@ -100,7 +100,7 @@ def densest_window(mask: Array) -> tuple[slice, slice] | None:
     sums = np.pad(mask.astype(int).cumsum(0).cumsum(1), ((1, 0), (1, 0)))
     inside = sums[height:, width:] - sums[:-height, width:] - sums[height:, :-width] + sums[:-height, :-width]
     best = np.argwhere(inside == inside.max())
-    row, column = best[len(best) // 2]  # of several the one in the middle
+    row, column = best[len(best) // 2]  # the middle one of ties
     return slice(row, row + height), slice(column, column + width)
 
 
@@ -109,7 +109,7 @@ def _zoomed(shown: Sequence[tuple[str, Any]], window: tuple[slice, slice] | None
 
 
 def _row(line: Any, shown: Sequence[Any], window: tuple[slice, slice] | None, *, marked: Sequence[int]) -> None:
-    """Images with their names in a row of axes; None leaves a place empty. The window is framed in those that are marked."""
+    """Draws named images in a row of axes; None leaves a place empty. The window is framed in the `marked` images."""
     for i, axes in enumerate(line):
         each = shown[i] if i < len(shown) else None
         if each is None:
@@ -127,7 +127,7 @@ def _row(line: Any, shown: Sequence[Any], window: tuple[slice, slice] | None, *,
 
 
 def class_legend(classes: Sequence[str]) -> Figure:
-    """The names of classes with their colours, as predictions have them."""
+    """Legend entries: class names with their colours."""
     lines = -(-(len(classes) + 2) // 6)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.0, 0.3 + 0.2 * lines))
@@ -136,14 +136,14 @@ def class_legend(classes: Sequence[str]) -> Figure:
 
 
 def marks_in(labels: Array, count: int) -> list[str]:
-    """Which of "unknown" and "void" labels of `count` classes hold."""
-    labels = np.asarray(labels)
+    """Which of "unknown" and "void" occur among labels of `count` classes."""
+    labels = np.asarray(labels).astype(int)
     unknown, other = labels == UNKNOWN, (labels >= count) | (labels < 0)
     return [name for name, here in (("unknown", unknown), ("void", other & ~unknown)) if here.any()]
 
 
 def class_legend_below(figure: Figure, classes: Sequence[str], marks: Sequence[str]) -> None:
-    """The same under everything in a figure, in room that is added for it."""
+    """Adds this legend below a figure, which is enlarged for it; `marks`: as from `marks_in`."""
     width, height = figure.get_size_inches()
     room = 0.1 + 0.2 * -(-(len(classes) + 2) // 6)
     figure.set_size_inches(width, height + room)
@@ -163,7 +163,7 @@ def _class_names(
 
 
 def _legends(figure: Figure, classes: Sequence[str], largest: float, marks: Sequence[str]) -> None:
-    """The classes with their colours, and the two scales, below everything."""
+    """Adds the legend of classes and the two colour scales below the figure."""
     _class_names(figure, classes, marks, loc="lower center")
     width, height = figure.get_size_inches()
     base = 0.42 + 0.2 * (-(-(len(classes) + 2) // 6))

@@ -1,4 +1,4 @@
-"""Figures as notebooks show them."""
+"""Figures for notebooks."""
 
 import io
 from functools import partial
@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 
 def shown(figure: Figure) -> Figure:
-    """The figure on white, with a picture of its own: without pyplot a notebook would show its name."""
+    """The figure on white, with a PNG representation: without pyplot a notebook would show only its name."""
     figure.set_facecolor("white")
     figure._repr_png_ = partial(_png, figure)  # type: ignore[attr-defined]
     return figure

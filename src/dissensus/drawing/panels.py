@@ -1,4 +1,4 @@
-"""Figures of what one can look at: every method in a panel of its own, all on the same scales."""
+"""Figures with one panel per method, all on the same scales."""
 
 import math
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from dissensus.drawing.plots import INK, STYLE, Array, short
 
-COLUMNS = 5  # in a row, at most
-POINTS = 200  # of a member's thin line: ten of them in each of ten panels are much to write down
+COLUMNS = 5  # most panels in a row
+POINTS = 200  # most points of a member's line: ten lines in each of ten panels make large files
 
 
 class Band(NamedTuple):
-    """What one method says along a line."""
+    """One method's prediction along a line."""
 
     mean: Array  # (n,)
     sd: Array  # (n,) of the members' means
@@ -27,7 +27,7 @@ class Band(NamedTuple):
 def bands(
     where: Array, methods: Mapping[str, Band], *, seen: tuple[Array, Array], palette: Mapping[str, str]
 ) -> Figure:
-    """Mean, ±3 standard deviations and some members of every method over the data; where (n,), seen (N,) and (N,)."""
+    """Draws mean, ±3 standard deviations and some members of every method; where: (n,), seen: data (N,) and (N,)."""
     where, (x, y) = np.asarray(where), (np.asarray(each) for each in seen)
     low, high = _limits(methods, y)
     thinner = max(1, len(where) // POINTS)
@@ -51,7 +51,7 @@ def entropy_maps(
     largest: float,
     seen: tuple[Array, Array],
 ) -> Figure:
-    """Entropy over the plane of every method, 0 to `largest`; squares (side, side), seen points (N, 2) and classes (N,)."""
+    """Draws every method's entropy over the plane, 0 to `largest`; squares (side, side), seen: points (N, 2), classes (N,)."""
     points, classes = (np.asarray(each) for each in seen)
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure, panels = _grid(len(squares), aspect=0.85, xlabel="first input", ylabel="second input")
@@ -65,7 +65,7 @@ def entropy_maps(
     return figure
 
 
-LEVELS = 24  # of contours
+LEVELS = 24  # contour levels
 
 
 def surfaces(
@@ -75,9 +75,9 @@ def surfaces(
     ylabel: str = "",
     highest: float | None = None,
 ) -> Figure:
-    """Contours of losses (P, Q) at places x and y (P, Q), logarithmic and alike in all panels, with points marked by name.
+    """Draws contours of losses (P, Q) at x and y (P, Q), on one logarithmic scale, with named points.
 
-    highest: what lies above it has its colour; three hundred times the lowest loss where it is not given.
+    highest: losses above it get its colour; by default three hundred times the lowest loss.
     """
     every = np.concatenate([np.asarray(loss, float).ravel() for _, _, loss, _ in losses.values()])
     finite = every[np.isfinite(every)]
@@ -106,7 +106,7 @@ def surfaces(
 
 
 def _limits(methods: Mapping[str, Band], y: Any) -> tuple[float, float]:
-    """Of the vertical axis: the data with room around them, more where means ask for it, and never an outlier's."""
+    """Limits of the vertical axis: the data with a margin, extended for the means, without outliers."""
     span = np.ptp(y)
     means = np.concatenate([np.asarray(band.mean) for band in methods.values()])
     low, high = min(y.min(), np.quantile(means, 0.02)), max(y.max(), np.quantile(means, 0.98))
@@ -115,25 +115,25 @@ def _limits(methods: Mapping[str, Band], y: Any) -> tuple[float, float]:
 
 
 def _grid(count: int, *, aspect: float, xlabel: str, ylabel: str) -> tuple[Figure, list[Any]]:
-    """A labelled figure with so many axes in rows as equal as can be, all of the same scales."""
+    """A labelled figure with `count` axes in rows of nearly equal length, all on the same scales."""
     rows = math.ceil(count / COLUMNS)
     columns = math.ceil(count / rows)
     width = max(2.3 * columns, 4.6)
     height = rows * ((width - 0.8) / columns * aspect + 0.3) + 0.55
-    figure = Figure(figsize=(width, height), layout="constrained")  # not through pyplot: nothing global is kept
+    figure = Figure(figsize=(width, height), layout="constrained")  # not through pyplot, which keeps global state
     flat = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
     figure.supxlabel(xlabel, size="medium")
     figure.supylabel(ylabel, size="medium")
-    flat[0].xaxis.set_major_locator(MaxNLocator(4, prune="both"))  # shared; ends would meet those of the next panel
+    flat[0].xaxis.set_major_locator(MaxNLocator(4, prune="both"))  # shared; end labels would touch the next panel
     for unused in flat[count:]:
         unused.set_axis_off()
-    for shown in flat[count - columns : count]:  # also the last panel of a column that is cut short
+    for shown in flat[count - columns : count]:  # also the last panel of a shorter column
         shown.xaxis.set_tick_params(labelbottom=True)
     return figure, flat[:count]
 
 
 def implicit(before: Array, after: Array, *, largest: float, title: str) -> Figure:
-    """Images (n, C, H, W) and what becomes of each in S ways (n, S, C, H, W), the change under it, from −largest to largest."""
+    """Draws images (n, C, H, W), S changed versions of each (n, S, C, H, W), and below them the change, ±largest."""
     before, after = np.asarray(before), np.asarray(after)
     n, columns = len(before), after.shape[1] + 1
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):

@@ -1,7 +1,7 @@
 """One function per figure: takes arrays, returns a figure, saves nothing.
 
-Text and axes are drawn in INK; a report on a page replaces that colour by the page's own, so that figures are readable
-on light and on dark ground. Methods have one colour each, given by `colours`.
+Text and axes are drawn in INK. A report replaces that colour by the page's text colour, so that figures are readable on
+light and dark backgrounds. Each method has one colour, given by `colours`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ INK = "#123456"
 PALETTE = (
     "#4c8bc9", "#e0803a", "#35a06f", "#a678d8", "#d4566b", "#29a3a8", "#ac7f52", "#d46eae", "#8f959e", "#a5a13a",
 )  # fmt: skip
-ROOM_INSIDE = 4  # names of methods in a legend among the data
+ROOM_INSIDE = 4  # most names in a legend inside the axes
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 INKED = ["text.", "axes.label", "axes.edge", "axes.title", "xtick.", "ytick.", "grid.", "legend.label"]
 STYLE: dict[Any, Any] = {
@@ -38,7 +38,7 @@ STYLE: dict[Any, Any] = {
     "lines.linewidth": 1.6,
     "legend.frameon": False,
     "svg.fonttype": "path",
-    "text.parse_math": False,  # names are text, whatever is in them
+    "text.parse_math": False,  # names are plain text, never formulas
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
@@ -50,7 +50,7 @@ POWER = FuncFormatter(lambda value, _: f"10{str(round(np.log10(value))).translat
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
-    """Name -> colour, in order; the first ones differ most. More names than the palette has get darker ones of the same."""
+    """Name -> colour, in order; the first ones differ most. Names beyond the palette get darker shades of it."""
     rounds = [divmod(i, len(PALETTE)) for i in range(len(names))]
     return {name: darker(PALETTE[i], 0.55**turn) for name, (turn, i) in zip(names, rounds, strict=True)}
 
@@ -62,28 +62,28 @@ def darker(colour: str, share: float) -> str:
 
 
 class Curve(NamedTuple):
-    """Points to draw; `look` says how, in the keywords of `Axes.errorbar`: color, marker, linestyle, yerr …"""
+    """Points to draw; `look`: keywords of `Axes.errorbar`, such as color, marker, linestyle, yerr."""
 
     x: Array
     y: Array
     label: str
     look: Mapping[str, Any]
-    band: tuple[Array, Array] | None = None  # lower and upper ends of an area around it
+    band: tuple[Array, Array] | None = None  # lower and upper ends of a shaded band
 
 
 class Panel(NamedTuple):
-    """Curves on one pair of axes; `axes` are keywords of `Axes.set`: title, xlabel, ylabel, xscale, ylim …"""
+    """Curves on one pair of axes; `axes`: keywords of `Axes.set`, such as title, xlabel, ylabel, xscale, ylim."""
 
     curves: Sequence[Curve]
     axes: Mapping[str, Any]
     percent: str = ""  # axes of shares: "x", "y" or "xy"
-    ticks: Sequence[float] = ()  # of the horizontal axis; matplotlib's where there are none
+    ticks: Sequence[float] = ()  # of the horizontal axis; () uses matplotlib's
 
 
 def curve_figure(
     panels: Sequence[Panel], *, size: tuple[float, float] = (WIDTH, HEIGHT), rows: int = 1, note: str | None = None
 ) -> Figure:
-    """The panels in so many rows of a figure of this size in inches, to which a legend adds where it is below; its title."""
+    """Draws the panels in `rows` rows; size: inches, to which a legend below adds; note: title of the legend."""
     with matplotlib.rc_context(STYLE):
         figure, grid = _figure(rows, -(-len(panels) // rows), size=size, squeeze=False)
         for axes, panel in zip(grid.flat, panels, strict=True):
@@ -110,7 +110,7 @@ DIAGONAL = Curve(
 
 
 def reliability(counts: Array, confidence: Array, accuracy: Array, edges: Array, *, title: str, colour: str) -> Figure:
-    """Accuracy against confidence by bin, with the gap to the diagonal, over the histogram of confidences."""
+    """Draws accuracy against confidence by bin, with the gap to the diagonal, above the histogram of confidences."""
     counts, confidence, accuracy, edges = map(np.asarray, (counts, confidence, accuracy, edges))
     held = counts > 0
     left, width = edges[:-1][held], np.diff(edges)[held]
@@ -135,7 +135,7 @@ def reliability(counts: Array, confidence: Array, accuracy: Array, edges: Array,
 
 
 def ood_histogram(inside: Array, foreign: Mapping[str, Array], *, score: str, title: str, colour: str) -> Figure:
-    """Densities of a score on test inputs (filled) and on each set of foreign inputs (lines)."""
+    """Draws histograms of a score on test inputs (filled) and on each set of foreign inputs (lines)."""
     inside = np.asarray(inside)
     everything = np.concatenate([inside, *map(np.asarray, foreign.values())])
     logarithmic = score in ("max_probability", "entropy", "mutual_information", "variance", "epistemic")
@@ -169,7 +169,7 @@ def ood_histogram(inside: Array, foreign: Mapping[str, Array], *, score: str, ti
 
 
 def roc(curves: Mapping[str, tuple[Array, Array, float]], *, title: str, palette: Mapping[str, str]) -> Figure:
-    """ROC curves (false positive rate, true positive rate, area) of each method; OOD is positive."""
+    """Draws the ROC curve (false positive rate, true positive rate, area) of each method; OOD is positive."""
     drawn = [
         Curve(*_thinned(fpr, tpr), f"{short(name)}  {100 * area:.2f} %", {"color": palette[name]})
         for name, (fpr, tpr, area) in curves.items()
@@ -182,10 +182,10 @@ def roc(curves: Mapping[str, tuple[Array, Array, float]], *, title: str, palette
 def risk_coverage_figure(
     curves: Mapping[str, tuple[Array, Array]], *, risk: str, percent: bool, palette: Mapping[str, str]
 ) -> Figure:
-    """Risk that is left when only the surest inputs are answered, against the share that is."""
+    """Draws the risk of the most certain inputs against their share."""
     drawn = [Curve(*_thinned(*each), short(name), {"color": palette[name]}) for name, each in curves.items()]
     highest = max(np.max(curve.y) for curve in drawn)
-    axes = {"xlabel": "inputs answered, surest first", "ylabel": risk, "title": "Risk and coverage"}
+    axes = {"xlabel": "inputs answered, most certain first", "ylabel": risk, "title": "Risk and coverage"}
     limits = {"xlim": (0, 1), "ylim": (0, 1.05 * highest or 1)}
     return curve_figure([Panel(drawn, axes | limits, percent="xy" if percent else "x")])
 
@@ -198,7 +198,7 @@ def corruption_panel(
     percent: bool,
     palette: Mapping[str, str],
 ) -> Panel:
-    """A metric against the severity of corruption, types pooled; severity 0 is the same inputs, clean."""
+    """A metric against the severity of corruption, types pooled; severity 0 is the clean inputs."""
     x = [0, *severities]
     drawn = [
         Curve(x, [clean, *np.asarray(damaged)], short(name), {"color": palette[name], **marked(i)})
@@ -217,7 +217,7 @@ def cost_scatter(
     palette: Mapping[str, str],
     better: Literal["high", "low"],
 ) -> Figure:
-    """Quality against cost (cost, value, interval), one point a method; the cost axis is logarithmic."""
+    """Draws quality against cost (cost, value, interval), one point per method; the cost axis is logarithmic."""
     drawn = []
     for i, (name, (spent, value, interval)) in enumerate(points.items()):
         bars = None if interval is None else [[max(value - interval[0], 0)], [max(interval[1] - value, 0)]]
@@ -229,13 +229,13 @@ def cost_scatter(
     labels = {"xlabel": cost, "ylabel": quality, "title": title}
     figure = curve_figure([Panel(drawn, axes | labels, percent="y" * percent)])
     low, high = figure.axes[0].get_ylim()
-    if percent:  # the room around points may pass what a share can be
+    if percent:  # the margin around points may exceed 0 to 1
         figure.axes[0].set_ylim(max(low, 0.0), min(high, 1.005))
     return figure
 
 
 def interval_coverage_figure(cumulative: Mapping[str, Array], *, palette: Mapping[str, str]) -> Figure:
-    """Share of targets inside central intervals against their level, of P(Y ≤ y) at the targets."""
+    """Draws the share of targets inside central intervals against their level, from P(Y ≤ y) at the targets."""
     levels, drawn = np.linspace(0, 1, 101), [DIAGONAL._replace(label="calibrated")]
     for name, values in cumulative.items():
         inside = np.sort(np.abs(2 * np.asarray(values).ravel() - 1))
@@ -256,29 +256,29 @@ SCORE_LABELS = {
 
 
 def short(name: str, length: int = 24) -> str:
-    """The name, cut where a figure has no room for it, without characters that no font draws."""
+    """The name, shortened to `length` characters, without characters that fonts cannot draw."""
     name = name.translate(CONTROL)
     return name if len(name) <= length else f"{name[: length - 1]}…"
 
 
 def marked(i: int, *, size: float = 4.5) -> dict[str, Any]:
-    """The look of the i-th of several curves by its marker."""
+    """Marker keywords of the i-th curve."""
     return {"marker": MARKERS[i % len(MARKERS)], "markersize": size}
 
 
 def _figure(
     rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (WIDTH, HEIGHT), gap: float = 0.8, **keywords: Any
 ) -> tuple[Figure, Any]:
-    figure = Figure(figsize=size)  # not through pyplot: nothing global is kept
+    figure = Figure(figsize=size)  # not through pyplot, which keeps global state
     axes = figure.subplots(rows, columns, **keywords)
     _margins(figure, gap=gap)
     return figure, axes
 
 
 def _margins(figure: Any, *, below: float = 0.0, gap: float = 0.8) -> None:
-    """Room for ticks and labels, all in inches: `gap` between rows, `below` under everything.
+    """Sets margins for ticks and labels, in inches: `gap` between rows, `below` under the figure.
 
-    A layout engine of matplotlib would find it too, and take as long as the drawing itself.
+    matplotlib's layout engine would do the same, but takes as long as the drawing itself.
     """
     (width, height), (rows, columns) = figure.get_size_inches(), figure.axes[0].get_gridspec().get_geometry()
     left, right, top, bottom, between = 0.87, 0.25, 0.32, 0.52 + below, 0.8
@@ -290,7 +290,7 @@ def _margins(figure: Any, *, below: float = 0.0, gap: float = 0.8) -> None:
 
 
 def _legend(figure: Figure, title: str | None = None) -> None:
-    """Names of curves: among few of them in one panel, below the axes where they would lie on the data or are for several."""
+    """Adds the legend: inside the axes for few curves in one panel, else below them."""
     handles = {label: h for axes in figure.axes for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if len(figure.axes) == 1 and 0 < len(handles) <= ROOM_INSIDE:
         figure.axes[0].legend(loc="best", title=title, title_fontsize=8.5)
@@ -307,7 +307,7 @@ def _legend(figure: Figure, title: str | None = None) -> None:
 
 
 def _log_ticks(axis: Any) -> None:
-    """As many labels as there is room for, as numbers or as powers of ten: text here is never parsed as mathematics."""
+    """Sets as many labels as fit, as numbers or powers of ten; text is never parsed as mathematics here."""
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 100 else (1.0, 2.0, 5.0), numticks=7))
     axis.set_major_formatter(POWER if high / low > 1e4 or high > 1e6 else FuncFormatter(lambda value, _: f"{value:g}"))

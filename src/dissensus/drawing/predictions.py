@@ -1,4 +1,4 @@
-"""Figures of one prediction, over what its inputs are: a line, a plane, or images; and of a training run."""
+"""Figures of one prediction over a line, a plane or images, and of a training run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +11,14 @@ from matplotlib.ticker import MaxNLocator
 from dissensus.drawing.maps import CONFIDENCE, EPISTEMIC, class_image, class_legend_below, heat_image, marks_in
 from dissensus.drawing.plots import INK, PALETTE, STYLE, Array, Curve, Panel, curve_figure, marked, short
 
-MOST = 8  # images
+MOST = 8  # most images shown
 Seen = tuple[Array, Array]
 
 
 def line(
     x: Array, mean: Array, interval: tuple[Array, Array], members: Array, *, level: float, seen: Seen | None = None
 ) -> Figure:
-    """A regression over x (B,): mean (B, D) with its central interval, members (M, B, D) as thin lines; a panel per output."""
+    """Draws a regression over x (B,): mean (B, D), central interval, members (M, B, D) as thin lines; one panel per output."""
     order = np.argsort(x)
     x, colour, panels = np.asarray(x)[order], PALETTE[0], []
     for d in range(mean.shape[1]):
@@ -36,9 +36,9 @@ def line(
 
 
 def plane(points: Array, values: Array, *, label: str, seen: Seen | None = None) -> Figure:
-    """Values (B,) over points (B, 2) of the plane, on a grid or not; seen points (N, 2) with their targets (N,)."""
+    """Draws values (B,) at points (B, 2) of the plane, on a grid or not; seen: points (N, 2) and targets (N,)."""
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
-        figure = Figure(figsize=(4.6, 3.6), layout="constrained")  # not through pyplot: nothing global is kept
+        figure = Figure(figsize=(4.6, 3.6), layout="constrained")  # not through pyplot, which keeps global state
         axes = figure.subplots()
         across, up = np.asarray(points, float).T
         filled = axes.tripcolor(across, up, np.asarray(values, float), shading="gouraud", cmap="viridis")
@@ -53,7 +53,7 @@ def plane(points: Array, values: Array, *, label: str, seen: Seen | None = None)
 def pixels(
     images: Array | None, probabilities: Array, epistemic: Array, *, classes: Sequence[str], truth: Array | None = None
 ) -> Figure:
-    """A row for each image (B, C, H, W): itself, its truth (B, H, W) where given, classes, confidence, mutual information."""
+    """Draws one row per image (B, C, H, W): image, truth (B, H, W) if given, classes, confidence, mutual information."""
     count = probabilities.shape[1]
     largest = float(np.quantile(epistemic, 0.998)) or 1.0
     rows = []
@@ -76,7 +76,7 @@ def pixels(
 
 
 def answers(images: Array, probabilities: Array, epistemic: Array, *, classes: Sequence[str]) -> Figure:
-    """Images (B, C, H, W), each with the class it is given, the confidence and the mutual information in nats."""
+    """Draws images (B, C, H, W) with their predicted class, the confidence and the mutual information in nats."""
     said = []
     for image, each, apart in zip(images[:MOST], probabilities, epistemic, strict=False):
         best = int(each.argmax())
@@ -86,7 +86,7 @@ def answers(images: Array, probabilities: Array, epistemic: Array, *, classes: S
 
 
 def image_grid(rows: Sequence[Sequence[tuple[str, Any]]]) -> Figure:
-    """Images (H, W, 3) with their titles."""
+    """Draws images (H, W, 3) with their titles."""
     columns, (height, width) = max(map(len, rows)), rows[0][0][1].shape[:2]
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(2.1 * columns, len(rows) * (2.1 * height / width + 0.4)), layout="constrained")
@@ -101,7 +101,7 @@ def image_grid(rows: Sequence[Sequence[tuple[str, Any]]]) -> Figure:
 
 
 def picture(image: Array) -> Any:
-    """(H, W, 3) from 0 to 1 of an image (C, H, W) in any units: those in [0, 1] stay, others are stretched."""
+    """(H, W, 3) in [0, 1] from an image (C, H, W) in any units: values in [0, 1] are kept, others are rescaled."""
     shown = np.asarray(image, float)
     if shown.min() < 0 or shown.max() > 1:
         shown = (shown - shown.min()) / (np.ptp(shown) or 1.0)
@@ -110,7 +110,7 @@ def picture(image: Array) -> Any:
 
 
 def training(losses: Array, validation: Array, *, best: int | None) -> Figure:
-    """Losses (E, M) of the members and NLL on validation (E,), NaN where there is none, over epochs from 1."""
+    """Draws the members' losses (E, M) and the validation NLL (E,), NaN if unmeasured, over epochs from 1."""
     epochs = np.arange(1, len(losses) + 1)
     thin = {"color": PALETTE[0], "alpha": 0.35, "linewidth": 0.7}
     several = losses.shape[1] > 1

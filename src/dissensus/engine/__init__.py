@@ -30,15 +30,15 @@ def build_step(
     precision: torch.dtype | None = None,
     accumulate: int = 1,
 ) -> tuple[Step, Plan]:
-    """(a training step, the plan it follows), for batches like this one and a run of this many steps.
+    """(a training step, its plan) for batches like this one and a run of this many steps.
 
-    With "auto", members run one after the other where there is not enough memory for all at once.
+    With "auto", members run one after the other if there is not enough memory for all at once.
     """
     lay_out(posterior)  # first: the optimiser's states follow
     if memory is not None:
         log.info("training needs %s", memory)
         if engine == "auto" and not memory.fits(posterior.device):
-            log.info("members run one after the other: the memory for all at once is not there")
+            log.info("members run one after the other: there is not enough memory for all at once")
             engine = "loop"
     chosen = make_plan(engine, posterior, batch, precision=precision, steps=steps)
     step = EagerStep(

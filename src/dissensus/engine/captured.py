@@ -1,7 +1,7 @@
 """The whole training step in one CUDA graph: forward, backward, clipping, optimiser and the method's clock.
 
-A graph is captured for a shape of batch once that shape has come a few times. Other batches (the first ones, a last partial
-one) run as plain steps, with the same results. So does all that cannot be captured; the log says so once.
+A graph is captured for a batch shape once that shape has occurred a few times. Other batches (the first ones, a smaller last
+one) run as plain steps, with the same results. So do steps that cannot be captured, which is logged once.
 """
 
 from collections.abc import Hashable
@@ -16,7 +16,7 @@ from dissensus.engine.optimisers import can_be_captured, make_capturable
 
 
 class CapturedStep(Captured):
-    """One optimiser step of all members per batch, replayed from the graph of the batch's shape where there is one."""
+    """One optimiser step of all members per batch, replayed from the graph for the batch's shape if there is one."""
 
     what = "the training step"
     warm_up = 3  # these steps train like any others
@@ -26,10 +26,12 @@ class CapturedStep(Captured):
         self.step = step
         self.finish, self.check = step.finish, step.check
         self.posterior = step.posterior
-        self.gradients: dict[Hashable, list[tuple[Tensor, Tensor | None]]] = {}  # what a graph writes, by parameter
-        self.shown: Graph | None = None  # whose gradients `.grad` is
+        self.gradients: dict[
+            Hashable, list[tuple[Tensor, Tensor | None]]
+        ] = {}  # parameters and the gradients that a graph writes
+        self.shown: Graph | None = None  # the graph whose gradients are in `.grad`
         self.side = torch.cuda.Stream()
-        # A method's own `observe` may do what a graph cannot hold: then it is called after each replay.
+        # A method's own `observe` may do things that cannot be captured; it is then called after each replay.
         self.observes = not self.posterior.observes
         self.restore = (
             make_capturable(step.optimizer, self.posterior.device) if can_be_captured(step.optimizer) else None
@@ -37,7 +39,7 @@ class CapturedStep(Captured):
         if self.restore is None:
             self.give_up(f"{type(step.optimizer).__name__} has no step that can be captured")
         if not self.posterior.capturable:
-            self.give_up(f"{type(self.posterior).__name__} does not do the same at every step")
+            self.give_up(f"{type(self.posterior).__name__} does different things at different steps")
         if step.accumulate > 1:
             self.give_up("gradients are accumulated over several batches")
 
@@ -65,7 +67,7 @@ class CapturedStep(Captured):
         return self.step.way if self.failed else f"{self.step.way}+captured"
 
     def close(self) -> None:
-        """Gives the optimiser its settings back and frees the graphs."""
+        """Restores the optimiser's settings and frees the graphs."""
         torch.cuda.synchronize()
         self.graphs.clear()
         self.gradients.clear()
@@ -75,7 +77,7 @@ class CapturedStep(Captured):
         self.step.close()
 
     def _plain(self, batch: Batch) -> Tensor:
-        # On a side stream: memory that is allocated before a capture must not be tied to the default stream.
+        # On a side stream: memory allocated before a capture must not belong to the default stream.
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
             losses = self.step(batch)
@@ -83,9 +85,9 @@ class CapturedStep(Captured):
         return losses
 
     def _capture(self, key: Hashable, batch: Batch) -> Graph | None:
-        # Every replay reads its batch from these tensors, into which it is copied: the loader's own may be gone by then.
+        # Batches are copied into these tensors, which every replay reads: the loader's own tensors may be freed by then.
         steps, held = self.posterior.steps.clone(), batch.map(torch.clone)
-        self.posterior.zero_grad(set_to_none=True)  # all of them: what is there would be added to at every replay
+        self.posterior.zero_grad(set_to_none=True)  # all gradients: existing ones would be added to at every replay
         generators = getattr(self.step.optimizer, "generators", ())
         graph = self.capture(key, lambda: self.step(held, observe=self.observes), held.tensors(), generators)
         if graph is None:

@@ -1,6 +1,6 @@
-"""Prediction from CUDA graphs: for a shape of batch that comes again, a graph is captured and replayed, with the same results.
+"""Prediction from CUDA graphs: for a batch shape that recurs, a graph is captured and replayed, with the same results.
 
-With small batches, launches cost more than arithmetic: ten ResNets on 16 images take 18 ms when called, 2 ms from a graph.
+For small batches, kernel launches cost more than arithmetic: ten ResNets on 16 images take 18 ms, and 2 ms from a graph.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from dissensus.numerics.randomness import same_random_state
 
 
 class CapturedFunction(Captured):
-    """A function of a batch that runs drawn members; on a GPU replayed from a graph for batches of a shape seen before.
+    """A function of a batch that runs drawn members; on a GPU it is replayed from a graph for shapes seen before.
 
-    `context()`: what the function is called in (evaluation mode, mixed precision). `lanes`: whether members may run on
-    streams side by side, for which a compiled function would have to be compiled anew. The members' tensors must stay
-    where they are for as long as this object is used.
+    `context()`: the context in which the function is called (eval mode, mixed precision). `lanes`: whether members may run
+    in parallel on streams, for which a compiled function would be compiled again. The members' tensors must not be moved
+    while this object is in use.
     """
 
     what = "prediction"
@@ -63,7 +63,7 @@ class CapturedFunction(Captured):
             return self.function(x)
 
     def _beside(self, x: Inputs) -> tuple[Tensor, ...]:
-        """function(x) with members on streams side by side, where they may be."""
+        """function(x) with members in parallel on streams, if `lanes` allows it."""
         if not self.lanes:
             return self.function(x)
         with self.drawn.particles.runner.in_lanes(Lanes().for_members(self.drawn.members)):

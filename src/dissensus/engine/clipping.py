@@ -1,40 +1,38 @@
-"""Gradient clipping that does not couple members: by the norm of each member's own tensors, and by that of shared ones."""
+"""Gradient clipping per member: by the norm of each member's own gradients, and by that of shared ones."""
 
 import torch
 from torch import Tensor
 
 from dissensus.core.particles import Particles
+from dissensus.numerics.divided import here, is_divided, joined
 
 
 def clip_members(particles: Particles, largest: float) -> Tensor:
-    """(M,) norms before clipping; scales gradients, own ones member by member, to norms of at most `largest`."""
+    """Scales gradients in place, each member's own ones separately, to norms of at most `largest`; (M,) norms before."""
     own = [p.grad for p in particles.own_parameters().values() if p.grad is not None]
     shared = [p.grad for p in particles.shared_parameters().values() if p.grad is not None]
     if not own and not shared:
         return torch.zeros(particles.members)
     found = []
-    if particles.fully:
-        return _clip_divided(shared, largest)
     for gradients in (own, [g.unsqueeze(0) for g in shared]):  # (M, ...), (1, ...)
         if gradients:
-            # In float32 at least: a norm that overflows in float16 would clip every gradient to zero.
-            full = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
-            norms = (
-                torch.stack([gradient.reshape(len(gradient), -1).square().sum(1) for gradient in full]).sum(0).sqrt()
-            )
+            norms = _squares(gradients).sum(0).sqrt()
             factor = (largest / norms.clamp(min=1e-12)).clamp(max=1.0)
-            for gradient in gradients:
+            for gradient in map(here, gradients):
                 gradient.mul_(factor.to(gradient.dtype).reshape(-1, *[1] * (gradient.ndim - 1)))
             found.append(norms)
     return found[0]
 
 
-def _clip_divided(gradients: list[Tensor], largest: float) -> Tensor:
-    """(1,) the same of one network, of whose gradients (`fully_shard`) this process has a part."""
-    divided = [gradient for gradient in gradients if hasattr(gradient, "full_tensor")]
-    plain = [gradient for gradient in gradients if not hasattr(gradient, "full_tensor")]
-    squares: Tensor = torch.nn.utils.get_total_norm(divided).full_tensor().square()  # type: ignore[attr-defined]
-    norm = (squares + sum(gradient.square().sum() for gradient in plain)).sqrt()
-    torch._foreach_mul_(gradients, (largest / norm.clamp(min=1e-12)).clamp(max=1.0).item())
-    found: Tensor = norm[None]
-    return found
+def _squares(gradients: list[Tensor]) -> Tensor:
+    """(T, M) squares of each tensor's norm, member by member."""
+    # In float32 at least: a norm that overflows in float16 would clip every gradient to zero.
+    full = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
+    return torch.stack(
+        [
+            joined(each.square().sum(tuple(range(1, each.ndim))))
+            if is_divided(each)
+            else each.reshape(len(each), -1).square().sum(1)
+            for each in full
+        ]
+    )

@@ -1,4 +1,4 @@
-"""The plain training step: zero gradients, find new ones, check that all is finite, clip, step, observe."""
+"""The plain training step: zero gradients, compute new ones, check that they are finite, clip, step, observe."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -16,7 +16,7 @@ from dissensus.engine.optimisers import fuse
 
 
 class EagerStep:
-    """One optimiser step of all members per `accumulate` batches, as on one large one; gradients by any strategy."""
+    """One optimiser step of all members per `accumulate` batches, equal to a step on one large batch."""
 
     def __init__(
         self,
@@ -34,22 +34,22 @@ class EagerStep:
         self.clip = clip
         self.precision = precision
         self.accumulate = accumulate
-        self.pending = 0  # batches whose gradients wait for a step
-        self.gathered = torch.zeros(())  # the weight of what counts in them
+        self.pending = 0  # batches accumulated since the last step
+        self.gathered = torch.zeros(())  # total weight of their examples
         self._restore = fuse(optimizer)
         self.guard = Guard(posterior, optimizer, host=posterior.device.type == "cpu")
 
     def __call__(self, batch: Batch, *, observe: bool = True) -> Tensor:
         """(M,) losses on the batch; every `accumulate` batches the optimiser steps. Raises Diverged before a bad step.
 
-        A CUDA graph can hold it where one batch is a step. `observe`: whether the method may look at the weights afterwards.
+        It can be captured in a CUDA graph if one batch is a step. `observe`: whether to call the method's `observe` afterwards.
         """
         if self.pending == 0:
-            # Zeroed before backward, not after the step: trackers read gradients in observe. All of them, not only those
-            # that the optimiser holds: the others would grow from step to step, and they count in the norm for clipping.
+            # Zeroed before backward, not after the step, because recorders read gradients in observe. All gradients, not only
+            # those of the optimiser: the others would grow from step to step, and they count in the norm for clipping.
             self.posterior.zero_grad(set_to_none=True)
             self.guard.begin(several=self.accumulate > 1)
-        number, self.pending = self.pending + 1, 0  # where the batch raises, those before it are dropped
+        number, self.pending = self.pending + 1, 0  # if this batch raises, the accumulated ones are dropped
         losses = self._batch(batch, number)
         if number < self.accumulate:
             self.pending = number
@@ -58,7 +58,7 @@ class EagerStep:
         return losses
 
     def finish(self) -> None:
-        """Steps with the gradient of the batches that wait for a step, if any do."""
+        """Steps with the gradients accumulated so far, if there are any."""
         if self.pending == 0:
             return
         self.pending = 0
@@ -73,15 +73,15 @@ class EagerStep:
         return str(getattr(self.strategy, "name", "auto"))
 
     def check(self) -> None:
-        """Raises Diverged for bad steps that a GPU has skipped since, and where weights are not finite."""
+        """Raises Diverged if a GPU has skipped bad steps, or if weights are not finite."""
         self.guard.check()
 
     def close(self) -> None:
-        """Gives the optimiser its settings back."""
+        """Restores the optimiser's settings."""
         self._restore()
 
     def _batch(self, batch: Batch, number: int) -> Tensor:
-        """(M,) losses of a step's batch `number` (from 1); gradients go to `.grad`, statistics where all is finite."""
+        """(M,) losses of a step's batch `number` (from 1); sets `.grad`, and batch statistics if all is finite."""
         with autocast(self.posterior.device, self.precision):
             found = seam.find(self.posterior, batch, self.strategy, self.guard.look_unmixed)
         seam.add_gradients(self.posterior, found.gradients, share=self._share(batch, number, found.losses.dtype))
@@ -90,9 +90,9 @@ class EagerStep:
         return found.losses
 
     def _share(self, batch: Batch, number: int, dtype: torch.dtype) -> Tensor | None:
-        """() how much of the step so far the batch is, by the weights of entries that count; None for a step of one batch.
+        """() the batch's share of the weight accumulated so far; None for a step of one batch.
 
-        Each batch's loss is a mean, Σ w ℓ / Σ w. Their mean by these shares is the loss of one large batch.
+        Each batch's loss is a mean, Σ w ℓ / Σ w. Their mean, weighted by these shares, is the loss of one large batch.
         """
         if self.accumulate == 1:
             return None
@@ -115,8 +115,8 @@ class EagerStep:
 
 
 def autocast(device: torch.device, precision: torch.dtype | None) -> AbstractContextManager[object]:
-    """The context of mixed precision on the device; an empty one where precision is None."""
+    """The context of mixed precision on the device; an empty one if precision is None."""
     if precision is None:
         return nullcontext()
-    # Without a cache of cast weights: members on other streams would read a copy that is still being written.
+    # Without a cache of cast weights: members on other streams could read a copy that is still being written.
     return torch.autocast(device.type, dtype=precision, cache_enabled=False)

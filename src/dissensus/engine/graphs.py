@@ -1,7 +1,7 @@
 """CUDA streams and graphs.
 
-Members take streams in turn, so that the small kernels of several run together. A call's kernels are captured for a shape of
-batch that comes again, and replayed, with the same results.
+Members are spread over streams, so that small kernels of several members run together. For a batch shape that recurs, the
+kernels of a call are captured and replayed, with the same results.
 """
 
 import logging
@@ -25,7 +25,7 @@ MOST_GRAPHS = 3
 class Graph:
     """One captured call of `function`, with the memory that it reads (`inputs`) and writes (`results`).
 
-    `generators`: those that it draws from beside torch's own; each replay takes new numbers from them.
+    `generators`: generators used besides torch's own; each replay takes new numbers from them.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class Graph:
             self.graph.register_generator_state(generator)
         torch.cuda.synchronize()
         with PROCESS, warnings.catch_warnings():
-            # Of an empty graph the error that emptied it says more.
+            # If the graph is empty, the error that caused it says more.
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
                 self.results = function()
 
     def replay(self, given: Sequence[Tensor] = ()) -> Any:
-        """What the function gives for these inputs; the next replay overwrites it."""
+        """The function's result for these inputs; the next replay overwrites it."""
         for mine, new in zip(self.inputs, given, strict=True):
             mine.copy_(new, non_blocking=True)
         self.graph.replay()
@@ -56,12 +56,12 @@ class Graph:
 
 
 class Captured:
-    """Base class of what is replayed from graphs, one for each of the first few shapes that come often enough.
+    """Base class of calls replayed from graphs, one graph for each of the first few shapes that occur often enough.
 
-    What cannot be captured runs plainly; the log says so once.
+    Calls that cannot be captured run as plain calls, which is logged once.
     """
 
-    what: ClassVar[str]  # for the log
+    what: ClassVar[str]  # name in the log
     warm_up: ClassVar[int]  # plain calls before a capture
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Captured:
         self.failed = False
 
     def due(self, key: Hashable) -> bool:
-        """Whether shapes without a graph, which have come once more, get one now."""
+        """Counts an occurrence of shapes without a graph; returns whether to capture one now."""
         if self.failed or len(self.graphs) == MOST_GRAPHS:
             return False
         self.seen[key] += 1
@@ -83,11 +83,11 @@ class Captured:
         inputs: Sequence[Tensor],
         generators: Sequence[torch.Generator] = (),
     ) -> Graph | None:
-        """A graph for these shapes, in the memory of those before; None where there can be none."""
+        """A graph for these shapes, in the memory pool of the earlier ones; None if the capture fails."""
         pool = next((graph.graph.pool() for graph in self.graphs.values()), None)
         try:
             self.graphs[key] = Graph(function, inputs, pool=pool, generators=generators)
-        except Exception as error:  # whatever a user's network does that a capture refuses
+        except Exception as error:  # a user's network may do anything that cannot be captured
             torch.cuda.synchronize()
             self.give_up(first_line(error))
         return self.graphs.get(key)
@@ -100,12 +100,12 @@ class Captured:
 
 
 def shapes(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
-    """What tensors must have in common with those that a graph was captured for."""
+    """The properties of tensors that must equal those at capture."""
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
 
 
 class Lanes:
-    """A fixed number of streams that members take in turn."""
+    """A fixed number of streams, which members use in turn."""
 
     def __init__(self, most: int = 10) -> None:
         self.most = most
@@ -119,7 +119,7 @@ class Lanes:
 
         def lane(index: int) -> AbstractContextManager[object]:
             stream = self.streams[index % len(self.streams)]
-            stream.wait_stream(main)  # what the member reads was written there
+            stream.wait_stream(main)  # the member's inputs were written there
             return torch.cuda.stream(stream)
 
         def join() -> None:

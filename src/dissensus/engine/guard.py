@@ -1,8 +1,8 @@
 """The guard of a training step: it checks that losses and gradients are finite before the optimiser changes anything.
 
-On a CPU a bad batch raises at once. On a GPU nothing waits for the answer: from the first bad step on, a flag on the device
-makes fused optimisers skip their steps and keeps batch statistics and clock as they are; the host reads it once an epoch.
-Either way the posterior stays as it was after the last good step. "Bad" means: not finite.
+On a CPU a bad batch raises at once. On a GPU the host does not wait: from the first bad step on, a flag on the device makes
+fused optimisers skip their steps and stops updates of batch statistics and clock; the host reads the flag once per epoch.
+Either way the posterior keeps its state after the last good step. "Bad" means: not finite.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,17 +17,18 @@ from dissensus.core.optimisation import note_step
 from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
 from dissensus.engine.optimisers import can_skip
+from dissensus.numerics.divided import here
 from dissensus.numerics.tree import Tensors
 
-# What may be bad, in the order of naming: a loss, a gradient before mixing, a member's gradient, a shared one.
+# Values that may be bad, in the order of reporting: a loss, a gradient before mixing, a member's gradient, a shared one.
 FAULTS = ("loss", "gradient, unmixed", "gradient", "gradient, shared")
 
 
 class Guard:
-    """Which members have diverged, and at which step. `host`: whether every step is checked at once, for which a GPU waits.
+    """Detects which members have diverged, and at which step. `host`: check every step at once, which waits for a GPU.
 
-    Also checked at once: every step of an optimiser that cannot skip by a flag on the device, and the first step of a run,
-    which makes the optimiser's state and must not be skipped.
+    Two cases are always checked at once: optimisers that cannot skip a step by a flag on the device, and the first step of a
+    run, which creates the optimiser's state and must not be skipped.
     """
 
     def __init__(self, posterior: Posterior, optimizer: torch.optim.Optimizer, *, host: bool) -> None:
@@ -37,13 +38,12 @@ class Guard:
         self.reads = True  # whether this step is checked at once
         self.taken = False  # whether there has been a step
         self.tracks = posterior.observes
-        # Found once: walking the modules at every step costs more than a small network's step.
+        # Found once: walking over the modules costs more than a step of a small network.
         parts = list(posterior.modules())
         self._clocked = [part for part in parts if isinstance(part, Posterior)]
         self._recorders = [part for part in parts if isinstance(part, Recorder)]
         particles, device = posterior.particles, posterior.device
         self._weights = {**particles.shared_parameters(), **particles.own_parameters()}
-        self._here = _local if particles.fully else lambda tensor: tensor  # of tensors that `fully_shard` divides
         self.halted = torch.zeros((), dtype=torch.float32, device=device)  # 1 from the first bad step on
         self.bad = torch.zeros(len(FAULTS), particles.members, dtype=torch.bool, device=device)  # at the first bad step
         self._one = torch.ones_like(self.halted)
@@ -53,23 +53,23 @@ class Guard:
         self._sound = {what: self._finite_now(tensors) for what, tensors in self._tensors().items()}
 
     def begin(self, *, several: bool) -> None:
-        """To be called before a step's first batch. `several`: the step has more batches, each of which changes statistics."""
+        """Call it before a step's first batch. `several`: whether the step has more batches, which all change statistics."""
         self.reads = self.host or not self.taken or not can_skip(self.optimizer)
-        # One batch's statistics are held back until it is known to be good; of several the first are written before the last
-        # is seen, so that a copy is needed to go back to.
+        # With one batch, statistics are written once the batch is known to be good. With several, those of the first are
+        # written before the last is seen, so a copy is needed to restore them.
         self._kept = {name: buffer.clone() for name, buffer in self._buffers().items()} if several else None
         self._unmixed = None
 
     def look_unmixed(self, gradients: Mapping[str, Tensor]) -> None:
-        """Looks at gradients that will be mixed: afterwards one bad member has spoilt all."""
+        """Checks gradients before mixing, which would spread one member's bad values to all."""
         if self.reads and not suspicious(list(gradients.values())):
             return
         mine = self._largest(gradients)[0]
         self._unmixed = mine if self._unmixed is None else torch.maximum(self._unmixed, mine)
 
     def look(self, losses: Tensor | None, *, complete: bool) -> None:
-        """Looks at losses, and at gradients where the step is complete; raises Diverged where it checks at once."""
-        gradients = {n: self._here(p.grad) for n, p in self._weights.items() if p.grad is not None} if complete else {}
+        """Checks losses, and gradients if the step is complete; raises Diverged if this step is checked at once."""
+        gradients = {n: here(p.grad) for n, p in self._weights.items() if p.grad is not None} if complete else {}
         given = [*([] if losses is None else [losses]), *gradients.values()]
         exchange = self.posterior.particles.exchange
         if self.reads:
@@ -78,27 +78,27 @@ class Guard:
                 self.halted.copy_(exchange.everywhere(self.bad).any())
                 self._raise_if_halted()
         elif given:
-            with self._aside():  # first: beside the flag's kernel too
+            with self._aside():  # first, so that it also overlaps with the flag's kernel
                 self._note(losses, gradients)
             flag_not_finite(given, self.halted, self._one)
             exchange.agree(self.halted)
 
     def _note(self, losses: Tensor | None, gradients: Mapping[str, Tensor]) -> None:
-        """Notes what is bad and in which members, unless something was noted before."""
+        """Records which values of which members are bad, unless an earlier step was bad."""
         nothing = torch.zeros_like(self.bad[0], dtype=torch.float32)
         mine, common = self._largest(gradients)
         of_losses = nothing if losses is None else losses.detach()
         before = nothing if self._unmixed is None else self._unmixed
         now = ~torch.stack([of_losses, before, mine, common.expand(len(nothing))]).isfinite()
-        # By torch.where, not by `if`: a branch on the host would wait for the device, and a graph could not hold it.
+        # torch.where, not `if`: a branch on the host would wait for the device and could not be captured.
         self.bad.copy_(torch.where(self.bad.any(), self.bad, now))
 
     def join(self) -> None:
-        """Waits for the side stream; to be called at the end of a step."""
+        """Waits for the side stream; call it at the end of a step."""
         self._aside.join()
 
     def write(self, buffers: Tensors) -> None:
-        """Stores batch statistics (M, ...) after a batch, unless this batch or one before was bad."""
+        """Stores batch statistics (M, ...) after a batch, unless this or an earlier batch was bad."""
         if not buffers:
             return
         if not self.reads:
@@ -107,17 +107,17 @@ class Guard:
         self.posterior.particles.write_buffers(buffers)
 
     def undo(self) -> None:
-        """Puts batch statistics back to before the step's first batch where a later one was bad."""
+        """Restores the batch statistics from before the step's first batch if a later batch was bad."""
         if self._kept is not None:
             self.posterior.particles.write_buffers(_unless(self.halted, self._buffers(), self._kept))
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
-        """Inside, the optimiser's step does nothing where something was bad."""
+        """Inside, the optimiser's step does nothing if a value was bad."""
         if self.reads:
             yield
         else:
-            # As torch's GradScaler does: where the flag is 1, kernels of fused optimisers return at once, and Adam counts
+            # As torch's GradScaler does: if the flag is 1, kernels of fused optimisers return at once, and Adam counts
             # no step.
             self.optimizer.found_inf = self.halted  # type: ignore[attr-defined]
             try:
@@ -127,13 +127,13 @@ class Guard:
         self.taken = True
 
     def observe(self) -> None:
-        """Calls the method's `observe`, and turns its clock back where the step was bad."""
-        note_step(self.optimizer)  # one that was replayed from a graph is not seen otherwise
+        """Calls the method's `observe`, and resets its clock if the step was bad."""
+        note_step(self.optimizer)  # a step replayed from a graph would not be counted otherwise
         if self.reads:
             self.posterior.observe(self.optimizer)
             return
         clocks = [part.steps for part in self._clocked]
-        # Recorders count on the host: those that look now are shown weights that stand still and gradients of 0.
+        # Recorders count on the host: after a bad step they see unchanged weights and gradients of 0.
         if any(recorder.upcoming for recorder in self._recorders):
             bad = self.halted > 0
             for parameter in self.posterior.parameters():
@@ -146,7 +146,7 @@ class Guard:
                 clock.sub_(lost)
 
     def check(self) -> None:
-        """Raises Diverged for bad steps that a GPU has skipped since, and where tensors are not finite."""
+        """Raises Diverged if a GPU has skipped bad steps, or if tensors are not finite."""
         if not self.host:
             self._raise_if_halted()
         found = {
@@ -182,7 +182,7 @@ class Guard:
         return {**shared, **particles.own_buffers()}
 
     def _largest(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """((M,) of own tensors, () of the others): largest absolute values."""
+        """Largest absolute values: ((M,) of own tensors, () of the others)."""
         particles = self.posterior.particles
         own = particles.own_parameters().keys() | particles.own_buffers().keys()
         mine = [tensor for name, tensor in tensors.items() if name.partition("/")[0] in own]
@@ -191,7 +191,7 @@ class Guard:
         return found[0].to(self.posterior.device), found[1].to(self.posterior.device)
 
     def _tensors(self) -> dict[str, Tensors]:
-        """Kind ("weight", "buffer", "moment") -> floating-point tensors by name: all that may cease to be finite."""
+        """Kind ("weight", "buffer", "moment") -> floating-point tensors by name, which are checked."""
         everywhere = dict(self.posterior.named_buffers())
         others = {name: buffer for name, buffer in everywhere.items() if not name.startswith("particles.own.")}
         moments = {
@@ -201,7 +201,7 @@ class Guard:
             if isinstance(value, Tensor) and value.shape == weight.shape
         }
         return {
-            what: {name: self._here(t.detach()) for name, t in tensors.items() if t.is_floating_point()}
+            what: {name: here(t.detach()) for name, t in tensors.items() if t.is_floating_point()}
             for what, tensors in (
                 ("weight", self._weights),
                 ("buffer", {**others, **self.posterior.particles.own_buffers()}),
@@ -210,27 +210,21 @@ class Guard:
         }
 
     def _finite_now(self, tensors: Tensors) -> set[str]:
-        """Names of tensors that are finite now. Others, such as masks of −∞, are not looked at later."""
+        """Names of tensors that are finite now. Others, such as masks of −∞, are not checked later."""
         if not suspicious(list(tensors.values())):
             return set(tensors)
         return {name for name, tensor in tensors.items() if bool(tensor.isfinite().all())}
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies in this process."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
-
-
 class Aside:
-    """A side stream within a CUDA graph, for work that nothing in the step waits for: it runs beside the optimiser."""
+    """A side stream within a CUDA graph, for work that can run in parallel with the optimiser."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.forked = False
 
     def __call__(self) -> AbstractContextManager[object]:
-        """Inside, work goes to the side stream while a graph is captured; otherwise to the current one."""
+        """Inside, work goes to the side stream during a capture, else to the current one."""
         if self.stream is None or not torch.cuda.is_current_stream_capturing():
             return nullcontext()
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -238,14 +232,14 @@ class Aside:
         return torch.cuda.stream(self.stream)
 
     def join(self) -> None:
-        """Makes the current stream wait for the side stream where a graph is captured."""
+        """During a capture, makes the current stream wait for the side stream."""
         if self.stream is not None and self.forked and torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().wait_stream(self.stream)
         self.forked = False
 
 
 def _unless(flag: Tensor, values: Tensors, before: Tensors) -> Tensors:
-    """The values, or those before where the flag is set; few kernels however many tensors there are."""
+    """`values`, or `before` if the flag is set, in few kernels for any number of tensors."""
     chosen: Tensors = {}
     for dtype in {value.dtype for value in values.values()}:
         names = [name for name, value in values.items() if value.dtype == dtype]

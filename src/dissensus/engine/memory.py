@@ -1,4 +1,4 @@
-"""Memory that training will need, known before it starts."""
+"""The memory that training will need, estimated before it starts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,35 +20,35 @@ EXTRA_STREAMS = 2  # one for plain steps, one for the capture of graphs
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that training needs: for weights, gradients, the optimiser's state, recorders and each member's activations."""
+    """Bytes that training needs for weights, gradients, optimiser state, recorders and each member's activations."""
 
     weights: int
     gradients: int
     optimizer: int
-    activations: int  # of one member on one batch; on a GPU with temporaries
+    activations: int  # of one member on one batch; on a GPU including temporaries
     members: int
-    workspace: int = 0  # kept by the GPU's libraries for each stream they are used on
+    workspace: int = 0  # kept by the GPU's libraries per stream
     recorded: int = 0  # kept by recorders of the weights
-    drawn: int = 0  # of the weights that are sampled after training; not in the sums
+    drawn: int = 0  # weights sampled after training; not in the sums
 
     @property
     def at_once(self) -> int:
-        """Bytes with the graphs of all members alive: vectorised, or streamed on up to ten streams."""
+        """Bytes if the graphs of all members exist at once: vectorised, or streamed on up to ten streams."""
         lanes = min(self.members, Lanes().most) + EXTRA_STREAMS
         return self._lasting + self.members * self.activations + lanes * self.workspace
 
     @property
     def one_at_a_time(self) -> int:
-        """Bytes with the graph of one member alive: in a loop."""
+        """Bytes if the graph of one member exists at a time: in a loop."""
         return self._lasting + self.activations + (1 + EXTRA_STREAMS) * self.workspace
 
     @property
     def _lasting(self) -> int:
-        # Gradients twice: those found member by member are copied into a stack.
+        # Gradients count twice: each member's are copied into a stack.
         return self.weights + self.recorded + 2 * self.gradients + self.optimizer
 
     def fits(self, device: torch.device) -> bool:
-        """Whether there is room for all members at once; always true on the host, which can swap."""
+        """Whether all members fit at once; always true on the host, which can swap."""
         free = free_bytes(device)
         return free is None or self.at_once - self.weights - self.recorded < 0.9 * free
 
@@ -64,7 +64,7 @@ class Memory:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated there; None on the host, which can swap."""
+    """Bytes that can still be allocated on the device; None on the host, which can swap."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -78,7 +78,7 @@ def training_memory(
     *,
     precision: torch.dtype | None = None,
 ) -> Memory:
-    """The memory that training on batches like this one needs: on a GPU measured on one member, elsewhere counted."""
+    """The memory for training on batches like this one: measured on one member on a GPU, elsewhere counted."""
     tensors = [*posterior.parameters(), *posterior.buffers()]
     recorded = _bytes([b for part in posterior.modules() if isinstance(part, Recorder) for b in part.buffers()])
     trained = [parameter for parameter in posterior.parameters() if parameter.requires_grad]
@@ -99,7 +99,7 @@ def training_memory(
 
 
 def forget_workspaces() -> None:
-    """Frees what the GPU's libraries keep for each stream; they allocate it again where they need it."""
+    """Frees the memory that the GPU's libraries keep per stream; they allocate it again when needed."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         torch.cuda.synchronize()
@@ -107,11 +107,11 @@ def forget_workspaces() -> None:
 
 
 def _measured(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> tuple[int, int]:
-    """(bytes that forward and backward of one member take, bytes that libraries keep for a stream)."""
+    """(bytes for forward and backward of one member, bytes that libraries keep per stream)."""
     state = gradients.state_of(posterior).member(0)
 
     def run() -> int:
-        """Most bytes allocated while it ran, beyond those before and the member's gradients."""
+        """Peak bytes allocated by a run, minus those before and the member's gradients."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -130,7 +130,7 @@ def _measured(posterior: Posterior, batch: Batch, precision: torch.dtype | None)
 
 def _activations(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> int:
     """Bytes that autograd keeps for one member's backward pass, without its weights and the batch."""
-    if posterior.particles.fully:  # which cannot run without its backward pass
+    if posterior.particles.divided:  # it would be put together once more, and `fully_shard` wants a backward pass
         return 0
     state = gradients.state_of(posterior).member(0)
     params = state.parameters(state.leaves())
@@ -155,7 +155,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _states(optimizer: torch.optim.Optimizer) -> int:
-    """Tensors of a parameter's size that the optimiser keeps per parameter."""
+    """Number of tensors of a parameter's size that the optimiser keeps per parameter."""
     settings = optimizer.param_groups[0]
     if "betas" in settings:
         return 3 if settings.get("amsgrad") else 2

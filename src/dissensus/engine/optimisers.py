@@ -1,4 +1,4 @@
-"""Fast optimisers: fused kernels, weights laid out as GPUs want them, and in a CUDA graph rates and counters on the device."""
+"""Fast optimisers: fused kernels, channels-last weights on GPUs, and rates and counters on the device for CUDA graphs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,21 +8,22 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from dissensus.core.posterior import Posterior
+from dissensus.numerics.divided import is_divided
 
 
 def can_be_captured(optimizer: Optimizer) -> bool:
-    """Whether the optimiser's step can be part of a CUDA graph: torch's own, and those that say so (`skips`)."""
+    """Whether the optimiser's step can be part of a CUDA graph: torch's own, and classes with `skips = True`."""
     return type(optimizer) in (SGD, Adam, AdamW) or getattr(optimizer, "skips", False)
 
 
 def can_skip(optimizer: Optimizer) -> bool:
-    """Whether a flag on the device can make the optimiser skip its step: if all its kernels are fused, or it says so."""
+    """Whether a flag on the device can make the optimiser skip its step: if all its kernels are fused, or it has `skips`."""
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return can_be_captured(optimizer) and (fused or getattr(optimizer, "skips", False))
 
 
 def lay_out(posterior: Posterior) -> None:
-    """Puts weights of 2-D convolutions (stacked ones member by member) channels-last in place; on a GPU only."""
+    """Converts weights of 2-D convolutions, also stacked ones, to channels-last in place; only on a GPU."""
     if posterior.device.type != "cuda":
         return
     particles = posterior.particles
@@ -32,15 +33,15 @@ def lay_out(posterior: Posterior) -> None:
         if isinstance(module, nn.Conv2d)
     }
     for name, parameter in {**particles.own_parameters(), **particles.shared_parameters()}.items():
-        if name in names:
+        if name in names and not is_divided(parameter):
             # (O, I, H, W) or (M, O, I, H, W), with the channel axis I innermost in memory.
             parameter.data = parameter.data.movedim(-3, -1).contiguous().movedim(-1, -3)
 
 
 def fuse(optimizer: Optimizer) -> Callable[[], None]:
-    """What undoes it: a function. SGD, Adam and AdamW get fused kernels where the caller left the choice open.
+    """Gives SGD, Adam and AdamW fused kernels if the caller did not choose; returns a function that undoes it.
 
-    Results are the same to rounding.
+    Results are the same up to rounding.
     """
     groups = [
         group
@@ -49,16 +50,16 @@ def fuse(optimizer: Optimizer) -> Callable[[], None]:
         and group.get("fused") is None
         and group.get("foreach") is None
         and not group.get("differentiable")
-        # Not of every kind is there a fused kernel for tensors that `fully_shard` divides.
-        and all(p.is_floating_point() and not hasattr(p, "full_tensor") for p in group["params"])
+        # Not every optimiser has a fused kernel for divided tensors.
+        and all(p.is_floating_point() and not is_divided(p) for p in group["params"])
     ]
     return _changed(optimizer, groups, fused=True, foreach=False)
 
 
 def make_capturable(optimizer: Optimizer, device: torch.device) -> Callable[[], None]:
-    """What undoes it: a function. The optimiser gets fused kernels, learning rates and counters that a graph can read.
+    """Gives the optimiser fused kernels and tensors for rates and counters, for graphs; returns a function that undoes it.
 
-    Schedulers go on working: torch's write into a learning rate that is a tensor in place, which the graph then reads.
+    Schedulers keep working: torch's schedulers write into a tensor learning rate in place, and the graph reads it.
     """
     put_back = _changed(optimizer, optimizer.param_groups, fused=True, foreach=False, capturable=True)
     for group in optimizer.param_groups:
@@ -77,9 +78,9 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> Callable[[], 
 
 
 def _changed(optimizer: Optimizer, groups: list[dict[str, Any]], **settings: bool) -> Callable[[], None]:
-    """What undoes it: a function. The groups get those of the settings that they have.
+    """Changes the settings that the groups have; returns a function that undoes it.
 
-    States get the memory layout of their parameter: fused kernels go through both in order.
+    States get the memory layout of their parameter, because fused kernels read both in order.
     """
     before = [{key: group[key] for key in settings if key in group} for group in groups]
     for group, mine in zip(groups, before, strict=True):

@@ -1,4 +1,4 @@
-"""Plans: how members run. Chosen by what the network is and, on a GPU, by timing candidates once."""
+"""Plans: how members run. Chosen by the kind of network and, on a GPU, by timing candidates once."""
 
 import logging
 import time
@@ -23,18 +23,18 @@ log = logging.getLogger("dissensus")
 KINDS: tuple[Kind, ...] = ("loop", "vectorised", "streamed")
 WORDS = (*KINDS, "compiled", "captured")
 
-# A compilation takes tens of seconds and makes steps up to twice as fast: shorter runs do not get it back.
+# A compilation takes tens of seconds and makes steps up to twice as fast: for short runs it does not pay.
 WORTH_COMPILING = 180.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How members run: a strategy, compiled or not, the whole step captured in a CUDA graph or not."""
+    """How members run: a strategy, whether it is compiled, and whether the whole step is captured in a CUDA graph."""
 
     kind: Kind
     compiled: bool = False
     captured: bool = False
-    seconds: float | None = None  # for the gradients of one batch, where timed
+    seconds: float | None = None  # for the gradients of one batch, if timed
     plain: float | None = field(default=None, compare=False, repr=False)  # the same without compiling
     # The strategy that was timed, compiled already.
     tried: Strategy | None = field(default=None, compare=False, repr=False)
@@ -54,12 +54,12 @@ def make_plan(
 ) -> Plan:
     """The plan for `engine`: "auto", or words of loop, vectorised, streamed, compiled, captured joined by "+".
 
-    What the words leave open is chosen. `steps`: the length of the run, which decides whether compiling pays.
+    Choices not fixed by the words are made here. `steps`: the length of the run, which decides whether compiling pays.
     """
     words = set() if engine == "auto" else set(engine.split("+"))
     if unknown := words - set(WORDS):
         raise ValueError(
-            f'expected engine "auto" or words of {", ".join(WORDS)} joined by "+", got {sorted(unknown)[0]!r}; use those'
+            f'expected engine "auto" or words of {", ".join(WORDS)} joined by "+", got {sorted(unknown)[0]!r}; use these words'
         )
     named = [kind for kind in KINDS if kind in words]
     if len(named) > 1:
@@ -74,19 +74,19 @@ def make_plan(
         if (long := _worth_compiling(plan, steps)) in known:
             return known[long]
     particles = posterior.particles
-    # On a CPU stacked convolutions lose to a loop, and everything else wins.
+    # On a CPU vectorising is slower than a loop for convolutions and faster for everything else.
     open_ones: list[Kind] = ["vectorised", "streamed"] if on_gpu else [particles.how]
     candidates = named or (["loop"] if particles.members == 1 else open_ones)
     chosen = _best(candidates, words, posterior, batch, precision, steps)
     took = "" if chosen.seconds is None else f" ({1e3 * chosen.seconds:.2f} ms for the gradients of a batch)"
     log.info("members run %s%s", chosen, took)
-    # Without what was tried: copies of the posterior must not copy what a compiler made.
+    # Without the timed strategy: copies of the posterior must not copy compiled code.
     known[_worth_compiling(chosen, steps)] = replace(chosen, tried=None)
     return chosen
 
 
 def _worth_compiling(plan: Plan, steps: int) -> bool:
-    """Whether so many steps, by the time of plain gradients, take long enough for compiling to pay."""
+    """Whether this many steps, at the speed of plain gradients, take long enough for compiling to pay."""
     return plan.plain is not None and steps * plan.plain > WORTH_COMPILING
 
 
@@ -109,13 +109,13 @@ def _best(
             return timed(run, posterior, batch, captured=captured)
 
     was_training = posterior.training
-    posterior.train()  # dropout and batch statistics are part of what a step costs, and of what can fail
+    posterior.train()  # dropout and batch statistics take time in a step, and can fail
     try:
         possible = {kind: found for kind in candidates if (found := seconds(strategy(kind))) is not None}
-        if captured and not possible:  # no graph can hold it: which is the fastest without one?
+        if captured and not possible:  # none can be captured: find the fastest without a graph
             captured = False
             possible = {kind: found for kind in candidates if (found := seconds(strategy(kind))) is not None}
-        if not possible:  # each of them fails: let the plain loop say why, or work
+        if not possible:  # all of them fail: the plain loop works or raises the error
             return Plan("loop", compiled, False)
         kind = min(possible, key=lambda each: possible[each])
         if compiled:
@@ -129,23 +129,23 @@ def _best(
     finally:
         posterior.train(was_training)
         if on_gpu:
-            forget_workspaces()  # of the ways that were tried
+            forget_workspaces()  # of the candidates
 
 
 def _compiler_gains(posterior: Posterior, on_gpu: bool) -> bool:
-    """Whether compiling can gain: not for convolutions on a CPU, which are library calls, nor for members that differ."""
+    """Whether compiling can help: not for convolutions on a CPU (library calls), nor for members that differ."""
     first, *others = posterior.particles.templates
     return not others and (on_gpu or not any(isinstance(part, nn.modules.conv._ConvNd) for part in first.modules()))
 
 
 def timed(run: Strategy, posterior: Posterior, batch: Batch, *, captured: bool) -> float | None:
-    """Median seconds for the gradients of one batch, captured if the step will be; None where they fail."""
+    """Median seconds for the gradients of one batch, captured if the step will be; None if they fail."""
     on_gpu = posterior.device.type == "cuda"
     try:
         with posterior.particles.turn(), posterior.particles.runner.running(), same_random_state(posterior.device):
             if not captured:
                 return _median(lambda: run(posterior, batch), repeats=3, synchronise=on_gpu)
-            # Warmed up beside the default stream first, as torch asks before a capture: libraries set themselves up here.
+            # Warmed up on a side stream first, as torch requires before a capture: libraries initialise themselves here.
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -155,8 +155,8 @@ def timed(run: Strategy, posterior: Posterior, batch: Batch, *, captured: bool) 
             return _median(Graph(lambda: run(posterior, batch)).replay, repeats=5, synchronise=True)
     except torch.OutOfMemoryError:
         return None
-    except Exception as error:  # a candidate that cannot run this network is no candidate
-        log.debug("a way of running members is left out: %s", error)
+    except Exception as error:  # a candidate that cannot run this network is dropped
+        log.debug("a strategy is not used, because it fails: %s", error)
         return None
     finally:
         if on_gpu:
@@ -164,7 +164,7 @@ def timed(run: Strategy, posterior: Posterior, batch: Batch, *, captured: bool) 
 
 
 def _median(function: Callable[[], object], *, repeats: int, synchronise: bool) -> float:
-    """Median seconds of a call, the first one left out."""
+    """Median seconds of a call, without the first one."""
     times = []
     for _ in range(1 + repeats):
         if synchronise:

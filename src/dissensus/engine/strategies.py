@@ -1,11 +1,11 @@
-"""Strategies: how the gradients of all members on one batch are found. All give the same results to rounding.
+"""Strategies: how the gradients of all members on one batch are computed. All give the same results up to rounding.
 
     loop         one member after the other
     vectorised   all at once, `vmap` over stacked tensors
     streamed     one member after the other, spread over CUDA streams so that small kernels of several run together
 
-each of them plain or compiled. Where a gradient is 0 but for rounding (a bias before batch norm), Adam makes steps of the
-rounding, which differ. A strategy changes nothing but the random state, so that it can be timed on a real batch.
+each of them plain or compiled. If a gradient is 0 up to rounding (a bias before batch norm), Adam scales the rounding errors
+to full steps, and these differ. A strategy changes only the random state, so that it can be timed on a real batch.
 """
 
 import functools
@@ -29,7 +29,7 @@ Kind = Literal["loop", "vectorised", "streamed"]
 
 
 def strategy(kind: Kind, *, compiled: bool = False) -> Ways:
-    """The strategy of this kind; falls back to a plainer one where it fails. Its name says which: "loop+compiled"."""
+    """The strategy of this kind; it falls back to a simpler one if it fails. `name` is the one in use: "loop+compiled"."""
     make = _vectorised if kind == "vectorised" else functools.partial(Looped, streamed=kind == "streamed")
     ways = {f"{kind}+compiled": _loud(make(compiled=True))} if compiled else {}
     ways[kind] = make(compiled=False)
@@ -42,11 +42,11 @@ def _note(name: str, reason: str, posterior: Objective, batch: Batch) -> None:
     if name == "vectorised":
         posterior.particles.runner.note_fallback(name, reason)
     else:
-        log.info("members run uncompiled: the compiler gave up (%s)", reason)
+        log.info("members run uncompiled: the compiler failed (%s)", reason)
 
 
 def _loud(run: Strategy) -> Strategy:
-    """The strategy, which fails past dynamo's limit of recompilations: there it would run plain code and say nothing."""
+    """The strategy, but raising at dynamo's limit of recompilations, where it would silently run plain code."""
 
     def loud(posterior: Objective, batch: Batch) -> Gradients:
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
@@ -83,14 +83,14 @@ class Looped:
         lanes = self.lanes.for_members(posterior.particles.members)
         if not posterior.coupled:
             return gradients.looped(posterior, batch, member=self.member, lanes=lanes)
-        # All members' memory is in use at once anyway, so their graphs are kept and nothing runs twice.
+        # All members use memory at once anyway, so their graphs are kept and no member runs twice.
         if self.forward is None:
             self.forward = _compile(posterior.member_loss) if self.compiled else posterior.member_loss
         return gradients.looped_keeping_graphs(posterior, batch, forward=self.forward, lanes=lanes)
 
 
 def functional_member_gradients(posterior: Objective, state: State, batch: Batch, cotangent: Any) -> Gradients:
-    """What `gradients.member_gradients` gives, by function transforms, which the compiler can follow."""
+    """As `gradients.member_gradients`, but with function transforms, which can be compiled."""
 
     def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
         params = {**shared, **state.shared_frozen, **own, **state.own_frozen}
@@ -101,14 +101,14 @@ def functional_member_gradients(posterior: Objective, state: State, batch: Batch
 
 
 def functional_gradients(posterior: Objective, state: State, batch: Batch) -> Gradients:
-    """What `gradients.vectorised` gives, by function transforms; to be called within `particles.vectorising()`."""
+    """As `gradients.vectorised`, but with function transforms; call it within `particles.vectorising()`."""
 
     def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
         total, losses, after = gradients.all_members(posterior, state._replace(own=own, shared=shared), batch)
         return total, (losses, after)
 
     found = _by_transforms(objective, state)
-    # In the parameters' layout: the compiler folds the copy into the product that makes the gradient.
+    # In the parameters' layout: the compiler fuses the copy with the product that computes the gradient.
     contiguous = {name: gradient.contiguous() for name, gradient in found.gradients.items()}
     return Gradients(found.losses, contiguous, found.buffers)
 

@@ -1,7 +1,7 @@
-"""Tracing: a module becomes one graph of plain operations with a free batch size, members folded into the batch.
+"""Tracing: turns a module into one graph of plain operations for any batch size, with members folded into the batch.
 
-vmap ties many layers to the batch size of the example: its rules for convolutions, pooling and normalisation read sizes as
-numbers. Inside `BatchFree` such layers are called outside of vmap with members × batch as their batch, or written out.
+vmap fixes the batch size of many layers to that of the example: its rules for convolutions, pooling and normalisation read
+sizes as numbers. Inside `BatchFree`, such layers run outside of vmap with members × batch as their batch, or are written out.
 """
 
 import logging
@@ -22,7 +22,7 @@ from dissensus.numerics.tree import TensorTree
 CONVOLUTIONS = (
     F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
 )  # fmt: skip
-ROW_BY_ROW = (  # of a batch, and with no weights
+ROW_BY_ROW = (  # functions that act on each row of a batch, without weights
     F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d,
     F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, F.adaptive_max_pool2d, F.interpolate, F.pixel_shuffle, F.unfold, F.pad,
     F.instance_norm,
@@ -30,7 +30,7 @@ ROW_BY_ROW = (  # of a batch, and with no weights
 
 
 class BatchFree(TorchFunctionMode):
-    """Inside, layers that vmap would tie to one batch size take any."""
+    """Inside, layers that vmap would fix to one batch size accept any."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -50,7 +50,7 @@ class BatchFree(TorchFunctionMode):
 
 
 class Traced(nn.Module):
-    """The module as it is traced: inputs one by one, a tuple's or a dict's in their order."""
+    """The module for tracing: takes the tensors of a tuple or dict as separate arguments, in their order."""
 
     def __init__(self, module: nn.Module, like: Inputs) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Traced(nn.Module):
         self.several = isinstance(like, tuple | list)
 
     def forward(self, *x: Tensor) -> Any:
-        _forget(self.module)  # torch puts tensors of its own in place of the parameters
+        _forget(self.module)  # torch replaces the parameters by its own tensors
         given: Any = dict(zip(self.names, x, strict=True)) if self.names else x if self.several else x[0]
         try:
             with torch.no_grad(), BatchFree():
@@ -69,35 +69,35 @@ class Traced(nn.Module):
 
 
 def trace(module: nn.Module, x: Inputs) -> ExportedProgram:
-    """The graph of module(x), of torch's own operations alone; the first axis of every tensor in x is free.
+    """The graph of module(x), made only of torch's operations; the first axis of every tensor in x may have any length.
 
-    `x`: at least two examples, since torch takes one for a fixed number.
+    `x`: at least two examples, since torch treats an axis of length one as fixed.
     """
     given = tuple(batches.tensors(x))
     size = Dim("batch", min=1)
     shapes = (tuple({0: size} for _ in given),)
-    # torch logs and prints whole graphs where tracing fails: whoever calls this has another way, or raises.
+    # torch logs and prints whole graphs if tracing fails; this is silenced, because the caller tries another way or raises.
     loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch._export")]
     levels = [each.level for each in loggers]
     for each in loggers:
         each.setLevel(logging.CRITICAL)
     try:
         exported = torch.export.export(Traced(module, x).eval(), given, dynamic_shapes=shapes)
-        return exported.run_decompositions({})  # type: ignore[no-any-return]  # what is left of vmap becomes plain operations
+        return exported.run_decompositions({})  # type: ignore[no-any-return]  # turns remaining vmap operations into plain ones
     finally:
         for each, level in zip(loggers, levels, strict=True):
             each.setLevel(level)
 
 
 def _forget(module: nn.Module) -> None:
-    """Lets trees of tensors look anew at what they hold."""
+    """Clears the caches of tensor trees."""
     for part in module.modules():
         if isinstance(part, TensorTree):
             part._known = None
 
 
 def random_operations(exported: ExportedProgram) -> list[str]:
-    """Names of operations of the graph that take random numbers."""
+    """Names of operations in the graph that draw random numbers."""
     found = [
         node.target
         for graph in exported.graph_module.modules()
@@ -113,10 +113,10 @@ def _member_axis(x: Any) -> bool:
 
 
 def _folded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x), row by row, of all members' rows at once."""
+    """function(x) for all members' rows at once; function must act on each row separately."""
     if not _member_axis(x):
         return function(x)
-    from torch._functorch import predispatch  # newer than the oldest torch: without it members run one after the other
+    from torch._functorch import predispatch  # missing in older torch versions: members then run one after the other
 
     level = functorch.maybe_get_level(x)
     members = int(functorch.get_unwrapped(x).shape[functorch.maybe_get_bdim(x)])
@@ -129,7 +129,7 @@ def _convolution(
     function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kw: Any
 ) -> Tensor:
     if _member_axis(weight):
-        raise ValueError("members have kernels of their own: they run one after the other")
+        raise ValueError("members have their own kernels: they run one after the other")
     outputs = _folded(lambda x: function(x, weight, None, *args, **kw), input)
     return outputs if bias is None else outputs + _channels(bias, outputs)
 
@@ -176,5 +176,5 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _channels(values: Tensor, like: Tensor) -> Tensor:
-    """(C,) in the shape that goes with like (B, C, ...)."""
+    """Values (C,) in a shape that broadcasts with `like` (B, C, ...)."""
     return values.reshape(-1, *[1] * (like.ndim - 2))

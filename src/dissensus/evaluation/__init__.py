@@ -1,1 +1,1 @@
-"""The parts of `dissensus.evaluate`: what is gathered from one draw, and the numbers of each kind of prediction."""
+"""The parts of `dissensus.evaluate`: predictions of one draw, and the metrics of each kind of prediction."""

@@ -1,4 +1,4 @@
-"""Attacked inputs: what a posterior says about inputs made to mislead it, at several ε, and about noise made to fool it."""
+"""Metrics on attacked inputs at several ε, and on noise optimised to look like each class."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +12,7 @@ from dissensus import attacks, metrics
 from dissensus.attacks.aim import Draw
 from dissensus.attacks.ball import Ball, Bounds, Norm
 from dissensus.core import batch as batches
+from dissensus.core.functions import Portion
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import CategoricalPredictive
 from dissensus.core.summary import SummaryPredictive
@@ -23,21 +24,21 @@ from dissensus.metrics.calibration import confidence_ece
 from dissensus.numerics.checks import one_of, whole
 
 ATTACKS = ("fgsm", "pgd", "transfer")
-VALUES = ("accuracy", "nll", "confidence", "entropy", "mutual_information")  # of every example
-CURVES = ("accuracy", "nll", "ece", "entropy", "mutual_information")  # of every ε
+VALUES = ("accuracy", "nll", "confidence", "entropy", "mutual_information")  # per example
+CURVES = ("accuracy", "nll", "ece", "entropy", "mutual_information")  # per ε
 
 
 @dataclass(frozen=True)
 class AttackCurves:
-    """Which attacks `evaluate` makes on its test inputs, and how far they may go.
+    """The attacks that `evaluate(attack=...)` runs on its test inputs.
 
     Args:
-        epsilons: radii ε > 0, in the units of the bounds.
-        names: of "fgsm", "pgd" and "transfer", which is PGD on the first member alone, measured on the mixture: of a
-            single network the same as "pgd".
+        epsilons: radii ε > 0 in ascending order, in the units of the bounds.
+        names: any of "fgsm", "pgd" and "transfer". "transfer" attacks the first member with PGD and measures the mixture;
+            for a single network it equals "pgd".
         norm, bounds, standardiser: as in `ds.attacks.pgd`.
-        steps: of PGD, each of 2.5 ε / steps.
-        fool_steps: steps of `ds.attacks.fool` from noise to every class; 0 leaves it out.
+        steps: steps of PGD, each of size 2.5 ε / steps.
+        fool_steps: steps of `ds.attacks.fool` from noise towards every class; 0 leaves it out.
     """
 
     epsilons: Sequence[float]
@@ -51,14 +52,14 @@ class AttackCurves:
     def __post_init__(self) -> None:
         for name in self.names:
             one_of("an attack", name, ATTACKS)
-        for epsilon in self.epsilons:  # an error now rather than after the clean pass
+        for epsilon in self.epsilons:  # raise now rather than after the clean pass
             Ball.around(torch.zeros(0, 1), epsilon, norm=self.norm, bounds=self.bounds, standardiser=None)
         whole("steps", self.steps)
         whole("fool_steps", self.fool_steps, least=0)
         if not self.names or not self.epsilons or [0, *self.epsilons] != sorted({0, *self.epsilons}):
             raise ValueError(
                 f"expected at least one attack and ascending epsilons above 0, got {[*self.names]} at {[*self.epsilons]}; "
-                "leave out 0, which is measured anyway, or pass None for no attacks"
+                "leave out 0, which is always measured, or pass None for no attacks"
             )
 
     def apply(self, name: str, epsilon: float, posterior: Posterior, draw: Draw, x: Tensor, y: Tensor) -> Tensor:
@@ -76,12 +77,12 @@ class AttackCurves:
 
 @dataclass(frozen=True, eq=False)
 class AttackedInputs:
-    """What was said about N inputs under each attack and ε, ε = 0 first, and about fooling inputs."""
+    """Predictions for N inputs under each attack and ε, ε = 0 first, and for fooling inputs."""
 
     names: tuple[str, ...]
     epsilons: tuple[float, ...]  # E, without 0
     values: Tensor  # (attacks, 1 + E, 5, N) float64, in the order of VALUES
-    fooling: dict[str, Tensor]  # inputs (C, ...), target, reached, confidence, …; or nothing
+    fooling: dict[str, Tensor]  # inputs (C, ...), target, reached, confidence, …; may be empty
 
     def curves(self, name: str) -> dict[str, Tensor]:
         """Metric -> (1 + E,) under this attack."""
@@ -91,7 +92,7 @@ class AttackedInputs:
         return {key: torch.stack(ece) if key == "ece" else means[key] for key in CURVES}
 
     def metrics(self) -> dict[str, float]:
-        """attack/NAME/METRIC, the mean over ε > 0; attack/NAME/ε/METRIC of each; fool/METRIC, means over classes."""
+        """attack/NAME/METRIC (mean over ε > 0), attack/NAME/ε/METRIC (each ε) and fool/METRIC (mean over classes)."""
         found = {}
         for name in self.names:
             for key, values in self.curves(name).items():
@@ -116,7 +117,7 @@ class AttackedInputs:
 def attacked_inputs(
     functions: Functions, loader: Iterable[Any], spec: AttackCurves, *, tell: Callable[[int], object] | None = None
 ) -> AttackedInputs:
-    """AttackedInputs of a loader; `tell` is called with the inputs done so far after every batch."""
+    """AttackedInputs of a loader; after every batch, `tell` is called with the number of inputs done."""
     posterior, member = functions.posterior, MAP(functions.drawn.member(0), likelihood=functions.posterior.likelihood)
     member.recalibrate(*copy.deepcopy(posterior.lens()))
     sources: dict[str, tuple[Posterior, Draw]] = dict.fromkeys(ATTACKS, (posterior, functions.drawn))
@@ -141,16 +142,15 @@ def attacked_inputs(
         ]
         return torch.stack([torch.stack(each) for each in table])  # (attacks, 1 + E, 5, B)
 
-    for batch, values in functions.shared(work, kept_rows()):
+    # Gradients are of all functions together, whose parts would have to exchange graphs.
+    for batch, values in posterior.shared(work, kept_rows(), Portion(functions.drawn)):
         images, y = batch
         rows.append(values)
         seen += len(y)
         if tell is not None:
             tell(seen)
     if not rows:
-        raise ValueError(
-            "expected inputs to attack, got no batch; pass a loader that can be gone through more than once"
-        )
+        raise ValueError("expected inputs to attack, got no batch; pass a loader that can be iterated more than once")
     fooling = fooling_inputs(functions, spec, images) if spec.fool_steps else {}
     return AttackedInputs(tuple(spec.names), tuple(map(float, spec.epsilons)), torch.cat(rows, 3), fooling)
 
@@ -158,7 +158,7 @@ def attacked_inputs(
 def said(functions: Functions, x: batches.Inputs, y: Tensor) -> Tensor:
     """(5, B) VALUES of inputs x."""
     predictive = cast(CategoricalPredictive, functions.predict(x).to("cpu"))
-    summary = isinstance(predictive, SummaryPredictive)  # by a calibration of the mean; it keeps the members' own
+    summary = isinstance(predictive, SummaryPredictive)  # of a calibrated mean; it keeps the mutual information
     information = predictive.epistemic.double() if summary else metrics.mutual_information_score(predictive.members)
     log_mean, y = predictive.log_mean, y.cpu()
     return torch.stack(
@@ -173,7 +173,7 @@ def said(functions: Functions, x: batches.Inputs, y: Tensor) -> Tensor:
 
 
 def fooling_inputs(functions: Functions, spec: AttackCurves, like: Tensor) -> dict[str, Tensor]:
-    """Inputs of every class, made of the same noise for every posterior, and what is said about them."""
+    """Fooling inputs for every class and their predictions; they start from the same noise for every posterior."""
     generator, classes = torch.Generator().manual_seed(0), functions.posterior.output_shape(like)[1]
     start = torch.empty(classes, *like.shape[1:])
     if spec.bounds is None:

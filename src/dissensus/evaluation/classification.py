@@ -1,4 +1,4 @@
-"""The numbers of a classification: accuracy, proper scores, calibration, selective and OOD metrics, members."""
+"""Metrics of a classification: accuracy, proper scores, calibration, selective prediction, OOD detection, members."""
 
 from typing import cast
 
@@ -31,13 +31,13 @@ def class_metrics(predictions: Predictions) -> dict[str, float]:
         "nll": float(metrics.nll(predictive.log_mean, y)),
         "brier": float(metrics.brier(probabilities, y)),
         "ece": float(metrics.ece(probabilities, y)),
-        # Ranked by −log max p: where probabilities round to one they would tie.
+        # Ranked by −log max p: probabilities that round to 1 would tie.
         "aurc": float(metrics.aurc(-metrics.max_probability_score(predictive.log_mean), 1 - correct)),
     }
 
 
 def class_arrays(predictions: Predictions) -> dict[str, Tensor]:
-    """One number per example, the reliability bins and the risk–coverage curve."""
+    """Values per example, the reliability bins and the risk–coverage curve."""
     predictive, y = _categorical(predictions), predictions.targets
     probabilities = predictive.mean
     confidence, prediction = probabilities.max(1)
@@ -57,7 +57,7 @@ def class_arrays(predictions: Predictions) -> dict[str, Tensor]:
 
 
 def class_scores(predictions: Predictions) -> dict[str, Tensor]:
-    """Name -> (N,) float64, higher = more foreign; mutual information only where there is more than one member."""
+    """OOD scores: name -> (N,) float64, higher = more foreign; mutual information only with several members."""
     predictive = _categorical(predictions)
     found = {
         "max_probability": metrics.max_probability_score(predictive.log_mean),
@@ -66,14 +66,14 @@ def class_scores(predictions: Predictions) -> dict[str, Tensor]:
     if predictions.members > 1:
         found["mutual_information"] = metrics.mutual_information_score(predictive.members)
     elif isinstance(predictive, SummaryPredictive) and (predictions.energy is None or len(predictions.energy) > 1):
-        found["mutual_information"] = predictive.epistemic.double()  # the members' own, which a summary keeps
+        found["mutual_information"] = predictive.epistemic.double()  # of the members; a summary keeps it
     if predictions.energy is not None:
         found["energy"] = predictions.energy.mean(0)
     return found
 
 
 def member_scores(predictions: Predictions, score: str) -> Tensor | None:
-    """(M, N) every member's own score; None for mutual information, which one member does not have."""
+    """(M, N) score of each member alone; None for mutual information, which needs several members."""
     if score == "energy":
         return predictions.energy
     function = {"max_probability": metrics.max_probability_score, "entropy": metrics.entropy_score}.get(score)
@@ -81,7 +81,7 @@ def member_scores(predictions: Predictions, score: str) -> Tensor | None:
 
 
 def class_members(predictions: Predictions) -> dict[str, float]:
-    """What members are worth alone and together; nothing for a single one."""
+    """Metrics of the members, alone and together; empty for a single member."""
     if predictions.members == 1:
         return {}
     members, y = _categorical(predictions).members, predictions.targets
@@ -100,7 +100,7 @@ def class_members(predictions: Predictions) -> dict[str, float]:
 
 
 def ood_metrics(score_in: Tensor, score_ood: Tensor, prevalence: float | None = None) -> dict[str, float]:
-    """The six ranking metrics, OOD positive; prevalence: the share of OOD in aupr_adjusted, one half by default."""
+    """The six ranking metrics with OOD as the positive class; prevalence: share of OOD in aupr_adjusted, default ½."""
     found = {name: float(function(score_in, score_ood)) for name, function in OOD_METRICS.items()}
     if prevalence is not None:
         found["aupr_adjusted"] = float(metrics.aupr_adjusted(score_in, score_ood, prevalence=prevalence))
@@ -108,7 +108,7 @@ def ood_metrics(score_in: Tensor, score_ood: Tensor, prevalence: float | None = 
 
 
 def union_metrics(test: Predictions, ood: Predictions, prevalence: float | None = None) -> dict[str, float]:
-    """ece_union: of test and OOD inputs together, every answer to an OOD input wrong; prevalence: their share."""
+    """ece_union: ECE of test and OOD inputs together; every answer to an OOD input is wrong. prevalence: share of OOD."""
     inside, outside = _categorical(test).mean, _categorical(ood).mean
     return {"ece_union": float(metrics.union_ece(inside, test.targets, outside, prevalence=prevalence))}
 

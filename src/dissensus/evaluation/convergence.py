@@ -1,4 +1,4 @@
-"""Whether chains of networks have converged, judged by what the networks say: weights may be permuted."""
+"""Convergence of chains of networks, judged by their predictions: weights may be permuted."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from dissensus.metrics.chains import effective_sample_size, split_rhat
 
 @dataclass(frozen=True)
 class Convergence:
-    """Split-R̂ and effective sample sizes of log-probabilities (B, C) or means (B, D), over all chains."""
+    """Convergence diagnostics of chains: split-R̂ and effective sample sizes of log-probabilities (B, C) or means (B, D)."""
 
     rhat: Tensor
     effective_samples: Tensor
@@ -28,13 +28,16 @@ class Convergence:
 
 
 def convergence(posterior: Posterior, x: Inputs) -> Convergence:
-    """How well the chains of `HMC` or `SGHMC` have mixed, at these inputs.
+    """Measures how well the chains of `HMC` or `SGHMC` have mixed, from their predictions at these inputs.
 
     Args:
-        posterior: drawn functions come chain by chain, in the order of the chain, at least four of each.
-        x: inputs (B, ...), a tensor, a tuple or a dict of tensors.
+        posterior: a trained `HMC` or `SGHMC` with at least four samples per chain.
+        x: inputs (B, ...): a tensor, a tuple or a dict of tensors.
+
+    Returns:
+        `Convergence`: `.rhat` and `.effective_samples`, each (B, C) or (B, D). R̂ near 1 means that the chains agree.
     """
-    batches.size(x := batches.inputs_of(x))  # an error where x has no tensor
+    batches.size(x := batches.inputs_of(x))  # raises if x has no tensor
     x = batches.to(x, posterior.device)
     with left_as_found(posterior):
         drawn: DrawnFunctions = posterior.draw()

@@ -1,8 +1,7 @@
-"""Accuracy, likelihood and calibration on corrupted inputs: counted batch by batch, images are never stored.
+"""Accuracy, likelihood and calibration on corrupted inputs, summed batch by batch; images are never stored.
 
-With a(t, s), l(t, s) and the calibration bins of corruption t at severity s: every severity is evaluated on all types
-pooled, and the severities are averaged (Hendrycks and Dietterich, ICLR 2019, as in the CIFAR-C tables of Ovadia et al.,
-NeurIPS 2019): cA, cNLL and cECE.
+Each severity is evaluated on all corruption types pooled, then severities are averaged: cA, cNLL and cECE (Hendrycks and
+Dietterich, ICLR 2019; as in the CIFAR-C tables of Ovadia et al., NeurIPS 2019).
 """
 
 import math
@@ -28,15 +27,15 @@ BINS = 15
 
 @dataclass(frozen=True)
 class Corruptions:
-    """Which corruptions to apply, how hard, and how to get from the loader's inputs to images and back.
+    """The corruptions that `evaluate(corrupt=...)` applies to test images.
 
     Args:
         names: "all" (19 types), "benchmark" (the 15 main ones) or a list of names of
             `dissensus.data.corruptions.CORRUPTIONS`.
-        severities: from 1 to 5.
-        seed: of the random ones; image number i gets the same noise whatever its batch.
-        standardiser: corruptions act on pixels, uint8 or in [0, 1]. Where the loader gives standardised images, pass
-            the standardiser: images are brought back to pixels, corrupted and standardised again.
+        severities: numbers from 1 to 5.
+        seed: seed of the random corruptions; image i gets the same noise in every batch.
+        standardiser: corruptions act on pixels, uint8 or in [0, 1]. If the loader gives standardised images, pass their
+            standardiser: images are converted back to pixels, corrupted and standardised again.
     """
 
     names: str | Sequence[str] = "all"
@@ -53,7 +52,7 @@ class Corruptions:
         if not self.types or not self.severities:
             raise ValueError("expected at least one corruption and one severity, got none; pass None to leave them out")
         probe = torch.zeros(0, 1, 32, 32)
-        for name in self.types:  # an error now rather than after the clean pass
+        for name in self.types:  # raise now rather than after the clean pass
             for severity in self.severities:
                 _known().corrupt(probe, name, severity)
 
@@ -66,37 +65,40 @@ class Corruptions:
         return known[self.names]
 
     def apply(self, x: Tensor, name: str, severity: int, index: Tensor) -> Tensor:
-        """x (B, C, H, W) corrupted, in x's own units.
+        """Corrupts images x (B, C, H, W); returns them in the units of x.
 
         Args:
             x: images as the loader gives them.
-            name, severity: which corruption, from 1 to 5.
-            index: (B,), numbers of the images, which seed their noise.
+            name: name of the corruption.
+            severity: 1 to 5.
+            index: (B,) positions of the images in the data set; they seed the noise.
         """
         if self.standardiser is None:
             found: Tensor = _known().corrupt(x, name, severity, seed=self.seed, index=index)
             return found
         pixels = self.standardiser.inverse(x)
         inside = pixels.clamp(0, 1)
-        pixels = torch.where((pixels - inside).abs() < 1e-3, inside, pixels)  # rounding; anything more is an error
+        pixels = torch.where(
+            (pixels - inside).abs() < 1e-3, inside, pixels
+        )  # removes rounding errors; larger deviations raise
         return self.standardiser(_known().corrupt(pixels, name, severity, seed=self.seed, index=index))
 
 
 def _known() -> ModuleType:
-    """The corruptions, a dozen files that are imported when an evaluation asks for them."""
+    """The module of corruptions, imported on first use."""
     from dissensus.data import corruptions
 
     return corruptions
 
 
 def as_corruptions(value: str | Sequence[str] | Corruptions | None) -> Corruptions | None:
-    """What `evaluate(corrupt=...)` accepts, as Corruptions."""
+    """Converts the argument of `evaluate(corrupt=...)` to `Corruptions`."""
     return value if value is None or isinstance(value, Corruptions) else Corruptions(value)
 
 
 @dataclass(frozen=True, eq=False)
 class CorruptedCounts:
-    """Sums over the loader for T types and S severities: everything the metrics depend on."""
+    """Sums over the loader for T types and S severities, from which all metrics are computed."""
 
     types: tuple[str, ...]
     severities: tuple[int, ...]
@@ -104,13 +106,13 @@ class CorruptedCounts:
     counts: Tensor  # (T, S, K) examples per confidence bin
     confidence: Tensor  # (T, S, K) sums
     correct: Tensor  # (T, S, K) sums
-    clean: Tensor  # (3,) accuracy, nll and ece of the same inputs undamaged: where the curves over severity start
+    clean: Tensor  # (3,) accuracy, nll and ece of the clean inputs: severity 0 of the curves
     example_accuracy: Tensor  # (N,) mean over types and severities, for intervals and tests
     example_nll: Tensor  # (N,)
     promised: dict[str, Tensor] = field(default_factory=dict)  # NAME/coverage, size, accepted, refused, risk (T, S)
 
     def metrics(self) -> dict[str, float]:
-        """corrupt/accuracy, nll and ece; the same per type and per severity."""
+        """corrupt/accuracy, nll and ece: overall, per type and per severity."""
         by_severity = self.by_severity() | {name: table.nanmean(0) for name, table in self.promised.items()}
         found = {f"corrupt/{name}": float(values.nanmean()) for name, values in by_severity.items()}
         for name, values in by_severity.items():
@@ -152,7 +154,7 @@ class CorruptedCounts:
 def corrupted_counts(
     functions: Functions, loader: Iterable[Any], spec: Corruptions, *, tell: Callable[[int], object] | None = None
 ) -> CorruptedCounts:
-    """CorruptedCounts of all inputs of a loader; `tell` is called with the inputs done so far after every batch."""
+    """CorruptedCounts of all inputs of a loader; after every batch, `tell` is called with the number of inputs done."""
     types, severities = spec.types, tuple(spec.severities)
     table = torch.zeros(len(types), len(severities), 1 + 3 * BINS, dtype=torch.float64)  # of `_Outcome.sums`
     clean = torch.zeros(1 + 3 * BINS, dtype=torch.float64)
@@ -174,7 +176,7 @@ def corrupted_counts(
 
     def work(batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Any, ...]:
         images, y, index = (each.to(functions.device) for each in batch)
-        part = CorruptedPromises(promises, seed=int(batch[2][:1].sum()))  # of the first image's number
+        part = CorruptedPromises(promises, seed=int(batch[2][:1].sum()))  # from the first image's index
         undamaged = _outcome(functions.predict(images), y, functions.ignore_index).sums()
         examples = torch.zeros(2, len(y), dtype=torch.float64)  # accuracy and nll, summed over types and severities
         sums = torch.zeros_like(table)
@@ -198,9 +200,7 @@ def corrupted_counts(
         if tell is not None:
             tell(seen)
     if not seen:
-        raise ValueError(
-            "expected images to corrupt, got no batch; pass a loader that can be gone through more than once"
-        )
+        raise ValueError("expected images to corrupt, got no batch; pass a loader that can be iterated more than once")
     nll, counts, confidence, correct = _separated(table)
     clean_nll, *bins = _separated(clean)
     total = bins[0].sum()
@@ -225,12 +225,12 @@ def _separated(sums: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class _Outcome:
-    """One entry per place that counts (an example, or a pixel), on the host."""
+    """One entry per labelled place (an example or a pixel), on the host."""
 
     confidence: Tensor  # (n,)
     correct: Tensor  # (n,) float64
     nll: Tensor  # (n,) float64
-    example: Tensor  # (n,) which example it belongs to
+    example: Tensor  # (n,) index of its example
 
     def sums(self) -> Tensor:
         """(1 + 3K,) the summed nll, then counts, confidence and correctness of K bins."""

@@ -1,4 +1,4 @@
-"""How members differ: by their weights, by what they say, by what they look at. For one moment, and over training."""
+"""Distances between members in weights, outputs and input gradients: now, or over training."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -18,31 +18,32 @@ from dissensus.numerics.kernels import directions, squared_distances, working
 
 
 class MemberDistances(NamedTuple):
-    """Means over pairs of members, and how many independent members they are worth; made by `member_distances`.
+    """Distances between members, as means over pairs, and the effective number of members; made by `member_distances`.
 
     Args:
-        weight: ‖θᵢ − θⱼ‖ of the trained tensors that are each member's own.
+        weight: ‖θᵢ − θⱼ‖ over the trained tensors that members do not share.
         function: root mean square of fᵢ − fⱼ over inputs and all outputs of the network.
-        gradient: angle in radians between input gradients, mean over inputs; NaN where all vanish.
-        effective: effective members, 1 to M (`metrics.effective_members`).
+        gradient: angle in radians between input gradients, mean over inputs; NaN if all gradients are zero.
+        effective: effective number of members, 1 to M (`metrics.effective_members`).
     """
 
-    weight: float  # ‖θᵢ − θⱼ‖ of the trained tensors that are each member's own
+    weight: float  # ‖θᵢ − θⱼ‖ over the trained tensors that members do not share
     function: float  # root mean square of fᵢ − fⱼ over inputs and all outputs of the network
-    gradient: float  # angle in radians between input gradients, mean over inputs; NaN where all vanish
-    effective: float  # effective members, 1 to M: `metrics.effective_members`
+    gradient: float  # angle in radians between input gradients, mean over inputs; NaN if all gradients are zero
+    effective: float  # effective number of members, 1 to M: `metrics.effective_members`
 
 
 def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistances:
-    """MemberDistances of a posterior's stored members at inputs x (B, ...) with targets y, in eval mode.
+    """Measures how much a posterior's stored members differ on one batch, in eval mode.
 
-    The input gradient is that of the true class's logit, or of a regression's mean summed over its outputs, as FoRDE
-    compares it. Inputs at which a member's gradient is exactly zero have no direction and do not count for its pairs.
-    Tensors that all members share add nothing to the distance of weights.
+    The input gradient is that of the true class's logit, or of a regression's mean summed over its outputs, as in FoRDE.
+    Where a member's gradient is exactly zero it has no direction, and the input is left out of the member's pairs. Tensors
+    shared by all members add nothing to the distance of weights.
 
     Args:
-        posterior: with at least two stored members; functions that a method samples are not compared.
-        x, y: one batch, as the loader gives it; y as the likelihood takes it.
+        posterior: a posterior with at least two stored members. Sampled functions are not compared.
+        x: inputs (B, ...), as the loader gives them.
+        y: targets, as the likelihood takes them.
 
     Returns:
         `.weight` ‖θᵢ − θⱼ‖, `.function` root mean square of fᵢ − fⱼ, `.gradient` angle in radians, `.effective`
@@ -52,7 +53,7 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
     if particles.members < 2:
         raise ValueError(
             f"expected a posterior that stores several members, got {type(posterior).__name__} with one; "
-            "there is nothing to compare it with"
+            "pass a posterior with at least two stored members"
         )
     x, y, _ = posterior.take(posterior.batch((x, y), anywhere=True))
 
@@ -66,7 +67,9 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
 
     with left_as_found(posterior), batches.unchanged(x):
         outputs, gradients = particles.each(outputs_and_gradient)  # (M, B, ...), (M, B, D)
-        predictive = posterior.checked_members(posterior.current().predict(x), posterior.lens())  # the members kept
+        predictive = posterior.checked_members(
+            posterior.current().predict(x), posterior.lens()
+        )  # of the stored members
     own = {
         name: tensor.detach()
         for name, tensor in particles.own_parameters().items()
@@ -91,15 +94,15 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
 
 
 def mean_distance(points: Any) -> Tensor:
-    """() mean over pairs of ‖zᵢ − zⱼ‖, of points (M, ...) or a tree of them, in float64."""
+    """() mean over pairs of ‖zᵢ − zⱼ‖ in float64, for points (M, ...) or a tree of them."""
     squared = squared_distances(points)  # (M, M)
     return squared.sqrt().sum() / (len(squared) * (len(squared) - 1))
 
 
 def mean_angle(vectors: Tensor) -> Tensor:
-    """() mean angle in [0, π] over pairs of members and examples, of vectors (M, B, D); NaN where no pair has directions.
+    """() mean angle in [0, π] over pairs of members and examples, for vectors (M, B, D); NaN if no pair has directions.
 
-    With unit vectors s the angle is 2 atan2(‖sᵢ − sⱼ‖, ‖sᵢ + sⱼ‖): exact for small angles too, where arccos is not.
+    With unit vectors s the angle is 2 atan2(‖sᵢ − sⱼ‖, ‖sᵢ + sⱼ‖), which is accurate for small angles; arccos is not.
     """
     unit = directions(working(vectors.detach()))  # (M, B, D)
     there = unit.square().sum(2) > 0  # (M, B)
@@ -114,24 +117,24 @@ def mean_angle(vectors: Tensor) -> Tensor:
 
 
 class Numbered(Protocol):
-    """What `fit` calls back with: an Epoch, of which only its number is read."""
+    """The argument of a `fit` callback: an Epoch, of which only the number is read."""
 
     epoch: int
 
 
 class DistancesOverTraining:
-    """A callback for `fit` that keeps the members' distances at fixed inputs, every k epochs.
+    """A callback for `fit` that records the members' distances at fixed inputs every k epochs.
 
         record = DistancesOverTraining(posterior, x, y, every=10)
         record.look(0)  # before training
         fit(posterior, loader, epochs=100, callback=record)
 
-    Attributes: `.epochs` are numbers of epochs done, `.distances` the `MemberDistances` found after them.
+    Attributes: `.epochs` lists the numbers of epochs done, `.distances` the `MemberDistances` after each.
 
     Args:
         posterior, x, y: as in `member_distances`.
-        every: k, epochs between two measurements.
-        tell: called with (epochs done, distances) each time; None tells nobody.
+        every: epochs between two measurements, k.
+        tell: function called with (epochs done, distances) after each measurement; None calls nothing.
     """
 
     def __init__(
@@ -151,12 +154,12 @@ class DistancesOverTraining:
         self.distances: list[MemberDistances] = []
 
     def __call__(self, epoch: Numbered) -> None:
-        """Looks after this epoch if it is one of every k; nothing is returned, so training goes on."""
+        """Measures after every k-th epoch; returns None, so training continues."""
         if (epoch.epoch + 1) % self.every == 0:
             self.look(epoch.epoch + 1)
 
     def look(self, epochs_done: int) -> MemberDistances:
-        """The distances now, stored under the number of epochs done: 0 before training."""
+        """Measures the distances now and stores them under the number of epochs done; pass 0 before training."""
         found = member_distances(self.posterior, self.x, self.y)
         self.epochs.append(epochs_done)
         self.distances.append(found)

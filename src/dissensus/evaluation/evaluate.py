@@ -1,4 +1,4 @@
-"""evaluate: every number of a posterior, from one draw: on test data, on foreign, shifted and corrupted inputs."""
+"""evaluate: all metrics of a posterior from one draw, on test data and on foreign, shifted, corrupted and attacked inputs."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,35 +42,35 @@ def evaluate(
     classes: Sequence[str] | None = None,
     progress: bool | str = True,
 ) -> Evaluation:
-    """The Evaluation of a posterior on a loader of (x, y); one draw for all of it.
+    """Measures a posterior on test data: accuracy, likelihood, calibration, and on request OOD, shift, corruptions, attacks.
 
-    Promises that stand on the posterior are put to the test: NAME/coverage and size of conformal sets (also by difficulty and
-    for the worst class), NAME/risk and accepted of gates, and both under corruption and on the other sets.
+    All numbers come from one draw of functions. Conformal sets and gates of the posterior are measured too: NAME/coverage and
+    NAME/size of sets (also by difficulty and for the worst class), NAME/risk and NAME/accepted of gates, each also under
+    corruption and on the other sets. If the posterior has `inputs`, all loaders give raw inputs; corruptions and attacks then
+    act on pixels in [0, 1].
 
     Args:
-        loader: test batches (x, y), in a fixed order where methods are to be compared example by example.
-        ood: name -> foreign inputs: a loader of (x, y), whose targets are not read, or of x, or a tensor x (segmentation:
-            of (x, masks), 1 at OOD pixels).
+        loader: test batches (x, y). Keep a fixed order to compare methods example by example.
+        ood: name -> foreign inputs: a loader of (x, y), whose targets are ignored, a loader of x, or a tensor x
+            (segmentation: a loader of (x, mask), 1 at OOD pixels).
         shift: name -> loader of inputs from another distribution, with targets of the same task.
-        corrupt: "all", "benchmark", a list of corruptions or `Corruptions(...)`, applied to the images of the loader,
-            which is then gone through twice; None applies none.
-        attack: `AttackCurves(epsilons=[...])`: attacks on the inputs of the loader, which is gone through once more.
-        score: what OOD inputs are ranked by: "max_probability" (None), "entropy", "mutual_information" or "energy"; for
+        corrupt: "all", "benchmark", a list of corruptions or `Corruptions(...)`, applied to the loader's images in a second
+            pass over the loader. None applies none.
+        attack: `AttackCurves(epsilons=[...])`: attacks on the loader's inputs, in one more pass. None runs none.
+        score: the score that ranks OOD inputs: "max_probability" (None), "entropy", "mutual_information" or "energy"; for
             a regression "variance" (None) or "epistemic".
-        classes: their names, for a segmentation's iou/CLASS and for reports; None: the posterior's own.
-        progress: whether progress is shown, or the title to show it under.
-
-    A posterior with `inputs` takes raw ones from all loaders; corruptions and attacks then act on its pixels, in [0, 1].
+        classes: class names, for a segmentation's iou/CLASS and for reports; None takes those of the posterior.
+        progress: whether to show progress, or its title.
 
     Returns:
-        An `Evaluation`: `.metrics` by flat name ("nll", "ood/NAME/auroc", …), `.arrays` per example, `.table()` as
-        text.
+        An `Evaluation`: `.metrics` by flat name ("nll", "ood/NAME/auroc", …), `.arrays` with values per example,
+        `.table()` as text.
 
     Raises:
         Diverged: a member predicts NaN.
     """
     spec, classes = as_corruptions(corrupt), expect_posterior(posterior).classes if classes is None else classes
-    pixels = getattr(posterior.inputs, "standardiser", None)  # from pixels in [0, 1] to what the network takes
+    pixels = getattr(posterior.inputs, "standardiser", None)  # from pixels in [0, 1] to the network's inputs
     if pixels is not None:
         spec = spec and replace(spec, standardiser=spec.standardiser or pixels)
         attack = attack and replace(attack, standardiser=attack.standardiser or pixels)
@@ -114,7 +114,9 @@ def evaluate(
             test = predictions(functions, loader_again, picture=picture)
             like, outputs = test.shapes, test.predictive.mean.shape[1:].numel()
             if classes is not None and len(classes) != outputs:
-                raise ValueError(f"expected the names of {outputs} classes, got {len(classes)}; name every output")
+                raise ValueError(
+                    f"expected the names of {outputs} classes, got {len(classes)}; pass one name per output"
+                )
             found = evaluation_of(
                 test,
                 ood={n: predictions(functions, o, name=n, labelled=False, like=like) for n, o in ood.items()},
@@ -149,10 +151,10 @@ def evaluation_of(
     temperature: float = 1.0,
     promises: Promises | None = None,
 ) -> Evaluation:
-    """The Evaluation of predictions already made: what `evaluate` computes once the networks have run.
+    """The Evaluation of given predictions: the part of `evaluate` after the networks have run.
 
-    prevalence: the share of foreign inputs that aupr_adjusted and ece_union are reweighted to. temperature: that of the
-    predictions, stated where it is not 1. promises: those that `Predictions.promised` are the outcomes of.
+    prevalence: the share of foreign inputs to which aupr_adjusted and ece_union are reweighted. temperature: the
+    predictions' temperature, recorded if it is not 1. promises: the promises behind `Predictions.promised`.
     """
     part = numbers_of(test)
     classes = part is classification.CLASSIFICATION
@@ -194,7 +196,7 @@ def evaluation_of(
 
 
 def numbers_of(test: Predictions) -> Numbers:
-    """What gives the numbers of such predictions."""
+    """The metric functions for this kind of predictions."""
     classes = isinstance(test.predictive, CategoricalPredictive)
     return classification.CLASSIFICATION if classes else regression.REGRESSION
 
@@ -207,8 +209,8 @@ def joined_evaluation(
     parameters: int,
     milliseconds: float,
 ) -> Evaluation:
-    """The evaluation with what every kind of predictions has: corrupted inputs, members, temperature and cost."""
-    # Whoever reads the numbers must know of a temperature.
+    """Adds the parts common to all kinds of predictions: corrupted inputs, members, temperature and cost."""
+    # A reader of the numbers must know the temperature.
     stated = {} if temperature == 1.0 else {"temperature": temperature}
     cost = {"cost/parameters": float(parameters), "cost/predict_ms": milliseconds}
     if corrupted is not None:
@@ -219,7 +221,7 @@ def joined_evaluation(
 
 
 def checked_score(score: str | None, kind: PredictionKind, members: int) -> str:
-    """The score to rank OOD inputs by; an error where there is no such score."""
+    """The score that ranks OOD inputs; raises if it does not exist."""
     known = regression.SCORES if kind == "regression" else classification.SCORES
     if score is None:
         return known[0]
@@ -230,18 +232,18 @@ def checked_score(score: str | None, kind: PredictionKind, members: int) -> str:
 
 
 def check_attackable(kind: str) -> None:
-    """Raises where predictions are of a kind without a class per input."""
+    """Raises unless predictions have one class per input."""
     if kind != "classification":
-        raise ValueError(f"expected a classification to attack, got a {kind}; leave the attacks out")
+        raise ValueError(f"expected a classification to attack, got a {kind}; pass attack=None")
 
 
 def parameter_count(posterior: Posterior) -> int:
-    """How many numbers the posterior holds as parameters, all members together, frozen ones too: they cost memory."""
+    """Number of parameters of all members together; frozen parameters count, because they cost memory."""
     return sum(parameter.numel() for parameter in posterior.parameters())
 
 
 def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -> dict[str, float]:
-    """members/ood/SET/auroc: mean over members of the AUROC each has alone."""
+    """members/ood/SET/auroc: mean AUROC of single members."""
     inside = classification.member_scores(test, score)
     found = {}
     for name, each in ood.items():
@@ -253,7 +255,7 @@ def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -
 
 
 def _kind_of_predictions(functions: Functions, loader: Iterable[Any]) -> tuple[PredictionKind, Iterable[Any]]:
-    """What kind of predictions these are, by the first batch, and the loader's batches with that one still in."""
+    """The kind of predictions, judged by the first batch, and an iterator over all batches, the first included."""
     left = functions.posterior.read(loader, anywhere=True)
     first = next(left, None)
     if first is None:

@@ -1,4 +1,4 @@
-"""Evaluation: what `evaluate` returns, every number of a posterior and what intervals, tests and figures are made of."""
+"""Evaluation: the result of `evaluate`, with all metrics and the arrays behind intervals, tests and figures."""
 
 from dataclasses import dataclass, field
 from html import escape
@@ -10,13 +10,13 @@ from dissensus.numerics.frame import frame
 
 PredictionKind = Literal["classification", "regression", "segmentation"]
 
-FIRST = ("accuracy", "miou", "rmse", "nll", "ece", "coverage90")  # what a short text shows
+FIRST = ("accuracy", "miou", "rmse", "nll", "ece", "coverage90")  # shown in a short text
 ABOUT = ("classes", "calibration", "unit")  # notes on what was evaluated
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What `evaluate` returns: every number of a posterior, and what intervals, tests and figures are made of.
+    """The result of `evaluate`: all metrics of a posterior, and the arrays behind intervals, tests and figures.
 
     `print(evaluation.table())` shows the metrics.
 
@@ -27,28 +27,28 @@ class Evaluation:
             squared_error, nll, crps, covered90, cumulative), `test/score/NAME` and `ood/SET/score/NAME` (higher = more
             foreign), `reliability/…`, `risk_coverage/…`, `corrupt/…` (types × severities and by severity),
             `attack/NAME/METRIC` (over ε, `attack/epsilons`), `examples/GROUP/…`. Segmentations have one number per image:
-            `test/correct`, `test/nll`, and under the key of an `ood/…` metric that is a mean over images, what it is the
-            mean of; `test/intersection` and `test/union` (N, C) are what mIoU is found from, `test/target` (N, C) counts
-            the pixels of every class.
-        score: what the ood/… metrics rank by.
+            `test/correct`, `test/nll`, and for `ood/…` metrics that are means over images, the value of every image under
+            the same key. `test/intersection` and `test/union` (N, C) give mIoU; `test/target` (N, C) counts the pixels of
+            every class.
+        score: the score that ranks inputs in the ood/… metrics.
         ood, shift: names of the foreign and the shifted sets.
-        corruptions, severities: what was applied, in the order of the arrays' axes.
-        notes: names of classes, the unit of targets, the calibration of the predictions (a temperature is a metric), and
-            warnings of the method about its numbers (`.cautions`).
+        corruptions, severities: the corruptions applied, in the order of the arrays' axes.
+        notes: class names, the unit of targets, the calibration of the predictions (a temperature is a metric), and
+            the method's warnings about its numbers (`.cautions`).
     """
 
     kind: PredictionKind
     metrics: dict[str, float]
     arrays: dict[str, Tensor]
-    score: str  # what ood/… metrics rank by
+    score: str  # the score that ranks inputs in ood/… metrics
     ood: tuple[str, ...] = ()
     shift: tuple[str, ...] = ()
     corruptions: tuple[str, ...] = ()
     severities: tuple[int, ...] = ()
-    notes: dict[str, str] = field(default_factory=dict)  # names of classes, and what a method says against its numbers
+    notes: dict[str, str] = field(default_factory=dict)  # class names, and the method's warnings about its numbers
 
     def table(self) -> str:
-        """The metrics as aligned text, one a line; single corruptions and ε are left out and stay in `.metrics`."""
+        """The metrics as aligned text, one per line. Single corruptions and ε are only in `.metrics`."""
         single = {f"corrupt/{name}" for name in (*self.corruptions, *(f"severity{s}" for s in self.severities))}
         single |= {k.rpartition("/")[0] for k in self.metrics if k.startswith("attack/") and k.count("/") > 2}
         hidden = tuple(f"{prefix}/" for prefix in single)
@@ -76,11 +76,11 @@ class Evaluation:
         return frame([{"metric": name, "value": value} for name, value in self.metrics.items()], index="metric")
 
     def plot(self, kind: str = "reliability") -> Any:
-        """A matplotlib figure; "reliability" of a regression shows the coverage of its intervals.
+        """Draws the evaluation as a matplotlib figure.
 
         Args:
-            kind: "reliability", "risk" (error left when only the surest inputs are answered), "ood" (scores of test and
-                foreign inputs) or "corruptions" (accuracy, NLL and ECE by severity).
+            kind: "reliability" (for a regression, the coverage of its intervals), "risk" (error among the most certain
+                inputs), "ood" (scores of test and foreign inputs) or "corruptions" (accuracy, NLL and ECE by severity).
         """
         from dissensus.drawing.notebook import shown  # loads matplotlib
         from dissensus.evaluation.plotting import figure_of
@@ -89,12 +89,12 @@ class Evaluation:
 
     @property
     def cautions(self) -> dict[str, str]:
-        """The method's warnings about these numbers by name, such as that its members count as one."""
+        """The method's warnings about these numbers, by name; for example, that its members count as one."""
         return {name: text for name, text in self.notes.items() if name not in ABOUT}
 
 
 def metric_text(value: float) -> str:
-    """A metric as text, four digits behind the point where that says something."""
+    """A metric as text, with four decimals if the number is neither large nor tiny."""
     if float(value).is_integer() and abs(value) >= 1:
         return f"{value:.0f}"
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""The inputs worth looking at: those the posterior is surest and least sure of, and its surest mistakes."""
+"""Inputs to look at: the most certain, the least certain, and the most certain mistakes."""
 
 from dataclasses import dataclass, field
 
@@ -10,13 +10,13 @@ GROUPS = ("most", "least", "mistakes")
 
 @dataclass
 class Extremes:
-    """Keeps `count` inputs of each group while batches go by: nothing else of the inputs is stored."""
+    """Keeps `count` inputs of each group over all batches; other inputs are not stored."""
 
     count: int = 8
     kept: dict[str, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)  # rank, index, inputs; first is best
 
     def update(self, score: Tensor, correct: Tensor, index: Tensor, inputs: Tensor) -> None:
-        """score (B,): higher = less sure; correct (B,) boolean; index (B,) the inputs' numbers; inputs (B, ...)."""
+        """Adds a batch. score (B,): higher = less certain; correct (B,) boolean; index (B,) positions; inputs (B, ...)."""
         every = torch.ones_like(correct)
         for group, rank, among in (("most", -score, every), ("least", score, every), ("mistakes", -score, ~correct)):
             found = (rank[among], index[among], inputs[among])

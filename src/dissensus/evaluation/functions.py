@@ -1,8 +1,8 @@
-"""One draw of a posterior, asked batch by batch: every number of an evaluation belongs to the same functions."""
+"""One draw of a posterior, run batch by batch: all numbers of an evaluation belong to the same functions."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,23 +21,26 @@ from dissensus.numerics.randomness import same_random_state
 
 
 class Answer(NamedTuple):
-    """What the functions say about a batch, on the posterior's device."""
+    """Outputs of the functions for one batch, on the posterior's device."""
 
     predictive: Predictive
-    energy: Tensor | None  # (M, B, ...) energy of every member's logits; None where outputs are not logits
+    energy: Tensor | None  # (M, B, ...) energy of every member's logits; None if outputs are not logits
 
 
 class Functions:
-    """M functions drawn once from a posterior. Made by `drawn_once`, within which they may be called."""
+    """M functions drawn once from a posterior. Call them only inside `drawn_once`, which makes them."""
 
     def __init__(self, posterior: Posterior, drawn: DrawnFunctions) -> None:
         self.posterior = posterior
         self.drawn = drawn
         self.members = drawn.members
         self.logits = isinstance(posterior.likelihood, Classification)
-        context = partial(left_as_found, posterior)  # for every batch: between two, other threads have their turn
-        self._describe = CapturedFunction(drawn.describe, drawn, context)
-        self._everything = CapturedFunction(lambda x: drawn.each(_outputs_and_description, x), drawn, context)
+        self.portion = posterior.portion(drawn)
+        context = partial(left_as_found, posterior)  # for each batch: other threads run between
+        self._describe = cache(lambda mine: CapturedFunction(mine.describe, mine, context))
+        self._everything = cache(
+            lambda mine: CapturedFunction(partial(mine.each, _outputs_and_description), mine, context)
+        )
 
     @property
     def device(self) -> torch.device:
@@ -45,7 +48,7 @@ class Functions:
 
     @property
     def ignore_index(self) -> int | None:
-        """The label of places that do not count, None where all do."""
+        """The label of ignored places; None if all places count."""
         return getattr(self.posterior.likelihood, "ignore_index", None)
 
     def predict(self, x: Inputs) -> Predictive:
@@ -53,32 +56,32 @@ class Functions:
         return self.posterior.checked(self.drawn.likelihood.predictive(*self._said(self._describe, x)))
 
     def answer(self, x: Inputs) -> Answer:
-        """The mixture's prediction and every member's energy for one batch, by one pass through the networks."""
+        """The mixture's prediction and every member's energy for one batch, from one forward pass."""
         if not self.logits:
             return Answer(self.predict(x), None)
         outputs, *described = self._said(self._everything, x)
         lens = self.posterior.lens()
         members = self.posterior.checked_members(self.drawn.likelihood.predictive(*described), lens)
-        # The energy of the logits as the members are seen: a calibration of their mean does not reach it.
+        # Energy of the members' logits at the temperature; a calibration of their mean does not change it.
         flat = energy_score(lens.logits(outputs).flatten(0, 1))
         return Answer(lens.mixture(members), flat.reshape(outputs.shape[0], -1, *flat.shape[1:]))
 
     def shared(
         self, work: Callable[[Any], Any], given: Iterable[Any], device: Any = "cpu"
     ) -> Iterator[tuple[Any, Any]]:
-        """(batch, work(batch)) of every batch, in order, with tensors of what was found on the device: `Posterior.shared`."""
-        return self.posterior.shared(work, given, self.drawn, device)
+        """Yields (batch, work(batch)) in order, with result tensors on `device`: see `Posterior.shared`."""
+        return self.posterior.shared(work, given, self.portion, device)
 
-    def _said(self, function: CapturedFunction, x: Inputs) -> Any:
+    def _said(self, function: Callable[[DrawnFunctions], CapturedFunction], x: Inputs) -> Any:
         x = batches.to(x, self.device)
         self.posterior.check_inputs(x)
         with batches.unchanged(x):
-            return function(x)
+            return self.portion.joined(lambda: function(self.portion.mine)(x))
 
 
 @contextmanager
 def drawn_once(posterior: Posterior) -> Iterator[Functions]:
-    """Functions of one draw; eval mode without gradients, modes and random streams put back afterwards."""
+    """Context with the functions of one draw, in eval mode without gradients; modes and random states are restored."""
     with left_as_found(posterior):
         drawn = posterior.draw()
     with torch.no_grad(), same_random_state(posterior.device, mine=lambda: posterior.draws_itself):

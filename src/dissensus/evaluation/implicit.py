@@ -1,4 +1,4 @@
-"""What drawn functions amount to as changes of test inputs, in numbers and pictures."""
+"""Implicit corruptions: the changes of test inputs that equal a drawn function's deviation, in numbers and pictures."""
 
 from torch import Tensor
 
@@ -6,17 +6,17 @@ from dissensus.attacks import implicit_corruptions
 from dissensus.core.posterior import Posterior
 from dissensus.data.standardise import Standardiser
 
-FUNCTIONS, STEPS = 5, 60  # of which changes are looked for, and steps of the search
-PICTURES = 3  # inputs drawn with their changes
+FUNCTIONS, STEPS = 5, 60  # functions to search changes for, and steps of the search
+PICTURES = 3  # inputs shown with their changes
 
 
 def implicit_changes(
     posterior: Posterior, x: Tensor, standardiser: Standardiser, *, penalty: float
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """(metrics, arrays) of the implicit corruptions of standardised inputs x; none of a single function.
+    """(metrics, arrays) of the implicit corruptions of standardised inputs x; empty for a single function.
 
-    implicit/distance: root mean square per number of an input, in units before they were standardised. implicit/explained:
-    share of the functions' deviation from their mean. As arrays, both of every input (B,), and images to draw.
+    implicit/distance: root mean square change per input value, in units before standardisation. implicit/explained: share
+    of the functions' deviation from their mean. Arrays hold both for every input (B,), and images to draw.
     """
     found = implicit_corruptions(posterior, x, penalty=penalty, functions=FUNCTIONS, steps=STEPS)
     if len(found.functions) == 1:

@@ -1,4 +1,4 @@
-"""Predictions of a whole loader: what the members said, the targets, and a few inputs to look at."""
+"""Predictions for a whole loader: the members' outputs, the targets, and a few inputs to look at."""
 
 import logging
 import time
@@ -28,24 +28,24 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """What one draw says about all inputs of a loader, on the host."""
+    """Predictions of one draw for all inputs of a loader, on the host."""
 
     predictive: Predictive
-    targets: Tensor  # (N,) classes or (N, D) values; (0,) of a set without labels
+    targets: Tensor  # (N,) classes or (N, D) values; (0,) for a set without labels
     energy: Tensor | None  # (M, N)
-    examples: dict[str, Tensor]  # of Extremes.arrays; empty where inputs are not images
-    shapes: Shapes | None  # of one input; None where batches differ in it, as padded sequences do
+    examples: dict[str, Tensor]  # from Extremes.arrays; empty if inputs are not images
+    shapes: Shapes | None  # of one input; None if it differs between batches, as for padded sequences
     milliseconds: float  # per input, in the loader's batches
-    networks: int = 1  # of which members are functions, network by network
-    promised: RowValues = field(default_factory=dict)  # what the posterior's promises say of each row
+    networks: int = 1  # number of networks; members are their functions, network by network
+    promised: RowValues = field(default_factory=dict)  # outcomes of the posterior's promises for each row
 
     @property
     def members(self) -> int:
-        """How many are kept: one where a calibration of their mean left a summary."""
+        """Number of members; 1 if a calibration of their mean left only a summary."""
         return 1 if isinstance(self.predictive, SummaryPredictive) else int(self.predictive.described()[0].shape[0])
 
     def network_metrics(self) -> dict[str, float]:
-        """What networks are worth, each by the mixture of its own functions; nothing of one, or with one function each."""
+        """Metrics of single networks, each with the mixture of its functions; empty for one network or one function each."""
         if not 1 < self.networks < self.members:
             return {}
         parts = zip(*(tensor.double().chunk(self.networks) for tensor in self.predictive.described()), strict=True)
@@ -58,13 +58,13 @@ class Predictions:
 
 
 class Numbers(NamedTuple):
-    """The functions that give the numbers of one kind of predictions."""
+    """The metric functions of one kind of predictions."""
 
     kind: PredictionKind
     metrics: Callable[[Predictions], dict[str, float]]
     arrays: Callable[[Predictions], dict[str, Tensor]]
     scores: Callable[[Predictions], dict[str, Tensor]]  # (N,) float64, higher = more foreign
-    members: Callable[[Predictions], dict[str, float]]  # nothing for a single one
+    members: Callable[[Predictions], dict[str, float]]  # empty for a single member
 
 
 def predictions(
@@ -78,8 +78,8 @@ def predictions(
 ) -> Predictions:
     """Predictions for all inputs of a loader of (x, y), in its order.
 
-    `labelled`: whether y belongs to the functions' task (it does not for OOD inputs, and is then not read; the loader may give
-    x alone). `like`: the shapes inputs must have. `picture`: from inputs to images to show; None shows them as they are.
+    `labelled`: whether y belongs to the functions' task; if not, as for OOD inputs, y is not read and the loader may give x
+    alone. `like`: required shapes of inputs. `picture`: turns inputs into images to show; None shows them unchanged.
     """
     answers: list[Answer] = []
     targets: list[Tensor] = []
@@ -126,7 +126,7 @@ def predictions(
             f"expected at least one batch in {name!r}, got none; is it empty, or a generator that can be read only once?"
         )
     energies = [answer.energy for answer in answers if answer.energy is not None]
-    timed = seconds[1:] or seconds  # the first batch pays for what is set up once
+    timed = seconds[1:] or seconds  # the first batch includes one-time setup
     return Predictions(
         predictive=Predictive.cat([answer.predictive for answer in answers]),
         targets=torch.cat(targets),
@@ -155,11 +155,11 @@ def with_targets(given: Any) -> Any:
 
 
 def unweighted(weight: Tensor | None, name: str, said: bool) -> bool:
-    """Whether it is said by now that metrics count every example once; says so where weights are not 1."""
+    """Warns once if weights are not 1, because metrics ignore them; returns whether the warning was given."""
     if weight is None or said or not bool((weight != 1).any()):
         return said
     log.warning(
-        "the weights in %r are left out: metrics count every example once; leave out examples that do not count", name
+        "the weights in %r are ignored: metrics count every example once; remove examples that should not count", name
     )
     return True
 
@@ -170,7 +170,7 @@ def shapes_of(x: Inputs) -> Shapes:
 
 
 def checked_shapes(x: Inputs, like: Shapes | None, name: str) -> Shapes:
-    """The shapes of one input; an error where they are not those of the test set, where all of it has the same."""
+    """The shapes of one input; raises if they differ from those of a test set whose inputs all have one shape."""
     shapes = shapes_of(x)
     if like is not None and shapes != like:
         raise ValueError(
@@ -181,7 +181,7 @@ def checked_shapes(x: Inputs, like: Shapes | None, name: str) -> Shapes:
 
 
 def check_hard(y: Tensor, functions: Functions) -> None:
-    """An error where targets of a classification are soft: accuracy and calibration need one true class."""
+    """Raises if a classification's targets are soft: accuracy and calibration need one true class."""
     if functions.logits and y.is_floating_point():
         raise ValueError(f"expected class indices to evaluate on, got {y.dtype} labels; pass y.argmax(1)")
 
@@ -201,7 +201,7 @@ def chosen_rows(answer: Answer, keep: Tensor) -> Answer:
 
 
 def now(device: torch.device) -> float:
-    """Seconds on a clock, once the device has done what it was asked."""
+    """Time in seconds, after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Promises put to the test: coverage and size of conformal sets, risk and acceptance of gates, on rows they never saw."""
+"""Measures promises on test rows: coverage and size of conformal sets, risk and acceptance of gates."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -27,16 +27,16 @@ def outcomes(
     x: Any = None,
     weight: Tensor | None = None,
 ) -> RowValues:
-    """What each promise says of each row: covered and size of a conformal set, accepted and error of a gate.
+    """Outcome of each promise for each row: covered and size of a conformal set, accepted and error of a gate.
 
     Args:
-        generator: of randomised sets.
+        generator: generator for randomised sets.
         y: targets; None for foreign inputs, which are only accepted or refused.
         x, weight: the rows' inputs and weights, where promises by group or weight need them; without, those are left out.
     """
     found: RowValues = {}
     if isinstance(predictive, CategoricalPredictive) and predictive.log_mean.ndim > 2:
-        return found  # pixels: nothing can be promised of them
+        return found  # pixels have no promises
     for name, promise in promises.items():
         if isinstance(promise, Gate):
             found[f"{name}/accepted"] = promise(predictive).accept.double()
@@ -50,7 +50,7 @@ def outcomes(
 
 
 def _row_values(promise: Conformal, x: Any, weight: Tensor | None) -> dict[str, Tensor] | None:
-    """Weight and group of the rows, as far as the promise asks for them; None where they are not known."""
+    """Weight and group of the rows, if the promise needs them; None if they are unknown."""
     found: dict[str, Tensor | None] = {}
     if promise.facts["weighted"]:
         found["weight"] = weight if promise.weight_of is None or x is None else promise.weight_of(x)
@@ -66,7 +66,7 @@ def joined_outcomes(parts: Iterable[RowValues]) -> RowValues:
 
 
 def promise_metrics(promises: Promises, rows: RowValues) -> dict[str, float]:
-    """NAME/coverage, size and level of conformal sets; NAME/accepted, risk or refused of gates, and what was promised."""
+    """NAME/coverage, size and level of conformal sets; NAME/accepted, risk or refused of gates, and the promised values."""
     found: dict[str, float] = {}
     for name, promise in promises.items():
         if f"{name}/covered" in rows:
@@ -114,28 +114,28 @@ def promise_details(
 
 
 class CorruptedPromises:
-    """How promises do on corrupted inputs, for which nothing is promised: gathered by type and severity."""
+    """Outcomes of promises on corrupted inputs, by type and severity. No promise holds for corrupted inputs."""
 
     def __init__(self, promises: Promises, *, seed: int = 0) -> None:
-        """`seed`: of randomised sets."""
+        """`seed`: seed of randomised sets."""
         self.promises = promises
         self.rows: dict[tuple[int, int], list[RowValues]] = {}  # of type t at severity s
         self._generator = torch.Generator().manual_seed(seed)
 
     def add(self, t: int, s: int, predictive: Predictive, x: Tensor, y: Tensor, ignored: int | None) -> None:
-        """Takes in one batch."""
+        """Adds one batch."""
         if self.promises and y.ndim == 1:
             keep = torch.ones_like(y, dtype=torch.bool) if ignored is None else y != ignored
             said = outcomes(self.promises, predictive[keep], self._generator, y=y[keep], x=x[keep])
             self.rows.setdefault((t, s), []).append({key: value.cpu() for key, value in said.items()})
 
     def merge(self, rows: Mapping[tuple[int, int], list[RowValues]]) -> None:
-        """Takes in the rows of another one."""
+        """Adds the rows of another `CorruptedPromises`."""
         for at, parts in rows.items():
             self.rows.setdefault(at, []).extend(parts)
 
     def tables(self) -> dict[str, Tensor]:
-        """NAME/coverage, size, accepted, risk or refused -> (T, S); NaN where nothing was accepted."""
+        """NAME/coverage, size, accepted, risk or refused -> (T, S); NaN if nothing was accepted."""
         found = {at: promise_metrics(self.promises, joined_outcomes(parts)) for at, parts in self.rows.items()}
         names = dict.fromkeys(
             key for each in found.values() for key in each if not key.endswith(("/level", "/promised"))
@@ -149,7 +149,7 @@ class CorruptedPromises:
 
 
 def _sets(rows: RowValues, name: str) -> dict[str, float]:
-    """coverage, and size, of those that are finite; infinite: the share of the others, where there are any."""
+    """coverage; size, the mean of finite sizes; infinite, the share of infinite sizes, if there are any."""
     covered, size = rows[f"{name}/covered"], rows[f"{name}/size"]
     finite = size.isfinite()
     found = {"coverage": float(covered.mean())}

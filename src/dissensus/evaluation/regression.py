@@ -1,4 +1,4 @@
-"""The numbers of a regression: errors, densities, interval coverage, members."""
+"""Metrics of a regression: errors, densities, interval coverage, members."""
 
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ def regression_metrics(predictions: Predictions) -> dict[str, float]:
 
 
 def regression_arrays(predictions: Predictions) -> dict[str, Tensor]:
-    """One number per example (means over outputs), the probability integral transform and the risk–coverage curve."""
+    """Values per example (means over outputs), the probability integral transform and the risk–coverage curve."""
     predictive, y = _gaussians(predictions), predictions.targets
     squared = (predictive.mean.double() - y.double()).square().reshape(len(y), -1).mean(1)
     curve = metrics.risk_coverage(-_flat(predictive.total), squared)
@@ -45,7 +45,7 @@ def regression_arrays(predictions: Predictions) -> dict[str, Tensor]:
 
 
 def regression_scores(predictions: Predictions) -> dict[str, Tensor]:
-    """Name -> (N,) float64, higher = more foreign: variances summed over outputs."""
+    """OOD scores: name -> (N,) float64, higher = more foreign; variances summed over outputs."""
     predictive = _gaussians(predictions)
     return {
         "variance": predictive.total.double().reshape(len(predictive), -1).sum(1),
@@ -54,7 +54,7 @@ def regression_scores(predictions: Predictions) -> dict[str, Tensor]:
 
 
 def regression_members(predictions: Predictions) -> dict[str, float]:
-    """What members are worth alone and together; nothing for a single one."""
+    """Metrics of the members, alone and together; empty for a single member."""
     if predictions.members == 1:
         return {}
     predictive, y = _gaussians(predictions), predictions.targets

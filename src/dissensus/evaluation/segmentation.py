@@ -1,8 +1,8 @@
-"""The numbers of a segmentation: sums over pixels, image by image; OOD pixels ranked image by image and all together.
+"""Metrics of a segmentation: sums over pixels of each image; OOD pixels are ranked within images and pooled.
 
-Pixels are never stored. Accuracy, likelihood, calibration and intersection over union lose nothing by that; pooled OOD
-ranking and risk–coverage are binned (`dissensus.metrics.ScoreHistogram`: 0.2 % relative width), ranking within an image is
-exact. What is kept of every image, a few numbers, is what methods are compared by.
+Pixels are never stored. Accuracy, likelihood, calibration and intersection over union are still exact, and so is ranking
+within an image; pooled OOD ranking and risk–coverage are binned (`dissensus.metrics.ScoreHistogram`: 0.2 % relative width).
+A few numbers per image are kept, by which methods are compared.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,13 +23,13 @@ from dissensus.metrics.calibration import bin_sums
 from dissensus.metrics.checks import labelled
 from dissensus.metrics.ranked_counts import RankedCounts, ranked_counts
 
-RANKED_BY = ("max_probability", "entropy", "mutual_information")  # always; by the energy where that is asked for
+RANKED_BY = ("max_probability", "entropy", "mutual_information")  # always; the energy on request
 RANKING = ("auroc", "aupr", "fpr95", "fpr95_in")
 
 
 @dataclass
 class PixelSums:
-    """What is known of the pixels of a labelled set: sums, and a few numbers of every image."""
+    """Sums over the pixels of a labelled set, and a few numbers per image."""
 
     confusion: ConfusionCounts | None = None
     bins: CalibrationBins = field(default_factory=CalibrationBins.empty)
@@ -40,13 +40,13 @@ class PixelSums:
     disagreement: float = 0.0  # summed over pixels
     pixels: int = 0
     seconds: float = 0.0
-    # Of every image with a labelled pixel. Not as tensors: small ones that stay keep memory between them from being given back.
+    # For every image with a labelled pixel. Lists, not tensors: small tensors that stay alive would fragment memory.
     images: list[dict[str, Any]] = field(default_factory=list)
 
     def update(self, predictive: Any, y: Tensor, ignore_index: int | None) -> None:
         """Adds one image: a predictive of classes (1, C, ...) and labels (1, ...)."""
         log_mean, mean = predictive.log_mean, predictive.mean
-        # A calibration of their mean leaves a summary without members, hence without their numbers.
+        # A calibration of the mean leaves a summary, which has no members to measure.
         members = log_mean[None] if isinstance(predictive, SummaryPredictive) else predictive.members
         if self.confusion is None:
             self.confusion = ConfusionCounts.empty(mean.shape[1], mean.device)
@@ -82,7 +82,7 @@ class PixelSums:
         self.images.append({name: value.tolist() for name, value in kept.items()})
 
     def merge(self, other: "PixelSums") -> "PixelSums":
-        """Those of these images and of the other ones after them."""
+        """Sums of these images followed by the other's images."""
         if self.confusion is None or other.confusion is None:
             return self if other.confusion is None else other
         return PixelSums(
@@ -99,14 +99,14 @@ class PixelSums:
         )
 
     def metrics(self, classes: Sequence[str] | None = None) -> dict[str, float]:
-        """accuracy, nll, brier, ece, aurc, miou and iou/CLASS, pooled over all pixels that count."""
+        """accuracy, nll, brier, ece, aurc, miou and iou/CLASS, pooled over all labelled pixels."""
         if self.confusion is None or not self.pixels:
             raise ValueError("expected at least one labelled pixel, got none; check the data and ignore_index")
         iou = metrics.intersection_over_union(self.confusion.matrix).tolist()
         names = range(len(iou)) if classes is None else classes
         if len(names) != len(iou):
             raise ValueError(
-                f"expected the names of {len(iou)} classes, got {len(names)}; name every output of the network"
+                f"expected the names of {len(iou)} classes, got {len(names)}; pass one name per output of the network"
             )
         return {
             "accuracy": float(self.confusion.accuracy()),
@@ -115,12 +115,12 @@ class PixelSums:
             "ece": float(self.bins.ece()),
             "aurc": float(self.risk.aurc()),
             "miou": float(self.confusion.miou()),
-            # A class that is neither there nor predicted has none.
+            # A class that is neither present nor predicted has no IoU.
             **{f"iou/{name}": value for name, value in zip(names, iou, strict=True) if value == value},
         }
 
     def member_metrics(self) -> dict[str, float]:
-        """members/nll, nll_best, diversity and disagreement; nothing for a single member."""
+        """members/nll, nll_best, diversity and disagreement; empty for a single member."""
         if self.member_nll is None or len(self.member_nll) == 1:
             return {}
         nll = self.member_nll / self.pixels
@@ -133,7 +133,7 @@ class PixelSums:
         }
 
     def arrays(self) -> dict[str, Tensor]:
-        """Numbers of every image, the reliability bins, risk by coverage and the confusion matrix."""
+        """Values per image, the reliability bins, risk by coverage and the confusion matrix."""
         counts, confidence, correct = (tensor.cpu() for tensor in self.bins)
         edges = torch.arange(len(counts) + 1, dtype=torch.float64) / len(counts)
         return {
@@ -151,11 +151,11 @@ class PixelSums:
 
 
 def pixel_sums(functions: Functions, loader: Iterable[Any], *, name: str = "test", like: Shapes | None = None) -> Any:
-    """(PixelSums, shapes of one input, None where they differ, images seen) of a labelled loader."""
+    """(PixelSums, shapes of one input or None if they differ, number of images) of a labelled loader."""
     sums, shapes, images, said = PixelSums(), set[Shapes](), 0, False
 
     def work(batch: Batch) -> PixelSums:
-        part = PixelSums()
+        part = PixelSums()  # of a batch by itself: sums are then added up in one order on any number of ranks
         checked_shapes(batch.x, like, name)
         functions.posterior.check_batch(batch)
         check_hard(batch.y, functions)
@@ -163,7 +163,7 @@ def pixel_sums(functions: Functions, loader: Iterable[Any], *, name: str = "test
         predictive: Any = functions.predict(batch.x)
         part.seconds = now(functions.device) - start
         y = batch.y.to(functions.device)
-        for row in range(len(y)):  # one by one: what scores take of memory grows with members × pixels
+        for row in range(len(y)):  # one by one: the memory of scores grows with members × pixels
             part.update(predictive[row], y[row : row + 1], functions.ignore_index)
         return part
 
@@ -178,13 +178,13 @@ def pixel_sums(functions: Functions, loader: Iterable[Any], *, name: str = "test
 
 @dataclass
 class PixelRanking:
-    """How well one score tells OOD pixels from others: within every image, and binned, over all of them."""
+    """How well one score separates OOD pixels from others: within each image, and over all images, binned."""
 
     histogram: ScoreHistogram
     images: list[list[float]] = field(default_factory=list)  # in the order of RANKING
 
     def update(self, score_in: Tensor, score_ood: Tensor) -> None:
-        """Adds the pixels of one image; one without OOD pixels, or with nothing else, has no ranking of its own."""
+        """Adds the pixels of one image. Without OOD pixels, or with nothing else, the image has no ranking."""
         self.histogram = self.histogram.update(score_in, score_ood)
         if len(score_in) and len(score_ood):
             counts: RankedCounts = ranked_counts(score_in, score_ood)[1]
@@ -192,11 +192,11 @@ class PixelRanking:
             self.images.append(torch.stack(each).tolist())
 
     def merge(self, other: "PixelRanking") -> "PixelRanking":
-        """That of these images and of the other ones after them."""
+        """Ranking of these images followed by the other's images."""
         return PixelRanking(self.histogram.merge(other.histogram), self.images + other.images)
 
     def numbers(self) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """(means over images and pooled_… numbers, the values (n,) of every image that has a ranking) of every metric."""
+        """For every metric: (mean over images and pooled_… number, values (n,) of the images with a ranking)."""
         columns = zip(*self.images, strict=True)
         values = {name: torch.tensor(c, dtype=torch.float64) for name, c in zip(RANKING, columns, strict=True)}
         found = {name: float(value.mean()) for name, value in values.items()}
@@ -206,10 +206,10 @@ class PixelRanking:
 def pixel_ood(
     functions: Functions, loader: Iterable[Any], score: str, *, name: str, like: Shapes | None
 ) -> tuple[dict[str, PixelRanking], CalibrationBins]:
-    """(score -> ranking, confidence bins of OOD pixels, all wrong) of a loader of (x, mask).
+    """(score -> ranking, confidence bins of OOD pixels, all counted as wrong) of a loader of (x, mask).
 
-    mask (B, H, W) is boolean, or 1 at OOD pixels, 0 elsewhere. One other number may mark void pixels: the likelihood's
-    ignore_index, or one that is no class.
+    mask (B, H, W) is boolean, or 1 at OOD pixels and 0 elsewhere. One other number may mark void pixels: the likelihood's
+    ignore_index, or a number that is not a class.
     """
     scores = [each for each in RANKED_BY if functions.members > 1 or each != "mutual_information"]
     scores += [score] if score not in scores else []
@@ -228,7 +228,7 @@ def pixel_ood(
         if mask.is_floating_point() or mask.shape != expected:
             raise ValueError(
                 f"expected a mask of shape {expected} in {name!r}, got {mask.dtype} of shape {tuple(mask.shape)}; "
-                "pass True or 1 at OOD pixels, False or 0 elsewhere, another number at void ones"
+                "pass True or 1 at OOD pixels, False or 0 elsewhere, another number at void pixels"
             )
         mask = mask.to(functions.device)
         for row in range(len(mask)):
@@ -249,7 +249,7 @@ def pixel_ood(
         if len(voids) > 1 or voids & (set(range(classes)) - {functions.ignore_index}):
             raise ValueError(
                 f"expected masks of 0, 1 and one void number in {name!r}, got {sorted(voids)}, as in class labels; pass 1 at "
-                "OOD pixels, 0 elsewhere, the likelihood's ignore_index or 255 at void ones"
+                "OOD pixels, 0 elsewhere, the likelihood's ignore_index or 255 at void pixels"
             )
         rankings = {each: ranking.merge(part[each]) for each, ranking in rankings.items()}
         bins = bins.merge(foreign)
@@ -261,7 +261,7 @@ def pixel_ood(
 def ranking_numbers(
     rankings: Mapping[str, PixelRanking], score: str, prefix: str
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """(metrics, their values for every image) under prefix/SCORE/NAME; those of the chosen score under prefix/NAME as well."""
+    """(metrics, values per image) under prefix/SCORE/NAME; those of the chosen score also under prefix/NAME."""
     found, arrays = dict[str, float](), dict[str, Tensor]()
     for by, ranking in rankings.items():
         numbers, of_images = ranking.numbers()
@@ -272,7 +272,7 @@ def ranking_numbers(
 
 
 def pixel_score(answer: Answer, score: str) -> Tensor:
-    """(B, H, W) how foreign every pixel is, higher = more."""
+    """(B, H, W) OOD score of every pixel, higher = more foreign."""
     predictive: Any = answer.predictive
     if score == "energy" and answer.energy is not None:
         return answer.energy.mean(0)

@@ -1,1 +1,1 @@
-"""The verbs that fit what stands on a posterior: calibrations, conformal predictors, gates."""
+"""The verbs that fit calibrations, conformal predictors and gates to a posterior's predictions on held-out rows."""

@@ -1,4 +1,4 @@
-"""calibrate: held-out rows say how far predictions are from what happens, and later predictions are corrected for it."""
+"""calibrate: fits a correction of predictions to held-out rows and applies it to later predictions."""
 
 import copy
 import logging
@@ -23,15 +23,15 @@ from dissensus.standing.values import DeviationScaling
 log = logging.getLogger("dissensus")
 
 CalibrationMethod = Literal["temperature", "vector", "isotonic", "histogram", "scale"]
-UNPLAUSIBLE = 100  # rows of which none is predicted wrong: networks say such things of rows they were trained on
+UNPLAUSIBLE = 100  # this many rows without a mistake are suspicious: the network was probably trained on them
 
 
 class Calibrated(NamedTuple):
-    """What `calibrate` did, in numbers of the calibration rows themselves: on new rows it will have done less."""
+    """The result of `calibrate`: metrics before and after, on the calibration rows. New rows will improve less."""
 
     method: str
-    rows: int  # labels that count: of a segmentation, pixels
-    temperature: float  # 1 where the method has none
+    rows: int  # labels that count; pixels for a segmentation
+    temperature: float  # 1 if the method has none
     nll: float
     nll_before: float
     ece: float | None  # None without class indices
@@ -39,17 +39,18 @@ class Calibrated(NamedTuple):
 
 
 def calibrate(posterior: Posterior, loader: Iterable[Any], method: CalibrationMethod = "temperature") -> Calibrated:
-    """Fits a calibration to held-out rows and keeps it with the posterior: every prediction from now on is calibrated.
+    """Fits a calibration to held-out rows and stores it with the posterior; all later predictions are calibrated.
 
-    It replaces the calibration that was there and drops promises that stood on it (`conformal`, `selective`); training drops
-    it. `predict`, `evaluate` and `predictor` apply it; `posterior(x)` and `member` do not. A folder of `save` holds it.
+    It replaces an earlier calibration and drops promises fitted on that one (`conformal`, `selective`). Training drops the
+    calibration. `predict`, `evaluate` and `predictor` apply it; `posterior(x)` and `member` do not. `save` stores it.
 
     Args:
         loader: held-out batches (x, y) or (x, y, weight), neither training nor test data; weights count as in training.
-        method: classes: "temperature" divides members' logits by one number; "vector" scales and shifts them class by class;
-            "isotonic" and "histogram" correct the mean probabilities, class by class: predictions are then summaries without
-            members. Regression: "temperature" multiplies the noise's deviation, "scale" the predictive deviation, "isotonic"
-            corrects the cumulative distribution, also a summary. The guide compares them.
+        method: for classification, "temperature" divides members' logits by one number, "vector" scales and shifts them per
+            class, "isotonic" and "histogram" correct the mean probabilities per class; predictions are then summaries
+            without members. For regression, "temperature" multiplies the noise's deviation, "scale" the predictive
+            deviation, and "isotonic" corrects the cumulative distribution, which also gives a summary. The guide compares
+            them.
 
     Returns:
         `Calibrated`: NLL and calibration error of these rows before and after.
@@ -70,10 +71,10 @@ def calibrate(posterior: Posterior, loader: Iterable[Any], method: CalibrationMe
 
 
 def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
-    """The temperature that minimises the mixture's negative log-likelihood on the loader; stored with the posterior.
+    """Finds the temperature that minimises the mixture's negative log-likelihood, and stores it with the posterior.
 
-    Short for `calibrate(posterior, loader, "temperature")`. Classification divides every member's logits by it (Guo et al.,
-    ICML 2017), regression multiplies the noise's standard deviation by it. `predict` and `predictor` apply it;
+    Short for `calibrate(posterior, loader, "temperature")`. Classification divides every member's logits by the temperature
+    (Guo et al., ICML 2017); regression multiplies the noise's standard deviation by it. `predict` and `predictor` apply it;
     `posterior(x)` and `member` do not. Further training resets it to 1.
 
     Args:
@@ -86,10 +87,10 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
 
 
 def held_out(posterior: Posterior, loader: Iterable[Any]) -> Rows:
-    """What the posterior says of the loader's rows, uncalibrated."""
+    """Uncalibrated predictions for the loader's rows."""
     loader = expect_posterior(posterior).whole(as_loader(loader, raw=posterior.inputs is not None))
     check_loader(loader)
-    view = copy.copy(posterior)  # uncalibrated: other threads may predict meanwhile with what it has
+    view = copy.copy(posterior)  # a copy: other threads may use the calibrated posterior meanwhile
     view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
     view._modules = {**posterior._modules, "calibration": None}
     weights: list[Tensor | None] = []
@@ -99,15 +100,17 @@ def held_out(posterior: Posterior, loader: Iterable[Any]) -> Rows:
     like = predictive.log_prob(y)
     given = _joined_weights(weights, y)
     weight = torch.ones_like(like, dtype=torch.float64) if given is None else spread(given, like).double()
-    if counted is not None:  # a label that does not count is an example without weight
+    if counted is not None:  # an ignored label is an example of weight 0
         weight = weight * counted
     if not weight.any():
-        raise ValueError("expected an example that counts, got none; pass labels not ignored and weights above 0")
+        raise ValueError(
+            "expected an example that counts, got none; pass labels that are not ignored and weights above 0"
+        )
     return Rows(predictive, y, weight)
 
 
 def calibration_error(rows: Rows, lens: Lens) -> float | None:
-    """The expected calibration error of rows that count, by weight; None for soft labels and regressions."""
+    """The weighted expected calibration error; None for soft labels and regressions."""
     seen = lens.mixture(lens.members(rows.predictive))
     if not isinstance(seen, CategoricalPredictive) or rows.y.is_floating_point():
         return None
@@ -117,17 +120,17 @@ def calibration_error(rows: Rows, lens: Lens) -> float | None:
 
 
 def _warn(rows: Rows, lens: Lens, method: str) -> None:
-    """Says what a calibration on these rows would get wrong."""
+    """Warns if these rows look unfit for calibration."""
     if method == "temperature" and lens.temperature < 0.99 * SUSPICIOUS:
         log.warning(
-            "the temperature %.3g makes predictions more than twice as sure; has the network been trained on these data? fit "
-            "it on held-out ones, and on more of them if all are predicted right: no temperature is too low for those. If "
-            "these were held out, members are too unsure (for a regression: is its noise set too high?)",
+            "the temperature %.3g makes predictions more than twice as confident; was the network trained on these data? Pass "
+            "held-out rows, and more of them if all are predicted right: these make any low temperature look good. If the "
+            "rows were held out, members are not confident enough (for a regression: is its noise set too high?)",
             lens.temperature,
         )
     widest = float(lens.calibration.factor) if isinstance(lens.calibration, DeviationScaling) else lens.temperature
     if widest > 0.99 * WIDEST:
-        log.warning("the %s %.3g is the highest looked at: is the posterior trained at all?", method, widest)
+        log.warning("the %s %.3g is the highest one tried: is the posterior trained?", method, widest)
     predictive = rows.predictive
     if method == "temperature" or not isinstance(predictive, CategoricalPredictive) or rows.y.is_floating_point():
         return
@@ -139,14 +142,14 @@ def _warn(rows: Rows, lens: Lens, method: str) -> None:
         )  # fmt: skip
     if int(kept.sum()) >= UNPLAUSIBLE and bool((predictive.mean.argmax(1) == rows.y)[kept].all()):
         log.warning(
-            "all %d calibration rows are predicted right; has the network been trained on them? Pass held-out rows: without "
-            "mistakes there is nothing to calibrate by",
+            "all %d calibration rows are predicted right; was the network trained on them? Pass held-out rows: a calibration "
+            "needs some mistakes",
             int(kept.sum()),
         )
 
 
 def _checked_batches(posterior: Posterior, loader: Iterable[Any], weights: list[Tensor | None]) -> Iterator[Any]:
-    """The loader's batches, each checked first: targets must belong to the outputs. Their weights are put into the list."""
+    """Yields the loader's batches after checking that targets fit the outputs; appends their weights to the list."""
     for batch in posterior.read(loader, anywhere=True):
         posterior.check_batch(batch)
         weights.append(batch.weight)
@@ -154,10 +157,10 @@ def _checked_batches(posterior: Posterior, loader: Iterable[Any], weights: list[
 
 
 def _joined_weights(weights: list[Tensor | None], y: Tensor) -> Tensor | None:
-    """The weights of all batches in one; None where there are none."""
+    """The weights of all batches in one tensor; None if there are none."""
     given = [weight for weight in weights if weight is not None]
     if not given:
         return None
     if len(given) < len(weights):
-        raise ValueError("expected weights in every batch or in none, got some without; give those the weight 1")
+        raise ValueError("expected weights in every batch or in none, got some without; pass weight 1 for the others")
     return torch.cat(given).to(y.device)

@@ -34,27 +34,30 @@ def conformal(
     seed: int = 0,
     name: str = "conformal",
 ) -> Conformal:
-    """Sets or intervals that hold the truth with probability `level`; stands on the posterior, under `promises[name]`.
+    """Fits sets of classes, or intervals, that contain the truth with probability `level`.
 
-    Split conformal prediction: the threshold is the ⌈(n + 1) · level⌉-th smallest score of n held-out rows. The coverage is
-    at least the level, and at most 1/(n + 1) more where scores do not tie, over new rows and calibration rows together. It
-    holds for new rows that are exchangeable with these: not under a shift (but see `weight`), and not if these rows were
-    trained, tuned or calibrated on.
+    The result is stored with the posterior, under `promises[name]`. Split conformal prediction: the threshold is the
+    ⌈(n + 1) · level⌉-th smallest score of n held-out rows. The coverage, over new rows and calibration rows together, is at
+    least the level, and without ties at most 1/(n + 1) more. It holds for new rows that are exchangeable with these: not
+    under a shift (but see `weight`), and not if these rows were used for training, tuning or calibration.
 
     Args:
         loader: held-out batches (x, y) or (x, y, weight); ignored labels and rows of weight 0 do not count. Other weights are
             density ratios: see `weight`.
-        level: 1 − α, below 1.
-        score: classes: "lac" (None; the smallest sets), "aps", "raps", "disagreement" (uses the members); regression, each
-            output by itself: "cqr" (None) or "residual". docs/guides/guarantees.md compares them.
-        by: promises for every class by itself ("class"), or for every group, a function of inputs (B, ...) that gives whole
-            numbers (B,). A class or group with too few rows is in every set, or has infinite intervals.
-        weight: for a known shift of the inputs: a function of inputs (B, ...) that gives the density of new inputs over that
-            of calibration rows, (B,), up to a factor. Sets grow, to all classes at the worst, where new inputs are rare here.
-        randomised: "aps" and "raps" decide by a random number whether the class at the border is in, so that the coverage is
-            the level; otherwise it is in, and the coverage is at least the level.
-        penalty, free: of "raps" (0.01 for every rank above 5) and "disagreement" (1 deviation). Choose them on other rows.
-        seed: of the random numbers for the calibration rows of "aps" and "raps".
+        level: required coverage 1 − α, between 0 and 1.
+        score: for classes "lac" (None; the smallest sets), "aps", "raps" or "disagreement" (uses the members); for regression
+            "cqr" (None) or "residual", separately for each output. docs/guides/guarantees.md compares them.
+        by: None for one promise over all rows, "class" for one per class, or a function from inputs (B, ...) to group numbers
+            (B,) for one per group. A class with too few rows is in every set; a group with too few has sets of all classes
+            or infinite intervals.
+        weight: for a known shift of the inputs: a function from inputs (B, ...) to density ratios (B,), new inputs over
+            calibration rows, up to a factor. Sets grow, up to all classes, where calibration rows are rare.
+        randomised: "aps" and "raps" include the class at the border at random, so that the coverage equals the level. If
+            False they always include it, and the coverage is at least the level.
+        penalty, free: parameters of "raps" (0.01 for every rank above 5) and "disagreement" (1 deviation). Choose them on
+            other rows.
+        seed: seed of the random numbers for the calibration rows of "aps" and "raps".
+        name: key in `posterior.promises`.
 
     Raises:
         ValueError: fewer rows than the level needs; the message says how many.
@@ -75,7 +78,7 @@ def conformal(
     least = least_rows(level)
     if len(found) < least:
         raise ValueError(
-            f"expected at least {least} rows for a level of {level:g}, got {len(found)}; pass more, or a lower level"
+            f"expected at least {least} rows for a level of {level:g}, got {len(found)}; pass more rows, or a lower level"
         )
     number("every weight", float(w.amin()), least=0, hint="a density ratio is not negative")
     number("every weight", float(w.amax()), hint="a density ratio is finite")
@@ -102,7 +105,7 @@ def _facts(
     if by == "class" and not classes:
         raise ValueError('expected a classification for by="class", got a regression; pass a function of inputs')
     if randomised:
-        one_of("score", score, RANDOMISED, hint="only these have a class at the border; pass randomised=False")
+        one_of("score", score, RANDOMISED, hint="only these can be randomised; pass randomised=False")
     settings = dict(SETTINGS.get(score, {}))
     for name, value in (("penalty", penalty), ("free", free)):
         if value is not None:
@@ -121,7 +124,7 @@ def _facts(
 
 
 def _scores(rows: CalibrationRows, facts: dict[str, Any], generator: torch.Generator) -> Tensor:
-    """(B, P) of the true labels or values."""
+    """(B, P) scores of the true labels or values."""
     predictive, y = rows.predictive, rows.y
     if not isinstance(predictive, CategoricalPredictive):
         return interval_score(predictive, y, facts["score"], facts["level"])
@@ -130,7 +133,7 @@ def _scores(rows: CalibrationRows, facts: dict[str, Any], generator: torch.Gener
 
 
 def _groups(rows: CalibrationRows, by: object) -> Tensor:
-    """(B,) whole numbers."""
+    """(B,) group numbers."""
     if by is None:
         return torch.zeros(len(rows.y), dtype=torch.int64)
     if by == "class":
@@ -145,7 +148,7 @@ def _groups(rows: CalibrationRows, by: object) -> Tensor:
 
 
 def _tensors(scores: Tensor, weight: Tensor, groups: Tensor, facts: dict[str, Any], least: int) -> dict[str, Tensor]:
-    """What `Conformal` holds: scores and summed weights, group after group."""
+    """The tensors of `Conformal`: scores and cumulative weights, group after group."""
     known = torch.arange(facts["outputs"]) if facts["by"] == "class" else torch.unique(groups)
     parts = [cumulative(scores[groups == group], weight[groups == group]) for group in known]
     sizes = torch.tensor([len(part) for part, _ in parts])
@@ -153,11 +156,11 @@ def _tensors(scores: Tensor, weight: Tensor, groups: Tensor, facts: dict[str, An
         needs = f"a level of {facts['level']:g} needs {least} rows of each {facts['by']}"
         if len(few) == len(known):
             raise ValueError(
-                f"expected more rows: {needs}, got at most {int(sizes.max())}; pass more, or a lower level"
+                f"expected more rows: {needs}, got at most {int(sizes.max())}; pass more rows, or a lower level"
             )
         effect = "is in every set" if facts["by"] == "class" else "has sets of all classes, or infinite intervals"
         named = ", ".join(map(str, few[:10].tolist())) + ("…" if len(few) > 10 else "")
-        log.warning("%s; with fewer it %s, here %s", needs, effect, named)
+        log.warning("%s; with fewer rows it %s, here %s", needs, effect, named)
     return {
         "scores": torch.cat([part for part, _ in parts]),
         "mass": torch.cat([mass for _, mass in parts]),

@@ -1,4 +1,4 @@
-"""Calibration rows: held-out rows that promises are fitted on, predicted batch by batch by the functions that will be used."""
+"""Calibration rows: held-out rows that promises are fitted on, predicted batch by batch with the functions used later."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ from dissensus.predict import predict_batches
 
 
 class CalibrationRows(NamedTuple):
-    """Rows of one batch that count: labels that are ignored and rows of weight 0 are left out."""
+    """The rows of one batch that count: without ignored labels and rows of weight 0."""
 
     predictive: Predictive
     x: Inputs
@@ -30,15 +30,15 @@ class CalibrationRows(NamedTuple):
 def calibration_rows(
     posterior: Posterior, loader: Iterable[Any], *, labelled: bool = True
 ) -> Iterator[CalibrationRows]:
-    """CalibrationRows of one batch after the other; `labelled`: whether y is read."""
+    """Yields the CalibrationRows of each batch; `labelled`: whether y is read."""
     loader = expect_posterior(posterior).whole(as_loader(loader, raw=posterior.inputs is not None))
     check_loader(loader)
     with left_as_found(posterior), Watch() as watch:
         posterior.draw()
     if watch.drew:
         raise ValueError(
-            f"expected functions that stay the same, got {type(posterior).__name__}, which draws new ones for each prediction: "
-            "a promise holds for the functions it was fitted on; call ds.refresh(posterior, training_loader) first"
+            f"expected fixed functions, got {type(posterior).__name__}, which draws new ones for each prediction; a promise "
+            "holds only for the functions it was fitted on: call ds.refresh(posterior, training_loader) first"
         )
     waiting: deque[Batch] = deque()
 
@@ -55,7 +55,9 @@ def calibration_rows(
             check_exchangeable(predictive, y if labelled else None)
         weight = torch.ones(len(y)) if batch.weight is None else batch.weight
         if weight.shape != (len(y),):
-            raise ValueError(f"expected one weight per row, ({len(y)},), got {tuple(weight.shape)}; pass such weights")
+            raise ValueError(
+                f"expected one weight per row, ({len(y)},), got {tuple(weight.shape)}; reshape the weights"
+            )
         weight = weight.to(y.device, torch.float64)
         counted = posterior.likelihood.counted(y) if labelled else None
         keep = weight > 0 if counted is None else (weight > 0) & counted
@@ -64,11 +66,11 @@ def calibration_rows(
 
 
 def check_exchangeable(predictive: CategoricalPredictive, y: Tensor | None) -> None:
-    """Raises where a row is not one label: a promise counts rows, and rows must be alike but for chance."""
+    """Raises unless each row has one label: promises count rows, and rows must be exchangeable."""
     if predictive.log_mean.ndim > 2:
         raise ValueError(
-            f"expected one label per row, got outputs {tuple(predictive.log_mean.shape)}: pixels or steps of one input are "
-            "not exchangeable, so nothing can be promised of them by counting; calibrate one number per input instead"
+            f"expected one label per row, got outputs {tuple(predictive.log_mean.shape)}; pixels or steps of one input are "
+            "not exchangeable, so no coverage can be promised for them: use one label per input instead"
         )
     if y is not None and y.is_floating_point():
-        raise ValueError("expected class indices, got soft labels: a set holds a label or does not; pass y.argmax(1)")
+        raise ValueError("expected class indices, got soft labels; pass y.argmax(1)")

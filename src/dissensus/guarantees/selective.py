@@ -1,4 +1,4 @@
-"""selective and ood_gate: thresholds on how unsure a prediction is, with a promise about what is accepted or refused."""
+"""selective and ood_gate: thresholds on uncertainty with a guaranteed error rate or false-alarm rate."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -32,21 +32,24 @@ def selective(
     ordered: bool = True,
     name: str = "selective",
 ) -> Gate:
-    """A gate that accepts as many inputs as it can while at most `risk` of them are wrong, with this confidence.
+    """Fits a gate that accepts as many inputs as possible while at most a share `risk` of them is predicted wrong.
 
-    P(error rate of accepted inputs ≤ risk) ≥ confidence, over draws of the calibration rows, for new rows from where these
-    came from. Exact binomial tests in a fixed sequence (Learn-then-Test), from the strictest threshold that can pass:
-    ⌈ln(1 − confidence) / ln(1 − risk)⌉ rows accepted, 299 for 1 % at 95 %. Where no threshold passes, nothing is accepted, with
-    a warning that says what these rows do show. Stands on the posterior, under `promises[name]`.
+    P(error rate of accepted inputs ≤ risk) ≥ confidence, over draws of the calibration rows, for new rows from the same
+    distribution. Uses exact binomial tests in a fixed sequence (Learn-then-Test), starting at the strictest threshold that
+    can pass: ⌈ln(1 − confidence) / ln(1 − risk)⌉ accepted rows, 299 for 1 % at 95 %. If no threshold passes, the gate accepts
+    nothing and a warning states the risk these rows support. The gate is stored with the posterior, under `promises[name]`.
 
     Args:
-        loader: held-out batches (x, y); rows that nothing was trained, tuned or calibrated on. Ignored labels and rows of
+        loader: held-out batches (x, y) that were not used for training, tuning or calibration. Ignored labels and rows of
             weight 0 do not count; other weights are refused.
-        score: what is thresholded: "max_probability" (None), "entropy", "mutual_information"; of a regression "variance"
-            (None) or "epistemic".
-        tolerance: of a regression: an output off by more is an error.
-        ordered: errors are taken to become more frequent with the score, so that the risk crosses the promised one once. False
-            needs nothing of the score, and accepts somewhat less.
+        risk: largest error rate among accepted inputs, between 0 and 1.
+        confidence: probability that the promise holds, between 0 and 1.
+        score: the score to threshold: "max_probability" (None), "entropy" or "mutual_information"; for a regression
+            "variance" (None) or "epistemic".
+        tolerance: for a regression: an output off by more than this counts as an error.
+        ordered: assumes that the error rate rises with the score, so that it crosses `risk` once. False assumes nothing,
+            and accepts somewhat fewer inputs.
+        name: key in `posterior.promises`.
 
     Raises:
         ValueError: fewer rows than any promise needs; the message says how many.
@@ -60,7 +63,7 @@ def selective(
         found.append((uncertainty(rows.predictive, known)(rows.predictive).cpu(), _errors(rows, tolerance).cpu()))
     if (n := sum(len(each) for each, _ in found)) < least:
         raise ValueError(
-            f"expected at least {least} rows to promise a risk of {risk:g} with confidence {confidence:g}, got {n}; pass more, "
+            f"expected at least {least} rows for a risk of {risk:g} at confidence {confidence:g}, got {n}; pass more rows, "
             "or a higher risk"
         )
     scores, errors = (torch.cat(each) for each in zip(*found, strict=True))
@@ -69,7 +72,7 @@ def selective(
     if not safe.accepted:
         _say_what_can_be(scores, errors, risk, confidence, ordered)
     facts = {"risk": float(risk), "confidence": float(confidence), "ordered": bool(ordered), "tolerance": tolerance}
-    below = safe._replace(threshold=(1 - SAME) * safe.threshold)  # what has the next score but for rounding is refused
+    below = safe._replace(threshold=(1 - SAME) * safe.threshold)  # a margin against rounding
     return _stand(posterior, name, known, below, {**facts, "rows": n})
 
 
@@ -81,14 +84,17 @@ def ood_gate(
     score: GateScore | None = None,
     name: str = "ood_gate",
 ) -> Gate:
-    """A gate that refuses an input like the loader's with probability at most `false_alarm`; labels are not used.
+    """Fits a gate that refuses in-distribution inputs with probability at most `false_alarm`; labels are not used.
 
-    The threshold is the ⌈(n + 1)(1 − false_alarm)⌉-th smallest score of n held-out in-distribution rows: the probability, over
-    these rows and a new one, is exact up to 1/(n + 1) where scores do not tie. Nothing is promised of foreign inputs.
-    Stands on the posterior, under `promises[name]`.
+    The threshold is the ⌈(n + 1)(1 − false_alarm)⌉-th smallest score of n held-out in-distribution rows. Without ties the
+    probability, over these rows and a new one, is exact up to 1/(n + 1). Nothing is guaranteed for foreign inputs. The gate
+    is stored with the posterior, under `promises[name]`.
 
     Args:
-        loader, score: as in `selective`; y is not read.
+        loader: held-out in-distribution batches (x, y), as in `selective`; y is not read.
+        false_alarm: largest share of refused in-distribution inputs, between 0 and 1.
+        score: the score to threshold, as in `selective`.
+        name: key in `posterior.promises`.
 
     Raises:
         ValueError: fewer rows than 1/false_alarm − 1.
@@ -101,13 +107,13 @@ def ood_gate(
     scores = torch.cat(found) if found else torch.empty(0)
     if len(scores) < least:
         raise ValueError(
-            f"expected at least {least} rows for a false-alarm rate of {false_alarm:g}, got {len(scores)}; pass more, or a "
+            f"expected at least {least} rows for a false-alarm rate of {false_alarm:g}, got {len(scores)}; pass more rows or a "
             "higher rate"
         )
     _say_if_alike(scores, known)
     one = torch.ones(1, dtype=torch.float64)
     highest = quantile(*cumulative(scores[:, None], torch.ones_like(scores)), 1 - false_alarm, one)[0, 0]
-    # A gate accepts what is below its threshold: the next number above the highest score that is accepted.
+    # A gate accepts scores below its threshold: use the next number above the highest accepted score.
     above = torch.nextafter(loosened(highest), torch.tensor(torch.inf, dtype=torch.float64))
     safe = Threshold(float(above), int((scores < above).sum()), 0)
     return _stand(posterior, name, known, safe, {"false_alarm": float(false_alarm), "rows": len(scores)})
@@ -119,7 +125,7 @@ def _equal_rows(posterior: Posterior, loader: Iterable[Any], *, labelled: bool =
         first = rows.weight[:1] if first is None or not len(first) else first
         if (rows.weight != first).any():
             raise ValueError(
-                "expected rows that count alike, got different weights: an error is counted once; leave the weights out"
+                "expected rows of equal weight, got different weights; every error counts once: leave the weights out"
             )
         yield rows
 
@@ -132,13 +138,13 @@ def _score(predictive: Predictive, score: str | None) -> str:
 
 
 def _errors(rows: CalibrationRows, tolerance: float | None) -> Tensor:
-    """(B,) boolean."""
+    """(B,) boolean: True where the prediction is wrong."""
     if isinstance(rows.predictive, CategoricalPredictive):
         if tolerance is not None:
-            raise ValueError("expected no tolerance for a classification, got one; a label is right or wrong")
+            raise ValueError("expected no tolerance for a classification, got one; leave it out")
     elif tolerance is None:
         raise ValueError(
-            "expected a tolerance for a regression, got none; pass tolerance=, by how much an output may be off"
+            "expected a tolerance for a regression, got none; pass tolerance=, the largest error that counts as right"
         )
     return wrong(rows.predictive, rows.y, tolerance if tolerance is None else number("tolerance", tolerance, least=0))
 
@@ -146,7 +152,7 @@ def _errors(rows: CalibrationRows, tolerance: float | None) -> Tensor:
 def _say_if_alike(scores: Tensor, known: str) -> None:
     if bool((scores == scores[0]).all()):
         log.warning(
-            "all %d rows have the same %s, so the gate accepts all or none; take another score", len(scores), known
+            "all %d rows have the same %s, so the gate accepts all or none; use another score", len(scores), known
         )
 
 
@@ -156,10 +162,10 @@ def _say_what_can_be(scores: Tensor, errors: Tensor, risk: float, confidence: fl
     least = least_risk(scores, errors, 1 - confidence, ordered=ordered)
     log.warning(
         "no threshold promises a risk of %g with confidence %g on these %d rows, so the gate accepts nothing: it needs %d "
-        "accepted rows without an error, or more with some. Accepting all, %d were wrong: with that "
+        "accepted rows without an error, or more rows with some. Of all rows %d were wrong: with that "
         "confidence at most a share of %.3g is.%s",
         risk, confidence, n, errorless_rows(risk, 1 - confidence), wrong, bound,
-        "" if least is None or least > bound else f" A risk of about {least:.2g} could be promised: ask for it on new rows.",
+        "" if least is None or least > bound else f" A risk of about {least:.2g} could be promised: try it on new rows.",
     )  # fmt: skip
 
 

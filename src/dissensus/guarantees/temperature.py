@@ -1,4 +1,4 @@
-"""The best temperature for predictions at hand, and the smallest value of a function of one number."""
+"""The best temperature for given predictions, and the minimum of a function of one number."""
 
 import logging
 import math
@@ -11,14 +11,14 @@ from dissensus.core.predictive import Predictive
 
 log = logging.getLogger("dissensus")
 
-WIDEST = 50.0  # temperatures from 1/50 to 50 are looked at
-SUSPICIOUS = 0.5  # below it members would be more than twice as sure: held-out data hardly ever ask for that
+WIDEST = 50.0  # temperatures from 1/50 to 50 are tried
+SUSPICIOUS = 0.5  # a lower one makes members more than twice as confident, which held-out data hardly ever need
 
 
 def best_temperature(predictive: Predictive, y: Tensor, weight: Tensor | None = None) -> float:
-    """The temperature with the smallest negative log-likelihood of targets y.
+    """The temperature that minimises the negative log-likelihood of targets y.
 
-    `weight`: how often each example counts, (N,) or of the shape of the log-probabilities.
+    `weight`: example weights, (N,) or of the shape of the log-probabilities.
     """
 
     def losses(log_temperature: float) -> Tensor:
@@ -28,15 +28,16 @@ def best_temperature(predictive: Predictive, y: Tensor, weight: Tensor | None = 
     each = None if weight is None else spread(weight.to(like.device), like)
 
     def mean(values: Tensor) -> float:
-        # Where no weight is, an infinite loss does not count either.
+        # An infinite loss of weight 0 does not count.
         return float(values.mean() if each is None else (each * values.where(each > 0, 0.0)).sum() / each.sum())
 
     best = minimise(lambda at: mean(losses(at)), -math.log(WIDEST), math.log(WIDEST))
     if best >= math.log(SUSPICIOUS):
         return math.exp(best)
-    # Sharpened without end, unsure members (Laplace by rows) become a vote: its NLL hardly changes on these rows, and has no
-    # bound on rows whose label gets no vote. So more sharpening than is plausible must pay: of the temperatures within one
-    # standard error of the smallest NLL the plainest is taken (Breiman et al. 1984), where they span a factor of two.
+    # Uncertain members (Laplace by rows) become a vote when sharpened further and further. The vote's NLL hardly changes on
+    # these rows, and is unbounded on rows whose label gets no vote. So implausible sharpening must improve the NLL clearly: of
+    # the temperatures within one standard error of the smallest NLL, the highest is taken (Breiman et al. 1984), if they span
+    # a factor of two.
     least = losses(best)
     variance = mean((least - mean(least)).square()) / float(least.numel() if each is None else each.sum())
     limit = mean(least) + math.sqrt(variance)
@@ -44,8 +45,8 @@ def best_temperature(predictive: Predictive, y: Tensor, weight: Tensor | None = 
     if highest - best < math.log(2):
         return math.exp(best)
     log.warning(
-        "temperatures from %.3g to %.3g are equally good within one standard error, and the highest is taken; pass more "
-        "held-out examples to tell them apart (members that are far too unsure can be sharpened without end)",
+        "temperatures from %.3g to %.3g are equally good within one standard error; the highest is used. Pass more "
+        "held-out examples to choose between them (members that are far too uncertain favour ever lower ones)",
         math.exp(best),
         math.exp(highest),
     )
@@ -53,7 +54,7 @@ def best_temperature(predictive: Predictive, y: Tensor, weight: Tensor | None = 
 
 
 def minimise(function: Callable[[float], float], low: float, high: float, *, tolerance: float = 1e-5) -> float:
-    """Where a function of one number is smallest: a coarse grid, then golden sections around its best point."""
+    """The minimiser of a function of one number: a coarse grid, then golden sections around its best point."""
     grid = [low + (high - low) * i / 24 for i in range(25)]
     best = min(range(25), key=lambda i: function(grid[i]))
     a, b = grid[max(best - 1, 0)], grid[min(best + 1, 24)]

@@ -1,4 +1,4 @@
-"""The loss around and between members: planes through three of them, random directions from one, ways from one to another."""
+"""The loss around and between members: on planes through three, along random directions from one, on paths between two."""
 
 from dissensus.landscape.paths import Path, curve, path
 from dissensus.landscape.surfaces import Surface, directions, plane

@@ -1,4 +1,4 @@
-"""Losses along ways from one member to another: the straight line, and a curve that is trained to go around what is between."""
+"""Losses on paths from one member to another: the straight line, and a curve trained to avoid high loss."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dissensus.surgery.normalization import estimating
 
 @dataclass(frozen=True, eq=False)
 class Path:
-    """Losses along a way from one member (t = 0) to another (t = 1).
+    """Losses on a path from one member (t = 0) to another (t = 1); made by `path` and `curve`.
 
     Args:
         t: (P,) from 0 to 1.
         loss: (P,) mean negative log-likelihood in nats.
-        accuracy: (P,), or None where targets are not class indices.
+        accuracy: (P,), or None if targets are not class indices.
     """
 
     t: Tensor
@@ -34,7 +34,7 @@ class Path:
 
     @property
     def barrier(self) -> float:
-        """How far the loss rises above the straight line between the losses at the ends, at most."""
+        """Largest excess of the loss over the linear interpolation between the losses at the ends, in nats."""
         line = (1 - self.t) * self.loss[0] + self.t * self.loss[-1]
         return float((self.loss - line).max())
 
@@ -56,10 +56,10 @@ def path(
     statistics: Statistics = "recomputed",
     together: int = 1,
 ) -> Path:
-    """The Path of losses along the straight line from one member to another: (1 − t) θ_0 + t θ_1.
+    """Computes the loss along the straight line from one member to another: (1 − t) θ_0 + t θ_1; returns a `Path`.
 
     Args:
-        points: P, both ends among them.
+        points: P, including both ends.
         posterior, loader, members, statistics, together: as in `plane`.
     """
     anchors = Anchors(posterior, members, loader, statistics)
@@ -79,13 +79,14 @@ def curve(
     statistics: Statistics = "recomputed",
     together: int = 1,
 ) -> Path:
-    """The Path of losses along a curve between two members that is bent to where the loss is low (Garipov et al. 2018).
+    """Trains a low-loss curve between two members and computes the loss along it (Garipov et al. 2018); returns a `Path`.
 
         φ(t) = (1 − t)² θ_0 + 2 t (1 − t) ω + t² θ_1,    ω = argmin E_{t ~ U(0, 1)} loss(φ(t)), from (θ_0 + θ_1) / 2
 
     Args:
-        epochs, lr: of Adam on ω, over the batches of `loader` as they were read once; batch norm at each batch's statistics.
-        seed: of t.
+        epochs, lr: of Adam on ω, over the batches of `loader`, which are read once and kept; batch norm uses each batch's
+            statistics.
+        seed: seed of the random t.
         posterior, loader, members, points, statistics, together: as in `path`.
     """
     anchors = Anchors(posterior, members, loader, statistics)
@@ -98,7 +99,7 @@ def curve(
 
 
 def bent(anchors: Anchors, epochs: int, lr: float, generator: torch.Generator) -> Tensors:
-    """The weights ω of `curve` between the first two."""
+    """The weights ω of `curve` between the first two anchors."""
     middle = {name: ((rows[0] + rows[1]) / 2).requires_grad_() for name, rows in anchors.weights.items()}
     optimizer = torch.optim.Adam(list(middle.values()), lr=lr)
     buffers = anchors.particles.at(0)[1]

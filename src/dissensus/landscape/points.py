@@ -1,7 +1,6 @@
-"""Points of a landscape: combinations Σ_k c_k θ_k of members' weights, and the losses of the networks that they are.
+"""Points of a landscape: combinations Σ_k c_k θ_k of members' weights, and the losses of these networks.
 
-Combinations are taken in this form because it gives the members themselves back exactly, where θ_0 + 1 · (θ_1 − θ_0) would
-round.
+This form reproduces the members exactly, while θ_0 + 1 · (θ_1 − θ_0) would round.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Losses(NamedTuple):
 
 
 class Anchors:
-    """K trees of weights that points are combinations of, the first ones members, and the batches that losses are of."""
+    """K sets of weights that points combine (the first ones are members), and the batches for the losses."""
 
     def __init__(
         self, posterior: Posterior, members: Sequence[int], loader: Iterable[Any], statistics: Statistics
@@ -52,7 +51,7 @@ class Anchors:
         self.likelihood = posterior.particles.copied_part(posterior.likelihood, "likelihood.", 0)
         self.particles, self.members = self._stacked(self.networks), len(members)
         own = self.particles.own_parameters()
-        if any(True for _ in self.likelihood.parameters()):  # a learned noise, each function's own
+        if any(True for _ in self.likelihood.parameters()):  # learned noise, separate for each function
             noise: Tensors = drawn.each(lambda member: dict(member.likelihood.named_parameters()))
             for name, rows in noise.items():
                 own[f"likelihood.{name}"].data.copy_(rows[list(members)])
@@ -70,7 +69,7 @@ class Anchors:
         self.weights = {name: torch.cat([tensor, weights[name][None]]) for name, tensor in self.weights.items()}
 
     def filter_noise(self, generator: torch.Generator) -> Tensors:
-        """Noise as long as the first member's weights, filter by filter; zero for tensors with one axis or none."""
+        """Noise with the norm of the first member's weights in each filter; zero for tensors with fewer than two axes."""
         found = {}
         for name, tensor in self.weights.items():
             weight = tensor[0]
@@ -83,14 +82,14 @@ class Anchors:
         return found
 
     def _room(self, points: int) -> Particles:
-        """Particles for so many points, to be overwritten."""
+        """Particles for this many points, to be overwritten."""
         if points not in self.rooms:
             self.rooms[points] = self._stacked([self.networks[0]] * points)
         return self.rooms[points]
 
     @torch.no_grad()
     def losses(self, coefficients: Tensor, *, together: int) -> Losses:
-        """Of points (N, K), so many of which run at once."""
+        """Losses of points with these coefficients (N, K); `together`: how many run at once."""
         whole("together", together)
         exact = ((coefficients == 0) | (coefficients == 1)).all(1) & (coefficients.sum(1) == 1)
         loss = torch.empty(len(coefficients), dtype=torch.float64)
@@ -105,7 +104,7 @@ class Anchors:
         return Losses(loss, None if accuracy.isnan().all() else accuracy)
 
     def _place(self, particles: Particles, coefficients: Tensor) -> None:
-        """Puts the points (S, K) into the particles, with the buffers of the nearest member."""
+        """Writes the points (S, K) into the particles, with the buffers of the nearest member."""
         for name, tensor in particles.own_parameters().items():
             rows = self.weights[name]
             for s, each in enumerate(coefficients.tolist()):
@@ -116,11 +115,11 @@ class Anchors:
             buffer.copy_(mine[name][nearest.to(buffer.device)])
 
     def _measured(self, particles: Particles) -> tuple[Tensor, Tensor]:
-        """(S,), (S,) mean negative log-likelihood and accuracy, NaN where targets are no classes."""
+        """(S,), (S,) mean negative log-likelihood and accuracy, NaN if targets are no classes."""
         functions, likelihood = MemberFunctions(particles), particles.likelihood
         sums = torch.zeros(
             4, particles.members, dtype=torch.float64
-        )  # log-probabilities, their weights, right answers, places
+        )  # log-probabilities, their weights, correct answers, positions
         for x, y, weight in self.kept:
             described = functions.describe(x)
             for s in range(particles.members):
@@ -131,7 +130,7 @@ class Anchors:
 
 
 def _right(predictive: Any, y: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
-    """() how many classes are right, and () of how many that count; 0 of 0 where targets are no class indices."""
+    """() number of correct classes, and () number of positions that count; 0 and 0 if targets are no class indices."""
     if not isinstance(predictive, ClassificationPredictive) or y.is_floating_point():
         return torch.zeros(()), torch.zeros(())
     counted = torch.ones_like(y, dtype=torch.bool) if counted is None else counted

@@ -1,4 +1,4 @@
-"""Losses on planes of weights: through three members, and along random directions from one."""
+"""Losses on planes of weights: through three members, and along two random directions from one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from dissensus.numerics.checks import number, whole
 
 @dataclass(frozen=True, eq=False)
 class Surface:
-    """Losses on a grid of a plane of weights. `loss[i, j]` is at `first[i]`, `second[j]`.
+    """Losses on a grid in a plane of weights; made by `plane` and `directions`. `loss[i, j]` is at `first[i]`, `second[j]`.
 
     Args:
-        first, second: (P,), (Q,) coordinates. Of a plane, members are at (0, 0), (1, 0) and (0, 1); of directions, one
-            member is at (0, 0) and one step is as long, filter by filter, as the weights.
+        first, second: (P,), (Q,) coordinates. From `plane`, members are at (0, 0), (1, 0) and (0, 1); from `directions`,
+            one member is at (0, 0), and in each filter a step of 1 has the norm of its weights.
         loss: (P, Q) mean negative log-likelihood in nats; NaN or inf where the network overflows.
-        accuracy: (P, Q), or None where targets are not class indices.
+        accuracy: (P, Q), or None if targets are not class indices.
         marks: coordinates of the members.
-        frame: (2, 2) where one step of each coordinate leads in an orthonormal basis of the plane (Gram–Schmidt): what
-            `plot` draws, so that distances are those of weights.
+        frame: (2, 2) the steps of both coordinates in an orthonormal basis of the plane (Gram–Schmidt); `plot` uses it,
+            so that distances in the figure are distances of weights.
     """
 
     first: Tensor
@@ -36,7 +36,7 @@ class Surface:
     frame: Tensor
 
     def drawn(self) -> tuple[Tensor, Tensor, Tensor, dict[str, tuple[float, float]]]:
-        """(x, y, loss, marks) in the orthonormal basis, x, y and loss (P, Q)."""
+        """(x, y, loss, marks) in the orthonormal basis; x, y and loss are (P, Q)."""
         along, across = torch.meshgrid(self.first, self.second, indexing="ij")
         x, y = (along * self.frame[0, i] + across * self.frame[1, i] for i in range(2))
         marks = {
@@ -63,21 +63,21 @@ def plane(
     statistics: Statistics = "recomputed",
     together: int = 1,
 ) -> Surface:
-    """The Surface of losses on the plane through three members (Garipov et al., NeurIPS 2018).
+    """Computes the loss on the plane through three members (Garipov et al., NeurIPS 2018); returns a `Surface`.
 
         θ(a, b) = (1 − a − b) θ_0 + a θ_1 + b θ_2
 
     Args:
-        posterior: with three drawn functions or more, whose weights are combined; learned noise as well.
-        loader: (x, y) batches that losses are means over; read once.
-        members: which functions of the draw are at (0, 0), (1, 0) and (0, 1).
-        steps: from one member to the next.
-        margin: how far the grid goes beyond the members, as a share of the way between them, rounded to whole steps.
-        statistics: running statistics of batch norm off the members. "recomputed": from the inputs of `loader`, for every
-            point; another loader: from its inputs; "stored": those of the nearest member. Recomputed by default: weights
-            between two networks have the statistics of neither, and would look worse than they are. At the members they
-            are always the stored ones.
-        together: points that run at once, by vmap; more are quicker on a GPU.
+        posterior: a posterior with at least three drawn functions, whose weights and learned noise are combined.
+        loader: (x, y) batches for the mean losses; read once.
+        members: indices of the drawn functions at (0, 0), (1, 0) and (0, 1).
+        steps: grid steps from one member to the next.
+        margin: how far the grid extends beyond the members, as a share of the distance between them, rounded to whole
+            steps.
+        statistics: batch norm statistics at points other than the members. "recomputed": from the inputs of `loader`, for
+            every point (the default, since with the statistics of another network a point looks worse than it is);
+            another loader: from its inputs; "stored": those of the nearest member. Members always use their own.
+        together: points that run at once, by vmap; more are faster on a GPU.
     """
     anchors = Anchors(posterior, members, loader, statistics)
     around = round(number("margin", margin, least=0) * whole("steps", steps))
@@ -104,23 +104,25 @@ def directions(
     statistics: Statistics = "stored",
     together: int = 1,
 ) -> Surface:
-    """The Surface of losses along two random directions from a member, filter-normalised (Li et al., NeurIPS 2018).
+    """Computes the loss along two random, filter-normalised directions from a member (Li et al., NeurIPS 2018).
 
         θ(a, b) = θ + a δ + b η,    δ_f = d_f ‖θ_f‖ / ‖d_f‖,  d ~ N(0, I), for every filter f
 
-    A filter is all that leads to one output channel or unit. Biases and norm layers stay as they are, as in the paper's
-    code. Scaling a filter before a norm layer scales its noise with it, and leaves the picture as it was.
+    Returns a `Surface`. A filter is all weights of one output channel or unit. Biases and norm layers do not change, as in
+    the paper's code. Scaling a filter before a norm layer also scales its noise, so it does not change the result.
 
     Args:
-        member: which function of the draw is in the middle.
+        member: index of the drawn function in the middle.
         points: P on each axis; odd, so that the member is one of them.
         reach: the axes go from −reach to reach.
-        seed: of the directions; the same for networks of equal shapes.
-        statistics: as in `plane`; "stored" by default, as in the paper: the picture is of one network, at its statistics.
+        seed: seed of the directions, which are the same for networks of equal shapes.
+        statistics: as in `plane`; by default "stored", as in the paper.
         posterior, loader, together: as in `plane`.
     """
     if whole("points", points) % 2 == 0:
-        raise ValueError(f"expected an odd number of points, got {points}; the member is in the middle of {points + 1}")
+        raise ValueError(
+            f"expected an odd number of points, got {points}; pass {points + 1}, so that the member is in the middle"
+        )
     anchors = Anchors(posterior, (member,), loader, statistics)
     generator = torch.Generator().manual_seed(seed)
     anchors.append(anchors.filter_noise(generator))

@@ -1,4 +1,4 @@
-"""The methods, one file each. METHODS is what the command line, saved files and the contract test go by."""
+"""The methods, one file each. METHODS maps names to classes for the command line, saved files and the contract test."""
 
 from dissensus.core.posterior import Posterior
 from dissensus.methods.batch_ensemble import BatchEnsemble as BatchEnsemble

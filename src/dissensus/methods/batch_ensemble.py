@@ -1,4 +1,4 @@
-"""BatchEnsemble: shared weights, a rank-one factor of each member's own (Wen, Tran & Ba, ICLR 2020).
+"""BatchEnsemble: members share weights, and each has its own rank-one factor (Wen, Tran & Ba, ICLR 2020).
 
     y_α = s_α ∘ (W (r_α ∘ x) + b)
 
@@ -24,21 +24,22 @@ from dissensus.surgery.order import ends, follow
 
 
 class BatchEnsemble(EmbeddedPosterior):
-    """M members for little more than the price of one network, in a copy of which layers are cut (see `.account`).
+    """M members that share the weights of one network and cost little more than it does.
 
-    y_α = s_α ∘ (W (r_α ∘ x) + b) for member α. Norm layers (affine and statistics) and the output bias are each
-    member's own: a shared output bias adds 1 to all Θ_αβ. Behind s, an own batch norm leaves only the sign of s to act.
+    y_α = s_α ∘ (W (r_α ∘ x) + b) for member α. Each member has its own norm layers (affine parameters and statistics) and
+    output bias: a shared output bias adds 1 to all Θ_αβ. A batch norm after s cancels all of s but its sign. The network is
+    copied; `.account` lists the layers that were changed.
 
     Args:
         module: one network.
         members: M.
-        modulation: the law of r and s, required. It decides whether members are M networks or one: `Modulation.sign()`
-            makes independent members, `Modulation.normal(1, σ)` with a small σ keeps what a pretrained network knows.
+        modulation: the distribution of r and s, required. `Modulation.sign()` makes independent members;
+            `Modulation.normal(1, σ)` with a small σ stays close to a pretrained network, and members stay similar.
         regime: γ, the factor on the shared weights' mean gradient: "independent" (M), "collective" (1), a number, or
-            "auto" by the modulation's collectivity and M.
-        form: "wen", r and s at every layer; "talk", without the first r and the last s.
-        modulation_lr: the modulations' learning rate in `parameter_groups`; None is that of the weights.
-        layers: patterns of names of the layers to be cut ("encoder.*"); None is all.
+            "auto", chosen from the modulation's collectivity and M.
+        form: "wen" has r and s at every layer; "talk" leaves out the first r and the last s.
+        modulation_lr: learning rate of r and s in `parameter_groups`; None uses that of the weights.
+        layers: name patterns of the layers that get factors ("encoder.*"); None is all.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
@@ -61,8 +62,8 @@ class BatchEnsemble(EmbeddedPosterior):
         whole("members", members)
         if not isinstance(modulation, Modulation):
             raise TypeError(
-                f"expected a modulation, got {modulation!r}; pass Modulation.sign(), which makes independent members, or "
-                "Modulation.normal(1, 0.1), which keeps most of what a pretrained network knows"
+                f"expected a modulation, got {modulation!r}; pass Modulation.sign() for independent members, or "
+                "Modulation.normal(1, 0.1) to start close to a pretrained network"
             )
         one_of("form", form, ("wen", "talk"))
         if modulation_lr is not None:
@@ -82,11 +83,11 @@ class BatchEnsemble(EmbeddedPosterior):
 
     @property
     def remedy(self) -> str:
-        expect = "ds.theory.regime(posterior) says what to expect"
+        expect = "ds.theory.regime(posterior) predicts the regime"
         if self.modulation.collectivity == 0 and self.gamma == self.particles.members:
-            return f"modulations have a mean of 0 and γ = M already: fewer members or wider layers may help; {expect}"
+            return f"modulations already have mean 0 and γ = M: try fewer members or wider layers; {expect}"
         return (
-            "modulations with a mean of 0, such as Modulation.sign(), make members differ, in a wide network with few members "
+            "members differ more with modulations of mean 0, such as Modulation.sign(), wide layers, few members "
             f'and regime="independent"; {expect}'
         )
 
@@ -101,8 +102,8 @@ def modulated_network(
 ) -> tuple[nn.Module, Account, list[str]]:
     """(a copy of the module with neutral r and s, the account, the output layers).
 
-    In the talk's form without the first r and the last s. Ends are linear and convolutional layers, cut or not, but for those
-    that others read and do not call.
+    form="talk" leaves out the first r and the last s. First and last are counted over all linear and convolutional layers,
+    cut or not, except layers whose weight another module reads without calling them.
     """
     network, found, account = convertible_copy(module, layers=layers)
     names = [name for name, part in network.named_modules() if isinstance(part, CONVERTIBLE)]
@@ -117,7 +118,10 @@ def modulated_network(
 
 
 def own_tensors(network: nn.Module, account: Account, output_layers: Sequence[str]) -> set[int]:
-    """The ids of tensors that are each member's own beside r and s: norm layers and the output bias; told the account."""
+    """Ids of the tensors besides r and s that each member has for itself: norm layers and the output bias.
+
+    Also adds them to the account.
+    """
     norms = norm_parameters(network)
     statistics = set(statistics_names(network))
     tensors = {**dict(network.named_parameters(remove_duplicate=False)), **dict(network.named_buffers())}

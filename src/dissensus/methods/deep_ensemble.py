@@ -4,13 +4,13 @@ from dissensus.methods.parts.stacked import StackedPosterior
 
 
 class DeepEnsemble(StackedPosterior):
-    """M independent members. The loss is the sum over members, so each trains exactly as it would alone.
+    """M independently trained networks. The loss is the sum over members, so each trains exactly as it would alone.
 
     Args:
-        modules: M networks of one architecture, each built (initialised) separately, copied into a stack; the caller's
-            stay usable; or a function that makes one: `DeepEnsemble(make, members=5)`. Networks that differ in attributes,
-            hooks or modes run one after the other, each with its own.
-        members: M, with a function.
+        modules: M networks of one architecture, each initialised separately; they are copied. Or a function that makes
+            one network: `DeepEnsemble(make, members=5)`. Networks that differ in attributes, hooks or modes run one
+            after the other.
+        members: M, if `modules` is a function.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 

@@ -24,15 +24,15 @@ from dissensus.surgery.masking import Masks, apply_mask, at_sites, dropout_sites
 
 
 class MCDropout(NetworksPosterior):
-    """Functions of one network that differ by the units dropped; one mask per function, the same for a whole batch.
+    """One network with dropout on at prediction: each drawn function has one dropout mask, fixed for all inputs.
 
-    In training every example has units of its own dropped. Batch norm stays in eval mode in prediction.
+    In training every example has its own mask. At prediction batch norm is in eval mode.
 
     Args:
-        networks: one module, held and not copied, or a list of M, of which each gives `samples` functions.
-        rate: None leaves the network's own dropout modules on. A rate inserts dropout before every linear and
-            convolutional layer but the first, in training and in prediction, without changing the caller's module;
-            whole channels are dropped before convolutions, so that a drawn function is the network with rows of its
+        networks: one module, not copied, or a list of M; each network gives `samples` functions.
+        rate: None uses the network's own dropout modules. A number inserts dropout before every linear and
+            convolutional layer except the first, in training and in prediction; the caller's module is not changed.
+            Before convolutions whole channels are dropped, so a drawn function is the network with some rows of its
             weights removed.
         samples: functions per network and draw.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
@@ -54,14 +54,16 @@ class MCDropout(NetworksPosterior):
         super().__init__(networks, likelihood=likelihood, **prior)
         self.rate = rate if rate is None else share("rate", rate, hint="0.1 is a usual one")
         self.samples = whole("samples", samples)
-        self.register_buffer("seed", torch.tensor(-1, dtype=torch.int64))  # of the stored draw; −1: none stored
+        self.register_buffer(
+            "seed", torch.tensor(-1, dtype=torch.int64)
+        )  # seed of the stored draw; −1 if none is stored
         self.sites = dropout_sites(self.particles.template.network, rate)
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        if self.rate is None or not self.training:  # the network's own dropout modules do what they do
+        if self.rate is None or not self.training:  # only the network's own dropout modules act
             return super().member_loss(params, buffers, batch)
 
-        def dropped(key: str, tensor: Tensor) -> Tensor:  # training: fresh units for every example
+        def dropped(key: str, tensor: Tensor) -> Tensor:  # training: a new mask for every example
             name = key.rpartition("#")[0]
             keep = torch.rand(len(tensor), *mask_shape(layers[name], tensor), device=tensor.device) >= self.sites[name]
             return apply_mask(layers[name], tensor, keep, self.sites[name])
@@ -82,17 +84,21 @@ class MCDropout(NetworksPosterior):
         )
 
     def store_draw(self, loader: Iterable[Any]) -> None:
-        # Batch statistics stay those of training: masks of one function do not change them enough to re-estimate.
+        # Batch statistics from training are kept: one function's masks change them too little to re-estimate.
         self.seed.fill_(next_seed())
 
 
 class DroppedFunctions(DrawnFunctions):
-    """M functions of one network, each with its own units dropped. Masks follow from a seed, so they are not stored."""
+    """M functions of one network, each with its own dropout masks. Masks are computed from a seed and not stored."""
 
-    def __init__(self, particles: Particles, sites: dict[str, float], samples: int, seed: int) -> None:
+    def __init__(
+        self, particles: Particles, sites: dict[str, float], samples: int, seed: int, rows: slice | None = None
+    ) -> None:
+        """`rows`: which of the samples these are; None for all."""
         super().__init__()
         self.particles = particles
-        self.members = samples
+        self.rows = rows or slice(0, samples)
+        self.members = self.rows.stop - self.rows.start
         self.seed = seed
         self.sites = sites
         self.masks = Masks(particles.template.network, sites, samples, seed)
@@ -115,7 +121,7 @@ class DroppedFunctions(DrawnFunctions):
         return self.one_by_one(x, described)
 
     def _dropped(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """function(member, *args), with the masks that are given before args."""
+        """function(member, *args), as a function that takes the masks before args."""
 
         def dropped(member: Member, keep: Tensors, *args: Any) -> Any:
             with at_sites(member.network, self.sites, lambda key, tensor: self.masks.apply(key, tensor, keep[key])):
@@ -124,13 +130,14 @@ class DroppedFunctions(DrawnFunctions):
         return dropped
 
     def _masks(self, function: Callable[..., Any], *args: Any) -> Tensors:
-        """Site and call -> (M, *features), of the sites that function meets; found by running it once per input shape."""
+        """Site and call -> masks (M, *features) of the sites that function passes; it is run once per input shape."""
         shapes = tuple(tuple(tensor.shape[1:]) for x in args for tensor in batches.tensors(x))
         if shapes not in self._met:
             met: Tensors = {}
 
             def meet(key: str, tensor: Tensor) -> Tensor:
-                met[key] = self.masks.at(key, tensor)
+                keep = self.masks.at(key, tensor)
+                met[key] = keep if self.members == len(keep) else keep[self.rows]
                 return tensor
 
             def run(member: Member) -> Any:
@@ -143,15 +150,19 @@ class DroppedFunctions(DrawnFunctions):
             if not met:
                 raise ValueError(
                     f"expected a network whose forward calls its dropout modules ({', '.join(self.sites)}), got none called; "
-                    "all functions would be one and the same: call the modules in forward"
+                    "without dropout all functions would be equal: call the modules in forward"
                 )
             self._met[shapes] = met
         return self._met[shapes]
 
     def member(self, index: int) -> nn.Module:
         network = self.particles.member(0)
-        masks = Masks(network, self.sites, self.members, self.masks.seed)
-        return DroppedNetwork(network, masks, member_index(index, self.members))
+        masks = Masks(network, self.sites, self.masks.members, self.masks.seed)
+        return DroppedNetwork(network, masks, self.rows.start + member_index(index, self.members))
+
+    def cut(self, rows: slice) -> DrawnFunctions:
+        mine = slice(self.rows.start + rows.start, self.rows.start + rows.stop)
+        return DroppedFunctions(self.particles, self.sites, self.masks.members, self.seed, mine)
 
 
 class DroppedNetwork(nn.Module):

@@ -1,4 +1,4 @@
-"""Dropout ensembles: M fixed dropout masks on the units of one network, MC dropout's embedded twin."""
+"""Dropout ensembles: M fixed dropout masks on one network, the weight-sharing counterpart of MC dropout."""
 
 from typing import Unpack
 
@@ -17,17 +17,17 @@ from dissensus.surgery.order import call_order, ends, follow
 
 
 class DropoutEnsemble(EmbeddedPosterior):
-    """M members that are one network with M fixed sets of units dropped, the same for all inputs and steps.
+    """One network with M fixed dropout masks, one per member, the same for all inputs and steps.
 
-    Masks are not trained. They are on what linear and convolutional layers take in, whole channels before convolutions;
-    the network's inputs and outputs are not dropped. Kept units are scaled by 1/keep, as dropout in training does.
-    Batch statistics are each member's own, everything else is shared. The network is copied; `.account` says which
-    layers were converted.
+    Masks are not trained. They act on the inputs of linear and convolutional layers (whole channels before
+    convolutions), but not on the network's own inputs and outputs. Kept units are scaled by 1/keep, as in dropout.
+    Each member has its own batch statistics; everything else is shared. The network is copied; `.account` lists the
+    layers that were converted.
 
     Args:
         module: one network.
         members: M.
-        keep: the probability that a unit is kept; also the collectivity, so members are always a collective.
+        keep: probability that a unit is kept. It is also the collectivity, so members always learn as a collective.
         regime: γ, the factor on the shared weights' mean gradient: "independent" (M), "collective" (1), a number, or
             "auto", which is 1 here.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
@@ -46,7 +46,7 @@ class DropoutEnsemble(EmbeddedPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         whole("members", members)
-        share("keep", keep, hint="it is the share of units kept, 0.9 is a usual one")
+        share("keep", keep, hint="it is the share of units kept, usually 0.9")
         gamma = 1.0 if regime == "auto" else gamma_of(regime, members, keep)
         network, found, account = convertible_copy(module)
         followed = follow(network, list(found))
@@ -54,11 +54,11 @@ class DropoutEnsemble(EmbeddedPosterior):
         rest = [name for name in call_order(list(found), followed) if name not in stems]
         if not rest:
             raise ValueError(
-                "expected at least two linear or convolutional layers to drop units between, got "
-                f"{', '.join(stems) or 'one'} alone; masks are on hidden units: pass a deeper network"
+                "expected at least two linear or convolutional layers to drop units between, got only "
+                f"{', '.join(stems) or 'one'}; masks act on hidden units: pass a deeper network"
             )
         for name in stems:
-            account.left[name] = "one of the first: inputs are not dropped"
+            account.left[name] = "a first layer: network inputs are not dropped"
         law = Modulation.bernoulli(keep, 1 / keep)
         masks = {}
         for name in rest:
@@ -77,6 +77,6 @@ class DropoutEnsemble(EmbeddedPosterior):
     @property
     def remedy(self) -> str:
         return (
-            "masks on shared weights always make a collective: a smaller keep makes members differ more, BatchEnsemble with "
-            "Modulation.sign() makes independent ones"
+            "members with masks on shared weights always learn as a collective: a smaller keep makes them differ more, "
+            "BatchEnsemble with Modulation.sign() makes them independent"
         )

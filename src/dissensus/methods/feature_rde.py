@@ -24,9 +24,9 @@ from dissensus.numerics.tree import Tensors
 
 
 class FeatureRDE(RepellingPosterior, StackedPosterior):
-    """M encoders with one head on top of all, repelling each other by their features in the subspace the loss looks at.
+    """M encoders with one shared head; they repel each other in the feature directions that matter for the loss.
 
-    With F_i the features of the batch and g_i the slope of the loss there: an orthonormal basis V of `projection`
+    F_i are the features of the batch and g_i the gradient of the loss there. V is an orthonormal basis of `projection`
     principal directions of {g_1 … g_M}, p_i = Vᵀ F_i, and
 
         gradient at F_i = ∂ mean nll + ∂ mean prior(F_i) + c V ∇_{p_i} log Σ_j exp(−‖p_i − p_j‖² / h_i).
@@ -36,17 +36,17 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
     Args:
         modules: M networks of one architecture, each initialised separately; copied.
         layer: name of the submodule whose output is the feature.
-        head: name of the submodule that all members share (the first one's); its gradient is the mean over members, so
-            it learns as fast as one network's would.
-        projection: directions kept, at most M.
+        head: name of the submodule that all members share; it starts as the first network's. Its gradient is the mean
+            over members, so it learns as fast as in one network.
+        projection: number of directions kept, at most M.
         feature_prior: "cauchy" Σ log(1 + a F²), "gaussian" a/2 Σ F², or "none"; a mean over examples, as the loss is.
         prior_scale: a.
-        order: the directions kept are the "largest" ones; the authors' code keeps the "smallest".
-        bandwidth: "median" is h_i = median_j ‖p_i − p_j‖² / log M; the authors' code squares that median again, which
-            does not have the unit of a squared distance ("squared").
-        repulsion: c: "1/B" (the paper's), "1/N" (what the posterior asks for; needs `data_size`) or a number.
-        batch_size: B of "1/B"; None is the largest batch seen in training, so that a partial batch repels no more than
-            others.
+        order: keep the directions of the "largest" eigenvalues, or, as the authors' code does, of the "smallest".
+        bandwidth: "median" is h_i = median_j ‖p_i − p_j‖² / log M; "squared", as in the authors' code, squares that
+            median again, so its unit is not that of a squared distance.
+        repulsion: c: "1/B" (the paper), "1/N" (correct for the posterior; needs `data_size`) or a number.
+        batch_size: B in "1/B"; None is the largest batch seen in training, so that a smaller last batch repels no
+            more strongly than the others.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
@@ -73,14 +73,14 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         self.layer, self.head = layer, head
         self.projection = whole("projection", projection)
         self.feature_prior = one_of("feature_prior", feature_prior, ("cauchy", "gaussian", "none"))
-        self.prior_scale = number("prior_scale", prior_scale, above=0, hint='feature_prior="none" leaves it out')
+        self.prior_scale = number("prior_scale", prior_scale, above=0, hint='feature_prior="none" turns the prior off')
         self.order = one_of("order", order, ("largest", "smallest"))
         self.bandwidth = one_of("bandwidth", bandwidth, ("median", "squared"))
         self.repel(repulsion, batch_size)
         self._feature_shapes: dict[tuple[Any, ...], torch.Size] = {}
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        # The sum over members reaches the head M times.
+        # The head gets gradients from all M members; divide their sum by M.
         shared = self.particles.shared_parameters()
         used = {
             n: with_gradient_times(p, 1 / self.particles.everywhere) if n in shared else p for n, p in params.items()
@@ -113,7 +113,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         )  # (M, B, c)
         slopes = working(z["slopes"]).reshape(features.shape)
         w = working(z["weight"][0])[:, None] if "weight" in z else features.new_ones(shape[1], 1)  # (B, 1)
-        # Distances and slopes in the coordinates √w F, where an example of weight two is the example twice.
+        # Distances and gradients in the coordinates √w F: an example of weight two counts as two equal examples.
         root = w.sqrt()
         slopes = torch.where(root > 0, slopes / root, 0.0)
         force = self._repulsion((root * features).flatten(1), slopes.flatten(1)).reshape(features.shape)
@@ -154,7 +154,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
             particles, row = self.particles, self.particles.rows().at(0)
 
             def shape(member: Member) -> torch.Size:
-                after_layer: list[bool] = []  # of each run of the head; none where others read its weights
+                after_layer: list[bool] = []  # one per call of the head; empty if other modules only read its weights
                 with added_at(member.network, self.layer, None) as seen:
                     head = member.network.get_submodule(self.head)
                     handle = head.register_forward_pre_hook(lambda *_: after_layer.append(bool(seen)))
@@ -164,7 +164,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
                         handle.remove()
                 if after_layer and not any(after_layer):
                     raise ValueError(
-                        f"expected a layer that runs before the head '{self.head}', got '{self.layer}' after it; "
+                        f"expected a layer that runs before the head '{self.head}', got '{self.layer}', which runs after it; "
                         "name the layer that feeds the head"
                     )
                 return seen[0].shape
@@ -177,28 +177,34 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
 
 
 def share_head(stacked: Particles, *, layer: str, head: str) -> None:
-    """Makes the first member's parameters of `head` those of all; its buffers stay each member's own."""
+    """Makes all members use the first member's parameters of `head`; each member keeps its own buffers of it."""
     network = stacked.template.network
     known = [name for name, _ in network.named_modules() if name]
     for what, name in (("layer", layer), ("head", head)):
         one_of(what, name, known, hint="name a submodule")
     inside = {id(parameter) for parameter in network.get_submodule(head).parameters()}
     if not inside:
-        raise ValueError(f"expected a head with parameters to share, got '{head}' without; name the last linear layer")
+        raise ValueError(
+            f"expected a head with parameters to share, got '{head}', which has none; name the last linear layer"
+        )
     owners = [(name, id(parameter) in inside) for name, parameter in network.named_parameters(remove_duplicate=False)]
     tied = [name for name, within in owners if within and not name.startswith(f"{head}.")]
     if tied:
         raise ValueError(
-            f"expected a head with parameters of its own, got '{tied[0]}' tied to one of '{head}'; untie them first"
+            f"expected a head whose parameters no other layer uses, got '{tied[0]}' tied to one of '{head}'; untie them first"
+        )
+    if stacked.divided:
+        raise NotImplementedError(
+            "expected networks that lie whole in a process for FeatureRDE, got divided ones; leave shard out"
         )
     stacked.store_once([name for name in stacked.own_parameters() if name.startswith(f"network.{head}.")])
     encoders = [p.detach().reshape(len(p), -1) for p in stacked.own.parameters() if p.requires_grad]
     if not encoders:
         raise ValueError(
-            f"expected encoders with parameters to train, got all of them in the head '{head}'; name a smaller head, or "
-            "train what comes before it"
+            f"expected encoders with trainable parameters, got them all in the head '{head}'; name a smaller head, or set "
+            "requires_grad on the layers before it"
         )
-    if len(torch.unique(torch.cat(encoders, dim=1), dim=0)) < stacked.members:  # of (M, P)
+    if len(torch.unique(torch.cat(encoders, dim=1), dim=0)) < stacked.members:  # rows of (M, P)
         raise ValueError(
-            "expected encoders that start at different weights, got some equal; build each one afresh instead of copying one"
+            "expected encoders that start at different weights, got equal ones; initialise each network instead of copying one"
         )

@@ -18,7 +18,7 @@ from dissensus.numerics.lengthscales import Lengthscales
 
 
 class FoRDE(RepellingPosterior, InputGradientPosterior):
-    """Members that repel each other by the direction of their input gradients: they agree on labels for other reasons.
+    """M networks whose input gradients repel each other, so that they use different features for the same labels.
 
         loss = Σ_i [mean_b nll_ib + c r_i],   r_i = log Σ_j (1/B) Σ_b κ(s_ib, sg[s_jb]),   s = g / ‖g‖
 
@@ -27,17 +27,15 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
 
     Args:
         modules: M networks of one architecture, each initialised separately; copied.
-        lengthscales: of the kernel: None (the identity) or what `pca_lengthscales` gives.
+        lengthscales: of the kernel: None (the identity) or the result of `pca_lengthscales`.
         bandwidth: "reference" (the authors' code), "sample" (eq. 17) or "algorithm" (algorithm 1).
-        gradient: of the "logit" (the authors' code; the mean for regression) or of the "log_prob", which does not
-            change when a function is added to all logits.
-        repulsion: c: "1/B" (the paper's), "1/N" (what the posterior asks for; needs `data_size`) or a number.
-        every: k: members repel at every k-th optimiser step only, with the same c; the training step is then not
-            captured in a CUDA graph.
-        examples: how many examples of each batch members repel on, in a second forward pass over them; None is all of
-            them.
-        batch_size: B of "1/B"; None is the largest batch seen in training, so that a partial batch counts no more than
-            others.
+        gradient: the differentiated output: the true-class "logit" (the authors' code; the mean for regression) or the
+            "log_prob", which does not change when a function is added to all logits.
+        repulsion: c: "1/B" (the paper), "1/N" (correct for the posterior; needs `data_size`) or a number.
+        every: members repel at every k-th optimiser step only, with the same c; k > 1 turns off CUDA graphs.
+        examples: number of examples per batch used for the repulsion, in a second forward pass; None is all of them.
+        batch_size: B in "1/B"; None is the largest batch seen in training, so that a smaller last batch repels no
+            more strongly than the others.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
@@ -94,7 +92,7 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
 
     def before_step(self, batch: Batch) -> None:
         if self.every > 1 and self.particles.everywhere > 1:
-            # Chosen here, on the host and before the step: the engines look at `coupled` when they run it.
+            # Decided here, on the host and before the step: the engines read `coupled` when they run the step.
             self.acts = "couple" if int(self.steps) % self.every == 0 else None
         super().before_step(batch)
 

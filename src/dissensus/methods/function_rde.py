@@ -25,7 +25,7 @@ from dissensus.numerics.tree import Tensors
 
 
 class FunctionRDE(RepellingPosterior, StackedPosterior):
-    """Members that repel each other by their outputs, so that together they approach the posterior over functions.
+    """M networks whose outputs repel each other, so that together they approximate the posterior over functions.
 
     With F_i the outputs of member i on the batch,
 
@@ -36,18 +36,16 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
     Args:
         modules: M networks of one architecture, each initialised separately; copied.
         score: how ∇ log q is estimated: "kde", "stein" or "spectral_stein".
-        repel_at: where members are compared: "batch", the training batch; "noise", the batch plus normal noise; or
-            inputs of your own, as the network takes them.
-        noise: standard deviation for "noise".
-        outputs: compare "logits" (any likelihood's outputs as they are) or, for classification, "probabilities". The
-            authors' code defaults to the latter; on logits the flow is that of the functions themselves and holds for
-            every likelihood.
-        functional_prior: ∇ log p(F) comes from networks freshly drawn from the prior at every step, by spectral Stein;
-            otherwise the prior or the optimiser's decay acts on the weights, as everywhere.
+        repel_at: inputs at which outputs are compared: "batch", the training batch; "noise", the batch plus normal
+            noise; or your own inputs, in the form that the network takes.
+        noise: standard deviation of that noise.
+        outputs: compare "logits" (the raw outputs, for any likelihood) or, for classification, "probabilities", which is
+            the default of the authors' code. With logits the equation above holds for every likelihood.
+        functional_prior: True estimates ∇ log p(F) by spectral Stein from networks drawn from the prior at every step;
+            False applies the prior or the optimiser's weight decay to the weights.
         annealing: a_t; None is constant 1.
-        repulsion: factor of ∇ log q: "1/N" as above, "1/B" (stronger by N/B; what FeatureRDE and FoRDE have) or a
-            number.
-        batch_size: B of "1/B"; None is the largest batch seen in training.
+        repulsion: factor of ∇ log q: "1/N" as above, "1/B" (stronger by N/B, as in FeatureRDE and FoRDE) or a number.
+        batch_size: B in "1/B"; None is the largest batch seen in training.
         data_size: N, required.
         likelihood, prior, weight_prior_std: as in `Posterior`.
     """
@@ -73,16 +71,16 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         super().__init__(modules, likelihood=likelihood, **prior)
         if outputs == "probabilities" and not isinstance(self.likelihood, Classification):
             raise ValueError(
-                'expected outputs="logits" with this likelihood, got "probabilities"; only classes have them'
+                'expected outputs="logits" with this likelihood, got "probabilities"; only classification has probabilities'
             )
         if functional_prior and self.prior is None:
-            raise ValueError("expected a prior with functional_prior, got none; prior networks are drawn from it")
+            raise ValueError("expected a prior with functional_prior=True, got none; pass weight_prior_std= or prior=")
         self.score = one_of("score", score, scores.MATRICES)
         self.repel(repulsion, batch_size)
         self.repel_at: str | InputBuffers
         if isinstance(repel_at, str):
-            self.repel_at = one_of("repel_at", repel_at, ("batch", "noise"), hint="or pass inputs of your own")
-        else:  # floating-point inputs as the network has its weights
+            self.repel_at = one_of("repel_at", repel_at, ("batch", "noise"), hint="or pass your own inputs")
+        else:  # floating-point inputs get the dtype of the network's weights
             kind = next((weight.dtype for weight in self.parameters() if weight.is_floating_point()), None)
             self.repel_at = InputBuffers(repel_at).to(kind)
         self.noise = number("noise", noise, above=0, hint="pass a standard deviation")
@@ -100,7 +98,9 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
 
         (nll, outputs), after = self.particles.call(nll_and_outputs, params, buffers)
         z = {"outputs": outputs_as_points(outputs, batch.weight)}
-        if self.repel_at != "batch":  # in training mode batch norm sees these inputs, but does not count them
+        if (
+            self.repel_at != "batch"
+        ):  # batch norm normalises these inputs in training mode, but keeps its running statistics
             z["elsewhere"] = self._outputs(params, buffers, self._elsewhere(batch.x))
             if self.repel_at == "noise":
                 z["elsewhere"] = outputs_as_points(z["elsewhere"], batch.weight)
@@ -126,7 +126,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
     def check_batch(self, batch: Batch) -> None:
         super().check_batch(batch)
         if self.coupled and isinstance(self.repel_at, InputBuffers):
-            self.output_shape(self.repel_at.inputs())  # raises where the network does not take them
+            self.output_shape(self.repel_at.inputs())  # raises if the network rejects them
 
     def _compared(self, outputs: Tensor) -> Tensor:
         outputs = full_precision(outputs)
@@ -151,9 +151,9 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         return batches.apply(x, noisy)
 
     def _prior_draw(self, params: Tensors) -> Tensors:
-        """Trained tensors under the prior drawn from it; the others as they are."""
+        """params with every trained tensor under the prior replaced by a draw from it."""
         names, prior = self.with_prior(), self.prior
-        assert prior is not None  # looked at when this was built
+        assert prior is not None  # checked in the constructor
         drawn = {name: prior.draw(name.removeprefix(PREFIX), params[name]) for name in names}
         return {name: tensor.detach() for name, tensor in params.items()} | drawn
 
@@ -165,7 +165,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
 
 
 class InputBuffers(nn.Module):
-    """Copies of inputs, a tensor, a tuple or a dict of tensors, as buffers: they move and are saved with the posterior."""
+    """Copies of inputs (a tensor, or a tuple or dict of tensors) as buffers, moved and saved with the posterior."""
 
     def __init__(self, x: Inputs) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class InputBuffers(nn.Module):
         batches.check_finite(x, anywhere=True)
         for i, value in enumerate(values):
             if value.ndim == 0 or len(value) == 0:
-                raise ValueError(f"expected inputs (n, ...), got shape {tuple(value.shape)}; pass some rows")
+                raise ValueError(f"expected inputs (n, ...), got shape {tuple(value.shape)}; pass at least one row")
             self.register_buffer(str(i), value.detach().clone())
 
     def inputs(self) -> Inputs:
@@ -188,13 +188,13 @@ class InputBuffers(nn.Module):
         return _formed(self.form, self.names, list(self.buffers()))
 
     def config(self) -> dict[str, Any]:
-        """Form, names, shapes and types, all JSON."""
+        """Structure, names, shapes and dtypes of the inputs, as JSON values."""
         kinds = [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in self.buffers()]
         return {"form": self.form, "names": self.names, "tensors": kinds}
 
     @classmethod
     def skeleton(cls, config: dict[str, Any]) -> Self:
-        """Inputs of this form, all zero, to be overwritten by those of a file."""
+        """Zeros of these shapes, to be overwritten by the tensors of a file."""
         values = [torch.zeros(shape, dtype=getattr(torch, kind)) for shape, kind in config["tensors"]]
         return cls(_formed(config["form"], config["names"], values))
 

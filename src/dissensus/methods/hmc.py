@@ -1,4 +1,4 @@
-"""HMC: the posterior of a small network as nearly as it can be had, to measure other methods against.
+"""HMC: a near-exact posterior of a small network, as a reference for other methods.
 
 Izmailov, Vikram, Hoffman & Wilson, "What are Bayesian neural network posteriors really like?", ICML 2021.
 """
@@ -30,33 +30,33 @@ from dissensus.numerics.tree import Tensors
 
 log = logging.getLogger("dissensus")
 
-LOW = 0.4  # acceptance that a chain should not stay below, whatever its target
+LOW = 0.4  # a chain with a lower acceptance rate is reported, whatever its target
 
 
 class HMC(SamplingPosterior):
-    """Samples of exp(−(N · mean loss − log p(θ)) / T) by Hamiltonian Monte Carlo over the whole training set, in float64.
+    """Near-exact posterior samples of a small network, by Hamiltonian Monte Carlo on the whole training set in float64.
 
-    `fit_posthoc(loader)` runs the chains from where the networks are; `fit` trains the networks as MAP does and calls it
-    at its end. Networks run in eval mode: dropout is off, batch norm has the statistics it was trained with. Look at
-    `ds.convergence` before believing it.
+    The target is exp(−(N · mean loss − log p(θ)) / T).
+    `fit_posthoc(loader)` runs the chains from the present weights; `fit` first trains the networks as MAP does and then
+    calls it. Networks run in eval mode: dropout is off, batch norm uses its running statistics. Check `ds.convergence`
+    before you use the samples.
 
     Args:
-        networks: one module, held and not copied, or a list of M, each with a chain of its own that does not depend on
-            the others.
-        samples: functions kept of each chain.
-        every: trajectories from one that is kept to the next.
-        warmup: trajectories before, which choose the step size.
-        leapfrog: gradients of a trajectory.
-        target_acceptance: by which dual averaging chooses the step size.
+        networks: one module, not copied, or a list of M; each network has its own independent chain.
+        samples: functions kept from each chain.
+        every: number of trajectories per kept sample.
+        warmup: trajectories before the first sample; they choose the step size.
+        leapfrog: leapfrog steps (gradients) per trajectory.
+        target_acceptance: acceptance rate that dual averaging aims for when it chooses the step size.
         posterior_temperature: T; below 1 samples a sharper ("cold") posterior.
-        budget: floating-point operations that chains may cost, 6 for each weight and example of a gradient; where they
-            would cost more, an error says how much.
+        budget: most floating-point operations the chains may take, at 6 per weight, example and gradient; raises if
+            they would take more.
         seed: None takes one from torch's generator.
-        first_chain: the number of the first chain; a chain's random numbers depend on the seed and its number alone.
-        likelihood, prior, weight_prior_std, data_size: as in `Posterior`; data_size is required. Without a prior a chain
-            need not have anything to converge to.
+        first_chain: number of the first chain; a chain's random numbers depend only on the seed and its number.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`; data_size is required. Without a prior there
+            may be no distribution to converge to.
 
-    Public attribute: `chains`, with `acceptance` and `step_size` of each, where they ran in this process.
+    Public attribute: `chains`, with `acceptance` and `step_size` of each chain that ran in this process.
     """
 
     name = "hmc"
@@ -66,7 +66,7 @@ class HMC(SamplingPosterior):
         *("every", "warmup", "leapfrog", "target_acceptance", "posterior_temperature", "budget", "seed", "first_chain"),
     )
     random = False
-    own_statistics = False  # the energy is that of the networks' own
+    own_statistics = False  # the energy is computed with the networks' own statistics
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class HMC(SamplingPosterior):
     ) -> None:
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
         self.every = whole("every", every)
-        self.warmup = whole("warmup", warmup, hint="the step size is chosen there")
+        self.warmup = whole("warmup", warmup, hint="it chooses the step size")
         self.leapfrog = whole("leapfrog", leapfrog)
         self.target_acceptance = share("target_acceptance", target_acceptance)
         self.posterior_temperature = number("posterior_temperature", posterior_temperature, above=0)
@@ -96,20 +96,22 @@ class HMC(SamplingPosterior):
         self.chains: Chains | None = None
 
     def fit_posthoc(self, loader: Iterable[Any]) -> Self:
-        """This, with a stored draw: the chains' samples for the loader's data, gone through once and kept in memory.
+        """Runs the chains on the loader's data, stores their samples as a draw, and returns the posterior.
 
-        A loader with a part of the data stands for all of them: its mean loss counts `data_size` times.
+        The loader is read once and its batches are kept in memory. If it holds only part of the data, its mean loss
+        still counts `data_size` times.
         """
-        check_loader(loader)
+        check_loader(loader := self.whole(loader))
         self.check_network()
         if self.prior is None:
-            log.warning("a chain without a prior may drift without end; pass weight_prior_std= or prior=")
+            log.warning("without a prior a chain may never converge; pass weight_prior_std= or prior=")
         batch = whole_batch([self.take(each) for each in self.read(loader)])
         energy = Potential(self, batch)
         self._check_budget(energy.start.shape[1], batch.size)
         if not torch.equal(*(energy(energy.start)[0] for _ in range(2))):
             raise ValueError(
-                "expected a network that says the same twice in eval mode, got one that draws random numbers; take that out"
+                "expected a network with equal outputs for equal inputs in eval mode, got one that draws random numbers; "
+                "remove its randomness"
             )
         seed = next_seed() if self.seed is None else self.seed
         numbers = range(self.first_chain, self.first_chain + self.particles.members)
@@ -126,7 +128,7 @@ class HMC(SamplingPosterior):
         for chain, acceptance in enumerate(self.chains.acceptance.tolist(), start=self.first_chain):
             log.log(
                 logging.WARNING if acceptance < min(LOW, self.target_acceptance / 2) else logging.INFO,
-                "chain %d accepts %.0f %% of its trajectories; where that is little, more warm-up may help",
+                "chain %d accepts %.0f %% of its trajectories; if that is low, try more warm-up",
                 *(chain, 100 * acceptance),
             )
         dtypes = {name: each.dtype for name, each in sampled(self.particles).stored.items()}
@@ -141,7 +143,7 @@ class HMC(SamplingPosterior):
         self.fit_posthoc(loader)
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
-        raise ValueError("expected chains that ran, got none; call fit_posthoc(loader) with the training data")
+        raise ValueError("expected samples of a chain, got none; call fit_posthoc(loader) with the training data")
 
     def sampled_names(self) -> list[str]:
         return list(sampled(self.particles).stored)
@@ -152,8 +154,8 @@ class HMC(SamplingPosterior):
         if cost > self.budget:
             raise ValueError(
                 f"expected chains of at most {self.budget:.0e} operations, got about {cost:.0e}: {self.particles.members} "
-                f"chains × {gradients:,} gradients × {examples:,} examples × {parameters:,} weights × 6; take a smaller "
-                "network, fewer data or samples, or raise budget"
+                f"chains × {gradients:,} gradients × {examples:,} examples × {parameters:,} weights × 6; use a smaller "
+                "network, less data or fewer samples, or raise budget"
             )
 
 
@@ -165,7 +167,7 @@ class Potential:
         self.posterior = MAP(particles, prior=prior, data_size=posterior.data_size).double().eval()
         self.batch = batch.map(lambda each: each.double() if each.is_floating_point() else each)
         self.weights = sampled(particles)
-        assert posterior.data_size is not None  # it is needed
+        assert posterior.data_size is not None  # a required argument
         self.scale = posterior.data_size / posterior.posterior_temperature
         self.start = self.weights.flat(torch.float64)
 
@@ -182,7 +184,7 @@ class Potential:
         return self.scale * found.losses, self.scale * flat
 
     def tensors(self, flat: Tensor) -> Tensors:
-        """Name -> (M, …, *shape) of (M, …, P)."""
+        """Name -> (M, …, *shape), cut from flat weights (M, …, P)."""
         one = self.weights.one()
         parts = torch.split(flat, [each.numel() for each in one.values()], dim=-1)
         return {n: part.reshape(*flat.shape[:-1], *one[n].shape) for n, part in zip(one, parts, strict=True)}

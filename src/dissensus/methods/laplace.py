@@ -1,4 +1,4 @@
-"""Laplace: a trained network made Bayesian in its last layer, without training it any further.
+"""Laplace: a Gaussian over the last layer of a trained network, without further training.
 
 MacKay, "A practical Bayesian framework for backpropagation networks", Neural Computation 1992.
 Daxberger, Kristiadi, Immer, Eschenhagen, Bauer & Hennig, "Laplace Redux", NeurIPS 2021.
@@ -42,20 +42,21 @@ NUMBERS = 2**24  # outputs that are looked at after a fit
 
 
 class Laplace(SamplingPosterior):
-    """W ~ N(W*, T (G + δ)⁻¹) for the last layer's weights and biases, with G the Gauss–Newton matrix of the data at W*.
+    """A Gaussian over the last layer of a trained network, from the curvature of the loss.
 
-    `fit_posthoc(loader)` finds G, in one pass, and stores a draw; `fit` trains the network as MAP does and calls it at
-    its end. The rest of the network runs once for all samples.
+    W ~ N(W*, T (G + δ)⁻¹) for the last layer's weights and biases, with G the Gauss–Newton matrix of the data at W*.
+    `fit_posthoc(loader)` computes G in one pass over the data and stores a draw; `fit` first trains the network as MAP
+    does and then calls it. The layers before the last one run once for all samples.
 
     Args:
-        networks: one module, held and not copied, or a list of M, each with a Gaussian of its own.
-        structure: G whole ("full") or as a Kronecker product ("kron"), for wide layers.
-        covariance: "rows" samples the weights of each output by themselves, from their own block of the covariance,
-            "joint" all together. Softmax ignores what all outputs have in common, so a sharp network stays nearly as
-            sure as it was under "joint"; "rows" corresponds to the usual probit formula, which reads only the outputs'
-            variances.
-        prior_precision: δ, or "marginal_likelihood": the δ of the largest evidence.
-        posterior_temperature: T; below 1 a cold posterior, above 1 a hot one. δ and the evidence are those of T = 1.
+        networks: one module, not copied, or a list of M, each with its own Gaussian.
+        structure: "full" keeps all of G; "kron" approximates it by a Kronecker product, for wide layers.
+        covariance: "rows" samples the weights of each output independently, from that output's block of the covariance;
+            "joint" samples all weights together. Softmax ignores a shift of all outputs, so under "joint" a confident
+            network stays nearly as confident; "rows" corresponds to the usual probit formula, which uses only the
+            outputs' variances.
+        prior_precision: δ, or "marginal_likelihood": the δ that maximises the evidence.
+        posterior_temperature: T; below 1 a cold posterior, above 1 a hot one. δ and the evidence are computed at T = 1.
         layer: the name of the last layer, a linear one or a 1×1 convolution; None finds it by running the network.
         samples: functions per network and draw.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`; the prior is that of `fit`, not δ.
@@ -68,9 +69,9 @@ class Laplace(SamplingPosterior):
     )
     of_draw = ("stored", "curvature")
     samples_frozen = True
-    own_statistics = False  # the last layer comes after all of them
-    by_network = True  # the rest of a network is stored once for all its functions
-    curvature: nn.ModuleList | None  # of a Curvature for each network
+    own_statistics = False  # batch norm comes before the last layer, so samples do not change its statistics
+    by_network = True  # the layers before the last one are stored once for all functions of a network
+    curvature: nn.ModuleList | None  # one Curvature per network
 
     def __init__(
         self,
@@ -87,8 +88,8 @@ class Laplace(SamplingPosterior):
     ) -> None:
         if getattr(likelihood, "class_weights", None) is not None:
             raise ValueError(
-                "expected a likelihood without class_weights, got them: the curvature is that of log p, not of that loss; "
-                "train with class_weights and MAP, then pass the network with a Classification that has none"
+                "expected a likelihood without class_weights, got some: Laplace needs the curvature of log p, not of a "
+                "weighted loss; train with class_weights and MAP, then pass the network with Classification()"
             )
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
         self.structure: Structure = one_of("structure", structure, get_args(Structure))
@@ -101,46 +102,48 @@ class Laplace(SamplingPosterior):
     def fit_posthoc(
         self, loader: Iterable[Any], *, data_size: int | None = None, held_out: Iterable[Any] | None = None
     ) -> Self:
-        """This, fitted: curvature of the loader's data at the network as it is, a prior precision, and a stored draw.
+        """Fits the Gaussian at the present weights, chooses the prior precision, stores a draw, and returns the posterior.
 
         Warns where the fit makes rows of the loader's first batch much less likely than the network does.
 
         Args:
-            loader: batches (x, y) or (x, y, weight) of the data that the network was trained on; weights of examples
-                count.
-            data_size: how many there are, where the loader gives a part of them: sums are scaled to it. None: the
-                posterior's own, or each example of the loader once.
-            held_out: batches of data that the network was not trained on. δ is then multiplied by the factor from 0.01 to
-                10,000 that makes them likeliest: the more, the closer predictions are to the network's own.
+            loader: batches (x, y) or (x, y, weight) of the training data; example weights are used.
+            data_size: number of training examples; if the loader holds only part of them, sums are scaled to it. None
+                is the posterior's own `data_size`, or without one the number of examples in the loader.
+            held_out: batches of data that the network was not trained on. δ is multiplied by the factor from 0.01 to 10,000
+                that gives them the highest likelihood; a large factor leaves the network's own predictions.
         """
-        check_loader(loader)
+        check_loader(loader := self.whole(loader))
         if held_out is not None:
-            check_loader(held_out)
+            check_loader(held_out := self.whole(held_out))
         prior_of(data_size=data_size)
-        self.to(self.device)  # a likelihood that learns its noise may not be where the network is
-        self._known.doubt(noise.doubt(self.particles))  # curvature and evidence rest on it
+        self.to(self.device)  # the parameters of the likelihood may be on another device than the network
+        self._known.doubt(noise.doubt(self.particles))  # curvature and evidence depend on the noise
         with left_as_found(self):
             curvature, first, rows = self._gathered(loader, data_size or self.data_size)
         for each in curvature:
             each.precision.fill_(chosen(self.prior_precision, each))
-        before, self.curvature = self.curvature, nn.ModuleList(curvature)
+        before, self.curvature = (self.curvature, self.stored), nn.ModuleList(curvature)
         try:
             self.stored = self.drawn()
+            if held_out is not None:
+                self._scale_precision(held_out)
         except BaseException:
-            self.curvature = before
+            self.curvature, self.stored = before
             raise
         self.uncalibrate("fit_posthoc")
         if held_out is None:
             self._look_at(first, rows)
-        else:
-            self._scale_precision(held_out)
         return self
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         self.fit_posthoc(loader)
 
     def use_prior_precision(self, prior_precision: Precision) -> None:
-        """Draws anew with another prior precision, a number above 0 or "marginal_likelihood"; no data are needed."""
+        """Replaces the stored draw by one with another prior precision: a number above 0, or "marginal_likelihood".
+
+        Needs no data.
+        """
         precision_or_name(prior_precision)
         for curvature in self._fitted():
             curvature.precision.fill_(chosen(prior_precision, curvature))
@@ -149,10 +152,10 @@ class Laplace(SamplingPosterior):
         self.uncalibrate("another prior precision")
 
     def _draw_anew(self) -> None:
-        """Stores a draw with the precisions as they are now."""
-        assert self.stored is not None  # it comes and goes with the curvature
-        # The network may have been trained since: around the new last layers is what was around the old ones. Functions
-        # that were drawn from those stay as they are.
+        """Replaces the stored draw by one with the present prior precisions."""
+        assert self.stored is not None  # stored and dropped together with the curvature
+        # The network may have been trained since: the new last layers get the earlier layers of the stored draw. Functions
+        # drawn before do not change.
         families, samples = [], self.sample(self.samples, own_generator(self.device))
         for m, family in enumerate(self.stored.each):
             own = copy.deepcopy(family.own)
@@ -209,16 +212,16 @@ class Laplace(SamplingPosterior):
 
     @property
     def precision(self) -> float:
-        """δ in use: the one that was given, or found by the evidence; of several networks the mean."""
+        """δ in use: as given, or chosen by the evidence; the mean over a list of networks."""
         return fmean(float(curvature.precision) for curvature in self._fitted())
 
     def log_marginal_likelihood(self, prior_precision: float | Tensor | None = None) -> Tensor:
-        """() log evidence of the data that this was fitted to, in nats; of several networks (M,), each one's.
+        """() log evidence of the training data, in nats; (M,) for a list of networks.
 
-        For a linear network with fixed noise at its mode it is exact.
+        It is exact for a linear network with fixed noise, at its mode.
 
         Args:
-            prior_precision: at which δ; a tensor makes the result differentiable by it. None is the one in use.
+            prior_precision: δ; None is the one in use. For a tensor the result can be differentiated with respect to it.
         """
         if prior_precision is not None and not isinstance(prior_precision, Tensor):
             number("prior_precision", prior_precision, above=0)
@@ -232,13 +235,13 @@ class Laplace(SamplingPosterior):
 
     @property
     def mean(self) -> Tensors:
-        """Name -> the mean of the last layer's weights and biases; of a list of networks (M, ...)."""
+        """Name -> mean of the last layer's weight or bias; (M, ...) for a list of networks."""
         means = torch.stack([curvature.mean for curvature in self._fitted()])
         return self.plain(self._last().tensors(means))
 
     @property
     def variance(self) -> Tensors:
-        """Name -> their marginal variances; of a list of networks (M, ...)."""
+        """Name -> marginal variance of the last layer's weight or bias; (M, ...) for a list of networks."""
         variances = self.posterior_temperature * torch.stack([each.variance() for each in self._fitted()])
         return self.plain(self._last().tensors(variances))
 
@@ -257,9 +260,9 @@ class Laplace(SamplingPosterior):
         return by_network(around, self.particles.members)
 
     def _gathered(self, loader: Iterable[Any], data_size: int | None) -> tuple[list[Curvature], Batch, float]:
-        """The curvature of so many data as in the loader, network by network, the first batch, and how many rows counted.
+        """(the curvature of each network, scaled to `data_size` examples, the first batch, the number of examples).
 
-        Precisions are not chosen yet.
+        Prior precisions are not chosen yet.
         """
         particles = self.particles
         held = not self.built_with.own
@@ -283,7 +286,7 @@ class Laplace(SamplingPosterior):
             for (network, likelihood), (sums, last, _) in zip(members, gathered, strict=True):
                 gather(sums, network, likelihood, last, batch)
         if first is None or not bool(gathered[0][0].weight > 0):
-            raise ValueError("expected at least one example that counts, got none; pass the training loader")
+            raise ValueError("expected at least one example with a weight above 0, got none; pass the training loader")
         if data_size is not None:
             for sums, _, _ in gathered:
                 torch._foreach_mul_([*sums.sums, sums.log_likelihood, sums.weight], data_size / seen)
@@ -297,7 +300,7 @@ class Laplace(SamplingPosterior):
         return self._layer(int(self._fitted()[0].layer))
 
     def _layer(self, number: int) -> LastLayer:
-        """The layer of this number, with one network's parameters: those of a stack's template are empty."""
+        """Module number `number` with the first network's parameters (a stack's template has empty ones)."""
         name, layer = list(self.network.named_modules())[number]
         one = self.built_with.one()
         under = f"{name}." if name else ""
@@ -308,8 +311,8 @@ class Laplace(SamplingPosterior):
     def _fitted(self) -> list[Curvature]:
         if self.curvature is None:
             raise ValueError(
-                "expected a Laplace that was fitted, got one that has seen no data; call fit_posthoc(loader) with the "
-                "training data of the network"
+                "expected a fitted Laplace, got one that has seen no data; call fit_posthoc(loader) with the network's "
+                "training data"
             )
         return list(self.curvature)  # type: ignore[arg-type]
 
@@ -344,7 +347,7 @@ class Laplace(SamplingPosterior):
 
 
 def precision_or_name(prior_precision: Precision) -> Precision:
-    """The prior precision, above 0 where it is a number."""
+    """The prior precision; raises unless it is a number above 0 or "marginal_likelihood"."""
     if isinstance(prior_precision, str):
         return one_of("prior_precision", prior_precision, ("marginal_likelihood",), hint="or pass 1/σ² of N(0, σ²)")
     return number("prior_precision", prior_precision, above=0, hint="pass 1/σ² of N(0, σ²)")

@@ -15,7 +15,7 @@ from dissensus.numerics.kernels import directions, working
 
 
 class LIT(InputGradientPosterior):
-    """Members penalised for input gradients that are parallel, whichever way they point.
+    """M networks trained with a penalty on parallel input gradients, in the same or in opposite directions.
 
         loss = Σ_i mean_b nll_ib + strength · Σ_{i<j} mean_b cos²(g_ib, g_jb)
 
@@ -23,11 +23,10 @@ class LIT(InputGradientPosterior):
 
     Args:
         modules: M networks of one architecture, each initialised separately; copied.
-        strength: weighs each of a member's M − 1 pairs, (M − 1) · strength in all; 0 is a deep ensemble. FoRDE's c is
-            divided over members, at most c in all: at strength = c pairs count at least M − 1 times as much as FoRDE's.
-        gradient: of the true-class "logit" (for a regression, of the mean) or of the "log_prob".
-        examples: how many examples of each batch are penalised, in a second forward pass over them; None is all of
-            them.
+        strength: weight of each pair of members, so (M − 1) · strength in total for one member; 0 is a deep ensemble.
+            FoRDE's c is a member's total: at strength = c, LIT's pairs weigh at least M − 1 times as much as FoRDE's.
+        gradient: the differentiated output: the true-class "logit" (the mean for regression) or the "log_prob".
+        examples: number of examples per batch that are penalised, in a second forward pass; None is all of them.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 

@@ -1,15 +1,16 @@
-"""MAP: one network trained to the mode of its posterior, the baseline everything else is measured against."""
+"""MAP: one network trained to the mode of its posterior, the baseline of all other methods."""
 
 from dissensus.core.functions import DrawnFunctions, MemberFunctions
 from dissensus.methods.parts.networks import NetworksPosterior
 
 
 class MAP(NetworksPosterior):
-    """One network. With a prior the loss is nll − log p(θ) / N: maximum a posteriori, not likelihood.
+    """One network, trained as usual. With a prior the loss is nll − log p(θ) / N (maximum a posteriori).
 
     Args:
-        networks: one module, the caller's own and not a copy, so that the caller's optimiser and loop go on working; or
-            a list of M of one architecture, copied into a stack.
+        networks: one module, not copied, so that your own optimiser and training loop keep working; or a list of M
+            of one architecture, copied into a stack.
+        latents: a module with extra trained tensors, for subclasses; None has none.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 

@@ -1,4 +1,4 @@
-"""Mean-field variational inference: a mean and a deviation for every weight.
+"""Mean-field variational inference: a mean and a standard deviation for every weight.
 
 Blundell, Cornebise, Kavukcuoglu & Wierstra, "Weight uncertainty in neural networks", ICML 2015 (Bayes by backprop).
 """
@@ -44,29 +44,28 @@ log = logging.getLogger("dissensus")
 
 
 class MeanFieldVI(SamplingPosterior):
-    """q(w) = Π N(μ, σ²) over all weights and biases, with the evidence bound as the loss.
+    """An independent Gaussian q(w) = Π N(μ, σ²) over weights and biases, trained on the evidence lower bound.
 
         loss = E_q[mean −log p(y | x, w)] + β [H[q, p] − T H[q]] / N,    p(w) = Π N(0, prior std²)
 
-    At T = 1 the bracket is KL(q ‖ p), in closed form. The network is copied, and its weights are where the means start, so
-    that a trained one goes on from what it knows. Norm layers, which the prior leaves out, and other tensors without a
-    prior stay point estimates.
+    At T = 1 the bracket is KL(q ‖ p), in closed form. The network is copied, and its weights are the starting means, so
+    a trained network can be used. Norm layers and other tensors without a prior stay point estimates.
 
-    A linear layer draws its outputs (local reparametrisation) and a convolution uses flipout, so that every example has
-    noise of its own, where each example passes the layer once; in all other places (embeddings, attention, layers that are
-    called twice, layers of your own) one draw of the weights counts for the whole batch. `.account` says which is which,
-    once a batch has shown it.
+    Every example has its own noise in layers that each example passes once: linear layers draw their outputs (local
+    reparametrisation), convolutions use flipout. Everywhere else (embeddings, attention, layers called twice, custom
+    layers) one draw of the weights is used for the whole batch. After the first batch, `.account` lists which layers do
+    which.
 
     Args:
-        networks: one module, or a list of M, of which each has a posterior of its own and gives `samples` functions.
-        init_std: σ at the start. It takes many steps to where it belongs; what is stored too early is warned of.
+        networks: one module, or a list of M; each network has its own posterior and gives `samples` functions.
+        init_std: σ at the start. It takes many steps to converge; a draw stored too early gives a warning.
         posterior_temperature: T; below 1 a cold posterior, above 1 a hot one.
-        train_samples: passes of each batch, whose losses are averaged.
+        train_samples: forward passes per batch, each with its own noise; their losses are averaged.
         samples: functions per network and draw.
         annealing: β; None is constant 1.
-        deviation_lr: learning rate of the deviations; None is that of the means.
-        prior, weight_prior_std: the prior on the weights, a `GaussianPrior` or its deviation, one number or a table by
-            tensors' names; N(0, 1) by default. Weight decay acts on no weight under it.
+        deviation_lr: learning rate of σ; None is that of the means.
+        prior, weight_prior_std: the prior on the weights: a `GaussianPrior`, or its standard deviation as one number or
+            a table by tensor names; N(0, 1) by default. Weights under the prior get no weight decay.
         data_size: N, required.
         likelihood: as in `Posterior`.
     """
@@ -89,7 +88,8 @@ class MeanFieldVI(SamplingPosterior):
     ) -> None:
         if isinstance(networks, Particles):
             raise TypeError(
-                "expected a network or a list of them, got those of a run; MeanFieldVI cuts layers: train it on its own"
+                "expected a network or a list of networks, got the members of another posterior; MeanFieldVI changes "
+                "layers: train it on its own"
             )
         number("init_std", init_std, above=0)
         if prior.get("prior") is None and prior.get("weight_prior_std") is None:
@@ -109,7 +109,7 @@ class MeanFieldVI(SamplingPosterior):
         self.posterior_temperature = number("posterior_temperature", posterior_temperature, above=0)
         self.annealing = annealing_or_constant(annealing)
         self.deviation_lr = None if deviation_lr is None else number("deviation_lr", deviation_lr, above=0)
-        # Shapes of inputs -> the layers that give every example noise of its own
+        # Shapes of inputs -> layers where every example has its own noise
         self._apart: dict[tuple[torch.Size, ...], list[str]] = {}
         self._layers: list[str] = []
 
@@ -120,7 +120,7 @@ class MeanFieldVI(SamplingPosterior):
         total: Tensor | float = 0.0
         for _ in range(self.train_samples):
             noise = {name: each * torch.randn_like(each) for name, each in std.items()}
-            # Everything that is not drawn for each example, a weight that is read past its layer too, is this one draw.
+            # This one draw is used wherever noise is not drawn per example, also for weights read outside their layer.
             drawn = {**params, **{PREFIX + name: params[PREFIX + name] + each for name, each in noise.items()}}
             spreads = [_spread(layer, params, std, noise) for layer in self._layers]
 
@@ -130,7 +130,7 @@ class MeanFieldVI(SamplingPosterior):
 
             value, buffers = self.particles.call(nll, drawn, buffers)
             total = total + value / self.train_samples
-        assert self.data_size is not None  # looked at when this was built
+        assert self.data_size is not None  # checked in the constructor
         mean = {name: params[PREFIX + name] for name in self.spread}
         cost = self._cross_entropy(mean, std) - self.posterior_temperature * _entropy(std)
         return total + annealed(self, self.annealing) * cost / self.data_size, (), buffers
@@ -140,7 +140,7 @@ class MeanFieldVI(SamplingPosterior):
         prior, terms = _gaussian(self.prior), []
         for name in self.spread:
             scale = prior.deviation(name)
-            assert scale is not None  # looked at before the step
+            assert scale is not None  # checked before the step
             squares = (wide(mean[name]).square() + wide(std[name]).square()).sum()
             terms.append(squares / (2 * scale**2) + 0.5 * math.log(2 * math.pi * scale**2) * mean[name].numel())
         return torch.stack(terms).sum()
@@ -151,8 +151,8 @@ class MeanFieldVI(SamplingPosterior):
         if not covered.issuperset(self.spread):
             lost = next(name for name in self.spread if name not in covered)
             raise ValueError(
-                f"expected a Gaussian prior on every tensor with a deviation, got none on '{lost}', whose deviation would "
-                "grow without bound; call use_prior(GaussianPrior(std))"
+                f"expected a Gaussian prior on every tensor with a learned deviation, got none on '{lost}', whose "
+                "deviation would grow without bound; call use_prior(GaussianPrior(std))"
             )
         shapes = tuple(tensor.shape[1:] for tensor in batches.tensors(batch.x))
         if shapes not in self._apart and batches.size(batch.x):
@@ -160,14 +160,14 @@ class MeanFieldVI(SamplingPosterior):
                 self._apart[shapes] = found = self._passed_once(batch.x)
             for name in self.account.converted.keys() - found:
                 del self.account.converted[name]
-                shared = "one weight draw per batch: tied, or not passed once by every example"
+                shared = "one weight draw per batch: tied, or not called exactly once per example"
                 self.account.left[name] = shared if self._has_spread(name) else "a point estimate: frozen, or no prior"
         self._layers = self._apart.get(shapes, [])
 
     def _passed_once(self, x: Inputs) -> list[str]:
-        """Layers that every example passes once, whatever the size of the batch, and whose tensors nobody else has.
+        """Layers that every example passes once, for any batch size, and that share no tensor with another layer.
 
-        Elsewhere noise of each example's own would be another law: a layer that is called twice has the same weights twice.
+        In other layers noise per example would be wrong: a layer that is called twice must use the same weights twice.
         """
         particles = self.particles
         tied = {each for pair in ties(particles.template.network).items() for each in pair}
@@ -178,7 +178,7 @@ class MeanFieldVI(SamplingPosterior):
         ]
 
         def lengths(rows: int) -> list[list[int]]:
-            """Of each layer: the lengths of what it returned, one for every call."""
+            """For each layer, the number of rows it returned in every call."""
 
             def run(member: Member) -> list[list[int]]:
                 layers: Any = [member.network.get_submodule(name) for name in names]
@@ -192,10 +192,12 @@ class MeanFieldVI(SamplingPosterior):
         try:
             two, three = lengths(2), lengths(3)
             with same_random_state(self.device):
-                particles.train()  # which may call a layer more often
+                particles.train()  # in training mode a layer may be called more often
                 training = lengths(3)
-        except Exception as error:  # a network may want other batches than two or three times one example
-            log.info("one weight draw per batch for all layers: two examples do not pass (%s)", first_line(error))
+        except Exception as error:  # some networks fail on a batch of one example repeated two or three times
+            log.info(
+                "one weight draw per batch for all layers: the network fails on two examples (%s)", first_line(error)
+            )
             return []
         return [
             name
@@ -210,20 +212,20 @@ class MeanFieldVI(SamplingPosterior):
 
     @property
     def mean(self) -> Tensors:
-        """Name -> μ; of a list of networks (M, ...)."""
+        """Name -> μ; (M, ...) for a list of networks."""
         return self.plain(self.trained.only(lambda name, _: name in self.spread).rows())
 
     @property
     def variance(self) -> Tensors:
-        """Name -> σ²; of a list of networks (M, ...)."""
+        """Name -> σ²; (M, ...) for a list of networks."""
         return self.plain({name: std.square() for name, std in self._deviations().items()})
 
     def kl(self) -> Tensor:
-        """() KL(q ‖ p) in nats, not divided by N; of a list of networks (M,)."""
+        """() KL(q ‖ p) in nats, not divided by N; (M,) for a list of networks."""
         return self._of_each(lambda mean, std: self._cross_entropy(mean, std) - _entropy(std))
 
     def entropy(self) -> Tensor:
-        """() H[q] in nats; of a list of networks (M,)."""
+        """() H[q] in nats; (M,) for a list of networks."""
         return self._of_each(lambda _, std: _entropy(std))
 
     def _of_each(self, function: Any) -> Tensor:
@@ -235,7 +237,7 @@ class MeanFieldVI(SamplingPosterior):
         return torch.stack(each) if self.built_with.own else each[0]
 
     def _deviations(self) -> Tensors:
-        """Name -> (M, ...) σ, without a graph."""
+        """Name -> (M, ...) σ, detached."""
         own, shared = self.particles.own_parameters(), self.particles.shared_parameters()
         raw = {name: own[key] if (key := _raw(name)) in own else shared[key][None] for name in self.spread}
         return {name: F.softplus(each.detach()) for name, each in raw.items()}
@@ -243,7 +245,7 @@ class MeanFieldVI(SamplingPosterior):
     def groups(self) -> list[Group]:
         *others, noise = super().groups()
         deviations = next(group.parameters for group in others if group.name == "latents")
-        drawn = "draws deviations to log 2"
+        drawn = "pulls standard deviations towards log 2"
         mine = Group("deviations", deviations, rate=self.deviation_lr, decay=False, decayed=drawn, prior=False)
         return [*others, mine, noise]
 
@@ -252,8 +254,8 @@ class MeanFieldVI(SamplingPosterior):
         if still_growing(self, loader, list(map(_raw, self.spread))):
             found = torch.cat([each.flatten() for each in self._deviations().values()]).median()
             log.warning(
-                "the deviations are still on their way: their median is %.2g, %.2g at the start, and they grow as if there "
-                "were no data; train longer, or pass a larger deviation_lr",
+                "the standard deviations have not converged: their median is %.2g (%.2g at the start) and still grows; "
+                "train longer, or pass a larger deviation_lr",
                 *(float(found), self.init_std),
             )
 
@@ -276,7 +278,7 @@ class MeanFieldVI(SamplingPosterior):
         return by_network(around, self.particles.members)
 
     def current(self) -> DrawnFunctions:
-        """The networks of the means."""
+        """The networks with the mean weights."""
         return MemberFunctions(self.particles, ordinary=uncut)
 
     def _family(self, samples: Tensors, networks: slice) -> Particles:
@@ -310,7 +312,7 @@ def _spread(layer: str, params: Tensors, std: Tensors, noise: Tensors) -> Spread
 
 
 def _raw(name: str) -> str:
-    """The name of a tensor's deviations, before softplus, among a member's."""
+    """Name of the parameter that holds a tensor's standard deviations before softplus."""
     return f"latents.{name}.raw_std"
 
 

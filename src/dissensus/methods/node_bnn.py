@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Unpack, get_args
+from typing import Any, ClassVar, Literal, Self, Unpack, get_args
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
@@ -18,40 +20,52 @@ from dissensus.surgery.nodes import Mode
 
 
 class NodeBNN(NodePosterior):
-    """A network whose nodes are multiplied by latents z with a posterior; the weights stay point estimates.
+    """A network whose nodes are multiplied by random latents z; z has a learned posterior, weights are point estimates.
 
         q(z) = (1/K) Σ_k N(μ_k, diag σ_k²),    p(z) = N(1, prior_std²)
         loss = mean over examples and samples of −log p(y | x, z) + β [KL(q ‖ p) − γ H(q)] / N
 
-    The network is copied; `.account` says which layers were converted and which were not. In training each copy of each
-    example has a component and noise of its own; a drawn function has one z.
+    The network is copied; `.account` lists the layers that were converted and those that were not. In training each copy
+    of each example has its own component and noise; a drawn function has one fixed z.
 
     Args:
-        networks: one module, or a list of M, of which each has latents of its own and gives `samples` functions.
+        networks: one module, or a list of M; each network has its own latents and gives `samples` functions.
         components: K.
-        mode: latents on the layers' input nodes ("in", iBNN), output nodes ("out") or "both"; a channel is one node of
-            a convolution.
+        mode: latents on the layers' input nodes ("in", iBNN), output nodes ("out") or "both". In a convolution each
+            channel is one node.
         prior_std: standard deviation of the prior of z.
-        init_std: σ at the start; None is `prior_std`, 0.1 suits a pretrained network.
+        init_std: σ at the start; None is `prior_std`. For a trained network see `of_trained`.
         train_samples: copies of each example, all in one pass of B · train_samples examples.
-        samples: functions of a draw, rounded up to a multiple of `components`, of which each gives as many.
-        gamma: γ; above 0 a hot posterior, between −1 and 0 a cold one. It is a `posterior_temperature` of 1 + γ.
+        samples: functions per draw, rounded up to a multiple of `components`; each component gives the same number.
+        gamma: γ; above 0 a hot posterior, between −1 and 0 a cold one: the posterior temperature is 1 + γ.
         init_spread: standard deviation of μ around 1 at the start.
         annealing: β; None is constant 1.
-        bias_latent: iBNN's scalar latent on each bias.
-        layers: patterns of names of layers with latents; None is every linear and convolutional layer.
-        batch_norm: "frozen" keeps the running statistics, as suits a pretrained network, "trained" lets them follow.
-        bound: on the entropy: "joint" over layers; "per_layer", each layer a mixture of its own; "released", that with
-            the 1/16 of the authors' code.
+        bias_latent: whether each bias has a scalar latent, as in iBNN.
+        layers: name patterns of the layers with latents; None is every linear and convolutional layer.
+        batch_norm: "frozen" keeps the running statistics; "trained" updates them.
+        bound: the bound on the entropy: "joint" over all layers; "per_layer" treats each layer as its own mixture;
+            "released" is per layer with the factor 1/16 of the authors' code.
         divergence: "mixture", or iBNN's "surrogate".
-        latent_lr: rate of the latents for one component; the group's is K times that, since each component gets 1/K of
-            the gradient. None: the weights' rate.
-        latent_momentum: momentum of the latents, 0 in the paper; None: the optimiser's.
+        latent_lr: learning rate of the latents for one component. The parameter group uses K times that, since each
+            component gets 1/K of the gradient. None: the weights' rate.
+        latent_momentum: momentum of the latents, 0 in the paper; None: that of the optimiser.
+        rate: "curvature" makes `fit` without an optimizer use SGD with momentum, at a rate that it measures on the first
+            batch: `theory.sharpness` becomes 1 − momentum. The latents' rate is K times the weights'. None: the usual
+            default optimizer.
         data_size: N, required.
         likelihood, prior, weight_prior_std: as in `Posterior`; the prior is on the weights.
     """
 
     name = "node_bnn"
+    of_trained_settings: ClassVar[dict[str, Any]] = {
+        "components": 8,
+        "mode": "in",
+        "init_std": 0.1,  # 0.3 wrecks a trained network
+        "gamma": 10.0,
+        "train_samples": 1,
+        "latent_momentum": 0.9,
+        "rate": "curvature",
+    }
 
     def __init__(
         self,
@@ -73,6 +87,7 @@ class NodeBNN(NodePosterior):
         divergence: Divergence = "mixture",
         latent_lr: float | None = None,
         latent_momentum: float | None = 0.0,
+        rate: Literal["curvature"] | None = None,
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
@@ -97,8 +112,29 @@ class NodeBNN(NodePosterior):
             likelihood=likelihood,
             **prior,
         )
+        self.rate = one_of("rate", rate, ("curvature", None))
         self.mode, self.bias_latent, self.gamma = mode, bias_latent, gamma
         self.prior_std, self.init_std, self.init_spread = prior_std, init_std, init_spread
         self.bound = one_of("bound", bound, get_args(Bound))
         self.divergence = one_of("divergence", divergence, get_args(Divergence))
         self.complexity = Complexity(prior_std, self.widths, bound, divergence)
+
+    @classmethod
+    def of_trained(cls, networks: nn.Module | Sequence[nn.Module], *, data_size: int, **settings: Any) -> Self:
+        """A trained network made Bayesian by one recipe for all of them: `of_trained_settings`, then ten epochs of `ds.fit`.
+
+            posterior = ds.NodeBNN.of_trained(network, data_size=len(training_set))
+            ds.fit(posterior, loader, epochs=10)
+
+        Args:
+            networks, data_size: as of the class.
+            settings: of the class, in place of those of the recipe.
+        """
+        return cls(networks, data_size=data_size, **{**cls.of_trained_settings, **settings})
+
+    def default_optimizer(self) -> Optimizer:
+        """As of `Posterior`; with `rate="curvature"` SGD with momentum 0.9, whose rates are relative until `fit` has begun."""
+        if self.rate is None:
+            return super().default_optimizer()
+        groups = self.parameter_groups(1.0, 1e-4)
+        return torch.optim.SGD([{**group, "relative": True} for group in groups], lr=1.0, momentum=0.9, nesterov=True)

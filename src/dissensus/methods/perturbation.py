@@ -1,4 +1,4 @@
-"""Gaussian perturbation: trained networks plus white noise on their weights, the simplest ensemble around a network."""
+"""Gaussian perturbation: trained networks with white noise added to their weights."""
 
 from typing import Any, Unpack
 
@@ -9,23 +9,26 @@ from dissensus.core.prior import PriorKeywords, norm_parameters
 from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.sampling import SamplingPosterior, by_network
 from dissensus.numerics.checks import number
+from dissensus.numerics.divided import cut, joined
 from dissensus.numerics.tree import Tensors
 
 
 class GaussianPerturbation(SamplingPosterior):
-    """w̃ = w + noise · rms(w) · ε with ε ~ N(0, 1) for every entry of every tensor, rms over the tensor.
+    """Trained networks with Gaussian noise added to their weights.
 
-    Relative, because an absolute deviation that one network hardly notices ruins the next. Normalisation layers keep
-    their parameters; tensors that are all zero stay so.
+    Samples are w̃ = w + noise · rms(w) · ε, with ε ~ N(0, 1) for every weight and rms over each tensor.
+    The noise is relative, because the same absolute noise is harmless in one network and ruins another. Parameters of
+    normalisation layers get no noise, and all-zero tensors stay zero.
 
     Args:
-        networks: one module, held and not copied, or a list of M, each of which gets its own samples.
+        networks: one module, not copied, or a list of M; each network has its own samples.
         noise: standard deviation relative to each tensor's root mean square.
         samples: functions per network and draw.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "gaussian_perturbation"
+    by_parts = True
     untrained = (*SamplingPosterior.untrained, "noise")
 
     def __init__(
@@ -50,12 +53,14 @@ class GaussianPerturbation(SamplingPosterior):
         def around(m: int) -> Tensors:
             found = {}
             for name in self.sampled_names():
-                weight = rows[name][m]
+                stored = rows[name][m]
+                weight = joined(stored)
                 # In float16 squares overflow above 256 and are 0 below 2e-4: no noise at all.
                 scale = self.noise * weight.to(torch.promote_types(weight.dtype, torch.float32)).square().mean().sqrt()
                 like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device, "generator": generator}
                 epsilon = torch.randn(samples, *weight.shape, **like)
-                found[name] = (weight + scale * epsilon.to(scale.dtype)).to(weight.dtype)  # (S, ...)
+                drawn = (weight + scale * epsilon.to(scale.dtype)).to(weight.dtype)  # (S, ...)
+                found[name] = cut(drawn, stored, before=1)
             return found
 
         return by_network(around, self.particles.members)

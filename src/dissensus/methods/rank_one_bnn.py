@@ -1,4 +1,4 @@
-"""Rank-one BNNs: posteriors on BatchEnsemble's factors, weights shared and deterministic (Dusenberry et al., ICML 2020)."""
+"""Rank-one BNNs: posteriors over BatchEnsemble's factors; the weights stay deterministic (Dusenberry et al., ICML 2020)."""
 
 from __future__ import annotations
 
@@ -17,30 +17,33 @@ from dissensus.surgery.modulation import Modulation
 
 
 class RankOneBNN(NodePosterior):
-    """y = s ∘ (W (r ∘ x) + b) in every layer, with a mixture posterior over all r and s; W and b stay point estimates.
+    """A network with random rank-one factors r and s in every layer; these have a learned posterior, weights do not.
+
+    Each layer computes y = s ∘ (W (r ∘ x) + b), with a mixture posterior over all r and s, and point estimates W and b.
 
         q(r, s) = (1/K) Σ_k Π N(μ_k, σ_k²),    p(r, s) = Π N(1, prior_std²),    or Cauchy laws in both
         loss = mean over examples and samples of −log p(y | x, r, s) + β [H[q, p] − T H[q]] / N
 
-    At T = 1 the bracket is KL(q ‖ p). The network is copied; `.account` says which layers were converted and which were
-    not. In training each copy of each example has a component and noise of its own; a drawn function has one r and s.
-    The paper's L2 term is the weight decay, or `weight_prior_std`.
+    At T = 1 the bracket is KL(q ‖ p). The network is copied; `.account` lists the layers that were converted and those
+    that were not. In training each copy of each example has its own component and noise; a drawn function has one fixed
+    r and s. The paper's L2 term is the weight decay, or `weight_prior_std`.
 
     Args:
-        networks: one module, or a list of M, of which each has factors of its own and gives `samples` functions.
+        networks: one module, or a list of M; each network has its own factors and gives `samples` functions.
         components: K.
-        family: of components and prior: "gaussian" or "cauchy", where deviations are scales.
+        family: distribution of components and prior: "gaussian" or "cauchy" (σ is then a scale).
         prior_std: standard deviation (Cauchy: scale) of the prior of r and s.
         init_std: σ at the start.
-        modulation: the law that the components' means start from; None is the prior's N(1, prior_std²). The authors'
-            code has `Modulation.sign()`.
+        modulation: distribution of the components' initial means; None is the prior's N(1, prior_std²). The authors'
+            code uses `Modulation.sign()`.
         train_samples: copies of each example, all in one pass of B · train_samples examples.
-        samples: functions of a draw, rounded up to a multiple of `components`, of which each gives as many.
+        samples: functions per draw, rounded up to a multiple of `components`; each component gives the same number.
         posterior_temperature: T; below 1 a cold posterior, above 1 a hot one.
         annealing: β; None is constant 1.
-        layers: patterns of names of layers with factors; None is every linear and convolutional layer.
-        batch_norm: "frozen" keeps the running statistics, as suits a pretrained network, "trained" lets them follow.
-        latent_lr: rate of the factors for one component; the group's is K times that. None: the weights' rate.
+        layers: name patterns of the layers with factors; None is every linear and convolutional layer.
+        batch_norm: "frozen" keeps the running statistics, for a pretrained network; "trained" updates them.
+        latent_lr: learning rate of the factors for one component; the parameter group uses K times that. None: the
+            weights' rate.
         data_size: N, required.
         likelihood, prior, weight_prior_std: as in `Posterior`; the prior is on the weights.
     """
@@ -86,8 +89,8 @@ class RankOneBNN(NodePosterior):
         )
         self.prior_std, self.init_std, self.modulation = prior_std, init_std, start
         self.family = one_of("family", family, get_args(Family))
-        # The paper's code adds up the components' own KLs; the bound on the mixture's has 1/K of that, less what it gains
-        # where components overlap.
+        # The paper's code sums the KLs of the components. The bound on the mixture's KL has their mean, less a term for
+        # overlapping components.
         self.complexity = Complexity(prior_std, self.widths, family=family)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""SGHMC: a chain of networks whose steps are noisy gradients, kept now and then.
+"""SGHMC: Markov chains of networks driven by noisy gradients, with snapshots as samples.
 
 Welling & Teh, "Bayesian learning via stochastic gradient Langevin dynamics", ICML 2011.
 Chen, Fox & Guestrin, "Stochastic gradient Hamiltonian Monte Carlo", ICML 2014.
@@ -26,12 +26,12 @@ log = logging.getLogger("dissensus")
 
 
 class Langevin(Optimizer):
-    """The step of a chain, v the velocity, g the gradient of the mean loss, ξ ~ N(0, 1):
+    """The optimiser that moves a chain. With velocity v, gradient g of the mean loss, ξ ~ N(0, 1), one step is
 
         v ← (1 − α) v − η g + √(2 α η T / N) ξ,    θ ← θ + v.
 
-    Chen et al.'s eq. (15) with their rate as η / N, so that η is what SGD with momentum 1 − α would take; α = 1 is SGLD. Its
-    target is exp(−N L / T), L the mean loss with its prior. `SGHMC.default_optimizer` makes one.
+    This is Chen et al.'s eq. (15) with their rate written as η / N, so that η is on the scale of SGD with momentum 1 − α;
+    α = 1 is SGLD. The target is exp(−N L / T) for a mean loss L that includes the prior. `SGHMC.default_optimizer` makes one.
 
     Args:
         params: parameter groups, as optimisers take them.
@@ -39,10 +39,10 @@ class Langevin(Optimizer):
         friction: α.
         heat: T / N.
         generators: one for each chain; with several, parameters are stacks (M, ...).
-        phase: gives (factor of η, factor of T), two tensors (), for the step to come.
+        phase: returns (factor of η, factor of T) for the next step, two tensors ().
     """
 
-    skips = True  # a step obeys `found_inf` and reads nothing on the host: a CUDA graph can hold it
+    skips = True  # a step obeys `found_inf` and reads no value on the host, so a CUDA graph can capture it
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Langevin(Optimizer):
             spread = (2 * group["friction"] * group["heat"] * rate * hot).sqrt()
             velocity = (1 - group["friction"]) * before - rate * parameter.grad + spread * noise
             velocity = velocity.to(parameter.dtype)
-            if halted is not None:  # something was not finite: nothing moves
+            if halted is not None:  # a gradient was not finite: nothing moves
                 parameter.add_(torch.where(halted > 0, 0, velocity))
                 velocity = torch.where(halted > 0, before, velocity)
             else:
@@ -80,7 +80,7 @@ class Langevin(Optimizer):
                 state["velocity"] = velocity
 
     def _noise(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """ξ for each parameter. Each chain's generator gives all numbers of that chain at once, whoever else there is."""
+        """ξ for each parameter. A chain's numbers come from its own generator and do not depend on the other chains."""
         chains = len(self.generators)
         sizes = [each.numel() // chains for each in parameters]
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
@@ -96,13 +96,13 @@ class Langevin(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "generators"})
         for generator, state in zip(self.generators, state_dict["generators"], strict=True):
-            # The state of another kind of device, whose numbers this one cannot go on with, has another length.
+            # A generator state from another kind of device has another length and cannot be continued here.
             if len(state) == len(generator.get_state()):
                 generator.set_state(state.cpu())
 
 
 class CycleSnapshots(Snapshots):
-    """Snapshots at the ends of `cycles` equal parts of a run, `wanted` in all, spread over what follows `tail` of each."""
+    """`wanted` snapshots in total, spread over the part after the share `tail` of each of `cycles` equal cycles."""
 
     def __init__(self, wanted: int, *, cycles: int, tail: float) -> None:
         super().__init__(None, None, wanted, tail=tail)
@@ -123,31 +123,31 @@ class CycleSnapshots(Snapshots):
         return left % every == 0 and 0 <= left < min(room, each * every)
 
     def position(self) -> tuple[Tensor, Tensor]:
-        """(share of its cycle that is behind before the next step, whether a run was begun), both ()."""
+        """(share of the present cycle done before the next step, whether a run has begun), both ()."""
         began, steps = self.plan[2], self.plan[3]
         done = (self.observed.value - began) * self.cycles
         return (done % steps.clamp(min=1)) / steps.clamp(min=1), steps > 0
 
 
 class SGHMC(SnapshotEnsemble):
-    """Snapshots of chains that sample exp(−(N · mean loss − log p(θ)) / T), by noisy gradients of batches.
+    """Posterior samples from Markov chains driven by noisy gradients of batches (stochastic gradient HMC).
 
-    `fit` makes its optimiser, and takes no other. Each cycle goes down a cosine in rate, step by step; its first part
-    explores without noise, its last part samples. Nothing is rejected: steps of rate η make a Gaussian posterior's variance too
-    large by 1 / (1 − ηλ / (2 (2 − α))) where the mean loss has curvature λ, and the gradients' own noise adds to it. Without a
-    prior a chain need not have anything to converge to. Clipped gradients change what is sampled.
+    The target is exp(−(N · mean loss − log p(θ)) / T).
+    `fit` makes the optimiser and accepts no other. In each cycle the rate follows a cosine, step by step; the first part
+    explores without noise, the last part samples. No proposal is rejected, so the samples are biased: with rate η and
+    curvature λ of the mean loss, a Gaussian posterior's variance is too large by 1 / (1 − ηλ / (2 (2 − α))), and gradient
+    noise adds to it. Without a prior there may be no distribution to converge to. Gradient clipping changes the target.
 
     Args:
-        networks: one module, held and not copied, or a list of M, each with a chain of its own that does not depend on
-            the others.
-        members: functions kept of each chain, the same number in every cycle but for rounding.
-        cycles: of the rate over a run; 0 keeps the rate, with noise throughout.
-        exploration: share of each cycle without noise, in which nothing is kept; with cycles = 0, the burn-in.
-        lr: η, as SGD would take it.
+        networks: one module, not copied, or a list of M; each network has its own independent chain.
+        members: functions kept from each chain, spread evenly over the cycles.
+        cycles: cycles of the rate in a run; 0 keeps the rate constant, with noise throughout.
+        exploration: share of each cycle without noise and without snapshots; with cycles = 0, the burn-in.
+        lr: η, on the scale of SGD.
         friction: α, 1 − momentum; 1 is SGLD.
         posterior_temperature: T; below 1 samples a sharper ("cold") posterior.
-        seed: of the noise; None takes one from torch's generator when training begins.
-        first_chain: the number of the first chain; a chain's noise depends on the seed and its number alone.
+        seed: seed of the noise; None takes one from torch's generator when training begins.
+        first_chain: number of the first chain; a chain's noise depends only on the seed and its number.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`; data_size is required.
     """
 
@@ -183,10 +183,10 @@ class SGHMC(SnapshotEnsemble):
         )
 
     def default_optimizer(self) -> Langevin:
-        """The chains' own, at their beginning."""
-        assert self.data_size is not None  # it is needed
+        """A new `Langevin` optimiser for these chains."""
+        assert self.data_size is not None  # a required argument
         if self.prior is None:
-            log.warning("a chain without a prior may drift without end; pass weight_prior_std= or prior=")
+            log.warning("without a prior a chain may never converge; pass weight_prior_std= or prior=")
         seed = next_seed() if self.seed is None else self.seed
         numbers = range(self.first_chain, self.first_chain + self.particles.members)
         return Langevin(
@@ -199,7 +199,7 @@ class SGHMC(SnapshotEnsemble):
         )
 
     def phase(self) -> tuple[Tensor, Tensor]:
-        """(factor of the rate, 1 with noise or 0 without) of the next step, () each; both 1 before a run was begun."""
+        """(factor of the rate, 1 with noise or 0 without) for the next step, () each; both 1 before a run begins."""
         snapshots = self.recorder.snapshots
         assert isinstance(snapshots, CycleSnapshots)
         position, begun = snapshots.position()
@@ -209,5 +209,5 @@ class SGHMC(SnapshotEnsemble):
         return torch.where(begun, cosine, 1.0), (~begun | (position >= self.exploration)).to(position.dtype)
 
     def default_schedule(self, epochs: int) -> Callable[[int], float]:
-        """Constant over epochs: the rate goes by steps, in the optimiser."""
+        """Constant over epochs: the optimiser changes the rate at every step."""
         return lambda epoch: 1.0

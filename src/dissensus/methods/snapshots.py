@@ -1,4 +1,4 @@
-"""Snapshot ensembles: members are the networks that one training run passes through.
+"""Snapshot ensembles: members are networks saved at several times of one training run.
 
 Huang, Li, Pleiss, Liu, Hopcroft & Weinberger, "Snapshot ensembles: train 1, get M for free", ICLR 2017.
 """
@@ -21,7 +21,7 @@ from dissensus.numerics.tree import Tensors, TensorTree
 
 
 class LastSnapshots(SnapshotRecorder):
-    """The last `kept` snapshots themselves."""
+    """Keeps the last `kept` snapshots of the weights."""
 
     def __init__(self, source: Callable[[], Weights], snapshots: Snapshots, *, kept: int) -> None:
         super().__init__(source, snapshots)
@@ -45,15 +45,15 @@ class LastSnapshots(SnapshotRecorder):
 
 
 class SnapshotEnsemble(RecordingPosterior):
-    """The last `members` snapshots of a run with their batch statistics and learned noise; of a list of networks those of each.
+    """An ensemble of the last `members` snapshots of one training run, with their batch statistics and learned noise.
 
-    `fit`'s schedule for this method takes the learning rate down a cosine in each of `members` equal parts of the run.
+    `fit` divides the run into `members` equal cycles; in each, the learning rate follows a cosine to 0.
 
     Args:
-        networks: one module, held and not copied, or a list of M, of which each gives `members` functions.
+        networks: one module, not copied, or a list of M; each network gives `members` functions.
         members: snapshots kept of each network.
-        start, every: which observe calls (optimiser steps) are snapshots, counted from 0; None puts one at the end of
-            each part of the run, whose length `fit` or `begin` gives.
+        start, every: the optimiser steps (observe calls, counted from 0) that become snapshots; None takes one at the
+            end of each cycle, from the run length that `fit` or `begin` gives.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
@@ -77,7 +77,7 @@ class SnapshotEnsemble(RecordingPosterior):
         self.recorder = LastSnapshots(self.recorded, snapshots, kept=members)
 
     def recorded(self) -> Weights:
-        """Trained parameters, a learned noise, and buffers, which are other tensors whenever a network has been moved."""
+        """Trained parameters, learned noise and buffers, looked up anew: moving a network replaces its buffers."""
         noise = named.of_likelihood(self.particles)
         return super().recorded().joined(named.buffers(self.particles)).joined(noise)
 
@@ -85,7 +85,7 @@ class SnapshotEnsemble(RecordingPosterior):
         """Nothing to do: the members are stored, with their batch statistics."""
 
     def default_schedule(self, epochs: int) -> Callable[[int], float]:
-        """A cosine from 1 to 0 in each of `members` equal parts."""
+        """A cosine from 1 to 0 in each of `members` equal cycles."""
         return lambda epoch: cosine_cycles(epoch / max(epochs, 1), cycles=self.samples)
 
     def config(self) -> dict[str, Any]:

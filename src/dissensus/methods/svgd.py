@@ -21,17 +21,17 @@ from dissensus.numerics.tree import Tensors
 
 
 class SVGD(StackedPosterior):
-    """Members driven by each other's gradients, weighted by a kernel, and pushed apart by the kernel's slope.
+    """M networks moved by kernel-weighted averages of all members' gradients and repelled by the kernel's gradient.
 
         φ_i = (1/M) Σ_j [a_t k(z_i, z_j) ∇ log p(z_j | D) + ∇_{z_j} k(z_i, z_j)]
 
-    The loss is a mean over data, so φ is divided by N = `data_size`; the 1/M is the paper's, and makes plain SGD M
-    times slower than for an ensemble where members are far apart.
+    The loss is a mean over data, so φ is divided by N = `data_size`. Because of the paper's 1/M, plain SGD is M times
+    slower than for an ensemble when members are far apart.
 
     Args:
         modules: M networks of one architecture, each initialised separately; copied.
-        space: "weight" (z = weights) or "function" (z = outputs on the batch; φ is pulled back to the weights, and a
-            weight prior acts on each member's own weights, as strongly as the likelihood does).
+        space: "weight" (z = weights) or "function" (z = outputs on the batch). In function space φ is pulled back to
+            the weights, and a weight prior acts on each member's own weights, as strongly as the likelihood does.
         annealing: a_t; None is constant 1.
         data_size: N, required.
         likelihood, prior, weight_prior_std: as in `Posterior`.
@@ -88,10 +88,10 @@ class SVGD(StackedPosterior):
         return nll + penalty, z, buffers
 
     def couple(self, z: Any) -> Any:
-        """With u_i the slope of loss_i at its outputs: v = (1/M) [a_t K u + G/N] − u, since the loss itself adds u.
+        """v = (1/M) [a_t K u + G/N] − u, with u_i the gradient of loss_i at its outputs, which the loss itself adds.
 
-        A weight prior has no slope there. It counts as much as the likelihood does, (a_t/M) Σ_j k_ij: the whole where members
-        are equal, 1/M where they are far apart.
+        A weight prior has no gradient at the outputs. It gets the same factor as the likelihood, (a_t/M) Σ_j k_ij: a_t if
+        members are equal, a_t/M if they are far apart.
         """
         u, points = z["slopes"], z["points"]
         kernel, h = scores.kernel_and_bandwidth(squared_distances(points))

@@ -1,9 +1,9 @@
-"""SWAG and SWA: a Gaussian, or just the mean, of the weights that training passes through.
+"""SWAG and SWA: a Gaussian, or only the mean, of the weights along a training run.
 
 Maddox, Garipov, Izmailov, Vetrov & Wilson, "A simple baseline for Bayesian uncertainty in deep learning", NeurIPS 2019.
 Izmailov, Podoprikhin, Garipov, Vetrov & Wilson, "Averaging weights leads to wider optima", UAI 2018.
-Of several networks: Wilson & Izmailov, "Bayesian deep learning and a probabilistic perspective of generalization", NeurIPS
-2020 (MultiSWAG).
+MultiSWAG (several networks): Wilson & Izmailov, "Bayesian deep learning and a probabilistic perspective of generalization",
+NeurIPS 2020.
 """
 
 from collections.abc import Callable
@@ -17,16 +17,19 @@ from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
 from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.recording import RecordingPosterior, SnapshotRecorder
+from dissensus.methods.parts.sampling import by_network
 from dissensus.methods.parts.trajectory import Snapshots
 from dissensus.numerics.checks import number, whole
+from dissensus.numerics.divided import cut, cut_last, here, joined
 from dissensus.numerics.flat import unflatten
 from dissensus.numerics.tree import Tensors
 
 
 class MeanRecorder(SnapshotRecorder):
-    """The mean of snapshots, of every network by itself."""
+    """The mean of the snapshots of each network."""
 
     mean_vector: Tensor
+    by_parts = True
 
     def __init__(self, source: Callable[[], Weights], snapshots: Snapshots) -> None:
         super().__init__(source, snapshots)
@@ -39,8 +42,8 @@ class MeanRecorder(SnapshotRecorder):
         self.move(self.weights.flat(self.mean_vector.dtype), number)
 
     def move(self, weights: Tensor, number: int) -> Tensor:
-        """(M, P) the step from the mean before to these weights, the number-th snapshot, which the mean takes in."""
-        if number == 1:  # also after `begin` has forgotten an earlier run
+        """Updates the mean with snapshot `number`; returns (M, P) the weights minus the mean before."""
+        if number == 1:  # also after `begin` has reset an earlier run
             self.mean_vector.zero_()
         # mean_n = mean + (w − mean)/n. Not (n·mean + w)/(n + 1), which rounds: the mean of equal snapshots is their value.
         step = weights - self.mean_vector
@@ -49,11 +52,21 @@ class MeanRecorder(SnapshotRecorder):
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
         self.taken()
-        return unflatten(self.mean_vector[:, None].expand(-1, samples, -1).clone(), self.weights.one())
+        one = self.weights.one()
+
+        def around(m: int) -> Tensors:
+            drawn = unflatten(joined(self.drawn(m, samples, generator)), one)
+            return {name: cut(each, one[name], before=1) for name, each in drawn.items()}  # (S, ...)
+
+        return by_network(around, len(self.mean_vector))
+
+    def drawn(self, m: int, samples: int, generator: torch.Generator | None) -> Tensor:
+        """(S, P) weights around those of network m."""
+        return self.mean_vector[m].expand(samples, -1).clone()
 
 
 class GaussianRecorder(MeanRecorder):
-    """Mean, variance and the last `rank` deviations of snapshots, of every network by itself.
+    """Mean, variance and the last `rank` deviations of the snapshots of each network.
 
     w ~ N(mean, scale · (diag(variance) + DᵀD / (held − 1)))
     """
@@ -65,7 +78,7 @@ class GaussianRecorder(MeanRecorder):
         super().__init__(source, snapshots)
         self.scale = scale
         self.register_buffer("square_sum", torch.zeros_like(self.mean_vector))  # (M, P) Σ (w − mean)²
-        self.register_buffer("deviations", self.mean_vector.repeat(rank, 1, 1))  # (K, M, P), rows in turn
+        self.register_buffer("deviations", self.mean_vector.repeat(rank, 1, 1))  # (K, M, P), a ring buffer
 
     def with_members(self) -> list[tuple[Tensor, int]]:
         return [*super().with_members(), (self.square_sum, 0), (self.deviations, 1)]
@@ -84,35 +97,33 @@ class GaussianRecorder(MeanRecorder):
         """(M, P) variance over the snapshots (divisor n)."""
         return self.square_sum / max(int(self.snapshots.taken), 1)
 
-    def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
+    def drawn(self, m: int, samples: int, generator: torch.Generator | None) -> Tensor:
         held = min(self.taken(), len(self.deviations))
         # eq. (1): w = mean + √scale (Σ_diag^½ z₁ + D z₂ / √(held − 1)). One z₂ for all tensors of a network: it carries the
         # correlations between layers. The divisor counts what is held; the authors' code has the largest rank there.
-        mean, deviation = self.mean_vector, self.variance().sqrt()
-        drawn = mean.new_empty(len(mean), samples, mean.shape[1])  # (M, S, P)
-        for m, noise in enumerate(drawn):
-            noise.normal_(generator=generator)
-            noise *= deviation[m]
-            z = torch.randn(samples, held, dtype=mean.dtype, device=mean.device, generator=generator)
-            noise.addmm_(z, self.deviations[:held, m], alpha=max(held - 1, 1) ** -0.5)
-            noise.mul_(self.scale**0.5).add_(mean[m])
-        return unflatten(drawn, self.weights.one())
+        mean, like = self.mean_vector[m], dict[str, Any](dtype=self.mean_vector.dtype, device=self.mean_vector.device)
+        found = cut_last(torch.empty(samples, len(mean), **like).normal_(generator=generator), mean)
+        noise = here(found)  # every process draws that of all weights
+        noise *= here((self.square_sum[m] / self.taken()).sqrt())
+        z = torch.randn(samples, held, generator=generator, **like)
+        noise.addmm_(z, here(self.deviations[:held, m]), alpha=max(held - 1, 1) ** -0.5)
+        noise.mul_(self.scale**0.5).add_(here(mean))
+        return found
 
 
 class SWAG(RecordingPosterior):
-    """w ~ N(mean, scale · (diag(variance) + DᵀD / (held − 1))), with mean, variance and D of snapshots of the weights.
+    """A Gaussian fitted to snapshots of the weights: w ~ N(mean, scale · (diag(variance) + DᵀD / (held − 1))).
 
-    All trained parameters take part, those of normalisation layers too. The network should go on moving while snapshots
-    are taken: `fit`'s schedule for this method ends in a constant rate.
+    It covers all trained parameters, also those of normalisation layers. The weights should keep moving while snapshots
+    are taken, so `fit`'s schedule for this method ends with a constant learning rate.
 
     Args:
-        networks: one module, held and not copied, or a list of M, which gives a mixture of such Gaussians, one around
-            each (MultiSWAG).
-        rank: rows of D: how many of the last deviations from the mean are held.
+        networks: one module, not copied, or a list of M for a mixture of M such Gaussians (MultiSWAG).
+        rank: rows of D: the number of last deviations from the mean that are kept.
         samples: functions per network and draw.
-        start, every: which observe calls (optimiser steps) are snapshots, counted from 0; None spreads 2·rank of them
-            over the last quarter of the run, whose length `fit` or `begin` gives.
-        scale: of the covariance: 0.5 is the paper's, 0 leaves the mean alone.
+        start, every: the optimiser steps (observe calls, counted from 0) that become snapshots; None spreads 2·rank of
+            them over the last quarter of the run, from the run length that `fit` or `begin` gives.
+        scale: factor of the covariance: 0.5 in the paper, 0 for the mean alone.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
@@ -134,26 +145,26 @@ class SWAG(RecordingPosterior):
     ) -> None:
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
         self.rank, self.start, self.every = whole("rank", rank), start, every
-        self.scale = number("scale", scale, least=0, hint="0.5 is the paper's, 0 leaves the mean alone")
+        self.scale = number("scale", scale, least=0, hint="the paper uses 0.5; 0 gives the mean alone")
         snapshots = Snapshots(start, every, wanted=2 * rank)
         self.recorder = GaussianRecorder(self.recorded, snapshots, rank=rank, scale=scale)
 
     @property
     def mean(self) -> Tensors:
         """Name -> mean over the snapshots; of a list of networks (M, ...)."""
-        return self.plain(unflatten(self.recorder.mean_vector, self.trained.one()))
+        return self.plain(unflatten(joined(self.recorder.mean_vector), self.trained.one()))
 
     @property
     def variance(self) -> Tensors:
         """Name -> variance over the snapshots (divisor n), the diagonal part before scaling; of a list (M, ...)."""
-        return self.plain(unflatten(self.recorder.variance(), self.trained.one()))
+        return self.plain(unflatten(joined(self.recorder.variance()), self.trained.one()))
 
 
 class SWA(RecordingPosterior):
-    """The mean of the weights that training passes through: SWAG without its noise. One function per network.
+    """The mean of the weights along a training run: SWAG without noise. One function per network.
 
     Args:
-        networks: one module, held and not copied, or a list of M.
+        networks: one module, not copied, or a list of M.
         start, every: as in SWAG; None spreads 40 snapshots over the last quarter of the run.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
@@ -178,7 +189,7 @@ class SWA(RecordingPosterior):
     @property
     def mean(self) -> Tensors:
         """Name -> mean over the snapshots; of a list of networks (M, ...)."""
-        return self.plain(unflatten(self.recorder.mean_vector, self.trained.one()))
+        return self.plain(unflatten(joined(self.recorder.mean_vector), self.trained.one()))
 
     def config(self) -> dict[str, Any]:
         return {key: value for key, value in super().config().items() if key != "samples"}

@@ -21,6 +21,7 @@ from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.recording import RecordingPosterior
 from dissensus.methods.parts.sampling import by_network
 from dissensus.numerics.checks import number, one_of, whole
+from dissensus.numerics.divided import cut, joined
 from dissensus.numerics.flat import state_dtype
 from dissensus.numerics.tree import Tensors
 
@@ -32,20 +33,20 @@ Init = Literal["current", "he"]
 
 
 class TRADI(RecordingPosterior):
-    """w ~ N(μ, Σ), with the mean μ and variance s of each weight from two Kalman filters over the optimiser's steps.
+    """A Gaussian w ~ N(μ, Σ) whose means μ and variances s are tracked by Kalman filters over the optimiser's steps.
 
     Parameters of normalisation layers keep their trained values.
 
     Args:
-        networks: one module, held and not copied, or a list of M, each tracked by itself.
+        networks: one module, not copied, or a list of M, each tracked independently.
         samples: functions per network and draw.
-        covariance: "shared", Σ_kl = √s_k √s_l exp(−bandwidth² (w_k − w_l)² / 2) by random Fourier features with phases
-            shared by the weights, which the paper means; "diagonal"; or "released", the authors' program, whose phases
-            differ from weight to weight, so that its covariance is diagonal too.
-        correlation: what shares phases: each "tensor", as in that program, or each "layer", weight and bias together,
-            as in the authors' talk.
-        state_noise, measurement_noise: variances of the filters' noises, (mean's filter, variance's filter).
-        drift: "gradient" predicts the next mean by a step of plain gradient descent, "none" by the last one.
+        covariance: "shared" has Σ_kl = √s_k √s_l exp(−bandwidth² (w_k − w_l)² / 2), by random Fourier features whose
+            phases all weights share, as the paper intends; "diagonal" has none; "released" is the authors' program,
+            where each weight has its own phases, so its covariance is also diagonal.
+        correlation: the weights that share phases: those of one "tensor", as in the authors' program, or of one "layer",
+            weight and bias together, as in their talk.
+        state_noise, measurement_noise: noise variances of the filters, as (mean's filter, variance's filter).
+        drift: "gradient" predicts the next mean by a step of gradient descent, "none" by the last mean.
         init: "current" starts at the present weights with variance 0, "he" at mean 0 and variance 2/fan_in.
         features: random Fourier features per group of weights.
         bandwidth: of the kernel between weights; larger correlates fewer of them.
@@ -54,8 +55,8 @@ class TRADI(RecordingPosterior):
 
     name = "tradi"
     judged_by = "draw"
-    # With the rate the variance would die, too. Of the tails that were tried on held-out rows of digits and MNIST this one
-    # loses least in NLL over all of them (benchmarks/tradi_schedule.py): half of the rate is too much for MNIST.
+    # If the rate went to 0, so would the variance. Of the floors tried on held-out rows of digits and MNIST, this one has
+    # the least loss of NLL over both (benchmarks/tradi_schedule.py): half of the rate is too much for MNIST.
     floor = 0.1
     recorder: "KalmanRecorder"
     untrained = (*RecordingPosterior.untrained, "covariance", "correlation", "features", "bandwidth")
@@ -90,12 +91,12 @@ class TRADI(RecordingPosterior):
         self._norms = norm_parameters(self.network)
         if not self.recorded().stored:
             raise ValueError(
-                "expected a network with trainable weights outside normalisation layers, got none; there is nothing to track"
+                "expected a network with trainable weights outside normalisation layers, got none; set requires_grad on some"
             )
         self.recorder = KalmanRecorder(self.recorded, self.settings)
 
     def recorded(self) -> Weights:
-        """Trained parameters but those of normalisation layers."""
+        """All trained parameters except those of normalisation layers."""
         return super().recorded().only(lambda name, _: name not in self._norms)
 
     @property
@@ -105,20 +106,20 @@ class TRADI(RecordingPosterior):
 
     @property
     def mean(self) -> Tensors:
-        """Name -> μ; of parameters that are not tracked the value; of a list of networks (M, ...)."""
+        """Name -> μ, or the value of a parameter that is not tracked; (M, ...) for a list of networks."""
         return self.plain({**self.built_with.rows(), **self.built_with.lifted(self.filters.mean)})
 
     @property
     def variance(self) -> Tensors:
-        """Name -> s; of parameters that are not tracked 0; of a list of networks (M, ...)."""
+        """Name -> s, or 0 for a parameter that is not tracked; (M, ...) for a list of networks."""
         zeros = {name: torch.zeros_like(rows) for name, rows in self.built_with.rows().items()}
         return self.plain({**zeros, **self.built_with.lifted(self.filters.variance)})
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
         if self.ready and (share := self.filters.memory_of_start) > 0.05:
             log.warning(
-                "TRADI has observed %d steps, and %.0f %% of its mean still come from the weights it started at; train "
-                "longer, or raise state_noise",
+                "TRADI has observed %d steps, and %.0f %% of its mean still come from the initial weights; train longer, or "
+                "raise state_noise",
                 int(self.filters.observed),
                 100 * share,
             )
@@ -129,10 +130,12 @@ class TRADI(RecordingPosterior):
 
 
 class KalmanRecorder(Recorder):
-    """Mean μ and variance s of every weight by Kalman filters, elementwise, and samples around μ network by network.
+    """Tracks mean μ and variance s of every weight by Kalman filters, and samples around μ for each network.
 
-    `settings`: those of TRADI.
+    `settings`: the arguments of TRADI.
     """
+
+    by_parts = True
 
     def __init__(self, source: Callable[[], Weights], settings: Mapping[str, Any]) -> None:
         super().__init__(source)
@@ -152,13 +155,13 @@ class KalmanRecorder(Recorder):
         self._start_here()
 
     def _start_here(self) -> None:
-        if not self.ready:  # weights may have been loaded into the network since this was built
+        if not self.ready:  # weights may have been loaded into the network since the constructor ran
             self._start()
 
     def _start(self) -> None:
         stored = self.weights.stored
         if self.settings["init"] == "current":
-            # Not the paper's start, mean 0 and variance 2/fan_in: the filters take about a thousand steps to forget it.
+            # Not the paper's start (mean 0, variance 2/fan_in): the filters need about a thousand steps to forget it.
             self.filters.start(stored, dict.fromkeys(stored, 0.0))
         else:
             zeros = {name: torch.zeros_like(weight) for name, weight in stored.items()}
@@ -183,12 +186,13 @@ class KalmanRecorder(Recorder):
         def around(m: int) -> Tensors:
             drawn = {}
             for names in self._correlated():
-                flat = torch.cat([rows[name][m].flatten() for name in names])
+                flat = torch.cat([joined(rows[name][m]).flatten() for name in names])
                 noise = torch.stack([self._noise(flat, generator) for _ in range(samples)])  # (S, K)
                 parts = torch.split(noise, [rows[name][m].numel() for name in names], dim=1)
                 for name, part in zip(names, parts, strict=True):
-                    deviation = part.view(samples, *rows[name].shape[1:]) * variances[name][m].sqrt()
-                    drawn[name] = (means[name][m] + deviation).to(rows[name].dtype)
+                    deviation = part.view(samples, *rows[name].shape[1:]) * joined(variances[name][m]).sqrt()
+                    found = (joined(means[name][m]) + deviation).to(rows[name].dtype)
+                    drawn[name] = cut(found, rows[name][m], before=1)
             return drawn
 
         return by_network(around, self.weights.members)
@@ -218,13 +222,13 @@ class KalmanRecorder(Recorder):
 
 
 def layer_of(name: str) -> str:
-    """Name of the layer that a parameter is of; what torch's parametrizations hold apart is one layer again."""
+    """Name of the layer of a parameter; tensors that torch's parametrizations hold count as that of their layer."""
     layer, found, _ = f".{name}".partition(".parametrizations.")
     return layer if found else layer.rpartition(".")[0]
 
 
 def fan_in(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Name of a parameter -> number of inputs of its layer; a bias has its layer's."""
+    """Name of a parameter -> number of inputs of its layer."""
     layers: dict[str, list[int]] = {}
     for name, parameter in parameters.items():
         if parameter.ndim > 1:
@@ -239,6 +243,6 @@ def _filter_noise(name: str, pair: tuple[float, float], *, above: float = -math.
     """The variances of the mean's and the variance's filter."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise TypeError(
-            f"expected {name} as two variances, of the mean's and the variance's filter, got {pair!r}; pass two numbers"
+            f"expected {name} as two variances (mean's filter, variance's filter), got {pair!r}; pass two numbers"
         )
     return [float(number(name, value, above=above, least=0)) for value in pair]

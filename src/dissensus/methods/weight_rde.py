@@ -18,9 +18,9 @@ from dissensus.numerics.tree import Tensors
 
 
 class WeightRDE(RepellingPosterior, StackedPosterior):
-    """Members that repel each other in weight space, so that together they approach the posterior over weights.
+    """M networks whose weights repel each other, so that together they approximate the posterior over weights.
 
-    The Wasserstein gradient flow of KL(q ‖ posterior), with the score of q estimated from the members:
+    They follow the Wasserstein gradient flow of KL(q ‖ posterior), with the score of q estimated from the members:
 
         θ_i ← θ_i + η [a_t ∇ log p(θ_i | D) − ∇ log q(θ_i)]
 
@@ -31,9 +31,9 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
         score: how ∇ log q is estimated: "kde", "stein" or "spectral_stein".
         annealing: a_t; None is constant 1.
         repulsion: factor of ∇ log q: "1/N" as above, "1/B" (stronger by N/B) or a number.
-        batch_size: B of "1/B"; None is the largest batch seen in training.
+        batch_size: B in "1/B"; None is the largest batch seen in training.
         data_size: N, required.
-        likelihood, prior, weight_prior_std: as in `Posterior`; without a prior, the optimiser's weight decay is it.
+        likelihood, prior, weight_prior_std: as in `Posterior`; without a prior, the optimiser's weight decay acts as one.
     """
 
     name = "weight_rde"
@@ -56,12 +56,12 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
         self.annealing = annealing_or_constant(annealing)
 
     def mix(self, gradients: Tensors) -> Tensors:
-        """a_t g + ∇ log q / N. What members are compared in is there without a forward pass, hence not `couple`."""
+        """a_t g + ∇ log q / N. Not `couple`: comparing weights needs no forward pass."""
         own = self.particles.own_parameters()
         z = weights({name: tensor.detach() for name, tensor in own.items()}, own)
         matrix = scores.MATRICES[self.score](squared_distances(z)) * self.strength(gathered=self.batches_per_step)
         repulsion = scores.apply_matrix(matrix, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
         weight = annealed(self, self.annealing)
         driving = {name: gradient * weight for name, gradient in gradients.items()}
-        # A tensor that the loss does not reach is driven by nothing, but still part of the particle.
+        # A tensor without a gradient gets no drive, but still counts in the distance between members.
         return driving | {name: force + driving.get(name, 0.0) for name, force in repulsion.items()}

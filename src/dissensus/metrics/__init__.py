@@ -1,4 +1,4 @@
-"""Metrics: plain functions on tensors, imported at once, and torchmetrics classes over them, imported on first use.
+"""Metrics: plain functions on tensors, and torchmetrics classes built on them, which are imported on first use.
 
 dissensus.metrics.ece(probabilities, y)      # a function
 dissensus.metrics.ECE(bins=15)               # a torchmetrics.Metric; pip install 'dissensus[torchmetrics]'
@@ -98,7 +98,7 @@ from dissensus.metrics.streaming import ScoreHistogram as ScoreHistogram
 if TYPE_CHECKING:
     from dissensus.metrics.modular import *  # noqa: F403
 
-CLASSES = [  # of torchmetrics: imported on first use
+CLASSES = [  # torchmetrics classes, imported on first use
     "AUPR",
     "AUROC",
     "CRPS",
@@ -120,7 +120,7 @@ if sys.modules.get("torchmetrics") is not None or importlib.util.find_spec("torc
 
 
 def __getattr__(name: str) -> Any:
-    """A torchmetrics class of `modular`, which is imported now."""
+    """Imports `modular` and returns one of its torchmetrics classes."""
     if name not in CLASSES:
         raise AttributeError(f"module 'dissensus.metrics' has no attribute {name!r}")
     try:

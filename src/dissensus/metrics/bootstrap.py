@@ -1,11 +1,11 @@
-"""How sure a measured number is: bootstrap intervals, paired comparisons, McNemar's test.
+"""Statistical uncertainty of metrics: bootstrap intervals, paired comparisons, McNemar's test.
 
-Examples are resampled with replacement; the interval of one metric is the percentile interval (Efron, 1979), too narrow below
-some 30 examples. Differences are compared by Student's t, so that their interval holds zero exactly where p ≥ 1 − level.
-Where nothing varies, as with one example, ends and p are NaN. Random numbers come from a generator of
-their own on the CPU, seeded by `seed`: the same on every device, and the global generator is not touched.
+Examples are resampled with replacement. The interval of one metric is the percentile interval (Efron, 1979), which is too
+narrow below some 30 examples. Differences use Student's t, so that their interval contains zero exactly when p ≥ 1 − level.
+If nothing varies, as with one example, interval and p are NaN. Random numbers come from a separate generator on the CPU,
+seeded by `seed`: they are the same on every device, and the global generator is not used.
 
-Test examples are all that is counted here. Networks trained again from another seed differ, too: `dissensus.report` of
+Only the variation over test examples is counted here. Networks trained from other seeds vary too: `dissensus.report` of
 several seeds counts both.
 """
 
@@ -20,8 +20,8 @@ from dissensus.metrics.checks import same_shape
 from dissensus.metrics.student import student_quantile, student_tail
 from dissensus.numerics.checks import share, whole
 
-ROUNDING = 1e-12  # of a number's size: what varies by less does not vary
-_CHUNK = 2**21  # draws held at once by the vectorised versions: 32 MB with their counts
+ROUNDING = 1e-12  # relative: smaller variation counts as none
+_CHUNK = 2**21  # draws in memory at once in the vectorised versions: 32 MB with their counts
 
 
 class Interval(NamedTuple):
@@ -35,15 +35,15 @@ class Interval(NamedTuple):
 def bootstrap_interval(
     metric: Callable[..., Tensor], *tensors: Tensor, level: float = 0.95, resamples: int = 1000, seed: int = 0
 ) -> Interval:
-    """Interval of metric(*tensors), whose first axes are the examples; all tensors are resampled together.
+    """Bootstrap interval of metric(*tensors). Examples lie on the first axis; all tensors are resampled together.
 
-    For a metric that is a mean of per-example values, `bootstrap_mean` gives the same much faster.
+    For a mean of per-example values, `bootstrap_mean` gives the same much faster.
 
     Args:
-        metric: a function of these tensors that gives ().
+        metric: a function of these tensors that returns a scalar tensor ().
         level: coverage of the interval.
-        resamples: of the examples, with replacement.
-        seed: of a generator of its own; the global one is not touched.
+        resamples: number of resamples of the examples, with replacement.
+        seed: seed of a separate generator; the global generator is not used.
     """
     draws = _draws(metric, tensors, resamples, seed)
     return _interval(metric(*tensors), draws, level)
@@ -58,9 +58,9 @@ def bootstrap_two_samples(
     resamples: int = 1000,
     seed: int = 0,
 ) -> Interval:
-    """Interval of metric(first, second) for two separate samples, each resampled by itself: `auroc` and its like.
+    """Bootstrap interval of metric(first, second) for two separate samples, such as the two sets of scores of `auroc`.
 
-    Keywords as in `bootstrap_interval`.
+    Each sample is resampled separately. Keywords as in `bootstrap_interval`.
     """
     generator = torch.Generator().manual_seed(seed)
     draws = []
@@ -71,18 +71,18 @@ def bootstrap_two_samples(
 
 
 def bootstrap_mean(values: Tensor, *, level: float = 0.95, resamples: int = 1000, seed: int = 0) -> Interval:
-    """Interval of the mean of per-example values (N,); keywords as in `bootstrap_interval`."""
+    """Bootstrap interval of the mean of per-example values (N,); keywords as in `bootstrap_interval`."""
     (values,) = same_shape(values=values)
     return _interval(values.mean(), _resampled_means(values, resamples, seed), level)
 
 
 class Comparison(NamedTuple):
-    """First method minus second on the same examples. `lower` to `upper` holds zero exactly where p ≥ 1 − level."""
+    """Difference of two methods, first minus second, on the same examples. The interval contains 0 exactly if p ≥ 1 − level."""
 
     difference: float
     lower: float
     upper: float
-    p_value: float  # two-sided, of no difference
+    p_value: float  # two-sided, for the hypothesis of no difference
 
 
 def paired_bootstrap(
@@ -94,10 +94,10 @@ def paired_bootstrap(
     resamples: int = 1000,
     seed: int = 0,
 ) -> Comparison:
-    """Comparison of metric(*first) − metric(*second); both methods are resampled with the same examples.
+    """Compares two methods: metric(*first) − metric(*second), with both resampled on the same examples.
 
-    With v the variance of the resampled differences d*, d / √(v n/(n − 1)) is taken for Student's t with n − 1 degrees
-    of freedom: for a mean that is the paired t-test, but for the error of so many resamples. Keywords as in
+    With v the variance of the resampled differences d*, d / √(v n/(n − 1)) is treated as Student's t with n − 1 degrees
+    of freedom. For a mean this is the paired t-test, up to the Monte Carlo error of the resamples. Keywords as in
     `bootstrap_interval`.
     """
 
@@ -112,7 +112,7 @@ def paired_bootstrap(
 def paired_test(
     first: Tensor, second: Tensor, *, level: float = 0.95, resamples: int = 1000, seed: int = 0
 ) -> Comparison:
-    """Comparison of the means of two methods' per-example values (N,), by the same bootstrap, vectorised.
+    """Compares the means of two methods' per-example values (N,): `paired_bootstrap` of the mean, vectorised.
 
     Keywords as in `bootstrap_interval`.
     """
@@ -122,15 +122,15 @@ def paired_test(
 
 
 class McNemar(NamedTuple):
-    """Exact McNemar test of equal accuracy."""
+    """Result of the exact McNemar test of equal accuracy."""
 
     only_first: int  # examples that only the first method gets right
-    only_second: int  # examples that only the second does
+    only_second: int  # examples that only the second method gets right
     p_value: float  # two-sided
 
 
 def mcnemar(first_correct: Tensor, second_correct: Tensor) -> McNemar:
-    """McNemar test of two methods' correctness (N,) on the same examples.
+    """McNemar test of equal accuracy, from two methods' correctness (N,) on the same examples.
 
     Under equal accuracy the b + c discordant examples are fair coin tosses: p = min(1, 2 P(Bin(b + c, ½) ≤ min(b, c))).
     """
@@ -155,28 +155,28 @@ def _examples(tensors: Sequence[Tensor]) -> int:
 
 
 def _draws(metric: Callable[..., Tensor], tensors: Sequence[Tensor], resamples: int, seed: int) -> Tensor:
-    """(R,) the metric of resampled examples, the same ones in every tensor."""
+    """(R,) the metric on resampled examples; all tensors use the same resample."""
     generator, n = torch.Generator().manual_seed(seed), _examples(tensors)
     drawn = (torch.randint(n, (n,), generator=generator) for _ in range(whole("resamples", resamples)))
     return torch.stack([metric(*(t[i.to(t.device)] for t in tensors)) for i in drawn])
 
 
 def resample_counts(n: int, resamples: int, generator: torch.Generator) -> Tensor:
-    """(R, N) how often each of n examples is drawn in each resample, n draws with replacement."""
+    """(R, N) how often each of n examples is drawn in each resample of n draws with replacement."""
     index = torch.randint(n, (resamples, n), generator=generator)
     one = torch.ones((), dtype=torch.float64)
     return torch.zeros(resamples, n, dtype=torch.float64).scatter_add_(1, index, one.expand_as(index))
 
 
 def count_tables(sizes: Sequence[int], resamples: int, generator: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
-    """Tables (r, n) of `resample_counts`, one for each sample of n examples; several of them where one would be too large."""
+    """Yields tables (r, n) of `resample_counts`, one for each sample of n examples; splits tables that would be too large."""
     rows = max(1, _CHUNK // sum(sizes))
     for start in range(0, resamples, rows):
         yield tuple(resample_counts(n, min(rows, resamples - start), generator) for n in sizes)
 
 
 def _resampled_means(values: Tensor, resamples: int, seed: int) -> Tensor:
-    """(R,) means of resampled values (N,): the draws of `_draws`, many at a time."""
+    """(R,) means of resampled values (N,): the draws of `_draws`, vectorised."""
     values, generator = values.flatten(), torch.Generator().manual_seed(seed)
     tables = count_tables([len(values)], whole("resamples", resamples), generator)
     return torch.cat([counts.to(values.device) @ values / len(values) for (counts,) in tables])
@@ -191,7 +191,7 @@ def _interval(estimate: Tensor, draws: Tensor, level: float) -> Interval:
 
 
 def comparison(difference: Tensor, draws: Tensor, level: float = 0.95, *, examples: int) -> Comparison:
-    """What the differences (R,) on resamples of so many examples say of the one on the data, as `paired_bootstrap` tells."""
+    """The Comparison from the difference on the data and the differences (R,) on resamples: see `paired_bootstrap`."""
     d, error = float(difference), float(draws.double().std(correction=min(1, len(draws) - 1)))
     quantile = student_quantile(share("level", level), max(examples - 1, 1))
     if examples < 2 or error <= ROUNDING * abs(d):

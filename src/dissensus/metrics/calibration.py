@@ -1,7 +1,7 @@
-"""Calibration errors: how far confidence is from accuracy.
+"""Calibration errors: the difference between confidence and accuracy.
 
 Bins are equal-width, left-open and right-closed, 15 by default (Guo et al., 2017): a confidence on an edge belongs to
-the lower bin, a confidence of exactly 1 to the last one.
+the lower bin, a confidence of exactly 1 to the last bin.
 """
 
 from typing import NamedTuple
@@ -15,27 +15,27 @@ from dissensus.numerics.checks import share, whole
 
 
 def ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> Tensor:
-    """() Σ_k n_k/n |accuracy_k − confidence_k| over the bins that hold something; confidence = largest probability.
+    """Expected calibration error (): Σ_k n_k/n |accuracy_k − confidence_k| over non-empty bins of the largest probability.
 
     Args:
         probabilities: (N, C), or (N, C, H, W) for pixels.
         y: class indices (N,) or (N, H, W).
-        bins: K, of equal width.
-        ignore_index: the label of void places, which are left out; None counts all.
+        bins: number of equal-width bins, K.
+        ignore_index: label of void places, which are left out; None counts all places.
     """
     return confidence_ece(*_top_class(probabilities, y, ignore_index), bins=bins)
 
 
 def confidence_ece(confidence: Tensor, correct: Tensor, *, bins: int = 15, weights: Tensor | None = None) -> Tensor:
-    """() or (...) the same of confidences (n,) and correctness (n,); weights (..., n): how often each example counts."""
+    """`ece` () or (...) from confidences (n,) and correctness (n,); weights (..., n): how often each example counts."""
     return ece_from_sums(*bin_sums(confidence, correct, bins, weights))
 
 
 def adaptive_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> Tensor:
-    """() `ece` over bins of equal mass (Nguyen and O'Connor, 2015): sizes differ by at most one example.
+    """() `ece` over bins of equal mass (Nguyen and O'Connor, 2015): bin sizes differ by at most one example.
 
-    Examples of equal confidence that fall on both sides of a bin's end count with their common accuracy, so the order
-    of the examples does not matter. Arguments as in `ece`.
+    Examples of equal confidence in different bins count with their mean accuracy, so the order of the examples does not
+    matter. Arguments as in `ece`.
     """
     confidence, correct = _top_class(probabilities, y, ignore_index)
     distinct, group, count = torch.unique(confidence, return_inverse=True, return_counts=True)
@@ -47,7 +47,7 @@ def adaptive_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_ind
 
 
 def classwise_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> Tensor:
-    """() mean over classes of the binned error between p_c and the frequency of class c (Kull et al., 2019).
+    """() calibration error of each class's probability p_c, averaged over classes (Kull et al., 2019).
 
     Arguments as in `ece`.
     """
@@ -60,18 +60,18 @@ def classwise_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_in
 
 
 def debiased_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> Tensor:
-    """() root of `debiased_squared_ece`, or zero where that is negative; an L2 error, unlike `ece`."""
+    """() square root of `debiased_squared_ece`, or 0 if that is negative; an L2 error, unlike `ece`."""
     return debiased_squared_ece(probabilities, y, bins=bins, ignore_index=ignore_index).clamp_min(0).sqrt()
 
 
 def debiased_squared_ece(
     probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None
 ) -> Tensor:
-    """() Σ_k n_k/n [(accuracy_k − confidence_k)² − accuracy_k (1 − accuracy_k)/(n_k − 1)] (Kumar, Liang, Ma, 2019).
+    """() Squared calibration error without the bias of finite samples (Kumar, Liang, Ma, 2019); may be negative.
 
-    The subtracted term is the unbiased estimate of the sampling variance of accuracy_k; without it a perfectly
-    calibrated model has a positive error on finite data. The result may be negative. A bin with one example has no
-    variance estimate and contributes nothing.
+    Σ_k n_k/n [(accuracy_k − confidence_k)² − accuracy_k (1 − accuracy_k)/(n_k − 1)]. The subtracted term is the unbiased
+    estimate of the sampling variance of accuracy_k; without it a perfectly calibrated model has a positive error on finite
+    data. A bin with one example has no variance estimate and contributes nothing.
     """
     count, confidence, accuracy, _ = reliability_bins(probabilities, y, bins=bins, ignore_index=ignore_index)
     several = count > 1
@@ -89,11 +89,15 @@ def union_ece(
     prevalence: float | None = None,
     ignore_index: int | None = None,
 ) -> Tensor:
-    """() ECE of in-distribution and OOD inputs together, where every answer to an OOD input counts as wrong.
+    """() ECE of in-distribution and OOD inputs together; every answer to an OOD input counts as wrong.
 
-    This is the ECE of TRADI's out-of-distribution tables (Franchi et al., 2020): it punishes confidence on OOD inputs,
-    and grows with their share. ood_probabilities: (N', C) or (N', C, H, W). prevalence: the error as it would be if OOD
-    were that share of the data; None takes the inputs as they are.
+    This is the ECE in TRADI's out-of-distribution tables (Franchi et al., 2020). It penalises confidence on OOD inputs and
+    grows with their share.
+
+    Args:
+        probabilities, y, bins, ignore_index: as in `ece`.
+        ood_probabilities: (N', C) or (N', C, H, W).
+        prevalence: reweights the inputs so that OOD is this share of the data; None does not reweight.
     """
     confidence, correct = _top_class(probabilities, y, ignore_index)
     ood = not_empty(distributions(ood_probabilities, class_axis=1, log=False)).amax(1).to(confidence.dtype)
@@ -104,7 +108,7 @@ def union_ece(
 
 
 class ReliabilityBins(NamedTuple):
-    """What a reliability diagram shows, for K bins."""
+    """The data of a reliability diagram with K bins."""
 
     counts: Tensor  # (K,) examples
     confidence: Tensor  # (K,) mean confidence, NaN in an empty bin
@@ -115,7 +119,7 @@ class ReliabilityBins(NamedTuple):
 def reliability_bins(
     probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None
 ) -> ReliabilityBins:
-    """ReliabilityBins: counts, mean confidence and accuracy (K,) of every bin, and the edges (K + 1,).
+    """Data of a reliability diagram: counts, mean confidence and accuracy (K,) of every bin, and the edges (K + 1,).
 
     Arguments as in `ece`.
     """
@@ -125,10 +129,10 @@ def reliability_bins(
 
 
 def confidence_bin(confidence: Tensor, bins: int) -> Tensor:
-    """Index 0…bins−1 of the equal-width bin (k/bins, (k+1)/bins] of every confidence, of the same shape.
+    """Index 0…bins−1 of the equal-width bin (k/bins, (k+1)/bins] of every confidence; same shape.
 
-    Left-open, right-closed: a value on an edge belongs to the lower bin, 1 to the last one, and 0 to the first. Edges
-    are rounded to the confidences' own dtype, so 0.2 in float32 is on the edge 3/15 as it is in float64.
+    Left-open, right-closed: a value on an edge belongs to the lower bin, 1 to the last bin, and 0 to the first. Edges
+    are rounded to the dtype of the confidences, so 0.2 lies on the edge 3/15 in float32 as in float64.
     """
     edges = torch.arange(1, bins, dtype=torch.float64, device=confidence.device) / bins
     return torch.bucketize(confidence.contiguous(), edges.to(confidence.dtype))
@@ -137,9 +141,9 @@ def confidence_bin(confidence: Tensor, bins: int) -> Tensor:
 def bin_sums(
     confidence: Tensor, correct: Tensor, bins: int, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(..., K) count, sum of confidence and sum of correctness per bin: all that the ECE depends on.
+    """Count, sum of confidence and sum of correctness per bin, (..., K) each: sufficient statistics of the ECE.
 
-    weights (..., n): how often each example counts; None counts each once, and the first axes are then not there.
+    weights (..., n): how often each example counts; None counts each once, and results are then (K,).
     """
     index = confidence_bin(confidence, whole("bins", bins))
     sums = confidence.double(), correct.double()
@@ -152,7 +156,7 @@ def bin_sums(
 
 
 def ece_from_sums(counts: Tensor, confidence: Tensor, correct: Tensor) -> Tensor:
-    """(...) ECE from what `bin_sums` returns: n_k |accuracy_k − confidence_k| is |Σ correct − Σ confidence|."""
+    """(...) ECE from the results of `bin_sums`: n_k |accuracy_k − confidence_k| is |Σ correct − Σ confidence|."""
     return (correct - confidence).abs().sum(-1) / counts.sum(-1)
 
 

@@ -1,7 +1,7 @@
-"""Whether chains have converged, and how many independent draws they are worth. Draws are (M chains, S draws, …).
+"""Convergence of Markov chains and their effective sample size. Draws are (M chains, S draws, …).
 
 Gelman et al., "Bayesian data analysis", 3rd edition, section 11.4; Geyer, "Practical Markov chain Monte Carlo", 1992.
-Weights of a network may be permuted without changing it: give these functions what the network says, not its weights.
+Apply these functions to a network's outputs, not its weights: weights can be permuted without changing the network.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dissensus.metrics.checks import no_nan
 
 
 def split_rhat(draws: Tensor) -> Tensor:
-    """(…) √(V̂ / W) of draws (M, S, …), each chain cut in two: near 1 where all halves have seen the same distribution.
+    """Split-R̂ (…) of draws (M, S, …): √(V̂ / W), with each chain cut in two; near 1 if all halves agree.
 
     W is the mean variance within halves of n draws, V̂ = (n − 1)/n W + (variance of their means). Above 1.01 to 1.1 the
-    chains have not mixed; infinite where each stands still at a value of its own, 1 where all stand at the same.
+    chains have not mixed. Chains that are constant at different values give infinity, at the same value 1.
     """
     halves = _halves(draws)
     within, total = _variances(halves)
@@ -24,11 +24,11 @@ def split_rhat(draws: Tensor) -> Tensor:
 
 
 def effective_sample_size(draws: Tensor) -> Tensor:
-    """(…) between 1 and M · S: how many independent draws estimate a mean as well as draws (M, S, …), chains cut in two.
+    """Effective sample size (…) of draws (M, S, …), between 1 and M · S: the independent draws that estimate a mean as well.
 
-    M S / (1 + 2 Σ_t ρ_t), with autocorrelations ρ_t over all chains, summed in pairs ρ_2k + ρ_2k+1 as long as these are
-    positive, and not rising (Geyer's initial monotone sequence). Chains that disagree count as correlated ones. Draws that
-    are correlated negatively, and constant ones, count as M S at most.
+    M S / (1 + 2 Σ_t ρ_t), with autocorrelations ρ_t over all chains, each cut in two. They are summed in pairs ρ_2k + ρ_2k+1
+    while these are positive, and made non-increasing (Geyer's initial monotone sequence). Disagreement between chains counts
+    as correlation. Negatively correlated and constant draws give at most M S.
     """
     halves = _halves(draws)
     chains, n = halves.shape[:2]
@@ -45,7 +45,7 @@ def effective_sample_size(draws: Tensor) -> Tensor:
 
 
 def _halves(draws: Tensor) -> Tensor:
-    """(2 M, S / 2, …) both halves of every chain, in float64; an odd draw in the middle is left out."""
+    """(2 M, S / 2, …) both halves of every chain, in float64; the middle draw of an odd number is dropped."""
     if draws.ndim < 2 or draws.shape[1] < 4:
         raise ValueError(
             f"expected draws (M, S, …) with at least four of each chain, got {tuple(draws.shape)}; put the chains first"

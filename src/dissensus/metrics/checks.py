@@ -1,4 +1,4 @@
-"""Checks at the public edge of the metrics, and the one flat layout behind it: rows (n, C) and labels (n,)."""
+"""Checks the arguments of metrics and flattens them to rows (n, C) and labels (n,)."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ TOLERANCE = 1e-3  # how far a row of probabilities may be from summing to one
 def labelled(
     values: Tensor, y: Tensor, ignore_index: int | None = None, *, class_axis: int = 1, log: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rows (n, C) in the given dtype and labels (n,), void places left out (n = 0 when everything is void).
+    """Rows (n, C) in the given dtype and labels (n,), without void places (n = 0 if all are void).
 
     Values are probabilities (N, C) or (N, C, H, W), or their logarithms when `log`; y (N,) or (N, H, W) class indices.
     Members (M, N, C, ...), for class_axis 2, give rows (M, n, C).
@@ -26,7 +26,7 @@ def labelled(
 
 
 def distributions(values: Tensor, *, class_axis: int, log: bool) -> Tensor:
-    """(n, C), or (M, n, C) for class_axis 2: the same numbers, checked, with the classes last and the places flat."""
+    """Checked values with classes last and places flattened: (n, C), or (M, n, C) for class_axis 2."""
     values = tensor_of(values, torch.float64)
     name = "log-probabilities" if log else "probabilities"
     if not values.is_floating_point():
@@ -55,12 +55,12 @@ def distributions(values: Tensor, *, class_axis: int, log: bool) -> Tensor:
 
 
 def scores(score_in: Tensor, score_ood: Tensor, *, empty: bool = False) -> tuple[Tensor, Tensor]:
-    """The two sets of scores as flat tensors of one dtype; no NaN, and none empty unless `empty`."""
+    """The two sets of scores as flat tensors of one dtype, without NaN; not empty unless `empty`."""
     pair = []
     for name, given in (("score_in", score_in), ("score_ood", score_ood)):
         score = tensor_of(given, torch.float64)
         if score.numel() == 0 and not empty:
-            raise ValueError(f"expected at least one score in {name}, got none; ranking needs both kinds of inputs")
+            raise ValueError(f"expected at least one score in {name}, got none; pass scores of both kinds of inputs")
         no_nan(score, name)
         pair.append(score.detach().flatten())
     dtype = torch.promote_types(pair[0].dtype, pair[1].dtype)
@@ -69,7 +69,7 @@ def scores(score_in: Tensor, score_ood: Tensor, *, empty: bool = False) -> tuple
 
 
 def same_shape(**tensors: Tensor) -> list[Tensor]:
-    """The tensors in float64, all of the first one's shape, not empty, without NaN."""
+    """The tensors in float64, checked: all of the first one's shape, not empty, without NaN."""
     tensors = {name: tensor_of(tensor, torch.float64) for name, tensor in tensors.items()}
     first_name, first = next(iter(tensors.items()))
     if first.numel() == 0:
@@ -78,14 +78,14 @@ def same_shape(**tensors: Tensor) -> list[Tensor]:
         if tensor.shape != first.shape:
             raise ValueError(
                 f"expected {name} of the shape {tuple(first.shape)} of {first_name}, got {tuple(tensor.shape)}; "
-                "give both the same axes"
+                "reshape them to one shape"
             )
         no_nan(tensor, name)
     return [tensor.detach().double() for tensor in tensors.values()]
 
 
 def gaussians(mean: Tensor, variance: Tensor, *, zero: bool = False) -> tuple[Tensor, Tensor]:
-    """Means and variances in float64, of one shape; variances positive, or at least zero when `zero`."""
+    """Means and variances in float64, of one shape; variances must be positive, or non-negative if `zero`."""
     mean, variance = same_shape(mean=mean, variance=variance)
     if (variance < 0 if zero else variance <= 0).any():
         bound = "at least zero" if zero else "above zero"
@@ -98,13 +98,13 @@ def gaussians(mean: Tensor, variance: Tensor, *, zero: bool = False) -> tuple[Te
 def member_gaussians(
     means: Tensor, variances: Tensor, y: Tensor, *, zero: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Means and variances (M, *shape) and targets of that shape, in float64."""
+    """Means and variances (M, *shape) and targets of shape `shape`, in float64."""
     means, variances = gaussians(means, variances, zero=zero)
     return means, variances, targets_of(means, y)
 
 
 def targets_of(means: Tensor, y: Tensor) -> Tensor:
-    """Targets of the shape that members' means (M, *shape) have, in float64."""
+    """Targets in float64, of the shape `shape` of members' means (M, *shape)."""
     y = tensor_of(y, torch.float64)
     if means.ndim == 0 or means.shape[1:] != y.shape:
         raise ValueError(
@@ -115,29 +115,29 @@ def targets_of(means: Tensor, y: Tensor) -> Tensor:
 
 
 def mean(values: Tensor) -> Tensor:
-    """() mean of per-example values in float64; an error when there are none."""
+    """() mean of per-example values in float64; raises if there are none."""
     return not_empty(values).mean(dtype=torch.float64)
 
 
 def not_empty(values: Tensor) -> Tensor:
-    """The values, at least one."""
+    """The values; raises if there are none."""
     if values.numel() == 0:
         raise ValueError("expected at least one labelled example, got none; check the data and ignore_index")
     return values
 
 
 def no_nan(values: Tensor, name: str, class_axis: int | None = None) -> None:
-    """Nothing; an error that names the first place that holds NaN."""
+    """Raises if there is a NaN; the error names its first place."""
     bad = values.isnan()
     if _some(bad):
         place = _first(bad if class_axis is None else bad.any(class_axis))
-        raise ValueError(f"expected numbers in {name}, got NaN at {_name(place)}; look for a diverged network")
+        raise ValueError(f"expected numbers in {name}, got NaN at {_name(place)}; check whether a network diverged")
 
 
 def class_indices(
     name: str, y: Tensor, shape: Sequence[int], classes: int, ignore_index: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Flat labels, and the mask of places that are not void (None when ignore_index is)."""
+    """Flat labels, and the mask of places that are not void (None without ignore_index)."""
     y = tensor_of(y)
     if tuple(y.shape) != tuple(shape):
         raise ValueError(
@@ -159,7 +159,7 @@ def class_indices(
 
 
 def _some(bad: Tensor) -> bool:
-    """Whether there is a bad place; False where a graph is traced, in which no value is known."""
+    """Whether there is a bad place; False while a graph is traced, because values are unknown then."""
     return not torch.compiler.is_compiling() and bool(bad.any())
 
 

@@ -1,4 +1,4 @@
-"""How far one predictive is from another, a reference's for example.
+"""Distances between two predictives, for example to a reference.
 
 Izmailov, Vikram, Hoffman & Wilson, "What are Bayesian neural network posteriors really like?", ICML 2021, section 4.
 """
@@ -14,18 +14,18 @@ from dissensus.metrics.checks import distributions, mean, not_empty, same_shape
 
 
 def agreement(probabilities: Tensor, reference: Tensor) -> Tensor:
-    """() share of inputs to which both, (N, C, …) each, give the same most probable class."""
+    """() share of inputs with the same most probable class under both probabilities, (N, C, …) each."""
     mine, theirs = _both(probabilities, reference)
     return mean((mine.argmax(1) == theirs.argmax(1)).double())
 
 
 def total_variation(probabilities: Tensor, reference: Tensor) -> Tensor:
-    """() mean over inputs of ½ Σ_c |p_c − q_c| of probabilities (N, C, …): 0 where both are the same, at most 1."""
+    """() mean total variation ½ Σ_c |p_c − q_c| of probabilities (N, C, …): 0 if they are equal, at most 1."""
     return mean(total_variation_values(probabilities, reference))
 
 
 def total_variation_values(probabilities: Tensor, reference: Tensor) -> Tensor:
-    """(n,) ½ Σ_c |p_c − q_c| of every input."""
+    """(n,) total variation ½ Σ_c |p_c − q_c| of every input."""
     mine, theirs = _both(probabilities, reference)
     return (mine.double() - theirs.double()).abs().sum(1) / 2
 
@@ -33,11 +33,11 @@ def total_variation_values(probabilities: Tensor, reference: Tensor) -> Tensor:
 def mixture_total_variation(
     means: Tensor, variances: Tensor, reference_means: Tensor, reference_variances: Tensor
 ) -> Tensor:
-    """() mean over inputs and outputs of ½ ∫ |p(y) − q(y)| dy of two mixtures of Gaussians, one output at a time.
+    """() total variation ½ ∫ |p(y) − q(y)| dy of two mixtures of Gaussians, averaged over inputs and outputs.
 
     Args:
-        means, variances: (M, N, D) of the members of one.
-        reference_means, reference_variances: (K, N, D) of the members of the other.
+        means, variances: (M, N, D) of the first mixture's members.
+        reference_means, reference_variances: (K, N, D) of the second mixture's members.
     """
     return mixture_total_variation_values(means, variances, reference_means, reference_variances).mean()
 
@@ -45,7 +45,7 @@ def mixture_total_variation(
 def mixture_total_variation_values(
     means: Tensor, variances: Tensor, reference_means: Tensor, reference_variances: Tensor
 ) -> Tensor:
-    """(N, D) ½ ∫ |p(y) − q(y)| dy, by the trapezoidal rule in steps of at most a fifth of the least standard deviation."""
+    """(N, D) ½ ∫ |p(y) − q(y)| dy, by the trapezoidal rule with steps of at most ⅕ of the smallest standard deviation."""
     both = [(means, variances), (reference_means, reference_variances)]
     pairs = [same_shape(means=m, variances=v) for m, v in both]
     if pairs[0][0].shape[1:] != pairs[1][0].shape[1:]:
@@ -67,9 +67,9 @@ def mixture_total_variation_values(
 
 
 def _density(y: Tensor, means: Tensor, variances: Tensor) -> Tensor:
-    """(points, D) of a mixture with means (M, D)."""
+    """(points, D) density of a mixture with means (M, D)."""
     mean, variance = means[:, None], variances[:, None]
-    parts = [  # (M, 1000, D) is the most that is held
+    parts = [  # at most (M, 1000, D) in memory
         (torch.exp(-((part - mean) ** 2) / (2 * variance)) / (2 * math.pi * variance).sqrt()).mean(0)
         for part in torch.split(y, 1000)
     ]

@@ -1,4 +1,4 @@
-"""What members add to each other: gain, disagreement, effective number. Members are log-probabilities (M, N, C, …)."""
+"""Diversity of members: ensemble gain, disagreement, effective number. Members are log-probabilities (M, N, C, …)."""
 
 import math
 from typing import NamedTuple
@@ -10,41 +10,47 @@ from dissensus.metrics.checks import distributions, labelled, mean, no_nan, not_
 
 
 def mixture_log_probabilities(members: Tensor) -> Tensor:
-    """(N, C, …) log (1/M) Σₘ pₘ of members' log-probabilities (M, N, C, …), in their dtype."""
+    """Log-probabilities of the mixture, (N, C, …): log (1/M) Σₘ pₘ from members' log-probabilities (M, N, C, …)."""
     return torch.logsumexp(members, dim=0) - math.log(members.shape[0])
 
 
 class EnsembleGain(NamedTuple):
-    """mixture_nll = member_nll − diversity."""
+    """Decomposition of the ensemble's NLL: mixture_nll = member_nll − diversity."""
 
     mixture_nll: Tensor  # () of the mixture
     member_nll: Tensor  # () mean over members
-    diversity: Tensor  # () ≥ 0: what mixing gains
+    diversity: Tensor  # () ≥ 0: the gain by mixing
 
 
 def ensemble_gain(members: Tensor, y: Tensor, *, ignore_index: int | None = None) -> EnsembleGain:
-    """EnsembleGain of () parts, in nats, of members (M, N, C, …) and class indices y."""
+    """Splits the mixture's NLL into the members' mean NLL and the gain by mixing: an EnsembleGain of scalars, in nats.
+
+    Args:
+        members: (M, N, C, …) log-probabilities.
+        y: class indices (N, …).
+        ignore_index: label of void places, which are left out; None counts all places.
+    """
     rows, labels = labelled(members, y, ignore_index, class_axis=2, log=True)
     index = not_empty(labels).expand(len(rows), -1).unsqueeze(2)
     return ensemble_gain_of(rows.gather(2, index).squeeze(2))
 
 
 def ensemble_gain_of(log_likelihood: Tensor) -> EnsembleGain:
-    """EnsembleGain of () parts of log pₘ(yₙ) (M, N), whatever the likelihood.
+    """EnsembleGain of scalars from log pₘ(yₙ) (M, N), for any likelihood.
 
     −log (1/M) Σₘ pₘ = −(1/M) Σₘ log pₘ − [log (1/M) Σₘ pₘ − (1/M) Σₘ log pₘ] at y: Jensen's gap is the diversity.
     """
     if log_likelihood.ndim != 2:
-        raise ValueError(f"expected log-likelihoods (M, N), got {tuple(log_likelihood.shape)}; one row per member")
+        raise ValueError(f"expected log-likelihoods (M, N), got {tuple(log_likelihood.shape)}; pass one row per member")
     no_nan(not_empty(log_likelihood), "log_likelihood")
     log_likelihood = log_likelihood.detach().double()
     mixture, member = mixture_log_probabilities(log_likelihood), log_likelihood.mean(0)  # (N,), (N,)
-    gap = torch.where(mixture == member, 0.0, mixture - member)  # no gain where every member excludes y: −inf, −inf
+    gap = torch.where(mixture == member, 0.0, mixture - member)  # no gain if every member excludes y: −inf, −inf
     return EnsembleGain(-mixture.mean(), -member.mean(), gap.mean())
 
 
 def disagreement(members: Tensor) -> Tensor:
-    """() share of (example, pair of members) whose most probable classes differ; 0 for a single member.
+    """() share of pairs of members, over all examples, whose most probable classes differ; 0 for a single member.
 
     Args:
         members: (M, N, C, …) log-probabilities.
@@ -57,23 +63,23 @@ def disagreement(members: Tensor) -> Tensor:
 
 
 def pairwise_kl(members: Tensor) -> Tensor:
-    """(M, M) mean over examples of KL(p_i ‖ p_j) in nats; infinite where j excludes a class that i allows."""
+    """(M, M) mean KL(p_i ‖ p_j) over examples, in nats; infinite if j excludes a class that i allows."""
     rows = not_empty(distributions(members, class_axis=2, log=True)).double()
-    # one member against all at a time: (M, n, C) is the most that is held
+    # One member against all at a time: at most (M, n, C) in memory.
     return torch.stack([_kl(row, rows) for row in rows])
 
 
 def effective_members(members: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
-    """() between 1 and M: how many members with independent errors the ensemble is worth.
+    """() effective number of members, between 1 and M: as many members with independent errors would be as good.
 
     With eₘ the members' probabilities centred within each true class (over the examples of that class),
 
-        M_eff = (1/M) Σₘ ‖eₘ‖² / ‖(1/M) Σₘ eₘ‖² = M / (1 + (M − 1) ρ̄),    ρ̄ = mean_{m≠n} ⟨eₘ, eₙ⟩ / mean_m ‖eₘ‖²:
+        M_eff = (1/M) Σₘ ‖eₘ‖² / ‖(1/M) Σₘ eₘ‖² = M / (1 + (M − 1) ρ̄),    ρ̄ = mean_{m≠n} ⟨eₘ, eₙ⟩ / mean_m ‖eₘ‖².
 
-    the factor by which averaging shrinks the variance that the label does not explain. Identical members give 1.
-    Members that are independent given the true class (untrained networks; voters whose mistakes are independent) have
-    ρ̄ = 0 and give M. Centring within classes takes the label's own part out, which even independent good members
-    share. Difficult or mislabelled examples are mistakes shared by all, so trained networks stay below M. Negative ρ̄,
+    This is the factor by which averaging reduces the variance that the label does not explain. Identical members give 1.
+    Members that are independent given the true class (untrained networks; voters with independent mistakes) have ρ̄ = 0
+    and give M. Centring within classes removes the part explained by the label, which even independent good members
+    share. All networks make mistakes on difficult or mislabelled examples, so trained networks stay below M. A negative ρ̄,
     often only noise of a finite sample, counts as 0; members without any variation within classes give 1.
 
     The form M / (1 + (M − 1) ρ) for correlated errors is Tumer and Ghosh's (1996).
@@ -86,9 +92,9 @@ def effective_members(members: Tensor, y: Tensor, *, ignore_index: int | None = 
 
 
 def effective_members_regression(means: Tensor, y: Tensor) -> Tensor:
-    """() between 1 and M: `effective_members` for regression, of means (M, N, D) or (M, N) and targets (N, D) or (N,).
+    """() `effective_members` for regression, between 1 and M, from means (M, N, D) or (M, N) and targets (N, D) or (N,).
 
-    eₘ is what is left of member m's means after least squares on (1, y): the same formula, because centring within
+    eₘ is the residual of member m's means after least squares on (1, y). The formula is the same, because centring within
     classes is least squares on one-hot labels.
     """
     no_nan(means, "means")
@@ -102,9 +108,9 @@ def effective_members_regression(means: Tensor, y: Tensor) -> Tensor:
 
 
 def _variance_ratio(errors: Tensor, scale: Tensor) -> Tensor:
-    """() mean square of errors (M, …) over the mean square of their mean over members, between 1 and M."""
+    """() mean square of errors (M, …) divided by the mean square of their mean over members, between 1 and M."""
     own, joint = errors.square().mean(), errors.mean(0).square().mean()
-    # below (1e-12)² of the outputs' scale there is only rounding
+    # Below (1e-12)² of the outputs' scale there are only rounding errors.
     return torch.where(own > 1e-24 * scale, own / joint, 1.0).clamp(1, errors.shape[0])
 
 

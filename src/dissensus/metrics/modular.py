@@ -1,8 +1,8 @@
-"""torchmetrics classes over the plain functions; their states are sums, so they sync over processes.
+"""torchmetrics classes built on the plain functions; their states are sums, so they synchronise over processes.
 
-`update` takes what the plain function of the same name takes, one batch at a time; `compute` equals the plain function
-of all batches together. AUROC, AUPR and FPR95 are binned (`streaming.ScoreHistogram`). Imported on first use of one of
-the classes: torchmetrics takes seconds to import, and is an extra (pip install 'dissensus[torchmetrics]').
+`update` takes the arguments of the plain function of the same name, one batch at a time; `compute` equals the plain
+function of all batches together. AUROC, AUPR and FPR95 are binned (`streaming.ScoreHistogram`). This file is imported on
+first use of a class: torchmetrics takes seconds to import, and is an extra (pip install 'dissensus[torchmetrics]').
 """
 
 import inspect
@@ -18,9 +18,9 @@ from dissensus.metrics import checks, proper, regression, streaming
 
 
 class _Sums(Metric):
-    """Base: states are the tensors of a tuple of sums, added over processes; `number` is what is read of them.
+    """Base class whose states are sums, added over processes; `number` computes the metric from them.
 
-    Where `values` is a plain function of per-example values, `update` takes its tensors and adds the values up.
+    If `values` is a plain function of per-example values, `update` takes its tensors and sums the values.
     """
 
     full_state_update = False
@@ -59,7 +59,7 @@ class _Sums(Metric):
             setattr(self, name, tensor)
 
     def compute(self) -> Tensor:
-        """() of everything seen."""
+        """() The metric of all batches."""
         return type(self)._number(self.state)
 
 
@@ -77,7 +77,7 @@ class _Mean(NamedTuple):
 
 
 def _adding(values: Callable[..., Tensor]) -> Callable[..., None]:
-    """An `update` that takes the function's tensors; the metric's attributes are the function's keywords."""
+    """An `update` that takes the function's tensors; the function's keywords come from the metric's attributes."""
     taken = inspect.signature(values).parameters.values()
     settings = [each.name for each in taken if each.kind is each.KEYWORD_ONLY]
 
@@ -85,7 +85,7 @@ def _adding(values: Callable[..., Tensor]) -> Callable[..., None]:
         found = values(*tensors, **named, **{name: getattr(self, name) for name in settings})
         self.state = _Mean(self.state.total + found.sum(), self.state.count + found.numel())
 
-    # A MetricCollection hands each metric those keywords that the signature of its `update` names.
+    # A MetricCollection passes each metric the keywords in the signature of its `update`.
     me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     tensors = [each for each in taken if each.name not in settings]
     update.__signature__ = inspect.Signature([me, *tensors])  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ class _MeanOfValues(_Sums, number=_Mean.mean):
 
 
 class _ClassMean(_MeanOfValues):
-    """Base: mean of per-example values of class predictions, void places left out."""
+    """Base: mean of per-example values of class predictions, without void places."""
 
     def __init__(self, *, ignore_index: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -108,39 +108,39 @@ class _ClassMean(_MeanOfValues):
 
 
 class Accuracy(_ClassMean, values=proper.accuracy_values, higher_is_better=True):
-    """() `accuracy` of everything seen."""
+    """torchmetrics class of `accuracy`: compute() gives () over all batches."""
 
 
 class NLL(_ClassMean, values=proper.nll_values):
-    """() `nll` of everything seen."""
+    """torchmetrics class of `nll`: compute() gives () over all batches."""
 
 
 class Brier(_ClassMean, values=proper.brier_values):
-    """() `brier` of everything seen."""
+    """torchmetrics class of `brier`: compute() gives () over all batches."""
 
 
 class RMSE(_MeanOfValues, values=regression.squared_errors, number=_Mean.root):
-    """() `rmse` of everything seen."""
+    """torchmetrics class of `rmse`: compute() gives () over all batches."""
 
 
 class GaussianNLL(_MeanOfValues, values=regression.gaussian_nll_values):
-    """() `gaussian_nll` of everything seen."""
+    """torchmetrics class of `gaussian_nll`: compute() gives () over all batches."""
 
 
 class MixtureNLL(_MeanOfValues, values=regression.mixture_nll_values):
-    """() `mixture_nll` of everything seen."""
+    """torchmetrics class of `mixture_nll`: compute() gives () over all batches."""
 
 
 class CRPS(_MeanOfValues, values=regression.crps_mixture_values):
-    """() `crps_mixture` of everything seen."""
+    """torchmetrics class of `crps_mixture`: compute() gives () over all batches."""
 
 
 class IntervalCoverage(_MeanOfValues, values=regression.interval_coverage_values, higher_is_better=None):
-    """() `interval_coverage` of everything seen; best at the interval's level."""
+    """torchmetrics class of `interval_coverage`: compute() gives () over all batches; best at the interval's level."""
 
 
 class ECE(_Sums, number=streaming.CalibrationBins.ece):
-    """() `ece` of everything seen."""
+    """torchmetrics class of `ece`: compute() gives () over all batches."""
 
     def __init__(self, *, bins: int = 15, ignore_index: int | None = None, **kwargs: Any) -> None:
         super().__init__(streaming.CalibrationBins.empty(bins), **kwargs)
@@ -151,7 +151,7 @@ class ECE(_Sums, number=streaming.CalibrationBins.ece):
 
 
 class MIoU(_Sums, number=streaming.ConfusionCounts.miou, higher_is_better=True):
-    """() `miou` of everything seen."""
+    """torchmetrics class of `miou`: compute() gives () over all batches."""
 
     def __init__(self, *, classes: int, ignore_index: int | None = None, **kwargs: Any) -> None:
         super().__init__(streaming.ConfusionCounts.empty(classes), **kwargs)
@@ -172,28 +172,33 @@ class _Ranking(_Sums):
 
     @property
     def histogram(self) -> streaming.ScoreHistogram:
-        """ScoreHistogram seen by this process; its metrics carry bounds."""
+        """The ScoreHistogram of this process; its metrics have error bounds."""
         return streaming.ScoreHistogram(*self.state)
 
 
 class AUROC(_Ranking, number=lambda histogram: histogram.auroc().value, higher_is_better=True):
-    """() binned `auroc` of everything seen."""
+    """torchmetrics class of `auroc`, binned: compute() gives () over all batches."""
 
 
 class AUPR(_Ranking, number=lambda histogram: histogram.aupr().value, higher_is_better=True):
-    """() binned `aupr` of everything seen."""
+    """torchmetrics class of `aupr`, binned: compute() gives () over all batches."""
 
 
 class FPR95(_Ranking, number=lambda histogram: histogram.fpr95().value):
-    """() binned `fpr95` of everything seen."""
+    """torchmetrics class of `fpr95`, binned: compute() gives () over all batches."""
 
 
 class Gathered(Metric):
-    """Any plain function as a class: keeps every example it is given and applies the function to all of them.
+    """Turns any plain function into a torchmetrics class, which stores all examples and applies the function to them.
 
-    For what no sums can give: `Gathered(metrics.adaptive_ece)`, `Gathered(metrics.aurc)`, and, with examples on the second
-    axis, functions of members (M, N, ...): `Gathered(metrics.disagreement, arguments=1, axis=1)`. `arguments`: how many
-    tensors the function takes; `settings`: its keywords.
+    For metrics that sums cannot give: `Gathered(metrics.adaptive_ece)`, `Gathered(metrics.aurc)`; for functions of members
+    (M, N, ...), whose examples lie on the second axis, `Gathered(metrics.disagreement, arguments=1, axis=1)`.
+
+    Args:
+        function: the plain function.
+        arguments: number of tensors the function takes.
+        axis: axis of the examples.
+        settings: keywords of the function.
     """
 
     full_state_update = False
@@ -215,14 +220,14 @@ class Gathered(Metric):
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
     def update(self, *tensors: Tensor) -> None:
-        """One batch of what the function takes."""
+        """Adds one batch of the function's arguments."""
         if len(tensors) != len(self.names):
-            raise ValueError(f"expected {len(self.names)} tensors, got {len(tensors)}; say how many with arguments=")
+            raise ValueError(f"expected {len(self.names)} tensors, got {len(tensors)}; pass their number as arguments=")
         for name, tensor in zip(self.names, tensors, strict=True):
-            # Examples first, as torchmetrics joins them; labels (N,) among members (M, N, ...) are so already.
+            # torchmetrics concatenates along the first axis, so examples go first; labels (N,) beside members are so already.
             getattr(self, name).append(tensor.movedim(self.axis, 0) if tensor.ndim > self.axis else tensor)
 
     def compute(self) -> Any:
-        """The function of everything seen."""
+        """The function applied to all examples."""
         joined = [dim_zero_cat(getattr(self, name)) for name in self.names]
         return self.function(*(t.movedim(0, self.axis) if t.ndim > self.axis else t for t in joined), **self.settings)

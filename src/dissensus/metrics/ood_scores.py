@@ -1,7 +1,7 @@
-"""Scores that rank inputs by how foreign they are: higher = more OOD.
+"""Scores for out-of-distribution detection: higher = more OOD.
 
-They start from log-probabilities. Where the largest probability rounds to 1, −log max p is taken from the other
-classes, −log(1 − Σ_{c ≠ max} p_c), which keeps its digits down to 1e-300: confident inputs do not tie.
+They are computed from log-probabilities. If the largest probability rounds to 1, −log max p is computed from the other
+classes as −log(1 − Σ_{c ≠ max} p_c), which is accurate down to 1e-300: confident inputs do not tie.
 """
 
 import math
@@ -15,13 +15,13 @@ from dissensus.numerics.checks import number
 
 
 def max_probability_score(log_probabilities: Tensor) -> Tensor:
-    """(N,) or (N, H, W): −log of the largest probability, in float64, of log-probabilities (N, C) or (N, C, H, W)."""
+    """OOD score −log max p, (N,) or (N, H, W) in float64, of log-probabilities (N, C) or (N, C, H, W)."""
     shape = log_probabilities.shape
     return _surprise(distributions(log_probabilities, class_axis=1, log=True))[0].reshape(shape[0], *shape[2:])
 
 
 def entropy_score(log_probabilities: Tensor) -> Tensor:
-    """(N,) or (N, H, W): entropy −Σ_c p_c log p_c in nats, in float64, of log-probabilities (N, C) or (N, C, H, W)."""
+    """Entropy −Σ_c p_c log p_c in nats, (N,) or (N, H, W) in float64, of log-probabilities (N, C) or (N, C, H, W)."""
     shape = log_probabilities.shape
     rows = distributions(log_probabilities, class_axis=1, log=True)
     surprise, others = _surprise(rows)
@@ -30,21 +30,21 @@ def entropy_score(log_probabilities: Tensor) -> Tensor:
 
 
 def mutual_information_score(member_log_probabilities: Tensor) -> Tensor:
-    """(N,) or (N, H, W): (1/M) Σₘ KL(pₘ ‖ mixture) in nats, in float64, of members (M, N, C) or (M, N, C, H, W).
+    """Mutual information (1/M) Σₘ KL(pₘ ‖ mixture) in nats, (N,) or (N, H, W) in float64, of members (M, N, C, …).
 
-    The part of the mixture's entropy that is the members' disagreement; between 0 and log M.
+    It is the part of the mixture's entropy due to disagreement between members; between 0 and log M.
     """
     shape = member_log_probabilities.shape
     rows = distributions(member_log_probabilities, class_axis=2, log=True).double()  # (M, n, C)
     mixture = mixture_log_probabilities(rows)  # (n, C)
     p, q = rows.exp(), mixture.exp()
-    # p log(p/q) − p + q is never negative, and the added −p + q has mean zero over members
+    # p log(p/q) − p + q is never negative; the added −p + q has mean zero over members.
     terms = torch.where(p > 0, p * (rows - mixture) - p + q, q)
     return terms.sum(2).mean(0).clamp_min(0).reshape(shape[1], *shape[3:])
 
 
 def energy_score(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """(N,) or (N, H, W): −T log Σ_c exp(logit_c / T) in float64 (Liu et al., 2020), of logits (N, C, …)."""
+    """Energy −T log Σ_c exp(logit_c / T), (N,) or (N, H, W) in float64, of logits (N, C, …) (Liu et al., 2020)."""
     number("temperature", temperature, above=0, hint="the usual value is 1")
     no_nan(logits, "logits", class_axis=1)
     return -temperature * torch.logsumexp(logits.detach().double() / temperature, dim=1)

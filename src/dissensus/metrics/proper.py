@@ -1,7 +1,7 @@
 """Accuracy, proper scores and intersection over union of class probabilities.
 
 Probabilities are (N, C), or (N, C, H, W) for pixels; y holds class indices (N,) or (N, H, W). Places where y equals
-`ignore_index` are void and left out. The `…_values` functions give one number per example, for bootstrap and tests.
+`ignore_index` are void and left out. The `…_values` functions return one number per example, for bootstrap and tests.
 """
 
 from typing import NamedTuple
@@ -14,29 +14,29 @@ from dissensus.metrics.checks import class_indices, labelled, mean, not_empty
 
 
 def accuracy(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
-    """() share of examples whose most probable class is y; of equally probable classes the first counts.
+    """() share of examples whose most probable class is y; the first class wins ties.
 
     Args:
-        probabilities: (N, C), or (N, C, H, W) for pixels; rows that do not sum to one are refused.
+        probabilities: (N, C), or (N, C, H, W) for pixels; they must sum to one over classes.
         y: class indices (N,) or (N, H, W).
-        ignore_index: the label of void places, which are left out; None counts all.
+        ignore_index: label of void places, which are left out; None counts all places.
     """
     return mean(accuracy_values(probabilities, y, ignore_index=ignore_index))
 
 
 def accuracy_values(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
-    """(n,) 1 where the most probable class is y, else 0; n counts the places that are not void."""
+    """(n,) 1 if the most probable class is y, else 0, for each of n places that are not void."""
     rows, labels = labelled(probabilities, y, ignore_index)
     return (rows.argmax(1) == labels).double()
 
 
 def nll(log_probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
-    """() mean of −log p(y), in nats.
+    """() mean negative log-likelihood −log p(y), in nats.
 
-    Infinite when a class of probability zero occurs: nothing is clamped.
+    Infinite if the true class has probability zero: nothing is clamped.
 
     Args:
-        log_probabilities: (N, C) or (N, C, H, W), the mixture's, log (1/M) Σₘ pₘ (`mixture_log_probabilities`), not
+        log_probabilities: (N, C) or (N, C, H, W) of the mixture, log (1/M) Σₘ pₘ (`mixture_log_probabilities`), not
             averaged logits.
         y, ignore_index: as in `accuracy`.
     """
@@ -50,25 +50,25 @@ def nll_values(log_probabilities: Tensor, y: Tensor, *, ignore_index: int | None
 
 
 def brier(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
-    """() mean of Σ_c (p_c − 1[c = y])², between 0 and 2; arguments as in `accuracy`.
+    """() mean Brier score Σ_c (p_c − 1[c = y])², between 0 and 2; arguments as in `accuracy`.
 
-    Brier's own definition sums over classes, as here. Some papers (Deep Ensembles among them) divide by C.
+    Sums over classes, as Brier defined it. Some papers, such as Deep Ensembles, divide by C.
     """
     return mean(brier_values(probabilities, y, ignore_index=ignore_index))
 
 
 def brier_values(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
-    """(n,) Σ_c (p_c − 1[c = y])² per example."""
+    """(n,) Brier score Σ_c (p_c − 1[c = y])² per example."""
     rows, labels = labelled(probabilities, y, ignore_index)
     one = rows.new_ones(len(labels), 1, dtype=torch.float64)
     return rows.double().scatter_add(1, labels.unsqueeze(1), -one).square().sum(1)
 
 
 class BrierDecomposition(NamedTuple):
-    """brier = reliability − resolution + uncertainty + variance_within − covariance_within."""
+    """Parts of the Brier score: brier = reliability − resolution + uncertainty + variance_within − covariance_within."""
 
-    uncertainty: Tensor  # () of the labels alone: Σ_c ō_c (1 − ō_c)
-    resolution: Tensor  # () Σ_k n_k/n ‖ō_k − ō‖²: how far apart the groups' label frequencies are; more is better
+    uncertainty: Tensor  # () of the labels only: Σ_c ō_c (1 − ō_c)
+    resolution: Tensor  # () Σ_k n_k/n ‖ō_k − ō‖²: spread of the groups' label frequencies; more is better
     reliability: Tensor  # () Σ_k n_k/n ‖p̄_k − ō_k‖²: miscalibration of the groups
     variance_within: Tensor  # () (1/n) Σ_i ‖p_i − p̄_k(i)‖²
     covariance_within: Tensor  # () (2/n) Σ_i ⟨p_i − p̄_k(i), o_i − ō_k(i)⟩
@@ -77,10 +77,10 @@ class BrierDecomposition(NamedTuple):
 def brier_decomposition(
     probabilities: Tensor, y: Tensor, *, bins: int | None = 15, ignore_index: int | None = None
 ) -> BrierDecomposition:
-    """BrierDecomposition of () parts that add up to `brier` exactly, whatever the grouping.
+    """Splits the Brier score into calibration, resolution and uncertainty; for any grouping the parts add up to `brier`.
 
-    Examples are grouped by predicted class and by `bins` equal-width bins of confidence; `bins=None` groups equal
-    forecasts, and then both within-group terms vanish (Murphy, 1973). The within-group terms are those of Stephenson,
+    Examples are grouped by predicted class and by `bins` equal-width bins of confidence. `bins=None` groups equal
+    forecasts, which makes both within-group terms zero (Murphy, 1973). The within-group terms are those of Stephenson,
     Coelho and Jolliffe (2008), written for vectors; the factor 2 is part of the covariance term.
     """
     rows, labels = labelled(probabilities, y, ignore_index)
@@ -110,7 +110,7 @@ def brier_decomposition(
 
 
 def miou(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
-    """() mean over classes of intersection over union, pooled over all places; absent classes are skipped.
+    """() mean intersection over union of the classes, pooled over all places; absent classes are skipped.
 
     Arguments as in `accuracy`.
     """
@@ -120,7 +120,7 @@ def miou(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -
 
 
 def intersection_over_union(confusion: Tensor) -> Tensor:
-    """(C,) TP / (TP + FP + FN) per class of a confusion matrix (C, C); NaN for a class neither true nor predicted."""
+    """(C,) intersection over union TP / (TP + FP + FN) from a confusion matrix (C, C); NaN for an absent class."""
     hits = confusion.diagonal().double()
     return hits / (confusion.sum(0) + confusion.sum(1) - hits)
 
@@ -133,7 +133,7 @@ def mean_of_present(values: Tensor) -> Tensor:
 def confusion_matrix(prediction: Tensor, y: Tensor, *, classes: int, ignore_index: int | None = None) -> Tensor:
     """(C, C) counts: row = true class, column = predicted class; prediction and y are class indices of one shape."""
     if ignore_index is not None and prediction.shape == y.shape:
-        prediction = prediction.where(y != ignore_index, 0)  # whatever is predicted at a void place
+        prediction = prediction.where(y != ignore_index, 0)  # predictions at void places do not matter
     predicted, _ = class_indices("prediction", prediction, y.shape, classes)
     labels, keep = class_indices("y", y, y.shape, classes, ignore_index)
     return (

@@ -1,8 +1,8 @@
-"""In-distribution and OOD counts at every distinct score: all that a ranking metric depends on.
+"""In-distribution and OOD counts at every distinct score: the sufficient statistics of all ranking metrics.
 
-Exact metrics count at the distinct scores themselves; streamed ones (`streaming.ScoreHistogram`) count in bins and so
-give the exact metric of the binned scores; bootstraps count each input as often as it was drawn, all resamples at once.
-Ties are therefore handled in one place: a threshold never splits them.
+Exact metrics count at the distinct scores; streamed metrics (`streaming.ScoreHistogram`) count in bins, and give the exact
+metric of the binned scores; bootstraps count each input as often as it was drawn, all resamples at once. Ties are handled
+in this one place: a threshold never splits them.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ PairOfWeights = tuple[Tensor, Tensor]  # (..., N) of the in-distribution and (..
 
 
 class RankedCounts(NamedTuple):
-    """Counts in order of falling score; OOD is the positive class. Axes in front, if any, are resamples."""
+    """Counts in order of decreasing score; OOD is the positive class. Leading axes are resamples."""
 
     in_counts: Tensor  # (..., K) in-distribution inputs at the k-th highest score
     ood_counts: Tensor  # (..., K) OOD inputs there
 
     def swapped(self) -> RankedCounts:
-        """RankedCounts with in-distribution as the positive class and the scores negated."""
+        """RankedCounts with negated scores, and in-distribution as the positive class."""
         return RankedCounts(self.ood_counts.flip(-1), self.in_counts.flip(-1))
 
     def rates(self) -> tuple[Tensor, Tensor]:
-        """(..., K) false positive rate and (..., K) recall when everything down to the k-th score is flagged."""
+        """False positive rate and recall, (..., K) each, if all inputs down to the k-th score are flagged."""
         false, true = self.in_counts.cumsum(-1), self.ood_counts.cumsum(-1)
         return false / false[..., -1:].double(), true / true[..., -1:].double()
 
     def precision(self, prevalence: float | None = None) -> Tensor:
-        """(..., K) share of OOD among the flagged, at the given share of OOD among all (None: the one in the data)."""
+        """(..., K) share of OOD among flagged inputs; prevalence: share of OOD among all inputs (None: as in the data)."""
         if prevalence is None:
             false, true = self.in_counts.cumsum(-1).double(), self.ood_counts.cumsum(-1).double()
         else:
             # precision = π·TPR / (π·TPR + (1 − π)·FPR)
             false, true = self.rates()
             false, true = (1 - prevalence) * false, share("prevalence", prevalence) * true
-        # an empty bin above the first score has flagged nothing; it adds no recall, so any finite value will do
+        # An empty bin above the first score flags nothing and adds no recall, so any finite value is right.
         return torch.where(true > 0, true / (true + false), 0.0)
 
     def auroc(self) -> Tensor:
@@ -57,11 +57,11 @@ class RankedCounts(NamedTuple):
         return (share * self.precision(prevalence)).sum(-1)
 
     def fpr(self, recall: float = 0.95, rule: Rule = "at_least") -> Tensor:
-        """(...) share of in-distribution inputs flagged at the threshold where `recall` of OOD is.
+        """(...) share of in-distribution inputs flagged at the threshold that flags a share `recall` of OOD inputs.
 
-        "at_least": the highest threshold with that recall or more. "nearest": the recall nearest to it, from above or
-        below, as in the released anomaly-segmentation code; of several thresholds with that recall the lowest, unless
-        the recall is full, and then the highest.
+        "at_least": the highest threshold with at least that recall. "nearest": the threshold with the nearest recall,
+        above or below, as in the released anomaly-segmentation code. If several thresholds have that recall, the lowest is
+        taken; at full recall the highest.
         """
         one_of("rule", rule, ("at_least", "nearest"))
         share("recall", recall)
@@ -69,7 +69,7 @@ class RankedCounts(NamedTuple):
         if rule == "at_least":
             place = (reached < recall).sum(-1, keepdim=True)
         else:
-            # Thresholds below the first one with full recall only add false positives, and are not looked at.
+            # Thresholds below the first one with full recall only add false positives: ignore them.
             beyond = (reached >= 1).cumsum(-1) > 1
             distance = (reached - recall).abs().masked_fill(beyond, torch.inf)
             place = reached.shape[-1] - 1 - distance.flip(-1).argmin(-1, keepdim=True)
@@ -79,7 +79,7 @@ class RankedCounts(NamedTuple):
 def ranked_counts(
     score_in: Tensor, score_ood: Tensor, weights: PairOfWeights | None = None
 ) -> tuple[Tensor, RankedCounts]:
-    """(K,) distinct scores, highest first, and the RankedCounts at them, of two flat tensors of one dtype.
+    """(K,) distinct scores, highest first, and their RankedCounts, from two flat tensors of one dtype.
 
     weights: how often each input counts; None counts each once.
     """

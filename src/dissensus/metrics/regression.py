@@ -1,4 +1,4 @@
-"""Errors, densities and intervals of real-valued predictions, in the units given.
+"""Errors, densities and intervals of real-valued predictions, in the units of the targets.
 
 Targets y are (N, D) or (N,). A single Gaussian has mean and variance of that shape, members (M, N, D) or (M, N).
 """
@@ -14,12 +14,12 @@ from dissensus.numerics.checks import share
 
 
 def rmse(mean: Tensor, y: Tensor) -> Tensor:
-    """() root of the mean squared error over all entries."""
+    """() root mean squared error over all entries of mean and y, which have one shape."""
     return squared_errors(mean, y).mean().sqrt()
 
 
 def squared_errors(mean: Tensor, y: Tensor) -> Tensor:
-    """(mean − y)², of the shape of y."""
+    """Squared errors (mean − y)², of the shape of y."""
     mean, y = same_shape(mean=mean, y=y)
     return (mean - y).square()
 
@@ -38,27 +38,27 @@ def moment_match(means: Tensor, variances: Tensor) -> Gaussian:
 
 
 def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
-    """() mean over examples of −log N(y; mean, variance), dimensions summed.
+    """() mean negative log-likelihood −log N(y; mean, variance) over examples, summed over dimensions.
 
-    `gaussian_nll(*moment_match(means, variances), y)` is the number the Deep Ensembles paper reports;
-    `mixture_nll` is the mixture's own. The two are not comparable with each other.
+    `gaussian_nll(*moment_match(means, variances), y)` is the number that the Deep Ensembles paper reports; `mixture_nll`
+    is that of the mixture itself. The two are not comparable.
     """
     return gaussian_nll_values(mean, variance, y).mean()
 
 
 def gaussian_nll_values(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
-    """(N,) −log N(y; mean, variance), dimensions summed."""
+    """(N,) −log N(y; mean, variance), summed over dimensions."""
     gaussians(mean, variance)
     mean, variance, y = same_shape(mean=mean, variance=variance, y=y)
     return -_log_density(mean, variance, y).reshape(len(y), -1).sum(1)
 
 
 def mixture_nll(means: Tensor, variances: Tensor, y: Tensor) -> Tensor:
-    """() mean over examples of −log (1/M) Σₘ N(y; meanₘ, varianceₘ), the density being joint over dimensions.
+    """() mean negative log-likelihood −log (1/M) Σₘ N(y; meanₘ, varianceₘ) of a mixture; densities are joint over dimensions.
 
     Args:
         means, variances: of the members, (M, N, D) or (M, N).
-        y: (N, D) or (N,).
+        y: targets (N, D) or (N,).
     """
     return mixture_nll_values(means, variances, y).mean()
 
@@ -71,12 +71,12 @@ def mixture_nll_values(means: Tensor, variances: Tensor, y: Tensor) -> Tensor:
 
 
 def crps_gaussian(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
-    """() mean over all entries of the CRPS of N(mean, variance), in the units of y; |y − mean| at variance 0."""
+    """() mean CRPS of N(mean, variance) over all entries, in the units of y; |y − mean| at variance 0."""
     return crps_mixture(mean.unsqueeze(0), variance.unsqueeze(0), y)
 
 
 def crps_mixture(means: Tensor, variances: Tensor, y: Tensor) -> Tensor:
-    """() mean over all entries of the CRPS of the mixture of Gaussians, in the units of y.
+    """() mean CRPS of a mixture of Gaussians over all entries, in the units of y.
 
     Arguments as in `mixture_nll`.
     """
@@ -84,17 +84,17 @@ def crps_mixture(means: Tensor, variances: Tensor, y: Tensor) -> Tensor:
 
 
 def crps_mixture_values(means: Tensor, variances: Tensor, y: Tensor) -> Tensor:
-    """CRPS of the mixture of Gaussians per entry, of the shape of y.
+    """CRPS of a mixture of Gaussians for each entry, of the shape of y.
 
     Grimit et al. (2006): with A(μ, σ²) = E|N(μ, σ²)| = 2σ φ(μ/σ) + μ (2Φ(μ/σ) − 1),
 
         CRPS = (1/M) Σₘ A(y − μₘ, σₘ²) − (1/2M²) Σₘ Σₙ A(μₘ − μₙ, σₘ² + σₙ²).
 
-    Members without variance are allowed: the mixture is then an ensemble of points.
+    Members may have variance 0: the mixture is then an ensemble of points.
     """
     means, variances, y = member_gaussians(means, variances, y, zero=True)
     to_target = _absolute_mean(y - means, variances).mean(0)
-    # one member against all at a time, so that memory stays that of the members
+    # One member against all at a time: memory grows with M, not M².
     between = sum(
         (_absolute_mean(m - means, v + variances).mean(0) for m, v in zip(means, variances, strict=True)),
         start=torch.zeros_like(y),
@@ -120,7 +120,7 @@ def mean_interval_width(lower: Tensor, upper: Tensor) -> Tensor:
 
 
 def pinball_loss(quantile: Tensor, y: Tensor, *, level: float) -> Tensor:
-    """() mean of max(level (y − q), (level − 1)(y − q)) for predicted quantiles q of that level."""
+    """() mean pinball loss max(level (y − q), (level − 1)(y − q)) of predicted quantiles q of that level."""
     quantile, y = same_shape(quantile=quantile, y=y)
     above = y - quantile
     return torch.maximum(share("level", level) * above, (level - 1) * above).mean()
@@ -135,9 +135,15 @@ class Unstandardised(NamedTuple):
 
 
 def unstandardise(mean: Tensor, variance: Tensor, *, location: Tensor, scale: Tensor) -> Unstandardised:
-    """Unstandardised mean = scale·mean + location, variance = scale²·variance, and the shift Σ log scale of the NLL.
+    """Turns predictions for standardised targets into original units: scale·mean + location and scale²·variance.
 
-    location and scale: (D,) what was subtracted from the targets and what they were divided by, or () for targets (N,).
+    Args:
+        mean, variance: predictions (N, D) or (N,) for standardised targets.
+        location: (D,) numbers subtracted from the targets, or () for targets (N,).
+        scale: numbers by which they were divided, of the same shape.
+
+    Returns:
+        `Unstandardised`: mean, variance and the shift of the NLL, Σ_d log scale_d.
     """
     if (scale <= 0).any():
         raise ValueError(f"expected scales above zero, got {scale.min().item():.6g}; pass standard deviations")
@@ -159,5 +165,5 @@ def _absolute_mean(mean: Tensor, variance: Tensor) -> Tensor:
 def _ordered_ends(**tensors: Tensor) -> list[Tensor]:
     checked = same_shape(**tensors)
     if (checked[0] > checked[1]).any():
-        raise ValueError("expected lower ≤ upper everywhere, got an interval the wrong way round; swap its ends")
+        raise ValueError("expected lower ≤ upper everywhere, got an interval with lower > upper; swap its ends")
     return checked

@@ -1,8 +1,8 @@
-"""Selective prediction: the risk that is left when the least confident examples are refused.
+"""Selective prediction: the risk of the accepted examples if the least confident ones are refused.
 
-Confidence is any score, higher = surer; loss is any per-example loss, for example 0/1 errors. Examples of equal
-confidence are taken in random order, in expectation: each counts with the mean loss of its group, so the result does
-not depend on how the examples happen to be stored.
+Confidence is any score, higher = more certain; loss is any per-example loss, for example 0/1 errors. Each example counts
+with the mean loss of all examples of equal confidence, which is the expectation over random orders. So the result does not
+depend on the order of the examples.
 """
 
 from typing import NamedTuple
@@ -18,11 +18,11 @@ class RiskCoverage(NamedTuple):
     """Risk at every coverage, most confident examples first."""
 
     coverage: Tensor  # (N,) k/N for k = 1…N
-    risk: Tensor  # (N,) mean loss of the k most confident
+    risk: Tensor  # (N,) mean loss of the k most confident examples
 
 
 def risk_coverage(confidence: Tensor, loss: Tensor) -> RiskCoverage:
-    """RiskCoverage (N,), (N,) of confidences and losses (any one shape)."""
+    """Risk–coverage curve: RiskCoverage (N,), (N,) from confidences and losses of one shape."""
     confidence, loss = (t.flatten() for t in same_shape(confidence=confidence, loss=loss))
     group, count = torch.unique(-confidence, return_inverse=True, return_counts=True)[1:]
     group_loss = loss.new_zeros(len(count)).index_add(0, group, loss) / count
@@ -31,7 +31,7 @@ def risk_coverage(confidence: Tensor, loss: Tensor) -> RiskCoverage:
 
 
 def aurc(confidence: Tensor, loss: Tensor, *, weights: Tensor | None = None) -> Tensor:
-    """() or (...) area under the risk-coverage curve: mean over k of the risk of the k most confident (Geifman et al., 2019).
+    """() or (...) area under the risk-coverage curve: mean risk of the k most confident examples over k (Geifman et al., 2019).
 
     weights (..., N): how often each example counts, whole numbers; None counts each once. A group of w examples of equal
     confidence and mean loss l, after W examples of summed loss L, adds Σ_{j=1…w} (L + j l)/(W + j)
@@ -53,8 +53,8 @@ def aurc(confidence: Tensor, loss: Tensor, *, weights: Tensor | None = None) -> 
 
 
 def excess_aurc(confidence: Tensor, loss: Tensor) -> Tensor:
-    """() AURC above the least possible one, of confidences that rank by the loss itself; zero for a perfect ranking.
+    """() `aurc` minus that of a perfect ranking, by the loss itself; 0 is best.
 
-    The least AURC is taken on the data, not from the large-N formula r + (1 − r) log(1 − r) for 0/1 losses.
+    The perfect AURC is computed on the data, not from the large-N formula r + (1 − r) log(1 − r) for 0/1 losses.
     """
     return aurc(confidence, loss) - aurc(-loss.double(), loss)

@@ -1,7 +1,7 @@
-"""Sufficient statistics in constant memory, for millions of pixels: states that are updated, merged and read.
+"""Metrics of millions of pixels in constant memory, from sufficient statistics that are updated and merged.
 
-Every state is a tuple of sums. `update` and `merge` return a new state, merging is addition, so several workers can
-each keep one. Calibration and intersection over union lose nothing; ranking is binned, with bounds on what that costs.
+Every state is a tuple of sums. `update` and `merge` return a new state. Merging is addition, so several workers can each
+keep a state. Calibration and intersection over union are exact; ranking is binned, with bounds on the error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dissensus.numerics.checks import number, whole
 
 
 class CalibrationBins(NamedTuple):
-    """Counts and sums per confidence bin: the ECE from them is the ECE of all examples, exactly."""
+    """Counts and sums per confidence bin, which give the exact ECE of all examples."""
 
     counts: Tensor  # (K,)
     confidence: Tensor  # (K,) sums
@@ -28,12 +28,12 @@ class CalibrationBins(NamedTuple):
 
     @classmethod
     def empty(cls, bins: int = 15, device: torch.device | str | None = None) -> CalibrationBins:
-        """CalibrationBins that hold nothing yet."""
+        """CalibrationBins without examples."""
         zeros = torch.zeros(whole("bins", bins), dtype=torch.float64, device=device)
         return cls(zeros.long(), zeros, zeros)
 
     def update(self, probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> CalibrationBins:
-        """CalibrationBins with a batch (N, C, …), (N, …) added."""
+        """CalibrationBins with a batch added: probabilities (N, C, …) and labels (N, …)."""
         rows, labels = labelled(probabilities, y, ignore_index)
         confidence, prediction = rows.max(1)
         return self.merge(CalibrationBins(*bin_sums(confidence, prediction == labels, len(self.counts))))
@@ -43,22 +43,22 @@ class CalibrationBins(NamedTuple):
         return CalibrationBins(*(a + b for a, b in zip(self, other, strict=True)))
 
     def ece(self) -> Tensor:
-        """() expected calibration error of everything seen."""
+        """() expected calibration error of all examples."""
         return ece_from_sums(*_with_examples(self))
 
 
 class ConfusionCounts(NamedTuple):
-    """Confusion matrix of everything seen."""
+    """Confusion matrix, which gives the exact mIoU and accuracy of all examples."""
 
     matrix: Tensor  # (C, C) row = true class, column = predicted class
 
     @classmethod
     def empty(cls, classes: int, device: torch.device | str | None = None) -> ConfusionCounts:
-        """ConfusionCounts that hold nothing yet."""
+        """ConfusionCounts without examples."""
         return cls(torch.zeros(classes, classes, dtype=torch.int64, device=device))
 
     def update(self, probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> ConfusionCounts:
-        """ConfusionCounts with a batch (N, C, …), (N, …) added."""
+        """ConfusionCounts with a batch added: probabilities (N, C, …) and labels (N, …)."""
         rows, labels = labelled(probabilities, y, ignore_index)
         return self.merge(ConfusionCounts(confusion_matrix(rows.argmax(1), labels, classes=len(self.matrix))))
 
@@ -76,7 +76,7 @@ class ConfusionCounts(NamedTuple):
 
 
 class Bounded(NamedTuple):
-    """A number from binned scores, and the least and the largest that the scores themselves can give."""
+    """A metric of binned scores, with lower and upper bounds of the metric of the exact scores."""
 
     value: Tensor  # ()
     lower: Tensor  # ()
@@ -84,12 +84,11 @@ class Bounded(NamedTuple):
 
 
 class ScoreHistogram(NamedTuple):
-    """Counts of scores, in-distribution and OOD, in 2^bits bins that cover all numbers.
+    """Histograms of in-distribution and OOD scores in 2^bits bins that cover all numbers, for ranking metrics.
 
     A bin is the set of float32 numbers with the same leading `bits` bits: sign, 8 of exponent, bits − 9 of fraction.
-    Nothing has to be known about the scores' range, and a bin is 2^(9−bits) wide relative to its scores: 0.2 % for 18
-    bits (4 MB). `value`s are the exact metrics of the binned scores; in-bin order is all that is lost, and the bounds
-    run through every order.
+    The range of the scores need not be known. The relative width of a bin is 2^(9−bits): 0.2 % for 18 bits (4 MB).
+    `value` is the exact metric of the binned scores. Only the order within bins is lost; the bounds hold for every order.
     """
 
     in_counts: Tensor  # (2^bits,) lowest scores first
@@ -97,7 +96,7 @@ class ScoreHistogram(NamedTuple):
 
     @classmethod
     def empty(cls, bits: int = 18, device: torch.device | str | None = None) -> ScoreHistogram:
-        """ScoreHistogram that holds nothing yet."""
+        """ScoreHistogram without scores; bits: from 10 to 24."""
         zeros = torch.zeros(
             2 ** number("bits", bits, least=10, most=24, hint="18 is a good start"), dtype=torch.int64, device=device
         )
@@ -114,7 +113,7 @@ class ScoreHistogram(NamedTuple):
         return ScoreHistogram(*(a + b for a, b in zip(self, other, strict=True)))
 
     def auroc(self) -> Bounded:
-        """Bounded (): only pairs within a bin are unsure, by ½ each: |error| ≤ ½ Σ_k p_k q_k."""
+        """Bounded () area under the ROC curve. Each pair within a bin may be wrong by ½: |error| ≤ ½ Σ_k p_k q_k."""
         counts = self._ranked()
         p, q = (c.double() / c.sum() for c in counts)
         value, error = counts.auroc(), (p * q).sum() / 2
@@ -129,36 +128,38 @@ class ScoreHistogram(NamedTuple):
         return _aupr(self._ranked().swapped())
 
     def fpr95(self, *, recall: float = 0.95) -> Bounded:
-        """Bounded () share of in-distribution inputs flagged when at least 95 % of OOD are."""
+        """Bounded () share of in-distribution inputs flagged if at least 95 % of OOD inputs are."""
         return _fpr(self._ranked(), recall)
 
     def fpr95_in(self, *, recall: float = 0.95) -> Bounded:
-        """Bounded () share of OOD inputs accepted when at least 95 % of in-distribution are."""
+        """Bounded () share of OOD inputs accepted if at least 95 % of in-distribution inputs are."""
         return _fpr(self._ranked().swapped(), recall)
 
     def _ranked(self) -> RankedCounts:
         if not (self.in_counts.any() and self.ood_counts.any()):
-            raise ValueError("expected scores of both kinds, got none of at least one; update with both first")
+            raise ValueError(
+                "expected in-distribution and OOD scores, got none of at least one kind; update with both first"
+            )
         used = (self.in_counts + self.ood_counts) > 0
         return RankedCounts(self.in_counts[used].flip(0), self.ood_counts[used].flip(0))
 
 
 class RiskHistogram(NamedTuple):
-    """Counts of examples and of errors by how unsure they are, binned as in `ScoreHistogram`: 0.2 % relative width for 18 bits.
+    """Histograms of examples and errors by uncertainty, for risk–coverage curves; bins as in `ScoreHistogram`.
 
-    Examples of one bin are taken as equally sure.
+    Examples of one bin count as equally certain.
     """
 
-    counts: Tensor  # (2^bits,) surest first
+    counts: Tensor  # (2^bits,) most certain first
     errors: Tensor  # (2^bits,)
 
     @classmethod
     def empty(cls, bits: int = 18, device: torch.device | str | None = None) -> RiskHistogram:
-        """RiskHistogram that holds nothing yet."""
+        """RiskHistogram without examples; bits: as in `ScoreHistogram`."""
         return cls(*ScoreHistogram.empty(bits, device))
 
     def update(self, score: Tensor, wrong: Tensor) -> RiskHistogram:
-        """RiskHistogram with scores, higher = less sure, and whether the answers are wrong added; both of any one shape."""
+        """RiskHistogram with a batch added. score: higher = less certain; wrong: boolean, of the same shape."""
         k = len(self.counts)
         right, bad = ScoreHistogram.empty(k.bit_length() - 1, score.device).update(score[~wrong], score[wrong])
         return RiskHistogram(self.counts + right + bad, self.errors + bad)
@@ -168,7 +169,7 @@ class RiskHistogram(NamedTuple):
         return RiskHistogram(*(a + b for a, b in zip(self, other, strict=True)))
 
     def risk_coverage(self, points: int = 200) -> RiskCoverage:
-        """RiskCoverage at no more than about this many coverages, evenly spread over those that bins end at."""
+        """RiskCoverage at about `points` coverages at most, evenly chosen from the ends of bins."""
         taken, lost = (each[_with_examples(self)[0] > 0].cumsum(0).double() for each in self)
         index = torch.linspace(0, taken[-1], whole("points", points) + 1, dtype=torch.float64, device=taken.device)[1:]
         ends = torch.unique(torch.searchsorted(taken, index.ceil()).clamp(max=len(taken) - 1))
@@ -185,10 +186,10 @@ class RiskHistogram(NamedTuple):
 
 
 def _aupr(counts: RankedCounts) -> Bounded:
-    """Every positive of bin k has a precision between those of two orders of the bin.
+    """Bounded average precision: the precision of every positive in bin k lies between those of two orders of the bin.
 
-    At best it is counted with all m_k positives of the bin and none of its negatives. At worst the bin's negatives come
-    first and then its positives one by one: Σ_j g(T + j), g(t) = t/(t + F), T and F counted up to there. g is concave,
+    At best it counts with all m_k positives of the bin and none of its negatives. At worst the bin's negatives come first
+    and then its positives one by one: Σ_j g(T + j), g(t) = t/(t + F), with the counts T and F up to there. g is concave,
     so the sum is at least m_k (g(T + 1) + g(T + m_k))/2.
     """
     negative, positive = counts.in_counts.double(), counts.ood_counts.double()
@@ -203,21 +204,21 @@ def _aupr(counts: RankedCounts) -> Bounded:
 
 
 def _fpr(counts: RankedCounts, recall: float) -> Bounded:
-    """The threshold lies somewhere in the bin where the recall is reached: none or all of its negatives are flagged."""
+    """Bounded FPR: the threshold lies in the bin where the recall is reached; none to all of its negatives are flagged."""
     value = counts.fpr(recall)
     k = (counts.rates()[1] < recall).sum()
     return Bounded(value, value - counts.in_counts[k] / counts.in_counts.sum().double(), value)
 
 
 def _leading_bits(score: Tensor, bins: int) -> Tensor:
-    """(n,) bin of every score; larger scores never get a smaller one."""
+    """(n,) bin of every score, non-decreasing in the score."""
     pattern = (score.float() + 0.0).view(torch.int32).long()  # + 0.0 turns −0 into +0
-    # Of non-negative numbers the bit patterns, read as integers, are in the numbers' order; of negative ones reversed.
+    # Read as integers, the bit patterns of non-negative numbers have the numbers' order; those of negative ones the reverse.
     ordered = torch.where(pattern >= 0, pattern + 2**31, -1 - pattern)
     return ordered // (2**32 // bins)
 
 
 def _with_examples(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The state, not all zero."""
+    """The state; raises if it is empty."""
     not_empty(state[0][state[0] > 0])
     return state

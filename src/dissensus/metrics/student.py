@@ -4,19 +4,21 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 
-MANY = 1000  # degrees of freedom from which it is taken for the normal distribution; its 95 % quantile is 0.12 % larger
+MANY = (
+    1000  # from so many degrees of freedom the normal distribution is used; at 1000, t's 95 % quantile is 0.12 % larger
+)
 
 
 def student_tail(t: float, freedom: int) -> float:
-    """P(|T| > t) of Student's t with so many degrees of freedom."""
-    from scipy.special import stdtr  # loaded only by who asks for intervals
+    """P(|T| > t) for Student's t with `freedom` degrees of freedom."""
+    from scipy.special import stdtr  # loaded only when intervals are computed
 
     return 2 * float(stdtr(freedom if freedom < MANY else math.inf, -t))
 
 
-@lru_cache(maxsize=256)  # one level and few numbers of seeds and examples, asked for in every cell of a table
+@lru_cache(maxsize=256)  # every cell of a table asks for the same few values
 def student_quantile(level: float, freedom: int) -> float:
-    """t with P(|T| ≤ t) = level."""
+    """The quantile t with P(|T| ≤ t) = level."""
     from scipy.special import ndtri, stdtrit
 
     tail = (1 - level) / 2
@@ -24,7 +26,7 @@ def student_quantile(level: float, freedom: int) -> float:
 
 
 def last_before(reached: Callable[[float], bool], upper: float) -> float:
-    """The largest number in 0…upper at which a condition that holds from somewhere on does not hold yet."""
+    """The largest number in 0…upper at which a monotone condition does not hold yet."""
     lower = 0.0
     for _ in range(100):
         middle = (lower + upper) / 2

@@ -1,16 +1,16 @@
-"""Example weights: how often each example counts. With ones everywhere a weighted metric is the plain one.
+"""Example weights: how often each example counts. Weights of 1 give the unweighted metric.
 
-Axes in front of the examples are resamples: a bootstrap is a metric with a table of weights (R, N), without a loop.
+Leading axes are resamples: a bootstrap is a metric with a table of weights (R, N), without a loop.
 """
 
 from torch import Tensor
 
 
 def weighted(weights: Tensor, count: int, name: str = "weights") -> Tensor:
-    """The weights (..., N) in float64: one for each of so many examples, none below zero, not all of a row zero."""
+    """Checked weights (..., N) in float64: one per example, non-negative, with a positive sum."""
     if weights.ndim == 0 or weights.shape[-1] != count:
         raise ValueError(
-            f"expected {name} of shape (..., {count}), got {tuple(weights.shape)}; give each example its weight"
+            f"expected {name} of shape (..., {count}), got {tuple(weights.shape)}; pass one weight per example"
         )
     weights = weights.detach().double()
     total = weights.sum(-1)

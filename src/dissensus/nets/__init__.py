@@ -1,6 +1,6 @@
-"""Networks the tests, examples and benchmarks need; users bring their own.
+"""Networks for tests, examples and benchmarks; users can bring any network.
 
-Each keeps the arguments it was built with in `.config`, so that a saved posterior of one can be loaded without it.
+Each stores its arguments in `.config`, so that `ds.load` can rebuild it from a saved posterior.
 """
 
 from torch import nn

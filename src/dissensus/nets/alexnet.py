@@ -4,13 +4,15 @@ from torch import Tensor, nn
 
 
 class AlexNet(nn.Module):
-    """(B, C, H, W) -> (B, outputs); H and W are at least 63. Tensors are named and shaped as in torchvision's.
+    """AlexNet for images: (B, C, H, W) -> (B, outputs), with H and W at least 63.
+
+    Its tensors have the names and shapes of torchvision's AlexNet.
 
     Args:
-        outputs: logits or means.
-        channels: C.
+        outputs: number of outputs (logits or means).
+        channels: input channels C.
         hidden: units of the two hidden linear layers.
-        dropout: rate before each of them; 0 has no dropout.
+        dropout: dropout rate before each of them; 0 adds none.
     """
 
     def __init__(self, outputs: int = 1000, *, channels: int = 3, hidden: int = 4096, dropout: float = 0.5) -> None:
@@ -44,4 +46,4 @@ class AlexNet(nn.Module):
 
 
 def _dropped(rate: float) -> nn.Module:
-    return nn.Dropout(rate) if rate else nn.Identity()  # in its place, so that layers keep torchvision's numbers
+    return nn.Dropout(rate) if rate else nn.Identity()  # a placeholder keeps torchvision's layer numbers

@@ -1,11 +1,11 @@
-"""Small parts that torch lacks: a residual connection and the error function as modules; how convolutions begin."""
+"""Small modules that torch lacks: a residual connection and the error function; the initialisation of convolutions."""
 
 import torch
 from torch import Tensor, nn
 
 
 class Residual(nn.Module):
-    """x + branch(x)."""
+    """Residual connection: x + branch(x)."""
 
     def __init__(self, branch: nn.Module) -> None:
         super().__init__()
@@ -17,14 +17,14 @@ class Residual(nn.Module):
 
 
 class Erf(nn.Module):
-    """erf(x): a sigmoid whose expectations under Gaussian inputs have closed forms."""
+    """The activation erf(x): a sigmoid whose expectations under Gaussian inputs have closed forms."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.erf(x)
 
 
 def draw_convolutions(network: nn.Module) -> None:
-    """Draws the kernels of all convolutions anew, N(0, 2/fan_out) (He et al., ICCV 2015), and sets their biases to 0."""
+    """Initialises all convolutions: kernels from N(0, 2/fan_out) (He et al., ICCV 2015), biases 0."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out")

@@ -1,17 +1,18 @@
-"""A small convolutional network for small images: enough for digits, quick on a CPU."""
+"""A small convolutional network for small images such as digits, fast on a CPU."""
 
 from torch import Tensor, nn
 
 
 class ConvNet(nn.Module):
-    """(B, C, H, W) -> (B, outputs): two 3×3 convolutions with pooling, then one hidden linear layer.
+    """Small convolutional network: (B, C, H, W) -> (B, outputs); two 3×3 convolutions with pooling, one hidden layer.
 
     Args:
-        channels, outputs: C, and logits or means.
-        size: H = W.
+        channels: input channels C.
+        outputs: number of outputs (logits or means).
+        size: image size H = W in pixels.
         width: channels of the first convolution; the second has twice as many.
-        hidden: units of the linear layer.
-        dropout: rate before both linear layers; 0 has no dropout modules.
+        hidden: units of the hidden linear layer.
+        dropout: dropout rate before both linear layers; 0 adds no dropout modules.
     """
 
     def __init__(

@@ -5,16 +5,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WIDE = 0
-CONTEXT = (1, 2, WIDE, 4, 1, 8, WIDE, 16)  # of each bottleneck of a stage the dilation; WIDE: 5×1 and 1×5 filters
+CONTEXT = (1, 2, WIDE, 4, 1, 8, WIDE, 16)  # dilation of each bottleneck of a stage; WIDE: 5×1 and 1×5 filters
 
 
 class ENet(nn.Module):
-    """(B, C, H, W) -> (B, outputs, H, W), for images of any size.
+    """ENet for segmentation of images of any size: (B, C, H, W) -> (B, outputs, H, W).
 
-    As in the paper: encoder with PReLU, decoder with ReLU, no biases but the last layer's, `dropout` of whole channels
-    (a tenth of it in the first stage). A side of odd length is rounded up where it is halved, and the decoder is told the
-    size to go back to: with 180 rows the encoder has 90, 45 and 23. The decoder puts values back where pooling took them
-    from by `scatter`, which runs under vmap; torch's `max_unpool2d` does not.
+    As in the paper: PReLU in the encoder, ReLU in the decoder, biases only in the last layer. An odd side is rounded up when
+    it is halved, and the decoder restores the earlier size: 180 rows become 90, 45 and 23 in the encoder. The decoder
+    unpools with `scatter`, which runs under vmap; torch's `max_unpool2d` does not.
+
+    Args:
+        outputs: number of classes.
+        channels: input channels C.
+        dropout: rate at which whole channels are dropped; a tenth of it in the first stage.
     """
 
     def __init__(self, outputs: int = 11, *, channels: int = 3, dropout: float = 0.1) -> None:
@@ -45,7 +49,7 @@ class ENet(nn.Module):
 
 
 class Initial(nn.Module):
-    """A strided convolution beside max pooling: half the size."""
+    """First stage: concatenates a strided convolution and max pooling; halves the size."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -60,7 +64,7 @@ class Initial(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1×1 projection, a 3×3 convolution (dilated, or 5×1 and 1×5), 1×1 expansion, around a shortcut."""
+    """Residual block: 1×1 projection, 3×3 convolution (dilated, or 5×1 and 1×5), 1×1 expansion."""
 
     def __init__(self, width: int, dilation: int, dropout: float, *, activation: type[nn.Module] = nn.PReLU) -> None:
         super().__init__()
@@ -87,7 +91,7 @@ class Bottleneck(nn.Module):
 
 
 class Down(nn.Module):
-    """Half the size, rounded up, and more channels: (found, where pooling took its values)."""
+    """Halves the size, rounding up, and adds channels; returns (features, indices of the pooled values)."""
 
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
@@ -110,7 +114,7 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """Twice the size, to the size that was there before, and fewer channels."""
+    """Doubles the size, back to the size before pooling, and reduces the channels."""
 
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
@@ -132,7 +136,7 @@ class Up(nn.Module):
 
 
 def unpooled(x: Tensor, places: Tensor, size: torch.Size) -> Tensor:
-    """(B, C, *size) with the values of x (B, C, h, w) where pooling took them from, 0 elsewhere."""
+    """(B, C, *size): the values of x (B, C, h, w) at the places pooling took them from, 0 elsewhere."""
     empty = x.new_zeros(*x.shape[:2], size[0] * size[1])
     return empty.scatter(2, places.flatten(2), x.flatten(2)).reshape(*x.shape[:2], *size)
 

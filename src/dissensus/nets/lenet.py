@@ -1,17 +1,17 @@
-"""LeNet-5 (LeCun, Bottou, Bengio & Haffner, Proc. IEEE 1998), as it is built today: ReLU, max pooling, all maps connected."""
+"""LeNet-5 (LeCun, Bottou, Bengio & Haffner, Proc. IEEE 1998) in its modern form: ReLU, max pooling, all maps connected."""
 
 from torch import Tensor, nn
 
 
 class LeNet(nn.Module):
-    """(B, C, H, W) -> (B, outputs): two 5×5 convolutions with pooling, then linear layers of 120 and 84.
+    """LeNet-5: (B, C, H, W) -> (B, outputs); two 5×5 convolutions with pooling, then linear layers of 120 and 84 units.
 
-    At 28×28 it has 44,426 parameters, at the 32×32 of the paper 61,706.
+    It has 44,426 parameters for 28×28 images, and 61,706 for the paper's 32×32.
 
     Args:
-        outputs: logits or means.
-        channels: C.
-        size: H = W, at least 16.
+        outputs: number of outputs (logits or means).
+        channels: input channels C.
+        size: image size H = W in pixels, at least 16.
     """
 
     def __init__(self, outputs: int = 10, *, channels: int = 1, size: int = 28) -> None:

@@ -14,18 +14,18 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "ge
 
 
 class MLP(nn.Module):
-    """(B, ...) -> (B, outputs): inputs flattened, then Linear [+ BatchNorm] + activation [+ Dropout] per hidden width.
+    """Multilayer perceptron: (B, ...) -> (B, outputs); flattens inputs, then Linear [+ BatchNorm] + activation [+ Dropout].
 
     Args:
         inputs, outputs: numbers per example.
         hidden: widths of the hidden layers.
-        batch_norm: whether each hidden layer has one.
+        batch_norm: adds batch normalisation to each hidden layer.
         dropout: one rate for all hidden layers, or one for each.
-        init: "torch", its default; "he", weights N(0, 2/fan_in) and biases 0; "normal", all of them N(0, 1), a draw
-            from the prior that is often taken.
-        parameterization: "standard", or "ntk", where layers are Wx/√fan_in + b; `init` is of the standard one.
-        weight_variance, bias_variance: of W and b in the "ntk" one; None is 2 and 0.
-        skip: whether hidden layers, but the first, have a connection around them where their width is that of the one before.
+        init: "torch" for torch's default; "he" for weights N(0, 2/fan_in) and biases 0; "normal" for N(0, 1) throughout, a
+            sample of the usual prior.
+        parameterization: "standard", or "ntk" for layers Wx/√fan_in + b. `init` applies to "standard" only.
+        weight_variance, bias_variance: variances of W and b with "ntk"; None means 2 and 0.
+        skip: adds residual connections around hidden layers whose width equals that of the layer before.
     """
 
     def __init__(
@@ -45,20 +45,22 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         one_of("activation", activation, ACTIVATIONS)
-        one_of("init", init, ("torch", "he", "normal"), hint="torch is torch's own default")
+        one_of("init", init, ("torch", "he", "normal"), hint='"torch" is torch\'s default')
         ntk = one_of("parameterization", parameterization, ("standard", "ntk")) == "ntk"
         if ntk and init != "torch":
             raise ValueError(
                 f'expected no init with parameterization="ntk", got {init!r}; pass weight_variance= instead'
             )
         if not ntk and (weight_variance is not None or bias_variance is not None):
-            raise ValueError('expected variances with parameterization="ntk" only, got some; pass it, or init= instead')
+            raise ValueError(
+                'expected variances with parameterization="ntk" only, got some; pass "ntk", or init= instead'
+            )
         rates = (
             [float(dropout)] * len(hidden) if isinstance(dropout, int | float) else [float(rate) for rate in dropout]
         )
         if len(rates) != len(hidden):
             raise ValueError(
-                f"expected one dropout rate or {len(hidden)}, got {len(rates)}; give one for each hidden layer"
+                f"expected one dropout rate or {len(hidden)}, got {len(rates)}; pass one for each hidden layer"
             )
         self.config = {
             "inputs": inputs,

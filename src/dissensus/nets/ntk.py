@@ -10,11 +10,11 @@ from dissensus.numerics.checks import number
 
 
 class NTKLinear(nn.Module):
-    """(..., inputs) -> (..., outputs): x Wᵀ / √inputs + b, W ~ N(0, weight_variance), b ~ N(0, bias_variance).
+    """Linear layer in NTK parameterization: x Wᵀ / √inputs + b, W ~ N(0, weight_variance), b ~ N(0, bias_variance).
 
-    At the start it is the function of a linear layer with W ~ N(0, weight_variance / inputs); trained, each weight moves by
-    1/√inputs of what it would there, so that learning rates need not follow the width. No `nn.Linear`: what replaces those
-    or puts priors on them would leave the factor out.
+    Maps (..., inputs) to (..., outputs). At initialisation it is a linear layer with W ~ N(0, weight_variance / inputs). In
+    training the factor 1/√inputs makes good learning rates independent of the width. It is not an `nn.Linear`: code that
+    replaces linear layers, or puts priors on them, would ignore the factor.
     """
 
     def __init__(self, inputs: int, outputs: int, *, weight_variance: float = 2.0, bias_variance: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""ResNet-50 for large images, and PSPNet on it.
+"""ResNet-50 for large images, and PSPNet built on it.
 
 He, Zhang, Ren & Sun, "Deep residual learning", CVPR 2016. Zhao, Shi, Qi, Wang & Jia, "Pyramid scene parsing network", CVPR
 2017, on the dilated ResNet of Yu, Koltun & Funkhouser, CVPR 2017.
@@ -13,7 +13,7 @@ POOLED = (1, 2, 3, 6)  # rows and columns of the pyramid
 
 
 class ResNet50(nn.Module):
-    """(B, C, H, W) -> (B, outputs). Tensors are named and shaped as in torchvision's, whose weights it loads."""
+    """ResNet-50 for large images: (B, C, H, W) -> (B, outputs). Loads torchvision's weights: names and shapes are the same."""
 
     def __init__(self, outputs: int = 1000, *, channels: int = 3) -> None:
         super().__init__()
@@ -27,10 +27,11 @@ class ResNet50(nn.Module):
 
 
 class PSPNet(nn.Module):
-    """(B, C, H, W) -> (B, outputs, H, W). The trunk's tensors are named as in torchvision's ResNet-50, without its fc.
+    """PSPNet for segmentation: (B, C, H, W) -> (B, outputs, H, W).
 
-    The last two stages are dilated instead of strided: features have an eighth of the image's size. There is no auxiliary
-    head. `dropout` drops channels before the last layer.
+    The backbone's tensors have the names of torchvision's ResNet-50, without fc. The last two stages are dilated instead of
+    strided: features have an eighth of the image's size. There is no auxiliary head. `dropout` is the rate at which channels
+    are dropped before the last layer.
     """
 
     def __init__(self, outputs: int = 13, *, channels: int = 3, dropout: float = 0.1) -> None:
@@ -55,7 +56,7 @@ class PSPNet(nn.Module):
 
 
 class WideBottleneck(nn.Module):
-    """1×1, 3×3 and 1×1 convolutions around a shortcut, four times as wide outside."""
+    """Residual block of 1×1, 3×3 and 1×1 convolutions; the outer channels are four times the inner ones."""
 
     def __init__(self, inputs: int, inner: int, *, stride: int = 1, dilation: int = 1) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class WideBottleneck(nn.Module):
 
 
 def add_trunk(network: nn.Module, channels: int, *, dilated: bool) -> None:
-    """Gives the network ResNet-50's layers up to its last features: conv1, bn1, layer1 to layer4."""
+    """Adds ResNet-50's layers conv1, bn1 and layer1 to layer4 to the network."""
     network.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
     network.bn1 = nn.BatchNorm2d(64)
     inputs, dilation = 64, 1
@@ -87,7 +88,7 @@ def add_trunk(network: nn.Module, channels: int, *, dilated: bool) -> None:
         stride, inner, before = 1 if i == 0 else 2, 64 * 2**i, dilation
         if dilated and i >= 2:
             stride, dilation = 1, dilation * 2
-        # The first block of a dilated stage still sees neighbours at the distance of the stage before.
+        # The first block of a dilated stage still has the dilation of the stage before.
         blocks = [WideBottleneck(inputs, inner, stride=stride, dilation=before)]
         blocks += [WideBottleneck(4 * inner, inner, dilation=dilation) for _ in range(count - 1)]
         network.add_module(f"layer{i + 1}", nn.Sequential(*blocks))
@@ -98,7 +99,7 @@ def add_trunk(network: nn.Module, channels: int, *, dilated: bool) -> None:
 
 
 def features(network: nn.Module, x: Tensor) -> Tensor:
-    """(B, 2048, h, w) of a network with that trunk."""
+    """(B, 2048, h, w) features of a network with these layers."""
     x = F.relu(network.bn1(network.conv1(x)))  # type: ignore[operator]
     x = F.max_pool2d(x, 3, stride=2, padding=1)
     for i in range(1, len(BLOCKS) + 1):

@@ -1,8 +1,8 @@
 """Residual networks for 32×32 images (He et al., CVPR 2016).
 
-Two families: depth 20, 32, 44, 56, 110 (and 8, to try things) with 16-32-64 channels and parameter-free shortcuts, as in
-the paper's CIFAR section, and depth 18, 34 with 64-128-256-512 channels, 1×1 shortcuts and a 3×3 stem without pooling, as
-is usual.
+There are two families. Depths 20, 32, 44, 56 and 110 (and 8, for quick tests) have 16-32-64 channels and parameter-free
+shortcuts, as in the paper's CIFAR section. Depths 18 and 34 have 64-128-256-512 channels, 1×1 shortcuts and a 3×3 stem
+without pooling, as is usual for CIFAR.
 """
 
 import torch.nn.functional as F
@@ -16,13 +16,15 @@ WIDE = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}
 
 
 class ResNet(nn.Module):
-    """(B, C, H, W) -> (B, outputs). Parameter names of the thin family are those of widely used CIFAR checkpoints.
+    """Residual network for small images: (B, C, H, W) -> (B, outputs).
+
+    The parameter names of the thin family are those of widely used CIFAR checkpoints.
 
     Args:
         depth: 8, 20, 32, 44, 56 or 110 (16-32-64 channels), or 18 or 34 (64 to 512 channels).
-        outputs: logits or means.
-        channels: C.
-        skip: whether blocks have shortcuts around them; without, the same layers one after the other (a plain network).
+        outputs: number of outputs (logits or means).
+        channels: input channels C.
+        skip: adds shortcuts around blocks; False gives the same layers without them (a plain network).
     """
 
     def __init__(self, depth: int = 20, outputs: int = 10, *, channels: int = 3, skip: bool = True) -> None:
@@ -54,7 +56,7 @@ class ResNet(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3×3 convolutions with a shortcut around them, or without one."""
+    """Two 3×3 convolutions, with or without a shortcut around them."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, *, learned_shortcut: bool, skip: bool = True) -> None:
         super().__init__()
@@ -77,7 +79,7 @@ class BasicBlock(nn.Module):
 
 
 class PaddedShortcut(nn.Module):
-    """Every second pixel, channels padded with zeros on both sides: no parameters."""
+    """Shortcut without parameters: every second pixel, with channels of zeros added on both sides."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()

@@ -7,20 +7,20 @@ from torch import Tensor, nn
 from dissensus.nets.blocks import draw_convolutions
 from dissensus.numerics.checks import one_of
 
-STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))  # each ends in a pooling
+STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))  # each ends with pooling
 
 
 class VGG16(nn.Module):
-    """(B, C, H, W) -> (B, outputs); H and W are at least 32.
+    """VGG16 for images: (B, C, H, W) -> (B, outputs), with H and W at least 32.
 
     Args:
-        outputs: logits or means.
-        channels: C.
-        batch_norm: after every convolution; papers on weight averaging and on node noise train it without.
-        dropout: rate before the two hidden linear layers; 0 has no dropout modules.
-        head: "small" averages what is left of an image, as is usual for 32×32; "large" pools it to 7×7, as is usual for
-            224×224 (torchvision), and has fifty times the inputs.
-        hidden: units of the two hidden linear layers; None is 512, or 4,096 for a large head.
+        outputs: number of outputs (logits or means).
+        channels: input channels C.
+        batch_norm: adds batch normalisation after every convolution. Papers on weight averaging and node noise use none.
+        dropout: dropout rate before the two hidden linear layers; 0 adds no dropout modules.
+        head: "small" averages the last feature maps, as is usual for 32×32 images; "large" pools them to 7×7, as is usual
+            for 224×224 (torchvision), which gives the linear layers about fifty times the inputs.
+        hidden: units of the two hidden linear layers; None means 512, or 4,096 with a large head.
     """
 
     def __init__(

@@ -8,14 +8,16 @@ from dissensus.numerics.checks import whole
 
 
 class WideResNet(nn.Module):
-    """(B, C, H, W) -> (B, outputs): three stages of 16, 32, 64 times `width` channels, (depth − 4)/6 blocks in each.
+    """Wide residual network for small images: (B, C, H, W) -> (B, outputs).
+
+    Three stages of 16, 32 and 64 times `width` channels, with (depth − 4)/6 blocks each.
 
     Args:
-        depth: 6n + 4: 10, 16, 22, 28, 40.
-        width: factor of the channels; 10 is the paper's, 1 a thin network.
-        outputs: logits or means.
-        channels: C.
-        dropout: rate between the two convolutions of every block.
+        depth: a number 6n + 4: 10, 16, 22, 28, 40.
+        width: factor of the channels; 10 as in the paper, 1 for a thin network.
+        outputs: number of outputs (logits or means).
+        channels: input channels C.
+        dropout: dropout rate between the two convolutions of every block.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class WideResNet(nn.Module):
 
 
 class WideBlock(nn.Module):
-    """x + conv(conv(x)), each after batch norm and ReLU; where channels change, a 1×1 convolution of the activated x."""
+    """x + conv(conv(x)), each after batch norm and ReLU; if channels change, the shortcut is a 1×1 convolution."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, *, dropout: float) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Pure functions on tensors: what the rest is computed with, and nothing of posteriors."""
+"""Pure functions on tensors, used by all other rooms; nothing here knows about posteriors."""

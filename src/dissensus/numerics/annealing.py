@@ -1,6 +1,6 @@
-"""Annealing of the driving force: a weight a_t on the gradient of the loss, none on the repulsion.
+"""Annealing: a weight a_t on the gradient of the loss, but not on the repulsion.
 
-Early in training members then spread before the data pull them together (D'Angelo & Fortuin, NeurIPS 2021).
+With small a_t early in training, members spread before the data pull them together (D'Angelo & Fortuin, NeurIPS 2021).
 """
 
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ SCHEDULES = ("constant", "linear", "hyper", "cyclic")
 
 @dataclass(frozen=True)
 class Annealing:
-    """a_t of the optimiser step t, over T steps.
+    """A schedule of the weight a_t on the loss (or β on a KL term) at optimiser step t, over T steps.
 
         constant   weight
         linear     weight · min(t / T, 1)
@@ -24,10 +24,10 @@ class Annealing:
         cyclic     weight · (τ / T_c)¹⁰, τ = t mod T_c, T_c = T / cycles
 
     Args:
-        schedule: one of these four.
-        steps: T; None is the whole run, whose length `fit` (or `posterior.begin`) gives.
-        weight: the largest a_t; 1 leaves the driving force as it is.
-        cycles: of "cyclic"; 5 is the paper's.
+        schedule: "constant", "linear", "hyper" or "cyclic".
+        steps: T; None is the whole run, whose length comes from `fit` (or `posterior.begin`).
+        weight: the largest a_t, usually 1.
+        cycles: number of cycles of "cyclic"; 5 in the paper.
     """
 
     schedule: Literal["constant", "linear", "hyper", "cyclic"] = "constant"
@@ -38,12 +38,12 @@ class Annealing:
     def __post_init__(self) -> None:
         one_of("schedule", self.schedule, SCHEDULES)
         if self.steps is not None:
-            whole("steps", self.steps, hint="None takes the whole run")
-        whole("cycles", self.cycles, hint="5 is the paper's")
-        number("weight", self.weight, above=0, hint="1 leaves the driving force as it is")
+            whole("steps", self.steps, hint="None is the whole run")
+        whole("cycles", self.cycles, hint="the paper uses 5")
+        number("weight", self.weight, above=0, hint="1 does not change the loss")
 
     def __call__(self, step: Tensor, run: int | None) -> Tensor | float:
-        """() a_t at the step (), of a run of so many steps. Tensor arithmetic: a captured step goes on with the clock."""
+        """() a_t at the step (), in a run of `run` steps. Tensor arithmetic, so that it can be captured in a CUDA graph."""
         if self.schedule == "constant":
             return self.weight
         total = self.steps or run
@@ -61,12 +61,12 @@ class Annealing:
         return self.weight * (torch.remainder(t, cycle) / cycle) ** 10
 
     def config(self) -> dict[str, Any]:
-        """The keyword arguments that build this again."""
+        """The keyword arguments that rebuild this schedule."""
         return asdict(self)
 
 
 def annealing_or_constant(annealing: Annealing | None) -> Annealing:
-    """What was passed, or the constant 1 for None."""
+    """The argument, or the constant 1 for None."""
     if annealing is not None and not isinstance(annealing, Annealing):
         hint = f'Annealing("{annealing}")' if annealing in SCHEDULES else 'one, such as Annealing("cyclic")'
         raise TypeError(f"expected an Annealing, got {annealing!r}; pass {hint}")

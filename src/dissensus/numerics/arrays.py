@@ -1,4 +1,4 @@
-"""Arrays, Series and DataFrames as tensors; pandas is not imported, its objects are known by what they can do."""
+"""Arrays, Series and DataFrames as tensors; pandas is not imported, its objects are recognised by their methods."""
 
 import math
 from typing import Any
@@ -16,16 +16,16 @@ def is_array(value: object) -> bool:
 
 
 def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Any:
-    """An array, Series or DataFrame as a tensor on the host; anything else as it is.
+    """An array, Series or DataFrame as a tensor on the host; other values are returned unchanged.
 
-    Whole numbers keep their type, real ones and all of a DataFrame get torch's default one or `dtype`; an error where
-    rounding to it would wipe out how they differ, as of years in seconds.
+    Integer arrays keep their dtype; floating-point arrays and DataFrames get torch's default dtype or `dtype`. Raises if
+    rounding to it would make different values equal, as for dates in seconds.
     """
     if isinstance(values, Tensor) or not is_array(values):
         return values
     table = hasattr(values, "columns")
     array = values.to_numpy() if hasattr(values, "to_numpy") else values.__array__()
-    if array.dtype.kind == "O":  # columns of several types, or pandas' numbers with missing ones
+    if array.dtype.kind == "O":  # columns of several types, or pandas numbers with missing values
         found = [math.nan if value is None or type(value).__name__ == "NAType" else value for value in array.flat]
         if kinds := {type(value).__name__ for value in found if not hasattr(value, "__float__")}:
             raise TypeError(_CODES.format(f"{', '.join(sorted(kinds))} in {_place(values)}"))
@@ -41,7 +41,7 @@ def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def tensor_of(values: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """As `as_tensor`, of what is a tensor or can become one; an error of anything else."""
+    """As `as_tensor`, but raises for values that cannot become a tensor."""
     found = as_tensor(values, dtype)
     if not isinstance(found, Tensor):
         raise TypeError(f"expected a tensor, array or DataFrame, got {type(values).__name__}; use torch.as_tensor")
@@ -49,13 +49,13 @@ def tensor_of(values: Any, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _check_rounding(kept: Tensor, rounded: Tensor) -> None:
-    """Raises where rounding moves a value by more than a thousandth of its column's range."""
+    """Raises if rounding moves a value by more than a thousandth of its column's range."""
     if kept.dtype == rounded.dtype or not kept.numel() or not kept.ndim:
         return
     exact = kept.double().flatten(1) if kept.ndim > 1 else kept.double()[:, None]  # (N, D)
     low, high = exact.amin(0), exact.amax(0)
     moved = (rounded.double().reshape(exact.shape) - exact).abs().amax(0)
-    lost = (moved > 1e-3 * (high - low)) & (high > low)  # NaN is met where batches come in
+    lost = (moved > 1e-3 * (high - low)) & (high > low)  # NaN is checked when batches are read
     if lost.any():
         at = int(lost.nonzero()[0])
         got = f"{float(low[at]):g} to {float(high[at]):g} in column {at}"
@@ -66,7 +66,7 @@ def _check_rounding(kept: Tensor, rounded: Tensor) -> None:
 
 
 def _place(values: Any) -> str:
-    """What holds the values, with the first column of a DataFrame that is to blame."""
+    """The type that holds the values, with the first offending column of a DataFrame."""
     names = [
         str(name) for name in getattr(values, "columns", ()) if getattr(values[name].dtype, "kind", "f") not in "biuf"
     ]

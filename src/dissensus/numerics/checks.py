@@ -1,6 +1,6 @@
-"""Values of settings: each function gives back a value that is as it should be, or raises one error in words.
+"""Checks of settings: each function returns a valid value, or raises an error "expected …, got …; do …".
 
-`hint` ends the error about a value that is out of bounds: what to pass instead, where the bounds do not say it.
+`hint`: what to pass instead, at the end of the error about a value out of bounds.
 """
 
 import difflib
@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 def whole(name: str, value: Any, *, least: int = 1, hint: str = "") -> int:
-    """The value, a whole number of at least `least`. True is none."""
+    """The value, an integer of at least `least`; booleans are refused."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"expected {name} as a whole number, got {value!r}; pass an int")
     if value < least:
@@ -31,8 +31,8 @@ def number(
     most: float = math.inf,
     hint: str = "",
 ) -> Value:
-    """The value, a finite number within these bounds, as it was given: above < value < below, least ≤ value ≤ most."""
-    several = getattr(value, "ndim", 0)  # of a tensor, an array or a Series
+    """The value, unchanged: a finite number with above < value < below and least ≤ value ≤ most."""
+    several = getattr(value, "ndim", 0)  # for a tensor, an array or a Series
     if several or not isinstance(value, SupportsFloat) or isinstance(value, (bool, str)):
         got = f"{type(value).__name__} of shape {tuple(value.shape)}" if several else repr(value)  # type: ignore[attr-defined]
         raise TypeError(f"expected {name} as a number, got {got}; pass a float")
@@ -59,7 +59,7 @@ def share(name: str, value: Value, *, hint: str = "") -> Value:
 def one_of(
     name: str, value: Value, known: Iterable[Any], *, shown: Iterable[Any] | None = None, hint: str = ""
 ) -> Value:
-    """The value, one of those that are known. The error lists them, or only those `shown`, and the nearest one."""
+    """The value, one of `known`. The error lists these, or only those in `shown`, and suggests the nearest one."""
     names = list(known)
     if not any(value is each or (type(value) is type(each) and value == each) for each in names):
         lowered = {str(each).lower(): each for each in reversed(names)}

@@ -1,4 +1,4 @@
-"""One error for a file that cannot be what it should be, whatever the parser underneath raised."""
+"""One error for damaged files, whatever the parser raised."""
 
 import re
 from collections.abc import Iterator
@@ -9,15 +9,16 @@ RUN_AGAIN = "delete it and run the command again"
 
 
 def damaged(path: str | PathLike[str], why: object, remedy: str = RUN_AGAIN, *, kind: str = "a whole") -> ValueError:
-    """The error for a file that cannot be what it should be. `kind`: of the file; its name follows in the error."""
+    """The error for a damaged file. `kind`: description of the file, before its name in the error."""
     return ValueError(f"expected {kind} {path}, got a damaged one ({why}); {remedy}")
 
 
 @contextmanager
 def reading(path: str | PathLike[str], remedy: str = RUN_AGAIN, *, kind: str = "a whole") -> Iterator[None]:
-    """Turns whatever is raised inside into `damaged`, so that parsers need not check what the next line would stumble over.
+    """Turns any error raised inside into `damaged`, so that parsers need few checks of their own.
 
-    A ValueError that already says what was expected passes through, and so does a file that cannot be opened.
+    A ValueError that already says "expected …, got …" is raised unchanged, and so is the error for a file that cannot be
+    opened.
     """
     try:
         yield

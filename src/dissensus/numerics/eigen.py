@@ -1,4 +1,4 @@
-"""Eigenvectors at one end of the spectrum; on a GPU by matrix products alone: nothing waits, so a CUDA graph can hold it."""
+"""Eigenvectors at one end of the spectrum; on a GPU by matrix products only, so that a CUDA graph can capture it."""
 
 import math
 from typing import Literal
@@ -7,27 +7,27 @@ import torch
 from torch import Tensor
 
 Order = Literal["largest", "smallest"]
-SQUARINGS = 40  # A^(2^40): eigenvalues that differ by 1e-10 of themselves are told apart
-NOTHING = 1e-12  # of the trace: what is left below it after deflation is rounding, and has no direction
-EVERY = 4  # squarings between two scalings: eigenvalues of at least 1/M, to the power 2^4, stay far from underflow
+SQUARINGS = 40  # A^(2^40): separates eigenvalues with a relative difference of 1e-10
+NOTHING = 1e-12  # share of the trace: a smaller remainder after deflation is rounding and has no direction
+EVERY = 4  # squarings between two scalings: eigenvalues of at least 1/M, to the power 2^4, do not underflow
 
 
 def extreme_eigenvectors(matrix: Tensor, count: int, order: Order) -> tuple[Tensor, Tensor]:
     """(values (k,), vectors (M, k)) at one end of the spectrum of a symmetric positive semi-definite matrix (M, M).
 
-    All NaN where the matrix is not finite.
+    All NaN if the matrix is not finite.
     """
     if matrix.device.type == "cuda":
         return by_products(matrix, count, order)
     finite = matrix.isfinite().all()
-    values, vectors = torch.linalg.eigh(torch.where(finite, matrix, 0.0))  # ascending; raises where it is not finite
+    values, vectors = torch.linalg.eigh(torch.where(finite, matrix, 0.0))  # ascending; would raise if not finite
     values, vectors = torch.where(finite, values, math.nan), torch.where(finite, vectors, math.nan)
     chosen = slice(len(matrix) - count, None) if order == "largest" else slice(0, count)
     return values[chosen], vectors[:, chosen]
 
 
 def by_products(matrix: Tensor, count: int, order: Order) -> tuple[Tensor, Tensor]:
-    """`extreme_eigenvectors` without eigh; the smallest are the leading ones of (tr A) I − A."""
+    """`extreme_eigenvectors` without eigh; the smallest eigenvectors are the leading ones of (tr A) I − A."""
     if order == "largest":
         return leading_eigenvectors(matrix, count)
     shift = matrix.diagonal().sum()
@@ -38,16 +38,16 @@ def by_products(matrix: Tensor, count: int, order: Order) -> tuple[Tensor, Tenso
 def leading_eigenvectors(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """(values (k,), vectors (M, k)), largest first, of a symmetric positive semi-definite matrix (M, M) in float64.
 
-    A repeatedly squared tends to λ^n v vᵀ, whose columns are the leading eigenvector; A is then deflated,
-    A ← (I − v vᵀ) A (I − v vᵀ). Equal eigenvalues give some orthonormal basis of their space. `torch.linalg.eigh` is faster
-    on a CPU, but reads an error code on the host. Beyond the rank of the matrix values and vectors are zeros.
+    Repeated squaring of A converges to λ^n v vᵀ, whose columns are the leading eigenvector; A is then deflated,
+    A ← (I − v vᵀ) A (I − v vᵀ). Equal eigenvalues give an orthonormal basis of their space. `torch.linalg.eigh` is faster on
+    a CPU, but reads an error code on the host. Beyond the rank of the matrix, values and vectors are zeros.
     """
     values: list[Tensor] = []
     vectors: list[Tensor] = []
     least = NOTHING * matrix.diagonal().sum()
     for _ in range(count):
         vector = _leading(matrix, least)
-        for before in vectors:  # rounding leaves a trace of those found before
+        for before in vectors:  # removes components along earlier vectors that rounding leaves
             vector = vector - (before @ vector) * before
         vector = vector / vector.norm().clamp(min=_tiny(matrix))
         values.append(vector @ matrix @ vector)
@@ -59,7 +59,7 @@ def leading_eigenvectors(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _leading(matrix: Tensor, least: Tensor) -> Tensor:
-    """(M,) proportional to the leading eigenvector; zeros where the trace is not above `least`, all rounding."""
+    """(M,) proportional to the leading eigenvector; zeros if the trace is at most `least`, that is rounding."""
     power = torch.where(matrix.diagonal().sum() > least, matrix, 0.0)
     for step in range(SQUARINGS):
         if step % EVERY == 0:

@@ -1,4 +1,4 @@
-"""Flat weights: one vector taken apart into the tensors of a network, and one block of memory seen as many tensors."""
+"""Flat weights: one vector split into the tensors of a network, and one block of memory viewed as many tensors."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ from dissensus.numerics.tree import Tensors
 
 
 def state_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """The dtype that sums over a trajectory are kept in: at least float32, since half precision loses small steps."""
+    """The dtype for sums over a trajectory: at least float32, since half precision loses small steps."""
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -17,7 +17,7 @@ def state_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """The tensor in at least float32: sums over many numbers, whose differences count, need it."""
+    """The tensor in at least float32, for sums over many numbers whose differences matter."""
     return tensor.to(state_dtype([tensor]))
 
 
@@ -32,9 +32,9 @@ def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> Tensors:
 
 
 class Block:
-    """One vector `flat` (P,) and `views` of it that lie in memory as the given tensors do.
+    """One vector `flat` (P,) and `views` of it with the memory layout of the given tensors.
 
-    One kernel goes over all of them through `flat`; fused operations on lists go over `views` together with the tensors.
+    One kernel can process all of them through `flat`; fused list operations can combine `views` with the tensors.
     """
 
     def __init__(self, like: Sequence[Tensor], dtype: torch.dtype) -> None:
@@ -43,10 +43,10 @@ class Block:
         self.strides = [tensor.stride() for tensor in like]
         parts = torch.split(self.flat, [tensor.numel() for tensor in like])
         for tensor, part in zip(like, parts, strict=True):
-            # Tensors with holes or overlaps in memory have no dense twin: theirs lies in rows.
+            # Tensors with holes or overlaps in memory have no dense layout of their own: their view is contiguous.
             dense = torch.empty_like(tensor, device="meta").stride()
             self.views.append(part.as_strided(tensor.shape, dense))
 
     def fits(self, like: Sequence[Tensor]) -> bool:
-        """Whether the tensors still lie as they did (a layout may be changed in the middle of a run)."""
+        """Whether the tensors still have the same memory layout (it may change in the middle of a run)."""
         return self.strides == [tensor.stride() for tensor in like]

@@ -1,11 +1,11 @@
-"""Rows as a DataFrame of pandas, which is imported only here and when it is asked for."""
+"""Rows as a pandas DataFrame; pandas is imported only here, when needed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def frame(rows: Sequence[Mapping[str, Any]], *, index: str | None = None) -> Any:
-    """A pandas.DataFrame with a row for each mapping; `index`: the column that names rows."""
+    """A pandas.DataFrame with a row for each mapping; `index`: the column used as index."""
     try:
         import pandas
     except ImportError as error:

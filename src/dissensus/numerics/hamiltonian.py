@@ -1,4 +1,4 @@
-"""Hamiltonian Monte Carlo on flat vectors: M chains side by side, each as it would be alone.
+"""Hamiltonian Monte Carlo on flat vectors: M chains in parallel, independent of each other.
 
 Neal, "MCMC using Hamiltonian dynamics", Handbook of Markov Chain Monte Carlo 2011.
 Hoffman & Gelman, "The No-U-Turn sampler", JMLR 2014: section 3.2 (dual averaging) and algorithm 4 (the first step size).
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 Energy = Callable[[Tensor], tuple[Tensor, Tensor]]  # (M, P) -> (M,) −log density, (M, P) its gradient
-JITTER = 0.2  # trajectories of one length would return to where they began in directions whose period they hit
+JITTER = 0.2  # of trajectory lengths: a fixed length equal to the period of a direction would return to its start
 
 
 class Chains(NamedTuple):
-    """What chains gave after their warm-up."""
+    """The results of chains after their warm-up."""
 
     draws: Tensor  # (M, S, P)
     acceptance: Tensor  # (M,) mean probability of acceptance
@@ -24,7 +24,7 @@ class Chains(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Where chains are: position (M, P), energy (M,), its gradient (M, P)."""
+    """The state of the chains: position (M, P), energy (M,), its gradient (M, P)."""
 
     position: Tensor
     energy: Tensor
@@ -42,16 +42,17 @@ def sample_chains(
     generators: Sequence[torch.Generator],
     every: int = 1,
 ) -> Chains:
-    """Samples of exp(−energy), all of each chain's random numbers from its own generator.
+    """Samples of exp(−energy); each chain draws all its random numbers from its own generator.
 
     Args:
-        energy: of M positions at once; a chain whose energy is not finite stays where it is.
-        start: (M, P).
-        samples: positions that are kept.
-        warmup: trajectories before, in which each chain finds its step size.
-        leapfrog: steps of a trajectory.
-        target_acceptance: what the step size is chosen for.
-        every: trajectories from one that is kept to the next.
+        energy: computes M energies at once; a move to an energy that is not finite is rejected.
+        start: (M, P) initial positions.
+        samples: number of positions to keep.
+        warmup: trajectories before the first sample, in which each chain finds its step size.
+        leapfrog: leapfrog steps per trajectory.
+        target_acceptance: acceptance rate for which the step size is chosen.
+        generators: one per chain.
+        every: trajectories per kept position.
     """
     point = Point(start, *energy(start))
     sizes = StepSizes(first_step_size(energy, point, generators), target_acceptance)
@@ -63,7 +64,7 @@ def sample_chains(
         if number < warmup:
             sizes.update(accepted)
         else:
-            draws[:, (number - warmup) // every] = point.position  # the last of them stays
+            draws[:, (number - warmup) // every] = point.position  # overwritten until the last of `every`
             acceptance += accepted / (samples * every)
     return Chains(draws, acceptance, sizes.settled)
 
@@ -71,7 +72,7 @@ def sample_chains(
 def trajectory(
     energy: Energy, point: Point, size: Tensor, steps: int, generators: Sequence[torch.Generator]
 ) -> tuple[Point, Tensor]:
-    """(where the chains are after one trajectory each, (M,) probabilities with which they went there)."""
+    """(the chains' state after one trajectory each, (M,) probabilities of acceptance)."""
     momentum, jitter, chance = _random(point.position, generators)
     moved, end = leapfrogs(energy, point, momentum, size * (1 + JITTER * (2 * jitter - 1)), steps)
     accepted = log_ratio(point, momentum, moved, end).clamp(max=0).exp()  # (M,)
@@ -81,7 +82,7 @@ def trajectory(
 
 
 def leapfrogs(energy: Energy, point: Point, momentum: Tensor, size: Tensor, steps: int) -> tuple[Point, Tensor]:
-    """(the point, the momentum) after so many leapfrog steps of these sizes (M,)."""
+    """(point, momentum) after `steps` leapfrog steps of these sizes (M,)."""
     size = size.unsqueeze(1)
     momentum = momentum - size / 2 * point.gradient
     for number in range(steps):
@@ -92,13 +93,13 @@ def leapfrogs(energy: Energy, point: Point, momentum: Tensor, size: Tensor, step
 
 
 def log_ratio(before: Point, momentum: Tensor, after: Point, end: Tensor) -> Tensor:
-    """(M,) what the total energy has fallen by; −∞ where it is not finite."""
+    """(M,) decrease of the total energy; −∞ if it is not finite."""
     fallen = before.energy - after.energy + (momentum.square() - end.square()).sum(1) / 2
     return torch.where(fallen.isfinite(), fallen, -math.inf)
 
 
 def first_step_size(energy: Energy, point: Point, generators: Sequence[torch.Generator]) -> Tensor:
-    """(M,) sizes, powers of two, at which the acceptance of one step crosses one half: where dual averaging begins."""
+    """(M,) step sizes, powers of two, at which the acceptance of one step crosses ½; dual averaging starts there."""
     momentum, _, _ = _random(point.position, generators)
     size = torch.ones_like(point.energy)
 
@@ -126,7 +127,7 @@ class StepSizes:
         self.count = 0
 
     def update(self, accepted: Tensor) -> None:
-        """Takes in the probabilities of acceptance (M,) at the current sizes."""
+        """Updates the sizes by the probabilities of acceptance (M,) at the present sizes."""
         self.count += 1
         share = 1 / (self.count + 10)
         self.error = (1 - share) * self.error + share * (self.target - accepted)

@@ -1,14 +1,14 @@
-"""SplitMix64 (Steele, Lea and Flood 2014) in integer tensors: random bits that follow from a counter, without a state.
+"""SplitMix64 (Steele, Lea and Flood 2014) in integer tensors: random bits computed from a counter, without a state.
 
-A Weyl sequence through a 64-bit finaliser. The bits are the same on every device, under vmap and in a captured CUDA graph;
-`torch.Generator` offers none of these.
+A Weyl sequence through a 64-bit finaliser. The bits are the same on every device, under vmap and in a captured CUDA graph,
+unlike those of `torch.Generator`.
 """
 
 from torch import Tensor
 
 
 def mixed(words: Tensor) -> Tensor:
-    """The finaliser of SplitMix64, a bijection of the 64-bit words (int64); integer products wrap around, as they should."""
+    """The finaliser of SplitMix64, a bijection of the 64-bit words (int64); integer products wrap around, as intended."""
     words = (words ^ shifted(words, 30)).mul_(_FIRST)
     words = words.bitwise_xor_(shifted(words, 27)).mul_(_SECOND)
     return words.bitwise_xor_(shifted(words, 31))

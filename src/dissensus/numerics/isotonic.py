@@ -1,24 +1,24 @@
-"""Isotonic regression: the rising function nearest to some points, and reading such functions between their knots."""
+"""Isotonic regression: the increasing function nearest to some points, and its values between knots."""
 
 import torch
 from torch import Tensor
 
 
 def isotonic_knots(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """((K,), (K,)) knots of the function f that minimises Σ w (y − f(x))² among all that never fall; float64.
+    """((K,), (K,)) knots of the non-decreasing function f that minimises Σ w (y − f(x))²; float64.
 
-    Pool adjacent violators (Ayer et al. 1955): equal x are one point with their mean y, and neighbours that fall are pooled.
-    Between knots f is linear, outside of them constant, as scikit-learn has it.
+    Pool adjacent violators (Ayer et al. 1955): equal x are one point with their mean y, and decreasing neighbours are pooled.
+    Between knots f is linear, outside of them constant, as in scikit-learn.
 
     Args:
-        x, y, weight: (N,); rows of weight 0 do not count, and at least one must.
+        x, y, weight: (N,); rows of weight 0 do not count, and at least one row must count.
     """
     kept = weight > 0
     x, y, weight = (tensor[kept].double().cpu() for tensor in (x, y, weight))
     points, where = torch.unique(x, return_inverse=True)  # ascending
     mass = torch.zeros_like(points).index_add(0, where, weight)
     mean = torch.zeros_like(points).index_add(0, where, weight * y) / mass
-    blocks: list[tuple[float, float, int]] = []  # (mean, mass, points) of each, rising
+    blocks: list[tuple[float, float, int]] = []  # (mean, mass, points) of each, increasing
     for value, heavy in zip(mean.tolist(), mass.tolist(), strict=True):
         count = 1
         while blocks and blocks[-1][0] >= value:
@@ -28,7 +28,7 @@ def isotonic_knots(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor
         blocks.append((value, heavy, count))
     values, _, counts = (torch.tensor(each, dtype=torch.float64) for each in zip(*blocks, strict=True))
     ends = counts.long().cumsum(0)
-    # A block is flat: its first and its last point say all of it.
+    # A block is constant, so its first and last points are enough.
     first, last = torch.cat([ends.new_zeros(1), ends[:-1]]), ends - 1
     at = torch.stack([points[first], points[last]], 1).flatten()
     value = values.repeat_interleave(2)
@@ -37,7 +37,7 @@ def isotonic_knots(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor
 
 
 def padded(knots: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """((C, K), (C, K)) of C functions' knots, the last one repeated where there are fewer."""
+    """((C, K), (C, K)) knots of C functions; shorter ones repeat their last knot."""
     longest = max(len(at) for at, _ in knots)
     rows = [[torch.cat([each, each[-1:].expand(longest - len(each))]) for each in pair] for pair in knots]
     return torch.stack([at for at, _ in rows]), torch.stack([value for _, value in rows])
@@ -47,7 +47,7 @@ def between_knots(x: Tensor, at: Tensor, value: Tensor) -> Tensor:
     """f(x) (C, N), row by row: linear between knots (at, value), each (C, K), and constant outside of them."""
     if at.shape[1] == 1:
         return value.expand_as(x)
-    if torch.compiler.is_compiling():  # ONNX has no search
+    if torch.compiler.is_compiling():  # ONNX has no searchsorted
         found = (at[:, None] <= x[:, :, None]).sum(2)
     else:
         found = torch.searchsorted(at, x.contiguous(), right=True)

@@ -1,7 +1,7 @@
 """Kernels between members: squared distances, the median heuristic, and the kernel density of input gradients.
 
-Kernels are evaluated in float64 whatever the members' precision (float32 on devices without it): members may be a
-thousandth apart, and autocast leaves float64 alone. Nothing here waits for the device.
+Kernels are computed in float64 for members of any precision (in float32 on devices without it), because members may be very
+close to each other, and because autocast does not change float64. Nothing here synchronises with the device.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from dissensus.numerics.checks import one_of
 from dissensus.numerics.lengthscales import Lengthscales
 
-# The median bandwidth makes the force grow like 1/distance. Below this squared bandwidth it grows no more.
+# With the median bandwidth the force grows like 1/distance; this least squared bandwidth bounds it.
 FLOOR = 1e-5
 EPSILON = 1e-24  # added to squared norms of gradients, as in the paper: (1e-12)²
 
@@ -28,7 +28,7 @@ def squared_distances(z: Any, other: Any = None) -> Tensor:
     columns = rows if other is None else [as_rows(tensor) for tensor in pytree.tree_leaves(other)]
     total: Tensor | float = 0.0
     for a, b in zip(rows, columns, strict=True):
-        # Centred: ‖a‖² + ‖b‖² − 2 a·b loses digits only where the spread, not the mean, is large.
+        # Centred first, so that ‖a‖² + ‖b‖² − 2 a·b does not lose digits when the mean is large.
         mean = a.mean(0)
         a, b = a - mean, b - mean
         product = a @ b.T
@@ -42,7 +42,7 @@ def squared_distances(z: Any, other: Any = None) -> Tensor:
 
 
 def median(values: Tensor, dim: int) -> Tensor:
-    """The median along dim, kept as an axis of one; the mean of the two middle values where their number is even."""
+    """The median along dim, kept as an axis of length one; for an even number, the mean of the two middle values."""
     ordered, count = values.sort(dim).values, values.shape[dim]
     return (ordered.narrow(dim, (count - 1) // 2, 1) + ordered.narrow(dim, count // 2, 1)) / 2
 
@@ -69,7 +69,7 @@ def input_gradient_log_density(
         s_ib = g_ib / ‖g_ib‖,   k_ij = (1/B) Σ_b exp(−(s_ib − sg[s_jb])ᵀ Σ⁻¹ (s_ib − sg[s_jb]) log M / med)
 
     Differentiable in the first argument of the kernel only, so that the sum over i gives each member its own force.
-    `bandwidth`, what the median is taken over: "reference" over i for each j and example, as the authors' code does;
+    `bandwidth` chooses the values of the median: "reference" over i for each j and example, as in the authors' code;
     "sample" over all pairs of an example (eq. 17); "algorithm" the same with an exponent twice as large (algorithm 1).
     `weight`: (B,) weights of the examples in the mean over b.
     """
@@ -83,7 +83,7 @@ def input_gradient_log_density(
 
 
 def directions(gradients: Tensor) -> Tensor:
-    """(..., D) unit vectors g / √(‖g‖² + 1e-24). A gradient that is exactly zero has no direction: it gives and feels 0."""
+    """(..., D) unit vectors g / √(‖g‖² + 1e-24). A gradient of exactly zero gives 0 and exerts no force."""
     squared = gradients.square().sum(-1, keepdim=True)
     return torch.where(squared == 0, 0.0, gradients * (squared + EPSILON).rsqrt())  # NaN stays NaN
 
@@ -91,7 +91,7 @@ def directions(gradients: Tensor) -> Tensor:
 def batch_log_density(
     s: Tensor, bandwidth: Bandwidth = "reference", weight: Tensor | None = None, *, floor: Tensor | float = FLOOR
 ) -> Tensor:
-    """(M,) log Σ_j (1/B) Σ_b κ(s_ib, sg[s_jb]) of vectors (M, B, D), already scaled; floor: of the squared bandwidth."""
+    """(M,) log Σ_j (1/B) Σ_b κ(s_ib, sg[s_jb]) of vectors (M, B, D), already scaled; floor: least squared bandwidth."""
     one_of("bandwidth", bandwidth, BANDWIDTHS)
     members, size, _ = s.shape
     mine = (s - s.detach().mean(0)).transpose(0, 1)  # (B, M, D), centred as in squared_distances
@@ -103,22 +103,22 @@ def batch_log_density(
     squared = squared.masked_fill(itself, 0.0).clamp(min=0.0)
     seen = squared.detach()
     middle = median(seen, 1) if bandwidth == "reference" else median(seen.flatten(1), 1)[:, :, None]
-    # M = 1 has log M = 0 and only the distance 0: any bandwidth will do.
+    # For M = 1, log M = 0 and the only distance is 0: the bandwidth does not matter.
     h = (middle / (math.log(members) or 1.0)).clamp(min=floor)
     exponent = -squared / h if bandwidth != "algorithm" else -2 * squared / h
     if weight is None:
         log_weight = torch.full((), -math.log(size), dtype=s.dtype, device=s.device)
     else:
-        share = weight.to(s.dtype).clamp(min=torch.finfo(s.dtype).tiny * 1e6)  # finite logs where nothing counts
+        share = weight.to(s.dtype).clamp(min=torch.finfo(s.dtype).tiny * 1e6)  # finite logs for weights of 0
         log_weight = (share / share.sum()).log()[:, None, None]
     return torch.logsumexp((exponent + log_weight).transpose(0, 1).flatten(1), dim=1)  # over b and j
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """(M, P) one row per member, without a graph, in the precision kernels are evaluated in."""
+    """(M, P) one row per member, detached, in the precision of the kernels."""
     return working(tensor.detach()).reshape(len(tensor), -1)
 
 
 def working(tensor: Tensor) -> Tensor:
-    """The tensor in the precision kernels are evaluated in."""
+    """The tensor in the precision of the kernels."""
     return tensor.float() if tensor.device.type == "mps" else tensor.double()

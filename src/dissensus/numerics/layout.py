@@ -1,4 +1,4 @@
-"""How a tensor lies in memory. Libraries underneath choose their path by it, and paths differ in the last bit."""
+"""Memory layout of tensors: libraries choose algorithms by it, whose results differ in the last bit."""
 
 import math
 from collections.abc import Sequence
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-SPARSE = 4  # times its own size that a tensor with holes may span in memory; beyond it the dense twin is kept
+SPARSE = 4  # a tensor with holes may span this many times its own size in memory; beyond that a dense layout is used
 
 
 def rows(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a plainly contiguous tensor of this shape."""
+    """The strides of a contiguous tensor of this shape."""
     return tuple(math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
 
 
 def owned(tensor: Tensor) -> Tensor:
-    """The tensor in contiguous memory that is all its own: itself where it lies so, else a copy."""
+    """The tensor itself if it is contiguous and does not share its storage, else a copy that is."""
     alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     if alone and tensor.stride() == rows(tensor.shape):
         return tensor
@@ -23,7 +23,7 @@ def owned(tensor: Tensor) -> Tensor:
 
 
 def kept_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides a copy of the tensor should have: its own, or those of its dense twin where it overlaps itself."""
+    """The strides for a copy of the tensor: its own, or dense ones if it overlaps itself."""
     if tensor.numel() == 0:
         return rows(tensor.shape)
     own = tensor.stride()
@@ -31,7 +31,7 @@ def kept_strides(tensor: Tensor) -> tuple[int, ...]:
 
 
 def laid_out(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """A copy of the tensor, in memory of its own, with these strides."""
+    """A copy of the tensor with these strides."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
     if tensor.numel() == 0 or span < tensor.numel():
         return tensor.clone()
@@ -40,7 +40,7 @@ def laid_out(tensor: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 def fits(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether a tensor can lie so: no two entries in one place, and not strewn over far more memory than it fills."""
+    """Whether these strides are possible: no two entries overlap, and the memory spanned is not far too large."""
     reached = 1
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1):
         if stride < reached:

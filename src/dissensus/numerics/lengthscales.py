@@ -1,7 +1,7 @@
-"""Lengthscales of the FoRDE kernel: a rotation and a precision along each of its axes (Trinh et al., ICLR 2024, §3.3).
+"""Lengthscales of the FoRDE kernel: a rotation and a precision along each axis (Trinh et al., ICLR 2024, §3.3).
 
 The kernel compares unit vectors by (s − s')ᵀ Σ⁻¹ (s − s'). With the principal components of the training inputs,
-Σ⁻¹ = U Λ Uᵀ, members are pushed apart most in the directions in which the data vary most.
+Σ⁻¹ = U Λ Uᵀ, members repel each other most in the directions in which the data vary most.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from torch import Tensor
 from dissensus.numerics.checks import number, one_of, whole
 
 LARGEST_EXACT = 4096  # dimensions up to which the D × D covariance is formed: 134 MB in float64
-EXTRA = 10  # directions beyond the rank that the randomised range finder carries (Halko, Martinsson & Tropp 2011)
+EXTRA = 10  # extra directions of the randomised range finder beyond the rank (Halko, Martinsson & Tropp 2011)
 
 
 @dataclass(frozen=True, eq=False)
 class Lengthscales:
-    """Σ⁻¹ = U diag(precision) Uᵀ + remainder (I − U Uᵀ), U the eigenvectors; made by `pca_lengthscales`.
+    """The metric of FoRDE's kernel on unit input gradients; made by `pca_lengthscales`.
 
-    The metric of FoRDE's kernel on unit input gradients: members are pushed apart most where the precision is large.
+    Σ⁻¹ = U diag(precision) Uᵀ + remainder (I − U Uᵀ), U the eigenvectors: members repel each other most in directions of
+    large precision.
 
     Args:
         eigenvectors: (D, R), orthonormal columns, in the D flattened input features.
         precision: (R,) ≥ 0, one per column.
-        remainder: precision ≥ 0 of the D − R other directions; without effect where R = D.
+        remainder: precision ≥ 0 of the D − R other directions; no effect if R = D.
     """
 
     eigenvectors: Tensor  # (D, R), orthonormal columns
@@ -40,7 +41,7 @@ class Lengthscales:
         if self.eigenvectors.ndim != 2 or self.precision.shape != self.eigenvectors.shape[1:]:
             raise ValueError(
                 f"expected eigenvectors (D, R) and precision (R,), got {tuple(self.eigenvectors.shape)} and "
-                f"{tuple(self.precision.shape)}; one precision per column"
+                f"{tuple(self.precision.shape)}; pass one precision per column"
             )
 
     def __repr__(self) -> str:
@@ -79,29 +80,30 @@ def pca_lengthscales(
     rank: int | None = None,
     passes: int = 3,
 ) -> Lengthscales:
-    """Lengthscales between the identity (alpha = 0) and the principal components of the inputs (alpha = 1).
+    """Computes FoRDE's `Lengthscales` from the principal components of the training inputs.
 
-    With the eigenvalues λ of the inputs' covariance,
+    alpha interpolates between the identity (0) and the principal components (1). With the eigenvalues λ of the inputs'
+    covariance,
 
         "poster":  precision = (1 − α) + α λ            (Σ_α⁻¹ = (1 − α) I + α Λ)
         "paper":   precision = 1 / (α/λ + (1 − α))      (Σ_α = α Λ⁻¹ + (1 − α) I, appendix D.4)
 
-    Both agree at the end points; in between the paper's form weakens directions of small variance already at a small α.
+    Both agree at α = 0 and 1; in between, the paper's form weakens directions of small variance already at a small α.
 
     Args:
-        inputs: (N, ...) or an iterable of batches (x or (x, ...)), un-augmented and scaled as the network sees them:
-            for 0 < α < 1 the scale of λ matters, α = 1 is free of it.
+        inputs: (N, ...) or an iterable of batches (x or (x, ...)), without augmentation and scaled as for the network:
+            for 0 < α < 1 the scale of the inputs matters, for α = 1 it does not.
         alpha: α in [0, 1].
         form: "poster", the later of the two, or "paper".
-        rank: R, eigenvectors kept; None keeps all up to 4,096 dimensions and 512 beyond. The variance left over is
-            spread evenly over the remaining D − R directions.
-        passes: over the data, beyond 4,096 dimensions, where eigenvectors are found by randomised subspace iteration
-            without a D × D matrix; one where the data can be read only once.
+        rank: R, number of eigenvectors; None is all up to 4,096 dimensions, and 512 beyond. The remaining variance is
+            spread evenly over the other D − R directions.
+        passes: passes over the data for inputs of more than 4,096 dimensions, whose eigenvectors are computed by randomised
+            subspace iteration without a D × D matrix; only one if the data can be read only once.
 
     Returns:
         `Lengthscales` with eigenvectors (D, R), largest eigenvalue first.
     """
-    number("alpha", alpha, least=0, most=1, hint="0 is the identity, 1 takes the principal components")
+    number("alpha", alpha, least=0, most=1, hint="0 is the identity, 1 the principal components")
     one_of("form", form, ("poster", "paper"))
     if rank is not None:
         whole("rank", rank, hint="None chooses one")
@@ -139,14 +141,14 @@ def _precision(eigenvalues: Tensor, alpha: float, form: str) -> Tensor:
 
 @dataclass
 class Moments:
-    """What one pass over the rows gives of the covariance C: C Ω for a given Ω (D, L), and its trace."""
+    """Moments of the covariance C from one pass over the rows: C Ω for a given Ω (D, L), and the trace of C."""
 
     covariance: Tensor  # (D, L) C Ω
     trace: Tensor  # ()
 
     @classmethod
     def of(cls, rows: Iterable[Tensor], omega: Tensor) -> Moments:
-        # Shifted by the first batch's mean: E[xxᵀ] − μμᵀ loses digits where the mean is large.
+        # Shifted by the first batch's mean, because E[xxᵀ] − μμᵀ loses digits if the mean is large.
         count, shift = 0, None
         total = squares = product = omega.new_zeros(())
         for batch in rows:
@@ -173,7 +175,9 @@ def _randomised(passes: Iterable[Iterable[Tensor]], first: Tensor, rank: int) ->
     With an orthonormal basis Q and Y = C Q:  C ≈ Y (Qᵀ Y)⁻¹ Yᵀ,  which is exact on the span of Q.
     """
     dimension = first.shape[1]
-    generator = torch.Generator().manual_seed(0)  # of its own: the caller's random stream stays as it was
+    generator = torch.Generator().manual_seed(
+        0
+    )  # a separate generator, so that the caller's random state does not change
     basis = torch.randn(dimension, min(rank + EXTRA, dimension), dtype=torch.float64, generator=generator)
     basis, moments = basis.to(first.device), None
     for rows in passes:
@@ -199,14 +203,14 @@ def _rows(inputs: Tensor | Iterable[Any]) -> Iterator[Tensor]:
         if not isinstance(x, Tensor) or x.ndim < 2:
             found = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise (ValueError if isinstance(x, Tensor) else TypeError)(
-                f"expected inputs as a tensor (N, ...) or batches of them, got {found}; give them a batch axis, and convert "
+                f"expected inputs as a tensor (N, ...) or batches of such tensors, got {found}; add a batch axis, or convert "
                 "arrays with torch.from_numpy"
             )
         rows = x.detach().flatten(1).to(torch.promote_types(x.dtype, torch.float32))
         if rows.shape[1] != (width := width or rows.shape[1]):
             raise ValueError(
                 f"expected batches of {width} numbers per input, as in the first one, got a batch of shape "
-                f"{tuple(x.shape)}; bring inputs to one shape"
+                f"{tuple(x.shape)}; give all inputs one shape"
             )
         check_finite_rows(rows, before)
         before += len(rows)
@@ -214,13 +218,13 @@ def _rows(inputs: Tensor | Iterable[Any]) -> Iterator[Tensor]:
 
 
 def check_finite_rows(rows: Tensor, before: int = 0, what: str = "inputs", where: str = "") -> None:
-    """Raises where rows (n, D), of which `before` came earlier, hold NaN or infinity: one is enough to spoil a mean."""
+    """Raises if rows (n, D) hold NaN or infinity; `before`: number of earlier rows, for the row number in the error."""
     if not bool((finite := rows.isfinite()).all()):
         row, column = (~finite).nonzero()[0].tolist()
         more = int((~finite).sum()) - 1
         raise ValueError(
             f"expected finite {what}, got {float(rows[row, column])} in row {before + row}, column {column}{where}"
-            f"{f' and {more} more' if more else ''}; remove such rows, or fill in what is missing"
+            f"{f' and {more} more' if more else ''}; remove such rows, or fill in the missing values"
         )
 
 
@@ -229,5 +233,5 @@ def _peek(inputs: Tensor | Iterable[Any]) -> tuple[Tensor, Iterator[Tensor]]:
     rows = _rows(inputs)
     first = next(rows, None)
     if first is None or first.numel() == 0:
-        raise ValueError("expected training inputs, got none; was the loader read before?")
+        raise ValueError("expected training inputs, got none; pass data (a generator can be read only once)")
     return first, itertools.chain([first], rows)

@@ -1,4 +1,4 @@
-"""Settings as JSON has them: NumPy's numbers become Python's."""
+"""Settings as JSON values: NumPy numbers become Python numbers."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def plain(settings: Any) -> Any:
-    """The settings with what a file will say of them: lists for tuples, Python's numbers for NumPy's."""
+    """The settings as they will be in a file: lists for tuples, Python numbers for NumPy's."""
     return json.loads(json.dumps(settings, default=_number))
 
 
@@ -15,6 +15,6 @@ def _number(value: object) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(
-        f"expected settings of words, numbers and lists, got {value!r}, which is not JSON serializable; pass plain ones, or "
-        "let config() give them"
+        f"expected settings of text, numbers and lists, got {value!r}, which is not JSON serializable; pass plain values, or "
+        "return them from config()"
     )

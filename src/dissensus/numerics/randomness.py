@@ -1,4 +1,4 @@
-"""Random numbers: draws have a generator of their own, and torch's streams, which all threads share, are left as found."""
+"""Random numbers: draws use their own generators, and the state of torch's global ones, which threads share, is restored."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +18,7 @@ _thread = _Thread()
 
 
 def next_seed() -> int:
-    """A seed from torch's stream on the host; within `looking_ahead` the one that would come next, which stays there."""
+    """A seed from torch's generator on the host; inside `looking_ahead` the next seed, without advancing the generator."""
     source = None
     if _thread.looks_ahead:
         source = torch.Generator()
@@ -27,19 +27,19 @@ def next_seed() -> int:
 
 
 def own_generator(device: torch.device) -> torch.Generator:
-    """A generator for one draw: what it gives depends on torch's stream, and on no other thread."""
+    """A generator for one draw, seeded by torch's generator and independent of other threads."""
     return torch.Generator(device).manual_seed(next_seed())
 
 
 def chain_generators(seed: int, numbers: Iterable[int], device: torch.device) -> list[torch.Generator]:
-    """A generator for each chain: what it gives depends on the seed and the chain's number, not on who else there is."""
+    """A generator for each chain, determined by the seed and the chain's number, not by the other chains."""
     states = [np.random.SeedSequence(seed, spawn_key=(number,)).generate_state(1, np.uint64)[0] for number in numbers]
     return [torch.Generator(device).manual_seed(int(state) >> 1) for state in states]
 
 
 @contextmanager
 def looking_ahead() -> Iterator[None]:
-    """Inside, this thread's draws take no number out of torch's stream."""
+    """Inside, this thread's draws do not advance torch's generator."""
     before, _thread.looks_ahead = _thread.looks_ahead, True
     try:
         yield
@@ -49,10 +49,10 @@ def looking_ahead() -> Iterator[None]:
 
 @contextmanager
 def same_random_state(device: torch.device, *, mine: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """torch's random streams (the host's and the device's) are put back afterwards, where something was drawn from them.
+    """Restores the state of torch's generators (the host's and the device's) afterwards.
 
-    `mine()`, asked afterwards: whether this thread may have drawn it. If not, and there are other threads, it was theirs and
-    stays drawn: put back, their stream would give them the same numbers twice.
+    `mine()`, called at the end: whether this thread may have drawn from them. If not, and there are other threads, the draws
+    were theirs and the state is not restored, because these threads would get the same numbers twice.
     """
     host = torch.get_rng_state()
     there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -67,7 +67,7 @@ def same_random_state(device: torch.device, *, mine: Callable[[], bool] = lambda
 
 
 def random_state() -> Callable[[], None]:
-    """A function that puts torch's random state back to what it is now."""
+    """A function that restores torch's present random state."""
     cpu = torch.get_rng_state()
     cuda = None
     if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
@@ -82,7 +82,7 @@ def random_state() -> Callable[[], None]:
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, `drew` becomes true when an operation takes random numbers."""
+    """Inside, `drew` becomes true when an operation draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Score estimates: ∇ log q at every particle, q the density that the particles themselves stand for.
+"""Score estimates: ∇ log q at every particle, where the particles are samples of q.
 
 With the RBF kernel K and its slopes G_i = Σ_j ∇_{z_i} k(z_i, z_j) = (1/h) Σ_j K_ij (z_j − z_i),
 
@@ -6,8 +6,8 @@ With the RBF kernel K and its slopes G_i = Σ_j ∇_{z_i} k(z_i, z_j) = (1/h) Σ
     stein            (K + ηI)⁻¹ G                        Stein gradient estimator (Li & Turner, ICLR 2018)
     spectral_stein   K (K + ηI)⁻² G                      spectral Stein gradient estimator (Shi et al., ICML 2018)
 
-all of which are a matrix (M, M) applied to the particles: that is what the `…_matrix` functions give, so particles may
-lie in any number of tensors. The last one is the sum over all eigenfunctions,
+Each is a matrix (M, M) applied to the particles. The `…_matrix` functions return that matrix, so that particles may consist of
+several tensors. The last one is the sum over all eigenfunctions,
 
     Σ_m β_m φ_m(z_i),   φ_m(z) = √M/λ_m Σ_j u_jm k(z, z_j),   β_m = 1/(√M λ_m) Σ_j u_jm G_j,   K + ηI = U diag(λ) Uᵀ.
 """
@@ -42,7 +42,7 @@ def spectral_stein(z: Tensor, *, bandwidth: float | None = None) -> Tensor:
 
 
 def spectral_stein_at(points: Tensor, samples: Tensor) -> Tensor:
-    """(M, P) ∇ log q at points (M, P), q the density that other samples (n, P) come from; bandwidth of the samples."""
+    """(M, P) ∇ log q at points (M, P), q the density of other samples (n, P), whose median gives the bandwidth."""
     squared = squared_distances(samples)
     h = median_bandwidth(squared)
     kernel = rbf(squared, h)
@@ -87,7 +87,7 @@ MATRICES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def kernel_and_bandwidth(squared: Tensor, bandwidth: float | None = None) -> tuple[Tensor, Tensor | float]:
-    """((M, M) RBF kernel, h), by the median heuristic where no bandwidth is given."""
+    """((M, M) RBF kernel, h), by the median heuristic if no bandwidth is given."""
     h = median_bandwidth(squared) if bandwidth is None else bandwidth
     return rbf(squared, h), h
 
@@ -114,6 +114,6 @@ def _estimate(matrix: Callable[..., Tensor], z: Tensor, bandwidth: float | None)
 
 
 def _solve(kernel: Tensor, right: Tensor) -> Tensor:
-    """(K + ηI)⁻¹ right. The variant that does not read its error code, which would wait for the device."""
+    """(K + ηI)⁻¹ right, by a variant that does not read its error code, which would synchronise with the device."""
     ridge = RIDGE * torch.eye(kernel.shape[0], dtype=kernel.dtype, device=kernel.device)
     return torch.cholesky_solve(right, torch.linalg.cholesky_ex(kernel + ridge).L)

@@ -1,8 +1,8 @@
-"""Numbers of bytes in words."""
+"""Numbers of bytes as text."""
 
 
 def readable(size: int) -> str:
-    """The size in words, such as "1.5 GiB"."""
+    """The size as text, such as "1.5 GiB"."""
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 999.5:  # 1000 and more would be written 1e+03

@@ -1,4 +1,4 @@
 """Text that is safe to show."""
 
-# What steers a terminal that shows a file; lines and tabs stay
+# Control characters that could steer a terminal; newlines and tabs are kept
 CONTROL = dict.fromkeys({*range(32), *range(127, 160)} - {*b"\n\t"})

@@ -1,4 +1,4 @@
-"""A tree of named tensors that is a module, so that `.to`, `state_dict` and checkpoints know it."""
+"""A tree of named tensors as a module, so that `.to`, `state_dict` and checkpoints work."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -11,10 +11,10 @@ Tensors = dict[str, Tensor]  # by name
 
 
 class TensorTree(nn.Module):
-    """Named tensors as parameters and buffers of nested empty modules, so that `state_dict` reads like the network's.
+    """Named tensors as parameters and buffers of nested empty modules, so that `state_dict` looks like the network's.
 
-    A training step asks for their names a dozen times, and walking the modules costs more than small layers do: they are
-    kept until something is planted, converted or loaded.
+    A training step needs the names a dozen times, and walking over the modules costs more than small layers, so the names are
+    cached until a tensor is planted, converted or loaded.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class TensorTree(nn.Module):
         self._known: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
 
     def named(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(parameters, buffers) by name, not to be changed."""
+        """(parameters, buffers) by name; do not modify the dicts."""
         if self._known is None:
             self._known = dict(self.named_parameters()), dict(self.named_buffers())
         return self._known
@@ -50,7 +50,7 @@ class TensorTree(nn.Module):
 
 
 def ties(module: nn.Module) -> dict[str, str]:
-    """Other name -> first name of each tensor that several places hold; a layer with several names is one place."""
+    """Other name -> first name of each tied tensor; a layer with several names counts once."""
     first: dict[Tensor, str] = {}
     found: dict[str, str] = {}
     for path, part in module.named_modules():
@@ -62,9 +62,9 @@ def ties(module: nn.Module) -> dict[str, str]:
 
 
 def call_with(module: nn.Module, tensors: Tensors, *args: Any, tied: Mapping[str, str] | None = None) -> Any:
-    """module(*args) with these tensors in place of its own, tied ones in all their places. `tied`: what `ties` says of it.
+    """module(*args) with these tensors in place of its own, tied ones in all their places. `tied`: the result of `ties`.
 
-    torch is given each place once: it would tie them itself, and leave tensors of this call in a layer with two names.
+    torch gets each place once: its own handling of ties would leave tensors of this call in a layer with two names.
     """
     tied = ties(module) if tied is None else tied
     others = {name: tensors[source] for name, source in tied.items() if source in tensors}
@@ -72,7 +72,7 @@ def call_with(module: nn.Module, tensors: Tensors, *args: Any, tied: Mapping[str
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(parameters, buffers) by name; those of a caller's own module may change from one call to the next."""
+    """(parameters, buffers) by name; for a caller's module they may change between calls."""
     if isinstance(module, TensorTree):
         return module.named()
     return dict(module.named_parameters()), dict(module.named_buffers())

@@ -1,1 +1,1 @@
-"""From evaluations to numbers with intervals, sentences, figures and pages; knows nothing of bench."""
+"""Turns evaluations into numbers with intervals, sentences, figures and pages; does not import bench."""

@@ -1,4 +1,4 @@
-"""What a task set out to see, said from the numbers: a method's regions against every other's, seed by seed."""
+"""Sentences about a task's question: one method's regions compared with every other method's, seed by seed."""
 
 from collections.abc import Callable
 
@@ -7,19 +7,19 @@ from dissensus.reporting.regions import region_keys, spoken
 from dissensus.reporting.results import Results, base_of, mean_over_seeds
 from dissensus.reporting.sweep import sweep_of, sweep_sentence
 
-NEAR = 0.15  # an error that is larger by at most 15 % is as good
-TWICE = 2.0  # how much more entropy off the data counts as seeing it
+NEAR = 0.15  # an error that is larger by at most 15 % counts as equally good
+TWICE = 2.0  # this factor of entropy off the data counts as noticing it
 
 
 def claims(results: Results) -> list[str]:
-    """Sentences about the task's focus, and about the setting it sweeps; none where it has neither."""
+    """Sentences about the task's focus and the setting it sweeps; empty if it has neither."""
     said = _focused(results)
     sweep = sweep_of(results)
     return [*said, sweep_sentence(results, sweep)] if sweep is not None else said
 
 
 def _focused(results: Results) -> list[str]:
-    """Sentences on the method in focus; variants of it are left out of what it is compared with."""
+    """Sentences on the method in focus, compared with all methods except its own variants."""
     if results.focus is None or not region_keys(results.methods[results.focus][0]):
         return []
     focus, several = results.focus, results.methods[results.focus]
@@ -60,7 +60,7 @@ def _near(mine: Evaluation, other: Evaluation) -> bool:
 def _by_seeds(
     results: Results, focus: str, others: list[str], key: str, holds: Callable[[Evaluation, Evaluation], bool]
 ) -> str:
-    """ "of a (0.1) and b (0.2) on 5 of 5 seeds; of c (0.3) on 0 of 5 seeds": others by how often it holds."""
+    """ "of a (0.1) and b (0.2) on 5 of 5 seeds; of c (0.3) on 0 of 5 seeds": methods by how often the condition holds."""
     groups: dict[str, list[str]] = {}
     for name in others:
         value = f"{name} ({mean_over_seeds(key, results.methods[name]):.4g})"
@@ -70,7 +70,7 @@ def _by_seeds(
 
 
 def _seeds(results: Results, first: str, second: str, holds: Callable[[Evaluation, Evaluation], bool]) -> str:
-    """ "3 of 5 seeds": on how many of the seeds both methods were run with it holds."""
+    """ "3 of 5 seeds": how often the condition holds among the seeds that both methods have."""
     mine, other = (dict(zip(results.seeds(name), results.methods[name], strict=True)) for name in (first, second))
     pairs = [(mine[seed], other[seed]) for seed in mine if seed in other]
     return f"{sum(holds(*pair) for pair in pairs)} of {len(pairs)} seed{'s' * (len(pairs) != 1)}"

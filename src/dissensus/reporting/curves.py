@@ -1,4 +1,4 @@
-"""Figures of what changes with something: distances of members with training, accuracy with a setting."""
+"""Figures of curves: distances of members over training, accuracy over a setting."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,7 +76,7 @@ OverValues = dict[
 
 
 def over_values(rows: OverValues, *, label: str, log: bool, palette: Mapping[str, str]) -> Figure:
-    """Measures against the values of a setting, one line per method with its intervals; every title is a row of panels."""
+    """Measures over the values of a setting, one line per method with intervals; one row of panels per title."""
     each = (points for several in rows.values() for methods in several.values() for points in methods.values())
     panels, ticks = [], sorted({value for points in each for value in points})
     for title, several in rows.items():
@@ -94,7 +94,7 @@ def over_values(rows: OverValues, *, label: str, log: bool, palette: Mapping[str
             }
             if not drawn and len(ticks) > 1:
                 axes["xlim"] = (ticks[0], ticks[-1])
-            if drawn:  # a cell may lack a measure: where no label is wrong, none is memorised
+            if drawn:  # a cell may lack a measure: without wrong labels none is memorised
                 ends = np.concatenate([curve.y for curve in drawn])
                 room = 0.35 * (np.nanmax(ends) - np.nanmin(ends)) or 0.01 / measure.scale
                 least, most = measure.possible
@@ -115,7 +115,7 @@ LEARNED = {
 def learning_curves(
     rows: Mapping[str, Mapping[str, Mapping[str, tuple[Array, Array]]]], *, palette: Mapping[str, str]
 ) -> Figure:
-    """Accuracy over epochs, the mean over seeds with their range: rows[title][name][method] has epochs (E,), values (S, E)."""
+    """Accuracy over epochs: mean over seeds and their range. rows[title][name][method]: epochs (E,), values (S, E)."""
     panels, names = [], list(dict.fromkeys(name for several in rows.values() for name in several))
     for title, several in rows.items():
         for column, name in enumerate(names):
@@ -129,7 +129,7 @@ def learning_curves(
     return curve_figure(panels, size=(3.3 * len(names), 2.6 * len(rows)), rows=len(rows))
 
 
-SPAN = 0.01  # of an axis of accuracies, at least: less would make chance look like something
+SPAN = 0.01  # least span of an accuracy axis: a smaller one would magnify noise
 
 
 def sweep(
@@ -141,9 +141,9 @@ def sweep(
     chosen: str,
     palette: Mapping[str, str],
 ) -> Figure:
-    """Accuracies against a setting, mean over seeds with their spread; the chosen value marked, other methods as lines.
+    """Accuracies over a setting: mean over seeds with their spread, the chosen value marked, other methods as lines.
 
-    titles[title][method]: one number per seed; values: of the setting, for the methods that have it, ascending.
+    titles[title][method]: one number per seed. values: the setting's value for each method that has it, ascending.
     """
     x, colour = list(values.values()), palette[next(iter(values))]
     circle = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "color": INK, "linestyle": "none"}

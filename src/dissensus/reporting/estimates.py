@@ -1,4 +1,4 @@
-"""Numbers that answer a question: rows as arrays, means with intervals of seeds and test examples, and what these show."""
+"""Means with intervals over seeds and test examples, and sentences about them."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +15,7 @@ Array = Any  # of numpy
 
 
 class Claim(NamedTuple):
-    """A number with its 95 % interval (NaN where nothing varies), and the question it belongs to."""
+    """A number with its 95 % interval (NaN if nothing varies), and the question it answers."""
 
     question: str
     about: str
@@ -23,18 +23,18 @@ class Claim(NamedTuple):
     lower: float
     upper: float
     unit: str
-    seeds: int  # that it rests on
+    seeds: int  # number of seeds behind it
 
     @property
     def text(self) -> str:
         scale = 100 if self.unit == "points" else 1
         value, lower, upper = (f"{scale * each:+.2f}" for each in (self.value, self.lower, self.upper))
-        ends = "no interval, as nothing varies" if math.isnan(self.lower) else f"{lower} … {upper}"
+        ends = "no interval: nothing varies" if math.isnan(self.lower) else f"{lower} … {upper}"
         alone = ", one seed, whose spread is not counted" if self.seeds == 1 else ""
         return f"{value} ({ends}{alone})".replace("-", "−")
 
     def p_value(self, near: float = 0.0) -> float:
-        """Of a true value within ±near, read from the interval as if seeds alone had made it: never too small."""
+        """p-value of "the true value is within ±near", from the interval, as if only seeds varied: never too small."""
         half, freedom = (self.upper - self.lower) / 2, self.seeds - 1 if self.seeds > 1 else MANY
         if not half > 0:
             return 1.0
@@ -42,7 +42,7 @@ class Claim(NamedTuple):
 
 
 class Words(NamedTuple):
-    """What is said of a claim above zero, below, and in neither way; `equal`: of one whose interval is within ±near."""
+    """Words for a claim above zero, below zero, and undecided; `equal`: for an interval within ±near."""
 
     above: str
     below: str
@@ -59,13 +59,13 @@ class Words(NamedTuple):
 
 
 def claim_of(question: str, about: str, values: Array, unit: str) -> Claim:
-    """Of numbers (S, n)."""
+    """The claim about the mean of numbers (S, n)."""
     value, lower, upper, seeds = mean_interval(values)
     return Claim(question, about, value, lower, upper, unit, seeds)
 
 
 def verdicts(found: Sequence[Claim], words: Mapping[str, Words]) -> list[str]:
-    """One sentence for each question that has claims: what they show after Holm's adjustment, with their numbers."""
+    """One sentence per question: what its claims show after Holm's adjustment, with their numbers."""
     said = []
     for question, each in words.items():
         mine = [claim for claim in found if claim.question == question]
@@ -76,9 +76,9 @@ def verdicts(found: Sequence[Claim], words: Mapping[str, Words]) -> list[str]:
 
 
 def mean_interval(values: Array) -> tuple[float, float, float, int]:
-    """(mean, lower, upper, seeds) of numbers (S, n) of seeds and test examples, by the seeds that have no NaN; 95 %.
+    """(mean, lower, upper, seeds), 95 %, of numbers (S, n) over seeds and test examples; seeds with NaN are skipped.
 
-    n = 1 are numbers without examples, of which seeds alone are counted.
+    n = 1 means numbers without examples: only seeds are counted.
     """
     values = values[~np.isnan(values).any(1)]
     seeds, tested = values.shape
@@ -96,7 +96,7 @@ def slope_weights(x: Sequence[float]) -> Array:
 
 
 def array_over(rows: Sequence[Mapping[str, Any]], name: str, **axes: Collection[Any]) -> Array:
-    """(…, n) a column of rows over the values of others: numbers, n = 1, or (n,) each; NaN where there is no row."""
+    """(…, n) one column of rows, arranged by the values of other columns; n = 1 for plain numbers, NaN without a row."""
     found = {tuple(row[key] for key in axes): row[name] for row in rows}
     values = [np.atleast_1d(found.get(place, math.nan)) for place in product(*axes.values())]
     tested = max(map(len, values), default=1)
@@ -104,5 +104,5 @@ def array_over(rows: Sequence[Mapping[str, Any]], name: str, **axes: Collection[
 
 
 def means(values: Array) -> Array:
-    """Of numbers (…, S, n) over the seeds that have them; NaN where none has."""
+    """Means of numbers (…, S, n) over the seeds that have them; NaN if none has."""
     return np.ma.masked_invalid(values).mean((-2, -1)).filled(math.nan)

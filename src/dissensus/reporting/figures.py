@@ -1,4 +1,4 @@
-"""The figures of a report, drawn from evaluations and turned into SVG that takes the page's colour."""
+"""The figures of a report, drawn from evaluations as SVG in the page's text colour."""
 
 import base64
 import io
@@ -28,17 +28,17 @@ from dissensus.storage.files import write_bytes, write_text
 
 @dataclass(frozen=True)
 class Section:
-    """Figures that belong together, with a line that says how to read them."""
+    """Figures that belong together, with a text that explains how to read them."""
 
     title: str
     text: str
-    figures: list[tuple[str, str]]  # what it shows in words, SVG
+    figures: list[tuple[str, str]]  # description, SVG
     first_seed: bool = False  # whether only the first of several seeds is drawn
-    wide: bool = False  # whether a figure takes the whole width
+    wide: bool = False  # whether a figure spans the page
 
 
 def sections(results: Results, draws: MeasureDraws) -> list[Section]:
-    """All figures that the evaluations have arrays for; of several seeds the first is drawn."""
+    """All figures for which the evaluations have arrays, drawn from the first seed."""
     first = {name: several[0] for name, several in results.methods.items()}
     palette = plots.colours(list(first))
     made: list[tuple[Made | None, dict[str, bool]]] = [
@@ -70,7 +70,7 @@ def sections(results: Results, draws: MeasureDraws) -> list[Section]:
 
 
 def against_cost(results: Results, draws: MeasureDraws) -> Section | None:
-    """Every method as a point with its interval: what is measured first, and NLL, against what training and prediction cost."""
+    """Every method as a point with its interval: the first measure and NLL against the cost of training and prediction."""
     first = next(key for key in ("miou", "accuracy", "rmse") if key in draws)
     asked = [(first, "cost/train_seconds"), ("nll", "cost/train_seconds"), ("nll", "cost/predict_ms")]
     labels = {"cost/train_seconds": "training (seconds)", "cost/predict_ms": "prediction (ms per input)"}
@@ -83,7 +83,7 @@ def against_cost(results: Results, draws: MeasureDraws) -> Section | None:
                 interval = draws[key][name].interval()
                 ends = None if interval is None else (interval.lower, interval.upper)
                 points[name] = (mean_over_seeds(cost, several), draws[key][name].estimate, ends)
-        # a logarithmic axis has no place for what is free
+        # A logarithmic axis cannot show a cost of zero.
         free[labels[cost]] = [name for name, point in points.items() if point[0] <= 0]
         points = {name: point for name, point in points.items() if point[0] > 0}
         if points:
@@ -95,11 +95,11 @@ def against_cost(results: Results, draws: MeasureDraws) -> Section | None:
             )
             drawn.append((f"{quality} against {labels[cost]}", svg(figure, f"c{len(drawn)}")))
     unseen = [
-        f"Not shown, since they took no {label.split(' (')[0]}: {', '.join(names)}."
+        f"Not shown, because they needed no {label.split(' (')[0]}: {', '.join(names)}."
         for label, names in free.items()
         if names
     ]
-    text = " ".join(["Every point is a method, bars are 95 % intervals; left is cheaper.", *unseen])
+    text = " ".join(["Each point is a method. Bars are 95 % intervals. Further left is cheaper.", *unseen])
     return Section("Quality and cost", text, drawn) if drawn or unseen else None
 
 
@@ -115,17 +115,19 @@ def _calibration(first: dict[str, Evaluation], palette: dict[str, str]) -> Made 
             figure = plots.reliability(*parts, title=title, colour=palette[name])
             figures.append((f"Reliability diagram of {name}{about}", figure))
     text = (
-        "How often answers of a given confidence are right. Bars that end below the dashed line are too sure, bars that end "
-        "above it not sure enough; hatching is the gap. Underneath, how many inputs have that confidence."
+        "How often answers of a given confidence are right. Bars below the dashed line mean overconfident answers, bars above "
+        "it underconfident ones; hatching marks the gap. The histogram underneath counts the inputs of each confidence."
     )
-    return "Is confidence what it says?", text, figures
+    return "Does confidence match accuracy?", text, figures
 
 
 def _coverage(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
     known = {name: e.arrays["test/cumulative"] for name, e in first.items() if "test/cumulative" in e.arrays}
     figures = [("Coverage of intervals", plots.interval_coverage_figure(known, palette=palette))] if known else []
-    text = "How many targets lie inside the intervals that should hold that share. Below the dashed line: too sure."
-    return "Are intervals as wide as they should be?", text, figures
+    text = (
+        "Share of targets inside central intervals, against the intended share. Below the dashed line: overconfident."
+    )
+    return "Do intervals cover what they should?", text, figures
 
 
 def _foreign_section(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
@@ -147,8 +149,8 @@ def _foreign_section(first: dict[str, Evaluation], palette: dict[str, str]) -> M
             figure = plots.ood_histogram(inside, scores, score=e.score, title=name, colour=palette[name])
             figures.append((f"Scores of {name} on test and foreign inputs", figure))
     text = (
-        "Inputs of another kind should get higher scores than test inputs. The curve shows how many of each are flagged as the "
-        "threshold moves; the histograms show the scores themselves."
+        "Foreign inputs should get higher scores than test inputs. The curve shows the share of each that is flagged as the "
+        "threshold moves; the histograms show the scores."
     )
     return "Does it notice foreign inputs?", text, figures
 
@@ -165,10 +167,8 @@ def _selective(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | 
     if curves:
         figure = plots.risk_coverage_figure(curves, risk=risk, percent=classes, palette=palette)
         figures.append(("Risk and coverage of each method", figure))
-    text = (
-        "The error that is left when only the surest inputs are answered and the rest are passed on to somebody else."
-    )
-    return "What if it may refuse?", text, figures
+    text = "The error among answered inputs if only the most certain ones are answered and the others are refused."
+    return "How does refusing uncertain inputs help?", text, figures
 
 
 def _corrupted_section(results: Results, palette: dict[str, str]) -> Made | None:
@@ -186,9 +186,9 @@ def _corrupted_section(results: Results, palette: dict[str, str]) -> Made | None
     count = len(first.arrays.get("corrupt/example_nll", []))
     text = (
         f"{count:,} test inputs under all {len(first.corruptions)} types of corruption together, from mild to severe; "
-        "severity 0 is the same inputs, undamaged."
+        "severity 0 is the same inputs without corruption."
     )
-    return "What happens to damaged inputs?", text, figures
+    return "What happens on corrupted inputs?", text, figures
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Picture:
 
 
 def pictures(evaluation: Evaluation) -> dict[str, list[Picture]]:
-    """Group -> pictures of the inputs the posterior is most and least sure of, and of its surest mistakes."""
+    """Group -> pictures of the most certain and least certain inputs, and of the most certain mistakes."""
     classes = evaluation.notes.get("classes", "").split("\n")
     found = {}
     for group in GROUPS:
@@ -235,14 +235,14 @@ def _share(confidence: float) -> str:
 
 
 def write_png(figure: Figure, path: Path) -> None:
-    """The figure on white, for pages that take no SVG."""
+    """Writes the figure as PNG on white, for pages that cannot show SVG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110, facecolor="white")
     write_bytes(path, buffer.getvalue())
 
 
 def write_files(folder: Path, drawn: Mapping[str, Figure], texts: Mapping[str, str]) -> list[Path]:
-    """The files of these names in a folder: figures as PNG, and texts."""
+    """Writes figures as PNG, and texts, under their names into a folder."""
     for name, figure in drawn.items():
         write_png(figure, folder / name)
     for name, text in texts.items():
@@ -251,7 +251,7 @@ def write_files(folder: Path, drawn: Mapping[str, Figure], texts: Mapping[str, s
 
 
 def svg(figure: Figure, prefix: str) -> str:
-    """The figure as an <svg> element for a page: no header, no links, names of its own, INK in the page's colour."""
+    """The figure as an <svg> element for a page: without header and links, with unique ids, INK in the page's text colour."""
     text = io.StringIO()
     with matplotlib.rc_context(plots.STYLE | {"svg.hashsalt": prefix}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
@@ -266,7 +266,7 @@ def svg(figure: Figure, prefix: str) -> str:
 
 
 def png(image: Tensor) -> str:
-    """An image (C, H, W) as a data URI: uint8, in [0, 1], or stretched to it."""
+    """An image (C, H, W) as a PNG data URI: uint8, in [0, 1], or rescaled to [0, 1]."""
     pixels: Any = image.double().numpy()
     if image.dtype.is_floating_point and (pixels.min() < -1e-3 or pixels.max() > 1 + 1e-3):
         pixels = (pixels - pixels.min()) / max(float(np.ptp(pixels)), 1e-12)

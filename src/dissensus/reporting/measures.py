@@ -1,4 +1,4 @@
-"""What a report shows of an evaluation: each number with its meaning, its unit, and the arrays it can be resampled from."""
+"""The measures of a report: each metric with its meaning, its unit, and the arrays it can be resampled from."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,12 +26,12 @@ def weighted_mean(weights: Sequence[Tensor], values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Measure:
-    """One metric. `samples`: the arrays it is a statistic of, grouped by the examples they share; () where it has none."""
+    """One metric. `samples`: the arrays it is computed from, grouped by the examples they share; () if there are none."""
 
     key: str
     label: str
     group: str
-    best: Better | float | None = None  # high, low, nearest to a number; None: not a matter of better or worse
+    best: Better | float | None = None  # high, low, nearest to a number; None: neither better nor worse
     scale: float = 1.0  # 100 for percent
     digits: int = 2
     unit: str = ""
@@ -42,13 +42,13 @@ class Measure:
 
     @property
     def possible(self) -> tuple[float, float]:
-        """The least and the largest value there is."""
+        """The least and the largest possible value."""
         if self.scale == 100:
             return 0.0, 1.0
         return (-inf if self.key.endswith("nll") else 0.0), inf
 
     def text(self, value: float) -> str:
-        """The value as shown, without its unit; what would round to zero and is not is shown by its power of ten."""
+        """The value as shown, without its unit; a small number that would round to zero is shown as a power of ten."""
         shown = value * self.scale
         if abs(shown) >= 1000:
             return f"{shown:,.0f}"
@@ -62,9 +62,9 @@ class Measure:
         return -value if self.best == "low" else value
 
     def alike(self, first: float, second: float) -> bool:
-        """Whether nobody would choose by the difference: under ten units of the last digit shown, and under 2 % of the value.
+        """Whether the difference is too small to matter: under ten units of the last digit shown, and under 2 % of the value.
 
-        Of shares 2 % of what is rarer: 99.98 % right is another number than 99.95 %.
+        For shares, under 2 % of the rarer outcome: 99.98 % right differs from 99.95 %.
         """
         least = min(abs(first), abs(second))
         if self.scale == 100:
@@ -155,7 +155,7 @@ def measures(evaluation: Evaluation) -> list[Measure]:
 
 
 def member_measures(evaluation: Evaluation) -> list[Measure]:
-    """What is said of the members of a mixture."""
+    """The measures of a mixture's members."""
     percent = evaluation.kind != "regression"
     found = [
         Measure("members/count", "Members", "", None, 1, 0),
@@ -180,7 +180,7 @@ def member_measures(evaluation: Evaluation) -> list[Measure]:
 
 
 def distance_measures() -> list[Measure]:
-    """How far members are apart."""
+    """The measures of distances between members."""
     return [
         Measure("distances/weight", "Distance of weights", "", None, 1, 3),
         Measure("distances/function", "Distance of outputs", "", None, 1, 4, "rms"),
@@ -191,7 +191,7 @@ def distance_measures() -> list[Measure]:
 
 def _classification(evaluation: Evaluation) -> list[Measure]:
     test = "test"
-    whole = evaluation.kind == "classification"  # pixels are not stored, so what is not a mean has no interval
+    whole = evaluation.kind == "classification"  # pixels are not stored: only means have intervals
     confidence: tuple[ArrayNames, ...] = (("test/confidence", "test/correct"),) if whole else ()
     ranked: tuple[ArrayNames, ...] = (("test/score/max_probability", "test/correct"),) if whole else ()
     brier: tuple[ArrayNames, ...] = (("test/brier",),) if whole else ()
@@ -226,7 +226,7 @@ def _miou(weights: Sequence[Tensor], intersection: Tensor, union: Tensor) -> Ten
 
 
 def _calibrated(evaluation: Evaluation) -> list[Measure]:
-    """At each method's own temperature, found on held-out test rows, or with what else was fitted there."""
+    """Measures after calibration on held-out test rows, by temperature or another method."""
     group = "at its best temperature" if "calibrated/temperature" in evaluation.metrics else "calibrated"
     samples: dict[str, ArrayNames] = {
         "accuracy": ("calibrated/correct",),
@@ -244,7 +244,7 @@ def _calibrated(evaluation: Evaluation) -> list[Measure]:
 
 
 def _promised(evaluation: Evaluation) -> list[Measure]:
-    """Coverage and size of conformal sets, acceptance and risk of gates, each beside what was promised."""
+    """Coverage and size of conformal sets, acceptance and risk of gates, each beside the promised value."""
     found = []
     for key, promised in [(key, value) for key, value in evaluation.metrics.items() if key.count("/") == 1]:
         name, quantity = key.split("/")
@@ -276,7 +276,7 @@ def _promised(evaluation: Evaluation) -> list[Measure]:
 
 
 def _risk(weights: Sequence[Tensor], accepted: Tensor, error: Tensor) -> Tensor:
-    """(R,) share of errors among those accepted; 0 where a sample has none of those."""
+    """(R,) share of errors among accepted examples; 0 if a resample has none."""
     return (weights[0] @ (accepted * error)) / (weights[0] @ accepted).clamp(min=1)
 
 
@@ -298,17 +298,17 @@ def root_mean(weights: Sequence[Tensor], squared: Tensor) -> Tensor:
 
 
 def _ece(weights: Sequence[Tensor], confidence: Tensor, correct: Tensor) -> Tensor:
-    """(R,)"""
+    """(R,) expected calibration error."""
     return confidence_ece(confidence, correct, weights=weights[0])
 
 
 def _aurc(weights: Sequence[Tensor], score: Tensor, correct: Tensor) -> Tensor:
-    """(R,) surest, lowest score first; the loss is an error."""
+    """(R,) area under the risk–coverage curve; a low score is a high confidence, the loss is an error."""
     return metrics.aurc(-score, 1 - correct.double(), weights=weights[0])
 
 
 def _ranking(metric: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """(R,) of weights and scores, of a metric of (score_in, score_ood)."""
+    """A function of weights and scores that gives (R,) values of a metric of (score_in, score_ood)."""
 
     def statistic(weights: Sequence[Tensor], score_in: Tensor, score_ood: Tensor) -> Tensor:
         return metric(score_in, score_ood, weights=(weights[0], weights[1]))

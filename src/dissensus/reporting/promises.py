@@ -1,4 +1,4 @@
-"""Figures of promises: coverage of conformal sets and risk of gates, beside what was promised."""
+"""Figures of promises: coverage of conformal sets and risk of gates, beside the promised values."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ from dissensus.reporting.scenes import Made
 
 
 def promised(results: Results, palette: Mapping[str, str]) -> Made | None:
-    """Coverage by difficulty and severity with the promised level, risk by the share accepted with the promised risk."""
+    """Coverage by difficulty and severity with the promised level; risk by acceptance with the promised risk."""
     panels = [*_sets(results, palette), *_gates(results, palette)]
     text = (
-        "Dashed: what was promised, for inputs like the calibration rows. Coverage is promised over all of them, not over the "
-        "hard ones alone, and nothing is promised for corrupted inputs. Markers on the curves of risk are the gates."
+        "Dashed lines are the promised values, for inputs like the calibration rows. Coverage is promised over all inputs, not "
+        "for the hard ones separately, and not for corrupted inputs. Markers on the risk curves are the gates."
     )
     figures = [(str(panel.axes["title"]), curve_figure([panel])) for panel in panels]
     return ("Are promises kept?", text, figures) if figures else None
@@ -57,20 +57,20 @@ def _gates(results: Results, palette: Mapping[str, str]) -> list[Panel]:
             at = [first.metrics[f"{name}/accepted"]], [first.metrics.get(f"{name}/risk", 0.0)]
             drawn.append(Curve(*at, f"_{method}", {"color": palette[method], **marked(i, size=7)}))
         if drawn and next(iter(results.methods.values()))[0].kind == "classification":
-            label = {"xlabel": "inputs accepted, surest first", "ylabel": "errors among accepted"}
+            label = {"xlabel": "inputs accepted, most certain first", "ylabel": "errors among accepted"}
             axes = label | {"title": f"Risk and acceptance: {name}", "xlim": (0, 1.02)}
             panels.append(Panel([*drawn, _line(0, 1, _first(results, f"{name}/promised"))], axes, percent="xy"))
     return panels
 
 
 def _names(results: Results, ending: str) -> list[str]:
-    """Names of the promises whose metric of this ending a method has."""
+    """Names of the promises for which a method has a metric with this ending."""
     found = (key for several in results.methods.values() for key in several[0].metrics if key.endswith(ending))
     return [key.removesuffix(ending) for key in dict.fromkeys(found) if "/" not in key.removesuffix(ending)]
 
 
 def _curves(results: Results, palette: Mapping[str, str], x: Sequence[float], keys: Sequence[str]) -> list[Curve]:
-    """One curve per method that has all of these metrics, mean over seeds."""
+    """One curve per method that has all these metrics, averaged over seeds."""
     return [
         Curve(list(x), _means(several, keys), short(method), {"color": palette[method], **marked(i)})
         for i, (method, several) in enumerate(results.methods.items())

@@ -23,14 +23,14 @@ PERCENT = (*HIGHER, "fpr95", "fpr95_in", "ece", "ece_union")
 
 
 class Published(NamedTuple):
-    """A number and its error, None where none was given."""
+    """A published number and its error; None if no error was given."""
 
     value: float
     error: float | None = None
 
 
 def published(reference: Mapping[str, Any]) -> dict[str, dict[str, Published]]:
-    """Method -> metric's key -> number, of a task's [reference]."""
+    """Method -> metric's key -> published number, from a task's [reference]."""
     return {
         method: {key: Published(*value) if isinstance(value, list) else Published(value) for key, value in row.items()}
         for method, row in reference.items()
@@ -39,7 +39,7 @@ def published(reference: Mapping[str, Any]) -> dict[str, dict[str, Published]]:
 
 
 def reference_table(results: Results, found: Sequence[Measure]) -> Table | None:
-    """Our numbers, mean over seeds, each with the published one; None where a task gives none for these methods."""
+    """Our numbers (mean over seeds) beside the published ones; None if the task has none for these methods."""
     theirs = {name: row for name, row in published(results.reference).items() if name in results.methods}
     if not any(theirs.values()):
         return None
@@ -56,7 +56,7 @@ def reference_table(results: Results, found: Sequence[Measure]) -> Table | None:
 
 
 class Ordering(NamedTuple):
-    """Two methods of which one was published to be better than the other in a metric."""
+    """A pair of methods with a published order in one metric."""
 
     measure: Measure
     ahead: str
@@ -71,14 +71,14 @@ class Ordering(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """Above zero where the order here is as published."""
+        """Above zero if our order agrees with the published one."""
         return _gap(self.measure, *self.ours)
 
 
 def orderings(results: Results, found: Sequence[Measure]) -> list[Ordering]:
-    """Every pair of methods in every metric with a published order; equal published numbers have none.
+    """Every pair of methods in every metric with a published order; equal published numbers have no order.
 
-    Where test examples are not there to be counted, the seeds alone are.
+    Without stored test examples, only the variation over seeds is counted.
     """
     theirs = {name: row for name, row in published(results.reference).items() if name in results.methods}
     listed = []
@@ -106,7 +106,7 @@ def orderings(results: Results, found: Sequence[Measure]) -> list[Ordering]:
 
 
 def reference_sentences(results: Results, found: Sequence[Measure]) -> list[str]:
-    """How many orderings of two methods are not as published, then each of them with its numbers."""
+    """A sentence with the number of orderings that differ from the published ones, then one for each with its numbers."""
     listed = orderings(results, found)
     judged = family({each.key: each.comparison for each in listed}, holm=results.holm)
     said = [
@@ -123,7 +123,7 @@ def reference_sentences(results: Results, found: Sequence[Measure]) -> list[str]
 
 
 def _gap(measure: Measure, first: float, second: float) -> float:
-    """Above zero where the first is better."""
+    """Above zero if the first is better."""
     return measure.goodness(first) - measure.goodness(second)
 
 
@@ -133,7 +133,7 @@ def _ours(results: Results, key: str, method: str) -> float | None:
 
 
 def _measure(key: str, found: Sequence[Measure]) -> Measure:
-    """The measure of a report with this key, or one made from the key's words."""
+    """The report's measure with this key, or a new one named after the key."""
     for measure in found:
         if measure.key == key:
             return measure
@@ -157,7 +157,7 @@ def _label(measure: Measure) -> str:
 
 
 def _chance(ordering: Ordering, judged: Family) -> str:
-    """Our difference with its interval, and whether it is beyond it, where that can be said."""
+    """Our difference with its interval and whether it is significant, as words."""
     measure, comparison = ordering.measure, ordering.comparison
     if comparison is None:
         return "no interval: nothing varies, or one seed without its test examples"

@@ -1,4 +1,4 @@
-"""Regions of a data set one can look at, as an evaluation names them: their keys, in words, and the window of a plane."""
+"""Regions of one- and two-dimensional data sets: their metric keys, their names in words, and the window of a plane."""
 
 from torch import Tensor
 
@@ -23,12 +23,12 @@ def spoken(key: str) -> tuple[str, str]:
 
 
 def as_square(values: Tensor) -> Tensor:
-    """(side, side) of values (side²,) on a plane's grid, the first axis going up: what an image shows with its origin below."""
+    """(side, side) image of values (side²,) on a plane's grid; the first row is the bottom (matplotlib's origin="lower")."""
     side = round(len(values) ** 0.5)
     return values.reshape(side, side).T
 
 
 def window(positions: Tensor) -> tuple[float, float, float, float]:
-    """(left, right, bottom, top) of a plane's grid."""
+    """(left, right, bottom, top) limits of a plane's grid."""
     (left, bottom), (right, top) = positions.amin(0).tolist(), positions.amax(0).tolist()
     return left, right, bottom, top

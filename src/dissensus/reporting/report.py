@@ -29,7 +29,7 @@ PICTURES = {
 
 
 def write_report(results: Results, path: str | Path) -> list[Path]:
-    """The files written: results.csv, report.md, report.html into the folder `path`, or the one its suffix names."""
+    """Writes results.csv, report.md and report.html into the folder `path`, or one file by its suffix; returns the paths."""
     path = Path(path)
     if path.suffix and path.suffix not in SUFFIXES and not path.is_dir():
         raise ValueError(
@@ -46,12 +46,12 @@ def write_report(results: Results, path: str | Path) -> list[Path]:
 
 
 def one_file(path: Path) -> bool:
-    """Whether a path asks for one file, by its suffix, not for a folder."""
+    """Whether the path's suffix names one file; otherwise it is a folder."""
     return path.suffix in SUFFIXES and not path.is_dir()
 
 
 def report_content(results: Results, *, with_figures: bool = True) -> dict[str, Any]:
-    """Everything the templates show."""
+    """The variables of the templates."""
     found, draws = tables.draws_of(results)
     accuracy = Measure("", "Accuracy", "", "high", 100, 2, "%")
     nll = Measure("", "NLL", "", "low", 1, 3, "nats")
@@ -113,28 +113,28 @@ def _shown(*named: tuple[str, tables.Table | None]) -> list[tuple[str, tables.Ta
 
 
 def _what_counts(results: Results) -> str:
-    """What intervals and p-values count."""
+    """A sentence on what intervals and p-values count."""
     counts = sorted({len(several) for several in results.methods.values()})
     adjusted = " p-values are adjusted for the comparisons of the table (Holm)." if results.holm else ""
     if counts == [1]:
         only = "Intervals and p-values reflect test-set size only; run more seeds to include training variation."
         return f"{only}{adjusted}"
     several = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
-    few = " With so few, intervals are wide." if counts[0] < 4 else ""
+    few = " With so few seeds, intervals are wide." if counts[0] < 4 else ""
     alone = " A method with one seed has only its test examples counted." if counts[0] == 1 else ""
     text = f"Intervals and p-values count test examples and {several}."
     return f"{text}{few}{alone}{adjusted}"
 
 
 def compared_by(results: Results, against: Family | None) -> str:
-    """How many comparisons there are and whether that is allowed for."""
+    """A sentence on the number of comparisons and their correction."""
     if against is None:
         return ""
     count, expected = len(against.comparisons), (1 - LEVEL) * len(against.comparisons)
     if results.holm:
         return (
             f"p-values are adjusted for the {count} comparisons of the table (Holm); intervals are at "
-            f"{100 * against.level:.4g} %, where they leave zero out exactly where p < 0.05."
+            f"{100 * against.level:.4g} %, the level at which they exclude zero exactly if p < 0.05."
         )
     return f"No correction for many comparisons: of {count} without any difference, {expected:.1f} have p < 0.05 by chance."
 
@@ -145,48 +145,47 @@ def _pictures(results: Results) -> dict[str, dict[str, list[figures.Picture]]]:
 
 
 def _glossary(found: list[Measure]) -> Mapping[str, str]:
-    """What each number in the tables means."""
+    """The meaning of each number in the tables."""
     shown = {name for measure in found for name in (measure.label, measure.group)}
     return {name: text for name, text in MEANINGS.items() if name in shown}
 
 
 MEANINGS = {
     "Accuracy": "share of test inputs whose most probable class is the true one",
-    "NLL": "mean of −log p(truth): low when the truth is given high probability; the one number that judges the whole "
-    "predictive distribution",
+    "NLL": "mean of −log p(truth): low when the truth gets high probability; it judges the whole predictive distribution",
     "Brier score": "mean squared distance between the predicted probabilities and the truth, summed over classes (0 to 2)",
     "ECE": "expected calibration error: how far confidence is from accuracy, over 15 bins of confidence",
     "AURC": "mean error over all coverages when the least certain inputs are refused first: low when certainty ranks well",
     "mIoU": "overlap of predicted and true regions, mean over classes",
     "AUROC": "probability that a foreign input gets a higher score than a test input; 50 % is chance",
     "AUPR": "mean precision of flagging foreign inputs; its chance level is their share in the data",
-    "FPR at 95 % TPR": "share of test inputs flagged when 95 % of the foreign ones are",
-    "AUPR, adjusted": "the same as it would be if foreign inputs had another share in the data: one half, or as the task says",
-    "FPR, test inputs positive": "share of foreign inputs accepted when 95 % of the test inputs are",
-    "ECE, foreign inputs included": "calibration error of test and foreign inputs together, where every answer to a foreign "
-    "one counts as wrong: low when the network is not sure of itself there",
-    "NLL of one Gaussian": "the same for the Gaussian with the mixture's mean and variance, as deep-ensemble papers report it",
+    "FPR at 95 % TPR": "share of test inputs flagged at the threshold that flags 95 % of the foreign inputs",
+    "AUPR, adjusted": "AUPR reweighted to another share of foreign inputs: one half, or the share set by the task",
+    "FPR, test inputs positive": "share of foreign inputs accepted at the threshold that accepts 95 % of the test inputs",
+    "ECE, foreign inputs included": "calibration error of test and foreign inputs together; every answer to a foreign input "
+    "counts as wrong, so it is low when the network is uncertain there",
+    "NLL of one Gaussian": "NLL of the Gaussian with the mixture's mean and variance, as deep-ensemble papers report it",
     "RMSE": "root of the mean squared error of the predicted mean",
     "CRPS": "mean distance between the predicted distribution and the target, in the target's units",
-    "Coverage of 90 % intervals": "share of targets inside intervals that should hold 90 % of them",
-    "Width of 90 % intervals": "how wide those intervals are, in the target's units",
-    "Temperature": "by which every member's logits were divided, or the deviation of its noise multiplied, before any of these "
-    "numbers were measured: fitted on held-out data, 1 where there is none",
-    "Answered as labelled": "share of the training inputs with a wrong label that are answered by that label: memorised",
-    "Answered truly": "share of the training inputs with a wrong label that are answered by their true class all the same",
+    "Coverage of 90 % intervals": "share of targets inside intervals that should contain 90 % of them",
+    "Width of 90 % intervals": "mean width of these intervals, in the target's units",
+    "Temperature": "every member's logits were divided by it (regression: the noise's deviation was multiplied) before these "
+    "numbers were measured; fitted on held-out data, 1 if none was fitted",
+    "Answered as labelled": "share of the training inputs with a wrong label that get this wrong label: memorised",
+    "Answered truly": "share of the training inputs with a wrong label that get their true class anyway",
     "regions": "means over parts of the input space: the standard deviation of the members' means, or the entropy of the "
-    "mean prediction. Large off the data is wanted, large at the data is not",
+    "mean prediction. It should be large off the data and small at the data",
     "attacked by FGSM": "test inputs after one step up the loss of the averaged prediction, mean over radii",
-    "attacked by PGD": "the same after several steps, of which each input keeps the best for the attacker",
-    "attacked through one member": "PGD on the first member alone, measured on the whole mixture",
-    "Confidence": "probability of the class that noise was turned into, mean over classes: low is wanted",
-    "corrupted inputs": "test inputs damaged by noise, blur, weather and the like, or as many of them as the task says; every "
-    "severity is measured on all types together, then severities are averaged",
+    "attacked by PGD": "test inputs after several steps up that loss, keeping the worst step of each input, mean over radii",
+    "attacked through one member": "PGD on the first member only, measured on the whole mixture",
+    "Confidence": "probability of the class that noise was turned into, mean over classes: should be low",
+    "corrupted inputs": "all test inputs, or as many as the task sets, damaged by noise, blur, weather and other corruptions; "
+    "each severity is measured on all types together, then severities are averaged",
 }
 
 
 def rendered(template: str, content: Mapping[str, Any]) -> str:
-    """A template of this package, filled in, without control characters of names and titles."""
+    """Fills in a template of this package; control characters in names and titles are removed."""
     environment = Environment(
         loader=PackageLoader("dissensus.reporting"),
         autoescape=template.endswith(".html.j2"),
@@ -201,14 +200,14 @@ def rendered(template: str, content: Mapping[str, Any]) -> str:
 
 
 def _markdown(text: object) -> str:
-    """Text for Markdown, where none of it is a link, a picture, HTML or the end of a cell."""
+    """Escapes text for Markdown, so that it contains no link, picture, HTML or end of a cell."""
     plain = re.sub(r"&(?=#?\w+;)", "&amp;", " ".join(str(text).split()))
     plain = re.sub(r"<(?=[a-zA-Z/!?])", "&lt;", plain)  # "p < 0.05" is no tag
     return re.sub(r"[\\|\[\]*`]", r"\\\g<0>", plain)
 
 
 def grid_csv(table: tables.Table) -> str:
-    """A table as it is shown, as CSV: a row for each measure, three columns for each method."""
+    """A shown table as CSV: one row per measure, three columns per method."""
     rows = []
     for row in table.rows:
         cells = {"group": row.group, "measure": row.label, "unit": row.unit}
@@ -220,7 +219,7 @@ def grid_csv(table: tables.Table) -> str:
 
 
 def _as_link(text: str, kind: str) -> str:
-    """A data URI, which a page can offer as a file."""
+    """A data URI, which a page can offer for download."""
     return f"data:text/{kind};base64,{base64.b64encode(text.encode()).decode()}"
 
 
@@ -233,5 +232,5 @@ LATEX = {
 
 
 def _latex(text: object) -> str:
-    """Text for LaTeX, where none of it is a command."""
+    """Escapes text for LaTeX, so that it contains no command."""
     return re.sub("|".join(map(re.escape, LATEX)), lambda found: LATEX[found[0]], " ".join(str(text).split()))

@@ -1,4 +1,4 @@
-"""The results a report is made of: evaluations by method, one per seed, and where they come from."""
+"""The results behind a report: evaluations by method and seed, and their origins."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dissensus.numerics.checks import one_of
 from dissensus.numerics.frame import frame
 from dissensus.numerics.text import CONTROL as CONTROL
 
-# How a formula begins, or one that was made a text; a number is none.
+# The beginning of a spreadsheet formula, or of an escaped one; numbers do not match.
 FORMULA = re.compile(r"(?![+-]?(?:[\d.]+(?:e[+-]?\d+)?|inf|nan)\Z)'*[=+\-@\t\r]")
 
 
 class Swept(NamedTuple):
-    """A setting that runs differ in, and its value in those that have it."""
+    """A setting in which runs differ, and its value for each method that has it."""
 
     key: str
     values: dict[str, float]  # method -> value
@@ -34,7 +34,7 @@ class Results:
     title: str
     description: str
     methods: dict[str, list[Evaluation]]  # one evaluation per seed
-    origins: dict[str, list[dict[str, Any]]]  # for each of them, what to write in front of its row
+    origins: dict[str, list[dict[str, Any]]]  # for each evaluation, the first columns of its row
     baseline: str | None = None
     facts: dict[str, str] = field(default_factory=dict)  # provenance
     reference: dict[str, Any] = field(default_factory=dict)  # published numbers, as in a task
@@ -43,11 +43,11 @@ class Results:
     holm: bool = False  # whether p-values are adjusted for the number of comparisons in a table
 
     def seeds(self, method: str) -> list[Any]:
-        """The seeds of its evaluations; their numbers where nobody named seeds."""
+        """The seeds of a method's evaluations; 0, 1, … if seeds are unknown."""
         return [origin.get("seed", i) for i, origin in enumerate(self.origins[method])]
 
     def compared_with(self, baseline: str | None = None, *, holm: bool = False) -> Results:
-        """The same with another baseline, where one is given, and with p-values adjusted or not."""
+        """The same results with another baseline (None keeps it), and with p-values adjusted or not."""
         if baseline is not None:
             one_of("a method of the report as baseline", baseline, self.methods)
         return replace(self, baseline=self.baseline if baseline is None else baseline, holm=holm)
@@ -68,7 +68,7 @@ class Results:
 
 
 def results_of_evaluations(evaluations: Mapping[str, Evaluation | Sequence[Evaluation]], title: str) -> Results:
-    """Results of evaluations by name, each one or several (seeds)."""
+    """Results from evaluations by name: one Evaluation, or a list with one per seed."""
     if not isinstance(evaluations, Mapping):
         raise TypeError(
             f"expected a dict of name -> Evaluation, got {type(evaluations).__name__}; pass {{'map': evaluate(...), ...}}"
@@ -80,7 +80,7 @@ def results_of_evaluations(evaluations: Mapping[str, Evaluation | Sequence[Evalu
         several = [value] if not isinstance(value, Sequence) else list(value)
         if not several or not all(isinstance(each, Evaluation) for each in several):
             raise TypeError(
-                f"expected an Evaluation for {name!r}, got {type(value).__name__}; pass what evaluate returns"
+                f"expected an Evaluation for {name!r}, got {type(value).__name__}; pass the result of evaluate"
             )
         methods[str(name)] = several
     kinds = sorted({each.kind for several in methods.values() for each in several})
@@ -101,7 +101,7 @@ def csv_text(results: Results) -> str:
 
 
 def table_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Rows as CSV. A text that a spreadsheet would run, such as "=A1", gets an apostrophe, which `table_rows` takes away."""
+    """Rows as CSV. A text that a spreadsheet would run, such as "=A1", gets an apostrophe; `table_rows` removes it."""
     text = io.StringIO()
     lines = [columns, *([row.get(key) for key in columns] for row in rows)]
     safe = ([f"'{cell}" if FORMULA.match(str(cell)) else cell for cell in line] for line in lines)
@@ -111,7 +111,7 @@ def table_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str
 
 
 def table_rows(path: Path, texts: Collection[str] | None = None) -> list[dict[str, Any]]:
-    """The rows that `table_text` wrote, all cells as text; or numbers and None but for the columns that are `texts`."""
+    """Reads rows written by `table_text`. Cells are text; if `texts` is given, the other columns are numbers or None."""
 
     def value(key: str, text: str) -> Any:
         if texts is None or key in texts:
@@ -124,7 +124,9 @@ def table_rows(path: Path, texts: Collection[str] | None = None) -> list[dict[st
 
 
 def mean_over_seeds(key: str, several: Sequence[Evaluation]) -> float:
-    return fmean(each.metrics[key] for each in several)  # the same digits in every Python, which a plain sum has not
+    return fmean(
+        each.metrics[key] for each in several
+    )  # fmean gives the same digits in every Python; a plain sum does not
 
 
 def all_have(key: str, several: Sequence[Evaluation]) -> bool:
@@ -133,5 +135,5 @@ def all_have(key: str, several: Sequence[Evaluation]) -> bool:
 
 
 def base_of(name: str) -> str:
-    """The method that a name is of: tradi of tradi and of its variant tradi-diagonal."""
+    """The method behind a name: "tradi" for "tradi" and for its variant "tradi-diagonal"."""
     return name.partition("-")[0]

@@ -1,4 +1,4 @@
-"""Sections of a report that are pictures first: the functions themselves, how members part, a setting's sweep."""
+"""Sections of a report that consist mainly of pictures: functions, distances over training, a setting's sweep."""
 
 import math
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from dissensus.reporting.regions import as_square, window
 from dissensus.reporting.results import Results
 from dissensus.reporting.sweep import accuracies, sweep_of
 
-Made = tuple[str, str, list[tuple[str, Figure]]]  # title, how to read it, (what it shows in words, figure)
+Made = tuple[str, str, list[tuple[str, Figure]]]  # title, how to read it, (description, figure)
 
 
 def looked_at(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
-    """What every method says over the line or the plane."""
+    """Every method's prediction over the line or the plane."""
     known = {name: each.arrays for name, each in first.items() if "grid/positions" in each.arrays}
     if not known:
         return None
@@ -32,8 +32,8 @@ def looked_at(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | N
             largest=math.log(max(len(classes), 2)),
             seen=(seen, targets),
         )
-        text = "Entropy of the mean prediction over the plane, from sure (dark) to at a loss (light); dots are training inputs."
-        return "Where is it sure?", text, [("Entropy over the plane, method by method", figure)]
+        text = "Entropy of the mean prediction, from certain (dark) to uncertain (light); dots are training inputs."
+        return "Where is it certain?", text, [("Entropy over the plane, method by method", figure)]
     figure = panels.bands(
         positions[:, 0],
         {
@@ -44,11 +44,11 @@ def looked_at(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | N
         palette=palette,
     )
     text = "Mean, ±3 standard deviations of the members' means, and up to ten members; dots are training data."
-    return "Where is it sure?", text, [("Predictions along the line, method by method", figure)]
+    return "Where is it certain?", text, [("Predictions along the line, method by method", figure)]
 
 
 def segmented(first: dict[str, Evaluation]) -> Made | None:
-    """What every method says of each pixel of some test images, the same ones for all."""
+    """Every method's prediction for each pixel of some test images, the same images for all methods."""
     known = {name: each.arrays for name, each in first.items() if "scenes/image" in each.arrays}
     if not known:
         return None
@@ -63,15 +63,15 @@ def segmented(first: dict[str, Evaluation]) -> Made | None:
         figure = maps.scene(image.movedim(0, -1).numpy(), truth.numpy(), said, classes=classes)
         figures.append((f"Test image {i + 1}: truth, predictions, confidence and mutual information", figure))
     text = (
-        "Test images, the truth, and what every method says: the class of each pixel, its probability, and the mutual "
-        "information, by which the members differ (none with a single network). Unknown classes did not count in training; "
-        "the frame is where most of their pixels are."
+        "Test images, the truth, and every method's prediction: the class of each pixel, its probability, and the mutual "
+        "information, which measures how far members disagree (0 for a single network). Unknown classes were ignored in "
+        "training; the frame marks the place with most of their pixels."
     )
-    return "Where in the image is it sure?", text, figures
+    return "Where in the image is it certain?", text, figures
 
 
 def over_training(results: Results, palette: dict[str, str]) -> Made | None:
-    """How members part while they train, mean over seeds."""
+    """Distances between members over training, mean over seeds."""
     known = {
         name: several
         for name, several in results.methods.items()
@@ -85,15 +85,15 @@ def over_training(results: Results, palette: dict[str, str]) -> Made | None:
             epochs, values = _looks(several, "distances", space)
             drawn[space][name] = (epochs, values.mean(0))
     text = (
-        "Means over pairs of members at the same training inputs: how far apart their weights are, what they say, and the "
-        "angle between what they look at (the derivative of the true class's logit, or of the mean, by the input)."
+        "Means over pairs of members at the same training inputs: the distances of their weights and outputs, and "
+        "the angle between their input gradients (of the true class's logit, or of the mean)."
     )
     figure = curves.distances_over_training(drawn, palette=palette)
     return "How members differ, over training", text, [("Distances between members over training", figure)]
 
 
 def attacked(results: Results, palette: dict[str, str]) -> Made | None:
-    """What every attack does to every method as ε grows, mean over seeds."""
+    """The effect of every attack on every method as ε grows, mean over seeds."""
     figures = []
     for attack, title in ATTACKED.items():
         known = {
@@ -112,14 +112,14 @@ def attacked(results: Results, palette: dict[str, str]) -> Made | None:
             }
             figures.append((f"Test inputs {title}", curves.under_attack(epsilons, drawn, palette=palette, title=title)))
     text = (
-        "Test inputs changed within a radius ε so that the averaged prediction is wrong; ε = 0 is the same inputs, unchanged. "
+        "Test inputs are changed within a radius ε to make the averaged prediction wrong; ε = 0 is the unchanged inputs. "
         "Entropy and mutual information should rise where accuracy falls."
     )
-    return ("What happens to attacked inputs?", text, figures) if figures else None
+    return ("What happens on attacked inputs?", text, figures) if figures else None
 
 
 def corrupted_by_itself(first: dict[str, Evaluation]) -> Made | None:
-    """What drawn functions amount to as corruptions of some test images, the same ones for all methods."""
+    """Implicit corruptions of some test images by drawn functions; the same images for all methods."""
     known = {
         name: (each.arrays["implicit/original"].numpy(), each.arrays["implicit/inputs"].numpy(), each.metrics)
         for name, each in first.items()
@@ -135,16 +135,16 @@ def corrupted_by_itself(first: dict[str, Evaluation]) -> Made | None:
         )
         figures.append((f"Implicit corruptions of {name}", figure))
     text = (
-        "What a drawn function says of an image, the mean of all functions says of another one: a test image (left), what it "
-        "becomes for some of the functions, and under it the change (red: brighter, blue: darker; one scale for all methods). "
-        "In the title, over all images looked at: the root mean square change of a pixel in percent of its range, and the "
-        "share of a function's deviation from the mean that the change explains."
+        "A drawn function predicts for an image what the mean of all functions predicts for a changed image. Shown are a test "
+        "image (left), its changed image for some of the functions, and below it the change (red: brighter, blue: darker; one "
+        "scale for all methods). The title gives, over all images examined, the root mean square change of a pixel in percent "
+        "of its range, and the share of a function's deviation from the mean that the change explains."
     )
-    return ("What its noise does to an image", text, figures) if figures else None
+    return ("The noise as a change of the image", text, figures) if figures else None
 
 
 def learned(results: Results) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """What is looked at -> method -> epochs (E,) and values (S, E), of methods whose training was looked at."""
+    """Quantity -> method -> epochs (E,) and values (S, E), for methods whose training was recorded."""
     return {
         name: known
         for name in curves.LEARNED
@@ -162,13 +162,13 @@ def learning(results: Results, palette: dict[str, str]) -> Made | None:
     """Accuracy while methods train."""
     if not (found := learned(results)):
         return None
-    text = "At up to 1,000 rows of each kind: means over seeds, in bands from the lowest to the highest."
+    text = "Measured on up to 1,000 rows of each kind: means over seeds; bands span the lowest to the highest seed."
     figure = curves.learning_curves({"": found}, palette=palette)
     return "What is learned, over training", text, [("Accuracies over training", figure)]
 
 
 def _looks(several: Sequence[Evaluation], prefix: str, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Epochs (E,) at which every seed was looked at (a run that was stopped may lack one), and values (S, E)."""
+    """Epochs (E,) recorded for every seed (a stopped run may lack some), and values (S, E)."""
     arrays = [(each.arrays[f"{prefix}/epochs"], each.arrays[f"{prefix}/over/{name}"]) for each in several]
     looks = [dict(zip(epochs.tolist(), values.tolist(), strict=True)) for epochs, values in arrays]
     common = [epoch for epoch in looks[0] if all(epoch in look for look in looks)]
@@ -176,7 +176,7 @@ def _looks(several: Sequence[Evaluation], prefix: str, name: str) -> tuple[np.nd
 
 
 def swept(results: Results, palette: dict[str, str]) -> Made | None:
-    """Accuracy over the values of the setting that a task sweeps."""
+    """Accuracy over the values of the task's swept setting."""
     sweep = sweep_of(results)
     if sweep is None:
         return None
@@ -188,7 +188,7 @@ def swept(results: Results, palette: dict[str, str]) -> Made | None:
     about = {"key": sweep.key, "label": sweep.base, "chosen": sweep.chosen}
     figure = curves.sweep(titles, sweep.values, **about, palette=palette)
     text = (
-        f"Test accuracy of {sweep.base} over {sweep.key}; the circle is the value chosen by the accuracy on validation images "
-        "under other corruptions, before any test image was seen. Dashed: methods without that setting."
+        f"Test accuracy of {sweep.base} over {sweep.key}. The circle marks the value chosen by accuracy on validation images "
+        "under other corruptions; no test image was used. Dashed lines are methods without this setting."
     )
     return f"Accuracy over {sweep.key}", text, [(f"Test accuracy over {sweep.key}", figure)]

@@ -1,4 +1,4 @@
-"""What the results say, in plain words."""
+"""Sentences that summarise the results."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -9,15 +9,15 @@ from dissensus.reporting.statistics import SIGNIFICANT, Family, Resampled
 from dissensus.reporting.tables import MeasureDraws, best_method, p_text, rows_by_method
 
 SMOKE = "A smoke test: trained only long enough to see that everything runs. Its numbers say nothing about the methods."
-FEW = 30, 10  # examples of one sample, and of each of two
+FEW = 30, 10  # fewest examples of one sample, and of each of two samples
 
 
 def headline(
     results: Results, found: Sequence[Measure], draws: MeasureDraws, against: Family | None = None
 ) -> list[str]:
-    """Four sentences at most: which method predicts best and by how much, on foreign inputs, on corrupted ones.
+    """At most four sentences: the best method and its lead, on test inputs, foreign inputs and corrupted inputs.
 
-    `against`: the methods compared with the baseline. No method is called the best where each was tested on other examples.
+    `against`: the methods compared with the baseline. No method is called best if methods were tested on different examples.
     """
     by_key = {measure.key: measure for measure in found}
     first = next(iter(results.methods.values()))[0]
@@ -28,12 +28,12 @@ def headline(
 
 
 def is_smoke(results: Results) -> bool:
-    """Whether a run was only to see that everything works."""
+    """Whether a run was only a smoke test."""
     return any(origin.get("size") == "smoke" for several in results.origins.values() for origin in several)
 
 
 def tested(each: dict[str, Resampled]) -> list[str]:
-    """Why methods, or some of them, are not compared; nothing where all were tested on the same examples in one order."""
+    """Why some methods are not compared; empty if all were tested on the same examples in the same order."""
     first, rows = next(iter(each)), rows_by_method(each)
     others = [name for name, kind in rows.items() if kind == "own"]
     moved = [name for name, kind in rows.items() if kind == "shuffled"]
@@ -45,22 +45,26 @@ def tested(each: dict[str, Resampled]) -> list[str]:
         )
     if moved:
         said.append(
-            f"{', '.join(moved)} met the examples in another order than {first}: differences cannot be tested image by image. "
+            f"{', '.join(moved)} saw the examples in another order than {first}: differences cannot be tested by example. "
             "Evaluate with a loader that does not shuffle."
         )
     return said
 
 
 def few(draws: MeasureDraws) -> list[str]:
-    """A caution where intervals rest on so few examples that skewed differences break Student's t."""
+    """A caution if intervals rest on so few examples that skewed differences break Student's t."""
     every = [each for by_method in draws.values() for each in by_method.values() if each.tested is not None]
     found = {f"{e.measure.group}: {e.tested}" for e in every if (e.tested or 0) < FEW[len(e.measure.samples) - 1]}
-    said = f"Few examples ({'; '.join(sorted(found))}): intervals and p-values are rough, since one unusual example decides. "
-    return [f"{said}Test on {FEW[0]} or more, to tell inputs apart on {FEW[1]} or more of each kind."] if found else []
+    said = f"Few examples ({'; '.join(sorted(found))}): intervals and p-values are rough, because one unusual example matters. "
+    return (
+        [f"{said}Use {FEW[0]} test examples or more, and {FEW[1]} or more of each kind for OOD metrics."]
+        if found
+        else []
+    )
 
 
 def cautions(results: Results) -> list[str]:
-    """What methods say against their own numbers, with the seeds that they say it of where it is not all."""
+    """The methods' warnings about their numbers, with the seeds concerned if not all."""
     said = []
     for name, several in results.methods.items():
         found: dict[str, list[str]] = {}
@@ -87,7 +91,7 @@ def _prediction(results: Results, by_key: dict[str, Measure], draws: MeasureDraw
     if results.baseline is None or results.baseline not in each or len(each) < 2:
         return text
     if best == results.baseline:
-        return f"{text} None of the other methods does better than this baseline."
+        return f"{text} No other method is better than this baseline."
     pair = ("nll", best)
     if against is None or pair not in against.comparisons:
         return text
@@ -102,7 +106,7 @@ def _prediction(results: Results, by_key: dict[str, Measure], draws: MeasureDraw
 
 
 def _foreign_sentence(names: Sequence[str], by_key: dict[str, Measure], draws: MeasureDraws) -> str:
-    """One clause for each set of foreign inputs."""
+    """A sentence with one clause per set of foreign inputs."""
     clauses = []
     for name in names:
         measure, each = by_key[f"ood/{name}/auroc"], draws[f"ood/{name}/auroc"]
@@ -110,9 +114,11 @@ def _foreign_sentence(names: Sequence[str], by_key: dict[str, Measure], draws: M
             ranked = " best" if len(each) > 1 else ""
             reached = _with_unit(measure, each[best].estimate)
             if each[best].estimate <= 0.5:
-                clauses.append(f"nothing tells {name} from test inputs better than chance: {best} has AUROC {reached}")
+                clauses.append(
+                    f"no method separates {name} from test inputs better than chance: {best} has AUROC {reached}"
+                )
             else:
-                clauses.append(f"{best} tells {name} from test inputs{ranked}: AUROC {reached}")
+                clauses.append(f"{best} separates {name} from test inputs{ranked}: AUROC {reached}")
     return f"{'; '.join(clauses)} (50 % is chance, 100 % perfect)." if clauses else ""
 
 
@@ -125,7 +131,7 @@ def _corrupted_sentence(results: Results, measure: Measure, each: dict[str, Resa
         return fmean(float(e.arrays[f"corrupt/clean/{key}"]) for e in several)
 
     count = len(several[0].arrays["corrupt/example_accuracy"])  # may be fewer than the test set has
-    text = f"{count:,} of the test inputs were damaged: the accuracy on those {count:,} inputs goes from "
+    text = f"{count:,} of the test inputs were corrupted: the accuracy on these {count:,} inputs changes from "
     text += f"{_with_unit(measure, clean('accuracy'))} to {_with_unit(measure, each[best].estimate)}, "
     text += f"the calibration error on them from {100 * clean('ece'):.1f} % to "
     ece = mean_over_seeds("corrupt/ece", several)
@@ -133,7 +139,7 @@ def _corrupted_sentence(results: Results, measure: Measure, each: dict[str, Resa
 
 
 def _named(measure: Measure, each: dict[str, Resampled]) -> str | None:
-    """The method that a sentence is about: the best, or the only one."""
+    """The method of a sentence: the best, or the only one."""
     return next(iter(each)) if len(each) == 1 else best_method(measure, each)
 
 

@@ -1,9 +1,9 @@
-"""How sure a reported number is: test examples and seeds counted together, the same resamples for every method.
+"""Uncertainty of reported numbers: test examples and seeds counted together, with the same resamples for every method.
 
-The estimate is the mean over seeds of the metric. Examples are resampled with replacement, the same for all seeds and methods;
-`spread` adds what seeds vary by. Methods are compared seed by seed on the seeds that both have. Where seeds have test examples
-of their own (splits, drawn sets), what the seeds vary by counts the examples as well, and nothing is added. One example alone,
-or numbers that do not vary at all, say nothing of their spread: they have no interval and no p-value.
+The estimate is the mean of the metric over seeds. Examples are resampled with replacement, equally for all seeds and methods;
+`spread` adds the variation over seeds. Methods are compared seed by seed on the seeds that both have. If each seed has its
+own test examples (splits, drawn sets), the variation over seeds includes that of examples, and nothing is added. A single
+example, or numbers that do not vary, have no interval and no p-value.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from dissensus.reporting.spread import holm as adjusted
 RESAMPLES = 1000
 LEVEL = 0.95
 SIGNIFICANT = 0.05
-KEPT = 2**21  # weights at most, for the next measure
+KEPT = 2**21  # most weights kept for the next measure
 
-Overlap = Literal["shared", "shuffled", "own"]  # test examples of seeds or methods: the same, in another order, others
+Overlap = Literal["shared", "shuffled", "own"]  # test examples of seeds or methods: same, reordered, different
 
 
 @dataclass(frozen=True, eq=False)
 class Resampled:
-    """A measure of one method with every seed, and on resamples of the test examples."""
+    """A measure of one method for every seed, and on resamples of the test examples."""
 
     measure: Measure
     values: dict[Hashable, float]  # seed -> value
-    draws: Tensor | None = None  # (S, R); None where it cannot be resampled
-    targets: tuple[Tensor | None, ...] = ()  # of the test examples, one for each seed: by them rows are known
-    sizes: tuple[tuple[int, ...], ...] = ()  # of the samples, for each seed
+    draws: Tensor | None = None  # (S, R); None if it cannot be resampled
+    targets: tuple[Tensor | None, ...] = ()  # targets of each seed's test examples, which identify the examples
+    sizes: tuple[tuple[int, ...], ...] = ()  # sizes of the samples, for each seed
 
     @property
     def estimate(self) -> float:
         return sum(self.values.values()) / len(self.values)
 
     def interval(self, level: float = LEVEL) -> Interval | None:
-        """The estimate with its interval, inside of what is possible; None where examples cannot be counted."""
+        """The estimate with its interval, clipped to possible values; None if examples cannot be counted."""
         found = _spread(self, list(self.values.values()), self.draws)
         if found is None:
             return None
@@ -55,7 +55,7 @@ class Resampled:
         return Interval(self.estimate, max(least, self.estimate - half), min(most, self.estimate + half))
 
     def on(self, seeds: Sequence[Hashable]) -> Resampled:
-        """The same with some of the seeds only."""
+        """The same for some of the seeds only."""
         places = [list(self.values).index(seed) for seed in seeds]
         return Resampled(
             self.measure,
@@ -73,7 +73,7 @@ class Resampled:
 
     @property
     def tested(self) -> int | None:
-        """The examples that an interval rests on, of two samples the fewer; None where seeds count them or none are kept."""
+        """Number of examples behind an interval (the smaller of two samples); None if seeds include them or none are stored."""
         return min(map(min, self.sizes)) if self.sizes and not _separate(self) else None
 
 
@@ -92,7 +92,7 @@ class Compared(NamedTuple):
 
     @property
     def p_value(self) -> float:
-        """Two-sided, of no difference."""
+        """Two-sided p-value of no difference."""
         return self.spread.p_value(self.difference)
 
     def interval(self, level: float = LEVEL) -> Interval:
@@ -101,7 +101,7 @@ class Compared(NamedTuple):
 
 
 class Family(NamedTuple):
-    """Comparisons that are looked at together, with their p-values and the one level of their intervals."""
+    """Comparisons that are judged together, with their p-values and the common level of their intervals."""
 
     comparisons: dict[tuple[str, ...], Compared]
     p_values: dict[tuple[str, ...], float]
@@ -115,7 +115,7 @@ def resampled(
     seeds: Sequence[Hashable] | None = None,
     resamples: int = RESAMPLES,
 ) -> Resampled:
-    """The measure of one method's evaluations, one per seed, with resamples that depend only on the numbers of examples."""
+    """The measure of one method's evaluations, one per seed; resamples depend only on the numbers of examples."""
     values = [each.metrics[measure.key] for each in evaluations]
     by_seed = dict(zip(range(len(values)) if seeds is None else seeds, values, strict=True))
     if len(by_seed) < len(values):
@@ -133,9 +133,9 @@ def resampled(
 
 
 def compared(first: Resampled, second: Resampled, *, seeds_alone: bool = False) -> Compared | None:
-    """The comparison of two methods; None where they share no seed, were tested on different examples, or nothing varies.
+    """The comparison of two methods; None if they share no seed, were tested on different examples, or nothing varies.
 
-    Where the examples cannot be counted, None as well, unless `seeds_alone` and there are several.
+    Also None if examples cannot be counted, unless `seeds_alone` is set and there are several seeds.
     """
     common = [seed for seed in first.values if seed in second.values]
     if not common:
@@ -146,7 +146,7 @@ def compared(first: Resampled, second: Resampled, *, seeds_alone: bool = False) 
     each = [first.values[seed] - second.values[seed] for seed in common]
     draws = None if first.draws is None or second.draws is None else first.draws - second.draws
     if draws is not None and first.measure.statistic is root_mean and first.draws is not None:
-        # a − b = (a² − b²)/(a + b): means of squares are what a t-test is of, with few examples roots are not
+        # a − b = (a² − b²)/(a + b): with few examples a t-test fits means of squares, but not their roots
         draws = draws * (2 * first.draws - draws) / (first.estimate + second.estimate)
     found = _spread(first, each, draws)
     counted = _counted(first)
@@ -158,7 +158,7 @@ def compared(first: Resampled, second: Resampled, *, seeds_alone: bool = False) 
 
 
 def rows_of(first: Resampled, second: Resampled) -> Overlap:
-    """Whether two methods were tested on the same examples, with the seeds that both have."""
+    """Whether two methods were tested on the same examples, for the seeds that both have."""
     common = [seed for seed in first.values if seed in second.values]
     first, second = first.on(common), second.on(common)
     if first.sizes != second.sizes:
@@ -168,7 +168,7 @@ def rows_of(first: Resampled, second: Resampled) -> Overlap:
 
 
 def _overlap(pairs: Sequence[tuple[Tensor, Tensor]]) -> Overlap:
-    """Of test targets, pair by pair."""
+    """The overlap of pairs of test targets."""
     if all(torch.equal(a, b) for a, b in pairs):
         return "shared"
     same = all(torch.equal(a.flatten().sort().values, b.flatten().sort().values) for a, b in pairs)
@@ -176,7 +176,7 @@ def _overlap(pairs: Sequence[tuple[Tensor, Tensor]]) -> Overlap:
 
 
 def family(comparisons: Mapping[tuple[str, ...], Compared | None], *, holm: bool = False) -> Family:
-    """The comparisons there are, with their p-values; `holm` adjusts these for the number of comparisons."""
+    """The comparisons that are not None, with their p-values; `holm` adjusts these for the number of comparisons."""
     known = {key: each for key, each in comparisons.items() if each is not None}
     alone = [each.p_value for each in known.values()]
     p_values = dict(zip(known, adjusted(alone) if holm else alone, strict=True))
@@ -191,13 +191,13 @@ def _counted(method: Resampled) -> str:
 
 
 def _separate(method: Resampled) -> bool:
-    """Whether seeds count all examples. Foreign inputs may be the same with every seed where the test inputs are not."""
+    """Whether the variation over seeds includes that of examples. Foreign inputs may be shared while test inputs are not."""
     of_test = method.measure.best is not None and not method.measure.key.startswith(("ood/", "shift/"))
     return of_test and len(method.values) > 1 and method.rows == "own"
 
 
 def _spread(method: Resampled, values: Sequence[float], draws: Tensor | None) -> Spread | None:
-    """Of the mean of values, one per seed; draws (S, R) the same on resamples of the examples."""
+    """Spread of the mean of values, one per seed; draws (S, R): the values on resamples of the examples."""
     if not torch.tensor(values).isfinite().all():
         return None
     if _separate(method):
@@ -205,21 +205,21 @@ def _spread(method: Resampled, values: Sequence[float], draws: Tensor | None) ->
     elif draws is None or not draws.isfinite().all() or (tested := method.tested or 0) < 2:
         return None
     else:
-        # Examples in another order cannot be resampled together; as if all seeds erred alike, which is on the safe side.
+        # Reordered examples cannot be resampled together: assume that all seeds err alike, which is conservative.
         aligned = method.rows == "shared"
         variance = draws.mean(0).var() if aligned else draws.var(1).mean()
-        # resamples of n examples vary by 1 − 1/n of what other examples would
+        # The variance over resamples of n examples is 1 − 1/n of that over new examples.
         found = spread_of(values, math.sqrt(float(variance) * tested / (tested - 1)), tested)
     return _varying(found, method)
 
 
 def _varying(found: Spread, method: Resampled) -> Spread | None:
-    """None where nothing varies but by rounding of the method's values."""
+    """None if the method's values vary only by rounding."""
     return found if max(found.seeds, found.examples) > ROUNDING * max(map(abs, method.values.values())) else None
 
 
 def _resample(measure: Measure, evaluations: Sequence[Evaluation], sizes: Sequence[int], resamples: int) -> Tensor:
-    """(S, R) the measure of every seed on every resample of so many examples."""
+    """(S, R) the measure of every seed on every resample."""
     names = [name for group in measure.samples for name in group]
     found = []
     for weights in _weights(tuple(sizes), resamples):
@@ -230,12 +230,12 @@ def _resample(measure: Measure, evaluations: Sequence[Evaluation], sizes: Sequen
 
 
 def _weights(sizes: tuple[int, ...], resamples: int) -> Iterable[tuple[Tensor, ...]]:
-    """`count_tables` of one generator, which the same sizes always meet in the same state."""
+    """`count_tables` from a generator with a fixed seed: equal sizes always give equal tables."""
     if sum(sizes) * resamples <= KEPT:
         return _small_weights(sizes, resamples)
     return count_tables(sizes, resamples, torch.Generator().manual_seed(0))
 
 
-@lru_cache(maxsize=2)  # every measure and method asks for the same; at most 16 MB each
+@lru_cache(maxsize=2)  # all measures and methods use the same tables; at most 16 MB each
 def _small_weights(sizes: tuple[int, ...], resamples: int) -> list[tuple[Tensor, ...]]:
     return list(count_tables(sizes, resamples, torch.Generator().manual_seed(0)))

@@ -1,6 +1,6 @@
-"""A setting tried at several values, one variant each: which value is chosen, on validation rows alone, and what it gives.
+"""Sweeps: one variant per value of a setting. The value is chosen on validation rows only and reported on test rows.
 
-A task names the setting in [evaluation] sweep and the corruptions of validation rows to choose by in [evaluation] choose.
+A task names the setting in [evaluation] sweep, and the corruptions of validation rows for the choice in [evaluation] choose.
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.reporting.results import Results, all_have, base_of, mean_over_seeds
 
-CRITERION = "validation/corrupt/accuracy"  # of damaged validation rows: what a setting is chosen by, never test rows
+CRITERION = "validation/corrupt/accuracy"  # a setting is chosen by this, never by test rows
 GROUPS = {"severities 1–3": (1, 2, 3), "severities 4–5": (4, 5)}
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Variants of one method, ordered by the value of a setting; `chosen` has the best accuracy on damaged validation rows."""
+    """Variants of one method, ordered by the value of a setting; `chosen` is best on corrupted validation rows."""
 
     key: str
     values: dict[str, float]  # method or variant -> value, ascending
@@ -27,7 +27,7 @@ class Sweep:
 
 
 def sweep_of(results: Results) -> Sweep | None:
-    """The sweep of a task's results; None where it has none, or nothing to choose by."""
+    """The sweep of a task's results; None if it has none, or no criterion."""
     if results.sweep is None:
         return None
     values = {
@@ -37,15 +37,15 @@ def sweep_of(results: Results) -> Sweep | None:
     }
     if len(values) < 2:
         return None
-    # The first of equals: the smallest value of the setting.
+    # On ties the smallest value of the setting wins.
     chosen = max(values, key=lambda name: mean_over_seeds(CRITERION, results.methods[name]))
     return Sweep(results.sweep.key, values, chosen)
 
 
 def accuracies(evaluation: Evaluation) -> dict[str, float]:
-    """Clean accuracy, and that of groups of severities (types pooled, severities averaged), as far as they were measured.
+    """Clean accuracy, and accuracy of groups of severities (types pooled, severities averaged), as far as measured.
 
-    The clean one is of the rows that were damaged, which may be fewer than all test rows.
+    Clean accuracy is that of the rows that were corrupted, which may be fewer than all test rows.
     """
     found = {"clean": float(evaluation.arrays.get("corrupt/clean/accuracy", evaluation.metrics["accuracy"]))}
     for title, severities in GROUPS.items():
@@ -60,7 +60,7 @@ def accuracies(evaluation: Evaluation) -> dict[str, float]:
 
 
 def sweep_sentence(results: Results, sweep: Sweep) -> str:
-    """Which value was chosen and what it gives on test data, beside the baseline."""
+    """A sentence on the chosen value and its accuracy on test data, beside the baseline."""
     chosen = results.methods[sweep.chosen]
     text = (
         f"{sweep.base}: {sweep.key} = {sweep.values[sweep.chosen]:g} is chosen of "

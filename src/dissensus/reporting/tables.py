@@ -1,4 +1,4 @@
-"""The tables of a report: cells of text, with the best value, its equals and its intervals marked."""
+"""The tables of a report: cells of text with intervals; the best value and its equals are marked."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from dissensus.reporting.statistics import SIGNIFICANT, Family, Overlap, Resampl
 
 @dataclass(frozen=True)
 class Cell:
-    """One number: its text, its interval, and whether it is the best or cannot be told from it."""
+    """One number: its text, its interval, and whether it is the best or not distinguishable from the best."""
 
     text: str
     interval: str = ""
@@ -40,11 +40,11 @@ class Row:
 class Table:
     columns: list[str]
     rows: list[Row]
-    below: list[str] = field(default_factory=list)  # under the heading of each column: numbers of seeds
+    below: list[str] = field(default_factory=list)  # second line of each column's heading: number of seeds
 
     @property
     def headings(self) -> list[str]:
-        """Of the columns, in one line each."""
+        """Headings of the columns, one line each."""
         return [f"{name} ({below})" for name, below in zip(self.columns, self.below, strict=False)] or self.columns
 
 
@@ -52,7 +52,7 @@ MeasureDraws = dict[str, dict[str, Resampled]]  # measure's key -> method -> res
 
 
 def draws_of(results: Results, only: Collection[str] | None = None) -> tuple[list[Measure], MeasureDraws]:
-    """The measures any method has, and their resamples for every method that has them; `only`: keys of some of them."""
+    """The measures of all methods, and their resamples for every method that has them; `only`: restricts to these keys."""
     found: dict[str, Measure] = {}
     for several in results.methods.values():
         found |= {measure.key: measure for measure in measures(several[0]) if measure.key not in found}
@@ -69,7 +69,7 @@ def draws_of(results: Results, only: Collection[str] | None = None) -> tuple[lis
 
 
 def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) -> Table:
-    """Every measure of every method, the best marked and all others compared with it."""
+    """Every measure of every method; the best is marked and all others are compared with it."""
     best = {measure.key: best_method(measure, draws[measure.key]) for measure in found}
     against = family(
         {
@@ -84,10 +84,10 @@ def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) 
     for measure in found:
         each, first = draws[measure.key], best[measure.key]
         if len({measure.text(one.estimate) for one in each.values()}) == 1:
-            first = None  # all the same as shown: nothing to mark
+            first = None  # all shown values are equal: nothing to mark
         clear = first is not None and all(
             against.p_values.get((measure.key, name), 1.0) < SIGNIFICANT
-            and against.comparisons[measure.key, name].seeds > 1  # one seed says nothing of others
+            and against.comparisons[measure.key, name].seeds > 1  # one seed shows no variation over seeds
             and not measure.alike(other.estimate, each[first].estimate)
             for name, other in each.items()
             if other.estimate != each[first].estimate
@@ -116,7 +116,7 @@ def differences(results: Results, found: Sequence[Measure], draws: MeasureDraws,
 
 
 def difference_table(results: Results, found: Sequence[Measure], against: Family, baseline: str) -> Table:
-    """Every other method minus the baseline, with interval and p-value of no difference."""
+    """Every other method minus the baseline, with the interval and the p-value of no difference."""
     others = [name for name in results.methods if name != baseline]
     rows = []
     for measure in found:
@@ -130,7 +130,7 @@ def difference_table(results: Results, found: Sequence[Measure], against: Family
                 cells.append(Cell("–"))
                 continue
             interval, p_value = comparison.interval(against.level), against.p_values[pair]
-            widest = measure.possible[1] - measure.possible[0]  # no two shares differ by more than one
+            widest = measure.possible[1] - measure.possible[0]  # the largest possible difference
             lower, upper = max(interval.lower, -widest), min(interval.upper, widest)
             better = measure.goodness(comparison.first) > measure.goodness(comparison.second)
             noticed = better and not measure.alike(comparison.first, comparison.second)
@@ -149,19 +149,19 @@ def difference_table(results: Results, found: Sequence[Measure], against: Family
 
 
 def member_table(results: Results) -> Table | None:
-    """Mixtures and their members; None where no method has several."""
+    """Mixtures and their members; None if no method has several members."""
     several = {name: each for name, each in results.methods.items() if "members/count" in each[0].metrics}
     return _means(results, several, [m for each in several.values() for m in member_measures(each[0])])
 
 
 def distance_table(results: Results) -> Table | None:
-    """How far the trained members of every method are apart, at training inputs; None where nobody looked."""
+    """Distances between the trained members of every method at training inputs; None if not measured."""
     known = {name: each for name, each in results.methods.items() if "distances/weight" in each[0].metrics}
     return _means(results, known, distance_measures())
 
 
 def _means(results: Results, methods: dict[str, list[Evaluation]], found: Sequence[Measure]) -> Table | None:
-    """Means over seeds of some methods, each measure once."""
+    """Means over seeds for some methods, one row per measure."""
     rows = []
     for measure in {each.key: each for each in found}.values():
         known = [all_have(measure.key, several) for several in methods.values()]
@@ -174,13 +174,13 @@ def _means(results: Results, methods: dict[str, list[Evaluation]], found: Sequen
 
 
 def corruption_table(results: Results, metric: str, measure: Measure, *, marked: bool = True) -> Table | None:
-    """A metric of every type of corruption, averaged over severities and seeds; the best is marked, unless told not to."""
+    """A metric for every type of corruption, averaged over severities and seeds; `marked`: marks the best."""
     first = next(iter(results.methods.values()))[0]
     return _detail(results, {kind: f"corrupt/{kind}/{metric}" for kind in first.corruptions}, measure, marked=marked)
 
 
 def attack_table(results: Results, metric: str, measure: Measure, *, marked: bool = True) -> Table | None:
-    """A metric of every attack at every ε, averaged over seeds."""
+    """A metric for every attack at every ε, averaged over seeds."""
     keys = dict.fromkeys(key for several in results.methods.values() for key in several[0].metrics)
     split = [key.split("/") for key in keys if key.startswith("attack/")]
     rows = {f"{each[1]}, ε = {each[2]}": "/".join(each) for each in split if len(each) == 4 and each[3] == metric}
@@ -188,7 +188,7 @@ def attack_table(results: Results, metric: str, measure: Measure, *, marked: boo
 
 
 def _detail(results: Results, keys: Mapping[str, str], measure: Measure, *, marked: bool) -> Table | None:
-    """A row for each label with the numbers of its key, averaged over seeds; None without rows."""
+    """One row per label with the numbers of its key, averaged over seeds; None without rows."""
     rows = []
     for label, key in keys.items():
         values = {n: mean_over_seeds(key, each) for n, each in results.methods.items() if all_have(key, each)}
@@ -221,13 +221,13 @@ def score_table(results: Results) -> Table | None:
 
 
 def _score_auroc(evaluation: Evaluation, foreign: str, score: str) -> float | None:
-    """The AUROC of a score: of pixels as it was measured, else from the scores; None where the evaluation has neither."""
+    """The AUROC of a score: for pixels as measured, else computed from the scores; None if the evaluation has neither."""
     pair = score_pair(evaluation, foreign, score)
     return evaluation.metrics.get(f"ood/{foreign}/{score}/auroc") if pair is None else float(auroc(*pair))
 
 
 def score_pair(evaluation: Evaluation, foreign: str, score: str) -> tuple[Tensor, Tensor] | None:
-    """A score of test inputs and of an OOD set's; None where the evaluation does not have it."""
+    """A score of the test inputs and of an OOD set; None if the evaluation does not have it."""
     names = (f"test/score/{score}", f"ood/{foreign}/score/{score}")
     if any(name not in evaluation.arrays for name in names):
         return None
@@ -235,13 +235,13 @@ def score_pair(evaluation: Evaluation, foreign: str, score: str) -> tuple[Tensor
 
 
 def rows_by_method(draws: dict[str, Resampled]) -> dict[str, Overlap]:
-    """Whether each method was tested on the examples of the first one."""
+    """Whether each method was tested on the examples of the first method."""
     first = next(iter(draws.values()))
     return {name: rows_of(first, each) for name, each in draws.items()}
 
 
 def best_method(measure: Measure, draws: dict[str, Resampled]) -> str | None:
-    """The method with the best estimate; None where there is nothing to choose, or each was tested on other examples."""
+    """The method with the best estimate; None if there is none, or if methods were tested on different examples."""
     if measure.best is None or len(draws) < 2 or "own" in rows_by_method(draws).values():
         return None
     return max(draws, key=lambda name: measure.goodness(draws[name].estimate))
@@ -267,7 +267,7 @@ def p_text(p_value: float) -> str:
 
 
 def table_of(results: Results, names: Sequence[str], rows: list[Row]) -> Table:
-    """Rows under these methods, with their numbers of seeds where not all methods have the same."""
+    """A table of rows under these methods, with their numbers of seeds if these differ."""
     counts = {name: len(several) for name, several in results.methods.items()}
     below = [f"{counts[name]} seed{'s' * (counts[name] != 1)}" for name in names]
     return Table(list(names), rows, below if len(set(counts.values())) > 1 else [])
@@ -276,7 +276,7 @@ def table_of(results: Results, names: Sequence[str], rows: list[Row]) -> Table:
 def _cell(
     measure: Measure, mine: Resampled, best: Resampled | None, p_value: float | None, *, clear: bool = False
 ) -> Cell:
-    """A number, marked as best where it is (several may be), or compared with the best; `clear`: whether that one wins."""
+    """A number, marked as best (several may be) or compared with the best; `clear`: whether the best wins clearly."""
     interval = mine.interval()
     is_best = best is not None and measure.goodness(mine.estimate) == measure.goodness(best.estimate)
     shown_best = best is not None and measure.text(mine.estimate) == measure.text(best.estimate)

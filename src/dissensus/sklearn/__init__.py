@@ -1,4 +1,4 @@
-"""Tables in scikit-learn's manner: any method as a Classifier or a Regressor of DataFrames and arrays."""
+"""scikit-learn estimators for tables: any method as a Classifier or a Regressor on DataFrames and arrays."""
 
 from dissensus.sklearn.estimators import Classifier, Interval, Regressor, load
 

@@ -1,4 +1,4 @@
-"""What the estimators of tables have in common: rows in, a posterior trained, a folder out."""
+"""Base class of the table estimators: encodes rows, trains a posterior, saves a folder."""
 
 from __future__ import annotations
 
@@ -40,31 +40,32 @@ from dissensus.storage.atomic import write_whole
 from dissensus.train import fit
 
 TABLE = "table.json"
-STEPS = 2000  # of a run where `epochs` is None, within 20 to 200 epochs
-LEAST = 20  # rows to judge an epoch by; with fewer the last epoch is kept
+STEPS = 2000  # steps of a run if `epochs` is None, within 20 to 200 epochs
+LEAST = 20  # fewest validation rows; with fewer the last epoch is kept
 
 
 class TableEstimator(BaseEstimator):  # type: ignore[misc]
     """Base class of `Classifier` and `Regressor`.
 
     Args:
-        method: a name of `ds.METHODS`, or a class of your own.
-        members: networks, or members of one; None: 5 of a method built from several networks, else the method's own.
-        settings: further keywords of the method, a dict.
+        method: a name in `ds.METHODS`, or your own class.
+        members: number of networks, or of members of one network. None means 5 for methods built from several networks, and
+            the method's default otherwise.
+        settings: dict of further keywords of the method.
         hidden: widths of the network's hidden layers.
-        network: a function (inputs, outputs) -> module in place of that network.
-        likelihood: what its outputs mean; None: `Classification()`, `HeteroscedasticRegression()`.
-        epochs: at most; None: about 2,000 steps, within 20 to 200 epochs.
-        batch_size: None: a sixteenth of the rows, within 32 to 256.
-        lr, weight_decay: of AdamW, with the method's schedule; a method with an optimiser of its own takes that.
-        validation: share of the rows that judge epochs, by the likelihood of labels or the error of means: the best one is
-            kept. A regression's spread is then scaled to these rows. 0, or fewer than 20 rows: the last epoch, as it is.
-        conformal: share of the rows that nothing else is done with but to calibrate intervals and sets: those of a new row
-            then hold its target with the probability asked for. 0: the mixture's own, as good as the posterior.
+        network: a function (inputs, outputs) -> module that replaces the default network.
+        likelihood: the likelihood of the outputs; None means `Classification()` or `HeteroscedasticRegression()`.
+        epochs: most epochs; None means about 2,000 steps, within 20 to 200 epochs.
+        batch_size: rows per batch; None means a sixteenth of the rows, within 32 to 256.
+        lr, weight_decay: settings of AdamW, with the method's schedule. Methods with a special optimiser use that one.
+        validation: share of the rows that choose the best epoch, by the likelihood of labels or the error of means. They also
+            scale a regression's spread. With 0, or fewer than 20 rows, the last epoch is kept without scaling.
+        conformal: share of the rows reserved for calibrating intervals and sets, which then contain a new row's target with
+            the requested probability. 0 uses the posterior's intervals and sets, without this guarantee.
         patience: epochs without a better score after which training stops; None never stops early.
         categories: columns whose numbers are codes, by name or position.
-        device: where to train; predictions are made on the CPU, in float64.
-        random_state: of the networks, the split and the order of batches; None differs from fit to fit.
+        device: device for training; predictions are made on the CPU, in float64.
+        random_state: seed of the networks, the split and the order of batches; None differs between fits.
     """
 
     _score: ClassVar[ConformalScore]
@@ -107,9 +108,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """This, trained on rows X with targets y; a DataFrame and a Series are paired by their index.
+        """Trains on rows X with targets y; returns the estimator.
 
-        The order of rows does not matter. `sample_weight`: how often each row counts.
+        A DataFrame and a Series are paired by their index. The order of rows does not matter. `sample_weight`: how often
+        each row counts.
         """
         for name in ("validation", "conformal"):
             number(name, getattr(self, name), least=0, below=1)
@@ -200,14 +202,14 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             temperature_scale(self.posterior_, (held[0].double(), held[1], held[2]))
 
     def _finish(self) -> None:
-        """From here on the posterior takes tables, also where it is exported, or loaded without this class."""
+        """Makes the posterior take tables, also when it is exported or loaded without this class."""
         self.posterior_.inputs = TableInputs(self.encoder_)
 
     def _network(self, inputs: int, outputs: int) -> nn.Module:
         return MLP(inputs, outputs, hidden=self.hidden)
 
     def predictive(self, X: Any) -> Predictive:
-        """The prediction with every member, in float64, in the units of y: `.epistemic`, `.sample`, `.quantile`, …"""
+        """The full predictive distribution with all members, in float64, in the units of y: `.epistemic`, `.sample`, …"""
         check_is_fitted(self)
         x = self.encoder_(checked_table(self, X, reset=False), dtype=torch.float64)
         encoded = copy.copy(self.posterior_)
@@ -215,7 +217,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         return Predictive.cat([encoded.predict(x[start : start + 4096]) for start in range(0, len(x), 4096)])
 
     def _threshold(self, level: float) -> Tensor | None:
-        """(1, P) the calibration rows' score at this level; None where nothing was calibrated."""
+        """(1, P) the calibration rows' score at this level; None without conformal calibration."""
         share("level", level, hint="pass for example 0.9")
         if "conformal" not in self.posterior_.promises:
             return None
@@ -224,14 +226,14 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         if promise.rows < least_rows(level):
             raise ValueError(
                 f"expected a level that {promise.rows} calibration rows can promise, got {level:g}, which needs "
-                f"{least_rows(level)}; pass a lower one, or fit with more rows"
+                f"{least_rows(level)}; pass a lower level, or fit with more rows"
             )
         tensors = {name: getattr(promise, name) for name in ("scores", "mass", "sizes", "groups")}
         return Conformal({**promise.facts, "level": level}, tensors).thresholds(torch.ones(1, dtype=torch.float64))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes all of it into one folder, without a pickle: `ds.sklearn.load` reads it. Objects among the arguments
-        (a network's function, a likelihood) are not kept: what is loaded predicts, and would train with the defaults."""
+        """Saves the estimator to a folder, without a pickle; `ds.sklearn.load` reads it. Objects among the arguments (a
+        network function, a likelihood) are not saved: the loaded estimator predicts, and would train with the defaults."""
         check_is_fitted(self)
         kept = {}
         for name, value in self.get_params(deep=False).items():

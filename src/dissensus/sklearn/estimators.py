@@ -1,4 +1,4 @@
-"""Classifier and Regressor: a method of this library with all that a table needs around it."""
+"""Classifier and Regressor: scikit-learn estimators that train any method of this library on a table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dissensus.storage import load as load_posterior
 
 
 class Interval(NamedTuple):
-    """What `Regressor.predict(X, interval=0.9)` gives, arrays of the targets' shape in their units."""
+    """Result of `Regressor.predict(X, interval=0.9)`: arrays of the targets' shape, in their units."""
 
     mean: np.ndarray
     lower: np.ndarray
@@ -36,15 +36,15 @@ class Interval(NamedTuple):
 
 
 class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
-    __doc__ = f"""Class probabilities for rows of a table, in scikit-learn's manner.
+    __doc__ = f"""A scikit-learn classifier for tables, with class probabilities from any method.
 
-    Labels may be text or any numbers; `classes_` has them in the order of the probabilities.
+    Labels may be text or numbers; `classes_` has them in the order of the probabilities.
     {(TableEstimator.__doc__ or "").partition(chr(10))[2]}"""
 
     _score = "lac"
 
     def predict(self, X: Any) -> np.ndarray:
-        """(N,) the likeliest labels."""
+        """(N,) the most probable labels."""
         likeliest = self.predict_proba(X).argmax(1)
         labels: np.ndarray = self.classes_[likeliest]
         return labels
@@ -54,10 +54,10 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         return self.predictive(X).mean.numpy()
 
     def predict_set(self, X: Any, level: float = 0.9) -> np.ndarray:
-        """(N, C) whether each class is in the set.
+        """(N, C) boolean: whether each class is in the prediction set of a row.
 
-        With `conformal=` of the constructor sets hold the truth with probability `level`. Without it they are the fewest
-        classes whose probabilities sum to at least `level`, as right as those are: nothing is guaranteed.
+        The set is conformal, with a coverage guarantee, if `conformal` rows were reserved. Otherwise it has the fewest classes
+        whose probabilities sum to `level`, without a guarantee.
         """
         predictive = self.predictive(X)
         assert isinstance(predictive, CategoricalPredictive)
@@ -73,7 +73,7 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         self.classes_, codes = np.unique(labels, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(
-                f"expected at least two classes, got one class, {self.classes_[0]!r}; pass rows of others, too"
+                f"expected at least two classes, got one class, {self.classes_[0]!r}; pass rows of other classes too"
             )
         return codes.astype(np.int64)
 
@@ -98,18 +98,18 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
 
 
 class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
-    __doc__ = f"""Predictive distributions of real targets for rows of a table, in scikit-learn's manner.
+    __doc__ = f"""A scikit-learn regressor for tables, with predictive distributions from any method.
 
-    Targets (N,) or (N, D) are standardised by the training rows; all that comes back is in their units.
+    Targets (N,) or (N, D) are standardised with the training rows; predictions are in the units of the targets.
     {(TableEstimator.__doc__ or "").partition(chr(10))[2]}"""
 
     _score = "residual"
 
     def predict(self, X: Any, interval: float | None = None) -> np.ndarray | Interval:
-        """(N,) or (N, D) means; with `interval`, a level such as 0.9, an `Interval` of mean, lower and upper.
+        """(N,) or (N, D) predicted means; with `interval`, a level such as 0.9, an `Interval` of mean, lower and upper.
 
-        With `conformal=` of the constructor intervals are mean ± threshold · deviation and hold the truth with that
-        probability. Without it they are the mixture's central ones, and nothing is guaranteed.
+        Conformal intervals, with a coverage guarantee, are mean ± threshold · deviation. Without conformal rows they are the
+        mixture's central intervals, without a guarantee.
         """
         predictive = self.predictive(X)
         found = [predictive.mean]
@@ -127,11 +127,11 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         return targets.reshape(len(targets), -1)
 
     def _measure(self, targets: np.ndarray) -> None:
-        measured = Standardiser.of_rows(np.sort(targets, axis=0))  # sums do not depend on the order
+        measured = Standardiser.of_rows(np.sort(targets, axis=0))  # sorted, so that sums do not depend on the order
         self.scale_ = _scale(HeteroscedasticRegression(targets=measured))
 
     def _encoded(self, targets: np.ndarray) -> Tensor:
-        return torch.from_numpy(targets - self.scale_.mean.numpy()).float()  # float32 would not tell dates apart
+        return torch.from_numpy(targets - self.scale_.mean.numpy()).float()  # float32 cannot distinguish dates
 
     def _outputs(self, y: Tensor) -> tuple[int, Likelihood]:
         likelihood = copy.deepcopy(self.likelihood) or HeteroscedasticRegression()
@@ -148,7 +148,7 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         families = [part for part in self.posterior_.modules() if isinstance(part, Particles)]  # stored draws, too
         for likelihood in {template.likelihood for family in families for template in family.templates}:
             assert isinstance(likelihood, RealTargets)
-            likelihood.targets = None  # until now targets without their mean
+            likelihood.targets = None  # the targets so far had their mean subtracted
             likelihood.standardise(self.scale_)
 
     def _state(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _scale(likelihood: Any) -> Standardiser:
 
 
 def load(folder: str | os.PathLike[str], network: nn.Module | None = None) -> Classifier | Regressor:
-    """The estimator that `save` wrote; `network`: as in `ds.load`, for one with a network of your own."""
+    """Loads an estimator written by `save`; `network`: as in `ds.load`, if the estimator has your own network."""
     path = Path(folder) / TABLE
     with reading(path, "save the estimator again"):
         state = json.loads(path.read_text())

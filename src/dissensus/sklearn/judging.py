@@ -1,4 +1,4 @@
-"""Which epoch of a regression is kept: the one whose means are nearest to held-out targets."""
+"""Chooses the epoch of a regression: the one whose means are nearest to held-out targets."""
 
 import math
 from typing import Any
@@ -12,15 +12,15 @@ from dissensus.training.history import Epoch
 
 
 class NearestMeans:
-    """A callback of `fit`: keeps the state with the least held-out error, and stops after `patience` epochs without a better.
+    """A callback of `fit` that keeps the state with the least held-out error, and stops after `patience` worse epochs.
 
-    Not by likelihood: a network that gives a variance is soon too sure of rows it has seen, and the likelihood then judges
-    for an early epoch, whose means are far from trained. How wide the spread should be, a temperature says afterwards.
+    The likelihood is not used: a network with a variance output soon becomes overconfident on training rows, and the
+    likelihood would then choose an early epoch, whose means are undertrained. A temperature sets the spread afterwards.
     """
 
     def __init__(self, posterior: Posterior, rows: Batches, patience: int | None) -> None:
         self.posterior, self.rows, self.patience = posterior, rows, patience
-        self.scores: list[float] = []  # root mean squared errors, in deviations of the targets, epoch by epoch
+        self.scores: list[float] = []  # root mean squared error of each epoch, in deviations of the targets
         self.state: dict[str, Tensor] = {}
 
     def __call__(self, epoch: Epoch) -> bool:
@@ -42,7 +42,7 @@ class NearestMeans:
             drawn = self.posterior.current()
             for x, y, *weights in self.rows:
                 mean = drawn.predict(x.to(self.posterior.device)).mean.cpu().double()
-                each = ((mean - y) / likelihood.scale(y)[1]).square().mean(1)  # outputs count alike
+                each = ((mean - y) / likelihood.scale(y)[1]).square().mean(1)  # outputs count equally
                 weight = weights[0].double() if weights else torch.ones_like(each)
                 total, count = total + float((weight * each).sum()), count + float(weight.sum())
         return math.sqrt(total / count)

@@ -1,4 +1,4 @@
-"""A posterior by the name of its method, with the keywords that a table and a multilayer perceptron settle."""
+"""Builds a posterior from a method's name, with suitable keywords for a table and a multilayer perceptron."""
 
 import inspect
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from dissensus.numerics.checks import one_of, whole
 from dissensus.surgery.modulation import Modulation
 
 MEMBERS = 5
-# keywords that a method has no default for
+# keywords without a default in the method
 SETTLED: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "batch_ensemble": lambda network: {"modulation": Modulation.sign()},
     "hmc": lambda network: {"weight_prior_std": 1.0},
@@ -33,7 +33,7 @@ def posterior_of(
     data_size: int,
     settings: dict[str, Any],
 ) -> Posterior:
-    """The method around networks that `make` makes: as many as `members` where it is built from several."""
+    """The method with networks from `make`: `members` of them if it is built from several, else one."""
     kind: Any = METHODS[one_of("method", method, METHODS)] if isinstance(method, str) else method
     keywords = inspect.signature(kind).parameters
     several = next(iter(keywords)) == "modules"

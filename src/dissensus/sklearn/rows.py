@@ -1,4 +1,4 @@
-"""Rows on their way into an estimator: checked, weighted, in an order of their own, and split."""
+"""Prepares an estimator's rows: checks, weights, sorts and splits them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dissensus.data.splits import split_indices
 
 
 def checked_table(estimator: Any, x: Any, *, reset: bool) -> Any:
-    """A DataFrame as it is, anything else as an array; names and number of columns are those of the training rows."""
+    """A DataFrame unchanged, anything else as an array; column names and number must equal those of the training rows."""
     if hasattr(x, "columns"):
         validate_data(estimator, x, reset=reset, skip_check_array=True)
         return x
@@ -26,7 +26,7 @@ def checked_table(estimator: Any, x: Any, *, reset: bool) -> Any:
 
 
 def repeated(table: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, np.ndarray | None]:
-    """(rows to train on, weights of those): weight 0 leaves a row out, small whole weights repeat it."""
+    """(training rows, their weights): weight 0 drops a row, small whole weights repeat it."""
     rows = np.arange(len(y))
     if sample_weight is None:
         return rows, None
@@ -38,8 +38,8 @@ def repeated(table: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray,
 
 
 def ordered(table: Any, y: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(places in `rows`, sorted by what the rows say, so that training does not depend on their order; numbers that equal
-    rows, which are then neighbours, share)."""
+    """(indices into `rows`, sorted by the rows' contents, so that training does not depend on their order; group numbers,
+    shared by equal rows)."""
     names, columns = table_columns(taken(table, rows))
     seen = [comparable(name, column) for name, column in zip(names or range(len(columns)), columns, strict=True)]
     parts = np.stack([*seen, *(y.reshape(len(y), -1)[rows].T + 0.0)], 1)
@@ -53,8 +53,8 @@ def split_rows(
 ) -> list[np.ndarray]:
     """[training rows, rows of the first share, …], disjoint; shares of fewer than `least` rows are empty.
 
-    Equal rows stay together, so that none is trained on and judged by: unless most rows are equal to others, as in tables of
-    few categories.
+    Equal rows stay in one part, so that no training row is also a validation row; unless most rows have equals, as in
+    tables with few categories.
     """
     count = int(groups.max()) + 1
     if 2 * count < len(groups):

@@ -1,4 +1,4 @@
-"""What can stand on a posterior: calibrations, and promises about calibrated predictions. Data and arithmetic, no loaders."""
+"""Calibrations of a posterior, and promises about calibrated predictions. Data and arithmetic only, no loaders."""
 
 from dissensus.core.standing import Fitted
 from dissensus.standing.classes import HistogramCalibration, IsotonicCalibration, VectorScaling

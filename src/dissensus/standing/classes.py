@@ -1,4 +1,4 @@
-"""Calibrations of class probabilities: of members' logits, or of the mean probabilities, one class against the rest."""
+"""Calibrations of class probabilities, by members' logits, or by mean probabilities, one class against the rest."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ from dissensus.numerics.isotonic import between_knots
 
 
 class VectorScaling(Calibration):
-    """Every member's logits times a scale, plus a bias, both by class (Guo et al., ICML 2017, section 4.2).
+    """Multiplies every member's logits by a scale and adds a bias, both per class (Guo et al., ICML 2017, section 4.2).
 
-    Logits are taken as log-probabilities: a constant added to all logits of an input, which no prediction shows, would
-    otherwise change the result. Scales are above 0, so a likelier class is never made less likely by its own logit.
+    Logits are normalised to log-probabilities first; otherwise a constant added to all logits of an input, which changes no
+    prediction, would change the result. Scales are above 0, so a larger logit always makes its class likelier.
     """
 
     kind = "vector"
@@ -36,13 +36,13 @@ class VectorScaling(Calibration):
 
 
 class MeanCalibration(Calibration, ABC):
-    """Base class: each class's mean probability goes through a function of its own; then they are normalised.
+    """Base class: applies a function per class to the mean probabilities, then normalises them.
 
-    With N rows behind it no probability is 0: p = (N · normalised + 1/C) / (N + 1), as if one more row had been seen, of every
-    class in equal parts. Where all functions give 0, p is uniform.
+    No probability is 0: with N calibration rows, p = (N · normalised + 1/C) / (N + 1), as if one more row had been seen, split
+    equally over the classes. If all functions give 0, p is uniform.
 
-    What members disagree on is not calibrated: `epistemic` stays the members' own mutual information, at most the calibrated
-    entropy, and `aleatoric` is the rest of that.
+    The members' disagreement is not calibrated: `epistemic` is their mutual information, but at most the calibrated entropy;
+    `aleatoric` is the rest of that entropy.
     """
 
     def __init__(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -66,10 +66,10 @@ class MeanCalibration(Calibration, ABC):
 
 
 class IsotonicCalibration(MeanCalibration):
-    """By isotonic regression of each class's labels on its mean probability (Zadrozny & Elkan, KDD 2002)."""
+    """Isotonic regression of each class's labels on its mean probability (Zadrozny & Elkan, KDD 2002)."""
 
     kind = "isotonic"
-    at: Tensor  # (C, K) knots, rising
+    at: Tensor  # (C, K) knots, increasing
     value: Tensor  # (C, K)
 
     def one_against_rest(self, mean: Tensor) -> Tensor:
@@ -77,10 +77,10 @@ class IsotonicCalibration(MeanCalibration):
 
 
 class HistogramCalibration(MeanCalibration):
-    """By the share of each class's labels in bins of its mean probability (Zadrozny & Elkan, ICML 2001).
+    """The share of each class's labels in bins of its mean probability (Zadrozny & Elkan, ICML 2001).
 
-    Bins have equal width and are closed at the right, as those of the calibration error; one without rows leaves
-    probabilities as they are. Within a bin all become alike, so the NLL may rise, on the calibration rows as well.
+    Bins have equal width and are closed at the right, like those of the calibration error; a bin without rows does not change
+    probabilities. Within a bin all probabilities become equal, so the NLL may increase, even on the calibration rows.
     """
 
     kind = "histogram"

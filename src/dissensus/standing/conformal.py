@@ -1,4 +1,4 @@
-"""Conformal: sets of classes and intervals that hold the truth with a promised probability."""
+"""Conformal: sets of classes and intervals that contain the truth with a guaranteed probability."""
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -17,17 +17,17 @@ RowFunction = Callable[[Any], Tensor]  # inputs (B, ...) -> one number per row, 
 
 
 class Conformal(Promise):
-    """Sets (`.set`) or intervals (`.interval`) with coverage; made by `ds.conformal`, saved with the posterior.
+    """Sets (`.set`) or intervals (`.interval`) with guaranteed coverage; made by `ds.conformal`, saved with the posterior.
 
-    P(truth in the set) ≥ level over a new row and the calibration rows together, where those are exchangeable; of one
-    calibration the coverage of new rows is a draw from about Beta(k, n + 1 − k), k = ⌈(n + 1) · level⌉.
+    P(truth in the set) ≥ level over the randomness of a new row and the calibration rows, if these are exchangeable. For one
+    given calibration, the coverage of new rows is a draw from about Beta(k, n + 1 − k), k = ⌈(n + 1) · level⌉.
 
-    Public attributes: `level`, `score`, `rows` (how many it was calibrated on), `facts` (all settings).
+    Public attributes: `level`, `score`, `rows` (number of calibration rows), `facts` (all settings).
     """
 
     kind = "conformal"
-    scores: Tensor  # (n, P) of the calibration rows, group after group, each sorted
-    mass: Tensor  # (n, P) the rows' weights up to each of them, within the group
+    scores: Tensor  # (n, P) of the calibration rows, group after group, sorted within each
+    mass: Tensor  # (n, P) cumulative weights of the rows within their group
     sizes: Tensor  # (G,) rows in each group
     groups: Tensor  # (G,) the groups' numbers
 
@@ -36,17 +36,17 @@ class Conformal(Promise):
         self.level = float(facts["level"])
         self.score = str(facts["score"])
         self.rows = len(self.scores)
-        self.group_of: RowFunction | None = None  # no file holds a function: after loading, numbers are passed
+        self.group_of: RowFunction | None = None  # files hold no functions: after loading, group numbers are passed
         self.weight_of: RowFunction | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # It follows its posterior to another device, but not to another precision: thresholds stay as they were fitted.
+        # It moves with its posterior to another device, but keeps its precision, so that thresholds do not change.
         for name, tensor in self._buffers.items():
             self._buffers[name] = None if tensor is None else tensor.to(fn(tensor).device)
         return self
 
     def _load_from_state_dict(self, *args: Any, **keywords: Any) -> None:
-        self.__dict__.pop("_unweighted", None)  # of other scores
+        self.__dict__.pop("_unweighted", None)  # a cache for the old scores
         super()._load_from_state_dict(*args, **keywords)
 
     def set(
@@ -57,13 +57,14 @@ class Conformal(Promise):
         group: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """(B, K) boolean: the classes in each set. A set may be empty: no class fits the input as well as it should.
+        """(B, K) boolean: the classes in each set. A set may be empty, if no class fits the input well enough.
 
         Args:
-            x: one batch of inputs, or the posterior's `Predictive` of one.
-            weight: (B,), density of the shifted inputs over that of the calibration rows at x, where those had weights.
-            group: (B,) whole numbers, where groups were calibrated; needed after loading, and with a `Predictive`.
-            generator: of the random numbers of a randomised score; None takes torch's own stream.
+            x: one batch of inputs, or the posterior's `Predictive` for one.
+            weight: (B,) ratio of the densities of shifted inputs and calibration inputs at x; required if the calibration
+                rows had weights.
+            group: (B,) integers, if groups were calibrated; required after loading, and with a `Predictive`.
+            generator: generator for a randomised score; None is torch's global one.
         """
         if self.score not in CLASS_SCORES:
             raise TypeError(f"expected a classification for sets, got the score {self.score!r}; call .interval(x)")
@@ -71,8 +72,10 @@ class Conformal(Promise):
         if not isinstance(predictive, CategoricalPredictive) or predictive.log_mean.shape[1:] != (
             self.facts["outputs"],
         ):
-            raise ValueError(f"expected {self.facts['outputs']} classes per row, got {predictive!r}")
-        u = torch.zeros(predictive.log_mean.shape[0], dtype=torch.float64)  # the class at the border is in
+            raise ValueError(
+                f"expected {self.facts['outputs']} classes per row, got {predictive!r}; use its own posterior"
+            )
+        u = torch.zeros(predictive.log_mean.shape[0], dtype=torch.float64)  # the class at the threshold is included
         if self.facts["randomised"]:
             device = "cpu" if generator is None else generator.device
             u = torch.rand(len(predictive), dtype=torch.float64, generator=generator, device=device)
@@ -82,22 +85,24 @@ class Conformal(Promise):
     def interval(
         self, x: Inputs | Predictive, *, weight: Tensor | None = None, group: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(lower, upper), each of the mean's shape: an interval for each output by itself; arguments as in `set`.
+        """(lower, upper), each of the mean's shape: an interval for each output separately; arguments as in `set`.
 
-        ∓∞ where the calibration rows are too few for one that is finite; both ends alike where it is empty.
+        The ends are ∓∞ if there are too few calibration rows for finite ones, and equal if the interval is empty.
         """
         if self.score in CLASS_SCORES:
             raise TypeError(f"expected a regression for intervals, got the score {self.score!r}; call .set(x)")
         predictive, thresholds = self._asked(x, weight, group)
         lower, upper, unit = ends(predictive, self.score, self.level)  # (B, P)
         if lower.shape[1] != self.facts["outputs"]:
-            raise ValueError(f"expected {self.facts['outputs']} outputs per row, got {predictive!r}")
+            raise ValueError(
+                f"expected {self.facts['outputs']} outputs per row, got {predictive!r}; use its own posterior"
+            )
         lower, upper = lower - thresholds * unit, upper + thresholds * unit
         rounding = 16 * torch.finfo(predictive.mean.dtype).eps * torch.maximum(lower.abs(), upper.abs())
         lower, upper = (
             lower - rounding,
             upper + rounding,
-        )  # of equal inputs in another batch, with equal targets at an end
+        )  # for equal inputs in another batch whose target is at an end
         middle = torch.where(lower > upper, 0.5 * (lower + upper), 0.0)
         ordered = torch.where(lower > upper, middle, lower), torch.where(lower > upper, middle, upper)
         mean = predictive.mean
@@ -105,7 +110,7 @@ class Conformal(Promise):
 
     def _asked(self, x: Inputs | Predictive, weight: Tensor | None, group: Tensor | None) -> tuple[Predictive, Tensor]:
         """(predictive, (B or 1, P or K) thresholds)."""
-        posterior = self.posterior  # an error where it was dropped
+        posterior = self.posterior  # raises if it was dropped
         predictive = x if isinstance(x, Predictive) else posterior.predict(x)
         inputs = None if isinstance(x, Predictive) else posterior.transformed(x)  # as in calibration
         one = torch.ones(1)
@@ -120,13 +125,13 @@ class Conformal(Promise):
             got = "none" if found is None else f"{found.dtype} {tuple(found.shape)}, the least {float(found.min()):g}"
             least = ", at least 0" if name == "weight" else ""
             raise ValueError(
-                f"expected the {name} of {rows} rows{least}, got {got}; the calibration rows have one: pass {name}=, a tensor "
-                f"of shape ({rows},)"
+                f"expected a {name} for each of {rows} rows{least}, got {got}; calibration had a {name}, so pass {name}=, a "
+                f"tensor of shape ({rows},)"
             )
         return found
 
     def thresholds(self, weight: Tensor, group: Tensor | None = None) -> Tensor:
-        """(B, P), (B, K) by class: the largest score in the set, for rows of these weights (B,) and groups (B,)."""
+        """(B, P), or (B, K) per class: the largest score in the set, for rows with these weights (B,) and groups (B,)."""
         device = self.scores.device
         each = self._quantiles(weight) if self.facts["weighted"] else self._unweighted.to(device)  # (G, B, P)
         if self.facts["by"] == "class":
@@ -141,11 +146,11 @@ class Conformal(Promise):
 
     @cached_property
     def _unweighted(self) -> Tensor:
-        """(G, 1, P) the thresholds of all rows."""
+        """(G, 1, P) the thresholds without weights."""
         return self._quantiles(torch.ones(1, dtype=torch.float64))
 
     def _quantiles(self, weight: Tensor) -> Tensor:
-        """(G, B, P) thresholds of every group for rows of these weights (B,)."""
+        """(G, B, P) thresholds of every group for rows with these weights (B,)."""
         sizes, weight = self.sizes.tolist(), weight.to(self.scores.device)
         parts = zip(torch.split(self.scores, sizes), torch.split(self.mass, sizes), strict=True)
         return torch.stack([quantile(scores, mass, self.level, weight) for scores, mass in parts])
@@ -154,23 +159,25 @@ class Conformal(Promise):
         return f"Conformal({self.describe()})"
 
     def describe(self) -> str:
-        """What is promised, in a sentence."""
-        by = {None: "", "class": ", of every class by itself", "group": ", of every group by itself"}[self.facts["by"]]
+        """The guarantee in one sentence."""
+        by = {None: "", "class": ", for every class separately", "group": ", for every group separately"}[
+            self.facts["by"]
+        ]
         what = "sets" if self.score in CLASS_SCORES else "intervals"
-        return f"{what} hold the truth with probability at least {self.level:g}{by} ({self.rows} calibration rows)"
+        return f"{what} contain the truth with probability at least {self.level:g}{by} ({self.rows} calibration rows)"
 
 
 class Covered(NamedTuple):
-    """How a conformal predictor did on labelled rows."""
+    """Coverage and size of a conformal predictor's sets on labelled rows."""
 
-    covered: Tensor  # (N,) share of outputs inside, 0 or 1 of a class
-    size: Tensor  # (N,) classes in the set, or mean width
+    covered: Tensor  # (N,) share of outputs inside; 0 or 1 for a class
+    size: Tensor  # (N,) number of classes in the set, or mean width
 
 
 def covered(
     conformal: Conformal, predictive: Predictive, y: Tensor, generator: torch.Generator, **rows: Tensor | None
 ) -> Covered:
-    """Covered of the predictions for rows with targets y; `rows`: weight and group, where they have them."""
+    """`Covered` for predictions of rows with targets y; `rows`: weight and group, if used."""
     if conformal.score in CLASS_SCORES:
         found = conformal.set(predictive, generator=generator, **rows)
         hit = found.gather(1, y.to(found.device)[:, None])[:, 0]

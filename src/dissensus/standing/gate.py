@@ -1,4 +1,4 @@
-"""Gate: which predictions are accepted, by a threshold on how unsure they are, and what is promised of those."""
+"""Gate: accepts predictions by a threshold on their uncertainty, with a guarantee for the accepted ones."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,18 +12,18 @@ from dissensus.standing.scores import CLASS_UNCERTAINTY, VALUE_UNCERTAINTY, Unce
 
 
 class Gated(NamedTuple):
-    """What a gate says about B inputs."""
+    """The result of a gate for B inputs."""
 
     accept: Tensor  # (B,) boolean
-    score: Tensor  # (B,) float64, higher = less sure
+    score: Tensor  # (B,) float64, higher = more uncertain
     predictive: Predictive
 
 
 class Gate(Promise):
     """Accepts inputs whose score is below `threshold`; made by `ds.selective` and `ds.ood_gate`, saved with the posterior.
 
-    Public attributes: `threshold`, −∞ where nothing can be promised and nothing is accepted; `score`; `facts`, with `risk` and
-    `confidence`, or `false_alarm`, and what the calibration rows showed (`rows`, `accepted`, `errors`).
+    Public attributes: `threshold`, −∞ if no guarantee is possible, so that nothing is accepted; `score`; `facts`, with `risk`
+    and `confidence`, or `false_alarm`, and counts on the calibration rows (`rows`, `accepted`, `errors`).
     """
 
     kind = "gate"
@@ -34,8 +34,8 @@ class Gate(Promise):
         self.score = str(facts["score"])
 
     def forward(self, x: Inputs | Predictive) -> Gated:
-        """`gate(x)`: Gated of a batch of inputs, or of the posterior's `Predictive` of one."""
-        posterior = self.posterior  # an error where it was dropped
+        """`gate(x)`: `Gated` for a batch of inputs, or for the posterior's `Predictive` of one."""
+        posterior = self.posterior  # raises if it was dropped
         predictive = x if isinstance(x, Predictive) else posterior.predict(x)
         score = uncertainty(predictive, self.score)(predictive)
         return Gated(score < self.threshold, score, predictive)
@@ -44,28 +44,28 @@ class Gate(Promise):
         return f"Gate({self.score} below {self.threshold:.4g}: {self.describe()})"
 
     def describe(self) -> str:
-        """What is promised, in a sentence."""
+        """The guarantee in one sentence."""
         if "false_alarm" in self.facts:
             share = self.facts["false_alarm"]
             return (
                 f"inputs like the {self.facts['rows']} calibration rows are refused with probability at most {share:g}"
             )
         if self.threshold == float("-inf"):
-            return "nothing is accepted: no threshold promises this risk on these rows"
+            return "nothing is accepted: no threshold guarantees this risk on these rows"
         risk, confidence = self.facts["risk"], self.facts["confidence"]
         return f"of accepted inputs at most {100 * risk:g} % are wrong, with confidence {confidence:g}"
 
 
 def wrong(predictive: Predictive, y: Tensor, tolerance: float | None) -> Tensor:
-    """(B,) boolean: another class, or an output off by more than the tolerance."""
+    """(B,) boolean: the class is wrong, or an output is off by more than the tolerance."""
     if isinstance(predictive, CategoricalPredictive):
         return predictive.log_mean.argmax(1) != y
-    assert tolerance is not None  # of a regression there is one
+    assert tolerance is not None  # required for a regression
     off = (predictive.mean - y).abs() > tolerance
     return off.reshape(len(off), -1).any(1)
 
 
 def uncertainty(predictive: Predictive, score: str) -> Uncertainty:
-    """The function that scores such predictives; an error where they have no such score."""
+    """The function that computes this score; raises if such predictives do not have it."""
     classes = isinstance(predictive, CategoricalPredictive)
     return (CLASS_UNCERTAINTY if classes else VALUE_UNCERTAINTY)[score]

@@ -1,17 +1,17 @@
-"""Scores: how badly a label, or a value, fits a prediction; and how unsure a prediction is. Float64, higher = worse.
+"""Scores: how badly a label or value fits a prediction, and how uncertain a prediction is. Float64, higher = worse.
 
-Any score keeps a conformal promise; a better one gives smaller sets. Classes:
+With any score the conformal guarantee holds; a better one gives smaller sets. Classes:
 
-- `lac`: −log p̄_k, which orders as 1 − p̄_k does (Sadinle, Lei & Wasserman 2019): the smallest sets on average;
-- `aps`: the mass of the likelier classes plus u p̄_k (Romano, Sesia & Candès, NeurIPS 2020): sets that grow with difficulty;
+- `lac`: −log p̄_k, with the same order as 1 − p̄_k (Sadinle, Lei & Wasserman 2019): the smallest sets on average;
+- `aps`: the mass of the likelier classes plus u p̄_k (Romano, Sesia & Candès, NeurIPS 2020): larger sets for hard inputs;
 - `raps`: the same plus penalty · max(0, rank_k − free) (Angelopoulos et al., ICLR 2021): fewer very large sets;
-- `disagreement`: −log(p̄_k + penalty · σ_k), σ_k the deviation of p_k over members: a class counts as likely where some
-  members believe in it, so sets grow where members disagree. With one member it is `lac`.
+- `disagreement`: −log(p̄_k + penalty · σ_k), σ_k the standard deviation of p_k over members: a class is in the set if some
+  members give it a high probability, so sets grow where members disagree. With one member it equals `lac`.
 
-Values of a regression, each output by itself:
+Values of a regression, each output separately:
 
 - `cqr`: max(l − y, y − h), l and h the mixture's quantiles around the level (Romano, Patterson & Candès, NeurIPS 2019);
-- `residual`: |y − mean| / deviation of the predictive.
+- `residual`: |y − mean| / standard deviation of the predictive.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,14 +26,14 @@ from dissensus.core.predictive import CategoricalPredictive, ClassificationPredi
 
 def lac(predictive: CategoricalPredictive, u: Tensor, settings: Mapping[str, Any]) -> Tensor:
     log_mean = predictive.log_mean
-    # Where the largest probability rounds to 1, its distance from 1 is read off the others: confident rows do not tie.
+    # If the largest probability rounds to 1, its distance from 1 comes from the others, so that confident rows do not tie.
     return (-log_mean.double()).scatter(1, log_mean.argmax(1, keepdim=True), max_probability(predictive)[:, None])
 
 
 def aps(predictive: CategoricalPredictive, u: Tensor, settings: Mapping[str, Any]) -> Tensor:
     ordered, order = predictive.log_mean.double().exp().sort(dim=1, descending=True, stable=True)
     mass = ordered.cumsum(1) - ordered + u[:, None] * ordered
-    if settings:  # of raps
+    if settings:  # raps
         rank = torch.arange(1, mass.shape[1] + 1, device=mass.device)
         mass = mass + settings["penalty"] * (rank - settings["free"]).clamp(min=0)
     return torch.empty_like(mass).scatter(1, order, mass)
@@ -45,21 +45,21 @@ def disagreement(predictive: CategoricalPredictive, u: Tensor, settings: Mapping
     return -likely.log()
 
 
-# name -> (B, K) of a predictive, of u (B,) in [0, 1] and of the settings
+# name -> function of (predictive, u (B,) in [0, 1], settings) that returns (B, K)
 CLASS_SCORES: dict[str, Callable[[CategoricalPredictive, Tensor, Mapping[str, Any]], Tensor]] = {
     "lac": lac,
     "aps": aps,
     "raps": aps,
     "disagreement": disagreement,
 }
-# what their settings are unless given
+# default settings
 SETTINGS: dict[str, dict[str, float]] = {"raps": {"penalty": 0.01, "free": 5}, "disagreement": {"penalty": 1.0}}
-RANDOMISED = ("aps", "raps")  # that u has a part in
+RANDOMISED = ("aps", "raps")  # scores that use u
 INTERVAL_SCORES = ("cqr", "residual")
 
 
 def ends(predictive: Predictive, score: str, level: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(lower, upper, unit), each (B, P): an interval at threshold q is from lower − q · unit to upper + q · unit."""
+    """(lower, upper, unit), each (B, P): the interval at threshold q is [lower − q · unit, upper + q · unit]."""
     mean = _flat(predictive.mean)
     if score == "residual":
         return mean, mean, _flat(predictive.total).sqrt()
@@ -68,7 +68,7 @@ def ends(predictive: Predictive, score: str, level: float) -> tuple[Tensor, Tens
 
 
 def interval_score(predictive: Predictive, y: Tensor, score: str, level: float) -> Tensor:
-    """(B, P) the threshold at which the interval just holds y."""
+    """(B, P) the smallest threshold at which the interval contains y."""
     lower, upper, unit = ends(predictive, score, level)
     return torch.maximum(lower - _flat(y), _flat(y) - upper) / unit
 
@@ -88,7 +88,7 @@ def entropy(predictive: Predictive) -> Tensor:
 def mutual_information(predictive: Predictive) -> Tensor:
     if isinstance(predictive, ClassificationPredictive):
         return metrics.mutual_information_score(predictive.members)
-    return _categorical(predictive).epistemic.double()  # a summary's
+    return _categorical(predictive).epistemic.double()  # works for summaries, too
 
 
 def variance(predictive: Predictive) -> Tensor:
@@ -100,7 +100,7 @@ def epistemic(predictive: Predictive) -> Tensor:
 
 
 Uncertainty = Callable[[Predictive], Tensor]
-# name -> (B,) how unsure a predictive is: as `evaluate` ranks by
+# name -> function that returns the uncertainty (B,) of a predictive, by which `evaluate` ranks inputs
 CLASS_UNCERTAINTY: dict[str, Uncertainty] = {
     "max_probability": max_probability,
     "entropy": entropy,

@@ -1,4 +1,4 @@
-"""Calibrations of a regression: of the predictive deviation, and of the cumulative distribution."""
+"""Calibrations of a regression: of the standard deviation, and of the cumulative distribution."""
 
 from typing import cast
 
@@ -11,10 +11,10 @@ from dissensus.core.summary import RegressionSummary
 
 
 class DeviationScaling(Calibration):
-    """The mixture stretched about its mean by a factor: members' deviations from the mean, and their noise's deviation.
+    """Stretches the mixture about its mean by a factor: members' distances from the mean, and their noise.
 
-    The mean stays, the predictive deviation is multiplied, epistemic and aleatoric parts alike (a temperature multiplies
-    the noise's alone).
+    The mean does not change; the standard deviation is multiplied, in its epistemic and aleatoric parts (a temperature
+    multiplies only the noise).
     """
 
     kind = "scale"
@@ -31,14 +31,14 @@ class DeviationScaling(Calibration):
 
 
 class CumulativeCalibration(Calibration):
-    """R(F(y)) in place of the mixture's P(Y ≤ y) = F(y), with an R for every output (Kuleshov et al., ICML 2018).
+    """Replaces the mixture's P(Y ≤ y) = F(y) by R(F(y)), with one R per output (Kuleshov et al., ICML 2018).
 
-    A summary counts as the Gaussian with the mixture's mean and variance.
+    A summary is treated as the Gaussian with the mixture's mean and variance.
     """
 
     kind = "cumulative"
-    at: Tensor  # (K, *outputs) knots of g, strictly rising: scores Φ⁻¹(F(y))
-    value: Tensor  # (K, *outputs) of g, strictly rising
+    at: Tensor  # (K, *outputs) knots of g, strictly increasing: scores Φ⁻¹(F(y))
+    value: Tensor  # (K, *outputs) values of g, strictly increasing
 
     def mixture(self, predictive: Predictive) -> Predictive:
         if isinstance(predictive, RegressionSummary):

@@ -1,4 +1,4 @@
-"""Saving and loading posteriors, and files that are whole or not there."""
+"""Saving and loading posteriors, and files that are written completely or not at all."""
 
 from dissensus.storage.folder import load, save
 

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written under a temporary name, then renamed."""
+"""Files that are written completely or not at all: first under a temporary name, then renamed."""
 
 import itertools
 import os
@@ -15,9 +15,9 @@ _calls = itertools.count()
 
 
 def write_whole(files: dict[Path, bytes]) -> None:
-    """Writes all files under temporary names, then renames them in order: none is ever half-written."""
+    """Writes all files under temporary names, then renames them in order, so that none is ever half-written."""
     with ExitStack() as stack:
-        # Closed in reverse order: the first file is entered last, and renamed first.
+        # Contexts close in reverse order: the first file is entered last, and renamed first.
         temporary = {path: stack.enter_context(replacing(path)) for path in reversed(files)}
         for path, content in files.items():
             temporary[path].write_bytes(content)
@@ -25,7 +25,7 @@ def write_whole(files: dict[Path, bytes]) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name to write to, renamed to `path` afterwards, or removed where the writing failed."""
+    """A temporary name to write to, renamed to `path` afterwards, or removed if writing fails."""
     temporary = temporary_name(path)
     try:
         yield temporary
@@ -36,14 +36,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def temporary_name(path: Path) -> Path:
-    """A hidden name beside `path` that no other process, thread or call uses."""
+    """A hidden name in the folder of `path` that no other process, thread or call uses."""
     return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}-{next(_calls)}.tmp")
 
 
 def remove_strays(path: Path) -> None:
-    """Removes temporary files that killed writers of `path` have left."""
+    """Removes temporary files left by killed writers of `path`."""
     ours = re.compile(rf"\.{re.escape(path.name)}\.(\d+)-\d+-\d+\.tmp")  # process, thread and call
-    with suppress(OSError):  # tidying up must not fail what was written
+    with suppress(OSError):  # the file is written: an error in cleaning up does not matter
         for entry in os.scandir(path.parent):
             found = ours.fullmatch(entry.name) if entry.name.startswith(".") else None
             if found is not None and _abandoned(entry, int(found[1])):
@@ -51,19 +51,19 @@ def remove_strays(path: Path) -> None:
 
 
 def _abandoned(entry: os.DirEntry[str], process: int) -> bool:
-    """Whether nobody writes the file any more."""
-    # A process that lives here may be writing it, whatever its age. One that does not live here may still live on another
-    # machine, or in another container, that shares the folder: what such a writer writes is young. Both must speak against it.
+    """Whether no process writes the file any more."""
+    # A process that runs here may still be writing a file of any age. A process that does not run here may run on another
+    # machine or in another container that shares the folder; its file would be recent. So both are checked.
     return not _alive(process) and time.time() - entry.stat(follow_symlinks=False).st_mtime > STRAY_SECONDS
 
 
 def _alive(process: int) -> bool:
-    if os.name != "posix":  # no signal 0 there: asking would end the process
+    if os.name != "posix":  # there is no signal 0: os.kill would end the process
         return True
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # somebody else's process
+    except OSError:  # another user's process
         return True
     return True

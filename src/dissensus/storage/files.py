@@ -1,4 +1,4 @@
-"""Files of a run: written under a temporary name and renamed, so one that exists is whole; damage is one clear error."""
+"""Files of a run: written under a temporary name and renamed, so existing ones are complete; damage raises one clear error."""
 
 import json
 import tomllib
@@ -19,7 +19,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Writes one file, making its folder."""
+    """Writes one file and creates its folder if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole({path: content})
 
@@ -39,7 +39,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Tensors with a few JSON facts about them, as safetensors."""
+    """Writes tensors with some JSON facts about them, as safetensors."""
     whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     write_bytes(path, format_tensors(whole, metadata={"facts": json.dumps(facts)}))
 

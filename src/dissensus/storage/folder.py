@@ -1,4 +1,4 @@
-"""Saving and loading posteriors: config.json and posterior.safetensors, files no one can hide code in."""
+"""Saving and loading posteriors as config.json and posterior.safetensors, files that cannot contain code."""
 
 import copy
 import os
@@ -20,6 +20,7 @@ from dissensus.data.inputs import as_input_transform
 from dissensus.nets import NETS
 from dissensus.numerics.checks import one_of
 from dissensus.numerics.damage import reading
+from dissensus.numerics.divided import here, joined
 from dissensus.numerics.layout import fits, kept_strides, laid_out, rows
 from dissensus.numerics.plain import plain
 from dissensus.numerics.randomness import same_random_state
@@ -38,30 +39,33 @@ def save(
     classes: Sequence[str] | None = None,
     unit: str | None = None,
 ) -> None:
-    """Writes posterior.safetensors and config.json into the folder, which is made if need be.
+    """Saves a posterior to a folder, as posterior.safetensors and config.json.
 
-    Both are written under temporary names and then renamed. The first holds all that `load` reads, so a folder that is
-    saved over is at every moment the old one or the new one; the second is a copy of its config for people to read. No
-    file holds code or a pickle. Watchers of a run are saved one by one, each as a posterior of its own. Of processes on a mesh,
-    which have the same posterior, the first alone writes.
+    Both files are written under temporary names and then renamed. The first holds everything that `load` reads, so saving
+    over a folder never leaves a mix of old and new; the second is a readable copy of its config. Neither contains code or a
+    pickle. Save the watchers of a run one by one, each as its own posterior. On a mesh, only the first process writes.
 
     Args:
-        inputs: what the training inputs went through, a `Standardiser`, a `TableEncoder` or `ds.data.ImageInputs`. The
-            loaded posterior then takes raw inputs, and raw ones only. None: the posterior's own `inputs`.
-        targets: the `Standardiser` that the training targets of a regression went through: the loaded posterior predicts
-            in the units from before. None where they went through none, or `fit(targets="standardised")` did it.
-        classes: their names, in the order of the outputs, for reports. None: the posterior's own.
-        unit: of a regression's targets, for reports.
+        posterior: any posterior.
+        folder: path of the folder, created if missing.
+        inputs: the transform of the training inputs: a `Standardiser`, a `TableEncoder` or `ds.data.ImageInputs`. The
+            loaded posterior then takes raw inputs only. None: the posterior's own `inputs`.
+        targets: the `Standardiser` of a regression's training targets: the loaded posterior then predicts in the
+            original units. None if there was none, or if `fit(targets="standardised")` did it.
+        classes: names of the classes, in the order of the outputs, for reports. None: the posterior's own.
+        unit: unit of a regression's targets, for reports.
     """
     if len(templates := [member.network for member in expect_posterior(posterior).particles.templates]) > 1:
         raise ValueError(
-            f"expected members that differ in their registered tensors alone, got '{difference(templates) or 'modes'}' that "
-            "differs; a file holds one network for all: register what differs as a buffer"
+            f"expected members that differ only in registered tensors, got a difference in "
+            f"'{difference(templates) or 'modes'}'; a file describes one network for all members: register it as a buffer"
         )
     with posterior.particles.turn():
         tensors, ties = unique_tensors(posterior, without="watchers.")
-        base = posterior.base[0] if posterior.base and posterior.cuts else None  # what has cut the network it watches
-        network = posterior.given()  # with its tensors: a layer's description may read them
+        base = (
+            posterior.base[0] if posterior.base and posterior.cuts else None
+        )  # the method that has cut the watched network
+        network = posterior.given()  # with its tensors, because a layer's description may read them
     config = {
         "format": FORMAT,
         **class_fields(posterior),
@@ -82,7 +86,7 @@ def save(
         **transforms_of(posterior, inputs, classes),
     }
     if posterior.others is not None and not posterior.others.is_first:
-        return  # all processes have the same, and the first writes it
+        return  # all processes have the same posterior, and the first one writes it
     data, text = sealed(tensors, plain(config))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,27 +100,27 @@ def load(
     likelihood: Likelihood | None = None,
     method: type[Posterior] | None = None,
 ) -> Posterior:
-    """The posterior saved in the folder, bit for bit, on the CPU and in eval mode.
+    """Loads a saved posterior, with exactly the saved tensors, on the CPU and in eval mode.
 
-    What was frozen, and layers put in eval mode by hand, stay so if it is trained further. Loading draws no random
-    numbers from torch's stream.
+    Frozen parameters, and layers put in eval mode by hand, stay so in further training. Loading does not change torch's
+    random state.
 
     Args:
-        folder: what `save` wrote.
-        network: one module of the saved architecture as template, left untouched; not needed for networks of
+        folder: a folder written by `save`.
+        network: a module of the saved architecture, used as a template and not changed; not needed for networks of
             `dissensus.nets`.
-        likelihood: needed only if the posterior was saved with a likelihood class of your own.
-        method: the class, needed only if it is your own.
+        likelihood: needed only if the posterior was saved with your own likelihood class.
+        method: the class of the posterior, needed only if it is your own.
 
     Raises:
         ValueError: files are damaged, or do not fit this network.
     """
     if network is not None and not isinstance(network, nn.Module):
-        raise TypeError(f"expected an nn.Module as network, got {type(network).__name__}; pass one network, built")
+        raise TypeError(f"expected an nn.Module as network, got {type(network).__name__}; pass one network object")
     config, tensors = opened(Path(folder))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     kind = method_of(config, method)
-    # building layers draws numbers that are overwritten
+    # building layers draws random numbers that are overwritten
     with reading(Path(folder) / TENSORS, SAVE_AGAIN), same_random_state(torch.device("cpu")):
         strides = saved_strides(config, shapes)
         posterior = build(kind, config, shapes, *build_parts(config, shapes, network, likelihood))
@@ -133,7 +137,7 @@ def load(
 def unique_tensors(module: nn.Module, *, without: str = "\n") -> tuple[dict[str, Tensor], dict[str, str]]:
     """(name -> tensor, other name -> name) of a module's state: tied tensors are stored once.
 
-    `without`: what names begin with that are left out; what watches a posterior is saved by itself.
+    `without`: prefix of names to leave out; watchers of a posterior are saved separately.
     """
     tensors: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
@@ -143,25 +147,26 @@ def unique_tensors(module: nn.Module, *, without: str = "\n") -> tuple[dict[str,
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(
-                f"expected tensors only in the state, got {type(tensor).__name__} in '{name}'; keep it elsewhere"
+                f"expected only tensors in the state_dict, got {type(tensor).__name__} in '{name}'; remove it from the state"
             )
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
+        found = joined(tensor.detach())  # by all processes, where they have parts of it
+        key = (here(tensor).data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
         source = first.setdefault(key, name)
         if source == name:
-            tensors[name] = tensor.detach().cpu()
+            tensors[name] = found.cpu()
         else:
             ties[name] = source
     return tensors, ties
 
 
 def strides_of(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Name -> strides of the tensors that do not lie in rows: what a file, where all do, cannot show."""
+    """Name -> strides of the tensors that are not contiguous; files store all tensors as contiguous."""
     kept = {name: kept_strides(tensor) for name, tensor in tensors.items()}
     return {name: list(strides) for name, strides in kept.items() if strides != rows(tensors[name].shape)}
 
 
 def saved_strides(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Sequence[int]]:
-    """Name -> strides of all tensors: those in the config, else those of rows."""
+    """Name -> strides of all tensors: those in the config, else contiguous ones."""
     for name, strides in config["strides"].items():
         whole = all(type(stride) is int and 0 <= stride < 2**62 for stride in strides)
         if not whole or len(strides) != len(shapes[name]) or not fits(shapes[name], strides):
@@ -170,15 +175,15 @@ def saved_strides(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
 
 
 def kept_as_is(posterior: Posterior) -> dict[str, list[str]]:
-    """What training leaves alone, {"frozen": names of parameters, "eval": of layers in eval mode by hand}, and "loop":
-    particles that run in a loop, since vectorised they would differ in the last bit."""
+    """{"frozen": names of frozen parameters, "eval": names of layers put in eval mode by hand, "loop": names of particles
+    that run in a loop}; the last because vectorised results differ in the last bit."""
     frozen = [name for name, parameter in posterior.named_parameters() if not parameter.requires_grad]
     loop = [name for name, part in posterior.named_modules() if isinstance(part, Particles) and part.how == "loop"]
     return {"frozen": frozen, "eval": list(posterior.particles.template.always_eval), "loop": loop}
 
 
 def keep_as_was(posterior: Posterior, saved: Mapping[str, list[str]]) -> None:
-    """Undoes nothing: what the caller's template has frozen stays so, too. Raises on names that are not there."""
+    """Restores what `kept_as_is` saved; what is frozen in the caller's template stays frozen. Raises on unknown names."""
     template = posterior.particles.template
     for name in saved["frozen"]:
         posterior.get_parameter(name).requires_grad_(False)
@@ -190,7 +195,7 @@ def keep_as_was(posterior: Posterior, saved: Mapping[str, list[str]]) -> None:
 
 
 def standing_on(posterior: Posterior) -> dict[str, Any]:
-    """What a config says of what stands on the posterior; nothing where nothing does."""
+    """The config entries of the posterior's calibration and promises; {} if it has none."""
     promises = {name: cast(Fitted, promise).config() for name, promise in posterior.promises.items()}
     calibration = posterior.calibration
     return {
@@ -200,7 +205,7 @@ def standing_on(posterior: Posterior) -> dict[str, Any]:
 
 
 def put_standing(posterior: Posterior, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Puts on the posterior what stood on the saved one."""
+    """Restores the saved calibration and promises."""
 
     def revived(saved: Mapping[str, Any], prefix: str) -> Any:
         own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -213,7 +218,7 @@ def put_standing(posterior: Posterior, config: Mapping[str, Any], tensors: Mappi
 
 
 def transforms_of(posterior: Posterior, inputs: Any, classes: Sequence[str] | None) -> dict[str, Any]:
-    """What a config says of inputs and classes: those given, else the posterior's own."""
+    """The config entries of inputs and classes: the arguments, else the posterior's own."""
     found: dict[str, Any] = {}
     if (given := posterior.inputs if inputs is None else inputs) is not None:
         transform = as_input_transform(given)
@@ -224,7 +229,7 @@ def transforms_of(posterior: Posterior, inputs: Any, classes: Sequence[str] | No
 
 
 def put_transforms(posterior: Posterior, config: Mapping[str, Any]) -> None:
-    """Gives the posterior the inputs and classes that were saved with it."""
+    """Restores the saved inputs and classes."""
     if (saved := config.get("inputs")) is not None:
         kind = INPUT_KINDS[one_of("kind", saved["kind"], INPUT_KINDS)]
         posterior.inputs = kind(**saved["arguments"])
@@ -232,7 +237,7 @@ def put_transforms(posterior: Posterior, config: Mapping[str, Any]) -> None:
 
 
 def _arguments(posterior: Posterior, targets: Any, unit: str | None) -> dict[str, Any]:
-    """The likelihood's arguments, of outputs that are standardised targets where `targets` is given."""
+    """The likelihood's arguments, with the scale of the targets if `targets` is given."""
     if targets is None and unit is None:
         return posterior.likelihood.config()
     likelihood = copy.deepcopy(posterior.likelihood)
@@ -240,8 +245,8 @@ def _arguments(posterior: Posterior, targets: Any, unit: str | None) -> dict[str
         raise TypeError(f"expected a regression for targets and unit, got {type(likelihood).__name__}; leave them out")
     if targets is not None and (posterior.promises or posterior.calibration is not None):
         raise ValueError(
-            "expected targets before anything is promised of predictions, got a calibration or promises in the units of "
-            "standardised targets; save with targets=, load, and fit them then"
+            "expected targets= for a posterior without calibration and promises, got some, which were fitted to standardised "
+            "targets; save without them and with targets=, load, and fit them again"
         )
     if targets is not None:
         likelihood.standardise(targets)
@@ -251,8 +256,8 @@ def _arguments(posterior: Posterior, targets: Any, unit: str | None) -> dict[str
 
 def other_ties() -> ValueError:
     return ValueError(
-        "expected a network whose tensors are tied as in the saved one, got other ties; pass a network built as the saved "
-        "one was"
+        "expected a network whose tensors are tied as in the saved one, got other ties; pass a network built like the saved "
+        "one"
     )
 
 
@@ -263,21 +268,21 @@ def fill(posterior: Posterior, tensors: dict[str, Tensor]) -> None:
         wanted, found = _described(expected.get(name)), _described(tensors.get(name))
         if wanted != found:
             raise ValueError(
-                f"expected {wanted} as {name}, got {found} in the file; load it into the network it was saved from"
+                f"expected {wanted} as {name}, got {found} in the file; pass a network built like the saved one"
             )
         if name.endswith(".running_var") and bool((tensors[name] < 0).any()):
             raise ValueError(
-                f"expected variances of at least 0, got {name} below in the file; save the posterior again"
+                f"expected variances of at least 0, got a negative {name} in the file; save the posterior again"
             )
     targets = {**dict(posterior.named_parameters()), **dict(posterior.named_buffers())}
     with torch.no_grad():
         for name, target in targets.items():
-            if name in tensors:  # tied names share one target
+            if name in tensors:  # tied names share one tensor
                 target.data = tensors[name]
 
 
 def _described(tensor: Tensor | None) -> str:
-    """What a file may not change: precision is the file's, but a floating-point tensor stays one."""
+    """The properties that a file's tensor must share: shape and kind of dtype; its precision may differ."""
     if tensor is None:
         return "no tensor"
     kind = "floating-point" if tensor.is_floating_point() else str(tensor.dtype)

@@ -1,4 +1,4 @@
-"""Members read from a saved posterior one at a time: an ensemble that does not fit in memory still predicts."""
+"""Reads the members of a saved posterior one at a time, to predict with an ensemble that does not fit into memory."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,10 +27,10 @@ def read_members(
     likelihood: Likelihood | None = None,
     method: type[Posterior] | None = None,
 ) -> Iterator[Posterior]:
-    """One posterior per stored member, each read from the file when its turn comes.
+    """Yields one posterior per stored member, each read from the file when it is needed.
 
-    The whole posterior, once, where no members are stored, or where a member is more than its network's tensors: methods
-    of one's own, and those that cut the network or have tensors beside it.
+    Yields the whole posterior once if no members are stored, or if members are more than the tensors of a network: for your
+    own methods, and for methods that cut the network or have other tensors.
     """
     config, tensors = opened(folder)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -49,8 +49,8 @@ def read_members(
 
 
 def _member(member: MAP, index: int, tensors: Mapping[str, Tensor], strides: Mapping[str, Sequence[int]]) -> Posterior:
-    """The posterior filled with one member's rows of what is own, and with what is shared."""
-    expected, ties = unique_tensors(member)  # a stack has tied tensors once
+    """The posterior filled with one member's rows of own tensors, and with the shared tensors."""
+    expected, ties = unique_tensors(member)  # a stack stores tied tensors once
     sources = {SHARED + name.removeprefix(OWN) if _is_own(name) else name: name for name in tensors}
     if {name for name in expected if SHARED in name} != {name for name in sources if SHARED in name}:
         raise other_ties()
@@ -67,11 +67,11 @@ def _member(member: MAP, index: int, tensors: Mapping[str, Tensor], strides: Map
 
 
 def _of_plain_networks(config: Mapping[str, Any], shapes: Iterable[str]) -> bool:
-    """Whether the file's members are networks like the one the caller has, each with rows of its own."""
+    """Whether the file's members are plain networks, each with its own rows."""
     inner = [name.removeprefix(OWN).removeprefix(SHARED) for name in shapes if name.startswith((OWN, SHARED))]
     return (
         isinstance(config["arguments"].get("members"), int)
-        and "networks" not in config["arguments"]  # of those, members are snapshots
+        and "networks" not in config["arguments"]  # with that argument, members are snapshots
         and any(map(_is_own, shapes))
         and "class" not in config
         and not config["network"].get("cut")

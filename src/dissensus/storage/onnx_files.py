@@ -1,4 +1,4 @@
-"""ONNX files: what torch's exporter makes, with plain names, without remarks, and looked through for random numbers."""
+"""ONNX files: torch's export with readable names and without comments, checked for random numbers."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ RANDOM = (
 
 
 def require_onnx() -> None:
-    """Raises where the packages that write ONNX are missing."""
+    """Raises if the packages that write ONNX are missing."""
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
@@ -37,8 +37,8 @@ def require_onnx() -> None:
 def onnx_content(
     program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], facts: Mapping[str, Any]
 ) -> tuple[bytes, list[str]]:
-    """(the file's bytes, kinds of its nodes that draw random numbers); inputs and outputs have these names, axis 0 "batch"."""
-    named = {f"output {name}": name for name in outputs}  # torch calls inner values "mean", too
+    """(the file's bytes, kinds of nodes that draw random numbers); inputs and outputs get these names, axis 0 is "batch"."""
+    named = {f"output {name}": name for name in outputs}  # torch also names inner values "mean"
     with _quiet():
         made = torch.onnx.export(
             program, dynamo=True, input_names=list(inputs), output_names=list(named), verbose=False, optimize=True
@@ -53,7 +53,7 @@ def onnx_content(
 
 
 def run_onnx(content: bytes, x: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Outputs by name; None where onnxruntime is not installed."""
+    """Outputs by name; None if onnxruntime is not installed."""
     try:
         import onnxruntime
     except ImportError:
@@ -65,7 +65,7 @@ def run_onnx(content: bytes, x: Mapping[str, Tensor]) -> dict[str, Tensor] | Non
 
 
 def _strip(model: Any) -> None:
-    """Takes out where in the sources operations came from, and shapes in between: a runtime finds those itself."""
+    """Removes source locations of operations, and intermediate shapes, which a runtime infers itself."""
     for function in model.functions:
         del function.metadata_props[:]
     for node in _nodes(model):
@@ -80,7 +80,7 @@ def _strip(model: Any) -> None:
 
 
 def _rename(graph: Any, names: dict[str, str]) -> None:
-    """Gives values of a graph other names, and inner values that have those already a longer one."""
+    """Renames values of a graph; inner values that already have such a name get a longer one."""
     names = {**{new: f"inner {new}" for new in names.values()}, **names}
     for value in (*graph.input, *graph.output, *graph.initializer):
         value.name = names.get(value.name, value.name)
@@ -90,12 +90,12 @@ def _rename(graph: Any, names: dict[str, str]) -> None:
 
 
 def _nodes(model: Any) -> Iterator[Any]:
-    """All nodes, those in branches and functions too."""
+    """All nodes, including those in branches and functions."""
     return _inside([*model.graph.node, *(node for function in model.functions for node in function.node)])
 
 
 def _inside(nodes: Iterable[Any]) -> Iterator[Any]:
-    """Nodes, and those in their branches."""
+    """The nodes, and those in their branches."""
     waiting = [*nodes]
     while waiting:
         node = waiting.pop()
@@ -107,7 +107,7 @@ def _inside(nodes: Iterable[Any]) -> Iterator[Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, torch's ONNX exporter does not log what it has not got."""
+    """Inside, torch's ONNX exporter does not log missing packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

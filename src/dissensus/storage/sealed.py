@@ -1,7 +1,7 @@
-"""posterior.safetensors: tensors, and in its metadata the config that explains them and a checksum over both.
+"""posterior.safetensors: tensors, with their config and a checksum over both in the metadata.
 
-One file is all that is believed, so that one rename replaces a saved posterior. config.json beside it is a copy to read.
-The safetensors library reads the file, and refuses tensors that do not fill it exactly; nothing in it can be code.
+`load` reads only this file, so that one rename replaces a saved posterior; config.json is a copy for people to read. The
+safetensors library reads the file and refuses tensors that do not fill it exactly; it cannot contain code.
 """
 
 import hashlib
@@ -36,30 +36,30 @@ SAVE_AGAIN = "save the posterior again"
 
 
 def is_posterior(folder: Path) -> bool:
-    """Whether a posterior was saved in the folder; nothing of it is read."""
+    """Whether a posterior was saved in the folder; its content is not read."""
     return (folder / TENSORS).is_file()
 
 
 def sealed(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[bytes, str]:
-    """(bytes of posterior.safetensors, text of config.json): the same config in both."""
+    """(bytes of posterior.safetensors, text of config.json), with the same config in both."""
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     signed = {**config, CHECKSUM: checksum(config, whole)}
     return format_tensors(whole, metadata={METADATA: json.dumps(signed)}), json.dumps(signed, indent=1)
 
 
 def opened(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(config, name -> tensor) of a saved posterior, checked against each other.
+    """(config, name -> tensor) of a saved posterior, after checking the checksum.
 
-    The tensors lie in the file, which is mapped: they take memory only where they are copied.
+    The file is memory-mapped: tensors take memory only when they are copied.
     """
     path = folder / TENSORS
     if not path.is_file():
         raise FileNotFoundError(f"expected {path}, got no such file; pass a folder that save() wrote")
     while True:
-        # `safe_open` opens the path twice, for the header and for the tensors, and another process may save in between:
-        # then they do not belong together, the checksum shows it, and the new file is read. Whether there is a new one is
-        # seen by its number on the disk, which no other file can take while this one is open. So an error means damage,
-        # and no error means that everything came from one save.
+        # `safe_open` opens the path twice, for the header and for the tensors, and another process may save in between.
+        # Then header and tensors do not belong together, the checksum differs, and the new file is read. A new file is
+        # recognised by its inode number, which no other file can get while this one is open. So an error means damage, and
+        # no error means that everything came from one save.
         with path.open("rb") as first:
             try:
                 return _read(path)
@@ -79,13 +79,13 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         if config.pop(CHECKSUM) != checksum(config, tensors):
             raise ValueError(
-                f"expected {path} with the checksum in its header, got another; the file is truncated or was changed"
+                f"expected {path} to have the checksum in its header, got another; the file is truncated or was changed"
             )
     return config, tensors
 
 
 def checksum(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """Of the config, of the names, types and shapes of the tensors and of their bytes, wherever in the file they lie."""
+    """Checksum of the config and of the tensors' names, dtypes, shapes and bytes, independent of their order in the file."""
     described = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
     digest = hashlib.sha256(json.dumps([config, described], sort_keys=True).encode())
     for name in sorted(tensors):
@@ -94,7 +94,7 @@ def checksum(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
 
 
 def check_fields(saved: Any, fields: Mapping[str, Any]) -> None:
-    """Raises where saved is not a table with these keys and types of values, in tables of tables too."""
+    """Raises unless `saved` is a dict with these keys and types of values, including nested dicts."""
     for name, kind in fields.items():
         if isinstance(kind, dict):
             check_fields(saved[name], kind)

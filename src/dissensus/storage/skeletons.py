@@ -1,4 +1,4 @@
-"""The empty posterior that a config describes, made only where the tensors of the file have the sizes it speaks of."""
+"""Builds the posterior that a config describes, after checking that the file's tensors have the sizes in the config."""
 
 import copy
 import itertools
@@ -19,25 +19,25 @@ from dissensus.nets import NETS
 from dissensus.numerics.checks import one_of
 from dissensus.storage.sealed import SAVE_AGAIN
 
-TensorShapes = Mapping[str, tuple[int, ...]]  # of the tensors in a file
+TensorShapes = Mapping[str, tuple[int, ...]]  # shapes of the tensors in a file
 LIKELIHOODS: dict[str, type[Likelihood]] = {
     each.__name__: each for each in (Classification, Regression, HeteroscedasticRegression)
 }
-# Arguments that say how many rows tensors have, and the tensors: compared before anything of that size is built.
-COUNTED = {  # argument -> where its count stands: names of tensors begin so, and the axis
+# Arguments that determine numbers of rows, and the tensors with these rows: compared before anything of that size is built.
+COUNTED = {  # argument -> (prefix of names of tensors, axis with this length)
     "networks": (("particles.own.", 0),),
     "members": (("particles.own.", 0), ("recorder.recorded.", 1)),
     "samples": (("stored.", 0),),
     "rank": (("recorder.deviations", 0),),
     "components": (("particles.shared.latents.", 0), ("particles.own.latents.", 1)),
 }
-LARGER = 64  # than the tensors of a file: no network that a method has cut was that much before
+LARGER = 64  # a network may have at most this many times the numbers in its file: no method cuts more
 
 
 def build_parts(
     config: dict[str, Any], shapes: TensorShapes, network: nn.Module | None, likelihood: Likelihood | None
 ) -> tuple[nn.Module, Likelihood]:
-    """(a network of the saved structure, the likelihood): those of the caller, or those that the config describes."""
+    """(a network of the saved structure, the likelihood): the caller's, or built from the config."""
     if (wrong := next(miscounted(config["arguments"], shapes, foreign="class" in config), None)) is not None:
         raise ValueError(f"expected {wrong} in the file; {SAVE_AGAIN}")
     template = build_network(config["network"], network, shapes)
@@ -45,7 +45,7 @@ def build_parts(
 
 
 def class_fields(posterior: Posterior) -> dict[str, str]:
-    """What a config says of a posterior's class: its name and, where the library has another of that name or none, its own."""
+    """The config entries of a posterior's class: its method name and, if it is not the library's class, its class name."""
     known = METHODS.get(posterior.name) is type(posterior)
     return {"method": posterior.name} | ({} if known else {"class": type(posterior).__name__})
 
@@ -56,7 +56,7 @@ def method_of(config: dict[str, Any], method: type[Posterior] | None) -> type[Po
     if method is None:
         if "class" in config:
             raise ValueError(f"expected method={config['class']} to load into, got none; pass your class of that name")
-        return METHODS[one_of("method", name, METHODS, hint="pass method= where it is a class of your own")]
+        return METHODS[one_of("method", name, METHODS, hint="pass method= if it is your own class")]
     if not (isinstance(method, type) and issubclass(method, Posterior)):
         raise TypeError(f"expected a class of posteriors as method, got {method!r}; pass the class itself")
     if method.name != name:
@@ -69,10 +69,10 @@ def method_of(config: dict[str, Any], method: type[Posterior] | None) -> type[Po
 def build(
     method: type[Posterior], config: dict[str, Any], shapes: TensorShapes, network: nn.Module, likelihood: Likelihood
 ) -> Posterior:
-    """The posterior that the config describes, of this network, its tensors to be overwritten by those of the file."""
+    """The posterior that the config describes, with this network; its tensors are overwritten from the file later."""
     if (base := config.get("base")) is None:
         posterior = method.skeleton(network, config["arguments"], likelihood)
-    else:  # it watched a method that cuts the network
+    else:  # it was a watcher of a method that cuts the network
         cut = method_of(base, None).skeleton(network, base["arguments"], likelihood)
         posterior = method.skeleton(cut.particles, config["arguments"], likelihood)
         posterior.base = (cut,)
@@ -85,44 +85,44 @@ def build_network(saved: dict[str, Any], network: nn.Module | None, shapes: Tens
     """A module of the saved structure: a copy of the caller's, or one of dissensus.nets."""
     name, arguments = saved["name"], saved["arguments"]
     if network is None and name not in NETS:
-        raise ValueError("expected a network to load into, got none; pass network=, built as the saved one was")
-    with torch.device("meta"):  # no memory is taken before sizes are compared with those of the tensors in the file
+        raise ValueError("expected a network to load into, got none; pass network=, built like the saved one")
+    with torch.device("meta"):  # no memory is allocated before sizes are compared with the file
         sketch = NETS[name](**arguments) if network is None else network
     ours, theirs = structure(sketch), [_in_short(line) for line in saved["structure"]]
     if ours != theirs:
         pairs = itertools.zip_longest(ours, theirs, fillvalue="(nothing)")
         mine, other = next((a.removeprefix(": "), b.removeprefix(": ")) for a, b in pairs if a != b)
         raise ValueError(
-            f"expected a network with layer {other!r}, got {mine!r}; pass a network of the same class, built as the saved "
-            "one was"
+            f"expected a network with layer {other!r}, got {mine!r}; pass a network of the same class, built like the saved "
+            "one"
         )
     if network is not None:
         check_attributes(network, saved["attributes"])
         return copy.deepcopy(network, unmade(network))
-    # What the file's tensors are called and how they are shaped shows when they are filled in; a method that cuts the network
-    # stores others. Here the network must only not be far larger than the file.
+    # Names and shapes are checked when the tensors are filled in; a method that cuts the network stores other tensors. Here
+    # the network must only not be far larger than the file.
     wanted = sum(tensor.numel() for tensor in sketch.state_dict().values())
     there = sum(math.prod(shape) for shape in shapes.values())
     if wanted > LARGER * there:
         raise ValueError(
-            f"expected at most {LARGER} times the {there} numbers in the file, got a network of {wanted}; pass network=, "
-            "built as the saved one was"
+            f"expected a network of at most {LARGER} times the {there} numbers in the file, got {wanted}; pass network=, built "
+            "like the saved one"
         )
     return NETS[name](**arguments)
 
 
 def miscounted(arguments: Mapping[str, Any], shapes: TensorShapes, *, foreign: bool = False) -> Iterator[str]:
-    """What arguments count otherwise than the tensors have rows, "NAME of …, got …"; nothing where they agree.
+    """Disagreements between arguments and the rows of tensors, as "NAME of …, got …"; empty if there are none.
 
-    `foreign`: they are those of a method that the library does not have, whose tensors may be others.
+    `foreign`: the method is not the library's, so its tensors may have other names.
     """
     several = arguments.get("networks")
     for key, places in COUNTED.items():
         count = arguments.get(key)
         if type(count) is not int or count < 1 or (key == "samples" and not arguments.get("stored")):
-            continue  # what is no count, a constructor refuses
+            continue  # not a count: the constructor will raise
         if key == "members" and type(several) is int:
-            places = places[1:]  # the first count networks
+            places = places[1:]  # the first counts networks
         counted = {
             name: (shape, axis)
             for start, axis in places
@@ -130,17 +130,17 @@ def miscounted(arguments: Mapping[str, Any], shapes: TensorShapes, *, foreign: b
             if name.startswith(start) and (key != "samples" or ".own." in name)
         }
         if not counted and not foreign:
-            counted = {f"{places[0][0]}…": ((), places[0][1])}  # a tensor that there should be
+            counted = {f"{places[0][0]}…": ((), places[0][1])}  # a tensor that is missing
         if key == "samples":  # a draw may be stored in several parts
             functions, drawn = count * (several if type(several) is int else 1), _drawn_rows(counted)
             if isinstance(sizes := arguments["stored"], list):
                 drawn["stored"] = sum(size for size in sizes if type(size) is int and size > 0)
-            wanted = f"a draw of {functions} functions, as samples = {count} says"
+            wanted = f"a draw of {functions} functions (samples = {count})"
             yield from (f"{wanted}, got {rows}" for rows in drawn.values() if rows != functions)
             continue
         for name, (shape, axis) in counted.items():
             if shape[axis : axis + 1] != (count,):
-                yield f"{name} of shape ({'…, ' * axis}{count}, …), as {key} = {count} says, got {shape or 'none'}"
+                yield f"{name} of shape ({'…, ' * axis}{count}, …), because {key} = {count}, got {shape or 'none'}"
     points = arguments.get("repel_at")
     described = {"eigenvectors": arguments.get("lengthscales")}
     if isinstance(points, dict) and "tensors" in points:
@@ -151,7 +151,7 @@ def miscounted(arguments: Mapping[str, Any], shapes: TensorShapes, *, foreign: b
 
 
 def _drawn_rows(counted: Mapping[str, tuple[tuple[int, ...], int]]) -> Counter[str]:
-    """Name of a tensor of drawn functions -> how many have one, over all parts of the draw."""
+    """Name of a tensor of drawn functions -> number of functions that have it, over all parts of the draw."""
     rows: Counter[str] = Counter()
     for name, (shape, _) in counted.items():
         rows[name.partition(".own.")[2]] += shape[0] if shape else 0
@@ -167,11 +167,11 @@ def build_likelihood(saved: dict[str, Any]) -> Likelihood:
 
 
 def structure(network: nn.Module) -> list[str]:
-    """One line per layer with its settings: what a network must agree in to take the tensors of another."""
+    """One line per layer with its settings; two networks must agree in it to exchange tensors."""
     lines = (f"{name}: {type(module).__name__}({module.extra_repr()})" for name, module in network.named_modules())
     return [_in_short(line) for line in lines]
 
 
 def _in_short(line: str) -> str:
-    """A layer's line without what only newer versions of torch say: that a norm layer has its bias, as all had before."""
+    """A layer's line without text that only newer torch versions add (that a norm layer has a bias, which all had before)."""
     return line.replace(", bias=True", "") if "affine=" in line else line

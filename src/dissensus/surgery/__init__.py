@@ -1,1 +1,1 @@
-"""What is done to a user's network so that one set of weights serves many members."""
+"""Changes to a user's network that let many members share one set of weights."""

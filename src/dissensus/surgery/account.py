@@ -1,11 +1,11 @@
-"""Account: what was done to a user's network, layer by layer, and what was not and why."""
+"""Account: a table of the layers of a user's network that were changed, and of those that were not, with reasons."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass
 class Account:
-    """`converted`: name -> what was done there; `left`: name -> why nothing was. `str()` is a table of both."""
+    """`converted`: layer -> what was changed; `left`: layer -> why it was not. `str()` is a table of both."""
 
     converted: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)

@@ -1,13 +1,15 @@
-"""Architectures: what networks must have in common to be members of one ensemble, and what must differ."""
+"""Checks that networks have one architecture, and different weights, to be members of one ensemble."""
 
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from dissensus.numerics.divided import is_divided, joined
 
 
 def check_same_architecture(networks: Sequence[nn.Module]) -> None:
-    """Raises where the networks are not of one architecture."""
+    """Raises if the networks do not have one architecture."""
     first = _signature(networks[0])
     for i, network in enumerate(networks[1:], start=1):
         if (other := _signature(network)) != first:
@@ -16,11 +18,11 @@ def check_same_architecture(networks: Sequence[nn.Module]) -> None:
                 for name in {**first, **other}
                 if first.get(name) != other.get(name)
             )
-            raise ValueError(f"expected members of one architecture, got {difference}; build all members alike")
+            raise ValueError(f"expected members of one architecture, got {difference}; build all members the same way")
 
 
 def _signature(network: nn.Module) -> dict[str, str]:
-    """What must agree between members: layers with their settings, tensors with shape, dtype, tying and freezing."""
+    """What must be equal in all members: layers with their settings, tensors with shape, dtype, ties and requires_grad."""
     described = {f"layer '{name}'": f"{type(m).__name__}({m.extra_repr()})" for name, m in network.named_modules()}
     first_name: dict[int, str] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
@@ -36,18 +38,23 @@ def _signature(network: nn.Module) -> dict[str, str]:
 
 
 def check_distinct_weights(networks: Sequence[nn.Module]) -> None:
-    """Raises where two members start at exactly the same trainable weights: they would stay one member."""
+    """Raises if two members start at exactly the same trainable weights, because they would stay equal."""
     flat = [
-        torch.cat([p.detach().flatten() for p in n.parameters() if p.requires_grad] or [torch.empty(0)])
+        torch.cat([_numbers(p.detach()) for p in n.parameters() if p.requires_grad] or [torch.empty(0)])
         for n in networks
     ]
-    alike: dict[complex, list[int]] = {}  # equal vectors have equal sums, so that not every pair is compared
+    alike: dict[complex, list[int]] = {}  # by sums, which are equal for equal vectors, so that few pairs are compared
     for i, vector in enumerate(flat):
         others = alike.setdefault(vector.sum().item(), [])
         for j in others:
             if vector.numel() and torch.equal(vector, flat[j]):
                 raise ValueError(
                     f"expected members that start at different weights, got members {j} and {i} equal; "
-                    "build each one afresh, [make() for _ in range(M)], instead of copying one"
+                    "initialise each one separately, [make() for _ in range(M)], instead of copying one"
                 )
         others.append(i)
+
+
+def _numbers(parameter: Tensor) -> Tensor:
+    """(K,) its entries; where processes have parts of it, their sum: networks are never whole together."""
+    return joined(parameter).sum()[None] if is_divided(parameter) else parameter.flatten()

@@ -1,4 +1,4 @@
-"""How many weights a network has, and how many nodes: what a posterior over the one or over the other has to hold."""
+"""The numbers of weights and of nodes of a network, which are the sizes of posteriors over them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,21 +12,27 @@ from dissensus.surgery.nodes import MODES, Mode, sites_of
 
 
 class LayerCapacity(NamedTuple):
-    weights: int  # without biases; of a tied weight only where it is met first
+    weights: int  # without biases; a tied weight counts in its first layer only
     nodes: int
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Weights and nodes of a network, layer by layer; `str()` is a table."""
+    """Weights and nodes of a network, layer by layer; made by `capacity`. `str()` is a table.
+
+    Args:
+        layers: name of a layer -> its numbers of weights and nodes.
+        parameters: number of all parameters of the network, including biases and norm layers.
+        left: name of a layer with parameters but without nodes -> the reason.
+    """
 
     layers: dict[str, LayerCapacity]
-    parameters: int  # all of the network's, biases and norm layers too
-    left: dict[str, str] = field(default_factory=dict)  # layers with parameters that have no nodes, and why
+    parameters: int  # all parameters of the network, including biases and norm layers
+    left: dict[str, str] = field(default_factory=dict)  # layers with parameters but without nodes, and the reason
 
     @property
     def weights(self) -> int:
-        """Of all layers with nodes."""
+        """Number of weights of all layers with nodes."""
         return sum(layer.weights for layer in self.layers.values())
 
     @property
@@ -35,7 +41,7 @@ class Capacity:
 
     @property
     def ratio(self) -> float:
-        """Weights for every node."""
+        """Weights per node."""
         return self.weights / self.nodes
 
     def __str__(self) -> str:
@@ -47,13 +53,17 @@ class Capacity:
 
 
 def capacity(network: nn.Module, *, mode: Mode = "in", layers: Sequence[str] | None = None) -> Capacity:
-    """Weights and nodes of a network, by the rule that NodeBNN has for its latents.
+    """Counts weights and nodes of a network; the nodes are those on which NodeBNN puts its latents.
 
-    A node is an input of a linear layer or an input channel of a convolution. No values are read: a network on the meta
-    device will do.
+    A node is an input of a linear layer or an input channel of a convolution. No values are read, so the network may be
+    on the meta device.
 
     Args:
-        mode, layers: as NodeBNN's, whose latents without those on biases these nodes are.
+        network: any module.
+        mode, layers: as in NodeBNN; latents on biases are not counted.
+
+    Returns:
+        A `Capacity` with `weights`, `nodes` and `ratio`, in total and by layer.
     """
     one_of("mode", mode, MODES)
     found, account = convertible_layers(network, layers=layers)

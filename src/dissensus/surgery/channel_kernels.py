@@ -1,8 +1,9 @@
 """Triton kernels for activations times factors of their channels, and for batch norm with frozen statistics.
 
-A backward pass needs the gradient times a factor, and the sum over places of gradient times activation: torch reads and writes
-the activations' size six times for that, these read it twice and write it once. Used on a GPU where triton is there, as it is
-beside every CUDA build of torch for Linux; `surgery/scaling.py` and `surgery/frozen_norm.py` compute the same without.
+A backward pass needs the gradient times a factor, and the sum over positions of gradient times activation. For that torch
+reads and writes memory of the activations' size six times; these kernels read it twice and write it once. They are used on a
+GPU if triton is installed, as with every CUDA build of torch for Linux; `surgery/scaling.py` and `surgery/frozen_norm.py`
+compute the same without them.
 """
 
 import logging
@@ -17,8 +18,8 @@ from dissensus.core.running import first_line
 log = logging.getLogger("dissensus")
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
-FEWEST = 128  # programs, below which a GPU would be idle for the most part
-TILE = 4096  # numbers that a program holds at a time
+FEWEST = 128  # with fewer programs, most of a GPU would be idle
+TILE = 4096  # numbers that a program processes at a time
 
 
 class Layout(NamedTuple):
@@ -31,7 +32,7 @@ class Layout(NamedTuple):
 
 
 def layout(x: Tensor, *, channels_last: bool = False) -> Layout | None:
-    """How x (N, C, ...), or (N, ..., C) where `channels_last`, lies in memory; None where kernels cannot run on it."""
+    """Memory layout of x (N, C, ...), or (N, ..., C) if `channels_last`; None if the kernels do not support it."""
     if not x.is_cuda or x.dtype not in TYPES or x.ndim < 3 or x.numel() == 0 or in_transform(x):
         return None
     if find_triton() is None or (x.dtype is torch.bfloat16 and not takes_bfloat16(x.device)):
@@ -50,32 +51,32 @@ def layout(x: Tensor, *, channels_last: bool = False) -> Layout | None:
 
 
 def in_transform(*tensors: Tensor) -> bool:
-    """Whether one of them stands for others (vmap) or for levels of gradients, of which kernels know nothing."""
+    """Whether one of them is wrapped by vmap or a gradient transform, which kernels do not support."""
     return any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)
 
 
 def like(g: Tensor, y: Tensor) -> Tensor:
-    """g, laid out in memory as y is and of its type."""
+    """g with the memory layout and dtype of y."""
     return g if g.stride() == y.stride() and g.dtype == y.dtype else torch.empty_like(y).copy_(g)
 
 
 @cache
 def find_triton() -> Any:
-    """The kernels; None where there is no triton, or it cannot build them: for want of a C compiler, on an old GPU."""
+    """The kernels; None without triton, or if it cannot build them (no C compiler, an old GPU)."""
     try:
         from dissensus.surgery import channel_programs
 
-        tried = torch.ones(64, device="cuda")  # one example of two channels and 32 places
+        tried = torch.ones(64, device="cuda")  # one example of two channels and 32 positions
         channel_programs.times_program[(2,)](tried, tried, torch.empty_like(tried), 3, 32, 2, 1, 32, ROWS=32, WIDTH=1)
-    except Exception as error:  # whatever a compiler may say
-        log.info("latents and frozen batch norm run without kernels of their own (%s)", first_line(error))
+    except Exception as error:  # a compiler may raise anything
+        log.info("latents and frozen batch norm run without the library's fast kernels (%s)", first_line(error))
         return None
     return channel_programs
 
 
 @cache
 def takes_bfloat16(device: torch.device) -> bool:
-    """Whether the GPU computes with bfloat16 itself."""
+    """Whether the GPU supports bfloat16 natively."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -87,7 +88,7 @@ def times(x: Tensor, factors: Tensor, at: Layout) -> Tensor:
 
 
 def times_backward(g: Tensor, y: Tensor, factors: Tensor, at: Layout) -> tuple[Tensor, Tensor]:
-    """(g times factors, (Σ over places of g y) / factors), the latter (N, C) and 0 where the factor is."""
+    """(g times factors, (Σ over positions of g y) / factors); the latter is (N, C), and 0 where the factor is 0."""
     for_x = torch.empty_like(g)
     for_factors = torch.empty(at.examples, at.channels, dtype=factors.dtype, device=g.device)
     _launch("times_backward", at, g, y, factors, for_x, for_factors, factors.stride(0))
@@ -113,7 +114,7 @@ def normed_backward(
 
 
 def _launch(program: str, at: Layout, first: Tensor, *others: Any) -> None:
-    """Runs the program over tiles of up to TILE numbers: places of several channels where these are innermost, else of one."""
+    """Runs the program over tiles of up to TILE numbers: several channels if these are innermost in memory, else one."""
     width = min(_power(at.channels), 128) if at.innermost else 1
     steps = (at.channels, 1) if at.innermost else (1, at.places)
     grid = (at.examples * -(-at.channels // width),)

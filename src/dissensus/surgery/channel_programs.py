@@ -1,7 +1,7 @@
-"""The programs of `channel_kernels`, in triton's language: one for an example and up to WIDTH channels, which goes over places.
+"""The triton programs of `channel_kernels`: each handles one example and up to WIDTH channels, and loops over positions.
 
-`row` and `column`: how far apart in memory two places and two channels of an example lie; one of them is 1. Sums are kept in
-float32 and each is one program's, so that they come out the same every time.
+`row` and `column`: strides in memory between two positions and two channels of an example; one of them is 1. Each sum is
+computed in float32 by one program, so that results are reproducible.
 """
 
 # mypy: ignore-errors
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def begin(channels, WIDTH: tl.constexpr):
-    """(the example, its channels, which of those there are) of this program."""
+    """(example, channels, mask of valid channels) of this program."""
     blocks = tl.cdiv(channels, WIDTH)
     example = (tl.program_id(0) // blocks).to(tl.int64)
     channel = (tl.program_id(0) % blocks) * WIDTH + tl.arange(0, WIDTH)
@@ -20,7 +20,7 @@ def begin(channels, WIDTH: tl.constexpr):
 
 @triton.jit
 def tile(first, example, channel, real, places, channels, row, column, ROWS: tl.constexpr):
-    """(where the numbers from this place on lie, which of them there are)."""
+    """(memory offsets of the numbers from this position on, mask of valid ones)."""
     place = first + tl.arange(0, ROWS)
     at = example * places * channels + place[:, None] * row + channel[None, :] * column
     return at, (place < places)[:, None] & real[None, :]

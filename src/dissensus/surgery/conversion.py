@@ -1,8 +1,8 @@
-"""Layer surgery: a copy of any network whose linear and convolutional layers do something else with the same weights.
+"""Layer surgery: copies any network and changes what its linear and convolutional layers compute with the same weights.
 
-A converted layer keeps its place, its object, its hooks and the names of its tensors: its class alone becomes a subclass of
-what it was (`Cut`), as torch's own parametrizations do. A wrapper would put "layer." into the names of a state dict, fail
-users' `isinstance(part, nn.Linear)` and leave behind whoever holds the layer without being its parent.
+A converted layer keeps its place, its object, its hooks and the names of its tensors: only its class becomes a subclass of
+the old one (`Cut`), as with torch's parametrizations. A wrapper would put "layer." into the names of a state dict, break
+users' `isinstance(part, nn.Linear)`, and miss modules that hold the layer without being its parent.
 """
 
 import copy
@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dissensus.core.fully import check_whole
 from dissensus.core.member import check_initialised
 from dissensus.core.prior import NORM_LAYERS
 from dissensus.core.running import first_line
@@ -28,30 +29,30 @@ CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *T
 CONVERTIBLE = (*DENSE, *CONVOLUTIONS)
 EMBEDDINGS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
 NESTED = "use_nested_tensor_of_torch"
-READERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)  # they read their layers' weights and call none
+READERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)  # they read their layers' weights without calling them
 
 CutKind = TypeVar("CutKind", bound="Cut")
 
 
 class Cut(nn.Module):
-    """A converted layer: mixed in before the plain layer's class. Subclasses bring a forward, and tensors named in `added`."""
+    """A converted layer: a mixin before the plain layer's class. Subclasses define a forward, and tensors named in `added`."""
 
     plain_class: ClassVar[type[nn.Module]]
     added: ClassVar[tuple[str, ...]] = ()  # names of tensors and settings that the plain layer does not have
-    # Whether the network may use its weight beside calling it: folded, that would be another weight.
+    # Whether the network may also read its weight directly, which would change if the added tensors were folded into it.
     read_past: bool = False
 
     def fold(self) -> None:
-        """Puts into weight and bias what the added tensors do; those stay, without effect any more."""
+        """Folds the added tensors into weight and bias; they remain, without effect."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Classes made on the fly have no name that pickle could look them up by.
+        # pickle cannot find classes that are made at run time by name.
         reduced = tuple(super().__reduce_ex__(protocol))
         return _blank, (type(self).__mro__[1], self.plain_class), *reduced[2:]
 
 
 class Apart(Cut):
-    """A layer that computes with weights of its own (`own`), beside those that others read from it."""
+    """A layer that computes with separate weights (`own`), while other modules still read the old ones."""
 
     added = ("own",)
     own: nn.Module
@@ -61,7 +62,7 @@ class Apart(Cut):
 
 
 def cut(layer: nn.Module, kind: type[CutKind]) -> CutKind:
-    """The layer itself, now of the class (kind, what it was); the caller adds what `kind.added` names."""
+    """The layer itself, with the class (kind, old class); the caller adds the tensors in `kind.added`."""
     layer.__class__ = _cut_class(kind, type(layer))
     return cast("CutKind", layer)
 
@@ -69,11 +70,11 @@ def cut(layer: nn.Module, kind: type[CutKind]) -> CutKind:
 def convertible_layers(
     network: nn.Module, *, layers: Sequence[str] | None = None, needed: bool = True
 ) -> tuple[dict[str, nn.Module], Account]:
-    """(a network's layers that can be cut by name, an account of those that are left): the one rule of what is converted.
+    """(name -> layer that can be converted, an account of the others). All methods convert by this rule.
 
-    Those are linear and (transposed, grouped) convolutional layers and `NTKLinear`, wherever they are nested and in the
-    order in which modules are registered. A layer that has several names is there once. `layers`: patterns of names, as file
-    names have them ("encoder.*"); None is all. `needed`: whether it is an error that there are none.
+    Convertible are linear and (transposed, grouped) convolutional layers and `NTKLinear`, at any depth, in the order in which
+    modules are registered. A layer with several names is listed once. `layers`: name patterns with wildcards ("encoder.*");
+    None is all. `needed`: whether to raise if there are none.
     """
     if layers is not None and (isinstance(layers, str) or not layers):
         raise ValueError(f"expected a list of names of layers, got {layers!r}; pass layers=[...], or None for all")
@@ -85,7 +86,7 @@ def convertible_layers(
     ]
     if unmatched:
         raise ValueError(
-            f"expected names of layers, got {', '.join(sorted(unmatched))}, which none has; the network has "
+            f"expected names of layers, got {', '.join(sorted(unmatched))}, which match no layer; the network has "
             f"{first_names(list(known))}"
         )
     found: dict[str, nn.Module] = {}
@@ -95,7 +96,7 @@ def convertible_layers(
         elif name in known and any(fnmatchcase(name, pattern) for pattern in patterns):
             found[name] = known[name]
         elif name in known:
-            account.left[name] = "not among the layers asked for"
+            account.left[name] = "not selected by layers="
     if not found and needed:
         why = "; ".join(f"{name or 'it'}: {reason}" for name, reason in list(account.left.items())[:3])
         raise ValueError(
@@ -108,11 +109,12 @@ def convertible_layers(
 def convertible_copy(
     network: nn.Module, *, layers: Sequence[str] | None = None, needed: bool = True
 ) -> tuple[nn.Module, dict[str, nn.Module], Account]:
-    """(a copy of the network, its `convertible_layers`, an account of those that are left).
+    """(a copy of the network, its `convertible_layers`, an account of the others).
 
-    Tied weights stay tied. The caller cuts the layers and tells the account.
+    Tied weights stay tied. The caller converts the layers and records that in the account.
     """
     check_initialised(network)
+    check_whole(network)
     copied = _copied(network)
     found, account = convertible_layers(copied, layers=layers, needed=needed)
     _fast_paths(copied, off=True)
@@ -120,7 +122,7 @@ def convertible_copy(
 
 
 def uncut(network: nn.Module) -> nn.Module:
-    """The converted network, changed in place, with ordinary layers again: weights as they are, added tensors dropped."""
+    """Turns a converted network into one of ordinary layers, in place: weights are kept, added tensors dropped."""
     for layer in list(network.modules()):
         if isinstance(layer, Cut):
             _uncut_layer(layer)
@@ -129,12 +131,13 @@ def uncut(network: nn.Module) -> nn.Module:
 
 
 def folded(network: nn.Module) -> nn.Module:
-    """The converted network, changed in place, as ordinary layers that compute the same: the added tensors folded in.
+    """Turns a converted network into ordinary layers that compute the same, in place: added tensors are folded in.
 
-    Layers whose weight the network reads past them, or may read, have the folded one apart: no one weight does what they do.
+    If the network reads, or may read, a layer's weight directly, the folded weight is stored separately, because one weight
+    cannot serve both.
     """
     cuts = [layer for layer in network.modules() if isinstance(layer, Cut)]
-    _fast_paths(network, off=any(layer.read_past for layer in cuts))  # torch's fast path is such a reader
+    _fast_paths(network, off=any(layer.read_past for layer in cuts))  # torch's fast path reads weights directly
     for layer in cuts:
         read = {"weight": layer.weight, "bias": layer.bias} if layer.read_past else None
         layer.fold()
@@ -149,13 +152,13 @@ def folded(network: nn.Module) -> nn.Module:
 
 
 def watch_reads(name: str, layer: Cut, followed: Followed | None) -> str:
-    """What the account adds of a layer that is not called, or whose weight is, or may be, read past it."""
+    """The account's remark on a layer that is not called, or whose weight is, or may be, read directly."""
     layer.read_past = followed is None or name in followed.read
     if followed is None:
-        return "; a forward that cannot be followed may read its weight past it"
+        return "; the forward cannot be traced and may read its weight directly"
     if name not in followed.calls:
-        return "; not met where the forward was followed: is only its weight read?"
-    return "; its weight is read past it, where nothing of this is done" if layer.read_past else ""
+        return "; not called in the traced forward: maybe only its weight is read"
+    return "; where its weight is read directly, this has no effect" if layer.read_past else ""
 
 
 def _uncut_layer(layer: Cut) -> None:
@@ -168,32 +171,32 @@ def _uncut_layer(layer: Cut) -> None:
 
 
 def _copied(network: nn.Module) -> nn.Module:
-    """A deep copy: ties and hooks are kept."""
+    """A deep copy that keeps ties and hooks."""
     try:
         with turn(network):
             return copy.deepcopy(network)
     except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
         raise ValueError(
-            f"expected a network that can be copied, got {type(network).__name__} ({first_line(error)}); its layers "
-            "are cut in a copy: remove old-style weight norm, or whatever it is that copy.deepcopy refuses"
+            f"expected a network that can be copied, got {type(network).__name__} ({first_line(error)}); layers are changed "
+            "in a copy: remove old-style weight norm, or what else makes copy.deepcopy fail"
         ) from error
 
 
 def _reasons(network: nn.Module) -> dict[str, str]:
-    """Name -> why a layer with parameters cannot be converted. Norm layers are no matter of conversion."""
+    """Name -> why a layer with parameters cannot be converted. Norm layers are not considered."""
     found: dict[str, str] = {}
     readers = {name: type(part).__name__ for name, part in network.named_modules() if isinstance(part, READERS)}
     for name, part in network.named_modules():
         reader = next((kind for at, kind in readers.items() if name.startswith(f"{at}." if at else "")), None)
         held = any(parameter is not None for parameter in part._parameters.values())
         if isinstance(part, Cut):
-            raise ValueError(f"expected a plain network, got {name or 'it'} already converted; pass the original one")
+            raise ValueError(f"expected a plain network, got {name or 'one'} already converted; pass the original one")
         if isinstance(part, CONVERTIBLE):
             kind = next(each for each in CONVERTIBLE if isinstance(part, each))
             if reader is not None and name not in readers:
                 found[name] = f"{reader} reads its weight and does not call it"
             elif any(_of_its_own(part, kind, method) for method in ("forward", "_conv_forward")):
-                found[name] = f"{type(part).__name__} has a forward of its own"
+                found[name] = f"{type(part).__name__} has its own forward"
             elif not isinstance(part._parameters.get("weight"), Tensor):
                 found[name] = "its weight is computed from others (a parametrization or weight norm)"
             elif part.bias is not None and not isinstance(part._parameters.get("bias"), Tensor):
@@ -205,7 +208,7 @@ def _reasons(network: nn.Module) -> dict[str, str]:
         elif held and isinstance(part, nn.RNNBase | nn.RNNCellBase):
             found[name] = "recurrent: its weights are used inside its own forward"
         elif held and not isinstance(part, NORM_LAYERS) and not isinstance(getattr(part, "running_mean", None), Tensor):
-            found[name] = f"{type(part).__name__} has parameters of its own and a forward that is not known"
+            found[name] = f"{type(part).__name__} has its own parameters and an unknown forward"
     return found
 
 
@@ -214,13 +217,13 @@ def _of_its_own(part: nn.Module, kind: type[nn.Module], method: str) -> bool:
 
 
 def _fast_paths(network: nn.Module, *, off: bool) -> None:
-    """Switches torch's fast path of transformer layers, which reads weights and calls no layer, off, or as torch has it."""
+    """Switches torch's fast path of transformer layers, which reads weights and calls no layer, off, or back to default."""
     for part in network.modules():
         if isinstance(part, nn.TransformerEncoderLayer):
             relu = part.activation is F.relu or isinstance(part.activation, nn.ReLU)
             gelu = part.activation is F.gelu or isinstance(part.activation, nn.GELU)
             part.activation_relu_or_gelu = 0 if off else 1 if relu else 2 if gelu else 0
-        elif isinstance(part, nn.TransformerEncoder):  # for the fast path of its layers it takes the padding out
+        elif isinstance(part, nn.TransformerEncoder):  # it removes padding for the fast path of its layers
             kept = vars(part).pop(NESTED, part.use_nested_tensor)
             part.use_nested_tensor = not off and kept
             vars(part).update({NESTED: kept} if off else {})
@@ -242,5 +245,5 @@ def _blank(kind: type[Cut], plain_class: type[nn.Module]) -> nn.Module:
 
 
 def first_names(names: Sequence[str]) -> str:
-    """The names, of many the first ones."""
+    """The names; only the first ones if there are many."""
     return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")

@@ -1,7 +1,7 @@
-"""Layers with factors around them: s ∘ (W (r ∘ x) + b·c), r for inputs, s for outputs, c a scalar on the bias.
+"""Layers with factors: s ∘ (W (r ∘ x) + b·c), r for inputs, s for outputs, c a scalar on the bias.
 
-In a convolution a factor is a channel's. Factors may differ from example to example; one set of them for all examples can be
-folded into weight and bias, after which the layer is an ordinary one.
+A convolution has one factor per channel. Factors may differ between examples; one set for all examples can be folded into
+weight and bias, which gives an ordinary layer.
 """
 
 from typing import Any, NamedTuple
@@ -14,36 +14,38 @@ from dissensus.surgery.scaling import scaled
 
 
 class Factors(NamedTuple):
-    """Factors of one layer, each (N, C) for N examples or (C,) for all; None: none there."""
+    """Factors of one layer, each (N, C) for N examples or (C,) for all; None is no factor."""
 
-    before: Tensor | None = None  # r, of inputs
+    before: Tensor | None = None  # r, on inputs
     bias: Tensor | None = None  # c, (N, 1) or (1,)
-    behind: Tensor | None = None  # s, of outputs
+    behind: Tensor | None = None  # s, on outputs
 
 
 class Kernel(NamedTuple):
-    """Weight and bias of one layer with its factors, the same for all examples, folded in."""
+    """Weight and bias of one layer with factors folded in that are the same for all examples."""
 
     weight: Tensor
     bias: Tensor | None
 
 
 class Factored(Cut):
-    """A linear or convolutional layer that multiplies its inputs and outputs by factors; without any it is the plain one.
+    """A linear or convolutional layer that multiplies its inputs and outputs by factors; without factors it is plain.
 
-    Factors (C,) of a convolution are folded into its kernel at every call: that is smaller than what passes it. Where all
-    members run in one product (`members_at_once`, set by those who vectorise), and in dense layers, factors act on
-    activations, so that the kernel stays one for all. The two agree to rounding.
+    Factors (C,) of a convolution are folded into its kernel at every call, because the kernel is smaller than the
+    activations. In dense layers, and if all members run in one product (`members_at_once`, set when members are
+    vectorised), factors act on activations, so that one kernel serves all. The two agree up to rounding.
     """
 
     weight: Tensor
     bias: Tensor | None
     known_as: str = ""  # the layer's name, for errors
     members_at_once: bool = False
-    rewritten: bool = True  # whether others write into the outputs, as in-place activations do; so until looked at
+    rewritten: bool = (
+        True  # whether others modify the outputs in place, as in-place activations do; assumed until checked
+    )
 
     def factors(self) -> Factors | Kernel | None:
-        """What the layer computes with now."""
+        """The present factors or folded kernel."""
         raise NotImplementedError
 
     def forward(self, input: Tensor, *args: Any, **keywords: Any) -> Tensor:
@@ -57,8 +59,8 @@ class Factored(Cut):
         each = given is not None and given.ndim > 1  # whether every example has its own
         if not (each or self.members_at_once or isinstance(self, DENSE)):
             return self._with_kernel(folded_kernel(self, factors), input, *args, **keywords)
-        # The short backward pass of `scaled` reads the product, which must then be there as it was, and has no gradient for
-        # a factor of 0: it is for factors of examples, which are random numbers, and not for those that all examples share.
+        # The short backward pass of `scaled` reads the product, which must be unchanged, and has no gradient for a factor of
+        # 0: so it is used for factors per example, which are random numbers, and not for factors shared by all examples.
         if before is not None:
             across = self._across(before, input)
             input = scaled(input, across, alone=True) if each else input * across
@@ -71,9 +73,9 @@ class Factored(Cut):
         return outputs
 
     def fold(self) -> None:
-        """Puts into weight and bias, as new parameters, what the factors do; those stay, without effect any more.
+        """Folds the factors into weight and bias, as new parameters; the factors remain, without effect.
 
-        New ones, since the old may be tied to an embedding, which must not be folded along.
+        New parameters, since the old ones may be tied to an embedding, which must not change.
         """
         factors = self.factors()
         kernel = factors if isinstance(factors, Kernel) else folded_kernel(self, factors or Factors())
@@ -83,7 +85,7 @@ class Factored(Cut):
                 setattr(self, name, nn.Parameter(new.detach().clone(), requires_grad=old.requires_grad))
 
     def _with_kernel(self, kernel: Kernel, input: Tensor, output_size: Any = None) -> Tensor:
-        """What the plain layer gives with this weight and bias in place of its own."""
+        """The plain layer's output with this weight and bias in place of its own."""
         layer: Any = self
         if isinstance(self, nn.Linear):
             return F.linear(input, *kernel)
@@ -97,17 +99,17 @@ class Factored(Cut):
         return function(input, *kernel, layer.stride, layer.padding, padding, layer.groups, layer.dilation)  # type: ignore[no-any-return]
 
     def _across(self, factors: Tensor, x: Tensor) -> Tensor:
-        """Factors (N, C) in the shape that multiplies x (N, C, ...), or (N, ..., C) where features are last."""
+        """Factors (N, C) in a shape that broadcasts with x (N, C, ...), or (N, ..., C) if features are last."""
         factors, dense = factors.to(x.dtype), isinstance(self, DENSE)
         space = 0 if dense else len(self.kernel_size)  # type: ignore[arg-type]
-        if factors.ndim == 1:  # one set for all examples, wherever those are
+        if factors.ndim == 1:  # one set for all examples, on any axis
             return factors if dense else factors.view(-1, *[1] * space)
         examples, width = factors.shape
         between = x.ndim - 2
         if between < 0 or len(x) != examples or (not dense and between != space):
             raise ValueError(
                 f"expected the {examples} examples of the batch on the first axis of layer {self.known_as!r}, got a tensor of "
-                f"shape {tuple(x.shape)}; latents are drawn for each example: leave this layer out with layers=[...]"
+                f"shape {tuple(x.shape)}; latents are drawn for each example: exclude this layer with layers=[...]"
             )
         shape = (examples, *[1] * between, width) if dense else (examples, width, *[1] * between)
         return factors.reshape(shape)
@@ -120,16 +122,16 @@ def features(layer: nn.Module) -> tuple[int, int]:
 
 
 def takes_kernel(layer: nn.Module) -> bool:
-    """Whether the layer computes with a `Kernel` where it is given one."""
+    """Whether the layer can compute with a given `Kernel`."""
     return isinstance(layer, (nn.Linear, *CONVOLUTIONS))
 
 
 def folded_kernel(layer: Any, factors: Factors) -> Kernel:
-    """Weight and bias that alone compute what the layer does with these factors, each (C,)."""
+    """Weight and bias of a plain layer equal to this layer with these factors, each (C,)."""
     before, scalar, behind = factors
     weight, bias, transposed = layer.weight, layer.bias, isinstance(layer, TRANSPOSED)
     groups, space = getattr(layer, "groups", 1), [1] * (weight.ndim - 2)
-    # Rows are outputs, but for transposed convolutions, where they are inputs; the others count within their group.
+    # Rows are outputs, except in transposed convolutions, where they are inputs; columns count within their group.
     for each, rows in ((before, transposed), (behind, not transposed)):
         if each is not None and rows:
             weight = weight * each.reshape(-1, 1, *space)

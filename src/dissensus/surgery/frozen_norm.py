@@ -1,4 +1,4 @@
-"""Batch norm with frozen statistics whose scale and shift train, in one pass over the activations each way."""
+"""Batch norm with frozen statistics and trained scale and shift, in one pass over the activations each way."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class FrozenNorm(Cut):
-    """A batch norm that, in eval mode on a GPU and with gradients wanted, is one kernel each way; else what it was."""
+    """A batch norm that uses one kernel each way in eval mode on a GPU with gradients; otherwise torch's forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         layer: Any = self
@@ -30,7 +30,7 @@ class FrozenNorm(Cut):
 
 
 def freeze_norms(member: Member) -> None:
-    """Keeps the statistics of the member's norm layers as they are while the rest trains; torch's own batch norms are cut."""
+    """Freezes the statistics of the member's norm layers in training; torch's batch norms are converted."""
     layers = statistics_layers(member)
     member.always_eval = sorted({*member.always_eval, *layers})
     for layer in layers.values():
@@ -60,7 +60,7 @@ class _Normed(torch.autograd.Function):
         if at is not None and not torch.is_grad_enabled():
             for_x, *others = kernels.normed_backward(kernels.like(g, x), x, mean, var, weight, ctx.eps, at)
             return for_x, None, None, *others, None
-        shape = (-1, *[1] * (x.ndim - 2))  # gradients of gradients are wanted
+        shape = (-1, *[1] * (x.ndim - 2))  # written out, for second derivatives
         inverse = torch.rsqrt(var + ctx.eps).reshape(shape)
         places = [axis for axis in range(x.ndim) if axis != 1]
         for_weight = (g * (x - mean.reshape(shape)) * inverse).sum(places)

@@ -1,4 +1,4 @@
-"""Dropout sites: where a network drops units, and how to take hold of them without changing the network."""
+"""Dropout sites: where a network drops units, and how to apply masks there without changing the network."""
 
 import logging
 import math
@@ -22,7 +22,7 @@ WEIGHT_LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 
 
 def dropout_sites(network: nn.Module, rate: float | None) -> dict[str, float]:
-    """Layer name -> dropout rate. `rate=None`: the network's dropout modules; else before all weight layers but the first."""
+    """Layer name -> dropout rate. `rate=None`: the network's dropout modules; else all weight layers except the first."""
     own = {name: module.p for name, module in network.named_modules() if isinstance(module, DROPOUT) and module.p > 0}
     functional = [
         name or type(module).__name__
@@ -32,9 +32,7 @@ def dropout_sites(network: nn.Module, rate: float | None) -> dict[str, float]:
     if rate is None:
         if own:
             if functional:
-                log.info(
-                    "dropout inside %s stays off in prediction: it has no module to switch on", ", ".join(functional)
-                )
+                log.info("dropout inside %s stays off in prediction, because it has no module", ", ".join(functional))
             return own
         hint = f" ({', '.join(functional)} drop inside their own forward)" if functional else ""
         raise ValueError(
@@ -43,23 +41,23 @@ def dropout_sites(network: nn.Module, rate: float | None) -> dict[str, float]:
         )
     if own:
         raise ValueError(
-            f"expected a network without dropout when rate is given, got {', '.join(own)}; leave rate=None to switch on "
-            "what is there"
+            f"expected a network without dropout if rate is given, got {', '.join(own)}; pass rate=None to use the network's "
+            "own dropout"
         )
     weighted = [name for name, module in network.named_modules() if isinstance(module, WEIGHT_LAYERS)]
     if len(weighted) < 2:
         raise ValueError(
             f"expected at least two linear or convolutional layers to insert dropout between, got {len(weighted)}; "
-            "put nn.Dropout into the network where it makes sense"
+            "put nn.Dropout into the network yourself"
         )
     return dict.fromkeys(weighted[1:], rate)
 
 
 @contextmanager
 def at_sites(network: nn.Module, sites: dict[str, float], change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """Inside, what passes a site goes through `change(key, tensor)`; the key is "layer#call", calls counted from 0.
+    """Inside, the tensor at each site is replaced by `change(key, tensor)`; the key is "layer#call", calls counted from 0.
 
-    A dropout module's output is changed (in eval mode it passes its input on), a weight layer's input.
+    At a dropout module it is the output (in eval mode equal to its input), at a weight layer the input.
     """
     calls: Counter[str] = Counter()
     modules = dict(network.named_modules())
@@ -75,7 +73,7 @@ def at_sites(network: nn.Module, sites: dict[str, float], change: Callable[[str,
 
     handles = [hook(name) for name in sites]
     try:
-        with plain_attention(has_attention(network)):  # its fast path calls no submodule
+        with plain_attention(has_attention(network)):  # the fast path of attention calls no submodule
             yield
     finally:
         for handle in handles:
@@ -89,7 +87,7 @@ def mask_shape(layer: nn.Module, tensor: Tensor) -> tuple[int, ...]:
 
 
 def apply_mask(layer: nn.Module, tensor: Tensor, keep: Tensor, rate: float) -> Tensor:
-    """tensor with the units that are not kept dropped and the rest scaled up; alpha dropout keeps mean and variance."""
+    """tensor with dropped units set to 0 and the others scaled up; alpha dropout keeps mean and variance."""
     if isinstance(layer, ALPHA):
         # Klambauer et al. 2017: dropped units are set to α' = −λα; a, b restore zero mean and unit variance.
         alpha = -1.7580993408473766
@@ -99,7 +97,7 @@ def apply_mask(layer: nn.Module, tensor: Tensor, keep: Tensor, rate: float) -> T
 
 
 class Masks:
-    """M masks per site that follow from one seed: the same on every device, made when a site is first met."""
+    """M masks per site computed from one seed: the same on every device, made at the first call of a site."""
 
     def __init__(self, network: nn.Module, sites: dict[str, float], members: int, seed: int) -> None:
         self.layers = {name: module for name, module in network.named_modules() if name in sites}
@@ -109,11 +107,11 @@ class Masks:
         self._made: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def at(self, key: str, tensor: Tensor) -> Tensor:
-        """(M, *features) boolean, True where a unit is kept, for what passes the site `key`."""
+        """(M, *features) boolean masks of the site `key`, True where a unit is kept."""
         name, _, call = key.rpartition("#")
         shape = mask_shape(self.layers[name], tensor)
         if (key, shape) not in self._made:
-            # A stream per site and call, drawn on the host: masks do not depend on the order of calls or on the device.
+            # One generator per site and call, on the host: masks do not depend on the order of calls or on the device.
             stream = (self.seed + 1_000_003 * list(self.sites).index(name) + 7_919 * int(call)) % 2**63
             generator = torch.Generator().manual_seed(stream)
             keep = torch.rand(self.members, *shape, generator=generator) >= self.sites[name]

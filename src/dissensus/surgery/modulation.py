@@ -1,7 +1,8 @@
 """Modulations: the random factors u, v by which members of an embedded ensemble differ.
 
-A member multiplies what it shares with the others by factors of its own (BatchEnsemble, Wen et al. 2020; fixed dropout masks).
-Only a few moments of their law decide what a wide ensemble does: U₁ = E u, U₂ = E u², and for kinked activations E max(±v, 0).
+Members share weights and multiply activations by their own factors (BatchEnsemble, Wen et al. 2020; fixed dropout masks).
+Only a few moments of their distribution determine the behaviour of a wide ensemble: U₁ = E u, U₂ = E u², and for kinked
+activations E max(±v, 0).
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ LAWS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Modulation:
-    """The law of independent, equally distributed factors; made by one of the functions below.
+    """The distribution of the independent random factors by which members differ; made by one of the functions below.
 
         Modulation.sign()  .normal(mean, std)  .bernoulli(keep, scale)  .between(p)  .constant(value)
 
-    `mean`, `second_moment` and `collectivity` say what members that differ by such factors do in the wide limit.
+    `mean`, `second_moment` and `collectivity` determine how such members behave in the wide limit.
     """
 
     law: str
@@ -38,11 +39,13 @@ class Modulation:
 
     def __post_init__(self) -> None:
         if self.law in LAWS and self.second_moment == 0:
-            raise ValueError(f"expected factors that are not all 0, got {self}; nothing would pass: 1 changes nothing")
+            raise ValueError(
+                f"expected factors that are not all 0, got {self}; all outputs would be 0: pass other values"
+            )
 
     @staticmethod
     def constant(value: float = 1.0) -> Modulation:
-        """The same factor for all: members do not differ by it."""
+        """The same factor for all members, so that they do not differ."""
         return Modulation("constant", (float(number("value", value)),))
 
     @staticmethod
@@ -52,7 +55,7 @@ class Modulation:
 
     @staticmethod
     def normal(mean: float, std: float) -> Modulation:
-        """N(mean, std²); a mean of 1 and a small std leave a pretrained network nearly as it is."""
+        """N(mean, std²); a mean of 1 and a small std hardly change a pretrained network."""
         return Modulation("normal", (float(number("mean", mean)), float(number("std", std, least=0))))
 
     @staticmethod
@@ -100,13 +103,13 @@ class Modulation:
 
     @property
     def discrete(self) -> bool:
-        """Whether the law has atoms only."""
+        """Whether the distribution is discrete."""
         return self.law != "normal" or self.parameters[1] == 0
 
     def atoms(self) -> list[tuple[float, float]]:
-        """(value, probability) of a discrete law, values of probability 0 left out."""
+        """(value, probability) pairs of a discrete distribution, without values of probability 0."""
         if not self.discrete:
-            raise TypeError(f"expected a law with atoms, got {self}; a normal law has a density")
+            raise TypeError(f"expected a discrete modulation, got {self}; a normal one has a density")
         first, *rest = self.parameters
         if self.law == "sign":
             found = [(1.0, first), (-1.0, 1 - first)]
@@ -124,7 +127,7 @@ class Modulation:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """A tensor of independent factors of this shape, on the generator's device unless one is named."""
+        """A tensor of independent factors of this shape, by default on the generator's device."""
         if device is None and generator is not None:
             device = generator.device
         size, first = tuple(shape), self.parameters[0]
@@ -139,13 +142,13 @@ class Modulation:
         return 2 * hit - 1 if self.law == "sign" else self.parameters[1] * hit
 
     def config(self) -> dict[str, Any]:
-        """{"law": …, its parameters by name}: JSON that `from_config` reads."""
+        """{"law": …, its parameters by name}: JSON values for `from_config`."""
         return {"law": self.law, **dict(zip(LAWS[self.law], self.parameters, strict=True))}
 
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> Modulation:
-        """The modulation that `config` described."""
-        law: str = one_of("law", config.get("law", ""), LAWS, hint="take what .config() gave")
+        """The modulation that `config` describes."""
+        law: str = one_of("law", config.get("law", ""), LAWS, hint="pass the result of .config()")
         made: Modulation = getattr(Modulation, law)(**{key: value for key, value in config.items() if key != "law"})
         return made
 

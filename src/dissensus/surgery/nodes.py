@@ -1,6 +1,6 @@
-"""Layers with latents on their nodes: factors of inputs and outputs that a posterior gives them, none of their own.
+"""Layers with latents on their nodes: factors on inputs and outputs that a posterior sets from outside.
 
-In a convolution a node is a channel. Latents differ from example to example while a network trains.
+In a convolution a node is a channel. In training, latents differ between examples.
 """
 
 from collections import Counter
@@ -24,11 +24,11 @@ WORDS = {"before": "input nodes", "bias": "the bias", "behind": "output nodes"}
 
 
 class Noded(Factored):
-    """A layer that multiplies its nodes by the latents it is given; without any it is the plain one."""
+    """A layer that multiplies its nodes by given latents; without latents it is plain."""
 
     added = ("nodes", "known_as", "seen", "rewritten")
     nodes: Factors | Kernel | None = None
-    seen: list[tuple[Tensor, int]] | None = None  # outputs and their versions, while somebody watches
+    seen: list[tuple[Tensor, int]] | None = None  # outputs and their versions, inside `watched`
 
     def factors(self) -> Factors | Kernel | None:
         return self.nodes
@@ -44,7 +44,7 @@ class Noded(Factored):
 
 @dataclass(frozen=True)
 class Site:
-    """Where latents stand, and how many."""
+    """The place of latents in a layer, and their number."""
 
     layer: str
     part: str  # a field of Factors
@@ -52,7 +52,7 @@ class Site:
 
 
 class NodedNetwork(NamedTuple):
-    """A copy of a network whose layers take latents, where those stand, and what was and was not converted."""
+    """A copy of a network whose layers take latents, the sites of these latents, and the account."""
 
     network: nn.Module
     sites: tuple[Site, ...]
@@ -60,12 +60,12 @@ class NodedNetwork(NamedTuple):
 
     @property
     def latents(self) -> int:
-        """How many there are."""
+        """Number of latents."""
         return sum(site.width for site in self.sites)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Latents of each layer."""
+        """Number of latents of each layer."""
         found: Counter[str] = Counter()
         for site in self.sites:
             found[site.layer] += site.width
@@ -77,7 +77,7 @@ def with_nodes(
 ) -> NodedNetwork:
     """The network with latents on the input nodes, output nodes or both of its linear and convolutional layers.
 
-    `bias`: a scalar for each layer's bias, as iBNN has it. `layers`: patterns of names; None is all.
+    `bias`: also a scalar latent on each layer's bias, as in iBNN. `layers`: name patterns; None is all.
     """
     one_of("mode", mode, MODES)
     copied, found, account = convertible_copy(network, layers=layers)
@@ -94,7 +94,7 @@ def with_nodes(
 
 
 def sites_of(name: str, layer: nn.Module, mode: Mode, *, bias: bool = False) -> list[Site]:
-    """Where latents of one layer stand; arguments as in `with_nodes`."""
+    """The sites of latents in one layer; arguments as in `with_nodes`."""
     inputs, outputs = features(layer)
     return [
         *([Site(name, "before", inputs)] if mode != "out" else []),
@@ -104,7 +104,7 @@ def sites_of(name: str, layer: nn.Module, mode: Mode, *, bias: bool = False) -> 
 
 
 def by_layer(sites: Sequence[Site], latents: Tensor) -> dict[str, Factors]:
-    """Layer -> its part of latents (..., D)."""
+    """Layer -> its part of the latents (..., D)."""
     found: dict[str, Factors] = {}
     for site, part in zip(sites, latents.split_with_sizes([site.width for site in sites], dim=-1), strict=True):
         found[site.layer] = found.get(site.layer, Factors())._replace(**{site.part: part})
@@ -117,20 +117,20 @@ def standing(network: nn.Module, nodes: Mapping[str, Factors | Kernel]) -> Abstr
 
 
 def placed(layers: Sequence[nn.Module], nodes: Iterable[Any]) -> AbstractContextManager[None]:
-    """`standing` for layers that are known already; or what else they compute with."""
+    """`standing` for layer objects; `nodes` may also be kernels or spreads."""
     return _given(layers, "nodes", nodes)
 
 
 def watched(layers: Sequence[Noded]) -> AbstractContextManager[None]:
-    """Inside, the layers keep what they return to a batch with latents of its own, in `seen`, empty at first."""
+    """Inside, the layers collect their outputs for batches with latents per example in `seen`, empty at first."""
     return _given(layers, "seen", [[] for _ in layers])
 
 
 @contextmanager
 def _given(layers: Sequence[nn.Module], attribute: str, values: Iterable[Any]) -> Iterator[None]:
-    """Inside, the layers have these values of an attribute, which is None afterwards."""
+    """Inside, the layers have these values of an attribute; afterwards it is None."""
     for layer, value in zip(layers, values, strict=True):
-        vars(layer)[attribute] = value  # past nn.Module's own setting of attributes, which costs as much as a launch
+        vars(layer)[attribute] = value  # avoids nn.Module.__setattr__, which costs as much as a kernel launch
     try:
         yield
     finally:
@@ -139,16 +139,16 @@ def _given(layers: Sequence[nn.Module], attribute: str, values: Iterable[Any]) -
 
 
 def written_into(layer: Noded) -> bool:
-    """Whether somebody has written into what a watched layer returned."""
+    """Whether the output of a watched layer was modified in place."""
     return any(_version(outputs) != version for outputs, version in layer.seen or ())
 
 
 def _check_not_again(layer: Noded) -> None:
-    """Raises inside a backward pass: activation checkpointing runs a layer again there, where its latents are gone."""
+    """Raises in a backward pass, where activation checkpointing would run a layer again without its latents."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         raise ValueError(
-            f"expected a layer that runs in the forward pass alone, got {layer.known_as!r} run again in the backward pass, "
-            "without its noise; leave activation checkpointing out, or this layer, where the method takes layers=[...]"
+            f"expected a layer that runs only in the forward pass, got {layer.known_as!r} run again in the backward pass, "
+            "without its noise; remove activation checkpointing, or exclude this layer with layers=[...], if possible"
         )
 
 

@@ -1,7 +1,6 @@
-"""Batch statistics: normalisation layers that keep running means and variances, and how to estimate them anew.
+"""Batch statistics: re-estimation of the running means and variances of normalisation layers.
 
-Weights that no optimiser step has produced (samples, averages) come with no statistics of their own: those of the trained
-network belong to other weights.
+Sampled or averaged weights have no statistics of their own, and those of the trained network belong to other weights.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,7 @@ from dissensus.numerics.tree import Tensors
 
 @contextmanager
 def enough_examples(x: batches.Inputs) -> Iterator[None]:
-    """Says what to do where batch norm meets a batch of one, which has no variance; torch says that there is none."""
+    """Turns torch's error for batch norm on a batch of one, which has no variance, into one with a remedy."""
     try:
         yield
     except ValueError as error:
@@ -33,12 +32,12 @@ def enough_examples(x: batches.Inputs) -> Iterator[None]:
 
 @torch.no_grad()
 def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torch.device) -> None:
-    """Sets the members' running statistics to the mean of their batch statistics over the loader, by size of batch.
+    """Sets the members' running statistics to the mean of their batch statistics over the loader, weighted by batch size.
 
-    Over batches b of n_b examples: running_mean = Σ_b n_b mean_b / Σ_b n_b, and so for the (unbiased) variances; a layer
-    that runs several times in a forward pass has so many terms for each batch. Dropout is off, momenta and modes are put
-    back, and layers that the caller has frozen in eval mode keep what they have. A network without such layers does not
-    read the loader at all.
+    Over batches b of n_b examples: running_mean = Σ_b n_b mean_b / Σ_b n_b, and likewise for the (unbiased) variances. A
+    layer that runs several times in a forward pass has several terms per batch. Dropout is off, momenta and modes are
+    restored, and layers that the caller put in eval mode keep their statistics. If no layer has statistics, the loader is
+    not read.
     """
     own = set(particles.own_buffers())
     layers = {
@@ -49,7 +48,7 @@ def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torc
     if not layers:
         return
     kept = [name for name in statistics_names(particles.template) if name.rpartition(".")[0] in layers]
-    seen = dict.fromkeys(layers.values(), 0)  # examples that have passed the layer
+    seen = dict.fromkeys(layers.values(), 0)  # number of examples that have passed the layer
     found = False
     with estimating(particles, layers):
         for batch in batches.each(loader):
@@ -65,7 +64,7 @@ def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torc
 
 
 def _statistics(particles: Particles, x: batches.Inputs, kept: list[str], seen: dict[nn.Module, int]) -> Tensors:
-    """Buffers (M, ...) of these names after each member has seen the batch; counts it in `seen`."""
+    """Buffers (M, ...) of these names after each member has run on the batch, which is counted in `seen`."""
     before = dict(seen)
     shared, common = particles.shared_parameters(), particles.shared_buffers()
 
@@ -73,7 +72,7 @@ def _statistics(particles: Particles, x: batches.Inputs, kept: list[str], seen: 
         return batches.call(member.network, x)
 
     def one(row: Rows) -> Tensors:
-        seen.update(before)  # every member sees the same batch
+        seen.update(before)  # every member runs on the same batch
         with _averaging(seen, batches.size(x)):
             _, after = particles.call(outputs, {**shared, **row.own}, {**common, **row.buffers})
         return {name: after[name] for name in kept}
@@ -101,13 +100,13 @@ def _averaging(seen: dict[nn.Module, int], size: int) -> Iterator[None]:
 
 @contextmanager
 def estimating(particles: Particles, layers: dict[str, nn.Module]) -> Iterator[None]:
-    """Only these layers in training mode; modes and momenta are put back afterwards."""
+    """Only these layers in training mode; modes and momenta are restored afterwards."""
     template = particles.template
     modes = {part: part.training for part in template.modules()}
     momenta = {layer: layer.momentum for layer in layers.values()}
     try:
         template.eval()
-        template.training = True  # only the shell, which then gives its buffers back
+        template.training = True  # only the outer module, which then returns its buffers
         for layer in layers.values():
             layer.training = True
         yield

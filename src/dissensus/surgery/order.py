@@ -1,10 +1,10 @@
-"""The order in which a network calls its layers, and what else it does with their weights, found without an input.
+"""The order in which a network calls its layers, and other uses of their weights, found without an input.
 
-The network is run on symbols (torch.fx), every layer of torch's own taken as one step. Why symbols, and not a run on a batch:
-the answer is needed when a posterior is built or read from a file, before there are inputs; and a batch shows one way through
-the forward, while another size may take another. A symbol cannot be compared, counted or looped over, so that a forward
-which chooses its way by sizes or values fails on it: what comes out holds for all inputs, or nothing comes out, and then
-layers stand in the order in which they are registered and each counts as read by others.
+The network is traced with symbols (torch.fx); every layer of torch counts as one step. Symbols, not a batch, because the
+answer is needed when a posterior is built or loaded, before there are inputs, and because a batch shows only one path
+through the forward. A symbol cannot be compared, counted or looped over, so a forward that branches on sizes or values fails
+to trace. The result therefore holds for all inputs, or there is none; then layers keep the order in which they are
+registered, and each is assumed to be read by other modules.
 """
 
 import copy
@@ -17,49 +17,49 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Operations that take no more than a dtype, a device or a size from a tensor.
+# Operations that use only the dtype, device or size of a tensor.
 VALUE_FREE = ("aten::new_", "aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like")
 
 
 class Followed(NamedTuple):
-    """What a forward pass on symbols did with some layers."""
+    """Uses of some layers in a forward pass on symbols."""
 
-    calls: list[str]  # in turn; a layer that is called twice is there twice
-    read: set[str]  # those whose weight or bias was used past the layer's own forward
-    inputs: list[str]  # those that take in what the network does, through no other of them
-    outputs: list[str]  # those whose outputs are the network's, through no other of them
-    places: dict[fx.Node, list[str]]  # where in the graph they are called
-    last: list[fx.Node]  # where in the graph the network's outputs are made
+    calls: list[str]  # calls in order; a layer that is called twice is listed twice
+    read: set[str]  # layers whose weight or bias was used outside their own forward
+    inputs: list[str]  # layers that get the network's inputs, not through another of them
+    outputs: list[str]  # layers whose outputs reach the network's outputs, not through another of them
+    places: dict[fx.Node, list[str]]  # graph nodes in which they are called
+    last: list[fx.Node]  # graph nodes that compute the network's outputs
 
 
 def call_order(names: Sequence[str], followed: Followed | None) -> list[str]:
-    """These names of layers in the order of their first call; those never met, or all where there is no telling, as given."""
+    """Names of layers in the order of their first call; layers without a call, or all if tracing failed, as given."""
     return list(dict.fromkeys([*(followed.calls if followed else ()), *names]))
 
 
 def ends(names: Sequence[str], followed: Followed | None) -> tuple[list[str], list[str]]:
-    """(input layers, output layers); the first and the last name given where none was met. Layers never met are neither."""
+    """(input layers, output layers); the first and the last name if no call was found. Layers never called are neither."""
     if followed is None or not followed.calls:
         return [names[0]], [names[-1]]
     return followed.inputs, followed.outputs
 
 
 def chained(names: Sequence[str], followed: Followed | None) -> list[str]:
-    """Layers as links of one chain, in the order of calls, one output layer at its end; those never met are no links."""
+    """Layers as one chain in the order of calls, with one output layer at its end, without layers never called."""
     if followed is None or not followed.calls:
         return list(names)
     return [*(n for n in dict.fromkeys(followed.calls) if n not in followed.outputs), followed.outputs[-1]]
 
 
 def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
-    """What a forward pass does with these layers; None where there is no telling."""
+    """Uses of these layers in a forward pass; None if it cannot be traced."""
     if "" in wanted:  # the network is itself the layer
         return Followed([""], set(), [""], [""], {}, [])
     met: list[str] = []
-    places: dict[fx.Node, list[str]] = {}  # where in the graph layers are called
-    # Not by the tracer's own `trace`, which changes `nn.Module` for the whole process meanwhile: layers of a copy get a
-    # forward of their own instead. A copy without hooks, since what a forward leaves behind in its module, or a hook
-    # elsewhere, must be no symbol; its parameters are the network's own, which nothing here writes into.
+    places: dict[fx.Node, list[str]] = {}  # graph nodes in which layers are called
+    # Not by the tracer's `trace`, which changes `nn.Module` for the whole process meanwhile; instead, layers of a copy get
+    # another forward. The copy has no hooks, because symbols must not be left in modules or elsewhere; its parameters are
+    # the network's own, which are not written to.
     tracer, used = fx.Tracer(), _Used()
     tracer.graph, tracer.tensor_attrs = fx.Graph(tracer_cls=fx.Tracer), {}
 
@@ -81,8 +81,8 @@ def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
         tracer.root = network
         for name, part in network.named_modules():
             part._forward_hooks, part._forward_pre_hooks = OrderedDict(), OrderedDict()
-            # Layers inside one of torch's own (attention, transformers) count as called where that one is: its forward
-            # asks for sizes. A sequence only calls its parts, one after the other.
+            # Layers inside a module of torch (attention, transformers) count as called where that module is, because its
+            # forward reads sizes. A Sequential only calls its parts, one after the other.
             leaf = type(part).__module__.startswith("torch.nn") and not isinstance(part, nn.Sequential)
             if name and (leaf or name in wanted):
                 vars(part)["forward"] = step(name, [f"{name}.{each}" for each, _ in part.named_modules() if each])
@@ -91,10 +91,10 @@ def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
         symbols = [tracer.create_proxy("placeholder", parameter.name, (), {}) for parameter in plain or needed[:1]]
         with used:
             result = network(*symbols)
-    except Exception:  # whatever a forward says to symbols
+    except Exception:  # a forward may raise anything on symbols
         return None
-    # No layer has run, so whatever computed with a parameter was no layer's own forward. Operations between tensors are
-    # seen when they run; those between a tensor and a symbol do not run, but leave the tensor's name in the graph.
+    # No layer has run, so every computation with a parameter was outside a layer's own forward. Operations between tensors
+    # are seen when they run; those between a tensor and a symbol do not run, but leave the tensor's name in the graph.
     with_symbols = {str(node.target) for node in tracer.graph.nodes if node.op == "get_attr"}
     used.ids |= {id(parameter) for name, parameter in network.named_parameters() if name in with_symbols}
     read = {name for name in wanted if any(id(p) in used.ids for p in network.get_submodule(name).parameters())}
@@ -104,7 +104,7 @@ def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
 
 
 def _heads(last: list[fx.Node], places: dict[fx.Node, list[str]]) -> list[str]:
-    """The layers that the last nodes come from; of those, where there are such, the ones that feed no other layer."""
+    """The layers that the last nodes depend on; if possible, only those that feed no other layer."""
     found = _next(last, places, "all_input_nodes")
     pure = [node for node in found if not _next(node.users, places, "users")]
     return list(dict.fromkeys(places[node][-1] for node in sorted(pure or found)))
@@ -113,7 +113,7 @@ def _heads(last: list[fx.Node], places: dict[fx.Node, list[str]]) -> list[str]:
 def _next(
     start: Iterable[fx.Node], places: dict[fx.Node, list[str]], along: Literal["all_input_nodes", "users"]
 ) -> list[fx.Node]:
-    """The layers that are met first on all ways from these nodes."""
+    """The first layers on all paths from these nodes."""
     seen: set[fx.Node] = set()
     found, left = [], list(start)
     while left:
@@ -129,7 +129,7 @@ def _next(
 
 
 class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, notes the tensors that operations compute with: detached, without gradients or as a number all the same."""
+    """Inside, records the tensors that operations use, also detached, under no_grad or as a number."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Activations times factors of their channels, which differ from example to example, with a backward pass of few tensors."""
+"""Activations times factors per channel and example, with a backward pass that keeps few tensors."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from dissensus.surgery import channel_kernels as kernels
 
 
 def scaled(x: Tensor, factors: Tensor, *, alone: bool) -> Tensor:
-    """x times factors that broadcast against it. `alone`: the product goes to one layer only, which makes its gradient anew."""
-    # A compiler makes one pass of it by itself; and factors as large as x are as costly to divide by as x is to keep.
+    """x times factors that broadcast with it. `alone`: only one layer uses the product, so its gradient may be overwritten."""
+    # Compiled code fuses this by itself; and dividing by factors as large as x costs as much as keeping x.
     if torch.compiler.is_compiling() or factors.shape == x.shape or not torch.is_grad_enabled():
         return x * factors
     product: Tensor = _Scaled.apply(x, factors, alone)  # type: ignore[no-untyped-call]
@@ -18,7 +18,7 @@ def scaled(x: Tensor, factors: Tensor, *, alone: bool) -> Tensor:
 
 
 class _Scaled(torch.autograd.Function):
-    """y = x ∘ s that keeps y, which the next layer keeps as well, where autograd would keep x beside it.
+    """y = x ∘ s that saves y, which the next layer saves as well, while autograd would also save x.
 
     With g = ∂L/∂y:  ∂L/∂x = g ∘ s,  ∂L/∂s = Σ g ∘ x = (Σ g ∘ y) / s.
     """
@@ -45,16 +45,16 @@ class _Scaled(torch.autograd.Function):
         for_x = for_factors = None
         if ctx.needs_input_grad[1]:
             total = (g * y).sum_to_size(factors.shape)
-            # 0/0 would be for one number in 2^24 or fewer.
+            # 0/0 would occur for at most one number in 2^24.
             for_factors = torch.where(factors == 0, 0.0, total / factors)
         if ctx.needs_input_grad[0]:
-            # In place where nobody else can have g: the layer behind has just made it, and no graph of it is wanted.
+            # In place if no other code can hold g: the next layer has just made it, and it needs no graph.
             for_x = g.mul_(factors) if ctx.alone and not torch.is_grad_enabled() else g * factors
         return for_x, for_factors, None
 
 
 def _layout(x: Tensor, factors: Tensor) -> kernels.Layout | None:
-    """How x lies in memory for a kernel, where factors are (N, C, 1, ...) or (N, 1, ..., C); None where none can run."""
+    """Memory layout of x for a kernel, with factors (N, C, 1, ...) or (N, 1, ..., C); None if no kernel can run."""
     if factors.ndim != x.ndim or len(factors) != len(x) or kernels.in_transform(factors):
         return None
     last = factors.shape[1:] != (x.shape[1], *[1] * (x.ndim - 2))

@@ -1,11 +1,11 @@
-"""Layers whose weights are random, with noise of its own for every example of a batch.
+"""Layers with random weights and separate noise for every example of a batch.
 
-Examples that share one draw of the weights make gradients that share its noise. Where every example passes a layer once, the
-layer gives each its own draw, at the price of two products instead of one:
+If examples share one draw of the weights, their gradients share its noise. If every example passes a layer once, the layer
+can give each its own draw, with two products instead of one:
 
     a dense layer, one row per example    N(Wx + b, σ_W² x² + σ_b²): the outputs are drawn (local reparametrisation; Kingma,
                                           Salimans & Welling, NeurIPS 2015)
-    positions that share weights          Wx + b + s ∘ (ΔW (r ∘ x) + Δb), ΔW one draw and r, s signs of the example's own
+    positions that share weights          Wx + b + s ∘ (ΔW (r ∘ x) + Δb), ΔW one draw and r, s random signs per example
                                           (flipout; Wen, Vicol, Ba, Tran & Grosse, ICLR 2018)
 """
 
@@ -24,7 +24,7 @@ from dissensus.surgery.nodes import Noded
 
 
 class Spread(NamedTuple):
-    """Weight and bias of one layer: their means, deviations and one draw of what is added to the means; None: no noise."""
+    """Means, standard deviations and one draw of the noise for weight and bias of a layer; None is no noise."""
 
     mean: Kernel
     std: tuple[Tensor | None, Tensor | None]
@@ -32,7 +32,7 @@ class Spread(NamedTuple):
 
 
 class Perturbed(Noded):
-    """A layer that gives every example a draw of the weights of its own where a `Spread` stands in `nodes`, else is plain."""
+    """A layer that gives every example its own draw of the weights if `nodes` is a `Spread`; else it is plain."""
 
     nodes: Spread | None = None  # type: ignore[assignment]
 
@@ -45,7 +45,7 @@ class Perturbed(Noded):
             weight, bias = (None if each is None else each.square() for each in std)
             square = input.square()
             variance = F.linear(square, torch.zeros_like(mean.weight) if weight is None else weight, bias)
-            # Inputs that are all 0 have no variance, where a root has no slope.
+            # Inputs that are all 0 have variance 0, where the square root has no derivative.
             deviation = variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt()
             return outputs + deviation * torch.randn_like(deviation)
         r, s = (_signs(len(input), count, input) for count in features(self))
@@ -56,7 +56,7 @@ class Perturbed(Noded):
 
 
 def perturbed_copy(network: nn.Module) -> tuple[nn.Module, Account]:
-    """(a copy of the network whose layers take noise for every example, what was and was not converted)."""
+    """(a copy of the network whose layers can take noise for every example, the account)."""
     copied, found, account = convertible_copy(network, needed=False)
     for name, layer in found.items():
         if takes_kernel(layer):
@@ -64,7 +64,7 @@ def perturbed_copy(network: nn.Module) -> tuple[nn.Module, Account]:
             kind = "local reparametrisation, over positions flipout" if isinstance(layer, nn.Linear) else "flipout"
             account.converted[name] = f"noise for each example ({kind})"
         else:
-            account.left[name] = f"{type(layer).__name__} computes in a way of its own"
+            account.left[name] = f"{type(layer).__name__} has its own computation"
     account.left = {name: f"one weight draw per batch: {reason}" for name, reason in account.left.items()}
     return copied, account
 

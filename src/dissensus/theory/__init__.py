@@ -1,5 +1,6 @@
-"""The theory of wide ensembles: what they will do, computed before they are trained."""
+"""The theory of wide ensembles: predicts their behaviour before they are trained."""
 
+from dissensus.core.sharpness import sharpness as sharpness
 from dissensus.theory.activations import Activation as Activation
 from dissensus.theory.activations import Smooth as Smooth
 from dissensus.theory.activations import activation_of as activation_of
@@ -21,7 +22,6 @@ from dissensus.theory.random_network import random_network as random_network
 from dissensus.theory.regime import Regime as Regime
 from dissensus.theory.regime import regime as regime
 from dissensus.theory.regression import gp_predict as gp_predict
-from dissensus.theory.sharpness import sharpness as sharpness
 from dissensus.theory.toy import ToyLosses as ToyLosses
 from dissensus.theory.toy import largest_eigenvalue as largest_eigenvalue
 from dissensus.theory.toy import optimal_members as optimal_members
@@ -29,4 +29,6 @@ from dissensus.theory.toy import toy_losses as toy_losses
 from dissensus.theory.toy import toy_spectrum as toy_spectrum
 from dissensus.theory.toy import transition as transition
 
-__all__ = sorted(name for name, value in globals().items() if getattr(value, "__module__", "").startswith(__name__))
+__all__ = sorted(
+    {"sharpness", *(k for k, value in globals().items() if getattr(value, "__module__", "").startswith(__name__))}
+)

@@ -1,13 +1,13 @@
-"""Activations under Gaussian inputs: the three expectations that every kernel of a wide network is made of.
+"""Activations under Gaussian inputs: the three expectations that make up every kernel of a wide network.
 
 For (z, z') ~ N(0, [[a, c], [c, b]]) and modulations v, v' (equal within a member, independent between two):
 
     value    C = E φ(vz) φ(v'z')
     slope    D = E v v' φ'(vz) φ'(v'z')
-    product  Z = E z z' φ'(vz) φ'(vz')          (within a member: what training v adds)
+    product  Z = E z z' φ'(vz) φ'(vz')          (within a member: the contribution of training v)
 
-Closed forms where they exist (Cho & Saul 2009 for ReLU, Williams 1997 for erf); other smooth activations by expansion in
-Hermite polynomials. All in float64, whatever the inputs: kernels are factorised later.
+ReLU (Cho & Saul 2009), erf (Williams 1997) and a few others have closed forms; other smooth activations are expanded in
+Hermite polynomials. Everything is in float64, because kernels are factorised later.
 """
 
 import math
@@ -29,7 +29,7 @@ ONE = Modulation.constant(1.0)
 
 
 class Expectations(NamedTuple):
-    """C, D and Z of the module's docstring, each of c's shape; Z is None between members, where nothing needs it."""
+    """C, D and Z of the module's docstring, each of c's shape; Z is None between members, where it is not needed."""
 
     value: Tensor
     slope: Tensor
@@ -37,20 +37,21 @@ class Expectations(NamedTuple):
 
 
 class Activation(ABC):
-    """An activation whose expectations are known; a, b, c are tensors that broadcast to c's shape.
+    """Base class of activations with known expectations under Gaussian inputs, used by the kernels.
 
-    For (z, z') ~ N(0, [[a, c], [c, b]]); `v` is the law of the modulations.
+    For (z, z') ~ N(0, [[a, c], [c, b]]), with tensors a, b, c that broadcast to c's shape; `v` is the law of the
+    modulations.
     """
 
     function: Callable[[Tensor], Tensor]
 
     @abstractmethod
     def within(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Expectations:
-        """Both factors from one member."""
+        """Expectations if both factors come from one member."""
 
     @abstractmethod
     def between(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Expectations:
-        """The factors from two members."""
+        """Expectations if the factors come from two members."""
 
 
 class Homogeneous(Activation):
@@ -77,7 +78,7 @@ class Homogeneous(Activation):
 
 
 class Closed(Activation):
-    """Activations with a closed form of (C, D, Z) without modulations; those are averaged by quadrature."""
+    """Activations with closed forms of (C, D, Z) for fixed modulations, over which quadrature averages."""
 
     def __init__(
         self,
@@ -111,7 +112,10 @@ class Closed(Activation):
 
 
 class Smooth(Activation):
-    """Any smooth elementwise function, expanded in Hermite polynomials; one with kinks is refused where it is used."""
+    """Your own smooth elementwise activation, expanded in Hermite polynomials: `Smooth(torch.sin)`.
+
+    A function with kinks raises an error when it is used.
+    """
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self.function = function
@@ -124,7 +128,7 @@ class Smooth(Activation):
     def between(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Expectations:
         factors, weights = (each.to(c.device) for each in law_nodes(v))
         alone = torch.ones(1, dtype=torch.float64, device=c.device)
-        # Members' factors are independent: average each side's coefficients over its own first.
+        # Members' factors are independent: average each side's coefficients over its factors first.
         one, two = (
             [
                 (weights[:, None] * table).sum(-2, keepdim=True)
@@ -159,7 +163,7 @@ _MODULES: dict[type[nn.Module], str] = {
 
 
 def activation_of(given: str | nn.Module | Activation) -> Activation:
-    """The `Activation` of a name ("relu", "erf", …), of an activation module, or given as it is."""
+    """The `Activation` for a name ("relu", "erf", …) or an activation module; an `Activation` is returned unchanged."""
     if isinstance(given, Activation):
         return given
     if isinstance(given, str) and given in ACTIVATIONS:
@@ -175,5 +179,5 @@ def activation_of(given: str | nn.Module | Activation) -> Activation:
     what = repr(given) if isinstance(given, str) else type(given).__name__
     raise ValueError(
         f"expected an activation of {', '.join(ACTIVATIONS)}, got {what}; "
-        "name one of them, or pass theory.Smooth(function) for a smooth function of your own"
+        "name one of them, or pass theory.Smooth(function) for your own smooth function"
     )

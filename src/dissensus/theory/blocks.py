@@ -1,6 +1,6 @@
-"""Tangent kernels between members of an embedded ensemble as it is: shared weights, modulations of each member's own.
+"""Empirical tangent kernels between members of an embedded ensemble: members share weights and own modulations.
 
-Written against a function f(params, x) of one member's tensors: any network cut into shared and own parts can be measured.
+They take a function f(params, x) of one member's tensors, so any network with shared and own tensors can be measured.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,13 +18,16 @@ from dissensus.theory.jacobians import Params, contract, output_gradients
 
 @dataclass(frozen=True)
 class EnsembleBlocks:
-    """Empirical counterparts of `EmbeddedKernels`: M members, N1 and N2 inputs, O outputs."""
+    """Measured tangent kernels between members, the empirical counterpart of `EmbeddedKernels`.
+
+    M members, N1 and N2 inputs, O outputs.
+    """
 
     common: Tensor  # (M, M, N1, N2, O, O) ⟨∂f_α/∂w, ∂f_β/∂w⟩
     individual: Tensor  # (M, N1, N2, O, O) ⟨∂f_α/∂u_α, ∂f_α/∂u_α⟩
 
     def total(self, gamma: float) -> Tensor:
-        """(M·N1·O, M·N2·O): (γ/M) Θ^com + Θ^ind on the diagonal, rows member by member, then input, then output."""
+        """The whole kernel (M·N1·O, M·N2·O): (γ/M) Θ^com, plus Θ^ind within members; rows by member, input, output."""
         members = len(self.common)
         theta = gamma / members * self.common
         own = torch.arange(members)
@@ -40,7 +43,7 @@ class EnsembleBlocks:
 
     @property
     def cross(self) -> Tensor:
-        """(N1, N2, O, O) mean over pairs of different members."""
+        """(N1, N2, O, O) mean over pairs of different members of Θ^com."""
         members = len(self.common)
         return (self.common.sum((0, 1)) - members * self.same) / (members * (members - 1))
 
@@ -55,14 +58,15 @@ def ensemble_blocks(
     fixed: Mapping[str, Tensor] | None = None,
     memory: int = 2**30,
 ) -> EnsembleBlocks:
-    """`EnsembleBlocks` of f({**shared, **one member's own}, x (B, …)) -> (B, O), for x1 and x2 or x1 with itself.
+    """Measures the `EnsembleBlocks` of a function f({**shared, **one member's own}, x (B, …)) -> (B, O).
 
     Args:
-        function: f(params, x), of one member's tensors by name.
-        shared: tensors common to all members.
-        own: trained tensors of each member, the member axis first, (M, …).
-        fixed: further own tensors that are not trained, such as masks and batch statistics.
-        memory: bytes that gradients and kernels may take.
+        function: f(params, x), with one member's tensors by name.
+        shared: tensors shared by all members.
+        own: trained tensors of each member, member axis first, (M, …).
+        x1, x2: inputs (N1, …) and (N2, …); x2 = None means x1.
+        fixed: own tensors that are not trained, such as masks and batch statistics.
+        memory: most bytes for gradients and kernels.
 
     Raises:
         ValueError: more memory is needed; pass fewer inputs at a time.
@@ -107,14 +111,14 @@ def ensemble_blocks(
 def posterior_blocks(
     posterior: Posterior, x1: Tensor, x2: Tensor | None = None, *, memory: int = 2**30
 ) -> EnsembleBlocks:
-    """`EnsembleBlocks` of a posterior whose members share tensors (`BatchEnsemble`, `DropoutEnsemble`), in eval mode.
+    """Measures the `EnsembleBlocks` of a posterior whose members share weights (`BatchEnsemble`, `DropoutEnsemble`).
 
-    Shared tensors are those that train; what members own and train (modulations, norm layers, output bias) counts as u,
-    each with the weights' rate. `.total(posterior.gamma)` is the kernel that trains them.
+    Runs in eval mode. All trained tensors count: the shared ones as w, the members' own (modulations, norm layers, output
+    bias) as u, each with the weights' learning rate. `.total(posterior.gamma)` is the kernel of training.
 
     Args:
-        x1, x2: inputs (N1, …) and (N2, …); None is x1.
-        memory: bytes that gradients and kernels may take.
+        x1, x2: inputs (N1, …) and (N2, …); x2 = None means x1.
+        memory: most bytes for gradients and kernels.
     """
     particles = posterior.particles
     shared = {n: p for n, p in particles.shared_parameters().items() if n.startswith("network.")}

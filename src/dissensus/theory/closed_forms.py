@@ -1,4 +1,4 @@
-"""Expectations of activations under Gaussian inputs in closed form; see activations.py for the letters."""
+"""Closed-form expectations of activations under Gaussian inputs; activations.py defines the letters."""
 
 import math
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 def piecewise_linear(a: Tensor, b: Tensor, c: Tensor, negative_slope: float) -> tuple[Tensor, Tensor]:
     """(C, D) of φ(z) = max(z, 0) + slope·min(z, 0); Z = C, since z φ'(z) = φ(z) (Cho & Saul 2009)."""
-    most = torch.maximum(a, b)  # √(ab) without ab, which float64 may not hold
+    most = torch.maximum(a, b)  # √(ab) without ab, which may overflow float64
     scale = most * (torch.minimum(a, b).clamp(min=0) / most.where(most > 0, torch.ones_like(most))).sqrt()
     some = scale > 0
     safe = scale.where(some, torch.ones_like(scale))
@@ -21,7 +21,7 @@ def piecewise_linear(a: Tensor, b: Tensor, c: Tensor, negative_slope: float) -> 
     agree, differ = (math.pi - angle) / (2 * math.pi), angle / (2 * math.pi)
     value = (1 + negative_slope**2) * same - 2 * negative_slope * opposite
     slope = (1 + negative_slope**2) * agree + 2 * negative_slope * differ
-    # At a variance of 0 φ'(0) is the slope below, as torch has it, and the two sides are independent.
+    # At variance 0, φ'(0) is the slope below 0, as in torch, and the two sides are independent.
     mean = (1 + negative_slope) / 2
     at_zero = torch.where(a > 0, mean, negative_slope) * torch.where(b > 0, mean, negative_slope)
     return value.where(some, torch.zeros_like(value)), slope.where(some, at_zero.to(slope.dtype).expand_as(slope))

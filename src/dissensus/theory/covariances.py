@@ -1,7 +1,7 @@
-"""Second moments of a layer's units on their way through a wide network, position by position for images.
+"""Second moments of a wide network's units, propagated layer by layer; for images with one entry per pair of positions.
 
-A layout says which pairs of positions are held: "vector" (none), "diagonal" (p with p: all that a flattened image needs),
-"pairs" (p with p': what pooling needs). The same linear maps act on the covariance of two inputs and of each with itself.
+A layout says which pairs of positions are stored: "vector" (none), "diagonal" (p with p, enough for a flattened image),
+"pairs" (p with p', needed for pooling). The same linear maps act on the covariance of two inputs and of each with itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Positions = Literal["vector", "diagonal", "pairs"]
 
 @dataclass(frozen=True)
 class Units:
-    """What is known of one layer's units for N1 and N2 inputs; tensors end in the layout's positions."""
+    """Moments of one layer's units for N1 and N2 inputs; the last axes are the layout's positions."""
 
     cross: Tensor  # (N1, N2, …) E h(x) h(x'), averaged over units
     first: Tensor  # (N1, …) the same of x with itself
@@ -33,7 +33,7 @@ class Units:
     flattened: bool = False
 
     def changed(self, cross: Tensor, tangent: Tensor, own: Callable[[Tensor], Tensor], **others: Any) -> Units:
-        """With these moments of two inputs; `own` makes those of each input with itself."""
+        """A copy with these moments of two inputs; `own` computes those of each input with itself."""
         first = own(self.first)
         second = first if self.second is self.first else own(self.second)
         return replace(self, cross=cross, first=first, second=second, tangent=tangent, **others)
@@ -44,7 +44,7 @@ class Units:
 
 
 def of_inputs(x1: Tensor, x2: Tensor, layout: Positions) -> Units:
-    """Moments of the inputs themselves: products over the channels, divided by their number."""
+    """Moments of the inputs: inner products over channels, divided by the number of channels."""
     if layout == "vector":
         cross = x1 @ x2.T / x1.shape[1]
         first, second = (x.square().mean(1) for x in (x1, x2))
@@ -58,7 +58,7 @@ def of_inputs(x1: Tensor, x2: Tensor, layout: Positions) -> Units:
 
 
 def activated(units: Units, activation: Activation) -> Units:
-    """Moments behind an activation: K ← C, Θ ← D Θ."""
+    """Moments after an activation: K ← C, Θ ← D Θ."""
     (a, _), (_, b) = (_variances(each, units.layout) for each in (units.first, units.second))
     moments = activation.within(a[:, None], b[None], units.cross)
 
@@ -71,7 +71,7 @@ def activated(units: Units, activation: Activation) -> Units:
 def behind_weights(
     units: Units, *, variance: float, bias: float, weight_gradient: float, bias_gradient: float
 ) -> Units:
-    """Moments behind random weights: K ← σ_w² K + σ_b², Θ ← g_w K + g_b + σ_w² Θ."""
+    """Moments after a layer of random weights: K ← σ_w² K + σ_b², Θ ← g_w K + g_b + σ_w² Θ."""
     return units.changed(
         variance * units.cross + bias,
         weight_gradient * units.cross + bias_gradient + variance * units.tangent,
@@ -112,7 +112,7 @@ def pooled(units: Units, pool: Callable[[Tensor], Tensor]) -> Units:
     """Moments of averages over windows, of p and of p' each; `pool` averages (B, 1, H, W) images."""
 
     def both(moment: Tensor) -> Tensor:
-        for _ in range(2):  # the last two axes, then, turned round, the first two
+        for _ in range(2):  # the last two axes, then, after a transpose, the first two
             images = moment.reshape(-1, 1, *moment.shape[-2:])
             found = pool(images)
             moment = found.reshape(*moment.shape[:-2], *found.shape[-2:])

@@ -1,7 +1,7 @@
-"""Training of a wide embedded ensemble, computed: members' mean and what they differ by move independently.
+"""Training dynamics of a wide embedded ensemble in closed form: the members' mean and their differences move independently.
 
-Members are exchangeable, so their kernel over members and inputs has two eigenspaces over members. With targets y for all,
-f̄ follows Θ_mean towards y and differences δf_α = f_α − f̄ follow Θ_diff towards 0:
+Members are exchangeable, so their kernel over members and inputs has two eigenspaces over members. With equal targets y for
+all, f̄ follows Θ_mean towards y, and the differences δf_α = f_α − f̄ follow Θ_diff towards 0:
 
     Θ_mean = (γ/M)(Θ_d + (M − 1) Θ_o) + Θ_ind        Θ_diff = (γ/M)(Θ_d − Θ_o) + Θ_ind
     f̄(x, t) = f̄₀(x) + A_mean(t) (y − f̄₀(X))          δf_α(x, t) = δf_α₀(x) − A_diff(t) δf_α₀(X)
@@ -21,7 +21,7 @@ KernelFunction = Callable[..., EmbeddedKernels]
 
 
 class EnsembleLaw(NamedTuple):
-    """Over random initialisations, at T times and n points."""
+    """Mean and variances of an ensemble's outputs over random initialisations, at T times and n points."""
 
     mean: Tensor  # (T, n, …) E f̄
     variance: Tensor  # (T, n) Var f̄, for each output
@@ -29,7 +29,7 @@ class EnsembleLaw(NamedTuple):
 
 
 class EnsembleDynamics:
-    """What gradient descent does to M members on x, y, at the points; made by `ensemble_dynamics`."""
+    """Predicted training of M members on x, y, evaluated at the points; made by `ensemble_dynamics`."""
 
     def __init__(
         self,
@@ -51,17 +51,17 @@ class EnsembleDynamics:
 
     @property
     def mean_eigenvalues(self) -> Tensor:
-        """(B,) of Θ_mean(X, X), ascending."""
+        """(B,) eigenvalues of Θ_mean(X, X), ascending."""
         return self._mean.eigenvalues
 
     @property
     def difference_eigenvalues(self) -> Tensor:
-        """(B,) of Θ_diff(X, X), ascending; they count M − 1 times, not at all for one member."""
+        """(B,) eigenvalues of Θ_diff(X, X), ascending; each has multiplicity M − 1, which is 0 for one member."""
         return self._difference.eigenvalues
 
     @property
     def largest_rate(self) -> float:
-        """2B/λ_max: steps with a larger learning rate diverge."""
+        """The largest stable learning rate, 2B/λ_max: steps with a larger one diverge."""
         largest = float(self.mean_eigenvalues[-1])
         if self.members_count > 1:
             largest = max(largest, float(self.difference_eigenvalues[-1]))
@@ -76,18 +76,20 @@ class EnsembleDynamics:
         at_points: Tensor | None = None,
         descent: Descent = "flow",
     ) -> Tensor:
-        """(T, M, n, …) outputs of the members at the times, from their outputs at the start.
+        """Outputs (T, M, n, …) of the members at T times, from their outputs at the start.
 
         Args:
             initial: (M, B, …) outputs on x at the start.
-            times: T of them, in optimiser steps from 0.
+            times: T times, in optimiser steps from 0.
             learning_rate: η.
-            at_points: (M, n, …) outputs at the points at the start; None where the points are x.
-            descent: "flow", continuous time, or "steps", plain gradient descent at whole times.
+            at_points: (M, n, …) outputs at the points at the start; None if the points are x.
+            descent: "flow" for continuous time, "steps" for gradient descent at whole times.
         """
         expected = (self.members_count, *self._targets.shape)
         if initial.shape != expected:
-            raise ValueError(f"expected initial outputs of shape {expected}, got {tuple(initial.shape)}; members first")
+            raise ValueError(
+                f"expected initial outputs of shape {expected}, got {tuple(initial.shape)}; put members first"
+            )
         on_train = initial.to(torch.float64)
         on_points = on_train if at_points is None else at_points.to(torch.float64)
         n = self._kernels[1].gp_same.shape[0]
@@ -101,7 +103,7 @@ class EnsembleDynamics:
         return mean[:, None] + (on_points - centre_points) - gone
 
     def law(self, times: Sequence[float] | Tensor, *, learning_rate: float, descent: Descent = "flow") -> EnsembleLaw:
-        """Mean, variance of the members' mean and spread of members at the points, over initialisations.
+        """`EnsembleLaw` over initialisations: mean, variance of the members' mean, and spread of members at the points.
 
         Arguments as in `members`.
         """
@@ -125,13 +127,18 @@ def ensemble_dynamics(
     members: int,
     gamma: float,
 ) -> EnsembleDynamics:
-    """`EnsembleDynamics` of squared-error descent on x, y (B, …), seen at the points (n, D); at x where None.
+    """Predicts how a wide embedded ensemble trains on x, y by gradient descent on the squared error.
 
     Args:
-        kernels: (x1, x2) -> `EmbeddedKernels`, as functools.partial(embedded_kernels, depth=2, …).
-        members: M.
+        x, y: training inputs (B, D) and targets (B, …).
+        points: inputs (n, D) at which outputs are predicted; None means x.
+        kernels: a function (x1, x2) -> `EmbeddedKernels`, such as functools.partial(embedded_kernels, depth=2, …).
+        members: number of members, M.
         gamma: M trains shared weights with the sum of the members' gradients (independent regime), 1 with their mean
             (collective regime).
+
+    Returns:
+        `EnsembleDynamics`: `.members(…)` and `.law(…)` give outputs at any time, `.largest_rate` the stability limit.
     """
     whole("members", members, hint="4 is a usual number")
     number("gamma", gamma, above=0, hint="pass M for the independent regime, 1 for the collective one")

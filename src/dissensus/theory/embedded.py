@@ -1,9 +1,9 @@
-"""Kernels of embedded ensembles at infinite width: members that share weights and differ by modulations.
+"""Kernels of embedded ensembles at infinite width: members share weights and differ by modulations.
 
 Layers l = 1…L in NTK form, members α: z_α = x_α W/√N + b, x_α ← u_α φ(v_α z_α), f_α = x_α W/√N; W and b are shared. As
-widths grow, {f_α} is a Gaussian process with covariance K_d within a member and K_o between two, and gradient descent follows
-fixed kernels: Θ_d and Θ_o from the shared weights, Θ_ind from a member's own modulations (Velikanov et al., arXiv 2202.12297,
-theorems 1 and 2).
+widths grow, {f_α} becomes a Gaussian process with covariance K_d within a member and K_o between two members, and gradient
+descent follows fixed kernels: Θ_d and Θ_o from the shared weights, Θ_ind from a member's own modulations (Velikanov et al.,
+arXiv 2202.12297, theorems 1 and 2).
 """
 
 from collections.abc import Sequence
@@ -21,20 +21,20 @@ from dissensus.theory.inputs import check_kernels, input_moments, variance_of
 
 @dataclass(frozen=True)
 class EmbeddedKernels:
-    """(N1, N2) each, float64: kernels within and between members; made by `embedded_kernels`."""
+    """Kernels within and between members of a wide embedded ensemble, (N1, N2) float64 each; made by `embedded_kernels`."""
 
     gp_same: Tensor  # K_d = E f_α(x) f_α(x')
     gp_cross: Tensor  # K_o = E f_α(x) f_β(x'), α ≠ β
-    common_same: Tensor  # Θ_d = ⟨∂f_α/∂w, ∂f_α/∂w⟩, w all that is shared
+    common_same: Tensor  # Θ_d = ⟨∂f_α/∂w, ∂f_α/∂w⟩, w: all shared tensors
     common_cross: Tensor  # Θ_o = ⟨∂f_α/∂w, ∂f_β/∂w⟩
-    individual: Tensor  # Θ_ind = ⟨∂f_α/∂u_α, ∂f_α/∂u_α⟩ over the modulations that are trained
+    individual: Tensor  # Θ_ind = ⟨∂f_α/∂u_α, ∂f_α/∂u_α⟩ over the trained modulations
 
     def mean_mode(self, members: int, gamma: float) -> Tensor:
         """(N1, N2) tangent kernel of the members' mean: (γ/M)(Θ_d + (M − 1) Θ_o) + Θ_ind."""
         return gamma / members * (self.common_same + (members - 1) * self.common_cross) + self.individual
 
     def difference_mode(self, members: int, gamma: float) -> Tensor:
-        """(N1, N2) tangent kernel of what members differ by: (γ/M)(Θ_d − Θ_o) + Θ_ind."""
+        """(N1, N2) tangent kernel of the differences between members: (γ/M)(Θ_d − Θ_o) + Θ_ind."""
         return gamma / members * (self.common_same - self.common_cross) + self.individual
 
 
@@ -50,22 +50,22 @@ def embedded_kernels(
     bias_variance: float = 0.0,
     trained: Literal["both", "u", "v", "none"] = "both",
 ) -> EmbeddedKernels:
-    """`EmbeddedKernels` of inputs (N1, D) and (N2, D), or of x1 with itself, for `depth` hidden layers.
+    """Computes the `EmbeddedKernels` of a dense embedded ensemble at infinite width.
 
-    Members are f_α with x ← u_α φ(v_α (x W/√N + b)) in each hidden layer, in the limit of wide layers. There is never
-    an output bias, which would tie members whatever their modulations.
+    Members are f_α with x ← u_α φ(v_α (x W/√N + b)) in each hidden layer. There is no output bias: it would correlate
+    members whatever their modulations.
 
     Args:
-        x1, x2: inputs (N1, D) and (N2, D); None is x1.
-        depth: hidden layers.
-        activation: φ, a name ("relu", "erf", …), a module or an `Activation`.
-        u, v: laws of the modulations, one, or one for each hidden layer.
-        weight_variance: of W.
-        bias_variance: above 0 means shared hidden biases that are trained (+1 a layer in the tangent kernel).
-        trained: which modulations count in `individual` (dropout's masks: "none").
+        x1, x2: inputs (N1, D) and (N2, D); x2 = None means x1.
+        depth: number of hidden layers.
+        activation: φ as a name ("relu", "erf", …), a module or an `Activation`.
+        u, v: laws of the modulations: one for all, or one for each hidden layer.
+        weight_variance: variance of W.
+        bias_variance: above 0 adds trained, shared hidden biases (+1 per layer in the tangent kernel).
+        trained: the modulations that count in `individual`: "both", "u", "v" or "none" (for dropout masks).
     """
-    one_of("trained", trained, ("both", "u", "v", "none"), hint="say which modulations learn")
-    whole("depth", depth, hint="members differ in hidden layers")
+    one_of("trained", trained, ("both", "u", "v", "none"), hint="name the trained modulations")
+    whole("depth", depth, hint="members differ only in hidden layers")
     phi = activation_of(activation)
     laws = list(zip(laws_of(u, depth, "u"), laws_of(v, depth, "v"), strict=True))
     variance = variance_of("weight_variance", weight_variance)

@@ -1,8 +1,9 @@
-"""A dense embedded ensemble of finite width as plain tensors: what `embedded_kernels` describes, to hold against it.
+"""A dense embedded ensemble of finite width as plain tensors, to compare with `embedded_kernels`.
 
     z_α^l = x_α^{l−1} W^l/√N_{l−1} + b^l,   x_α^l = u_α^l φ(v_α^l z_α^l),   f_α = x_α^L W^{L+1}/√N_L
 
-W, b are shared by all members, u and v a member's own; inputs and outputs are not modulated and there is no output bias.
+W and b are shared by all members; each member has its own u and v. Inputs and outputs are not modulated, and there is no
+output bias.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dissensus.theory.inputs import variance_of
 
 @dataclass(frozen=True)
 class EmbeddedNetwork:
-    """An embedded ensemble of finite width as plain tensors, made by `draw`; `network(x)` is (M, B, O).
+    """A dense embedded ensemble of finite width as plain tensors, made by `draw`; `network(x)` gives (M, B, O).
 
     Args:
         shared: "weight1"… (N_in, N_out), "bias1"… (N_out,).
@@ -53,21 +54,22 @@ class EmbeddedNetwork:
         dtype: torch.dtype = torch.float64,
         device: torch.device | str | None = None,
     ) -> EmbeddedNetwork:
-        """One network at random; hidden biases are there where bias_variance > 0, as in `embedded_kernels`.
+        """Draws a random network; it has hidden biases if bias_variance > 0, as in `embedded_kernels`.
 
         Args:
-            inputs, outputs: D and O.
-            width: units of every hidden layer, or of each.
-            depth: hidden layers.
-            members: M.
+            inputs, outputs: numbers of inputs D and outputs O.
+            width: units of the hidden layers: one number, or one for each.
+            depth: number of hidden layers.
+            members: number of members, M.
             u, v, weight_variance, bias_variance: as in `embedded_kernels`.
+            generator: source of random numbers; None means torch's global generator.
         """
         one_of("activation", activation, ACTIVATIONS)
         variance_of("weight_variance", weight_variance)
         variance_of("bias_variance", bias_variance)
         hidden = [width] * depth if isinstance(width, int) else list(width)
         if len(hidden) != depth:
-            raise ValueError(f"expected one width or {depth}, got {len(hidden)}; give one for each hidden layer")
+            raise ValueError(f"expected one width or {depth}, got {len(hidden)}; pass one for each hidden layer")
         widths = [whole("widths", each) for each in (inputs, *hidden, outputs)]
         whole("members", members)
         factors = {"u": laws_of(u, depth, "u"), "v": laws_of(v, depth, "v")}
@@ -87,16 +89,16 @@ class EmbeddedNetwork:
 
     @property
     def depth(self) -> int:
-        """Hidden layers."""
+        """Number of hidden layers."""
         return len(self.own) // 2
 
     @property
     def members(self) -> int:
-        """M."""
+        """Number of members, M."""
         return len(self.own["u1"])
 
     def member(self, params: dict[str, Tensor], x: Tensor) -> Tensor:
-        """(B, O) of one member, whose own tensors in `params` have no member axis: what `ensemble_blocks` takes."""
+        """Outputs (B, O) of one member, whose tensors in `params` have no member axis; for `ensemble_blocks`."""
         for l in range(1, self.depth + 1):
             z = x @ params[f"weight{l}"] / x.shape[-1] ** 0.5 + params.get(f"bias{l}", 0.0)
             x = params[f"u{l}"] * ACTIVATIONS[self.activation].function(params[f"v{l}"] * z)
@@ -104,21 +106,21 @@ class EmbeddedNetwork:
         return outputs
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(M, B, O)."""
+        """Outputs (M, B, O)."""
         return self.outputs(self.shared, self.own, x)
 
     def outputs(self, shared: dict[str, Tensor], own: dict[str, Tensor], x: Tensor) -> Tensor:
-        """(M, B, O) with these tensors in place of its own."""
+        """Outputs (M, B, O) with these tensors instead of the network's."""
         # (M, 1, N): a factor for each unit, the same for every input
         return self.member({**shared, **{name: tensor[:, None] for name, tensor in own.items()}}, x)
 
     def replaced(self, tensors: dict[str, Tensor]) -> EmbeddedNetwork:
-        """The network with these tensors, shared and own, in place of those of their names."""
+        """A copy of the network with these tensors, shared and own, replaced by name."""
         shared, own = ({name: tensors.get(name, t) for name, t in each.items()} for each in (self.shared, self.own))
         return EmbeddedNetwork(shared, own, self.activation)
 
     def blocks(self, x1: Tensor, x2: Tensor | None = None) -> EnsembleBlocks:
-        """The same as `ensemble_blocks`, from activations and signals alone:
+        """The same as `ensemble_blocks`, computed from activations and backpropagated signals only:
 
         Θ^com_αβ = ⟨x^L, x'^L⟩/N_L + Σ_l ⟨δ^l, δ'^l⟩ (⟨x^{l−1}, x'^{l−1}⟩/N_{l−1} + 1_b)
         Θ^ind_α  = Σ_l ⟨∂f/∂u, ∂f/∂u'⟩ + ⟨∂f/∂v, ∂f/∂v'⟩
@@ -136,7 +138,7 @@ class EmbeddedNetwork:
         return EnsembleBlocks(common, individual)
 
     def _signals(self, x: Tensor) -> list[_Signals]:
-        """Layer by layer: inputs (M, B, N), ∂f/∂z and ∂f/∂(u, v) (M, B, O, N) of every input by itself."""
+        """For each layer: inputs (M, B, N), ∂f/∂z and ∂f/∂(u, v) (M, B, O, N), for every input separately."""
         members, batch = self.members, len(x)
         own = {
             name: tensor[:, None].expand(members, batch, -1).detach().clone().requires_grad_()
@@ -180,9 +182,12 @@ def train_embedded(
     gamma: float,
     train_modulations: bool = True,
 ) -> tuple[Tensor, EmbeddedNetwork]:
-    """((steps + 1, M, B, O) outputs on x before every step and after the last, the trained network); y is (B, O).
+    """Trains an `EmbeddedNetwork` by gradient descent on x (B, D) and y (B, O).
 
-    dw = −η (γ/M) Σ_α ∂L_α/∂w for what is shared, du_α = −η ∂L_α/∂u_α for what is a member's own, L_α = (1/2B) Σ_b (f_α − y)².
+    dw = −η (γ/M) Σ_α ∂L_α/∂w for shared tensors, du_α = −η ∂L_α/∂u_α for a member's own, with L_α = (1/2B) Σ_b (f_α − y)².
+
+    Returns:
+        (outputs (steps + 1, M, B, O) on x before every step and after the last one, the trained network).
     """
     rates = dict.fromkeys(network.shared, learning_rate * gamma / network.members)
     rates |= {name: learning_rate for name in network.own if train_modulations}

@@ -1,10 +1,11 @@
-"""Tangent kernels of networks as they are: Θ(x, x') = ∂f(x)/∂θ · (∂f(x')/∂θ)ᵀ for all pairs of inputs and of outputs.
+"""Empirical tangent kernels: Θ(x, x') = ∂f(x)/∂θ · (∂f(x')/∂θ)ᵀ for all pairs of inputs and outputs of a network.
 
-Three ways to one answer (Novak et al. 2022); N inputs, O outputs, P parameters, W units in L layers, F a forward pass's cost:
+Three methods give the same result (Novak et al. 2022). Costs with N inputs, O outputs, P parameters, W units in L layers and
+cost F of a forward pass:
 
-    structured   N O F + N² O² L W     dense networks: ⟨δ, δ'⟩ (⟨h, h'⟩ + 1) layer by layer, no gradient is ever formed
+    structured   N O F + N² O² L W     dense networks: ⟨δ, δ'⟩ (⟨h, h'⟩ + 1) layer by layer, without forming gradients
     jacobian     N O F + N² O² P       gradients of all outputs, contracted parameter by parameter
-    products     N² O F                a product of the kernel with a unit vector is one backward and one forward derivative
+    products     N² O F                kernel times unit vector, by one backward and one forward derivative
 """
 
 from collections.abc import Callable
@@ -32,25 +33,25 @@ _MIXES = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 def empirical_ntk(
     module: nn.Module, x1: Tensor, x2: Tensor | None = None, *, method: Method = "auto", memory: int = 2**30
 ) -> Tensor:
-    """(N1, N2, O, O) tangent kernel of a module whose outputs for one input do not depend on the others in the batch.
+    """Measures the tangent kernel (N1, N2, O, O) of a network, over its parameters that require gradients.
 
-    Over parameters that require gradients, in their own dtype.
+    A network's outputs for one input must not depend on other inputs of the batch. The result has the parameters' dtype.
 
     Args:
-        x1, x2: inputs (N1, …) and (N2, …); None is x1.
-        method: "structured", "jacobian" or "products" (see the module's docstring), or "auto", the cheapest by count.
-            Each is checked against plain autograd on up to four inputs, which does the work where all others fail.
-        memory: bytes that may be taken besides the module, the inputs and that check, the result among them.
+        x1, x2: inputs (N1, …) and (N2, …); x2 = None means x1.
+        method: "structured", "jacobian" or "products" (see the module's docstring), or "auto" for the cheapest. Each is
+            checked against plain autograd on up to four inputs; if all fail, plain autograd computes the kernel.
+        memory: most bytes for the computation, including the result, besides module, inputs and that check.
     """
     one_of("method", method, ("auto", *WAYS), hint="'auto' chooses")
     x1, second = checked_pair(x1, x2)
     if not trained(module):
-        raise ValueError("expected parameters that require gradients, got none; the kernel is over those")
+        raise ValueError("expected parameters that require gradients, got none; call module.requires_grad_()")
     mixing = [each for each in module.modules() if isinstance(each, _MIXES)]
     if any(each.training or getattr(each, "running_mean", each) is None for each in mixing):
         raise ValueError(
-            "expected batch norm and dropout in eval mode, with running statistics, got others; call module.eval(): "
-            "a tangent kernel is of one function, input by input"
+            "expected batch norm and dropout in eval mode, with running statistics, got others; call module.eval(), so that "
+            "each input's outputs depend on this input only"
         )
     network, some = Flat(module), torch.cat([x1[:2], second[-2:]])
     with exact_convolutions():
@@ -61,13 +62,13 @@ def empirical_ntk(
                 if way is PLAIN or agrees(way, network, some, outputs):
                     return way(network, x1, second, outputs=outputs, result=result, memory=memory)
     raise ValueError(
-        f"expected a network whose gradients method={method!r} finds, got one where it fails or plain autograd finds "
-        "others; pass method='auto'"
+        f"expected a network for which method={method!r} works, got one where it fails or disagrees with plain "
+        "autograd; pass method='auto'"
     )
 
 
 class Flat(nn.Module):
-    """A network's outputs as rows (N, O), or along one direction of theirs (N, 1)."""
+    """A network with outputs flattened to rows (N, O), or projected on one direction (N, 1)."""
 
     def __init__(self, network: nn.Module, direction: Tensor | None = None) -> None:
         super().__init__()
@@ -80,20 +81,20 @@ class Flat(nn.Module):
 
 
 def check_rows(network: Flat, x: Tensor) -> int:
-    """O; raises where an input's outputs are others alone than beside other inputs."""
+    """The number of outputs O; raises if an input's outputs change when it is alone in the batch."""
     with torch.no_grad():
         together, alone = network(x), torch.cat([network(row) for row in x[:, None]])
     atol = 10 * torch.finfo(alone.dtype).eps ** 0.5 * float(alone.abs().max())
     if together.shape != alone.shape or not torch.allclose(together, alone, rtol=0, atol=atol, equal_nan=True):
         raise ValueError(
-            "expected outputs for an input that do not depend on the others of its batch, got others alone than together; a "
-            "kernel is of two inputs: put the batch axis first, and leave out statistics of batches and random numbers"
+            "expected outputs that do not depend on other inputs of the batch, got different ones for a single input; put "
+            "the batch axis first, and remove batch statistics and random numbers"
         )
     return alone.shape[1]
 
 
 def agrees(way: Way, network: Flat, x: Tensor, outputs: int) -> bool:
-    """Whether Σ_ij vᵀ Θ(x_i, x_j) v is what plain autograd gives, ‖∂ Σ_i v·f(x_i)/∂θ‖², for a random v."""
+    """Whether Σ_ij vᵀ Θ(x_i, x_j) v equals plain autograd's ‖∂ Σ_i v·f(x_i)/∂θ‖², for a random v."""
     params = list(trained(network).values())
     along = Flat(network.network, torch.randn(outputs, generator=torch.Generator().manual_seed(0)).to(params[0]))
     with torch.enable_grad():
@@ -102,14 +103,15 @@ def agrees(way: Way, network: Flat, x: Tensor, outputs: int) -> bool:
     expected = sum(float(each.double().square().sum()) for each in found)
     try:
         theta = way(along, x, x, outputs=1, result=0, memory=2**62).detach().double()
-    except Exception:  # autograd has just run the network: it is this way that cannot
+    except Exception:  # autograd has just run the network, so this method fails, not the network
         return False
     tolerance = 10 * torch.finfo(params[0].dtype).eps ** 0.5 * float(theta.abs().sum())
     return bool(abs(float(theta.sum()) - expected) <= tolerance)
 
 
 def exact_convolutions() -> AbstractContextManager[object]:
-    """Inside, convolutions on a GPU have all of float32's bits; torch's default is ten, too few for small eigenvalues."""
+    """Context in which GPU convolutions use full float32 precision; torch's default, ten bits, is too coarse for small
+    eigenvalues."""
     return torch.backends.cudnn.flags(
         enabled=torch.backends.cudnn.enabled,
         benchmark=torch.backends.cudnn.benchmark,
@@ -119,7 +121,7 @@ def exact_convolutions() -> AbstractContextManager[object]:
 
 
 def by_cost(network: nn.Module, x1: Tensor, count: int, outputs: int) -> list[str]:
-    """The two ways that take any module, the one of fewer multiplications first."""
+    """The two methods that work for any module, the one with fewer multiplications first."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         network(x1[:1])
     forward = counter.get_total_flops() / 2

@@ -1,7 +1,7 @@
 """Hermite expansions and quadrature.
 
-E φ(z) φ(z') = Σ_k α_k(a) α_k(b) ρ^k for Gaussian z, z' of variances a, b and correlation ρ (Mehler):
-one sum over one-dimensional integrals replaces a two-dimensional one; modulations stay one-dimensional too.
+E φ(z) φ(z') = Σ_k α_k(a) α_k(b) ρ^k for Gaussian z, z' of variances a, b and correlation ρ (Mehler): a sum of products of
+one-dimensional integrals replaces a two-dimensional integral; integrals over modulations are one-dimensional too.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from dissensus.surgery.modulation import Modulation
 
 ORDER = 512  # nodes of an expansion of an activation
 LAW_NODES = 40  # nodes of a normal modulation; even, so that none is 0
-# Share of E φ² that the upper half of the coefficients may hold: a kink leaves 1e-2 there, and what a smooth function leaves
-# beyond the last one is smaller by orders of magnitude.
+# Largest share of E φ² in the upper half of the coefficients: a kink leaves 1e-2 there. The error of a smooth function beyond
+# the last coefficient is smaller by orders of magnitude.
 TAIL = 2e-5
 
 
@@ -24,7 +24,7 @@ def coefficients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(..., V, n) coefficients of φ(vz), v φ'(vz) and z φ'(vz) in the Hermite polynomials of z/√variance, for V factors v.
 
-    `weights`: the factors' probabilities; what is too rough for an expansion is judged with them.
+    `weights`: the factors' probabilities, used to judge whether the function is smooth enough.
     """
     nodes, basis = (each.to(variance.device) for each in hermite_basis(ORDER))
     z = variance.clamp(min=0).sqrt()[..., None, None] * nodes  # (..., 1, n)
@@ -57,8 +57,8 @@ def _check_smooth(table: Tensor, weights: Tensor) -> None:
     worst = float(share.max())
     if not worst < TAIL:
         raise ValueError(
-            f"expected a smooth activation, got one of whose expansion {worst:.1e} lies beyond degree {half}, more than "
-            f"{TAIL:.0e}; smaller weight variances help, and 'relu' and 'leaky_relu' have closed forms"
+            f"expected a smooth activation, got one with a share {worst:.1e} of its expansion beyond degree {half}, more than "
+            f"{TAIL:.0e}; pass smaller weight variances, or 'relu' or 'leaky_relu', which have closed forms"
         )
 
 
@@ -66,8 +66,8 @@ def _check_smooth(table: Tensor, weights: Tensor) -> None:
 def hermite_basis(order: int) -> tuple[Tensor, Tensor]:
     """(nodes (n,), basis (n, n)) with basis[k, j] = √w_j h_k(x_j), h_k the normalised Hermite polynomials of N(0, 1).
 
-    Golub & Welsch 1969: eigenvalues and eigenvectors of the polynomials' tridiagonal recurrence. Rows are orthonormal, and
-    nothing overflows where h_k itself would.
+    Golub & Welsch 1969: eigenvalues and eigenvectors of the polynomials' tridiagonal recurrence. Rows are orthonormal. Nothing
+    overflows, although h_k would.
     """
     off = torch.arange(1, order, dtype=torch.float64).sqrt()
     nodes, basis = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))

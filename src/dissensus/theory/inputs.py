@@ -1,4 +1,4 @@
-"""Inputs of kernels: checked, in float64, as normalised inner products; and the memory that kernels of them may take."""
+"""Checks the inputs of kernels, computes their normalised inner products in float64, and checks memory budgets."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from dissensus.numerics.sizes import readable
 
 
 def input_moments(x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(x·x'/D (N1, N2), x·x/D (N1, 1), x'·x'/D (1, N2)) of vectors (N1, D) and (N2, D); x2 = x1 where None."""
+    """(x·x'/D (N1, N2), x·x/D (N1, 1), x'·x'/D (1, N2)) of vectors (N1, D) and (N2, D); x2 = None means x1."""
     first, second = (x.to(torch.float64) for x in checked_pair(x1, x2))
     if first.ndim != 2:
         raise ValueError(f"expected inputs of shape (N, D), got {tuple(first.shape)}; flatten them first")
@@ -19,38 +19,38 @@ def input_moments(x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor, Tensor
 
 
 def checked_pair(x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both, x2 = x1 where None; raises where they are empty, not finite, or of examples of two shapes."""
+    """Both inputs (x2 = None means x1); raises if they are empty, not finite, or of different shapes."""
     second = x1 if x2 is None else x2
     for x in (x1, second):
         check_some(x)
-        if not bool(x.isfinite().all()):  # a kernel of −∞, which masks may hold elsewhere, is none
+        if not bool(x.isfinite().all()):  # −∞ is valid in masks elsewhere, but has no kernel
             row = int((~x.isfinite()).nonzero()[0, 0])
             raise ValueError(f"expected finite inputs, got NaN or infinity in row {row}; clean the data")
     if x1.shape[1:] != second.shape[1:]:
         raise ValueError(
             f"expected examples of one shape, got {tuple(x1.shape[1:])} and {tuple(second.shape[1:])}; "
-            "pass inputs of the same width"
+            "pass inputs of the same shape"
         )
     first = x1.detach()
     return first, first if second is x1 else second.detach()
 
 
 def check_some(x: batches.Inputs) -> None:
-    """Raises where there is no example."""
+    """Raises if there is no example."""
     if batches.size(x) == 0:
         raise ValueError("expected at least one input, got none; pass some rows of the data")
 
 
 def check_kernels(*kernels: Tensor) -> None:
-    """Raises where float64 cannot hold a kernel."""
+    """Raises if a kernel overflowed float64."""
     if not all(bool(kernel.isfinite().all()) for kernel in kernels):
         raise ValueError(
-            "expected inputs whose squares float64 can hold, got a kernel of NaN or infinity; scale the inputs"
+            "expected inputs whose squares fit into float64, got a kernel of NaN or infinity; scale the inputs down"
         )
 
 
 def check_budget(needed: int, memory: int, what: str, do: str) -> None:
-    """Raises where `needed` bytes are more than `memory`, before anything is computed."""
+    """Raises, before anything is computed, if `needed` bytes exceed `memory`."""
     if needed > memory:
         raise ValueError(
             f"expected {what} within {readable(memory)}, got {readable(needed)}; {do}, or pass memory={needed}"
@@ -58,5 +58,5 @@ def check_budget(needed: int, memory: int, what: str, do: str) -> None:
 
 
 def variance_of(name: str, value: float) -> float:
-    """A variance as a float; raises where it cannot be one."""
+    """A variance as a float; raises if it is not one."""
     return float(number(name, value, least=0, hint="pass a variance"))

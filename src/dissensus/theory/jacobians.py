@@ -1,4 +1,4 @@
-"""Tangent kernels of any function f(params, x) by derivatives of whole networks."""
+"""Tangent kernels of any function f(params, x), from derivatives of the whole network."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ def trained(network: nn.Module) -> Params:
 
 
 def functional(network: nn.Module) -> tuple[OneInput, Params]:
-    """A network (N, …) -> (N, O) as a function of what is trained and of one input."""
+    """A network (N, …) -> (N, O) as a function of its trained parameters and one input."""
     tied = ties(network)
 
     def function(params: Params, x: Tensor) -> Tensor:
@@ -33,12 +33,12 @@ def functional(network: nn.Module) -> tuple[OneInput, Params]:
 def contraction(
     network: nn.Module, x1: Tensor, x2: Tensor, *, outputs: int, result: int, memory: int, plain: bool = False
 ) -> Tensor:
-    """(N1, N2, O, O): gradients of all outputs of a block of inputs, contracted with another's; `plain`: by autograd alone."""
+    """(N1, N2, O, O): contracts gradients of all outputs, block by block of inputs; `plain`: uses plain autograd."""
     function, params = functional(network)
     gradients = partial(one_by_one, network) if plain else partial(output_gradients, function, params)
     first, symmetric = next(iter(params.values())), x2 is x1
     size = sum(p.numel() * p.element_size() for p in params.values())
-    row = 3 * outputs * size  # gradients, and what torch holds while it makes them
+    row = 3 * outputs * size  # gradients, and torch's temporary memory for them
     check_budget(result + 2 * row, memory, "a kernel and gradients of two inputs", "use method='products'")
     block = max(1, (memory - result) // (2 * row))
     theta = first.new_empty(len(x1), outputs, len(x2), outputs)
@@ -54,13 +54,13 @@ def contraction(
 
 
 def output_gradients(function: OneInput, params: Params, x: Tensor) -> list[Tensor]:
-    """(N, O, P_k) gradients of every output for every input, one tensor a parameter."""
+    """(N, O, P_k) gradients of every output for every input, one tensor per parameter."""
     found = vmap(jacrev(function), (None, 0))(params, x)
     return [each.flatten(2) for each in found.values()]
 
 
 def one_by_one(network: nn.Module, x: Tensor) -> list[Tensor]:
-    """The same of a network (N, …) -> (N, O), output after output: slow, and right whatever the network does."""
+    """The same for a network (N, …) -> (N, O), one output at a time: slow, but correct for every network."""
     params = list(trained(network).values())
     with torch.enable_grad():
         each = [
@@ -81,7 +81,7 @@ def contract(left: list[Tensor], right: list[Tensor]) -> Tensor:
 
 
 def kept_bytes(function: OneInput, params: Params, x: Tensor) -> int:
-    """What autograd keeps of one input's forward pass, parameters left out."""
+    """Bytes that autograd keeps for one input's forward pass, without parameters."""
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
     known, total = {p.data_ptr() for p in params.values()}, 0
 
@@ -96,12 +96,12 @@ def kept_bytes(function: OneInput, params: Params, x: Tensor) -> int:
 
 
 def products(network: nn.Module, x1: Tensor, x2: Tensor, *, outputs: int, result: int, memory: int) -> Tensor:
-    """(N1, N2, O, O): Θ(·, x') e_o is the derivative of f along the gradient of f_o(x'); nothing is contracted."""
+    """(N1, N2, O, O): Θ(·, x') e_o is the derivative of f along the gradient of f_o(x'), so gradients are not contracted."""
     (function, params), room = functional(network), memory - result
     size = sum(p.numel() * p.element_size() for p in params.values())
-    held = 4 * kept_bytes(function, params, x1[0])  # of one input: values, tangents and what the layers take on the way
+    held = 4 * kept_bytes(function, params, x1[0])  # for one input: values, tangents and temporary memory of layers
     check_budget(
-        result + 4 * size + held, memory, "a kernel and what moves along a gradient", "pass fewer inputs at a time"
+        result + 4 * size + held, memory, "a kernel and derivatives along a gradient", "pass fewer inputs at a time"
     )
     block = max(1, min(len(x1), 64, (room - 4 * size) // held))
     chunk = max(1, room // (4 * size + block * held))

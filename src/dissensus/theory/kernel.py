@@ -1,7 +1,7 @@
 """Kernels of one wide network: its Gaussian process at initialisation and its tangent kernel in training.
 
-As widths (channels) grow, a random network's outputs become a Gaussian process (NNGP; Neal 1996, Lee et al. 2018), and gradient
-descent on it kernel regression with the neural tangent kernel (Jacot et al. 2018; convolutions: Arora et al. 2019).
+As widths (channels) grow, a random network's outputs become a Gaussian process (NNGP; Neal 1996, Lee et al. 2018), and
+gradient descent becomes kernel regression with the neural tangent kernel (Jacot et al. 2018; convolutions: Arora et al. 2019).
 """
 
 from collections.abc import Iterator
@@ -31,14 +31,14 @@ from dissensus.theory.inputs import check_budget, check_kernels, checked_pair, v
 
 KNOWN = "Linear, Conv2d, Flatten, AvgPool2d, AdaptiveAvgPool2d(1), nets.Residual and activations"
 READ = (nn.Sequential, MLP, nn.Linear, NTKLinear, nn.Conv2d, nn.Flatten, nn.AvgPool2d, nn.AdaptiveAvgPool2d, Residual)
-TEMPORARIES = 8  # tensors of a covariance's size that are held at a time
+TEMPORARIES = 8  # tensors of a covariance's size in memory at a time
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """(N1, N2) each, float64: of one output; outputs are independent of one another.
+    """Kernels of one output of a wide network, (N1, N2) float64 each; outputs are independent of one another.
 
-    `.nngp` is E f(x) f(x') at initialisation, `.ntk` ⟨∂f(x)/∂θ, ∂f(x')/∂θ⟩, the kernel of training.
+    `.nngp` is E f(x) f(x') at initialisation; `.ntk` is ⟨∂f(x)/∂θ, ∂f(x')/∂θ⟩, the kernel of training.
     """
 
     nngp: Tensor  # E f(x) f(x')
@@ -62,19 +62,20 @@ def kernel(
     parameterization: Literal["ntk", "standard"] = "ntk",
     memory: int = 2**31,
 ) -> Kernels:
-    """`Kernels` (N1, N2) of an `nn.Sequential` (or `nets.MLP`) at infinite width, for x1 and x2 or for x1 with itself.
+    """Computes the NNGP and tangent kernels (N1, N2) of a network at infinite width.
 
-    The network is read as a description; the values of its weights do not matter. A layer with a bias has one of
-    variance bias_variance that is trained; parameters with requires_grad=False are not trained.
+    The network only describes the layers; the values of its weights do not matter. Biases have variance bias_variance and
+    are trained; parameters with requires_grad=False are not trained.
 
     Args:
-        network: of Linear, Conv2d, Flatten, AvgPool2d, AdaptiveAvgPool2d(1), nets.Residual and known activations.
-        x1, x2: inputs (N1, …) and (N2, …), as the network takes them.
+        network: an `nn.Sequential` or `nets.MLP` of Linear, Conv2d, Flatten, AvgPool2d, AdaptiveAvgPool2d(1),
+            nets.Residual and known activations.
+        x1, x2: inputs (N1, …) and (N2, …), as the network takes them; x2 = None means x1.
         weight_variance: σ_w²; 2 keeps the size of signals through ReLU layers.
         bias_variance: σ_b².
-        parameterization: "ntk": layers Wx/√fan_in + b with W ~ N(0, weight_variance); "standard": W ~ N(0,
-            weight_variance/fan_in), whose tangent kernel grows with the network's own widths.
-        memory: bytes that covariances of image positions may take; larger requests are done in blocks of inputs.
+        parameterization: "ntk" for layers Wx/√fan_in + b with W ~ N(0, weight_variance); "standard" for W ~ N(0,
+            weight_variance/fan_in), whose tangent kernel grows with the network's widths.
+        memory: most bytes for covariances of image positions; larger requests are computed in blocks of inputs.
     """
     one_of("parameterization", parameterization, ("ntk", "standard"))
     law = _Law(
@@ -104,7 +105,7 @@ def kernel(
 def _blocks(
     steps: list[nn.Module], x1: Tensor, x2: Tensor, law: _Law, layout: Positions, each: int, memory: int
 ) -> Kernels:
-    """The kernels, halving the longer side until one block fits the budget."""
+    """The kernels, computed in blocks: halves the longer side until a block fits into memory."""
     if each * len(x1) * len(x2) <= memory or len(x1) == len(x2) == 1:
         units = of_inputs(x1, x2, layout)
         units = _through(steps, units, law, width=x1.shape[1])
@@ -124,18 +125,18 @@ def _blocks(
 
 
 def _check_described(network: nn.Module) -> None:
-    """Raises where the network does more than its layers say, or uses a weight twice."""
+    """Raises if the network does more than its layers describe, or uses a weight twice."""
     for name, part in network.named_modules():
         written = not part.forward.__module__.startswith(("torch.", "dissensus.")) and isinstance(part, READ)
         if part._forward_hooks or part._forward_pre_hooks or is_parametrized(part) or written:
             raise ValueError(
-                f"expected layers that do what their kinds say, got hooks, a parametrization or another forward in "
-                f"{name or 'the network'!r}; leave them out, or measure the network as it is with theory.empirical_ntk"
+                f"expected plain layers, got hooks, a parametrization or another forward in "
+                f"{name or 'the network'!r}; remove them, or measure the network with theory.empirical_ntk"
             )
     held = [id(p) for _, p in network.named_parameters(remove_duplicate=False)]
     if len(held) != len(set(held)):
         raise ValueError(
-            "expected weights of each layer's own, got one in two places; measure with theory.empirical_ntk"
+            "expected separate weights for each layer, got one in two places; measure with theory.empirical_ntk"
         )
 
 
@@ -176,7 +177,7 @@ def _through(steps: list[nn.Module], units: Units, law: _Law, *, width: int) -> 
 
 
 def _requirements(layer: nn.Module, units: Units, law: _Law, width: int) -> list[tuple[bool, str]]:
-    """(whether it is broken, the requirement) of all that a layer needs, of its settings and of the units before it."""
+    """(whether it is violated, the requirement) for every requirement of a layer."""
     vectors = units.layout == "vector" or units.flattened
     images = (vectors, f"images (N, C, H, W) for a {type(layer).__name__}, got vectors; put it before Flatten")
     if isinstance(layer, nn.Linear | NTKLinear):
@@ -221,7 +222,7 @@ def _residual(layer: Residual, units: Units, law: _Law, width: int) -> Units:
     if branch.weighted == units.weighted or not branch.gaussian:
         raise ValueError(
             "expected a Residual whose branch ends in Linear or Conv2d, got another last layer; "
-            "only fresh weights make the branch independent of what it is added to"
+            "end it so: only fresh weights make the branch independent of its input"
         )
     if branch.cross.shape != units.cross.shape:
         raise ValueError(
@@ -244,13 +245,13 @@ def _activation(layer: nn.Module, units: Units) -> Units:
         activation = activation_of(layer)
     except ValueError:
         raise ValueError(
-            f"expected layers that have a kernel, got {type(layer).__name__}; norm layers and dropout have none here: leave "
-            f"it out, or measure the network as it is with theory.empirical_ntk. Layers that are known: {KNOWN}, which are "
+            f"expected layers with a known kernel, got {type(layer).__name__}; norm layers and dropout have none here: leave "
+            f"it out, or measure the network with theory.empirical_ntk. Known layers: {KNOWN}, which are "
             f"{', '.join(ACTIVATIONS)}"
         ) from None
     if not units.gaussian:
         raise ValueError(
             f"expected a Linear or Conv2d right before {type(layer).__name__}, got none; "
-            "the expectations are those of Gaussian units"
+            "add one: activations need Gaussian inputs"
         )
     return activated(units, activation)

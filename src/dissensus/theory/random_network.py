@@ -1,4 +1,4 @@
-"""Networks drawn at random as `kernel` describes them: the finite counterpart of the infinitely wide one."""
+"""Random networks of finite width with the weight distribution of `kernel`."""
 
 import copy
 from typing import Literal
@@ -13,14 +13,14 @@ from dissensus.theory.inputs import variance_of
 
 
 class ScaledLinear(nn.Linear):
-    """W x/√fan_in + b."""
+    """Linear layer in NTK form: W x/√fan_in + b."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight / self.in_features**0.5, self.bias)
 
 
 class ScaledConv2d(nn.Conv2d):
-    """W ∗ x/√fan_in + b."""
+    """Convolution in NTK form: W ∗ x/√fan_in + b."""
 
     def forward(self, x: Tensor) -> Tensor:
         outputs: Tensor = self._conv_forward(x, self.weight / self.weight[0].numel() ** 0.5, self.bias)
@@ -35,10 +35,10 @@ def random_network(
     parameterization: Literal["ntk", "standard"] = "ntk",
     generator: torch.Generator | None = None,
 ) -> nn.Module:
-    """A copy of the network with weights and biases drawn anew, its layers in NTK form unless "standard" is asked for.
+    """A copy of the network with new random weights, in NTK form unless parameterization="standard".
 
-    Its `empirical_ntk` tends to `kernel(network, …).ntk` as it gets wider. Arguments as in `kernel`; random numbers
-    come from the generator, None is torch's own stream.
+    As it gets wider, its `empirical_ntk` tends to `kernel(network, …).ntk`. Arguments as in `kernel`; `generator` is the
+    source of random numbers, None means torch's global generator.
     """
     one_of("parameterization", parameterization, ("ntk", "standard"))
     weight, bias = variance_of("weight_variance", weight_variance), variance_of("bias_variance", bias_variance)
@@ -47,10 +47,10 @@ def random_network(
         if not isinstance(layer, nn.Linear | nn.Conv2d | NTKLinear):
             continue
         if isinstance(layer, NTKLinear) and parameterization != "ntk":
-            raise ValueError("expected parameterization='ntk' for NTKLinear layers, got another; pass that")
+            raise ValueError("expected parameterization='ntk' for NTKLinear layers, got another; pass 'ntk'")
         scale = 1.0 if parameterization == "ntk" else layer.weight[0].numel() ** -0.5
         if parameterization == "ntk" and not isinstance(layer, NTKLinear):
-            # Same tensors and attributes, another forward.
+            # The tensors and attributes stay; only the forward changes.
             layer.__class__ = ScaledLinear if isinstance(layer, nn.Linear) else ScaledConv2d
         with torch.no_grad():
             layer.weight.normal_(0, weight**0.5 * scale, generator=generator)

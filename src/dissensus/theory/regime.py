@@ -1,14 +1,14 @@
-"""Which regime an embedded ensemble is in: M networks, or one in disguise; said before it is trained.
+"""Predicts, before training, whether the members of an embedded ensemble act as M independent networks or as one.
 
-With γ = M the members' mean learns 1 + κ times as fast as what they differ by, κ = (M − 1) Θ_o/Θ_d of shared weights: κ ≤ ½ is
-independent, κ ≥ 2 collective, and between the two lies what is neither. Independent members have outputs that say so, too, a
-correlation of at most ½/(M − 1) and ¼, and factors whose law does: `regime="auto"` takes γ = M up to (M − 1)ρ = 1, and never
-for masks.
+With γ = M the members' mean learns 1 + κ times as fast as their differences, where κ = (M − 1) Θ_o/Θ_d of shared weights.
+κ ≤ ½ is the independent regime, κ ≥ 2 the collective one; values between are neither. Members count as independent only if
+their outputs, too, have a correlation of at most ½/(M − 1) and ¼, and if the law of their factors agrees: `regime="auto"`
+takes γ = M up to (M − 1)ρ = 1, and never for masks.
 
-κ averages overlaps with their signs, which cancel; what members do to each other at a finite width does not. Random factors of
-N nodes overlap by ±1/√N, so that together the others have Σ cos² ≈ (M − 1)/N of what a member has: the `crowding` of the
-narrowest hidden layer. Above 0.075, about 13 nodes for every other member, members are not called independent. The limit was
-set on the cells of the task `embedded-width` and tried on other data (docs/reference/details/embedded.md).
+κ averages signed overlaps, which cancel; at a finite width the interference between members does not cancel. Random factors
+of N nodes overlap by ±1/√N, so the other members together interfere with a share Σ cos² ≈ (M − 1)/N: the `crowding` of the
+narrowest hidden layer. Above 0.075 (fewer than about 13 nodes per other member), members are not called independent. The limit
+was set on the cells of the task `embedded-width` and tested on other data (docs/reference/details/embedded.md).
 """
 
 import math
@@ -29,31 +29,31 @@ from dissensus.theory.stability import Outputs, correlation_of, largest_rate, ov
 from dissensus.theory.wide_limit import ONES, Link, chain, wide_limit
 
 RegimeKind = Literal["independent", "between", "collective"]
-FEW, MANY = 0.5, 2.0  # κ up to which members are independent, from which they are a collective
+FEW, MANY = 0.5, 2.0  # members are independent up to the first κ, collective from the second
 CROWDED = 0.075  # (M − 1)/N above which members are not independent
 
 
 @dataclass(frozen=True)
 class Regime:
-    """What to expect of an embedded ensemble. `str()` puts it in a sentence; made by `regime`."""
+    """The predicted regime of an embedded ensemble, made by `regime`; `str()` describes it in a sentence."""
 
     members: int
     gamma: float
-    kind: RegimeKind | None  # None: not told
-    correlation: float | None  # of outputs in the wide limit, weights drawn at random, no biases; None: not told
-    overlap: float | None  # Θ_αβ/Θ_αα of shared weights: measured where there are inputs, else in the wide limit
+    kind: RegimeKind | None  # None: unknown
+    correlation: float | None  # of outputs in the wide limit, for random weights without biases; None: unknown
+    overlap: float | None  # Θ_αβ/Θ_αα of shared weights: measured if inputs are given, else in the wide limit
     measured: bool
-    rate: float | None  # the largest stable one of SGD on the inputs; None without, or where it needs targets
-    measured_correlation: float | None = None  # of the members as they are, over the inputs, not centred
-    remedy: str = ""  # what would make members independent, "" where nothing is known to
+    rate: float | None  # largest stable learning rate of SGD on the inputs; None without inputs, or if it needs targets
+    measured_correlation: float | None = None  # of the current members over the inputs, not centred
+    remedy: str = ""  # a change that would make members independent, "" if none is known
     crowding: float = 0.0  # (M − 1)/N of the narrowest hidden layer
-    crowded: bool = False  # whether members would be independent but for the crowding
+    crowded: bool = False  # whether members would be independent without the crowding
 
     @property
     def effective_members(self) -> float | None:
-        """M / (1 + (M − 1) correlation) with weights drawn at random, the crowding in place of the second term if larger.
+        """Effective number of members for random weights: M / (1 + max((M − 1) correlation, crowding)).
 
-        None where the correlation is unknown.
+        None if the correlation is unknown.
         """
         if self.correlation is None:
             return None
@@ -61,7 +61,7 @@ class Regime:
 
     @property
     def advice(self) -> str:
-        """What to change, "" where γ suits the members, or nothing is clear enough to say."""
+        """A suggested change, or "" if γ suits the members or the regime is unclear."""
         if self.members == 1:
             return ""
         if self.kind == "collective" and self.gamma > 1 + 1e-9:
@@ -79,15 +79,15 @@ class Regime:
         stable = "" if self.rate is None else f"; SGD is stable up to a learning rate of {self.rate:.3g}"
         if self.members == 1:
             return f"1 member with γ = {self.gamma:g} is one network{stable}"
-        kinds = {"between": "between independent and collective", None: "of a regime that is not told without inputs"}
+        kinds = {"between": "between independent and collective", None: "of unknown regime (pass inputs to measure it)"}
         said = f"{self.members} members with γ = {self.gamma:g} are {kinds.get(self.kind, self.kind)}: correlation "
         if self.correlation is None:
-            said += "not told for weights drawn at random"
+            said += "unknown for random weights"
         else:
-            said += f"{_two(self.correlation)} predicted for weights drawn at random without biases "
+            said += f"{_two(self.correlation)} predicted for random weights without biases "
             said += f"({self.effective_members:.1f} effective)"
         if self.measured_correlation is not None:
-            said += f", {_two(self.measured_correlation)} measured of these on the inputs"
+            said += f", {_two(self.measured_correlation)} measured for these members on the inputs"
         if self.overlap is not None:
             where = "measured" if self.measured else "in the wide limit"
             said += f"; kernels between members {_two(self.overlap)} of those within, {where}"
@@ -96,21 +96,20 @@ class Regime:
 
 
 def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = None) -> Regime:
-    """The `Regime` of an embedded ensemble as its modulations are now; with inputs x its kernel is measured.
+    """Predicts the `Regime` of an embedded ensemble from its current modulations; with inputs x its kernel is measured.
 
-    The predicted correlation is that of weights drawn at random, with layers taken as a chain with ReLU between and
-    without biases; None where images, residuals or other activations leave it open. The measured one is that of the
-    members as they are on x.
+    The predicted correlation is that of random weights, for a chain of layers with ReLU and without biases; None if
+    images, residuals or other activations leave it open. The measured correlation is that of the current members on x.
 
     Args:
         posterior: a `BatchEnsemble` or `DropoutEnsemble`.
         x: inputs (B, …); None predicts without measuring.
-        y: their targets, needed for the rate only if your own likelihood's `curvature` has no closed form.
+        y: targets of x, needed for the rate only if your own likelihood's `curvature` has no closed form.
 
     Returns:
         A `Regime`. Its rate is 2B/λ_max of the kernel over members × examples, for full batches x and SGD without
-        momentum; for classification a bound; None without x. Momentum β raises the limit of a quadratic by 1 + β, but in
-        training nothing that can be promised (docs/theory.md).
+        momentum; for classification it is a bound; None without x. Momentum β raises the limit by a factor 1 + β for a
+        quadratic; in training this is not guaranteed (docs/theory.md).
     """
     modulations: dict[str, Tensor] | None = getattr(posterior, "modulations", None)
     if modulations is None:
@@ -142,7 +141,7 @@ def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = Non
 
 
 def kind_of(members: int, overlap: float | None, correlation: float | None, bound: float) -> RegimeKind | None:
-    """What the module's docstring says; None where the overlap is not told. `bound` is (M − 1)ρ of the factors' law."""
+    """The regime as in the module's docstring; None if the overlap is unknown. `bound`: (M − 1)ρ of the factors' law."""
     if overlap is None:
         return None
     if (members - 1) * overlap >= MANY:
@@ -152,14 +151,14 @@ def kind_of(members: int, overlap: float | None, correlation: float | None, boun
 
 
 def crowding_of(members: int, links: Sequence[Link]) -> float:
-    """(M − 1)/N of the narrowest hidden layer whose nodes have factors; 0 where none has."""
+    """(M − 1)/N of the narrowest hidden layer whose nodes have factors; 0 if none has."""
     factors = [each for before, after in pairwise(links) for each in (before.s, after.r)]
     widths = [each.shape[1] for each in factors if each is not ONES]
     return (members - 1) / min(widths) if widths else 0.0
 
 
 def remedy_of(posterior: Posterior) -> str:
-    """What would make members independent that is not done yet."""
+    """A change that would make members independent."""
     law = getattr(posterior, "modulation", None)
     if law is None:
         return "a smaller keep"
@@ -172,5 +171,5 @@ def remedy_of(posterior: Posterior) -> str:
 
 
 def _two(value: float) -> str:
-    """Two digits, and no −0.00."""
+    """The value with two decimals, without −0.00."""
     return f"{round(value, 2) + 0.0:.2f}"

@@ -1,4 +1,4 @@
-"""Regression with the kernels of wide networks: what an infinitely wide ensemble predicts, without training one."""
+"""Regression with the kernels of wide networks: predictions of an infinitely wide ensemble, without training."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -21,23 +21,25 @@ def gp_predict(
     kind: Literal["nngp", "ntk"] = "nngp",
     jitter: float = 0.0,
 ) -> RegressionSummary:
-    """A `SummaryPredictive` at the points (n, …) from x, y (B,) or (B, D); `noise` is a standard deviation, σ.
+    """Predicts with an infinitely wide network by kernel regression: a `SummaryPredictive` at the points.
 
     Args:
-        kernel: (x1, x2) -> `Kernels`, as functools.partial(ds.theory.kernel, network, weight_variance=2.0).
-        noise: σ of the targets, in their units.
-        kind: "nngp": the Bayesian posterior of a wide network, A = K(·, X)(K + σ²I)⁻¹. "ntk": wide networks trained by
-            gradient descent (σ as a ridge), A = Θ(·, X)(Θ + σ²I)⁻¹; epistemic is their variance over initialisations.
-        jitter: added to the kernel's diagonal; nothing else is.
+        kernel: a function (x1, x2) -> `Kernels`, such as functools.partial(ds.theory.kernel, network, weight_variance=2.0).
+        x, y: training inputs (B, …) and targets (B,) or (B, D).
+        points: inputs (n, …) to predict at.
+        noise: standard deviation σ of the targets' noise, in their units.
+        kind: "nngp" for the Bayesian posterior of a wide network, A = K(·, X)(K + σ²I)⁻¹; "ntk" for wide networks trained by
+            gradient descent (σ as a ridge), A = Θ(·, X)(Θ + σ²I)⁻¹, where epistemic is the variance over initialisations.
+        jitter: added to the kernel's diagonal.
 
     Raises:
-        ValueError: the kernel cannot be factorised; the message names a jitter that would do.
+        ValueError: the kernel cannot be factorised; the message suggests a jitter.
     """
     one_of("kind", kind, ("nngp", "ntk"))
     number("noise", noise, least=0, hint="it is a standard deviation")
     if len(y) != len(x) or y.ndim not in (1, 2):
         raise ValueError(
-            f"expected targets of shape ({len(x)},) or ({len(x)}, D), got {tuple(y.shape)}; pass one for each input"
+            f"expected targets of shape ({len(x)},) or ({len(x)}, D), got {tuple(y.shape)}; pass one target per input"
         )
     targets = (y if y.ndim == 2 else y[:, None]).to(torch.float64)
     train, towards, own = kernel(x, None), kernel(points, x), kernel(points, None)
@@ -54,7 +56,7 @@ def gp_predict(
 
 
 def _cholesky(matrix: Tensor, ridge: float) -> Tensor:
-    """The lower factor of matrix + ridge·I; raises with the jitter that would make it possible."""
+    """The lower Cholesky factor of matrix + ridge·I; the error suggests a sufficient jitter."""
     shifted = matrix + ridge * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     factor: Tensor
     factor, trouble = torch.linalg.cholesky_ex(shifted)

@@ -1,9 +1,9 @@
-"""Stability of gradient descent on an embedded ensemble as it is: the largest eigenvalue of its whole tangent kernel.
+"""Stability of gradient descent on an embedded ensemble: the largest eigenvalue of its whole tangent kernel.
 
     Θ = (γ/M) J_w J_wᵀ + J_o J_oᵀ + (μ_u/μ_w) J_u J_uᵀ
 
-over members × examples × outputs; w shared, u modulations, o whatever else members own. A product with Θ is one backward and
-one forward derivative: nothing of the size of Θ is formed.
+over members × examples × outputs: w are the shared tensors, u the modulations, o the members' other own tensors. A product
+with Θ is one backward and one forward derivative; Θ is never formed.
 """
 
 import math
@@ -25,11 +25,11 @@ from dissensus.numerics.tree import Tensors
 from dissensus.surgery.normalization import estimating
 
 ITERATIONS, TOLERANCE = 100, 1e-4
-PROBES = 8  # of the trace that members' kernels are compared by
+PROBES = 8  # random probes of the traces by which members' kernels are compared
 
 
 class Outputs:
-    """All members' outputs as a function of their trained tensors, batch statistics taken from the batch, dropout off."""
+    """All members' outputs as a function of their trained tensors, with batch statistics of the batch and without dropout."""
 
     def __init__(self, posterior: Any, x: batches.Inputs) -> None:
         self.posterior, self.particles, self.x = posterior, posterior.particles, batches.to(x, posterior.device)
@@ -42,12 +42,12 @@ class Outputs:
         self.fixed_own = {n: p.detach() for n, p in own.items() if n not in network}
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        """(M, B, …), by vmap where members can be vectorised."""
+        """Outputs (M, B, …), by vmap if members can be vectorised."""
         found: Tensor = self.particles.run(self._one(tensors), self._rows(tensors), self.particles.members)
         return found
 
     def member(self, tensors: Tensors, m: int) -> Tensor:
-        """(B, …)."""
+        """Outputs (B, …) of member m."""
         return self._one(tensors)(self._rows(tensors).at(m))
 
     def _rows(self, tensors: Tensors) -> Rows:
@@ -67,7 +67,7 @@ class Outputs:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """What the functions are called in: this thread's turn, forms of attention that have all derivatives."""
+        """Context for calling the functions: this thread's turn, and attention kernels that have all derivatives."""
         template = self.particles.template
         fixed = {*template.always_eval, *self.particles.frozen_norms()}  # as in training
         layers = {n: each for n, each in statistics_layers(template).items() if n not in fixed}
@@ -76,13 +76,12 @@ class Outputs:
 
 
 def largest_rate(outputs: Outputs, y: Tensor | None = None) -> float | None:
-    """The learning rate of the weights beyond which descent on the batch diverges, in the kernel's approximation.
+    """The largest stable learning rate of the weights for descent on the batch, in the kernel approximation.
 
-    2B/λ_max for squared errors: for noise σ that times σ², since the loss has 1/σ². For classification twice 2B/λ_max: the
-    curvature of the softmax is at most ½, so that is a rate that is stable whatever it predicts. For your own likelihood
-    2B/λ_max over its largest curvature at the outputs; None where that needs targets y and there are none. With a
-    `modulation_lr`, which is no multiple of the weights' rate, the largest rate that is stable beside it; 0 where that alone is
-    too much.
+    For squared errors 2B/λ_max, times σ² for noise σ, since the loss has a factor 1/σ². For classification twice 2B/λ_max:
+    the curvature of the softmax is at most ½, so this rate is stable for all predictions. For your own likelihood 2B/λ_max
+    divided by its largest curvature at the outputs; None if that needs targets y and there are none. With a `modulation_lr`,
+    which does not scale with the weights' rate, the largest rate that is stable beside it; 0 if that one is too large alone.
     """
     posterior = outputs.posterior
     gamma, members, own = posterior.gamma, outputs.particles.members, posterior.modulation_lr
@@ -106,7 +105,7 @@ def largest_rate(outputs: Outputs, y: Tensor | None = None) -> float | None:
             return value
 
         def rate(value: float) -> float:
-            return limit / value if value > 0 else math.inf  # nothing moves: factors of 0 let nothing through
+            return limit / value if value > 0 else math.inf  # nothing moves: all factors are 0
 
         if own is None:
             return rate(eigenvalue(1.0, 1.0))
@@ -127,9 +126,9 @@ def largest_rate(outputs: Outputs, y: Tensor | None = None) -> float | None:
 
 
 def overlap(outputs: Outputs) -> float:
-    """Σ_{α≠β} tr Θ^com_αβ / (M − 1) Σ_α tr Θ^com_αα, by random probes: 0 for independent members, 1 for equal ones.
+    """Kernel overlap between members: Σ_{α≠β} tr Θ^com_αβ / (M − 1) Σ_α tr Θ^com_αα, by random probes.
 
-    NaN where nothing is shared, or nothing that is shared acts.
+    0 for independent members, 1 for equal ones; NaN if no shared tensor affects the outputs.
     """
     members = outputs.particles.members
     shared = {name: outputs.at[name] for name in outputs.shared}
@@ -156,9 +155,9 @@ def overlap(outputs: Outputs) -> float:
 
 
 def correlation_of(outputs: Outputs) -> float | None:
-    """Σ_{α≠β} ⟨f_α, f_β⟩ / (M − 1) Σ_α ⟨f_α, f_α⟩ over inputs and outputs; None where all are 0.
+    """Correlation of members' outputs: Σ_{α≠β} ⟨f_α, f_β⟩ / (M − 1) Σ_α ⟨f_α, f_α⟩ over inputs and outputs; None if all are 0.
 
-    Not centred, as what it stands beside: over weights drawn at random the mean is 0, over inputs it is none of a function's.
+    Not centred, like the predicted correlation: the mean over random weights is 0, the mean over inputs need not be.
     """
     with outputs.running(), torch.no_grad():
         f = outputs(outputs.at).detach().double().flatten(1)  # (M, B·O)
@@ -168,23 +167,23 @@ def correlation_of(outputs: Outputs) -> float | None:
 
 
 def sharpest(particles: Particles, outputs: Tensor, y: Tensor | None) -> float | None:
-    """The largest second derivative of a member's mean loss by its outputs (M, B, …), or a bound of it.
+    """The largest second derivative of a member's mean loss with respect to its outputs (M, B, …), or a bound.
 
-    None where the likelihood has no closed form and there are no targets.
+    None if the likelihood has no closed form and there are no targets.
     """
     form = type(particles.likelihood).curvature
     if form is Classification.curvature:
         weights: list[float] = getattr(particles.likelihood, "class_weights", None) or [1.0]
         uneven = max(weights) / min(
             weights
-        )  # an example's share in the weighted mean is at most this over their number
+        )  # an example's share of the weighted mean is at most this divided by their number
         return 0.5 * uneven / outputs[0, :, 0].numel()  # diag p − ppᵀ has no eigenvalue above ½
     if y is None and form is Likelihood.curvature:
         return None
     largest = 0.0
     for m, f in enumerate(outputs.double()):
         likelihood = likelihood_of(particles, m)
-        a = likelihood.curvature(f, y)[0]  # what is taken from it, u uᵀ, only makes it smaller
+        a = likelihood.curvature(f, y)[0]  # the subtracted u uᵀ only makes it smaller
         values = a if a.ndim == f.ndim else torch.linalg.eigvalsh(a.movedim(1, -2))
         entries = len(f) if y is None else likelihood.log_prob(f, y).numel()
         largest = max(largest, float(values.detach().max()) / entries)
@@ -194,10 +193,10 @@ def sharpest(particles: Particles, outputs: Tensor, y: Tensor | None) -> float |
 def _lanczos(
     outputs: Outputs, back: Callable[..., Any], rates: dict[str, float], start: Tensor
 ) -> tuple[float, Tensor]:
-    """(λ_max of J diag(rates) Jᵀ, about its eigenvector), by power iteration.
+    """(λ_max of J diag(rates) Jᵀ, an approximate eigenvector), by the Lanczos method.
 
-    The value is the best that all powers so far together give (Lanczos), which needs a tenth of the products that the last
-    power alone would: the largest eigenvalues of members that are alike lie close together.
+    It combines all powers so far, which needs a tenth of the products of plain power iteration: the largest eigenvalues of
+    similar members lie close together.
     """
     basis: list[Tensor] = []
     alphas: list[float] = []
@@ -212,7 +211,7 @@ def _lanczos(
             for each in basis:
                 moved = moved - (each * moved).sum() * each
         diagonal, below = (torch.tensor(each, dtype=torch.float64) for each in (alphas, betas))
-        values, vectors = torch.linalg.eigh(torch.diag(diagonal) + torch.diag(below, -1))  # it reads the lower half
+        values, vectors = torch.linalg.eigh(torch.diag(diagonal) + torch.diag(below, -1))  # eigh reads the lower half
         before, value = value, float(values[-1])
         size = float(moved.norm())
         if abs(value - before) <= TOLERANCE * abs(value) or not size > 1e-12 * abs(value):
@@ -225,5 +224,5 @@ def _lanczos(
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """Probes of one kind each time: the same posterior gives the same numbers, and no one's stream is moved."""
+    """A generator with a fixed seed: the same posterior gives the same numbers, and global random states do not change."""
     return torch.Generator(device).manual_seed(0)

@@ -1,7 +1,7 @@
-"""Tangent kernels of dense networks from activations and backpropagated signals alone.
+"""Tangent kernels of dense networks from activations and backpropagated signals only.
 
-For a layer z = s·W h + b the gradient of f with respect to W is s·δ hᵀ, δ = ∂f/∂z, so that two gradients' inner product is
-s² ⟨δ, δ'⟩ ⟨h, h'⟩ and, with the bias, ⟨δ, δ'⟩ (s² ⟨h, h'⟩ + 1): nothing of the size of the parameters is ever formed.
+For a layer z = s·W h + b the gradient of f with respect to W is s·δ hᵀ, with δ = ∂f/∂z. The inner product of two gradients is
+s² ⟨δ, δ'⟩ ⟨h, h'⟩, and with the bias ⟨δ, δ'⟩ (s² ⟨h, h'⟩ + 1). No tensor of the size of the parameters is formed.
 """
 
 from typing import Any
@@ -15,14 +15,14 @@ from dissensus.theory.inputs import check_budget
 Layer = tuple[
     Tensor, Tensor, float, float
 ]  # inputs h (N, D), signals δ (N, O, W), what the weights' and bias' terms count
-BLOCK = 1280  # rows of a block: few enough to halve a symmetric kernel, many enough for a fast matrix product
+BLOCK = 1280  # rows per block: few enough to skip half of a symmetric kernel, many enough for fast matrix products
 Dense = nn.Linear | NTKLinear
 
 
 def by_layers(network: nn.Module, x1: Tensor, x2: Tensor, *, outputs: int, result: int, memory: int) -> Tensor:
-    """(N1, N2, O, O) from both sides' layers, block by block; of a symmetric kernel one half is computed.
+    """(N1, N2, O, O) from the layers' inputs and signals, block by block; of a symmetric kernel one half is computed.
 
-    Raises, or gives something else, where a parameter is used by anything but one call of its own Linear.
+    Raises, or gives a wrong kernel (which `empirical_ntk` detects), if a parameter is used outside one call of its Linear.
     """
     linear: list[Dense] = [each for each in network.modules() if isinstance(each, nn.Linear | NTKLinear)]
     width = sum(each.out_features * each.weight.element_size() for each in linear)
@@ -60,7 +60,7 @@ def _layer_signals(network: nn.Module, x: Tensor, linear: list[Dense]) -> list[L
         if layer in seen or h.ndim != 2:
             raise ValueError("expected layers called once, on one vector of an input, got another use")
         seen[layer] = (h.detach().clone(), z)
-        return z.clone()  # an activation that works in place changes the copy
+        return z.clone()  # an in-place activation then changes only the copy
 
     hooks = [each.register_forward_hook(keep, with_kwargs=True) for each in linear]
     try:

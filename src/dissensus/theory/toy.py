@@ -1,10 +1,10 @@
-"""A linear model of an embedded ensemble that can be solved: how many members, and when they act as one.
+"""A solvable linear model of an embedded ensemble: the best number of members, and when members act as one.
 
-f = U w/√N with weights w ~ N(0, I_N) trained and modulations U (M, N) = p + √(1 − p²) G fixed; all members' target is 1. With
+f = U w/√N with trained weights w ~ N(0, I_N) and fixed modulations U (M, N) = p + √(1 − p²) G; all targets are 1. With
 A = UUᵀ/N = Σ λ_i e_i e_iᵀ, q_i = (1·e_i)²/M, r_i = λ_i/λ_max and time in units of 1/λ_max:
 
-    L_ind = Σ_i q_i e^{−2tr_i} + (1/M) Σ_i λ_i e^{−2tr_i}                   a member's loss
-    L_ens = E (Σ_i q_i e^{−tr_i})² + (1/M) E Σ_i q_i λ_i e^{−2tr_i}         that of the members' mean: bias² + variance
+    L_ind = Σ_i q_i e^{−2tr_i} + (1/M) Σ_i λ_i e^{−2tr_i}                   loss of a member
+    L_ens = E (Σ_i q_i e^{−tr_i})² + (1/M) E Σ_i q_i λ_i e^{−2tr_i}         loss of the members' mean: bias² + variance
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from dissensus.surgery.modulation import Modulation
 
 
 class ToyLosses(NamedTuple):
-    """(T,) each, averaged over draws of U and exactly over w: a member's loss, and that of the members' mean."""
+    """Losses (T,) of a member and of the members' mean in the toy model, averaged over draws of U and exactly over w."""
 
     individual: Tensor
     ensemble: Tensor
@@ -32,13 +32,14 @@ def toy_losses(
     draws: int = 20,
     generator: torch.Generator | None = None,
 ) -> ToyLosses:
-    """(T,) losses of a member and of the members' mean at the times, in the linear toy model.
+    """Losses (T,) of a member and of the members' mean over time, in the linear toy model of an embedded ensemble.
 
     Args:
-        members, width: M and N.
+        members, width: number of members M and width N.
         times: (T,) ≥ 0, in units of 1/λ_max.
-        p: mean of the modulations, of second moment 1: 0 makes members independent, 1 equal.
-        draws: of the modulations that are averaged over.
+        p: mean of the modulations, whose second moment is 1: 0 makes members independent, 1 equal.
+        draws: number of draws of the modulations to average over.
+        generator: source of random numbers; None means torch's global generator.
     """
     for time in times.tolist():
         number("times", time, least=0)
@@ -53,7 +54,7 @@ def toy_losses(
 def toy_spectrum(
     members: int, width: int, *, p: float, draws: int = 20, generator: torch.Generator | None = None
 ) -> tuple[float, float]:
-    """(λ_max, overlap (e_max·1)²/M of its eigenvector with the ones): means over draws.
+    """(λ_max, overlap (e_max·1)²/M of its eigenvector with the vector of ones), both averaged over draws.
 
     Arguments as in `toy_losses`.
     """
@@ -63,22 +64,22 @@ def toy_spectrum(
 
 
 def optimal_members(width: int, time: float) -> float:
-    """M* = (N/(4t²))^{1/3}: the size beyond which, at p = 0, more members train too slowly to help.
+    """The best number of members in the toy model, M* = (N/(4t²))^{1/3}: at p = 0, more members train too slowly to help.
 
     Args:
-        width: N.
-        time: t > 0, in units of 1/λ_max.
+        width: width N.
+        time: training time t > 0, in units of 1/λ_max.
     """
     whole("width", width)
-    number("time", time, above=0, hint="untrained, more members always help")
+    number("time", time, above=0, hint="without training, more members always help")
     return float((width / (4 * time**2)) ** (1 / 3))
 
 
 def transition(members: int, width: int) -> float:
-    """p_c = (1 + √(MN))^{−1/2}: below, no direction over members stands out; above, their mean does.
+    """The critical mean of modulations, p_c = (1 + √(MN))^{−1/2}: above it the members' mean is a separate direction.
 
     Args:
-        members, width: M and N.
+        members, width: number of members M and width N.
     """
     whole("members", members)
     whole("width", width)
@@ -86,7 +87,7 @@ def transition(members: int, width: int) -> float:
 
 
 def largest_eigenvalue(members: int, width: int, p: float) -> float:
-    """λ_max of A for large M and N; arguments as in `toy_losses`.
+    """The largest eigenvalue λ_max of A for large M and N; arguments as in `toy_losses`.
 
     A spike θ = p√(M/(1 − p²)) leaves the bulk (1 ± √c)², c = M/N, once θ > c^{1/4}.
     """

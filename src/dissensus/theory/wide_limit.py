@@ -1,13 +1,13 @@
-"""What members of an embedded ensemble have in common in the wide limit: `embedded_kernels`' recursion on a network at hand.
+"""Correlation between members of a given embedded ensemble in the wide limit, by the recursion of `embedded_kernels`.
 
-For a chain of ReLU layers and one input, weights drawn at random, with the moments of the factors that were drawn in place of
-those of a law; layers without factors have factors of 1, and biases, which members share at the start, are left out:
+It holds for a chain of ReLU layers, one input and random weights, with the moments of the actual factors instead of those of
+a law. Layers without factors have factors of 1; biases, which members share at the start, are left out:
 
     K_k ← 2 m_k C_k,    Θ_k ← m_k (C_k + 2 D_k Θ_k),    k = same member, different members
 
-What pools, runs beside another way, or is no layer that is known may bring members nearer than a chain would. There both ends
-are followed, members as near as the chain says (or not at all, behind activations other than ReLU) and members that are
-equal; what they do not agree on is not told.
+Pooling, parallel branches and unknown layers may bring members nearer together than a chain would. There both extremes are
+followed: members as near as the chain says (or uncorrelated, after activations other than ReLU), and members that are equal.
+If the two results differ, the answer is unknown.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from dissensus.theory.closed_forms import piecewise_linear
 
 BATCH_NORM = nn.modules.batchnorm._NormBase
 NORMS = (BATCH_NORM, nn.LayerNorm, nn.GroupNorm)
-APART = 0.1  # of both ends, beyond which there is no telling
-ONES = torch.ones(2, 1)  # factors of a layer that has none: those of any two members
+APART = 0.1  # if the two extremes differ by more, the answer is unknown
+ONES = torch.ones(2, 1)  # factors of a layer without factors, for any two members
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Link:
     r: Tensor
     s: Tensor
     normed: bool  # an own batch norm follows
-    loose: bool  # what follows may bring members nearer
-    opaque: bool  # what follows is no ReLU
+    loose: bool  # the next operations may bring members nearer together
+    opaque: bool  # the next activation is not a ReLU
 
 
 def wide_limit(posterior: Posterior, modulations: dict[str, Tensor]) -> tuple[float | None, float | None]:
-    """(K_o/K_d, Θ_o/Θ_d) of one input at the outputs; None where there is no telling."""
+    """(K_o/K_d, Θ_o/Θ_d) of one input at the outputs; None if unknown."""
     links = chain(posterior, modulations)
     low, high = (followed(links, equal=equal) for equal in (False, True))
     told = [
@@ -52,7 +52,10 @@ def chain(posterior: Posterior, modulations: dict[str, Tensor]) -> list[Link]:
     """The network's layers, with factors or without, in the order of calls."""
     network = posterior.particles.template.network
     parts = dict(network.named_modules())
-    fixed = {*posterior.particles.template.always_eval, *posterior.particles.frozen_norms()}  # they undo no size
+    fixed = {
+        *posterior.particles.template.always_eval,
+        *posterior.particles.frozen_norms(),
+    }  # they do not normalise the size
     norms = {n for n, part in parts.items() if isinstance(part, BATCH_NORM) and f"network.{n}" not in fixed}
     layers = [name for name, part in parts.items() if isinstance(part, CONVERTIBLE)]
     with posterior.particles.turn():
@@ -63,7 +66,7 @@ def chain(posterior: Posterior, modulations: dict[str, Tensor]) -> list[Link]:
         through = passed(network, whole, seen)
     known = not any(_foreign(part) for part in parts.values())
     opaque = any(_activates(part) and not isinstance(part, nn.ReLU) for part in parts.values())
-    # A forward of one's own may pool without a layer; a sequence cannot.
+    # A custom forward may pool without a layer; an nn.Sequential cannot.
     written = any(list(part.children()) and not isinstance(part, nn.Sequential) for part in parts.values())
     pools = any(type(part).__module__ == nn.modules.pooling.__name__ for part in parts.values())
     straight = known and through >= set(whole)
@@ -78,9 +81,9 @@ def chain(posterior: Posterior, modulations: dict[str, Tensor]) -> list[Link]:
 
 
 def followed(links: list[Link], *, equal: bool) -> tuple[float | None, float | None]:
-    """(K_o/K_d, Θ_o/Θ_d) at the end of the chain; members `equal`, or as near as the chain says, behind loose links."""
-    # Only ratios leave this function, and ReLU makes them independent of the input's size: one input of size 1, which all
-    # members see alike, stands for all of them.
+    """(K_o/K_d, Θ_o/Θ_d) at the end of the chain; after loose links members are `equal`, or as near as the chain says."""
+    # Only ratios are returned, and with ReLU they do not depend on the input's size: one input of size 1, equal for all
+    # members, represents all inputs.
     same, cross, theta_same, theta_cross = 1.0, 1.0, 0.0, 0.0
     for place, link in enumerate(links):
         s = link.s
@@ -89,11 +92,11 @@ def followed(links: list[Link], *, equal: bool) -> tuple[float | None, float | N
         theta_same = within * (same + 2 * theta_same)
         theta_cross = between * (cross + 2 * theta_cross)
         same, cross = 2 * within * same, 2 * between * cross
-        if not same > 0 or not theta_same > 0:  # factors of 0 let nothing through
+        if not same > 0 or not theta_same > 0:  # all factors are 0
             return None, None
         if link.normed:
-            # Each member's own batch norm divides by the size of s ∘ z, so that of s only the signs are left, and of z the
-            # correlation between members. Gradients are divided by that size, too, hence Θ by the same number.
+            # Each member's batch norm divides by the size of s ∘ z. Only the signs of s and the correlation of z between
+            # members remain. Gradients are divided by that size too, hence Θ by the same number.
             s = s.sign()
             same, cross, theta_same, theta_cross = 1.0, cross / same, theta_same / same, theta_cross / same
         if place == len(links) - 1:  # outputs: no activation, s multiplies them as they are
@@ -116,9 +119,9 @@ def followed(links: list[Link], *, equal: bool) -> tuple[float | None, float | N
         value, slope = alike * value + opposite * mirrored, alike * slope - opposite * mirrored_slope
         theta_same, theta_cross = second / 2 * theta_same, slope * theta_cross
         same, cross = second * same / 2, value * same
-        # What follows the link may be more than ReLU: pooling and ways beside it can only bring members nearer, up to equal;
-        # another activation may also leave less in common than ReLU does, down to nothing. The truth lies between the two
-        # runs, and is told where these agree.
+        # More than a ReLU may follow the link. Pooling and parallel branches can only bring members nearer together, up to
+        # equal; another activation may also leave less correlation than ReLU, down to none. The truth lies between the two
+        # runs, and is known if these agree.
         if equal and (link.loose or link.opaque):
             cross, theta_cross = same, theta_same
         elif link.opaque:
@@ -127,7 +130,7 @@ def followed(links: list[Link], *, equal: bool) -> tuple[float | None, float | N
 
 
 def moments(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """(mean of a_α b_α within members, mean of a_α b_β over pairs of different ones) of factors (M, n)."""
+    """(mean of a_α b_α within members, mean of a_α b_β over pairs of different members) of factors (M, n)."""
     a, b = a.detach().double(), b.detach().double()
     members = len(a)
     own, total = (a * b).sum(0), a.sum(0) * b.sum(0)
@@ -135,9 +138,9 @@ def moments(a: Tensor, b: Tensor) -> tuple[float, float]:
 
 
 def passed(network: nn.Module, layers: Sequence[str], followed: Followed | None) -> set[str]:
-    """Those of these layers through which every way from the inputs to the outputs leads; none where there is no telling.
+    """The layers through which every path from inputs to outputs leads; empty if unknown.
 
-    Layers that give the network's outputs count as one.
+    Layers that produce the network's outputs count as one.
     """
     if followed is None or "" in layers:  # "": the network is itself the layer
         return {name for name in layers if followed is not None}
@@ -151,7 +154,7 @@ def passed(network: nn.Module, layers: Sequence[str], followed: Followed | None)
 
 
 def _looked_into(network: nn.Module, name: str) -> bool:
-    """Whether the layer is called by a forward that is followed, not inside a layer of torch's own."""
+    """Whether the layer is called by a traced forward, not inside one of torch's layers."""
     while name:
         name = name.rpartition(".")[0]
         part = network.get_submodule(name)
@@ -175,7 +178,7 @@ def _reaches_inputs(outputs: list[fx.Node], without: set[fx.Node]) -> bool:
 
 
 def _foreign(part: nn.Module) -> bool:
-    """Whether it has weights of which there is no telling what they do: attention, recurrent layers, embeddings."""
+    """Whether the layer has weights with unknown effect: attention, recurrent layers, embeddings."""
     own = not isinstance(part, (*CONVERTIBLE, *NORMS)) and not list(part.children()) and bool(list(part.parameters()))
     return own or isinstance(part, READERS)
 

@@ -1,4 +1,4 @@
-"""Whose a checkpoint is: what a run is described by, and whether a file fits the run at hand. Nothing here is changed."""
+"""Whether a checkpoint belongs to a run: the description of a run, and the comparison of a file with it."""
 
 import logging
 import math
@@ -15,14 +15,25 @@ from dissensus.numerics.plain import plain
 
 log = logging.getLogger("dissensus")
 
-STANDING = re.compile(r"(watchers\.\d+\.)*(calibration|promises)\.")  # on predictions: training drops it
-STORED = re.compile(r"(watchers\.\d+\.)*(stored|curvature)\.")  # draws of an earlier run: none is needed to go on
-HOW = {"params", "param_names", "lr", "initial_lr", "fused", "foreach", "capturable", "differentiable", "maximize"}
+STANDING = re.compile(r"(watchers\.\d+\.)*(calibration|promises)\.")  # fitted to predictions: training drops them
+STORED = re.compile(r"(watchers\.\d+\.)*(stored|curvature)\.")  # draws of an earlier run: not needed to continue
+HOW = {
+    "params",
+    "param_names",
+    "relative",
+    "lr",
+    "initial_lr",
+    "fused",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "maximize",
+}
 MOVING = {"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "base_lrs", "lr_lambdas"}
 
 
 def description(posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
-    """What makes a run this one: method, settings, likelihood, optimiser with the tensors it holds, kind of schedule."""
+    """Description of a run: method, settings, likelihood, optimiser with its tensors, kind of schedule."""
     return {
         "posterior": _json(posterior.identity),
         "likelihood": [type(posterior.likelihood).__name__, _json(posterior.likelihood.config)],
@@ -34,28 +45,28 @@ def description(posterior: Posterior, optimizer: Optimizer, scheduler: LRSchedul
 
 
 def trained_state(posterior: Posterior) -> dict[str, Tensor]:
-    """The posterior's state without what stands on its predictions, which going on would drop."""
+    """The posterior's state without calibration and promises, which further training would drop."""
     return {name: tensor for name, tensor in posterior.state_dict().items() if not STANDING.match(name)}
 
 
 def misfits(
     state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None
 ) -> Iterator[str]:
-    """What in a checkpoint's state does not belong to this run, in words; nothing where all of it does."""
+    """Descriptions of what in a checkpoint's state does not belong to this run; empty if all of it does."""
     yield from _differences(state["run"], description(posterior, optimizer, scheduler))
     yield from _tensor_misfits(state["posterior"], posterior)
     if state["best"]["state"] is not None:
         yield from _tensor_misfits(state["best"]["state"], posterior)
     if not all(isinstance(each, dict) for each in state["optimizer"]["state"].values()):
-        yield "an optimizer's state that is no table"  # torch would take it, and fail at the first step
+        yield "an optimizer's state that is not a dict"  # torch would accept it, and fail at the first step
 
 
 def without_misfit_draws(state: dict[str, Tensor], posterior: Posterior) -> dict[str, Tensor]:
-    """The state without stored draws that have another number of samples than the posterior's have now."""
+    """The state without stored draws whose number of samples differs from the posterior's."""
     for prefix, module in posterior.named_modules():
         if isinstance(samples := getattr(module, "samples", None), int):
             under = f"{prefix}.stored." if prefix else "stored."
-            rows: dict[str, int] = {}  # of each tensor, over all parts of the draw
+            rows: dict[str, int] = {}  # rows of each tensor, over all parts of the draw
             for name, tensor in state.items():
                 if name.startswith(under) and "own." in name:
                     part = name[name.index("own.") :]
@@ -66,7 +77,7 @@ def without_misfit_draws(state: dict[str, Tensor], posterior: Posterior) -> dict
 
 
 def warn_of_overruled(state: dict[str, Any], optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
-    """Says which settings of the optimiser and the scheduler at hand give way to those of the checkpoint."""
+    """Warns about settings of the given optimiser and scheduler that are replaced by those of the checkpoint."""
     groups = zip(state["optimizer"]["param_groups"], optimizer.param_groups, strict=True)
     pairs: list[tuple[Any, ...]] = [(optimizer, *map(_settings, pair)) for pair in groups]
     if scheduler is not None:
@@ -78,19 +89,19 @@ def warn_of_overruled(state: dict[str, Any], optimizer: Optimizer, scheduler: LR
                 continue
             if a != b and not (isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-6)):
                 log.warning(
-                    "the run goes on with %s %s = %s of its checkpoint, not the %s given now; for that one begin a new run",
+                    "the resumed run uses %s %s = %s from its checkpoint, not the %s given now; to use that, start a new run",
                     type(whose).__name__, key, a, b,
                 )  # fmt: skip
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """What a user sets of an optimiser's group; the rate as a number, which a captured step keeps in float32."""
-    rate = {"lr": float(group.get("initial_lr", group["lr"]))}
+    """The user's settings of an optimiser's group; the rate as a number, since a captured step keeps it as a tensor."""
+    rate = {} if group.get("relative") else {"lr": float(group.get("initial_lr", group["lr"]))}
     return {key: value for key, value in group.items() if key not in HOW} | rate
 
 
 def _differences(theirs: Any, mine: Any, where: str = "") -> Iterator[str]:
-    """ "key theirs, not mine" for the leaves in which two descriptions differ; what either does not know is left out."""
+    """ "key theirs, not mine" for the leaves in which two descriptions differ; keys in only one of them are ignored."""
     if isinstance(theirs, dict) and isinstance(mine, dict):
         for key in mine:
             if key in theirs:
@@ -118,8 +129,8 @@ def _form(tensor: Tensor) -> str:
 
 
 def _json(config: Any) -> Any:
-    """What config() gives, as JSON has it; an empty table where it gives none."""
+    """The result of config() as JSON values; {} if there is none."""
     try:
         return plain(config())
-    except (TypeError, NotImplementedError):  # a method of one's own that is not saved
+    except (TypeError, NotImplementedError):  # a user's method that cannot be saved
         return {}

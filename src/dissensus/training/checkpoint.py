@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: everything needed to go on as if nothing had happened."""
+"""Checkpoints of a training run: everything needed to continue as without an interruption."""
 
 import copy
 import zipfile
@@ -18,6 +18,7 @@ from dissensus.core.posterior import Posterior
 from dissensus.distributed.alone import Undivided
 from dissensus.distributed.joining import check_seen
 from dissensus.numerics.damage import reading
+from dissensus.numerics.divided import is_divided
 from dissensus.storage.atomic import replacing
 from dissensus.training.belonging import (
     description,
@@ -33,7 +34,7 @@ from dissensus.training.ranks import holds_only_ours, newest, read_ranks, write_
 
 
 class Resumed(NamedTuple):
-    """A run so far. `told`: the steps it has done and those of an epoch, as `Length` takes them; `part`: of the next epoch."""
+    """A run so far. `told`: steps done and steps per epoch, for `Length`; `part`: the part done of the next epoch."""
 
     history: History
     best: Best
@@ -42,7 +43,7 @@ class Resumed(NamedTuple):
 
 
 ALONE = Undivided()
-OVERLAPPING = 1 << 26  # bytes that buffers which repeat a value (expanded ones) may stand for
+OVERLAPPING = 1 << 26  # most bytes that expanded buffers (which repeat a value) may represent
 
 
 def write_checkpoint(
@@ -57,12 +58,12 @@ def write_checkpoint(
     *,
     division: Undivided = ALONE,
 ) -> None:
-    """Everything needed to go on, under a temporary name first. `part`: of an epoch that is broken off here.
+    """Writes everything needed to continue, first under a temporary name. `part`: of an interrupted epoch.
 
-    One process writes a file, several a folder; what is there already stays what it is.
+    One process writes a file, several write a folder; an existing file or folder keeps its form.
     """
     folder = path.is_dir() if division.several is None else not division.first(path.is_file())
-    folder = folder or posterior.particles.fully
+    folder = folder or posterior.particles.divided
     with nullcontext() if folder else division.whole(optimizer):
         state = _everything(posterior, optimizer, scheduler, history, best, loader, part)
         if folder:
@@ -74,7 +75,7 @@ def write_checkpoint(
 
 
 def is_there(path: Path, division: Undivided = ALONE) -> bool:
-    """Whether there is a checkpoint to go on from. Raises where not all processes see it, or a folder holds other things."""
+    """Whether there is a checkpoint to resume. Raises if not all processes see it, or if a folder holds other files."""
     if division.several is not None:
         check_seen(path.parent)
     found = path.exists()
@@ -108,7 +109,7 @@ def _everything(
 
 
 def _rows(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer) -> set[int]:
-    """Ids of the tensors in a state that have a row for each member that lies here: the optimiser's moments of own ones."""
+    """Ids of the state's tensors with a row per member of this process: the optimiser's moments of own tensors."""
     own = {id(parameter) for parameter in posterior.particles.own_parameters().values()}
     order = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     states = state["optimizer"]["state"].items()
@@ -116,14 +117,14 @@ def _rows(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer) -> 
 
 
 def _divided(posterior: Posterior, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Name in a state -> tensor that `fully_shard` divides; the optimiser's moments by their parameter's number."""
-    if not posterior.particles.fully:
+    """Name in a state -> tensor that processes have parts of; the optimiser's moments by their parameter's number."""
+    if not posterior.particles.divided:
         return {}
     named = posterior.state_dict().items()
     states = {f"{part}/{name}": tensor for part in ("posterior", "best/state") for name, tensor in named}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states |= {f"optimizer/state/{number}": parameter for number, parameter in enumerate(parameters)}
-    return {name: tensor.detach() for name, tensor in states.items() if hasattr(tensor, "full_tensor")}
+    return {name: tensor.detach() for name, tensor in states.items() if is_divided(tensor)}
 
 
 def _has_rows(value: Any) -> bool:
@@ -138,9 +139,9 @@ def resume(
     loader: Iterable[Any] = (),
     division: Undivided = ALONE,
 ) -> Resumed:
-    """What `write_checkpoint` wrote, put back in place. A file that is damaged or of another run changes nothing."""
+    """Restores what `write_checkpoint` wrote. A damaged file, or one of another run, raises and changes nothing."""
     remedy, folder = "remove it, or pass another checkpoint=", path.is_dir() and newest(path) is not None
-    whole = nullcontext() if folder else division.whole(optimizer)  # a folder has the moments of members that lie here
+    whole = nullcontext() if folder else division.whole(optimizer)  # a folder has the moments of this process's members
     with whole, reading(path, remedy, kind="a checkpoint of this posterior in"):
         if folder:
             state = read_ranks(path, division.several, posterior.device, _divided(posterior, optimizer))
@@ -157,7 +158,7 @@ def resume(
         )
         if (misfit := next(misfits(state, posterior, optimizer, scheduler), None)) is not None:
             raise ValueError(
-                f"expected a checkpoint of this posterior in {path}, got another run's ({misfit}); {remedy}"
+                f"expected a checkpoint of this posterior in {path}, got one of another run ({misfit}); {remedy}"
             )
         warn_of_overruled(state, optimizer, scheduler)
         _put(state, posterior, optimizer, scheduler)
@@ -166,13 +167,13 @@ def resume(
 
 
 def restart(optimizer: Optimizer, scheduler: LambdaLR) -> None:
-    """Sets the rates that the schedule has for this epoch: it may be longer than the one the checkpoint was written in."""
+    """Sets the schedule's rates for this epoch, because the run may be longer now than when the checkpoint was written."""
     for group, rate, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
         group["lr"] = rate * factor(scheduler.last_epoch)
 
 
 def _put(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
-    """Puts a checkpoint's state in place, all of it or nothing."""
+    """Restores a checkpoint's state, either all of it or nothing."""
     before = copy.deepcopy(_state(posterior, optimizer, scheduler))
     try:
         fitting = without_misfit_draws(state["posterior"], posterior)
@@ -183,7 +184,7 @@ def _put(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, sche
 
 
 def _state(posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
-    """Everything that training moves."""
+    """Everything that training changes."""
     return {
         "posterior": trained_state(posterior),
         "optimizer": optimizer.state_dict(),
@@ -204,22 +205,22 @@ def _load(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, sch
 
 
 def check_archive(path: Path) -> None:
-    """Raises where a file is not what torch writes: an archive without compression, of tensors and plain values."""
+    """Raises unless a file is one that torch writes: an uncompressed archive of tensors and plain values."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
-        if sum(entry.file_size for entry in entries) > path.stat().st_size:  # a file that would unpack to any size
-            raise ValueError("more in it than it is long")
-        if (damaged := archive.testzip()) is not None:  # torch does not look at the checksums it writes
+        if sum(entry.file_size for entry in entries) > path.stat().st_size:  # such a file could unpack to any size
+            raise ValueError("its entries are larger than the file")
+        if (damaged := archive.testzip()) is not None:  # torch does not check the checksums it writes
             raise ValueError(f"{damaged} is damaged")
         values = [archive.read(entry) for entry in entries if entry.filename.endswith("data.pkl")]
-        if any(b"bytearray" in each for each in values):  # torch's reader would make one of any length
+        if any(b"bytearray" in each for each in values):  # torch's reader would allocate one of any length
             raise ValueError("a bytearray, which no checkpoint contains")
 
 
 def check_tensors(state: Any) -> None:
-    """Raises where tensors are far larger than the memory they were read into: copies would take what no file holds."""
+    """Raises if tensors are far larger than their storage, because copies of them would take too much memory."""
     tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
-    plain = [t for t in tensors if not hasattr(t, "full_tensor")]
+    plain = [t for t in tensors if not is_divided(t)]
     overlapping = sum(t.nbytes for t in plain if t.nbytes > t.untyped_storage().nbytes())
     if overlapping > OVERLAPPING:
-        raise ValueError(f"tensors of {overlapping} bytes in far fewer")
+        raise ValueError(f"tensors of {overlapping} bytes in a much smaller storage")

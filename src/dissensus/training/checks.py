@@ -1,4 +1,4 @@
-"""What `fit` refuses, or remarks on, before anything is trained."""
+"""Checks of `fit` before training: errors and warnings."""
 
 import logging
 from weakref import WeakSet
@@ -19,12 +19,12 @@ _told: WeakSet[Posterior] = WeakSet()
 def check_run(
     posterior: Posterior, optimizer: object, scheduler: object, *, patience: int | None, validation: object
 ) -> None:
-    """Raises where nothing would be trained, or what is given does not go together: some would show after an epoch only."""
+    """Raises if nothing would be trained, or if arguments conflict; otherwise some of it would fail after an epoch."""
     check_trainable(posterior)
     if posterior.particles.fully and posterior.prior is not None:
         raise NotImplementedError(
-            f"expected no prior of a network divided by fully_shard, got {type(posterior.prior).__name__}; use the optimizer's "
-            "weight_decay"
+            f"expected no prior for a network divided by fully_shard, got {type(posterior.prior).__name__}; use the "
+            "optimizer's weight_decay"
         )
     if scheduler is not None and optimizer is None:
         raise ValueError("expected an optimizer with the scheduler, got none; pass both")
@@ -32,40 +32,40 @@ def check_run(
         raise TypeError(f"expected a scheduler, got {scheduler!r}; build one on the optimizer")
     if patience is not None and not posterior.goes_back:
         raise ValueError(
-            f"expected no patience for {type(posterior).__name__}, got {patience}: what it collects over a run needs the whole "
-            "run; leave it out"
+            f"expected no patience for {type(posterior).__name__}, got {patience}; it collects weights over the whole run: "
+            "leave patience out"
         )
     if patience is not None and validation is None:
         raise ValueError("expected validation data with patience, got none; pass validation=")
 
 
 def check_stepping(posterior: Posterior, optimizer: Optimizer) -> None:
-    """Raises where there is nothing to train, or this optimiser cannot train it."""
+    """Raises if no parameter is trainable, or if this optimiser cannot train the posterior."""
     if not any(parameter.requires_grad for parameter in posterior.parameters()):
         raise ValueError(
-            "expected a posterior with parameters to train, got all of them frozen; set requires_grad on those that should "
-            "train (a posterior that was saved frozen is loaded frozen)"
+            "expected a posterior with trainable parameters, got only frozen ones; set requires_grad on those to train (a "
+            "posterior that was saved frozen is loaded frozen)"
         )
     check_optimizer(posterior, optimizer)
-    if isinstance(optimizer, LBFGS):  # which asks for losses again and again
-        raise TypeError("expected an optimizer that steps by gradients at hand, got LBFGS; use SGD or Adam")
+    if isinstance(optimizer, LBFGS):  # it needs the loss several times per step
+        raise TypeError("expected an optimizer with one gradient per step, got LBFGS; use SGD or Adam")
 
 
 def check_schedule(scheduler: object, epochs: int) -> None:
-    """Raises where a cycle ends before the epochs that are left: torch would raise in the middle of training."""
+    """Raises if a OneCycleLR ends before the remaining epochs, where torch would raise in the middle of training."""
     if isinstance(scheduler, OneCycleLR) and (needed := scheduler.last_epoch + epochs) > scheduler.total_steps:
         raise ValueError(
-            f"expected a OneCycleLR of {needed} or more steps, one an epoch, got {scheduler.total_steps}; set total_steps"
+            f"expected a OneCycleLR of at least {needed} steps, one per epoch, got {scheduler.total_steps}; set total_steps"
         )
 
 
 def say_remarks(
     posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None, *, epochs: int, batches: int | None
 ) -> None:
-    """Logs what the posterior has to say of such an optimiser, and what is wrong with a schedule laid out over batches."""
+    """Logs the posterior's remarks on the optimiser, and warns about a schedule planned in batches instead of epochs."""
     if scheduler is not None and (length := _in_batches(scheduler, epochs, batches)) is not None:
         log.warning(
-            "%s was laid out for %d steps and is stepped once an epoch, %d times: it will not get far; lay it out over epochs",
+            "%s was built for %d steps, but fit steps it once per epoch, %d times: most of it would not run; plan it in epochs",
             type(scheduler).__name__,
             length,
             epochs,
@@ -78,24 +78,24 @@ def say_remarks(
 
 
 def _in_batches(scheduler: LRScheduler, epochs: int, batches: int | None) -> int | None:
-    """The length of a schedule that counts batches, not epochs; None where it does not, as far as its length tells."""
+    """The length of a schedule that seems to count batches, not epochs, judged by its length; else None."""
     within = getattr(scheduler, "_schedulers", [])
     lengths = [getattr(scheduler, name, None) for name in ("total_steps", "T_max", "total_iters")]
     whole = [each for each in lengths if isinstance(each, int) and each > epochs]
-    # As many as the run has batches is no chance; a cycle of another length is a mistake in any case.
+    # A length equal to the number of batches is no coincidence; a cycle of another length is a mistake in any case.
     found = [each for each in whole if isinstance(scheduler, OneCycleLR) or each == epochs * (batches or 0)]
     inner = (_in_batches(each, epochs, batches) for each in within)
     return next(iter([*found, *(each for each in inner if each is not None)]), None)
 
 
 def say_data_size(posterior: Posterior, examples: int) -> None:
-    """Warns, once, where an epoch has less than half or more than twice as many examples as the posterior was told of."""
+    """Warns once if an epoch has less than half or more than twice `data_size` examples."""
     told = posterior.data_size
     if told is None or examples == 0 or 0.5 <= told / examples <= 2 or posterior in _told:
         return
     _told.add(posterior)
     log.warning(
-        "data_size is %g and an epoch has %d examples: prior and KL count %.3g times as much as they would with "
-        "data_size=%d; leave it where the loader gives a part of the data",
+        "data_size is %g, but an epoch has %d examples: prior and KL weigh %.3g times as much as with data_size=%d; ignore "
+        "this if the loader yields only part of the data",
         told, examples, examples / told, examples,
     )  # fmt: skip

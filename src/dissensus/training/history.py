@@ -1,4 +1,4 @@
-"""What training gave: one entry per epoch."""
+"""The history of a training run: one entry per epoch."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ from dissensus.numerics.frame import frame
 
 @dataclass
 class Epoch:
-    """What one epoch of training gave; what `fit` passes to its callback.
+    """The result of one epoch of training; `fit` passes it to its callback.
 
     Args:
         epoch: its number, from 0.
-        loss: mean over members and batches.
-        members: M mean losses.
+        loss: mean loss over members and batches.
+        members: M mean losses, one per member.
         lr: learning rate of the first parameter group.
-        seconds: of training, without validation.
-        validation: negative log-likelihood of the mixture; None without validation data.
-        look: the same of what would be sampled, where a method is judged by that (TRADI).
+        seconds: training time in seconds, without validation.
+        validation: negative log-likelihood of the mixture in nats; None without validation data.
+        look: the same for the functions that would be sampled, for methods evaluated by them (TRADI); else None.
     """
 
     epoch: int
@@ -32,31 +32,31 @@ class Epoch:
     lr: float
     seconds: float
     validation: float | None = None  # negative log-likelihood of the mixture
-    look: float | None = None  # the same of what would be sampled, where a method is judged by that (TRADI)
+    look: float | None = None  # the same for the functions that would be sampled (TRADI)
 
     @property
     def judge(self) -> float | None:
-        """The score, lower is better, by which the state after this epoch is kept; None without validation."""
+        """The score, lower is better, by which `fit` chooses the epoch to keep; None without validation."""
         return self.validation if self.look is None else self.look
 
 
 @dataclass(repr=False)
 class History:
-    """What `fit` returns: one entry per epoch, and which one was kept. `history[-1]` is the last `Epoch`.
+    """The result of `fit`: one entry per epoch, and which one was kept. `history[-1]` is the last `Epoch`.
 
     Args:
-        epochs: one `Epoch` each.
-        best: the epoch kept by validation; None where none was chosen.
+        epochs: a list of `Epoch`.
+        best: index of the epoch kept by validation; None if none was chosen.
         engine: how members ran, as in `fit(engine=...)`.
-        memory: what training was expected to need, in bytes.
-        drawing: seconds at the end, in which functions were drawn and stored.
+        memory: the expected memory of training, in bytes.
+        drawing: seconds spent at the end to draw and store functions.
     """
 
     epochs: list[Epoch] = field(default_factory=list)
-    best: int | None = None  # the epoch kept by validation; None where none was chosen
+    best: int | None = None  # the epoch kept by validation; None if none was chosen
     engine: str | None = None  # how members ran
-    memory: Memory | None = None  # what training was expected to need
-    drawing: float = 0.0  # seconds at the end, in which functions were drawn and stored
+    memory: Memory | None = None  # the expected memory of training
+    drawing: float = 0.0  # seconds spent at the end to draw and store functions
 
     def __len__(self) -> int:
         return len(self.epochs)
@@ -85,7 +85,7 @@ class History:
         return f"<p><code>{escape(repr(self))}</code></p><table><tr>{head}</tr>{body}</table>"
 
     def to_dataframe(self) -> Any:
-        """A pandas.DataFrame: one row per epoch, each member's loss in a column of its own."""
+        """A pandas.DataFrame with one row per epoch and a loss column per member."""
         return frame(
             [
                 {"epoch": e.epoch, "loss": e.loss, "validation": e.validation, "lr": e.lr, "seconds": e.seconds}
@@ -96,12 +96,12 @@ class History:
         )
 
     def plot(self) -> Any:
-        """A matplotlib figure of losses over epochs: members, their mean, validation and the epoch kept."""
+        """A matplotlib figure of the losses over epochs: members, their mean, validation and the epoch kept."""
         from dissensus.drawing.notebook import shown  # loads matplotlib
         from dissensus.drawing.predictions import training
 
         if not self.epochs:
-            raise ValueError("expected a history with epochs to plot, got an empty one; train for one or more")
+            raise ValueError("expected a history with epochs to plot, got an empty one; train for at least one epoch")
         validation = np.array([math.nan if e.judge is None else e.judge for e in self.epochs])
         return shown(training(np.array([e.members for e in self.epochs]), validation, best=self.best))
 

@@ -1,4 +1,4 @@
-"""How long a run is, told to the posterior as soon as it is known: before the first epoch, or after it."""
+"""The length of a run, passed to the posterior as soon as it is known: before the first epoch, or after it."""
 
 import math
 from collections.abc import Iterable
@@ -9,9 +9,9 @@ from dissensus.core.posterior import Posterior
 
 
 class Length:
-    """Batches and optimiser steps of an epoch. `batches`: None where the loader does not know how many it gives.
+    """Batches and optimiser steps of an epoch. `batches`: None if the loader has no length.
 
-    `over`: epochs that a checkpoint brought along; `done`: their steps; `steps_per_epoch`: as it says.
+    From a checkpoint: `over`, the epochs done; `done`, their steps; `steps_per_epoch`.
     """
 
     def __init__(
@@ -30,17 +30,17 @@ class Length:
         self.batches = batches.length(loader)
         self.done = done
         self.unknown = False
-        self.first = int(posterior.steps)  # of the epochs that follow
+        self.first = int(posterior.steps)  # first step of the epochs that follow
         if self.batches is not None:
             steps_per_epoch = max(1, math.ceil(self.batches / accumulate))
         if steps_per_epoch is not None:
             posterior.begin(steps_per_epoch, epochs, done=done)
         elif over < epochs:
             posterior.begin_unmeasured(epochs)
-            self.unknown = posterior.steps_per_epoch is None  # else the caller has begun the run already
+            self.unknown = posterior.steps_per_epoch is None  # else the caller has already called `begin`
 
     def epoch_over(self) -> None:
-        """Tells the posterior, where the epoch just trained is what the length is known by."""
+        """Passes the length to the posterior, if the epoch just trained has shown it."""
         if self.unknown:
             self.unknown = False
             trained = int(self.posterior.steps) - self.first

@@ -1,4 +1,4 @@
-"""Where a loader stands: what it needs to go on with the batches it would have given."""
+"""The state of a loader, saved so that a resumed run sees the batches that it would have seen."""
 
 import logging
 from collections.abc import Iterable
@@ -14,22 +14,22 @@ GENERATORS = ("generator", "sampler.generator", "batch_sampler.generator", "batc
 
 
 def loader_state(loader: Iterable[Any]) -> dict[str, Any]:
-    """{"own": what its state_dict() gives, or None; "generators": path -> state of a torch.Generator it holds}.
+    """{"own": its state_dict(), or None; "generators": path -> state of a torch.Generator it holds}.
 
-    Loaders that draw from torch's global generator, as a DataLoader does by itself, need neither.
+    Loaders that draw from torch's global generator, as a DataLoader does by default, need neither.
     """
     own = loader.state_dict() if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") else None
     if not _holds_no_code(own):
         log.warning(
-            "the loader's state_dict() holds more than numbers, text and tensors, so the checkpoint leaves it out: a run "
-            "that is resumed may see other batches"
+            "the loader's state_dict() holds more than numbers, text and tensors and is not in the checkpoint: a resumed run "
+            "may see other batches"
         )
         own = None
     return {"own": own, "generators": {path: each.get_state() for path, each in _generators(loader).items()}}
 
 
 def restore_loader(loader: Iterable[Any], state: dict[str, Any]) -> None:
-    """Puts a loader where another of its kind stood; says so where it cannot, since the batches are then others."""
+    """Restores a loader's state; warns if that is not possible, because the batches will then differ."""
     found = _generators(loader)
     missing = sorted(state["generators"].keys() - found.keys())
     for path in state["generators"].keys() & found.keys():
@@ -41,14 +41,14 @@ def restore_loader(loader: Iterable[Any], state: dict[str, Any]) -> None:
             missing.append(f"state ({error})" if hasattr(loader, "load_state_dict") else "state")
     if missing:
         log.warning(
-            "the loader does not take the %s in the checkpoint: the run goes on with other batches than it would have had; "
-            "build the loader as it was for the same ones",
+            "the loader does not accept the %s in the checkpoint: the resumed run sees other batches; to avoid this, build "
+            "the loader as before",
             missing[0],
         )
 
 
 def _generators(loader: Iterable[Any]) -> dict[str, torch.Generator]:
-    """Path -> generator that the loader or its sampler holds."""
+    """Path -> generator held by the loader or its sampler."""
     found = {}
     for path in GENERATORS:
         try:
@@ -61,7 +61,7 @@ def _generators(loader: Iterable[Any]) -> dict[str, torch.Generator]:
 
 
 def _holds_no_code(value: Any) -> bool:
-    """Whether a file that holds no code can hold this."""
+    """Whether this can be stored in a file without code."""
     if isinstance(value, dict):
         return all(_holds_no_code(key) and _holds_no_code(each) for key, each in value.items())
     if isinstance(value, list | tuple):

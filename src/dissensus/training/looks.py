@@ -1,4 +1,4 @@
-"""Looks: which epochs validation may keep, and what it judges there."""
+"""Looks: the epochs that validation may keep, and the functions it evaluates there."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,20 +8,20 @@ from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.methods.parts.recording import RecordingPosterior
 from dissensus.methods.parts.trajectory import evenly_spaced
 
-LOOKS = 10  # at most, at what would be sampled: a look costs a draw
+LOOKS = 10  # most looks in a run: a look costs a draw
 
 
 def looks(posterior: Posterior, epoch: int, epochs: int) -> bool:
-    """Whether the state after this epoch, counted from 0, may be the one that validation keeps.
+    """Whether validation may keep the state after this epoch, counted from 0.
 
-    Where functions are drawn for it, at most ten epochs of the last quarter, evenly spaced, the last one among them.
+    If functions are drawn for it, only at most ten evenly spaced epochs of the last quarter, including the last one.
     """
     first, every = evenly_spaced(epochs, LOOKS) if posterior.judged_by == "draw" else (0, 1)
     return posterior.ready and epoch >= first and (epoch - first) % every == 0
 
 
 def look(posterior: Posterior, epoch: int, epochs: int, validation: Iterable[Any]) -> DrawnFunctions | None:
-    """The functions that are drawn to judge this epoch; None where it is judged by those in training, or not at all."""
+    """The functions drawn to evaluate this epoch; None if the networks in training are evaluated, or nothing is."""
     if isinstance(posterior, RecordingPosterior) and posterior.judged_by == "draw" and looks(posterior, epoch, epochs):
         with left_as_found(posterior):
             return posterior.look(validation)

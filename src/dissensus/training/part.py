@@ -1,4 +1,4 @@
-"""A part of an epoch: where SIGTERM broke one off, and how a resumed run comes back to its middle."""
+"""A part of an epoch that SIGTERM interrupted, from which a resumed run continues."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dissensus.training.loaderstate import loader_state
 
 @dataclass
 class Part:
-    """The first batches of an epoch: their number, examples, losses summed (M,), seconds; and how the epoch began."""
+    """The first batches of an epoch: number, examples, summed losses (M,), seconds; and the state at the epoch's beginning."""
 
-    random: Tensor | None = None  # torch's streams at its beginning, on the host and on the GPU
+    random: Tensor | None = None  # torch's random state at the beginning, on the host and on the GPU
     cuda: Tensor | None = None
     loader: dict[str, Any] | None = None
     batches: int = 0
@@ -28,15 +28,15 @@ class Part:
 
     @classmethod
     def beginning(cls, loader: Iterable[Any], device: torch.device) -> Part:
-        """Of an epoch that begins now."""
+        """An empty part of an epoch that begins now."""
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), cuda, loader_state(loader))
 
     def rest(self, loader: Iterable[Any], device: torch.device, bar: Progress) -> Iterator[Any]:
-        """What the loader gives after these batches; it stands where it stood when the epoch began."""
+        """The loader's batches after this part; the loader is in its state at the beginning of the epoch."""
         if self.random is None or not self.batches:
             return iter(loader)
-        with same_random_state(device):  # what follows draws as it would have after the last of these batches
+        with same_random_state(device):  # later draws are those that would have followed the last of these batches
             torch.set_rng_state(self.random.cpu())
             if self.cuda is not None and device.type == "cuda":
                 torch.cuda.set_rng_state(self.cuda.cpu(), device)

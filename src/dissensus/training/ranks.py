@@ -1,10 +1,10 @@
 """Checkpoints of several processes: a folder by torch.distributed.checkpoint, which any number of them can resume.
 
-    run.ckpt/00000012/run.pt        what is no tensor of the members, and where tensors go; as one process writes it
-    run.ckpt/00000012/*.distcp      tensors; each member's under keys of its own, so that any rank can read any member
+    run.ckpt/00000012/run.pt        all values that are not tensors of members, and the places of those tensors
+    run.ckpt/00000012/*.distcp      tensors; each member has its own keys, so that any rank can read any member
 
-A folder of that name is written under another one and renamed when all ranks are done; then the one before is removed. What
-killed processes leave is never read, and goes with the next write.
+A folder is written under a temporary name and renamed when all ranks are done; then the one before is removed. Leftovers of
+killed processes are never read, and the next write removes them.
 """
 
 import re
@@ -20,32 +20,36 @@ from torch import Tensor, distributed
 
 from dissensus.distributed.mesh import Mesh
 
-SPREAD = ("posterior", "optimizer", "best")  # parts of a state whose tensors all ranks write; of others the first alone
+SPREAD = (
+    "posterior",
+    "optimizer",
+    "best",
+)  # parts of a state whose tensors all ranks write; the first rank writes the others
 RUN = "run.pt"
-OURS = re.compile(r"\.?\d{8}")  # names of checkpoints, and of those that are being written
+OURS = re.compile(r"\.?\d{8}")  # names of checkpoints, finished or being written
 MARK = "tensor in the folder"
 CHAINS = "optimizer/generators"  # a list with one for each member
 
 
 def holds_only_ours(path: Path) -> bool:
-    """Whether there is nothing in the folder but checkpoints, whole ones or not."""
+    """Whether the folder holds only checkpoints, finished or not."""
     return all(OURS.fullmatch(each.name) for each in path.iterdir())
 
 
 def newest(path: Path) -> Path | None:
-    """The last whole checkpoint in the folder."""
+    """The last finished checkpoint in the folder."""
     return max((each for each in path.iterdir() if _is_one(each)), default=None) if path.is_dir() else None
 
 
 def write_ranks(path: Path, state: dict[str, Any], mesh: Mesh | None, members: int, own: set[int]) -> None:
-    """Writes a state as the newest in the folder; to be called by all ranks, with the mesh they form, or None for one.
+    """Writes a state as the newest in the folder; call it on all ranks, with their mesh, or None for one process.
 
     Args:
         members: M over all ranks.
-        own: ids of the tensors in it that have a row for each member that lies here. Of other tensors all ranks have the same
-            values, and one of them writes them.
+        own: ids of the state's tensors with a row per member of this rank. Other tensors are equal on all ranks, and one
+            rank writes them.
     """
-    # Imported here: a run on one process needs none of it.
+    # Imported here, since a run on one process does not need it.
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -57,7 +61,7 @@ def write_ranks(path: Path, state: dict[str, Any], mesh: Mesh | None, members: i
     if first:
         path.mkdir(parents=True, exist_ok=True)
         for each in path.iterdir():
-            if each != before and OURS.fullmatch(each.name):  # of processes that were killed
+            if each != before and OURS.fullmatch(each.name):  # left by killed processes
                 shutil.rmtree(each)
         (path / f".{number[0]:08d}").mkdir()
         torch.save({**rest, "members": members}, path / f".{number[0]:08d}" / RUN)
@@ -75,9 +79,9 @@ def write_ranks(path: Path, state: dict[str, Any], mesh: Mesh | None, members: i
 def read_ranks(
     path: Path, mesh: Mesh | None, device: torch.device, divided: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """The newest state in the folder; of tensors with a row for each member those that lie here. To be called by all ranks.
+    """The newest state in the folder, with only this rank's rows of tensors per member. Call it on all ranks.
 
-    `divided`: by name, or by the name of what they belong to, tensors that `fully_shard` divides, as they are to be divided.
+    `divided`: tensors divided by `fully_shard`, by name or by the name of their parameter; they give the layout to read into.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -98,7 +102,7 @@ def read_ranks(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, torch does not warn that there is one process: that is meant."""
+    """Inside, torch does not warn that there is only one process, since that is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
@@ -109,12 +113,12 @@ def _is_one(path: Path) -> bool:
 
 
 def _taken_out(value: Any, name: str, tensors: dict[str, Tensor], here: range, own: set[int]) -> Any:
-    """The value with words in place of its tensors, which are put among `tensors`."""
+    """The value with placeholders for its tensors, which are added to `tensors`."""
     if isinstance(value, dict):
         return {key: _taken_out(each, f"{name}/{key}", tensors, here, own) for key, each in value.items()}
     if isinstance(value, list | tuple):
         found = [_taken_out(each, f"{name}/{i}", tensors, here, own) for i, each in enumerate(value)]
-        if name == CHAINS:  # of other ranks' chains this one does not know the state
+        if name == CHAINS:  # this rank does not know the state of other ranks' chains
             for i in {*range(len(found))} - {*here}:
                 tensors.pop(f"{name}/{i}", None)
         return found
@@ -128,7 +132,7 @@ def _taken_out(value: Any, name: str, tensors: dict[str, Tensor], here: range, o
 def _put_in(
     value: Any, tensors: dict[str, Tensor], here: range, device: torch.device, divided: Mapping[str, Tensor]
 ) -> Any:
-    """The value with empty tensors in place of words, which are put among `tensors` to be filled."""
+    """The value with empty tensors in place of the placeholders; they are added to `tensors` to be filled."""
     if isinstance(value, list):
         return [_put_in(each, tensors, here, device, divided) for each in value]
     if not isinstance(value, dict):

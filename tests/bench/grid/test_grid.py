@@ -66,8 +66,8 @@ def test_an_axis_may_have_values_of_its_own(load):
         ('label = "dropout rate"', "values = [1]", "expected a list of values for method.mc_dropout.rate"),
         ('label = "dropout rate"', 'lable = "rate"', "expected a key of .grid.rate.*'lable'"),
         ('"data.label_noise" = [0.0, 0.2]', "log = true", "expected a setting in .grid.noise., got none"),
-        ("samples = 3", "rate = 0.3", "expected method.mc_dropout.rate in .grid.rate. alone"),
-        ("count = 60", "label_noise = 0.3", "expected data.label_noise in .grid.noise. alone"),
+        ("samples = 3", "rate = 0.3", "expected method.mc_dropout.rate in .grid.rate. only"),
+        ("count = 60", "label_noise = 0.3", "expected data.label_noise in .grid.noise. only"),
         ("[0.0, 0.2]", "[0.0, 2.0]", "expected small, .*label_noise of at least 0 and of at most 1, got 2"),
     ],
 )
@@ -77,7 +77,7 @@ def test_a_grid_that_cannot_be_is_an_error_before_anything_runs(load, old, new, 
 
 
 def test_a_setting_of_the_grid_cannot_be_overridden_without_a_word(load):
-    with pytest.raises(ValueError, match=r"expected data.label_noise in .grid.noise. alone"):
+    with pytest.raises(ValueError, match=r"expected data.label_noise in .grid.noise. only"):
         cells_of(load(overrides=["data.label_noise=0.1"]), ["map"])
 
 

@@ -118,5 +118,5 @@ def test_a_run_measures_its_members_on_the_grid(tmp_path):
         assert stored.metrics[f"region/{name}/sd"] == pytest.approx(float(sd[where].mean()), rel=1e-5)
     torch.testing.assert_close(stored.arrays["grid/mean"], predictive.mean[:, 0], rtol=1e-5, atol=1e-6)
     page = (tmp_path / "report.html").read_text()
-    assert "Where is it sure?" in page
+    assert "Where is it certain?" in page
     assert "Standard deviation between the data" in page

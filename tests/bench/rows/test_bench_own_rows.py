@@ -93,12 +93,12 @@ def test_images_of_different_sizes_are_resized_where_asked(animals, tmp_path, ca
     [
         (
             lambda root: write_images(root / "test" / "horse"),
-            "expected the classes cat, dog in .*test, got 'horse' too; give",
+            "expected the classes cat, dog in .*test, got 'horse' too; add",
         ),
         (lambda root: (root / "train" / "eel").mkdir(), "expected images .* in .*eel, got none"),
         (
             lambda root: write_images(root / "train" / "cat" / "deep", mode="I;16"),
-            "expected 8 bits a channel in .*I;16",
+            "expected 8 bits per channel in .*I;16",
         ),
         (lambda root: (root / "train" / "cat" / "0.png").write_bytes(b"no"), "expected an image .*0.png"),
         (lambda root: (root / "test").rename(root / "tests"), "expected a folder for each class in .*test, got none"),
@@ -132,9 +132,7 @@ def test_arrays_of_numbers_in_files_are_classes_or_values(tmp_path):
     assert torch.allclose(seen.std((0, 2, 3), correction=0), torch.ones(2, dtype=seen.dtype))
     np.savez(tmp_path / "test.npz", x=rng.integers(0, 256, (5, 3, 6, 6), dtype=np.uint8), y=[0] * 5)
     np.savez(tmp_path / "train.npz", x=rng.normal(size=(30, 3, 6, 6)), y=rng.integers(0, 3, 30))
-    with pytest.raises(
-        ValueError, match=r"of the kind of the training set's, torch.float64, in 'test.npz', got torch.uint8"
-    ):
+    with pytest.raises(ValueError, match=r"of the training set's dtype, torch.float64, in 'test.npz', got torch.uint8"):
         rows_of(own_task(tmp_path, files))  # they would be divided by 255
 
 

@@ -104,7 +104,7 @@ WRONG = {
     "impossible setting": ("laplace", [*NET, "method.samples=0"], "expected samples of at least 1"),
     "other method": ("map", [*NET, "method.swag.rank=3"], "expected a setting of the methods that run .map., got"),
     "other section": ("map", [*NET, "training.epochs=3"], "expected a value of network, method, likelihood"),
-    "weights twice": ("map", [*NET, "network.weights=w.pt"], "the file of weights is its argument"),
+    "weights twice": ("map", [*NET, "network.weights=w.pt"], "the file of weights is an argument"),
     "needs data": (
         "map",
         [*NET, 'method.prior={ empcov = { layer = "layers.0" } }'],
@@ -243,6 +243,6 @@ def test_the_command_says_what_it_took_off_and_what_is_still_to_be_done(
     assert done.value.code == 0
     assert said.out.strip() == str(tmp_path / "out")
     first, *others = said.err.splitlines()
-    assert first == f"dissensus: 'module.' is taken off all names in {weights[0]}"
+    assert first == f"dissensus: 'module.' is removed from all names in {weights[0]}"
     assert len(others) == (words is not None)
-    assert all(line.startswith(f"dissensus: {method} has seen no data yet: ") and words in line for line in others)
+    assert all(line.startswith(f"dissensus: {method} is not fitted yet: ") and words in line for line in others)

@@ -134,7 +134,7 @@ def test_the_checkpoint_of_a_wrapped_network_is_read_and_that_is_logged(tmp_path
     assert same(network, saved.module.state_dict())
     assert f"of the entries {entry}, optimizer, best_prec1 in" in caplog.text
     assert f"{entry} is read" in caplog.text
-    assert "'module.' is taken off all names in" in caplog.text
+    assert "'module.' is removed from all names in" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["w.npz", "w.safetensors"])
@@ -213,7 +213,7 @@ def test_an_array_whose_header_says_more_than_it_has_takes_no_memory(tmp_path):
     header += b" " * (64 - (10 + len(header) + 1) % 64) + b"\n"
     with zipfile.ZipFile(tmp_path / "w.npz", "w") as archive:
         archive.writestr("a.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
-    with pytest.raises(ValueError, match="says 800,000,000,000 bytes and has"):
+    with pytest.raises(ValueError, match="announces 800,000,000,000 bytes and it has"):
         load_weights(net(), tmp_path / "w.npz")
 
 
@@ -322,7 +322,7 @@ def test_a_file_that_is_missing_or_does_not_fit_is_an_error_before_anything_is_w
 def test_members_that_would_all_be_the_same_network_are_an_error(tmp_path, task_file):
     write(task_file.parent / "w.safetensors", net().state_dict())
     task = load_task(str(task_file))
-    with pytest.raises(ValueError, match="got deep_ensemble, whose 5 members would all start at them"):
+    with pytest.raises(ValueError, match="got deep_ensemble, whose 5 members would all start equal"):
         jobs.run_all(task, methods=["deep_ensemble"], seeds=[0], out=tmp_path / "a")
     one = load_task(str(task_file), overrides=["method.deep_ensemble.members=1"])
     jobs.run_all(one, methods=["deep_ensemble"], seeds=[0], out=tmp_path / "a")

@@ -310,7 +310,7 @@ def test_verdicts_say_what_is_shown_and_what_is_not():
     said = dict(zip((FOLLOW, FALL, BEST, TRANSITION), width_verdicts(width_claims(made())), strict=True))
     assert "embedded − independent, M = 4, width 2×: equal within a point, +0.01" in said[FOLLOW]
     assert "members' test accuracy for every doubling of M, mean: yes, −2.00" in said[FALL]
-    assert "not to be told, +1.00 (no interval, as nothing varies) doublings" in said[BEST]  # the same with every seed
+    assert "not to be told, +1.00 (no interval: nothing varies) doublings" in said[BEST]  # the same with every seed
     assert "at p = 0: γ = M, +20.01" in said[TRANSITION]
     assert "at p = 1: γ = 1, −19.99" in said[TRANSITION]
     worse = [each for each in width_claims(made()) if each.question == FOLLOW]
@@ -365,7 +365,7 @@ def test_the_command_line_runs_a_task_over_widths_and_refuses_what_it_has_no_use
 
     code, _, err = run("--methods", "map")
     assert code == 2
-    assert "expected no --methods, --baseline and --holm for a task over widths, got one" in err
+    assert "expected no --methods, --baseline or --holm for a task over widths, got one" in err
     small = ("--set", "widths.factors=[1]", "--set", "widths.members=[1]", "--set", "widths.p=[]")
     code, out, _ = run(*small, "--set", "training.epochs=1", "--out", str(tmp_path / "here"), "--quiet")
     assert code == 0

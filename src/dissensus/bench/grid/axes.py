@@ -1,11 +1,11 @@
 """The cells of a task over a grid: one or several settings, each at several values.
 
-    [grid.noise]                               # an axis; the first one of several is drawn from left to right
+    [grid.noise]                               # an axis; figures draw the first axis from left to right
     label = "wrong labels"
     "data.label_noise" = [0.0, 0.2, 0.4]       # a setting as on the command line, and its value in each cell
 
-An axis may have several settings, for methods that call one thing by different names; `values` are then its own. A run that
-no axis changes is done once.
+An axis may have several settings, for methods with different names for one thing; `values` then gives the axis's numbers. A
+run that no axis changes is done once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Axis:
     label: str
     log: bool
     values: list[float]
-    settings: dict[str, list[Any]]  # as on the command line -> a value for each of `values`
+    settings: dict[str, list[Any]]  # setting, as on the command line -> one value for each of `values`
 
 
 class GridCell(NamedTuple):
@@ -45,7 +45,7 @@ def axes_of(task: Task) -> list[Axis]:
 
 
 def cells_of(task: Task, methods: Sequence[str]) -> list[GridCell]:
-    """All cells, the last axis the fastest; settings of methods that do not run are left out."""
+    """All cells, the last axis varying fastest; settings of methods that do not run are left out."""
     axes, found = axes_of(task), []
     plain = {key: value for key, value in task.settings.items() if key != "grid"}
     for places in product(*(range(len(axis.values)) for axis in axes)):
@@ -82,7 +82,7 @@ def _axis(name: str, table: Mapping[str, Any], task: Task) -> Axis:
 
 
 def _check_alone(key: str, settings: Mapping[str, Any], where: str) -> None:
-    """Raises where the task sets what the grid sets: one of the two would be lost without a word."""
+    """Raises if the task also sets a setting of the grid: one of the two would be ignored silently."""
     section, *rest = key.split(".")
     tables = (
         list(settings.get("method", {}).values())
@@ -93,10 +93,10 @@ def _check_alone(key: str, settings: Mapping[str, Any], where: str) -> None:
         for part in rest:
             table = table.get(part) if isinstance(table, Mapping) else None
         if table is not None:
-            raise ValueError(f"expected {key} in {where} alone, got it elsewhere in the task, too; take one away")
+            raise ValueError(f"expected {key} in {where} only, got it elsewhere in the task too; remove one")
 
 
 def _read(key: str, methods: Sequence[str]) -> bool:
-    """Whether one of the methods reads a setting: method.NAME.key is for NAME alone."""
+    """Whether one of the methods reads a setting: method.NAME.key is for NAME only."""
     path = setting_path(key, [*methods, *map(base_name, methods)])
     return path[0] != "method" or len(path) < 3 or path[1] in {*methods, *map(base_name, methods)}

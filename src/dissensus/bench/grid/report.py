@@ -1,4 +1,4 @@
-"""The main job of a task over a grid: all cells trained and measured, then results.csv, figures and a page."""
+"""Runs a task over a grid: trains and measures all cells, then writes results.csv, figures and a page."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from dissensus.storage.files import write_text
 
 SHOWN = ("accuracy", "nll", "ece", "noise/memorised", "noise/recovered", "rmse", "coverage90")
 QUALITY = "Quality over {label}: means over seeds; bands are 95 % intervals (seeds and test examples), cut where a panel ends."
-RESULTS = "Bold: best in its row. ≈: cannot be told from the best (p ≥ 0.05). In brackets: 95 % intervals."
+RESULTS = "Bold: best in its row. ≈: not distinguishable from the best (p ≥ 0.05). In brackets: 95 % intervals."
 DIFFERENCES = "On the same test examples and seeds; bold: better with p < 0.05 over several seeds."
-LEARNING = "What is learned with every epoch, at up to 1,000 rows of each kind: means over seeds, bands from lowest to highest."
+LEARNING = "Accuracy over epochs, on up to 1,000 rows of each kind: means over seeds; bands from lowest to highest."
 
 
 class Measured(NamedTuple):
-    """A cell with its results, the measures shown of them, and their resamples."""
+    """A cell with its results, the measures to show, and their resamples."""
 
     cell: GridCell
     results: Results
@@ -54,7 +54,7 @@ def bench_grid(
     jobs: int = 1,
     tell: Tell = silent,
 ) -> tuple[list[str], list[Path]]:
-    """(sentences, files) of a task over a grid; arguments as in `jobs.bench`. What is done is not done again."""
+    """(sentences, files) of a task over a grid; arguments as in `jobs.bench`. Finished stages are not repeated."""
     chosen, folder = list(methods or task.methods), default_folder(task) if out is None else Path(out)
     if baseline is not None:
         one_of("a baseline", baseline, chosen, hint="run it too, or choose one of them")
@@ -75,7 +75,7 @@ def bench_grid(
 def begin_cells(
     cells: Sequence[GridCell], methods: Sequence[str], seeds: Sequence[int], out: Path, *, source: str | None
 ) -> list[list[Run]]:
-    """The runs of every cell, method by method; one whose settings are those of another cell's is that cell's run."""
+    """The runs of every cell, method by method; cells with equal settings share a run."""
     load, there, found = LastData(source), dict[str, Run](), []
     for cell in cells:
         configs = [run_config(cell.task, method, seed) for method in methods for seed in seeds]
@@ -122,7 +122,7 @@ def write_grid(
 
 
 def compared_cells(measured: Sequence[Measured], baseline: str) -> tuple[Family, list[Family]]:
-    """All methods against the baseline in all cells, one family, by cell and measure and method; and the same cell by cell."""
+    """All methods against the baseline: one family over all cells, by cell, measure and method; and one family per cell."""
     every = family(
         {
             (each.cell.name, measure.key, name): compared(draws, each.draws[measure.key][baseline])
@@ -142,7 +142,7 @@ def compared_cells(measured: Sequence[Measured], baseline: str) -> tuple[Family,
 
 
 def joined(axes: Sequence[Axis], measured: Sequence[Measured], tables: Sequence[Table]) -> Table:
-    """The cells' tables as one, measure by measure."""
+    """The cells' tables joined into one, measure by measure."""
     rows: dict[str, list[Row]] = {}
     for each, table in zip(measured, tables, strict=True):
         for row in table.rows:
@@ -155,7 +155,7 @@ def place(axes: Sequence[Axis], cell: GridCell) -> str:
 
 
 def quality(axes: Sequence[Axis], measured: Sequence[Measured]) -> curves.OverValues:
-    """Every measure against the first axis; a row of panels for every place on the others."""
+    """Draws every measure against the first axis, with one row of panels per place on the other axes."""
     rows: curves.OverValues = {}
     known = {measure.key: measure for each in measured for measure in each.measures}
     for each in measured:
@@ -172,7 +172,7 @@ def quality(axes: Sequence[Axis], measured: Sequence[Measured]) -> curves.OverVa
 def sentences(
     axes: Sequence[Axis], measured: Sequence[Measured], against: Sequence[Family], focus: str | None, baseline: str
 ) -> list[str]:
-    """The task's focus against the baseline, in every cell; none where the task has no focus."""
+    """Sentences on the task's focus against the baseline, in every cell; empty if the task has no focus."""
     said: dict[str, list[str]] = {}
     for each, found in zip(measured, against, strict=True):
         for measure in each.measures:

@@ -1,1 +1,1 @@
-"""Rows: the data sets of tasks, split, standardised and batched, and grids to look at functions on."""
+"""The rows of tasks: data sets that are split, standardised and batched, and grids on which functions are drawn."""

@@ -1,4 +1,4 @@
-"""Arrays and tensors of the user's own as rows of a task."""
+"""The user's arrays and tensors as rows of a task."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,11 +15,11 @@ HINT = 'write likelihood = "regression" in the task, or number the classes'
 
 
 class Learner:
-    """The training rows of a set of the user's own, and others like them: arrays or tensors as TaskRows."""
+    """Turns the user's arrays or tensors into TaskRows: the training rows, and other rows of the same form."""
 
     def __init__(self, kind: SetKind, train: Any, what: str, classes: Sequence[str] | None) -> None:
         self.kind = kind
-        self.levels: list[Any] | None = None  # what classes are called in y; None where they are numbered already
+        self.levels: list[Any] | None = None  # class labels in y; None if classes are numbered already
         x, y = self._pair(train, what)
         self.classes: tuple[str, ...] = ()
         if kind == "classification":
@@ -32,7 +32,7 @@ class Learner:
         self.train = self.rows((x, y), what)
 
     def rows(self, given: Any, what: str, *, labelled: bool = True) -> TaskRows:
-        """TaskRows of (x, y), or of x alone where nothing is labelled; `what`: how errors call them."""
+        """TaskRows of (x, y), or of x alone if unlabelled; `what`: their name in errors."""
         x, y = self._pair(given, what, labelled=labelled)
         inputs = _inputs(x, what)
         if not labelled:
@@ -41,7 +41,7 @@ class Learner:
         targets = self._values(y, what) if self.kind == "regression" else self._labels(y, what)
         if len(targets) != len(inputs):
             raise ValueError(
-                f"expected a target for each of {len(inputs)} rows in {what}, got {len(targets)}; pair them"
+                f"expected a target for each of {len(inputs)} rows in {what}, got {len(targets)}; pass one target per row"
             )
         return TaskRows(inputs, targets)
 
@@ -79,14 +79,14 @@ class Learner:
         if strange := [value for value in dict.fromkeys(values.tolist()) if value not in place]:
             raise ValueError(
                 f"expected the classes of the training rows ({', '.join(self.classes)}) in {what}, got {strange[0]!r} too; "
-                "give training rows of it, or take its rows away"
+                "add training rows of it, or remove its rows"
             )
         return torch.tensor([place[value] for value in values.tolist()], dtype=torch.int64)
 
 
 def _count(labels: np.ndarray, what: str) -> int:
     if not labels.size:
-        raise ValueError(f"expected rows in {what!r}, got none; give at least one for each class")
+        raise ValueError(f"expected rows in {what!r}, got none; pass at least one for each class")
     return int(labels.max()) + 1 if labels.dtype.kind in "iu" else 0
 
 
@@ -95,7 +95,7 @@ def _array(values: Any) -> np.ndarray:
 
 
 def _inputs(x: Any, what: str) -> Tensor:
-    """Images (N, C, H, W) uint8, or numbers (N, …) in float64 or the precision they have."""
+    """Images (N, C, H, W) uint8, or numbers (N, …); floating numbers keep their precision, others become float64."""
     values = _array(x)
     if values.dtype == np.uint8 and values.ndim in (3, 4):
         return torch.from_numpy(pixels(values, what))

@@ -1,4 +1,4 @@
-"""Data sets one can look at: a grid of inputs on a line or in a plane, and named regions of it."""
+"""Geometry of one- and two-dimensional data sets: a grid of inputs on a line or in a plane, with named regions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ Ends = tuple[float, float]
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """Where members are asked to be drawn, and what parts of it are called."""
+    """The grid on which members are drawn, and its named regions."""
 
     positions: Tensor  # (n, 1) on a line, (side², 2) in a plane, the second coordinate running fastest
-    inputs: Tensor  # (n, D) what networks are given there, in original units
+    inputs: Tensor  # (n, D) the network's inputs there, in original units
     regions: dict[str, Tensor]  # name -> (n,) boolean
     seen: Tensor  # (N, 1) or (N, 2) positions of the training rows
 
@@ -31,9 +31,9 @@ def line(
     position: Callable[[Tensor], Tensor] = lambda x: x,
     points: int = 401,
 ) -> Geometry:
-    """A Geometry on a line: regions "at_data" (the intervals that hold it), "between" them and "outside" all of them.
+    """A Geometry on a line with the regions "at_data" (the intervals with data), "between" and "outside" them.
 
-    `inputs` makes what networks see of positions (n, 1), `position` goes back.
+    `inputs` turns positions (n, 1) into the network's inputs, `position` turns them back.
     """
     where = torch.linspace(*window, points)
     at_data = torch.stack([(where >= low) & (where <= high) for low, high in intervals]).any(0)
@@ -48,15 +48,15 @@ def line(
 
 
 def plane(x: Tensor, *, window: Ends, far: float, side: int = 101) -> Geometry:
-    """A Geometry in a square: "off_data" is further than `far` from every training input, "at_data" nearer than half of it."""
+    """A Geometry in a square: "off_data" is farther than `far` from all training inputs, "at_data" nearer than half of it."""
     axis = torch.linspace(*window, side)
     positions = torch.cartesian_prod(axis, axis)
     distance = torch.cdist(positions, x.to(positions)).amin(1)
     return Geometry(positions, positions, {"off_data": distance > far, "at_data": distance < far / 2}, x)
 
 
-# Data set -> its geometry, of its training inputs x (N, D).
-# The intervals are those the data were drawn from; a region does not depend on the draw.
+# Data set -> function from its training inputs x (N, D) to its geometry.
+# Intervals are those of the generating distribution, so regions do not depend on the draw.
 GEOMETRIES: dict[str, Callable[[Tensor], Geometry]] = {
     "x_sin_x": partial(line, window=(0.0, 7.5), intervals=((1.5, 2.5), (4.5, 6.0))),
     "x_sin_x_features": partial(

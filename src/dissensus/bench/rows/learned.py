@@ -1,4 +1,4 @@
-"""The rows of a data set: what a task learns, holds out and is tested on."""
+"""The rows of a data set: training, validation and test rows of a task."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ class TaskRows(NamedTuple):
 
     x: Tensor
     y: Tensor
-    true: Tensor | None = None  # the labels before some were made wrong; None where none were
+    true: Tensor | None = None  # the true labels if some were made wrong, else None
 
     def at(self, rows: Tensor) -> TaskRows:
         return TaskRows(self.x[rows], self.y[rows], None if self.true is None else self.true[rows])
 
     def first(self, count: int | None, *, seed: int) -> TaskRows:
-        """At most `count` rows, chosen by the seed and kept in order."""
+        """At most `count` rows, chosen by the seed, in their original order."""
         if count is None or count >= len(self.y):
             return self
         return self.at(torch.randperm(len(self.y), generator=torch.Generator().manual_seed(seed))[:count].sort().values)
 
 
 class Asked(NamedTuple):
-    """What a set of the user's own is asked for."""
+    """The request for the rows of a user's data set."""
 
-    folder: Root  # of the user's data
-    beside: str  # the folder of the task file; "" where it is none of the user's
+    folder: Root  # folder of the user's data
+    beside: str  # folder of the user's task file; "" for shipped tasks
     kind: SetKind
-    seed: int  # of what is held out
+    seed: int  # seed of the held-out rows
 
     def path(self, name: str) -> Path:
-        """A file or folder: a whole path, or in the folder of the data, beside the task, or in the current folder."""
+        """A file or folder: an absolute path, or a name in the data folder, beside the task, or in the current folder."""
         asked = Path(name).expanduser()
         places = [data_folder(self.folder), Path(self.beside) if self.beside else None, Path()]
         tried = [asked] if asked.is_absolute() else [place / asked for place in places if place is not None]
@@ -51,13 +51,13 @@ class Asked(NamedTuple):
                 return path
         raise FileNotFoundError(
             f"expected {name!r} at {' or '.join(map(str, dict.fromkeys(tried)))}, got nothing there; correct its name in the "
-            f"task, or name the folder it is in by --data or {FOLDER_VARIABLE}"
+            f"task, or pass its folder as --data or {FOLDER_VARIABLE}"
         )
 
 
 class LearnedRows(NamedTuple):
-    """The rows of a set to learn. `validation`: None where it has none of its own; `ood`, `shift`: what comes with it, for a
-    segmentation the foreign pixels of its test rows."""
+    """The rows of a data set for training. `validation`: None if the set has no validation rows; `ood`, `shift`: sets that
+    come with it, for a segmentation the foreign pixels of its test rows."""
 
     train: TaskRows
     test: TaskRows

@@ -1,4 +1,4 @@
-"""Loaders of a task's rows: images standardised batch by batch, augmented where a task asks for it."""
+"""Loaders of a task's rows: images are standardised batch by batch, and augmented if the task says so."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,17 +8,19 @@ from torch import Tensor
 from dissensus.bench.rows.learned import TaskRows
 from dissensus.data import Augmentation, Batches, SegmentationAugmentation, Standardiser
 
-# What makes an augmentation, with the settings that a task may write.
+# Constructors of augmentations; their arguments are the settings of a task.
 AUGMENTATIONS: dict[str, Callable[..., Any]] = {
     "none": lambda: lambda images: images,
-    "crop": lambda padding=2: Augmentation(padding=padding, flip=False),  # for what must not be flipped: digits
+    "crop": lambda padding=2: Augmentation(
+        padding=padding, flip=False
+    ),  # for images that must not be flipped, such as digits
     "flip_crop": lambda padding=4: Augmentation(padding=padding),  # as usual for CIFAR
     "segmentation": SegmentationAugmentation,
 }
 
 
 class _SeenImages:
-    """(images, targets) as networks see them: augmented, standardised, classes as int64."""
+    """Turns (images, targets) into the network's inputs and targets: augmented, standardised, classes as int64."""
 
     joint = True  # takes inputs and targets
 
@@ -27,7 +29,7 @@ class _SeenImages:
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         if getattr(self.augment, "joint", False):
-            x, y = self.augment(self.standardiser(x), y)  # it interpolates: no whole numbers
+            x, y = self.augment(self.standardiser(x), y)  # it interpolates, so inputs must be floating point
             return x, y.long()
         return self.standardiser(self.augment(x)), y if y.is_floating_point() else y.long()
 
@@ -41,14 +43,14 @@ def standardised_batches(
     shuffle: bool = False,
     augment: Callable[..., Any] | None = None,
 ) -> Batches:
-    """(x, y) batches in float32, images standardised after they were augmented; what is random is torch's generator's.
+    """(x, y) batches in float32; images are augmented, then standardised. Random numbers come from torch's generator.
 
-    That generator's state is in a training checkpoint, so a run that was stopped goes on with the batches it would have had.
+    A training checkpoint stores that generator's state, so a stopped run continues with the same batches.
     """
     y = rows.y if targets is None else targets(rows.y)
     y = y.float() if y.is_floating_point() else y
     if rows.x.ndim == 4:
         seen = Batches(rows.x, y, batch_size=batch_size, shuffle=shuffle, augment=_SeenImages(standardiser, augment))
-    else:  # rows once and for all, in the precision they have
+    else:  # rows are standardised once, in their precision
         seen = Batches(standardiser(rows.x).float(), y, batch_size=batch_size, shuffle=shuffle)
     return seen

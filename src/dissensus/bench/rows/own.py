@@ -1,4 +1,4 @@
-"""Data of the user's own: a function that makes them, folders of images, tables and arrays in files."""
+"""The user's data: from a function, from folders of images, or from tables and arrays in files."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,19 +21,19 @@ from dissensus.data.tabular import REGRESSION_SETS, read_uci_folder, regression_
 from dissensus.numerics.checks import one_of
 from dissensus.numerics.randomness import same_random_state
 
-MADE = ("train", "test", "validation", "ood", "shift", "classes")  # what a function may return
+MADE = ("train", "test", "validation", "ood", "shift", "classes")  # keys that a function may return
 ARRAYS = (("images", "labels"), ("x", "y"))  # names in an .npz file
 
 
 def made_rows(name: str, asked: Asked, **options: Any) -> LearnedRows:
-    """What the user's function of that name returns: a dict with train and test, each (x, y), and more of MADE."""
+    """Rows from the user's function: it returns a dict with train and test, each (x, y), and other keys of MADE."""
     make = own_object(name, "a function that makes data", asked.beside)
     with fitting(f"the data of {name}"), _seeded(asked.seed):
         found = make(**options)
     if not isinstance(found, Mapping) or not {"train", "test"} <= found.keys():
         raise ValueError(
             f'expected a dict with "train" and "test", each (x, y), from {name}, got {type(found).__name__}'
-            f"{f' with {sorted(map(str, found))}' if isinstance(found, Mapping) else ''}; return these"
+            f"{f' with {sorted(map(str, found))}' if isinstance(found, Mapping) else ''}; return both"
         )
     for key in found:
         one_of(f"a key of what {name} returns", key, MADE)
@@ -56,7 +56,7 @@ def made_rows(name: str, asked: Asked, **options: Any) -> LearnedRows:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Global generators start from the seed, so that processes and later days find the same rows; they are put back."""
+    """Context that seeds the global generators, so that every process makes the same rows; their states are restored."""
     before = random.getstate(), np.random.get_state()  # noqa: NPY002
     with same_random_state(torch.device("cpu")):
         torch.default_generator.manual_seed(seed)
@@ -70,7 +70,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def npz_rows(asked: Asked, train_file: str, test_file: str, classes: int | None = None) -> LearnedRows:
-    """Arrays x, y (or images, labels) in .npz files. classes: their number, where training rows lack the last of them."""
+    """Rows from arrays x, y (or images, labels) in .npz files. classes: their number, if training rows lack the last class."""
     names = None if classes is None else [*map(str, range(classes))]
     learn = Learner(asked.kind, npz_pair(asked.path(train_file)), train_file, names)
     read = partial(_read_npz, asked, learn)
@@ -82,7 +82,7 @@ def _read_npz(asked: Asked, learn: Learner, name: str, labelled: bool) -> TaskRo
 
 
 def npz_pair(path: Path, *, labelled: bool = True) -> tuple[Any, Any]:
-    """(x, y) of an .npz file; y None where there is none and none is needed."""
+    """(x, y) of an .npz file; y is None if it is absent and not needed."""
     arrays = npz_arrays(path)
     for inputs, targets in ARRAYS:
         if inputs in arrays and (targets in arrays or not labelled):
@@ -95,8 +95,8 @@ def npz_pair(path: Path, *, labelled: bool = True) -> tuple[Any, Any]:
 def folder_rows(
     asked: Asked, path: str = ".", size: int | Sequence[int] | None = None, channels: int = 3
 ) -> LearnedRows:
-    """Images in PATH/train/CLASS and PATH/test/CLASS; PATH/validation/CLASS, PATH/ood/SET and PATH/shift/SET/CLASS where
-    they are there."""
+    """Rows from images in PATH/train/CLASS and PATH/test/CLASS; PATH/validation/CLASS, PATH/ood/SET and PATH/shift/SET/CLASS
+    are optional."""
     root = asked.path(path)
     read = partial(image_folder, size=size, channels=channels)
     train = read(root / "train")
@@ -131,11 +131,11 @@ def table_rows(
     drop: Sequence[str] = (),
     categories: Sequence[str] = (),
 ) -> LearnedRows:
-    """Rows of a CSV or Parquet file; `test_share` of them are held out by data.seed where there is no test_file."""
+    """Rows of a CSV or Parquet file; without a test_file, a share `test_share` of them, chosen by data.seed, is held out."""
     from dissensus.data.frames import TableEncoder
 
     def split_off(frame: Any, name: str) -> Any:
-        """The columns to learn from, and the target, None where it is not there."""
+        """The input columns and the target; None if there is no target column."""
         unknown = [column for column in drop if column not in frame.columns and name == file]
         for column in unknown:
             one_of("a column to drop", column, frame.columns)
@@ -181,7 +181,7 @@ def table_rows(
 
 
 def read_table(path: Path) -> Any:
-    """The DataFrame in a CSV or Parquet file, without first columns that have no name and only number or name the rows."""
+    """The DataFrame in a CSV or Parquet file, without a saved index: first columns without a name that number or name rows."""
     try:
         import pandas
     except ImportError as error:
@@ -194,8 +194,8 @@ def read_table(path: Path) -> Any:
         frame = readers[path.suffix](path)
     if path.suffix == ".csv" and list(frame.index) != list(range(len(frame))):  # pandas makes the first values an index
         raise ValueError(
-            f"expected as many values as names in every row of {path}, got one value more; name the first column too, or take "
-            "away the commas at the ends of rows"
+            f"expected as many values as names in every row of {path}, got one value more; name the first column too, or "
+            "remove the commas at the ends of rows"
         )
     names = list(frame.columns)
     while (
@@ -210,7 +210,7 @@ def read_table(path: Path) -> Any:
 def uci_rows(asked: Asked, set: str, split: int = 0, inner: float = 0.0) -> LearnedRows:
     """One of the standard splits of a folder in the layout of UCI_Datasets, in original units and float64.
 
-    inner: a share of the training rows takes the place of the test rows, which are left alone: to choose recipes by.
+    inner: a share of the training rows replaces the test rows, to choose settings without using the test rows.
     """
     if set in REGRESSION_SETS:
         found = uci_regression(set, split, folder=asked.folder, dtype=torch.float64)

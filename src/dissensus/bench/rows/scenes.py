@@ -1,4 +1,4 @@
-"""Segmentations as rows: images and masks of a set's own splits, classes made unknown."""
+"""Segmentation sets as rows: images and masks of a set's splits, with some classes made unknown."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,13 +9,13 @@ from dissensus.data.locate import data_folder
 from dissensus.data.segmentation import VOID, SegmentationSet, segmentation_folder, with_unknown
 from dissensus.data.street_scenes import SPLITS
 
-UNKNOWN = "unknown"  # the set of foreign pixels: of test images, 1 at those of unknown classes
+UNKNOWN = "unknown"  # the set of foreign pixels: masks of test images, 1 at pixels of unknown classes
 
 
 def scenes(
     read: Callable[..., SegmentationSet], folder: Root, unknown: Sequence[str] = (), size: Sequence[int] | None = None
 ) -> LearnedRows:
-    """Images and masks of a set's own splits. `unknown`: classes that do not count in training, foreign at test time."""
+    """Images and masks of a set's splits. `unknown`: classes that are ignored in training and foreign at test time."""
     train, validation, test = (read(split, folder=folder, size=size) for split in SPLITS)
     ood = {}
     if unknown:
@@ -36,7 +36,7 @@ def own_scenes(
     unknown: Sequence[str] = (),
     size: Sequence[int] | None = None,
 ) -> LearnedRows:
-    """Folders of images and of masks, in whose names {split} stands for train, val and test."""
+    """Rows from folders of images and masks; {split} in their names stands for train, val and test."""
 
     def read(split: str, *, folder: Root, size: Any) -> SegmentationSet:
         root = data_folder(folder) or Path()
@@ -47,7 +47,7 @@ def own_scenes(
 
 
 def scene_folder(part: str, folder: Root) -> Path:
-    """Where a set lies that has a folder of this name."""
+    """The folder of a set that contains a folder of this name."""
     root = data_folder(folder)
     for path in [] if root is None else [root / part, *root.glob(f"*/{part}")]:
         if path.is_dir():

@@ -1,4 +1,4 @@
-"""The rows a task runs on: trained on, held out, tested on, foreign and shifted, and how they are standardised."""
+"""The rows of a task: training, validation, test, foreign and shifted rows, and their standardisation."""
 
 import hashlib
 import re
@@ -22,32 +22,32 @@ from dissensus.numerics.checks import one_of
 STANDARDISED = ("training", "unit", "imagenet", "none")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # means and deviations of pixels in [0, 1], by channel
 TARGETS = ("original", "standardised")
-FILES = (".npz", ".csv", ".parquet")  # of rows that are foreign or shifted
+FILES = (".npz", ".csv", ".parquet")  # file types of foreign or shifted rows
 
 
 @dataclass(frozen=True, eq=False)
 class TaskData:
-    """Everything a task runs on, in original units; images stay uint8. Networks see what the standardisers make of it."""
+    """All rows of a task, in original units, images as uint8; the standardisers turn them into the network's inputs."""
 
     kind: SetKind
     classes: tuple[str, ...]  # () for a regression
     train: TaskRows
-    validation: TaskRows  # empty where nothing is held out
-    calibration: TaskRows  # held out of the test set for temperatures; empty where none are
+    validation: TaskRows  # empty if none are held out
+    calibration: TaskRows  # held out of the test set for calibration; empty if none are
     test: TaskRows
     ood: dict[str, TaskRows]
     shift: dict[str, TaskRows]
     standardiser: Standardiser  # of inputs
-    targets: Standardiser | None  # of the training targets, where networks learn them standardised
+    targets: Standardiser | None  # of the training targets, if networks learn standardised targets
 
     @property
     def held_out(self) -> TaskRows:
-        """The rows that a temperature is fitted on."""
+        """The rows for fitting a temperature."""
         return self.calibration if len(self.calibration.y) else self.validation
 
     @property
     def digest(self) -> str:
-        """Twelve digits that change with any row that is trained, chosen or tested on."""
+        """Twelve digits that change with any training, validation or test row."""
         found = hashlib.sha256()
         for rows in (self.train, self.validation, self.calibration, self.test):
             for tensor in (rows.x, rows.y):
@@ -60,7 +60,7 @@ class TaskData:
 
 
 class LastData:
-    """Task data by its settings; the last is kept, so that runs on the same rows read them once."""
+    """Loads task data by their settings; keeps the last, so that runs on the same rows read them once."""
 
     def __init__(self, folder: Root = None) -> None:
         self.folder = folder
@@ -76,9 +76,9 @@ class LastData:
 def task_data(
     settings: dict[str, Any], folder: Root = None, *, kind: SetKind | None = None, beside: str = ""
 ) -> TaskData:
-    """The rows of a run's [data] section; a set that is not there is a FileNotFoundError that says what to put where.
+    """The rows of a run's [data] section; FileNotFoundError if a set is missing, with its files and their place.
 
-    `kind`: of a set that may be of several. `beside`: the folder of the task file.
+    `kind`: kind of the task, for sets that fit several. `beside`: the folder of the task file.
     """
     options = {key: value for key, value in settings.items() if key not in ("ood", "shift")}
     name, seed = options.pop("name"), options.pop("seed", 0)
@@ -86,7 +86,7 @@ def task_data(
     train_rows, test_rows, ood_rows = (options.pop(key, None) for key in ("train", "test", "ood_rows"))
     noise, source = options.pop("label_noise", 0.0), task_set(name)
     kind = source.kind or kind or "classification"
-    # Values that the user brings have any scale; a fixed or learned noise starts where standardised ones have theirs.
+    # The user's targets may have any scale; the initial noise of likelihoods fits standardised targets.
     own_values = source.kind is None and kind == "regression"
     standardise = options.pop("standardise", "none" if source.standardised else "training")
     targets = options.pop("targets", "standardised" if own_values else "original")
@@ -97,13 +97,13 @@ def task_data(
     labels = () if kind == "segmentation" else classes  # masks are checked where they are read
     _check_like(everything, everything, options.get("train_file", f"the training rows of {name}"), labels)
     _check_like(everything, test, options.get("test_file", f"the test rows of {name}"), labels)
-    if learned.sorted:  # batches in their order, and batch statistics, would be of one class
+    if learned.sorted:  # unshuffled batches, and batch statistics, would contain one class only
         everything = everything.at(torch.randperm(len(everything.y), generator=torch.Generator().manual_seed(seed)))
 
     def tested(rows: TaskRows) -> tuple[TaskRows, TaskRows]:
         return _split(rows.first(test_rows, seed=seed), calibration, seed, kind)
 
-    # What is held out of a noisy set is noisy too: nobody who has wrong labels has right ones to choose an epoch by.
+    # Validation rows of a noisy set are noisy too: whoever has wrong labels has no right ones to choose an epoch.
     training = _with_noise(everything.first(train_rows, seed=seed), noise, labels, seed)
     if own_validation is None:
         training, held = _split(training, 0.1 if validation is None else validation, seed, kind)
@@ -113,7 +113,7 @@ def task_data(
     test, held_test = tested(test)
 
     def elsewhere(key: str, known: Mapping[str, Callable[..., TaskRows]], **options: Any) -> dict[str, TaskRows]:
-        """The sets that the key names, no two of which would be reported under one name."""
+        """The sets named by the key; raises if two would have the same name in reports."""
         read, named = learned.read or partial(image_file, asked), labels if key == "shift" else ()
         found: dict[str, TaskRows] = dict(getattr(learned, key))
         for each, rows in found.items():
@@ -132,7 +132,7 @@ def task_data(
             found[Path(each).stem] = rows
         return found
 
-    def foreign(rows: TaskRows) -> TaskRows:  # of a segmentation they are pixels of its test rows
+    def foreign(rows: TaskRows) -> TaskRows:  # for a segmentation they are pixels of its test rows
         return tested(rows)[0] if kind == "segmentation" else rows.first(ood_rows, seed=seed)
 
     return TaskData(
@@ -150,7 +150,7 @@ def task_data(
 
 
 def _with_noise(rows: TaskRows, noise: float, classes: tuple[str, ...], seed: int) -> TaskRows:
-    """The rows with a share of wrong labels; the true ones are kept beside them."""
+    """The rows with a share of wrong labels; the true labels are kept too."""
     if noise == 0:
         return rows
     if not classes:
@@ -159,7 +159,7 @@ def _with_noise(rows: TaskRows, noise: float, classes: tuple[str, ...], seed: in
 
 
 def _split(rows: TaskRows, held_out: float, seed: int, kind: SetKind) -> tuple[TaskRows, TaskRows]:
-    """(rows, those held out of them: so many, or their share)."""
+    """(remaining rows, held-out rows); held_out: their number or share."""
     rest, held = torch.arange(len(rows.y)), torch.arange(0)
     if held_out != 0:
         labels = rows.y if kind == "classification" else None
@@ -187,7 +187,7 @@ def _of_inputs(training: TaskRows, how: str) -> Standardiser:
 
 
 def _of_numbers(x: Tensor) -> Standardiser:
-    """By columns of x (N, D), channels of (N, C, H, W), every place of others."""
+    """Standardiser by column for x (N, D), by channel for (N, C, H, W), by entry for other shapes."""
     if x.ndim == 4:
         found = Standardiser.of_rows(x.movedim(1, -1).flatten(0, 2))
         return Standardiser(found.mean[:, None, None], found.std[:, None, None])
@@ -204,13 +204,13 @@ def _of_targets(training: TaskRows, how: str, kind: SetKind) -> Standardiser | N
 
 
 def _check_like(training: TaskRows, rows: TaskRows, name: str, classes: tuple[str, ...] = ()) -> None:
-    """Raises where inputs have not the shape of the training ones, or where a label stands for none of the classes."""
+    """Raises if inputs do not have the shape of the training inputs, or if a label is not one of the classes."""
     outside = (rows.y < 0) | (rows.y >= len(classes))
     if classes and outside.any():
         row = int(outside.nonzero()[0, 0])
         raise ValueError(
             f"expected labels from 0 to {len(classes) - 1} in {name!r}, as many classes as the training set has, got "
-            f"{int(rows.y[row])} in row {row}; number classes alike in all files (data.classes: how many, of an npz task)"
+            f"{int(rows.y[row])} in row {row}; number classes equally in all files (npz tasks: set data.classes)"
         )
     if rows.x.shape[1:] != training.x.shape[1:]:
         raise ValueError(
@@ -221,6 +221,6 @@ def _check_like(training: TaskRows, rows: TaskRows, name: str, classes: tuple[st
         training.x.dtype == torch.uint8
     ):  # pixels are read as x / 255, numbers are not
         raise ValueError(
-            f"expected inputs of the kind of the training set's, {training.x.dtype}, in {name!r}, got {rows.x.dtype}; save "
+            f"expected inputs of the training set's dtype, {training.x.dtype}, in {name!r}, got {rows.x.dtype}; save "
             "pixels as uint8 in all files, or numbers in all"
         )

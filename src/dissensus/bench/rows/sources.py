@@ -1,4 +1,4 @@
-"""The data sets tasks go by: SETS to learn, FOREIGN to be told apart from them, SHIFTED to be answered elsewhere."""
+"""The data sets of tasks by name: SETS for training, FOREIGN for OOD detection, SHIFTED for distribution shift."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -36,25 +36,25 @@ from dissensus.numerics.checks import one_of
 
 
 class TaskSet(NamedTuple):
-    """A data set to learn: how to make its train and test rows, and what it is."""
+    """A data set for training: the function that makes its rows, its kind and its description."""
 
     make: Callable[..., LearnedRows]  # (folder, **options), or (asked, **options)
-    kind: SetKind | None  # None: classes or values, as the likelihood says
+    kind: SetKind | None  # None: the likelihood decides between classes and values
     about: str
-    where: str | Callable[[Root], Path] = "generated"  # a function where the user provides the files
-    own: bool = False  # whether the rows are the user's: `make` is then given what is `Asked`, not the folder alone
-    standardised: bool = False  # whether inputs are already, unless the task says otherwise
+    where: str | Callable[[Root], Path] = "generated"  # a function if the user provides the files
+    own: bool = False  # whether the rows are the user's: `make` then takes an `Asked` instead of the folder
+    standardised: bool = False  # whether inputs are standardised already, unless the task says otherwise
 
 
 def task_set(name: str) -> TaskSet:
-    """The set of that name: one of SETS, or what a function of the user's own makes."""
+    """The set of that name: one of SETS, or the result of the user's function."""
     if imported(name):
         return TaskSet(partial(made_rows, name), None, "your own function", "your file", own=True)
     return SETS[name]
 
 
 def rows_elsewhere(name: str, known: Mapping[str, Callable[..., TaskRows]], folder: Root, **options: Any) -> TaskRows:
-    """A set of FOREIGN or SHIFTED by name; options: of the set learned."""
+    """A set of FOREIGN or SHIFTED by name; options: those of the training set."""
     return known[one_of("a set", name, known)](folder, **options)
 
 
@@ -104,7 +104,7 @@ def _task_rows(images: ImageSet) -> TaskRows:
 
 
 def _uci_folder(folder: Root) -> Path:
-    """The folder of the first set that is there."""
+    """The folder of the first set that exists."""
     for name in REGRESSION_SETS:
         try:
             return regression_folder(name, folder)
@@ -132,7 +132,7 @@ def _five_blobs(folder: Root, points: int = 40, scale: float = 0.4, draw: int = 
 
 
 def _three_clusters(folder: Root) -> LearnedRows:
-    """The papers' 400 points have no test set: errors are those at the points that were fitted."""
+    """The papers' 400 points have no test set: test errors are those on the training points."""
     rows = TaskRows(*three_clusters())
     return LearnedRows(rows, rows, ())
 
@@ -149,7 +149,7 @@ def _x_sin_x_features(folder: Root, points: int = 45, noise: float = 0.25, draw:
 
 
 def _x_sin_x_gap(folder: Root, points: int = 45, noise: float = 0.25) -> TaskRows:
-    """x sin x between the two clusters of `x_sin_x`, where nothing was seen."""
+    """x sin x between the two clusters of `x_sin_x`, where there are no training rows."""
     generator = torch.Generator().manual_seed(2)
     x = 2.5 + 2.0 * torch.rand(200, 1, generator=generator)
     return TaskRows(x, x * x.sin() + noise * torch.randn(200, 1, generator=generator))
@@ -161,7 +161,7 @@ def _cubic(folder: Root, points: int = 20, noise: float = 3.0, draw: int = 0) ->
 
 
 def _outside(folder: Root, points: int = 20, noise: float = 3.0, draw: int = 0) -> TaskRows:
-    """x³ on [−6, −4] and [4, 6], beyond what `cubic` has seen."""
+    """x³ on [−6, −4] and [4, 6], outside the training inputs of `cubic`."""
     generator = torch.Generator().manual_seed(draw)
     x = 4.0 + 2.0 * torch.rand(200, 1, generator=generator)
     x[::2] *= -1
@@ -182,11 +182,11 @@ def _cubic_elsewhere(
 
 
 def _hill(folder: Root, points: int = 3, noise: float = 0.5) -> LearnedRows:
-    """Training rows have no noise: what is learned is the same from both sides. Test rows do."""
+    """Training rows without noise, so that both sides are equal; test rows with noise."""
     return LearnedRows(TaskRows(*hill(points)), TaskRows(*hill(10 * points, noise=noise)), ())
 
 
-GAP = (0.0, 2.0)  # of the draw of a Gaussian process: seen on [−4, 0] and [2, 4]
+GAP = (0.0, 2.0)  # gap in the inputs of a Gaussian-process sample; training inputs lie on [−4, 0] and [2, 4]
 
 
 def _gp_draw(
@@ -197,21 +197,21 @@ def _gp_draw(
 
 
 def _gp_gap(folder: Root, points: int = 40, lengthscale: float = 1.0, noise: float = 0.1, draw: int = 0) -> TaskRows:
-    """The same function where nothing of it was seen."""
+    """The same function inside the gap."""
     return _gp_rows(points, lengthscale, noise, draw)[1]
 
 
 def _gp_rows(points: int, lengthscale: float, noise: float, draw: int) -> tuple[TaskRows, TaskRows]:
-    """Rows outside and inside the gap, of one function."""
+    """Rows of one function, outside and inside the gap."""
     rows = TaskRows(*gaussian_process(2 * points + 400, lengthscale=lengthscale, noise=noise, seed=draw))
     inside = ((rows.x > GAP[0]) & (rows.x < GAP[1])).squeeze(1)
     return rows.at(torch.nonzero(~inside).squeeze(1)), rows.at(torch.nonzero(inside).squeeze(1))
 
 
 SETS: dict[str, TaskSet] = {
-    "digits": TaskSet(_digits, "classification", "10,000 + 2,000 MNIST digits inside the package", "shipped"),
+    "digits": TaskSet(_digits, "classification", "10,000 + 2,000 MNIST digits in the package", "shipped"),
     "two_moons": TaskSet(_two_moons, "classification", "two interleaved half circles in the plane"),
-    "x_sin_x": TaskSet(_x_sin_x, "regression", "x sin x with noise on two intervals and a gap between"),
+    "x_sin_x": TaskSet(_x_sin_x, "regression", "x sin x with noise on two intervals with a gap between them"),
     "x_sin_x_features": TaskSet(
         _x_sin_x_features, "regression", "x sin x on two intervals, as features x/2 and (x/2)²"
     ),
@@ -220,9 +220,9 @@ SETS: dict[str, TaskSet] = {
         _three_clusters, "regression", "400 points in three clusters on a line, as features x/2 and (x/2)²", "shipped"
     ),
     "cubic": TaskSet(_cubic, "regression", "x³ with noise, 20 points on [−4, 4]"),
-    "cubic_gap": TaskSet(_cubic_gap, "regression", "x³ with noise on two intervals and a gap between"),
-    "hill": TaskSet(_hill, "regression", "1 in the middle and −1 on both sides, the same from both"),
-    "gp_draw": TaskSet(_gp_draw, "regression", "a draw of a Gaussian process, seen on two intervals"),
+    "cubic_gap": TaskSet(_cubic_gap, "regression", "x³ with noise on two intervals with a gap between them"),
+    "hill": TaskSet(_hill, "regression", "1 in the middle and −1 on both sides, symmetric"),
+    "gp_draw": TaskSet(_gp_draw, "regression", "a sample of a Gaussian process, observed on two intervals"),
     "npz": TaskSet(
         npz_rows, None, "arrays x and y in .npz files: data.train_file, data.test_file", "your files", own=True
     ),
@@ -258,7 +258,7 @@ SETS: dict[str, TaskSet] = {
     "bdd_anomaly": TaskSet(
         partial(scenes, bdd_anomaly),
         "segmentation",
-        "19 classes of streets, of which some are anomalies",
+        "19 classes of streets, some of them anomalies",
         partial(scene_folder, "seg/labels/train"),
     ),
     "segmentation_folder": TaskSet(

@@ -1,1 +1,1 @@
-"""Runs: one method with one seed trained, predicted and measured, and all of a task together."""
+"""Runs: train, predict and measure one method with one seed, or all methods and seeds of a task."""

@@ -1,4 +1,4 @@
-"""From settings to objects: networks, posteriors, optimisers."""
+"""Builds networks, posteriors and optimisers from settings."""
 
 import inspect
 import math
@@ -32,13 +32,13 @@ from dissensus.core.regression import HeteroscedasticRegression
 from dissensus.data.locate import sha256
 from dissensus.numerics.checks import one_of
 
-MEMBERS = 5  # of methods that take several networks, unless the task says otherwise
+MEMBERS = 5  # default number of networks for methods that take several
 
 
 def posterior(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()) -> Posterior:
-    """The posterior of a run, freshly initialised from torch's generator.
+    """The posterior of a run, newly initialised from torch's generator.
 
-    `folders`: where files that the task names are looked for.
+    `folders`: folders in which the task's files are searched.
     """
     key, count = counted(config)
     networks = [network(config, data, folders=folders) for _ in range(count)]
@@ -49,21 +49,21 @@ def posterior(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()
 
 
 def counted(config: RunConfig) -> tuple[str | None, int]:
-    """(the key that counts the networks of a run's method, how many there are)."""
+    """(the setting for the number of networks of a run's method, that number)."""
     key = counted_by(method_class(config.method, config.folder))
     return key, config.settings.get(key or "", MEMBERS if key == "members" else 1)
 
 
 def constructor(config: RunConfig, settings: dict[str, Any]) -> Callable[..., Posterior]:
-    """The method of a run with its settings, to be called with its network or networks and a likelihood."""
+    """The constructor of a run's method with its settings bound; call it with the network or networks and a likelihood."""
     method = method_class(config.method, config.folder)
     return partial(method, **{name: value for name, value in settings.items() if name != counted_by(method)})
 
 
 def check_complete(config: RunConfig, *, converted: bool = False) -> None:
-    """An error where a run's method needs a setting that is neither given nor filled in, or has one it cannot take.
+    """Raises if a required setting of a run's method is missing, or if a setting does not fit it.
 
-    `converted`: it is no run but a network that is there already, and its data are not known.
+    `converted`: it is a conversion of a trained network, whose data are unknown, not a run.
     """
     method, training = method_class(config.method, config.folder), config.training
     for name in required(method):
@@ -74,29 +74,29 @@ def check_complete(config: RunConfig, *, converted: bool = False) -> None:
     weights = converted or "weights" in config.network
     if weights and count > 1:
         raise ValueError(
-            f"expected one network with weights from a file, got {config.method}, whose {count} {key} would all start at them "
+            f"expected one network with weights from a file, got {config.method}, whose {count} {key} would all start equal "
             f"and learn the same; leave the weights out, or {'the method' if key == 'members' else key}"
         )
     if training["epochs"] == 0 and not weights:
         raise ValueError(
-            f"expected network.weights for {config.method} with training.epochs = 0, got none; a network that is neither "
-            "trained nor given says nothing: set epochs to 1 or more, or name a file of weights"
+            f"expected network.weights for {config.method} with training.epochs = 0, got none; the network would stay "
+            "random: set epochs to 1 or more, or name a file of weights"
         )
     if training.get("patience") is not None and method.judged_by is None:
         raise ValueError(
             f"expected no training.patience for {config.method}, which collects a trajectory over the whole run, got "
-            f"{training['patience']}; leave it out, or bench that method in a task of its own"
+            f"{training['patience']}; leave it out, or run that method in a separate task"
         )
 
 
 def required(method: type[Posterior]) -> list[str]:
-    """Keywords that a method cannot do without."""
+    """The required keywords of a method."""
     named = list(parameters(method).items())[1:]
     return [*(name for name, each in named if each.default is inspect.Parameter.empty), *method.needed]
 
 
 def arguments(config: RunConfig, data: TaskData, network: nn.Module | None) -> dict[str, Any]:
-    """The settings of a run's method; `data_size` and `batch_size` are filled in where the method asks for them."""
+    """The settings of a run's method; `data_size` and `batch_size` are filled in if the method takes them."""
     method = method_class(config.method, config.folder)
     known = parameters(method)
     inputs = standardised_batches(data.train, data.standardiser, batch_size=1000)
@@ -110,7 +110,7 @@ def arguments(config: RunConfig, data: TaskData, network: nn.Module | None) -> d
 
 
 def likelihood(config: RunConfig, data: TaskData | None = None) -> Likelihood:
-    """What the outputs of a run's networks mean."""
+    """The likelihood of a run."""
     masks = data is not None and data.kind == "segmentation"
     supplied = {"masks": data.train.y, "classes": len(data.classes)} if data is not None and masks else {}
     with fitting("the likelihood"):
@@ -120,14 +120,14 @@ def likelihood(config: RunConfig, data: TaskData | None = None) -> Likelihood:
 
 
 def network(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()) -> nn.Module:
-    """One network; what its settings leave open of inputs, outputs, channels and size is taken from the data.
+    """One network; inputs, outputs, channels and size are taken from the data if its settings leave them open.
 
-    `weights`: a file, in one of the folders, with the state to start from.
+    `weights`: a file, in one of the folders, with the initial state.
     """
     settings = dict(config.network)
     make, weights = maker(settings.pop("name"), config.folder), settings.pop("weights", None)
     known = {"inputs": math.prod(data.train.x.shape[1:]), "outputs": output_count(config, data)}
-    known |= {"num_classes": known["outputs"]} if data.classes else {}  # as others call it
+    known |= {"num_classes": known["outputs"]} if data.classes else {}  # the usual name elsewhere
     if data.images:
         known |= {"channels": data.train.x.shape[1], "size": data.train.x.shape[2]}
     made = built(config.network["name"], make, settings, known)
@@ -137,17 +137,17 @@ def network(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()) 
 
 
 def built(name: str, make: NetworkMaker, settings: Mapping[str, Any], known: Mapping[str, Any]) -> nn.Module:
-    """The network that `make` makes of these settings, and of those of the known that it asks for."""
+    """The network from `make`, called with these settings and with those of `known` that it takes."""
     with fitting(f"the network {name}"):
         accepted = inspect.signature(make).parameters
         made = make(**{key: value for key, value in known.items() if key in accepted} | dict(settings))
     if not isinstance(made, nn.Module):
-        raise ValueError(f"expected a network from {name}, got {type(made).__name__}; name what returns an nn.Module")
+        raise ValueError(f"expected a network from {name}, got {type(made).__name__}; name a class of nn.Module")
     return made
 
 
 def output_count(config: RunConfig, data: TaskData) -> int:
-    """How many outputs a network of the run has."""
+    """The number of outputs of the run's network."""
     count = len(data.classes) if data.classes else data.train.y.shape[1]
     return count * (
         2 if isinstance(likelihood(config, data), HeteroscedasticRegression) else 1
@@ -155,7 +155,7 @@ def output_count(config: RunConfig, data: TaskData) -> int:
 
 
 def try_network(config: RunConfig, load: Callable[[], TaskData], *, folders: Sequence[Path] = ()) -> None:
-    """Builds a run's network: an error where that fails, its weights do not fit, or one that is imported has other outputs."""
+    """Builds a run's network as a test: raises if that fails, if its weights do not fit, or if its outputs do not."""
     name = config.network["name"]
     if "weights" not in config.network and not imported(name):
         return
@@ -169,12 +169,12 @@ def try_network(config: RunConfig, load: Callable[[], TaskData], *, folders: Seq
         if outputs.ndim < 2 or outputs.shape[1] != wanted:
             raise ValueError(
                 f"expected {wanted} outputs of {name} for these data, got a tensor of shape {tuple(outputs.shape)}; set "
-                f"what the network calls them, as in network.num_classes = {wanted}"
+                f"their number in [network], for example network.num_classes = {wanted}"
             )
 
 
 def saved(folder: Path, config: RunConfig, load: Callable[[], TaskData]) -> Posterior:
-    """The posterior that a run saved in its folder. Data are loaded where the network is one that is imported."""
+    """The posterior that a run saved in its folder. Data are loaded if the network is the user's."""
     template, method = None, method_class(config.method, config.folder) if imported(config.method) else None
     if imported(config.network["name"]):
         fresh = {key: value for key, value in config.network.items() if key != "weights"}
@@ -182,13 +182,13 @@ def saved(folder: Path, config: RunConfig, load: Callable[[], TaskData]) -> Post
     try:
         return storage.load(folder / "posterior", template, method=method)
     except ValueError as error:
-        if template is not None or method is not None:  # what was imported may be another now, and the run as it was
+        if template is not None or method is not None:  # the imported code may have changed; the run itself may be fine
             raise
         raise ValueError(f"{error} (a damaged run: delete {folder} and run the command again)") from error
 
 
 def try_method(config: RunConfig, load: Callable[[], TaskData], *, folders: Sequence[Path] = ()) -> None:
-    """Builds, saves and loads the posterior of a method of the user's own: better now than after hours of training."""
+    """Builds, saves and loads the posterior of the user's method, so that errors appear before hours of training."""
     if not imported(config.method):
         return
     method = method_class(config.method, config.folder)
@@ -209,7 +209,7 @@ def try_method(config: RunConfig, load: Callable[[], TaskData], *, folders: Sequ
 
 
 def own_parts(config: RunConfig, load: Callable[[], TaskData] | None) -> dict[str, str]:
-    """Name -> digest of the user's own code that a run depends on, not of installed packages; of their rows, too."""
+    """Name -> digest of the user's code and rows that a run depends on; installed packages are left out."""
     named = (base_name(config.method), config.network["name"], config.data["name"])
     digests = {name: code_digest(name, config.folder) for name in named if imported(name)}
     if load is not None and task_set(config.data["name"]).own:
@@ -218,15 +218,15 @@ def own_parts(config: RunConfig, load: Callable[[], TaskData] | None) -> dict[st
 
 
 def weights_digest(config: RunConfig, folders: Sequence[Path]) -> dict[str, str]:
-    """The checksum of the file of weights that a run starts from, for its provenance; nothing where there is none."""
+    """The checksum of a run's file of initial weights, for its provenance; empty if there is none."""
     weights = config.network.get("weights")
     return {} if weights is None else {"weights_sha256": sha256(located(weights, folders))}
 
 
 def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.optim.Optimizer | None, LambdaLR | None]:
-    """The optimiser and its schedule, by epochs, of a task's [training] section; None and None for the method's own.
+    """The optimiser and its per-epoch schedule from a task's [training] section; (None, None) means the method's default.
 
-    The method's own too where the task names none and the method does not accept AdamW.
+    That is also used if the task names no optimiser and the method does not accept AdamW.
     """
     name, schedule, epochs = training.get("optimizer", "adamw"), training.get("schedule", "plateau"), training["epochs"]
     makers: dict[str, type[torch.optim.Optimizer]] = {

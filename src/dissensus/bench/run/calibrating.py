@@ -1,4 +1,4 @@
-"""What [calibration] of a task asks for: fitted on held-out test rows, and kept with the posterior beside the trained one."""
+"""Fits a task's [calibration] on held-out test rows and saves the result beside the trained posterior."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,17 +15,17 @@ from dissensus.guarantees.selective import selective
 from dissensus.numerics.checks import one_of
 from dissensus.standing.scores import CLASS_SCORES, INTERVAL_SCORES
 
-CALIBRATED = "calibrated"  # folder of the posterior with what stands on it
+CALIBRATED = "calibrated"  # folder of the calibrated posterior
 
 
 def check_calibration(settings: Mapping[str, Any], data: Mapping[str, Any], kind: SetKind) -> None:
-    """Raises where [calibration] asks for nothing, or for what a task of this kind cannot have."""
+    """Raises if [calibration] has nothing to fit, or does not fit this kind of task."""
     if kind == "segmentation":
         raise ValueError("expected rows with one label for [calibration], got masks; set training.temperature = true")
     if not data.get("calibration"):
-        raise ValueError("expected rows held out for [calibration], got none; say how many (rows)")
+        raise ValueError("expected rows held out for [calibration], got none; set rows to their number")
     if not settings.keys() & {"method", "level", "risk"}:
-        raise ValueError("expected something to fit below [calibration], got none; name a method, a level or a risk")
+        raise ValueError("expected something to fit in [calibration], got none; set method, level or risk")
     regression = kind == "regression"
     if "method" in settings:
         one_of("calibration.method", settings["method"], OF_REGRESSIONS if regression else OF_CLASSES)
@@ -38,10 +38,10 @@ def check_calibration(settings: Mapping[str, Any], data: Mapping[str, Any], kind
 def fit_standing(
     posterior: Posterior, settings: Mapping[str, Any], rows: TaskRows, loader: Callable[[TaskRows], Batches]
 ) -> None:
-    """Calibrates the posterior and lets promises stand on it: `conformal` for a level, `selective` for a risk.
+    """Calibrates the posterior and fits promises: `conformal` if there is a level, `selective` if there is a risk.
 
-    Every other row is for the calibration and the rest for promises, where both are asked for: a row that chose a calibration
-    is not held out any more. So a temperature from training is fitted anew for promises: it may have seen all of them.
+    If both are requested, half of the rows are for the calibration and the others for promises, because rows used for a
+    calibration are no longer held out. A temperature from training is fitted again: it may have used all rows.
     """
     own = None if float(posterior.temperature) == 1.0 else "temperature"
     promised, method = settings.keys() & {"level", "risk"}, settings.get("method", own)

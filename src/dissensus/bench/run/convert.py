@@ -1,4 +1,4 @@
-"""From a file of weights to a saved posterior: a network that somebody trained, in any method that takes one."""
+"""Turns a file of trained weights into a saved posterior of any method that takes one network."""
 
 import logging
 from collections.abc import Sequence
@@ -23,17 +23,17 @@ from dissensus.storage.sealed import is_posterior
 
 log = logging.getLogger("dissensus")
 
-SECTIONS = ("network", "method", "likelihood")  # of a task, what a conversion reads
-# Sections that a task must have and a conversion does not read.
+SECTIONS = ("network", "method", "likelihood")  # the sections of a task that a conversion reads
+# Sections that a task must have but a conversion does not read.
 UNREAD: Settings = {"data": {"name": "two_moons"}, "training": {"epochs": 1}}
 
 
 def convert(weights: Path, method: str, out: Path, *, overrides: Sequence[str] = (), seed: int = 0) -> Posterior:
-    """The posterior of that method, of a network with these weights, saved in the folder `out`, which must be new.
+    """Builds the method's posterior from a network with these weights, and saves it in the new folder `out`.
 
-    `overrides`: "section.key=value" as of a task: network.name and the network's arguments, settings of the method, a
-    likelihood. `seed`: of what a method draws for its start; torch's own state is put back. All is built and checked before
-    anything is written.
+    `overrides`: "section.key=value" as in a task: network.name and the network's arguments, settings of the method, a
+    likelihood. `seed`: seed of the method's random initialisation; torch's state is restored. Everything is built and checked
+    before anything is written.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"expected a folder that is new or empty, got {out}; choose another, or remove it")
@@ -45,7 +45,7 @@ def convert(weights: Path, method: str, out: Path, *, overrides: Sequence[str] =
         raise FileNotFoundError(f"expected a file of weights, got {found} at {weights}; {known}")
     config = converted_config(method, overrides)
     with same_random_state(torch.device("cpu")):
-        torch.default_generator.manual_seed(seed)  # a conversion is done on the host: GPUs are left alone
+        torch.default_generator.manual_seed(seed)  # a conversion runs on the CPU: GPU generators stay as they are
         arguments = dict(config.network)
         name = arguments.pop("name")
         network = build.built(name, maker(name), arguments, {})
@@ -55,36 +55,38 @@ def convert(weights: Path, method: str, out: Path, *, overrides: Sequence[str] =
             converted = build.constructor(config, settings)(network, likelihood=build.likelihood(config)).eval()
         save(converted, out)
     if (missing := to_do(converted)) is not None:
-        log.info("%s has seen no data yet: %s", method, missing)
+        log.info("%s is not fitted yet: %s", method, missing)
     return converted
 
 
 def to_do(posterior: Posterior) -> str | None:
-    """What a posterior waits for before it can predict; None where it can."""
+    """The step that a posterior needs before it can predict; None if it can predict."""
     if isinstance(posterior, Laplace) and posterior.curvature is None:
         return "load it and call fit_posthoc(loader) with the training data of the network"
     return None if posterior.ready else "load it and train it with ds.fit(posterior, loader, ...)"
 
 
 def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
-    """What a conversion depends on, as a run has it; an error for what is not known, missing or not read."""
+    """The config of a conversion, as for a run; raises for settings that are unknown, missing or not read."""
     if counted_by(method_class(method)) == "members":
         raise ValueError(
-            f"expected a method of one network, got {method}, whose members would all be the same one; choose one of "
+            f"expected a method of one network, got {method}, whose members would all be equal; choose one of "
             f"{', '.join(name for name, kind in METHODS.items() if counted_by(kind) != 'members')}"
         )
     settings: Settings = {**UNREAD, "methods": [method], "network": {}, "method": {method: {}}}
-    # The network's name first: what else its section may hold depends on it.
+    # The network's name first: the other keys of its section depend on it.
     for override in sorted(overrides, key=lambda each: each.partition("=")[0].strip() != "network.name"):
         key = override.partition("=")[0].strip()
         if key.partition(".")[0] not in SECTIONS or key == "network.weights":
             raise ValueError(
-                f"expected a value of {', '.join(SECTIONS)} for --set, got {override!r}; a conversion reads no others, and "
-                "the file of weights is its argument"
+                f"expected a value of {', '.join(SECTIONS)} for --set, got {override!r}; a conversion reads only these, and "
+                "the file of weights is an argument"
             )
         settings = overridden(settings, override, sections=SECTIONS)
     check_read(overrides, [method])
     check_task(settings, "the command line")
+    for_trained = getattr(method_class(method), "of_trained_settings", {})
+    settings["method"] = {method: {**for_trained, **settings["method"][method]}}
     config = run_config(Task("convert", "short", settings), method, 0)
     build.check_complete(config, converted=True)
     return config

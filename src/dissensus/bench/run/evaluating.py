@@ -41,10 +41,10 @@ def evaluation_of_run(
     compared: ComparedRows,
     calibrated: Posterior | None,
 ) -> Evaluation:
-    """Of a trained run in a folder.
+    """The Evaluation of a trained run in a folder.
 
-    `splits`: name -> file of predictions; `compared`: rows at which members are compared; `calibrated`: the posterior with what
-    [calibration] asks for.
+    `splits`: name -> file of predictions; `compared`: rows at which members are compared; `calibrated`: the posterior with
+    the task's [calibration].
     """
     about: dict[str, Any] = {"corrupted": read_counts(splits[CORRUPT]) if CORRUPT in splits else None}
     about |= {"parameters": parameter_count(posterior), "temperature": float(posterior.temperature)}
@@ -91,7 +91,7 @@ def evaluation_of_run(
 def evaluation_of_rows(
     splits: Mapping[str, Path], asked: Mapping[str, Any], kind: PredictionKind, **about: Any
 ) -> Evaluation:
-    """The Evaluation of a classification or a regression from the files of its splits; `asked`: [evaluation] of the task."""
+    """The Evaluation of a classification or a regression from the files of its splits; `asked`: the task's [evaluation]."""
     test = read_predictions(splits["test"])
     elsewhere = {
         group: {s.removeprefix(group): read_predictions(path) for s, path in splits.items() if s.startswith(group)}

@@ -1,4 +1,4 @@
-"""Run folders gathered into the results that a report is made of."""
+"""Collects run folders into the results of a report."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +36,7 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
     for run, evaluation in zip(runs, evaluations, strict=True):
         config, made = run.config, run.provenance
         other = seen.setdefault((config.method, config.seed), run)
-        if other is not run:  # nothing says which of them counts
+        if other is not run:  # it is unclear which of them counts
             raise ValueError(
                 f"expected one run of each method and seed in a report, got {config.method} with seed {config.seed} in "
                 f"{other.folder} and in {run.folder}; name one of them, or make one report for each folder"
@@ -52,7 +52,7 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
         "Seeds": ", ".join(map(str, seeds)),
         "Test examples": f"{len(evaluations[0].arrays['test/nll']):,}",
         **{label: _shared(runs, key) for label, key in FACTS.items()},
-        # A name that stands there twice was changed between runs.
+        # A name that appears twice was changed between runs.
         "Own code and rows": ", ".join(
             dict.fromkeys(" ".join(part) for run in runs for part in run.provenance.get("code", {}).items())
         ),
@@ -76,13 +76,13 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
 
 
 def compared_with_reference(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """The evaluations, with against/NAME of each where the task names a method to compare with, seed by seed."""
+    """The evaluations; with against/NAME, seed by seed, if the task names a reference method."""
     name = runs[0].config.evaluation.get("against")
     if name is None:
         return list(evaluations)
     references = {run.config.seed: run.predictions() for run in runs if run.config.method == name}
     if missing := {run.config.seed for run in runs} - references.keys():
-        raise ValueError(f"expected {name} among the runs of seed {min(missing)}, got others alone; run it as well")
+        raise ValueError(f"expected {name} among the runs of seed {min(missing)}, got only others; run it too")
     return [
         with_halves(evaluation, references[run.config.seed])
         if run.config.method == name
@@ -92,5 +92,5 @@ def compared_with_reference(runs: Sequence[Run], evaluations: Sequence[Evaluatio
 
 
 def _shared(runs: Sequence[Run], key: str) -> str:
-    """The value all runs have, or all of them."""
+    """The common value of all runs, or all values."""
     return "; ".join(dict.fromkeys(str(run.provenance.get(key, "")) for run in runs))

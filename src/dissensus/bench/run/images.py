@@ -1,4 +1,4 @@
-"""A trained segmentation on the user's own images: what it says of every pixel, as pictures."""
+"""Applies a trained segmentation to the user's images and writes its maps as pictures."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,9 +18,9 @@ from dissensus.storage.files import read_json
 
 
 def write_maps(run: Run, images: Sequence[Path], folder: Path, *, tile: int | None = None) -> Iterator[Path]:
-    """The files written: NAME-prediction.png in the colours of classes.png, and NAME-QUANTITY.png for what is measured.
+    """Writes NAME-prediction.png in the colours of classes.png, and NAME-QUANTITY.png for each quantity; returns the paths.
 
-    Images are brought to the height that the run's had; maps have the size of the image. `tile`: as in `predict_image`.
+    Images are resized to the height of the run's images; maps have the size of the image. `tile`: as in `predict_image`.
     """
     from PIL import Image
 
@@ -38,7 +38,7 @@ def write_maps(run: Run, images: Sequence[Path], folder: Path, *, tile: int | No
     for path, picture in zip(images, pictures, strict=True):
         said = predict_image(posterior, standardiser(resized(picture, run.config.data.get("size"))), tile=tile)
         confidence, prediction = said.mean.cpu().max(0)
-        heat = {  # with the largest value of its scale; that of the mutual information is the image's own
+        heat = {  # with the largest value of its scale; for the mutual information it depends on the image
             "confidence": (confidence, 1.0, maps.CONFIDENCE),
             "entropy": (said.entropy.cpu(), entropy, maps.EPISTEMIC),
             "mutual_information": (
@@ -69,7 +69,7 @@ def _facts(run: Run) -> tuple[list[str], Standardiser]:
 
 
 def read_picture(path: Path) -> Any:
-    """The image, turned as its camera says."""
+    """The image, rotated according to its EXIF data."""
     from PIL import Image, ImageOps
 
     if not path.is_file():
@@ -79,7 +79,7 @@ def read_picture(path: Path) -> Any:
 
 
 def resized(picture: Any, size: Sequence[int] | None) -> Tensor:
-    """(3, H, W) uint8 of the height that training images had; the picture's own where they were not resized."""
+    """(3, H, W) uint8 at the height of the training images; at the picture's height if those were not resized."""
     from PIL import Image
 
     if size is not None:

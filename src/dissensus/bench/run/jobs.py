@@ -1,4 +1,4 @@
-"""The main job: every method and seed of a task trained, evaluated and reported; done stages are not done again."""
+"""Trains, evaluates and reports every method and seed of a task; finished stages are not repeated."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -42,10 +42,11 @@ def bench(
     jobs: int = 1,
     tell: Tell = silent,
 ) -> tuple[Results, list[Path]]:
-    """(results, report files) of a task. `source`: the folder of the user's data; `tell`: is told what happens.
+    """Trains, evaluates and reports a task: (results, report files).
 
-    `baseline`: what the report compares with, the task's by default; `holm`: p-values adjusted for their number. `jobs`:
-    processes that train at the same time; a script that asks for several must be guarded by `if __name__ == "__main__"`.
+    `source`: the folder of the user's data. `tell`: function called with messages about progress. `baseline`: the method to
+    compare with, by default the task's. `holm`: adjusts p-values for their number. `jobs`: processes that train at the same
+    time; a script that uses several must be guarded by `if __name__ == "__main__"`.
     """
     whole("--seeds", seeds)
     whole("--jobs", jobs)
@@ -102,7 +103,7 @@ def finished(
 
 @contextmanager
 def withdrawing(runs: Sequence[Run]) -> Iterator[None]:
-    """Where it fails, folders that were made for these runs and that nothing came of are removed."""
+    """Context that, on failure, removes the folders made for these runs if they have no results."""
     try:
         yield
     except BaseException:
@@ -127,32 +128,32 @@ def _finished(i: int, run: Run, runs: Sequence[Run], *, progress: bool, tell: Te
 def begun(
     task: Task, configs: Sequence[RunConfig], out: Path, *, source: str | None = None, load: LastData | None = None
 ) -> list[Run]:
-    """The runs of these configs, checked, each with its folder: nothing is trained yet. `load`: shared with other runs."""
+    """The checked runs of these configs, each with its folder; nothing is trained yet. `load`: shared with other runs."""
     ranks.connect()
     load = load or LastData(source)
     runs = [Run(out / folder_name(config), config, load=load) for config in configs]
-    _ = runs[0].data  # before the folder: data that is not there leaves nothing behind
+    _ = runs[0].data  # load data before making the folder: missing data then leave nothing behind
     for run in runs:  # all of them before the first folder
         run.check()
     if ranks.rank() == 0:
         checked_folder(out)
-        for run in runs:  # a folder of another run is an error before anything is trained
+        for run in runs:  # raise for a folder of another run before anything is trained
             run.begin()
     ranks.wait()
     if not all((run.folder / "config.toml").is_file() for run in runs):
         raise FileNotFoundError(
-            f"expected a folder that all processes see, got {out}, which the first alone does; choose an --out on a file "
-            "system that all machines have"
+            f"expected a folder that all processes see, got {out}, which only the first sees; choose an --out on a shared "
+            "file system"
         )
     return runs
 
 
 def folder_name(config: RunConfig) -> str:
-    return f"{config.method.replace(':', '.')}-seed{config.seed}"  # not every file system takes a colon
+    return f"{config.method.replace(':', '.')}-seed{config.seed}"  # some file systems do not allow a colon
 
 
 def _groups(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs that share a training together, all others alone."""
+    """Groups of runs: those that share a training together, all others alone."""
     found: list[list[Run]] = []
     for run in runs:
         if not any(run in group for group in found):
@@ -184,13 +185,13 @@ def report_runs(
 
 
 def belonging_together(folders: Iterable[Path]) -> AbstractContextManager[None]:
-    """What is raised where files of runs are each whole but do not fit together is one error about the files."""
+    """Context that turns exceptions about files that do not fit together into one error."""
     wanted = "metrics.json and arrays.safetensors that belong together in"
     return fitting(", ".join(map(str, folders)), wanted=wanted, remedy="run `dissensus evaluate --again` on them")
 
 
 def found_runs(folders: Sequence[str | Path]) -> list[Path]:
-    """The run folders named, or inside the folders named, in order."""
+    """The named run folders, or those inside the named folders, in order."""
     found: list[Path] = []
     for folder in map(Path, folders):
         inside = [folder] if (folder / "config.toml").is_file() else sorted(folder.glob("*/config.toml"))
@@ -201,22 +202,22 @@ def found_runs(folders: Sequence[str | Path]) -> list[Path]:
 
 
 def checked_folder(folder: Path) -> Path:
-    """The folder, made if need be, and writable."""
+    """The folder, created if necessary; raises if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = temporary_name(folder / "probe")
         probe.touch()
         probe.unlink()
         remove_strays(folder / "probe")
-    except OSError as error:  # a file of that name, no permission, no room
+    except OSError as error:  # a file of that name, no permission, no space
         raise OSError(f"expected a folder to write to, got {folder} ({error}); choose another --out") from error
     return folder
 
 
 def calibrate_run(run: Run, asked: Mapping[str, Any], *, rows: float | None = None) -> tuple[Evaluation, Evaluation]:
-    """(before, after): a trained run on the test rows that are left, as it is and with these settings of [calibration].
+    """(before, after): evaluations of a trained run on the remaining test rows, without and with these calibration settings.
 
-    What is not asked for is as the run has it; `rows`: how many test rows to hold out, or their share. Kept in calibrated/.
+    Other settings are those of the run; `rows`: number or share of test rows to hold out. The result is saved in calibrated/.
     """
     if not run.trained:
         raise untrained(run.folder)

@@ -1,4 +1,4 @@
-"""What is learned and what is memorised: accuracy over training, and what is said at training rows with wrong labels."""
+"""Learning and memorising: accuracy over training, and predictions at training rows with wrong labels."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.predictions import Predictions
 
 FILE = "curves.jsonl"
-ROWS = 1000  # of the training set and of the test set, looked at over training
+ROWS = 1000  # rows of the training set and of the test set that are measured over training
 NOISE = ("noise/memorised", "noise/recovered", "noise/clean")
 
 
 def memorised(said: Tensor, rows: TaskRows) -> dict[str, Tensor]:
-    """Of the classes said (N,) about training rows, whether each is the wrong label or the true one, and at other rows right.
+    """Whether predicted classes (N,) of training rows equal the wrong label, the true label, or, at clean rows, the label.
 
-    noise/memorised and noise/recovered are (W,), of the W rows with a wrong label; noise/clean is (N − W,). Nothing where no
-    label was made wrong.
+    noise/memorised and noise/recovered are (W,), for the W rows with a wrong label; noise/clean is (N − W,). Empty without
+    wrong labels.
     """
     if rows.true is None:
         return {}
@@ -35,13 +35,13 @@ def memorised(said: Tensor, rows: TaskRows) -> dict[str, Tensor]:
 
 
 def with_memorised(evaluation: Evaluation, said: Predictions, rows: TaskRows) -> Evaluation:
-    """With noise/… of the training rows: numbers, and arrays of what they are means of."""
+    """The evaluation with noise/… of the training rows: means, and arrays with the value of each row."""
     found = {name: each.double() for name, each in memorised(said.predictive.mean.argmax(1), rows).items() if len(each)}
     return more(evaluation, {name: float(each.mean()) for name, each in found.items()}, found)
 
 
 def curve_names(train: TaskRows) -> list[str]:
-    """What is looked at over training; of wrong labels where there are some."""
+    """The quantities measured over training; those of wrong labels only if there are some."""
     return ["train/accuracy", "test/accuracy", "test/nll", *(NOISE if train.true is not None else ())]
 
 
@@ -54,7 +54,7 @@ def learning(
     *,
     every: int,
 ) -> Looks:
-    """A callback that writes what the functions in training say about some training and test rows; load: their batches."""
+    """A callback that writes accuracies on some training and test rows during training; load: makes their batches."""
     shown = {"train": train.first(ROWS, seed=0), "test": test.first(ROWS, seed=0)}
 
     def measure() -> dict[str, float]:
@@ -74,6 +74,6 @@ def learning(
 
 
 def with_curves(evaluation: Evaluation, folder: Path, train: TaskRows) -> Evaluation:
-    """With arrays curves/epochs and curves/over/NAME, where training was looked at."""
+    """The evaluation with arrays curves/epochs and curves/over/NAME, if they were measured over training."""
     path = folder / FILE
     return with_looks(evaluation, path, curve_names(train), "curves") if path.is_file() else evaluation

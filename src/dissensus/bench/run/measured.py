@@ -1,4 +1,4 @@
-"""What a run measures beside `dissensus.evaluate`: each function gives the evaluation back with more numbers and arrays."""
+"""Measurements of a run beyond `dissensus.evaluate`: each function returns the evaluation with more numbers and arrays."""
 
 import math
 from dataclasses import replace
@@ -19,27 +19,27 @@ from dissensus.evaluation.predictions import Predictions
 from dissensus.evaluation.promised import outcomes, promise_details, promise_metrics
 from dissensus.guarantees.temperature import best_temperature
 
-TEMPERED = ("nll", "confidence", "correct", "squared_error")  # arrays of test/… that intervals are made of
+TEMPERED = ("nll", "confidence", "correct", "squared_error")  # arrays test/… needed for intervals
 TRAINED = ("accuracy", "nll", "rmse", "members/accuracy", "members/nll")
-SHOWN = 10  # members drawn one by one
-POINTS = 2000  # training rows drawn at most
+SHOWN = 10  # members drawn as single lines
+POINTS = 2000  # most training rows drawn
 
 
 def more(evaluation: Evaluation, metrics: dict[str, float], arrays: dict[str, Tensor] | None = None) -> Evaluation:
-    """The evaluation with these as well."""
+    """The evaluation with these metrics and arrays added."""
     return replace(evaluation, metrics=evaluation.metrics | metrics, arrays=evaluation.arrays | (arrays or {}))
 
 
 def with_calibration(
     evaluation: Evaluation, test: Predictions, held: Predictions, lens: Lens | None = None
 ) -> Evaluation:
-    """With calibration/nll of the held-out test rows and calibrated/NAME of the others, which are tested on.
+    """Adds calibration/nll of the held-out test rows and calibrated/NAME of the other test rows.
 
-    `calibration/nll` is at the posterior's own temperature, `calibration/nll_scaled` calibrated: as the lens has it, which was
-    fitted on held-out rows; where it shows members as they are, at their best temperature. That is `calibrated/temperature`.
+    `calibration/nll` is at the posterior's temperature. `calibration/nll_scaled` is calibrated: by the lens, which was fitted
+    on held-out rows, or, if there is none or it changes nothing, at their best temperature, `calibrated/temperature`.
     """
     part = numbers_of(test)
-    own = evaluation.metrics.get("temperature", 1.0)  # in both predictives; looked for is the best one beside 1
+    own = evaluation.metrics.get("temperature", 1.0)  # in both predictives; the best temperature is relative to it
     if lens is None or lens == Lens(1.0, None):
         lens = Lens(best_temperature(held.predictive.tempered(1 / own), held.targets), None)
     seen, seen_held = (replace(p, predictive=_seen(p.predictive, lens, own)) for p in (test, held))
@@ -56,9 +56,9 @@ def with_calibration(
 def with_promises(
     evaluation: Evaluation, test: Predictions, posterior: Posterior, targets: Standardiser | None
 ) -> Evaluation:
-    """With conformal/… and selective/… of the promises that stand on a posterior; targets: of what networks learned."""
+    """Adds conformal/… and selective/… of a posterior's promises; targets: the standardiser of the learned targets."""
     own, rows = evaluation.metrics.get("temperature", 1.0), test
-    if targets is not None:  # thresholds are in the units of what was learned
+    if targets is not None:  # thresholds are in units of the standardised targets
         means, variances = test.predictive.described()
         learned = RegressionPredictive((means - targets.mean) / targets.std, variances / targets.std**2)
         rows = replace(test, predictive=learned, targets=targets(test.targets))
@@ -68,19 +68,19 @@ def with_promises(
     if targets is not None:
         scale = (
             float(targets.std) if targets.std.numel() == 1 else math.nan
-        )  # of several outputs a mean has no one unit
+        )  # a mean over several outputs has no common unit
         found = {key: scale * value if key.endswith("/size") else value for key, value in found.items()}
     details, arrays = promise_details(promises, found, rows.targets, seen)
     return more(evaluation, promise_metrics(promises, found) | details, arrays)
 
 
 def _seen(predictive: Predictive, lens: Lens, own: float) -> Predictive:
-    """A mixture that was recorded at its posterior's own temperature, as it is seen through another lens."""
+    """A mixture recorded at its posterior's temperature, seen through another lens."""
     return lens.mixture(lens.members(predictive if own == 1.0 else predictive.tempered(1 / own)))
 
 
 def with_choice(evaluation: Evaluation, counts: CorruptedCounts) -> Evaluation:
-    """With what settings are chosen by: validation/NAME of clean and validation/corrupt/NAME of damaged validation rows."""
+    """Adds the criteria for choosing settings: validation/NAME of clean, validation/corrupt/NAME of corrupted rows."""
     names = ("accuracy", "nll", "ece")
     clean = dict(zip((f"validation/{name}" for name in names), counts.clean.tolist(), strict=True))
     damaged = {f"validation/{key}": value for key, value in counts.metrics().items()}
@@ -89,23 +89,23 @@ def with_choice(evaluation: Evaluation, counts: CorruptedCounts) -> Evaluation:
 
 
 def with_training_rows(evaluation: Evaluation, said: Predictions) -> Evaluation:
-    """With train/NAME of the training rows: accuracy or RMSE, NLL, and the members' own."""
+    """Adds train/NAME of the training rows: accuracy or RMSE, NLL, and those of members."""
     part = numbers_of(said)
     found = part.metrics(said) | part.members(said)
     return more(evaluation, {f"train/{key}": found[key] for key in TRAINED if key in found})
 
 
 def with_reference(evaluation: Evaluation, test: Predictions, reference: Predictions) -> Evaluation:
-    """With against/agreement (of classes) and against/total_variation of this predictive and the reference's."""
+    """Adds against/agreement (of classes) and against/total_variation between this predictive and the reference's."""
     distances = _distances(test.predictive, reference.predictive)
     found = {f"against/{name}": float(each.mean()) for name, each in distances.items()}
     return more(evaluation, found, {f"against/{name}": each.float() for name, each in distances.items()})
 
 
 def with_halves(evaluation: Evaluation, reference: Predictions) -> Evaluation:
-    """With against/halves/NAME, the same of the first half of the reference's functions and the second, and how they mix.
+    """Adds against/halves/NAME, the distances between the two halves of the reference's functions, and its convergence.
 
-    Halves are halves of its chains where it has an even number of them: two references would be as far apart.
+    With an even number of chains each half has half of the chains: two references would be as far apart.
     """
     described, kind = reference.predictive.described(), type(reference.predictive)
     chains = described[0].reshape(reference.networks, -1, *described[0].shape[1:])  # (M, S, N, C)
@@ -126,10 +126,10 @@ def _distances(mine: Predictive, theirs: Predictive) -> dict[str, Tensor]:
 
 
 def with_grid(evaluation: Evaluation, predictive: Predictive, geometry: Geometry, targets: Tensor) -> Evaluation:
-    """With region/NAME/sd or region/NAME/entropy, and arrays grid/…; targets: of the training rows.
+    """Adds region/NAME/sd or region/NAME/entropy, and arrays grid/…; targets: of the training rows.
 
-    sd: mean over the region of the standard deviation of the members' means, √epistemic. entropy: mean of the entropy of
-    the mean probabilities, in nats.
+    sd: standard deviation of the members' means, √epistemic, averaged over the region. entropy: entropy of the mean
+    probabilities in nats, averaged over the region.
     """
     if len(predictive) != len(geometry.positions) or predictive.mean.ndim != 2:
         raise ValueError(

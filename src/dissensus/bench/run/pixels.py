@@ -1,4 +1,4 @@
-"""Splits of a segmentation: pixels are not stored. What is kept of a split are its numbers, means by image, and a few maps."""
+"""Splits of a segmentation: stores metrics, means per image and a few maps instead of pixels."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -27,7 +27,7 @@ VOID_LABEL, UNKNOWN_LABEL = -1, -2  # in the maps of `dissensus.drawing.maps`
 
 
 class Measured(NamedTuple):
-    """What is known of one split, under the names of an Evaluation."""
+    """The metrics and arrays of one split, under the names of an Evaluation."""
 
     metrics: dict[str, float]
     arrays: dict[str, Tensor]
@@ -72,7 +72,7 @@ def _stored(bins: CalibrationBins) -> Tensor:
 
 
 def maps(data: TaskData, functions: Functions, loader: Callable[[TaskRows], Iterable[Any]]) -> dict[str, Tensor]:
-    """scenes/…: some test images (K, 3, H, W), their truth, and what the functions say of every pixel, (K, H, W) each."""
+    """scenes/…: some test images (K, 3, H, W), their truth, and predictions for every pixel, (K, H, W) each."""
     foreign = data.ood[UNKNOWN].y == 1 if UNKNOWN in data.ood else torch.zeros_like(data.test.y, dtype=torch.bool)
     chosen = shown_rows(foreign)
     truth = torch.where(foreign, UNKNOWN_LABEL, torch.where(data.test.y == VOID, VOID_LABEL, data.test.y.short()))
@@ -91,7 +91,7 @@ def maps(data: TaskData, functions: Functions, loader: Callable[[TaskRows], Iter
 
 
 def image_facts(data: TaskData) -> dict[str, Any]:
-    """What maps of the user's own images need, who may not have the data; nothing where there are no masks."""
+    """The facts that maps of the user's images need, since the data may be missing then; empty without masks."""
     if data.kind != "segmentation":
         return {}
     scale = data.standardiser
@@ -99,7 +99,7 @@ def image_facts(data: TaskData) -> dict[str, Any]:
 
 
 def shown_rows(foreign: Tensor) -> Tensor:
-    """(K,) rows to look at: of each of K parts of the set the one with most foreign pixels; foreign (N, H, W) boolean."""
+    """(K,) rows to show: from each of K parts of the set the row with most foreign pixels; foreign (N, H, W) boolean."""
     counts = foreign.flatten(1).sum(1)
     parts = torch.arange(len(counts)).tensor_split(min(SHOWN, len(counts)))
     return torch.stack([part[counts[part].argmax()] for part in parts])

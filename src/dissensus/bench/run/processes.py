@@ -1,4 +1,4 @@
-"""Runs in several processes at once: each trains and evaluates what has begun in a folder; done stages are kept."""
+"""Trains and evaluates runs in several processes at once; finished stages are kept."""
 
 import multiprocessing
 import os
@@ -15,17 +15,17 @@ from dissensus.bench.run.together import train_runs
 from dissensus.core.errors import Diverged
 from dissensus.storage.files import write_json
 
-DIVERGED = "diverged.json"  # of a run that did: at which step, and whose numbers
-_loaded: list[LastData] = []  # of a worker: its runs read the same rows once
+DIVERGED = "diverged.json"  # of a diverged run: the step and the members
+_loaded: list[LastData] = []  # data of a worker process, so that its runs read the same rows once
 
 
 def in_processes(
     groups: Sequence[Sequence[Run]], jobs: int, *, source: str | None, tell: Tell, keep_going: bool = False
 ) -> None:
-    """Trains and evaluates groups of runs that have begun, those of a group in one process, `jobs` processes at a time.
+    """Trains and evaluates groups of runs, each group in one process, `jobs` processes at a time.
 
-    Processes that `torchrun` started each take some of the groups, and only the first comes back, when all are done.
-    `keep_going`: a run that diverges is noted in its folder and is no error.
+    Processes started by `torchrun` each take some of the groups; only the first returns, when all are done. `keep_going`: a
+    diverged run is recorded in its folder and does not raise.
     """
     _in_processes(ranks.dealt(groups), jobs, source=source, tell=tell, keep_going=keep_going)
     ranks.leave_but_the_first()
@@ -43,7 +43,7 @@ def _in_processes(
             tell(_told(i, len(waiting), group))
         return
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    # Spawned, not forked: a forked process inherits torch's thread pool in a state that can hang.
+    # Spawned, not forked: torch's thread pool can hang in a forked process.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         min(jobs, len(waiting)), mp_context=context, initializer=_prepare, initargs=(source, threads)
@@ -59,7 +59,7 @@ def _in_processes(
 
 
 def finish(runs: Sequence[Run], *, keep_going: bool = False) -> None:
-    """Trains and evaluates runs; several are companions of one training."""
+    """Trains and evaluates one run, or several runs that share a training."""
     try:
         train_runs(runs)
         for run in runs:
@@ -72,7 +72,7 @@ def finish(runs: Sequence[Run], *, keep_going: bool = False) -> None:
 
 
 def is_over(folder: Path) -> bool:
-    """Whether a run is measured, or diverged."""
+    """Whether a run was measured or has diverged."""
     return any((folder / name).is_file() for name in ("metrics.json", DIVERGED))
 
 
@@ -82,7 +82,7 @@ def _told(i: int, count: int, group: Sequence[Run]) -> str:
 
 
 def _prepare(source: str | None, threads: int) -> None:
-    os.environ.pop("RANK", None)  # it is none of those that `torchrun` started
+    os.environ.pop("RANK", None)  # this process was not started by `torchrun`
     torch.set_num_threads(threads)
     _loaded[:] = [LastData(source)]
 

@@ -1,4 +1,4 @@
-"""Where numbers come from: commit, versions, device, command."""
+"""Provenance of numbers: commit, versions, device, command."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ import torch
 
 from dissensus.version import __version__
 
-ORIGIN = ("commit", "torch", "device", "command")  # the facts that a row of a table carries
+ORIGIN = ("commit", "torch", "device", "command")  # the facts in each row of a table
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
@@ -33,22 +33,22 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def command() -> str:
-    """The command line, where this is one: `dissensus …`, however it was started."""
+    """The command line as `dissensus …`, however it was started; "python" for other programs."""
     program = Path(sys.argv[0])
     ours = program.stem == "dissensus" or program.parts[-2:] == ("dissensus", "__main__.py")
     return " ".join(["dissensus", *sys.argv[1:]]) if ours else "python"
 
 
 def commit() -> str:
-    """The commit of the source this runs from, "+ changes" where files differ from it, or "none" outside a repository.
+    """The commit of the running source, with "+ changes" if files differ from it; "none" outside a repository.
 
-    DISSENSUS_COMMIT names it where the files came without their history.
+    The environment variable DISSENSUS_COMMIT gives the commit if the files came without their history.
     """
     if named := os.environ.get("DISSENSUS_COMMIT"):
         return named
     source = Path(__file__)
     if _git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
-        return "none"  # installed, perhaps into somebody else's repository
+        return "none"  # an installed package, perhaps inside another repository
     changed = _git(source.parent, "status", "--porcelain", "--untracked-files=no")
     return f"{_git(source.parent, 'rev-parse', '--short=12', 'HEAD')}{' + changes' if changed else ''}"
 

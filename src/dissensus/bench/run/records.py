@@ -14,7 +14,7 @@ from dissensus.numerics.damage import damaged
 from dissensus.storage.files import read_json, read_tensors, write_json, write_tensors
 
 COUNTS = ("nll", "counts", "confidence", "correct", "clean", "example_accuracy", "example_nll")
-PROMISED = "promised/"  # in front of the names of promises' tables
+PROMISED = "promised/"  # prefix of the names of promises' tables
 FACTS = ("kind", "score", "ood", "shift", "corruptions", "severities", "notes")
 
 
@@ -51,7 +51,7 @@ def read_predictions(path: Path) -> Predictions:
             milliseconds=facts["milliseconds"],
             networks=facts["networks"],
         )
-    except Exception as error:  # a tensor or a fact that is missing, or of another shape or type
+    except Exception as error:  # a tensor or fact is missing, or has another shape or type
         raise damaged(path, f"without {error}") from error
 
 
@@ -85,14 +85,14 @@ def read_attacked(path: Path) -> AttackedInputs:
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
-    """arrays.safetensors, then metrics.json."""
+    """Writes arrays.safetensors, then metrics.json."""
     write_tensors(folder / "arrays.safetensors", evaluation.arrays, {})
     facts = {name: getattr(evaluation, name) for name in FACTS}
     write_json(folder / "metrics.json", facts | {"metrics": evaluation.metrics})
 
 
 def read_evaluation(folder: Path) -> Evaluation:
-    """The Evaluation of a run folder."""
+    """Reads the Evaluation of a run folder."""
     path = folder / "metrics.json"
     facts: dict[str, Any] = read_json(path)
     arrays: dict[str, Tensor] = read_tensors(folder / "arrays.safetensors")[0]
@@ -103,5 +103,5 @@ def read_evaluation(folder: Path) -> Evaluation:
             name: tuple(facts.pop(name)) for name in ("ood", "shift", "corruptions", "severities")
         }
         return Evaluation(arrays=arrays, **several, **facts)
-    except (KeyError, TypeError) as error:  # a fact that is missing, one too many, or no list
+    except (KeyError, TypeError) as error:  # a fact is missing, unknown, or not a list
         raise damaged(path, f"without {error}") from error

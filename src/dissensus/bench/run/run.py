@@ -1,12 +1,12 @@
-"""One run of a bench: train, predict, measure. Each stage reads what the one before wrote; a stage that is done is kept.
+"""One run of a bench: train, predict, measure. Each stage reads the files of the stage before; finished stages are kept.
 
-runs/ID/config.toml                     what the run depends on, and where it was made
+runs/ID/config.toml                     the run's settings and provenance
         log.jsonl                       one line per epoch
-        checkpoint.pt                   while training: where to go on from
+        checkpoint.pt                   while training: to continue a stopped run
         posterior/                      `dissensus.load` reads it
-        calibrated/                     the same with what [calibration] asks for
+        calibrated/                     the posterior with the task's [calibration]
         training.json                   seconds, the epoch kept, the temperature
-        predictions/SPLIT.safetensors   what the members said
+        predictions/SPLIT.safetensors   the members' predictions
         metrics.json, arrays.safetensors
 """
 
@@ -60,15 +60,15 @@ from dissensus.train import fit
 from dissensus.training.history import Epoch
 
 Tell = Callable[[str], object]
-CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a training: what a stopped run loses at most
+CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a training: a stopped run loses at most this
 
 
 def silent(text: str) -> None:
-    """Says nothing."""
+    """Ignores a message."""
 
 
 class Run(Folder):
-    """A run folder and what it is a run of. `load` reads its data when a stage needs it; several runs may share one."""
+    """A run folder and its config. `load` reads the data when a stage needs them; several runs may share one."""
 
     def __init__(self, folder: Path, config: RunConfig, *, load: LastData | None = None) -> None:
         super().__init__(folder)
@@ -78,7 +78,7 @@ class Run(Folder):
 
     @classmethod
     def open(cls, folder: Path, *, source: str | None = None) -> Run:
-        """The run in a folder that `begin` made; source: the folder of the user's data."""
+        """Opens the run in a folder made by `begin`; source: the folder of the user's data."""
         path = folder / "config.toml"
         if not path.is_file():
             raise no_run(folder)
@@ -87,7 +87,7 @@ class Run(Folder):
         return cls(folder, run_config_of(table, str(path)), load=LastData(source))
 
     def check(self) -> None:
-        """Raises where a setting is wrong or missing; nothing is written."""
+        """Raises if a setting is wrong or missing; nothing is written."""
         for split in (CORRUPT, CHOOSE):
             corruptions(self.config, split)
         attack_curves(self.config)
@@ -104,7 +104,7 @@ class Run(Folder):
             build.try_method(self.config, lambda: self.data, folders=self.folders)
 
     def begin(self) -> None:
-        """Makes the folder, or checks that the one there is of the same run; settings are checked first."""
+        """Checks the settings, then makes the folder, or checks that an existing one belongs to the same run."""
         self.check()
         path = self.folder / "config.toml"
         digest = build.weights_digest(self.config, self.folders)
@@ -113,7 +113,7 @@ class Run(Folder):
             check_same(self.folder, self.config.table() | digest, there)
             self._check_own(lambda: self.data, done=(self.folder / "metrics.json").is_file())
             return
-        import tomli_w  # beside Python's own tomllib, which only reads
+        import tomli_w  # Python's tomllib only reads
 
         code = build.own_parts(self.config, lambda: self.data)
         made = provenance(self.device) | digest | ({"code": code} if code else {})
@@ -130,7 +130,7 @@ class Run(Folder):
 
     @property
     def folders(self) -> list[Path]:
-        """Where files that the task names are looked for, in this order."""
+        """The folders in which the task's files are searched, in order."""
         beside = Path(self.config.folder) if self.config.folder else None
         return [folder for folder in (data_folder(self.load.folder), beside) if folder is not None]
 
@@ -145,7 +145,7 @@ class Run(Folder):
 
     def loader(self, rows: TaskRows, *, shuffle: bool = False) -> Batches:
         training, scenes = self.config.training, self.kind == "segmentation"
-        if scenes and shuffle:  # augmented on the device: a processor takes as long to scale images as a step does
+        if scenes and shuffle:  # augmented on the device: on a processor scaling images takes as long as a step
             rows = TaskRows(rows.x.to(self.device), rows.y.to(self.device))
         asked = self.config.evaluation.get("batch_size", 4 if scenes else 250)
         augment = training.get("augment", "none") if shuffle else "none"
@@ -165,9 +165,9 @@ class Run(Folder):
         return (self.folder / "training.json").is_file()
 
     def train_alone(self, *, progress: bool = False) -> None:
-        """Trains and saves the posterior, going on from a checkpoint where there is one. `together.train_runs` is for all."""
+        """Trains and saves the posterior; continues from a checkpoint if there is one. `together.train_runs` calls it."""
         if self.trained:
-            self.remove(self.folder / "checkpoint.pt")  # of a run that was stopped on its last line
+            self.remove(self.folder / "checkpoint.pt")  # left by a run that was stopped at its very end
             return
         training, checkpoint = self.config.training, self.folder / "checkpoint.pt"
         validation = self.loader(self.data.validation)
@@ -188,7 +188,7 @@ class Run(Folder):
                 precision=training.get("precision", "auto"),
                 engine=training.get("engine", "auto"),
                 callback=self._callback(posterior),
-                progress=self.config.method if progress else False,  # a variant's own name, not its method's
+                progress=self.config.method if progress else False,  # the variant's name, not its method's
                 checkpoint=checkpoint,
                 checkpoint_seconds=CHECKPOINT_SECONDS,
                 ranks=self.ranks,
@@ -198,20 +198,20 @@ class Run(Folder):
         self.remove(checkpoint)
 
     def _keep_untrained(self, posterior: Posterior) -> None:
-        """Keeps what the method makes of its network without training, by the training rows as they are."""
+        """Keeps the method's posterior without training, fitted to the training rows without augmentation."""
         refresh(posterior.eval(), self.loader(self.data.train))
         self.keep(posterior, [], seconds=0.0, best=None, engine="none")
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """The run's seed and threads; torch's own are put back afterwards."""
+        """Context with the run's seed and threads; torch's are restored afterwards."""
         with same_random_state(self.device), self._threads():
             torch.manual_seed(self.config.seed)
             yield
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
-        """The run's number of processor threads."""
+        """Context with the run's number of processor threads."""
         before = torch.get_num_threads()
         torch.set_num_threads(self.config.training.get("threads", before))
         try:
@@ -220,19 +220,19 @@ class Run(Folder):
             torch.set_num_threads(before)
 
     def keep(self, posterior: Posterior, epochs: Sequence[Epoch], **facts: Any) -> None:
-        """Writes what training gave: posterior/, log.jsonl and training.json; fits the temperature where one is asked for."""
+        """Writes the results of training: posterior/, log.jsonl and training.json; fits the temperature if requested."""
         scaled = self.config.training.get("temperature", False)
         temperature = temperature_scale(posterior, self.loader(self.data.held_out)) if scaled else 1.0
         if self.writes:
             storage.save(posterior, self.folder / "posterior")
-            # Written whole once more: a run that was stopped may have lost or doubled its last line.
+            # Written again as a whole: a stopped run may have lost or duplicated its last line.
             write_text(self.folder / "log.jsonl", "".join(json.dumps(asdict(epoch)) + "\n" for epoch in epochs))
             facts |= image_facts(self.data)
             write_json(self.folder / "training.json", {"epochs": len(epochs), "temperature": temperature, **facts})
         self.written()
 
     def _callback(self, posterior: Posterior) -> Callable[[Epoch], None]:
-        """What is done after each epoch: a line in the log, and looks at how members differ and at what is learned."""
+        """The callback after each epoch: writes a line of the log, and measures members' distances and learning curves."""
         asked, watching = self.config.evaluation if self.writes else {}, []
         if "distances_every" in asked:
             watching.append(watcher(self.folder, posterior, self._compared, every=asked["distances_every"]))
@@ -255,17 +255,17 @@ class Run(Folder):
 
     def posterior(self) -> Posterior:
         """The trained posterior."""
-        with same_random_state(self.device):  # networks are built before their weights are read
+        with same_random_state(self.device):  # building the networks draws random weights
             found = build.saved(self.folder, self.config, lambda: self.data).to(self.device).eval()
             self._check_own()
             return found
 
     def _check_own(self, load: Callable[[], TaskData] | None = None, *, done: bool = False) -> None:
-        """Raises where the user's own code, or rows, are not those of the run; only says so where it is done."""
+        """Raises if the user's code or rows changed since the run; only warns if the run is done."""
         check_own(self.folder, build.own_parts(self.config, load), self.provenance.get("code", {}), done=done)
 
     def calibrate(self, settings: Mapping[str, Any]) -> Posterior:
-        """The trained posterior with what these settings of [calibration] ask for, saved in calibrated/."""
+        """Fits these settings of [calibration] to the trained posterior and saves it in calibrated/."""
         posterior = self.posterior()
         with self._threads():
             fit_standing(posterior, settings, self.data.calibration, self.loader)
@@ -273,7 +273,7 @@ class Run(Folder):
         return posterior
 
     def predict(self, *, tell: Tell = silent) -> None:
-        """Writes what the members say about every split; files already there are kept."""
+        """Writes the members' predictions for every split; existing files are kept."""
         waiting = {split: path for split, path in self._splits().items() if not path.is_file()}
         if not waiting:
             return
@@ -288,14 +288,14 @@ class Run(Folder):
         self.written()
 
     def measure(self) -> Evaluation:
-        """The run's Evaluation, from what `predict` wrote; kept in metrics.json and arrays.safetensors."""
+        """Computes the run's Evaluation from the files of `predict`; stores it in metrics.json and arrays.safetensors."""
         if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
             return read_evaluation(self.folder)
         if not self.writes:
             self.written()
             return read_evaluation(self.folder)
         about = (self.config, self.kind, self.data, self.posterior(), self._compared)
-        # Always anew: the one in the folder may be calibrated otherwise. On the processor, as files of predictions are.
+        # Always fitted again: the folder's posterior may be calibrated differently. On the CPU, like the files of predictions.
         calibrated = self.calibrate(self.config.calibration).cpu() if self.config.calibration else None
         evaluation = evaluation_of_run(self.folder, self._splits(), *about, calibrated)
         write_evaluation(self.folder, evaluation)
@@ -303,18 +303,18 @@ class Run(Folder):
         return evaluation
 
     def evaluate(self, *, tell: Tell = silent) -> Evaluation:
-        """Predictions and metrics of a trained run."""
+        """Predicts and measures a trained run; returns its Evaluation."""
         if not self.trained:
             raise untrained(self.folder)
         self.predict(tell=tell)
         return self.measure()
 
     def predictions(self) -> Predictions:
-        """What the members said about the test rows."""
+        """The members' predictions for the test rows."""
         return read_predictions(self.folder / "predictions" / "test.safetensors")
 
     def forget_evaluation(self) -> None:
-        """Removes predictions and metrics, so that `evaluate` makes them anew."""
+        """Removes predictions and metrics, so that `evaluate` computes them again."""
         for path in (*self._splits().values(), self.folder / "metrics.json", self.folder / "arrays.safetensors"):
             self.remove(path)
         self.written()

@@ -1,4 +1,4 @@
-"""Whether a folder holds the run that is asked for: the same settings, from the same weights; or nothing that counts."""
+"""Checks whether a folder holds the requested run: the same settings and initial weights."""
 
 import logging
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ log = logging.getLogger("dissensus")
 
 
 def check_same(folder: Path, asked: Mapping[str, Any], there: Mapping[str, Any]) -> None:
-    """Raises where what the run in the folder depends on is not what is asked for, and names the first that differs.
+    """Raises if the run in the folder has other settings; the error names the first difference.
 
-    Published numbers, [reference], and the folder of the task may differ.
+    Published numbers ([reference]) and the folder of the task may differ.
     """
     mine, other = _leaves(asked), _leaves(there)
     for key in {**mine, **other}:
@@ -26,7 +26,7 @@ def check_same(folder: Path, asked: Mapping[str, Any], there: Mapping[str, Any])
 
 
 def withdraw(folder: Path) -> None:
-    """Removes a run's folder that has a config alone: nothing came of it, and other settings may be tried in its place."""
+    """Removes a run's folder that contains only a config, so that other settings can be tried in its place."""
     path = folder / "config.toml"
     if list(folder.iterdir()) == [path]:
         path.unlink()
@@ -41,19 +41,19 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check_own(folder: Path, now: Mapping[str, str], there: Mapping[str, str], *, done: bool) -> None:
-    """Raises where digests of the user's own code and rows are not those of the run there; only says so where it is done."""
+    """Raises if digests of the user's code and rows differ from those of the run; only warns if the run is done."""
     then = {name: there.get(name, "none") for name in now}
     if now == then:
         return
     changed = ", ".join(f"{name} ({then[name]}, now {now[name]})" for name in now if now[name] != then[name])
-    text = f"expected {folder} to be a run of your code and data as they are, got one before a change of {changed}"
+    text = f"expected {folder} to be a run of your current code and data, got one before a change of {changed}"
     if not done:
         raise ValueError(f"{text}; delete the folder to run it again, or undo the change")
-    log.warning("%s. Its results are those of then; delete the folder to run it again", text)
+    log.warning("%s. Its results are those of the earlier version; delete the folder to run it again", text)
 
 
 def no_run(folder: Path) -> FileNotFoundError:
-    """The error for a folder that is none of a run; a saved posterior says nothing of the data it is to be measured on."""
+    """The error for a folder that is not a run's; a saved posterior alone does not name its test data."""
     advice = "pass a folder that `dissensus bench` wrote"
     if is_posterior(folder):
         inside = (folder.absolute().parent / "config.toml").is_file()

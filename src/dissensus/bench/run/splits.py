@@ -1,4 +1,4 @@
-"""The predictions stage of a run: which splits there are, and what the members say about each."""
+"""The prediction stage of a run: its splits, and the members' predictions for each."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,9 +35,9 @@ ATTACK = "attack"
 def split_names(config: RunConfig, load: Callable[[], TaskData]) -> list[str]:
     """test, calibration, ood-SET, shift-SET, grid, train, attack, corrupt and validation-corrupt: one file each.
 
-    `load`: the data, which alone know what comes with a set of the user's own.
+    `load`: reads the data, which are needed to know the sets that come with a user's data set.
     """
-    scenes = is_segmentation(config)  # of whose calibration rows only a temperature is wanted
+    scenes = is_segmentation(config)  # their calibration rows are only used for a temperature
     names = ["test"] + [CALIBRATION] * (config.data.get("calibration", 0) != 0 and not scenes)
     if task_set(config.data["name"]).own:
         data = load()
@@ -60,7 +60,7 @@ def is_segmentation(config: RunConfig) -> bool:
 
 
 def corruptions(config: RunConfig, split: str = CORRUPT) -> Corruptions | None:
-    """What [evaluation] says about corruptions of test rows, or of validation rows to choose by; None where it says none."""
+    """The corruptions of test rows, or of validation rows for a choice, in [evaluation]; None if there are none."""
     names = config.evaluation.get("corrupt" if split == CORRUPT else "choose", "none")
     if names in ("none", [], ""):
         return None
@@ -72,7 +72,7 @@ def corruptions(config: RunConfig, split: str = CORRUPT) -> Corruptions | None:
 
 
 def attack_curves(config: RunConfig) -> AttackCurves | None:
-    """What [evaluation] says about attacks on test rows; None where it says none."""
+    """The attacks on test rows in [evaluation]; None if there are none."""
     given = config.evaluation
     if given.get("attack", "none") in ("none", [], ""):
         return None
@@ -94,7 +94,7 @@ def split_writer(
     loader: Loader,
     tell: Callable[[str], object],
 ) -> Callable[[Path], None]:
-    """What writes to a file what the functions say about one split; they are asked now."""
+    """Runs the functions on one split now; returns a function that writes their predictions to a file."""
     spec = corruptions(config, split) if split in (CORRUPT, CHOOSE) else None
     if spec is not None:
         rows = data.test if split == CORRUPT else data.validation
@@ -134,7 +134,7 @@ def split_writer(
 
 
 def in_original_units(predictions: Predictions, targets: Standardiser | None, y: Tensor) -> Predictions:
-    """The predictions with means m·sd + mean and variances v·sd², in float64, and the original targets y (N, D)."""
+    """Predictions in original units, in float64 (means m·sd + mean, variances v·sd²), with the original targets y (N, D)."""
     if targets is None:
         return predictions
     means, variances = cast(RegressionPredictive, predictions.predictive).described()
@@ -150,7 +150,7 @@ def geometry_of(config: RunConfig, data: TaskData) -> Geometry:
 
 
 def grid_rows(config: RunConfig, data: TaskData) -> TaskRows:
-    """The inputs of the grid; there are no targets, and what stands for them is not read."""
+    """The inputs of the grid; their targets are placeholders and are not read."""
     inputs = geometry_of(config, data).inputs
     return TaskRows(inputs, data.train.y[:1].expand(len(inputs), *data.train.y.shape[1:]))
 

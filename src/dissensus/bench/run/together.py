@@ -1,12 +1,12 @@
-"""One training run for all methods that hold the same network: trained once, watched by all, branched once.
+"""One training run for all methods that watch the same network: trained once, watched by all, branched once.
 
-The head, the first `branch_at` of the epochs, is shared. Then the run goes on in two ways from the same state: the decayed
-tail follows the task's schedule, for MAP, perturbation and dropout; the constant tail stays at `tail_rate`, or at
-`tail_factor` of the rate: TRADI has no variance left where the rate has died, and weight averages (SWA, SWAG) and snapshot
-ensembles spread their snapshots over it. A method with a `tail_factor` of its own has a training of its own.
+The head, the first `branch_at` of the epochs, is shared. Then the run continues in two tails from the same state. The decayed
+tail follows the task's schedule, for MAP, perturbation and dropout. The constant tail stays at `tail_rate`, or at
+`tail_factor` times the rate: TRADI needs weights that still move, and weight averages (SWA, SWAG) and snapshot ensembles
+spread their snapshots over it. A method with its own `tail_factor` is trained separately.
 
-What a method gets does not depend on who else watches: batches come from the state of torch's generator at the branch,
-draws from the run's seed. A method alone takes the same way, so its numbers are the same.
+A method's result does not depend on the other watchers: batches come from the state of torch's generator at the branch, draws
+from the run's seed. A method alone is trained in the same way, so its numbers are the same.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from dissensus.train import fit
 from dissensus.training.history import Epoch
 
 PRIOR = ("prior", "weight_prior_std", "data_size")
-FACTOR = 0.5  # of the rate in the constant tail, where a task says nothing: as in SWAG's own schedule
+FACTOR = 0.5  # default `tail_factor`, as in SWAG's schedule
 
 
 def shares(config: RunConfig) -> bool:
-    """Whether the run is one watcher of a shared training."""
+    """Whether the run takes part in a shared training."""
     asked = bool(config.training.get("together")) and config.training["epochs"] != 0
-    if not asked or imported(config.method):  # a watcher has no loss, and the user's own method may
+    if not asked or imported(config.method):  # a watcher has no loss, but the user's method may have one
         return False
-    changes = config.settings.get("rate") is not None  # dropout that is not the network's own is there in training, too
+    changes = config.settings.get("rate") is not None  # dropout added by the method is active in training too
     return _tail(_method(config)) is not None and not changes and build.counted(config)[1] == 1
 
 
 def companions(run: Run, runs: Sequence[Run]) -> list[Run]:
-    """The runs, this one included, that one training serves."""
+    """The runs, including this one, that share one training."""
     if not shares(run.config):
         return [run]
     key = _key(run.config)
@@ -62,7 +62,7 @@ def companions(run: Run, runs: Sequence[Run]) -> list[Run]:
 
 
 def train_runs(runs: Sequence[Run], *, progress: bool = False) -> None:
-    """Trains what is not trained yet of runs that are companions, going on from checkpoints where there are some."""
+    """Trains the untrained ones of runs that share a training; continues from checkpoints if there are some."""
     first = runs[0]
     if not shares(first.config):
         first.train_alone(progress=progress)
@@ -79,9 +79,9 @@ def train_runs(runs: Sequence[Run], *, progress: bool = False) -> None:
 
 
 def remove_leftovers(out: Path) -> None:
-    """Removes checkpoints of shared trainings that were stopped, once every run in the folder is trained.
+    """Removes checkpoints of stopped shared trainings, once every run in the folder is trained.
 
-    Not before: a run that was begun and is not trained may be somebody's who trains it now, or goes on with it tomorrow.
+    Not earlier: another process may be training an untrained run now, or continue it later.
     """
     if all((path.parent / "training.json").is_file() for path in out.glob("*/config.toml")):
         for folder in out.glob(".together-*"):
@@ -90,7 +90,7 @@ def remove_leftovers(out: Path) -> None:
 
 @dataclass(frozen=True)
 class Watched:
-    """A run with one watcher per method, of which those with equal recorders let the first observe for all of them."""
+    """A run with one watcher per method; of watchers with equal recorders, only the first observes."""
 
     run: Posterior
     watchers: Sequence[Posterior]
@@ -104,7 +104,7 @@ class Watched:
         return cls(run, list(run.watchers), [keys.index(key) for key in keys])
 
     def attach(self, tail: str | None = None) -> None:
-        """Lets those observe whose turn it is, in the head or in a tail. Snapshots are spread over the tail alone."""
+        """Attaches the watchers of the head or of a tail. Snapshots are spread over the tail only."""
         chosen = []
         for i, watcher in enumerate(self.watchers):
             recorders = [each for each in watcher.recorders if isinstance(each, SnapshotRecorder)]
@@ -118,7 +118,7 @@ class Watched:
         self.run.watchers = Watchers(chosen)
 
     def _time(self, watcher: Posterior, i: int) -> None:
-        """Adds up the seconds in which it observes, on a processor; a GPU does not wait to be timed."""
+        """Sums the seconds of a watcher's observations, on a processor; a GPU is not synchronised for timing."""
         if watcher.device.type == "cuda":
             return
 
@@ -131,7 +131,7 @@ class Watched:
         watcher.__dict__["observe"] = observe
 
     def result(self, i: int) -> Posterior:
-        """The i-th watcher with what was observed for it."""
+        """The i-th watcher with its observations."""
         watcher, leader = self.watchers[i], self.watchers[self.leader[i]]
         watcher.__dict__.pop("observe", None)
         if isinstance(watcher, RecordingPosterior) and isinstance(leader, RecordingPosterior) and watcher is not leader:
@@ -141,7 +141,7 @@ class Watched:
 
 
 def _branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path, *, progress: bool) -> None:
-    """Trains the head, or finds it, goes on along one tail, and keeps what the waiting runs' methods have got."""
+    """Trains the head (or loads it), continues along one tail, and saves the posteriors of the waiting runs."""
     first, data = runs[0], runs[0].data
     training = first.config.training
     loader = first.loader(data.train, shuffle=True)
@@ -157,14 +157,14 @@ def _branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path
         "precision": training.get("precision", "auto"),
         "engine": training.get("engine", "auto"),
         "progress": f"{waiting[0].config.method}{others}" if progress else False,
-        "draw": False,  # what is drawn at the end of the head would be thrown away
+        "draw": False,  # a draw at the end of the head would be discarded
         "optimizer": optimizer,
         "checkpoint_seconds": CHECKPOINT_SECONDS,
     }
     epochs: list[Epoch] = []
 
     def part(name: str, count: int, scheduler: LRScheduler | None) -> str | None:
-        """Trains so many epochs more; what they ran on."""
+        """Trains `count` more epochs; returns the engine that ran them."""
         done = len(epochs)
 
         def log(epoch: Epoch) -> None:
@@ -205,7 +205,7 @@ def _branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path
 def _seconds_alone(
     watched: Watched, runs: Sequence[Run], index: int, epochs: Sequence[Epoch], drawing: float
 ) -> Settings:
-    """Seconds that the method would have taken alone, those of drawing its functions among them, and how they were found."""
+    """Seconds that the method would have taken alone, including drawing its functions, and how they were computed."""
     total = sum(epoch.seconds for epoch in epochs) + drawing
     names = [run.config.method for run in runs]
     if watched.run.device.type == "cuda":
@@ -221,7 +221,7 @@ def _method(config: RunConfig) -> type[Posterior]:
 
 
 def _recorded(config: RunConfig) -> tuple[str, Settings]:
-    """What a method's recorder depends on: settings that only drawing reads are left out."""
+    """The settings of a method's recorder, without settings that only affect drawing."""
     method = _method(config)
     if not issubclass(method, RecordingPosterior):
         return config.method, {}
@@ -229,13 +229,13 @@ def _recorded(config: RunConfig) -> tuple[str, Settings]:
 
 
 def _prior(config: RunConfig, data: TaskData, network: nn.Module) -> Settings:
-    """The likelihood and the prior that all watchers have."""
+    """The common likelihood and prior of all watchers."""
     settings = build.arguments(config, data, network)
     return {"likelihood": build.likelihood(config, data), **{key: settings[key] for key in PRIOR if key in settings}}
 
 
 def _tail(method: type[Posterior]) -> str | None:
-    """The end of a shared run that suits a method: recorders want weights that go on moving. None: it watches no run."""
+    """The tail for a method: recorders need weights that keep moving. None: the method cannot share a training."""
     if method.optimizers is not None:
         return None
     if issubclass(method, RecordingPosterior):
@@ -244,7 +244,7 @@ def _tail(method: type[Posterior]) -> str | None:
 
 
 def _key(config: RunConfig) -> list[Any]:
-    """What companions have in common."""
+    """The settings that runs of one shared training have in common."""
     prior = {key: config.settings[key] for key in PRIOR if key in config.settings}
     return [config.seed, config.training, config.data, config.network, config.likelihood, prior]
 
@@ -256,12 +256,12 @@ def _watchers_name(runs: Sequence[Run]) -> str:
 
 
 def _check_shared(training: Settings) -> None:
-    """Raises where [training] cannot be shared."""
+    """Raises if [training] cannot be shared."""
     rules = {
         "two epochs or more, one for each part": training["epochs"] >= 2,
-        "keep_best = false, since no epoch is the best for all that watch": not training.get("keep_best", True),
-        "no patience, since no epoch is the best for all that watch": training.get("patience") is None,
-        "an optimizer by name, since methods would each take their own": training.get("optimizer") != "default",
+        "keep_best = false, since no epoch is the best for all methods": not training.get("keep_best", True),
+        "no patience, since no epoch is the best for all methods": training.get("patience") is None,
+        "an optimizer by name, since defaults differ between methods": training.get("optimizer") != "default",
         "tail_rate or tail_factor, not both": not {"tail_rate", "tail_factor"} <= training.keys(),
     }
     if broken := [rule for rule, kept in rules.items() if not kept]:

@@ -1,4 +1,4 @@
-"""What is looked at over a run's training: one line per look in a .jsonl file of its folder."""
+"""Measurements during a run's training: one line per measurement in a .jsonl file of its folder."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,15 +16,15 @@ from dissensus.storage.files import write_text
 from dissensus.training.history import Epoch
 
 FILE = "distances.jsonl"
-ROWS = 500  # of the training set, at which members are compared
+ROWS = 500  # training rows at which members are compared
 
 ComparedRows = Iterable[tuple[Tensor, Tensor]]
 
 
 class Looks:
-    """A callback that writes a line of numbers every so many epochs, and one before training.
+    """A callback that writes a line of numbers every `every` epochs, and one before training.
 
-    A run that was stopped goes on with the file it has. An epoch that is done twice writes the same line twice.
+    A stopped run continues its file. An epoch that is repeated writes the same line twice.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class Looks:
     ) -> None:
         self.path, self.measure, self.every = path, measure, every
         there = read_looks(path, names) if path.is_file() else {}
-        # Without a last line that is not whole: what is appended begins a line of its own.
+        # Remove an incomplete last line, so that the next one starts on a new line.
         lines = (json.dumps({"epochs": epochs, **found}) for epochs, found in there.items())
         write_text(path, "".join(f"{line}\n" for line in lines))
         if 0 not in there:
-            self.look(0)  # the networks are as they were built: a checkpoint is read later
+            self.look(0)  # the networks are untrained here: a checkpoint is read later
 
     def __call__(self, epoch: Epoch) -> None:
         if (epoch.epoch + 1) % self.every == 0:
@@ -48,7 +48,7 @@ class Looks:
 
 
 def read_looks(path: Path, names: Sequence[str]) -> dict[int, dict[str, float]]:
-    """Epochs done -> numbers of these names, ascending; a last line that a stopped run did not end is passed over."""
+    """Epochs done -> numbers of these names, ascending; an incomplete last line of a stopped run is skipped."""
     whole, _, _ = path.read_bytes().decode(errors="replace").rpartition("\n")
     found = {}
     for line in whole.splitlines():
@@ -61,7 +61,7 @@ def read_looks(path: Path, names: Sequence[str]) -> dict[int, dict[str, float]]:
 
 
 def with_looks(evaluation: Evaluation, path: Path, names: Sequence[str], prefix: str) -> Evaluation:
-    """The evaluation with arrays PREFIX/epochs and PREFIX/over/NAME of what was seen over training."""
+    """The evaluation with arrays PREFIX/epochs and PREFIX/over/NAME of the measurements over training."""
     over = read_looks(path, names)
     arrays = {f"{prefix}/epochs": torch.tensor(list(over), dtype=torch.int64)}
     for name in names:
@@ -73,7 +73,7 @@ def with_looks(evaluation: Evaluation, path: Path, names: Sequence[str], prefix:
 
 
 def watcher(folder: Path, posterior: Posterior, batches: ComparedRows, *, every: int) -> Looks | None:
-    """A callback that writes the distances of members; None for one network."""
+    """A callback that writes the distances between members; None for one network."""
     if posterior.particles.members < 2:
         return None
     x, y = joined(batches)
@@ -91,6 +91,6 @@ def with_distances(evaluation: Evaluation, folder: Path, posterior: Posterior, b
 
 
 def joined(batches: ComparedRows) -> tuple[Tensor, Tensor]:
-    """(x, y) of all batches in one."""
+    """All batches concatenated: (x, y)."""
     x, y = zip(*batches, strict=True)
     return torch.cat(x), torch.cat(y)

@@ -1,6 +1,6 @@
-"""Weights to start from: a network's state dict in a .pt, .npz or .safetensors file, which may be a stranger's.
+"""Initial weights: reads a network's state dict from a .pt, .npz or .safetensors file, which may be untrusted.
 
-No code of a file is run, nothing is read that is larger than the network asks for, and every fault is one clear error.
+No code in the file is run, nothing larger than the network needs is read, and every fault is one clear error.
 """
 
 import logging
@@ -22,15 +22,15 @@ from dissensus.numerics.damage import reading
 
 log = logging.getLogger("dissensus")
 
-ENTRIES = ("state_dict", "model")  # under which a checkpoint holds the state dict, the first that there is
-WRAPPER = "module."  # what nn.DataParallel puts before every name
+ENTRIES = ("state_dict", "model")  # keys of the state dict in a checkpoint; the first that exists is read
+WRAPPER = "module."  # prefix that nn.DataParallel adds to every name
 # torch.save's form before 1.6: a number, the version, sizes, the object and its storages' names, a pickle each; then numbers.
 MAGIC, OLD_PICKLES = 0x1950A86A20F9469CFC6C, 4
-# A file may be larger than the network: a member of an ensemble is saved with the storage of all of them.
+# A file may be larger than the network: one member of an ensemble is saved with the storage of all members.
 ROOM, TIMES = 2**28, 32
-PICKLE = 2**24  # bytes of names and shapes, for some 100,000 tensors
-SHOWN = 20  # names in an error
-# All that a state dict's pickle names, beside torch's storages. `weights_only` alone allows more, such as bytearray(10**12).
+PICKLE = 2**24  # most bytes of names and shapes, enough for some 100,000 tensors
+SHOWN = 20  # most names in an error
+# The names allowed in a state dict's pickle, beside torch's storages. `weights_only` allows more, such as bytearray(10**12).
 PICKLED = {
     "collections OrderedDict",
     "torch._utils _rebuild_tensor_v2",
@@ -40,7 +40,7 @@ PICKLED = {
 
 
 def located(name: str, folders: Sequence[Path]) -> Path:
-    """The file of that name: a whole path, or in the first of the folders that has it."""
+    """The file of that name: an absolute path, or a file in the first folder that has it."""
     path = Path(name).expanduser()
     for place in [path] if path.is_absolute() else [folder / path for folder in folders]:
         if place.is_file():
@@ -50,12 +50,12 @@ def located(name: str, folders: Sequence[Path]) -> Path:
     )
     raise FileNotFoundError(
         f"expected network.weights = {name!r} to be a file, got none {looked}; put it into the folder of --data (or "
-        f"{FOLDER_VARIABLE}) or beside the task file, or write the whole path"
+        f"{FOLDER_VARIABLE}) or beside the task file, or write its absolute path"
     )
 
 
 def load_weights(network: nn.Module, path: Path) -> None:
-    """Fills the network with the state dict in the file: the same names and shapes, in the network's own types."""
+    """Loads the file's state dict into the network. Names and shapes must agree; dtypes are converted to the network's."""
     if path.suffix not in READERS:
         raise ValueError(f"expected weights in a file {', '.join(READERS)}, got {path}; save them as one of these")
     expected = network.state_dict()
@@ -68,7 +68,7 @@ def load_weights(network: nn.Module, path: Path) -> None:
 
 
 def check_fits(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
-    """Raises where names, shapes or kinds of numbers are not the network's, or where a number is not finite."""
+    """Raises if names, shapes or kinds of dtypes differ from the network's, or if a number is not finite."""
     missing, extra = [k for k in expected if k not in state], [k for k in state if k not in expected]
     if missing or extra:
         parts = [f"without {_names(missing)}"] * bool(missing) + [f"with unexpected {_names(extra)}"] * bool(extra)
@@ -85,20 +85,22 @@ def check_fits(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path
                 f"and {tensor.dtype}; build the network with the sizes and types that it was saved with"
             )
         if not bool(tensor.to(wanted.dtype).isfinite().all()):
-            raise ValueError(f"expected finite numbers in {name} of {path}, got others; save a network that is whole")
+            raise ValueError(
+                f"expected finite numbers in {name} of {path}, got NaN or infinity; save a network without them"
+            )
 
 
 def unwrapped(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The state, with one "module." off all names where more are then the network's: nn.DataParallel puts it there."""
+    """The state, with the prefix "module." of nn.DataParallel removed from all names if more names then fit the network."""
     without = {name.removeprefix(WRAPPER): tensor for name, tensor in state.items() if name.startswith(WRAPPER)}
     if len(without) < len(state) or len(without.keys() & expected.keys()) <= len(state.keys() & expected.keys()):
         return dict(state)
-    log.info("%r is taken off all names in %s", WRAPPER, path)
+    log.info("%r is removed from all names in %s", WRAPPER, path)
     return without
 
 
 def uncounted(network: nn.Module) -> dict[str, Tensor]:
-    """Name -> 0 of the counts of batches that norm layers keep and do not read: files of torch 0.4 and before have none."""
+    """Name -> 0 for the batch counts of norm layers, which are never read; files of torch 0.4 and before lack them."""
     return {
         f"{name}.{key}" if name else key: torch.zeros_like(buffer)
         for name, layer in statistics_layers(network).items()
@@ -116,19 +118,19 @@ def check_size(path: Path, size: int, limit: int) -> None:
 
 def _torch(path: Path, limit: int) -> dict[str, Tensor]:
     with open(path, "rb") as file:
-        packed = file.read(4) == b"PK\3\4"  # torch.save's form since 1.6, told as torch.load tells it
+        packed = file.read(4) == b"PK\3\4"  # torch.save's form since 1.6, recognised as torch.load does
     if packed:
         with zipfile.ZipFile(path) as archive:
             check_size(path, sum(entry.file_size for entry in archive.infolist()), limit)
             for entry in archive.infolist():
-                # torch finds its pickle whatever the case, and the first of equals: so all of them are looked at
+                # torch ignores the case of the pickle's name and takes the first match: so check all of them
                 if not entry.filename.lower().endswith("data.pkl"):
                     continue
                 check_size(path, entry.file_size, PICKLE)
                 _check_pickle(archive.open(entry).read(), path)
     else:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            whole: Any = mapped  # read like a file, without taking memory
+            whole: Any = mapped  # reads like a file, without using memory
             if MAGIC not in [argument for _, argument, _ in pickletools.genops(whole)]:
                 raise ValueError("neither of torch.save's forms")
             for _ in range(OLD_PICKLES):  # each begins where the last one ended
@@ -163,7 +165,7 @@ def _numpy(path: Path, limit: int) -> dict[str, Tensor]:
 
 
 def _safetensors(path: Path, limit: int) -> dict[str, Tensor]:
-    with safe_open(path, framework="pt") as file:  # as large as the file: nothing in it is packed
+    with safe_open(path, framework="pt") as file:  # no larger than the file: nothing is compressed
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
 
 

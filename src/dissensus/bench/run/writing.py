@@ -1,4 +1,4 @@
-"""A run's folder and who writes into it: one process, also where several share the run."""
+"""A run's folder; only one process writes into it, even if several share the run."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from dissensus.training.history import Epoch
 
 
 class Folder:
-    """Base class of `Run`. `shared`: whether all processes that `torchrun` started work on the run."""
+    """Base class of `Run`. `shared`: whether all processes started by `torchrun` share the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -19,21 +19,21 @@ class Folder:
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes what comes of the run: where several share it, the first."""
+        """Whether this process writes the run's files: the first, if several share it."""
         return not self.shared or ranks.rank() == 0
 
     @property
     def ranks(self) -> Literal["independent"] | None:
-        """As `fit` takes it: processes that do not share the run each train what is theirs."""
+        """The `ranks` argument of `fit`: processes that do not share the run train alone."""
         return "independent" if ranks.size() > 1 and not self.shared else None
 
     def written(self) -> None:
-        """Where several processes share the run, waits until the first has written what all of them will read."""
+        """Waits until the first process has written its files, if several share the run."""
         if self.shared:
             ranks.wait()
 
     def remove(self, path: Path) -> None:
-        """Removes a file or a folder, where there is one."""
+        """Removes a file or a folder if it exists."""
         if self.writes and path.is_dir():
             shutil.rmtree(path)
         elif self.writes:

@@ -1,1 +1,1 @@
-"""Tasks: TOML files and what may stand in them."""
+"""Tasks: TOML files and their allowed contents."""

@@ -1,4 +1,4 @@
-"""Tasks: TOML files with sizes, overridden from the command line, resolved into one settings table per run."""
+"""Tasks: TOML files with sizes, overridden from the command line and resolved into one table of settings per run."""
 
 import copy
 import tomllib
@@ -40,12 +40,12 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """A task at one size: everything but the method and the seed."""
+    """A task at one size: all settings except the method and the seed."""
 
     name: str
     size: str
     settings: Settings
-    folder: Path | None = None  # of the task file, where it is one of the user's
+    folder: Path | None = None  # folder of the user's task file; None for shipped tasks
 
     @property
     def methods(self) -> list[str]:
@@ -58,7 +58,7 @@ class Task:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything one run depends on: written into its folder, and all that is needed to do it again."""
+    """All settings of one run: written into its folder, and sufficient to repeat the run."""
 
     task: str
     size: str
@@ -75,11 +75,11 @@ class RunConfig:
     evaluation: Settings
     reference: Settings = field(compare=False)  # published numbers: the run does not depend on them
     calibration: Settings = field(default_factory=dict)
-    folder: str = field(default="", compare=False)  # of the task file, where files and modules that it names may lie
+    folder: str = field(default="", compare=False)  # folder of the task file, which may contain its files and modules
 
     @property
     def kind(self) -> SetKind:
-        """The data's; where they may be of several kinds, the likelihood says."""
+        """The kind of the data; the likelihood decides if the data fit several."""
         fixed = task_set(self.data["name"]).kind
         real = bool(self.likelihood) and written("likelihood", self.likelihood).make in REAL
         return fixed or ("regression" if real else "classification")
@@ -94,7 +94,7 @@ def task_names() -> list[str]:
 
 
 def own_tasks() -> dict[str, Settings]:
-    """Task files in the current folder by their names, as they stand; other TOML files are left out."""
+    """The unresolved task files in the current folder, by name; other TOML files are skipped."""
     found: dict[str, Settings] = {}
     for path in sorted(Path().glob("*.toml")):
         with suppress(ValueError, OSError):
@@ -108,9 +108,9 @@ def own_tasks() -> dict[str, Settings]:
 def load_task(
     name: str, *, size: str = "short", overrides: Sequence[str] = (), methods: Sequence[str] | None = None
 ) -> Task:
-    """The task of that name, or in that .toml file, at a size, with "key=value" overrides applied last.
+    """Loads a task by name or from a .toml file, at a size, with "key=value" overrides applied last.
 
-    `methods`: those that will run, which method.key=value is for; the task's by default.
+    `methods`: the methods that will run, to which method.key=value applies; by default the task's.
     """
     settings = read_task(name)
     check_tables(settings, name)
@@ -129,25 +129,25 @@ def load_task(
 
 
 def read_task(name: str) -> Settings:
-    """The task file as it stands."""
+    """The unresolved task file."""
     if name.endswith(".toml") and Path(name).is_file():
         raw = Path(name).read_bytes()
-    elif {".", "/", "\\"} & set(name):  # of a path: no task of ours has one
+    elif {".", "/", "\\"} & set(name):  # characters of a path, which no shipped task has
         raise FileNotFoundError(
-            f"expected a task of `dissensus list` or a .toml file that is there, got {name!r}; correct the path"
+            f"expected a task of `dissensus list` or an existing .toml file, got {name!r}; correct the path"
         )
     else:
         raw = (_folder() / f"{one_of('a task', name, task_names())}.toml").read_bytes()
     try:
         return tomllib.loads(raw.decode())
-    except (ValueError, RecursionError) as error:  # no TOML, no text, or nested without end
+    except (ValueError, RecursionError) as error:  # not TOML, not text, or nested too deeply
         raise ValueError(f"expected TOML in {name}, got a file that is not ({error}); correct it") from error
 
 
 def run_config(task: Task, method: str, seed: int) -> RunConfig:
-    """What a run of one method, or of a variant of one, with one seed depends on."""
+    """The config of a run: one method or variant with one seed."""
     check_methods([method], task.settings)
-    if "grid" in task.settings:  # its settings differ from cell to cell, and here there is none
+    if "grid" in task.settings:  # settings differ between cells, and there is no cell here
         raise ValueError(
             f"expected a task without [grid], or a cell of one, got {task.name}; run it by `dissensus bench`"
         )
@@ -185,10 +185,10 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
 
 
 def run_config_of(table: Settings, where: str) -> RunConfig:
-    """What `RunConfig.table` gave, read from a file; an error where a value is missing or of another type."""
+    """The RunConfig of a table read from a file; raises if a value is missing or has another type."""
     try:
         config = RunConfig(**table)
-    except TypeError as error:  # a key that is missing, or one too many
+    except TypeError as error:  # a missing or unknown key
         raise damaged(Path(where), error) from error
     for key, rule in typed(RunConfig).items():
         rule(f"{where}: {key}", getattr(config, key))
@@ -198,7 +198,7 @@ def run_config_of(table: Settings, where: str) -> RunConfig:
 
 
 def check_validation(data: Settings, training: Settings, evaluation: Settings) -> None:
-    """An error where training or a choice asks for validation rows and none are held out."""
+    """Raises if training or a choice needs validation rows and none are held out."""
     asking = {
         "training.keep_best": training["epochs"] and training.get("keep_best", True),
         "training.patience": training["epochs"] and training.get("patience"),
@@ -223,8 +223,8 @@ def overridden(
 ) -> Settings:
     """Settings with one "section.key=value" applied.
 
-    method.key=value goes to every method that runs and has the key, and to all variants of the task: `methods`, or those of
-    the task; own ones, imported from `beside`, too. `sections`: those that are read, for errors.
+    method.key=value applies to every method that runs and has the key, and to all variants of the task: `methods`, or those
+    of the task; also to the user's methods, imported from `beside`. `sections`: the sections that are read, for errors.
     """
     name, equals, text = override.partition("=")
     running = listed(settings.get("methods", [])) if methods is None else list(methods)
@@ -236,7 +236,7 @@ def overridden(
     if path[1:] == ["name"] and path[0] in ("network", "data"):
         return merged(settings, {path[0]: {"name": value}})
     changed = copy.deepcopy(settings)
-    # A variant may be made on the command line, and a method of one's own run by its name alone.
+    # The command line may define a variant, and may name the user's method without a table.
     if path[0] == "method" and len(path) > 2 and ("-" in path[1] or imported(path[1])):
         base_name(path[1])
         changed.setdefault("method", {}).setdefault(path[1], {})
@@ -250,7 +250,7 @@ def overridden(
         others = [method for method in METHODS if key in known[f"method.{method}"]]
         hint = f"choose a method that has it ({', '.join(others)}), or leave it out" if others else ""
         one_of(f"a setting of the methods that run ({', '.join(running)})", key, there, hint=hint)
-        # A variant that no table makes is not made by a setting for all.
+        # A setting for all methods does not define a variant.
         asked = dict.fromkeys([*(each for each in running if base_name(each) == each), *variants_of(settings)])
         for each in asked:
             if key in known[f"method.{each}"]:
@@ -266,7 +266,7 @@ def overridden(
                 f"{forms(path[-2])}"
             )
 
-        def read(each: str) -> bool:  # what is meant is a key of the section named, or one that is read
+        def read(each: str) -> bool:  # a key of the named section, or a key that is read
             first, *rest = each.split(".")
             return each in ("", section) or (rest[0] in running if first == "method" else first in sections)
 
@@ -283,7 +283,7 @@ def overridden(
 
 
 def parsed(text: str) -> Any:
-    """A TOML value, or the text itself where it is none: 3, 0.1, true, [1, 2], "a", a."""
+    """The TOML value of a text, or the text itself if it is not TOML: 3, 0.1, true, [1, 2], "a", a."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -291,8 +291,8 @@ def parsed(text: str) -> Any:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Settings:
-    """base with over's values on top, tables merged key by key. Another network or data set has none of the settings
-    that belong to the one before."""
+    """`base` overridden by `over`, tables merged key by key. If `over` names another network or data set, settings of the
+    earlier one are dropped."""
     result = copy.deepcopy(dict(base))
     for key, value in over.items():
         if key in ("network", "data") and _renamed(result.get(key), value):
@@ -309,7 +309,7 @@ def _renamed(base: Any, over: Any) -> bool:
 
 
 def _order(override: str) -> int:
-    """Methods first, then what a section holds depends on, then the rest."""
+    """Order of overrides: methods first, then keys that decide a section's contents, then the others."""
     key = override.partition("=")[0].strip()
     return 0 if key == "methods" else 1 if key in ("network.name", "data.name") else 2
 

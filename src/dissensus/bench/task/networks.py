@@ -1,4 +1,4 @@
-"""Networks that a task names: one of dissensus.nets, or one of the user's own."""
+"""The networks of tasks by name: one of dissensus.nets, or the user's."""
 
 from collections.abc import Callable
 
@@ -12,13 +12,13 @@ NetworkMaker = Callable[..., nn.Module]
 
 
 def maker(name: str, beside: str = "") -> NetworkMaker:
-    """What makes the networks of that name: a class, or a function that returns one. `beside`: the task's folder."""
+    """The class of that name, or a function that returns a network. `beside`: the task's folder."""
     if not imported(name):
         return NETS[one_of("network.name (or package.module:name)", name, NETS)]
     found = own_object(name, "a network", beside)
     if not callable(found) or isinstance(found, nn.Module):
         raise ValueError(
             f"expected a class or function that makes a network, got {name!r}, which is {type(found).__name__}; "
-            "name what builds it"
+            "name a class or a function"
         )
     return found  # type: ignore[no-any-return]

@@ -1,14 +1,14 @@
-"""Objects in a task: what no TOML value can be is written by name. OBJECTS is the one table of what there is.
+"""Objects in a task, such as priors and likelihoods, are written by name. The table OBJECTS lists all of them.
 
-    annealing = "cyclic"                                  the name alone
-    annealing = { cyclic = { cycles = 4 } }               with keywords,
-    likelihood = { regression = 0.1 }                     with one value,
-    lengthscales = { pca = [0.4] }                        or with several in order
+    annealing = "cyclic"                                  the name only
+    annealing = { cyclic = { cycles = 4 } }               with keywords
+    likelihood = { regression = 0.1 }                     with one value
+    lengthscales = { pca = [0.4] }                        with several values in order
     likelihood = { name = "Regression", noise = 0.1 }     the same as a section: [likelihood]
     modulation = { normal = [1.0, 0.5] }
     prior = { empcov = { layer = "layers.0" } }
 
-A keyword joins by one line: the name of a method's argument, and its constructors by name.
+To add one, add a line: the name of a method's argument, and its constructors by name.
 """
 
 import inspect
@@ -28,7 +28,7 @@ from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
 from dissensus.storage.skeletons import LIKELIHOODS
 from dissensus.surgery.modulation import Modulation
 
-SUPPLIED = {"inputs", "network", "masks", "classes"}  # arguments that are the run's to give, never the task's
+SUPPLIED = {"inputs", "network", "masks", "classes"}  # arguments given by the run, never by the task
 
 
 def cyclic(cycles: int = 5, *, steps: int | None = None, weight: float = 1.0) -> Annealing:
@@ -36,7 +36,7 @@ def cyclic(cycles: int = 5, *, steps: int | None = None, weight: float = 1.0) ->
 
 
 def pca(inputs: Any, alpha: float = 1.0, **options: Any) -> Lengthscales | None:
-    """What `pca_lengthscales` finds; none for alpha = 0, which is the identity exactly: nothing to rotate by."""
+    """The result of `pca_lengthscales`; None for alpha = 0, which is exactly the identity."""
     return None if alpha == 0 else pca_lengthscales(inputs, alpha, **options)
 
 
@@ -44,7 +44,8 @@ pca.__signature__ = inspect.signature(pca_lengthscales)  # type: ignore[attr-def
 
 
 def segmentation(masks: Any, classes: int, class_weights: Sequence[float] | str | None = None) -> Likelihood:
-    """Pixels of training masks (N, H, W), void ones left out. class_weights: of each class, or "enet", by how rare it is."""
+    """Likelihood of pixels; void pixels are ignored. class_weights: one per class, or "enet" for weights by rarity in the
+    training masks (N, H, W)."""
     weights: Any = class_weights
     if isinstance(class_weights, str):
         one_of("class_weights", class_weights, ("enet",), hint="or list a number for each class")
@@ -53,7 +54,7 @@ def segmentation(masks: Any, classes: int, class_weights: Sequence[float] | str 
 
 
 OBJECTS: dict[str, Mapping[str, Callable[..., Any]]] = {
-    "annealing": {  # each takes only what its schedule reads
+    "annealing": {  # each takes only the arguments of its schedule
         "constant": lambda weight=1.0: Annealing("constant", weight=weight),
         "linear": lambda *, steps=None, weight=1.0: Annealing("linear", steps=steps, weight=weight),
         "hyper": lambda *, steps=None, weight=1.0: Annealing("hyper", steps=steps, weight=weight),
@@ -78,7 +79,7 @@ OBJECTS: dict[str, Mapping[str, Callable[..., Any]]] = {
     },
 }
 
-# What to write for an object that a method cannot do without, and what it is good for.
+# Examples for objects that a method requires, with their purpose.
 EXAMPLES: dict[str, dict[str, str]] = {
     "modulation": {
         "sign": "which makes independent members",
@@ -88,7 +89,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
 
 
 def as_options(section: str, key: str) -> str:
-    """How a setting is given on the command line, with examples where it is an object, quoted for the shell."""
+    """The form of a setting on the command line, quoted for the shell, with examples if it is an object."""
     if key not in EXAMPLES:
         return f"--set {section}.{key}=…"
     return ", or ".join(f"--set '{section}.{key}={text}', {use}" for text, use in EXAMPLES[key].items())
@@ -108,21 +109,21 @@ class Written:
 
     @property
     def supplied(self) -> set[str]:
-        """Arguments that the run gives."""
+        """The arguments given by the run."""
         return inspect.signature(self.make).parameters.keys() & SUPPLIED
 
     def table(self) -> dict[str, Any]:
-        """The same, written as a section with `name`."""
+        """The same object, written as a section with `name`."""
         return {"name": self.name, **self.arguments}
 
     def check(self) -> None:
-        """Raises where an argument is missing, or where the object can be made already and its values are wrong."""
+        """Raises if an argument is missing, or, if the object can be built without the run, if its values are wrong."""
         _bound(self.keyword, self.name, self.arguments, whole=True)
         if not self.supplied:
             self.made()
 
     def made(self, **run: Any) -> Any:
-        """The object; `run`: what the run gives to constructors that ask for it, of SUPPLIED."""
+        """Builds the object; `run`: the arguments of SUPPLIED, for constructors that take them."""
         if missing := self.supplied - run.keys():
             raise ValueError(
                 f"expected settings that need no data ({', '.join(missing)}) here, got {self.keyword} {self.name}; convert "
@@ -135,21 +136,21 @@ class Written:
 
 
 def written(keyword: str, value: Any) -> Written:
-    """What a task's value for a keyword of OBJECTS says; an error names the nearest constructor or argument there is."""
+    """Parses a task's value for a keyword of OBJECTS; errors suggest the nearest constructor or argument."""
     name, given = _parted(keyword, value)
     return Written(keyword, name, _bound(keyword, name, given))
 
 
 def resolved(settings: Mapping[str, Any], **run: Any) -> dict[str, Any]:
-    """Settings of a method, objects in place of what is written for them.
+    """Settings of a method with their objects built.
 
-    `run`: inputs, batches of (x, …) as the network sees them; network, the architecture.
+    `run`: inputs, batches of (x, …) as the network takes them; network, the architecture.
     """
     return {key: written(key, value).made(**run) if key in OBJECTS else value for key, value in settings.items()}
 
 
 def value_of(settings: Mapping[str, Any], key: str) -> Any:
-    """The value of a setting, or of an argument of that name of one of its objects; None where it has neither."""
+    """The value of a setting, or of an argument of that name in one of its objects; None if there is neither."""
     if key in settings:
         return settings[key]
     objects = [written(keyword, value) for keyword, value in settings.items() if keyword in OBJECTS]
@@ -157,7 +158,7 @@ def value_of(settings: Mapping[str, Any], key: str) -> Any:
 
 
 def argument_names(keyword: str, value: Any) -> set[str]:
-    """The keys that a table with `name` may have for the object that is written there; none where nothing is."""
+    """The allowed keys of the table of an object with `name`; empty if there is no object."""
     return set(_writable_signature(keyword, written(keyword, value).name).parameters) if value else set()
 
 
@@ -167,12 +168,12 @@ def forms(keyword: str) -> str:
 
 
 def takes_place(keyword: str, base: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
-    """Whether `over` names another object than `base`: it is then put in its place and not merged into it."""
+    """Whether `over` names another object than `base`: it then replaces `base` instead of being merged into it."""
     return keyword in OBJECTS and bool(_name_in(keyword, over)) and _name_in(keyword, over) != _name_in(keyword, base)
 
 
 def open_objects(settings: dict[str, Any], path: Sequence[str]) -> None:
-    """Writes objects on the way along `path` as tables with `name`, so that one argument of theirs can be set."""
+    """Rewrites the objects along `path` as tables with `name`, so that single arguments can be set."""
     for part in path:
         if part in OBJECTS and settings.get(part):
             settings[part] = written(part, settings[part]).table()
@@ -186,7 +187,7 @@ def _name_in(keyword: str, table: Mapping[str, Any]) -> set[str]:
 
 
 def _parted(keyword: str, value: Any) -> tuple[str, Any]:
-    """(name, arguments) of an object in any of the forms it may be written in."""
+    """(name, arguments) of an object written in any of its forms."""
     name, given = value, {}
     if isinstance(value, Mapping) and "name" in value:
         name, given = value["name"], {key: each for key, each in value.items() if key != "name"}
@@ -201,9 +202,9 @@ def _parted(keyword: str, value: Any) -> tuple[str, Any]:
 
 
 def _bound(keyword: str, name: str, given: Any, *, whole: bool = False) -> dict[str, Any]:
-    """Arguments by name, of a table, a list in order or one value; an error where the constructor has no such ones.
+    """Arguments by name, from a table, an ordered list or one value; raises if they do not fit the constructor.
 
-    `whole`: an error too where one is missing.
+    `whole`: also raises if one is missing.
     """
     signature = _writable_signature(keyword, name)
     bind = signature.bind if whole else signature.bind_partial
@@ -222,7 +223,7 @@ def _unfit(keyword: str, name: str, given: Any, error: TypeError) -> ValueError:
 
 
 def _writable_signature(keyword: str, name: str) -> inspect.Signature:
-    """The arguments of a constructor that a task may write."""
+    """The signature of a constructor, without arguments given by the run."""
     empty, kinds = inspect.Parameter.empty, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(OBJECTS[keyword][name]).parameters.values()
     return inspect.Signature(

@@ -1,4 +1,4 @@
-"""What may stand in a task file: the keys of each section, and the types of their values."""
+"""The schema of task files: the keys of each section, and the types of their values."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -16,13 +16,13 @@ from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
 from dissensus.numerics.checks import number, one_of, share, whole
 
-SEED = "seed"  # as a value in [data]: the seed of the run
-# What a value may be: (what it is called, value) -> the value, or an error, as the functions of `numerics.checks`.
+SEED = "seed"  # as a value in [data] it means the seed of the run
+# A rule for values: (name in errors, value) -> the value, or an error; like the functions of `numerics.checks`.
 ValueRule = Callable[[str, Any], Any]
 
 
 def of_type(what: str, value: Any, *, types: Types = ()) -> Any:
-    """The value, of one of these types, () for any; booleans are not numbers here."""
+    """The value; raises unless it has one of these types (() for any). Booleans are not numbers here."""
     if types and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
         names = " or ".join("a table" if each is dict else each.__name__ for each in types)
         raise ValueError(f"expected {names} for {what}, got {value!r} ({type(value).__name__}); correct the value")
@@ -30,7 +30,7 @@ def of_type(what: str, value: Any, *, types: Types = ()) -> Any:
 
 
 def number_with_error(what: str, value: Any) -> list[float]:
-    """A published number, or one and its error."""
+    """A published number, or a list of a number and its error."""
     pair = value if isinstance(value, list) else [value]
     if len(pair) not in (1, 2):
         raise ValueError(
@@ -49,101 +49,101 @@ SECTIONS = (
     *("data", "network", "likelihood", "method", "training", "evaluation", "calibration"),
     *("widths", "grid", "reference", "size"),
 )
-OWN = ("training", "network")  # sections that a method may change for itself, below [method.NAME]
+OWN = ("training", "network")  # sections that a method may override in [method.NAME]
 NETWORK: dict[str, ValueRule] = {
     "name": TEXT,  # of NETS, or package.module:name
-    "weights": TEXT,  # a file with the state to start from
+    "weights": TEXT,  # a file with the initial state
 }
 DATA: dict[str, ValueRule] = {
     "name": TEXT,  # of SETS, or package.module:name
-    "validation": NOT_NEGATIVE,  # rows held out of the training set, or their share; 0 holds none. Of a set with validation
-    # rows of its own so many of those; all by default
-    "train": whole,  # at most so many training rows
-    "test": whole,  # at most so many test rows
-    "calibration": NOT_NEGATIVE,  # of those, rows held out to fit temperatures, or their share; the others are tested on
+    "validation": NOT_NEGATIVE,  # number or share of rows held out of the training set; 0 for none. If the set has validation
+    # rows, how many of those to use; by default all
+    "train": whole,  # most training rows
+    "test": whole,  # most test rows
+    "calibration": NOT_NEGATIVE,  # number or share of test rows held out for calibration; the others are tested on
     "ood": TEXTS,  # sets of foreign inputs
-    "ood_rows": whole,  # at most so many of each
+    "ood_rows": whole,  # most rows of each
     "shift": TEXTS,  # labelled sets of another distribution
-    "seed": INTEGER,  # of what is held out; the same for every run, so that runs are compared on the same rows
+    "seed": INTEGER,  # seed of held-out rows; the same for every run, so that runs are compared on the same rows
     "label_noise": partial(
         number, least=0, most=1
-    ),  # of the training set's labels, replaced by wrong ones; test labels stay as they are
+    ),  # share of training labels replaced by wrong ones; test labels stay unchanged
     "standardise": TEXT,  # inputs: by the training rows, images to [−1, 1] ("unit") or as "imagenet", or not ("none")
-    "targets": TEXT,  # of a regression: "original", or learned "standardised" and measured in their own units
+    "targets": TEXT,  # of a regression: "original", or "standardised" for training and original for metrics
 }
 TRAINING: dict[str, ValueRule] = {
-    "epochs": COUNT,  # 0: the network stays as it is, samples are drawn
-    "batch_size": whole,
-    "optimizer": TEXT,  # adamw, adam, sgd or default: what the method itself would take
-    "lr": NOT_NEGATIVE,
-    "weight_decay": NOT_NEGATIVE,
+    "epochs": COUNT,  # 0: the network is not trained; samples are drawn around it
+    "batch_size": whole,  # rows of a training batch
+    "optimizer": TEXT,  # adamw, adam, sgd, or default for the method's
+    "lr": NOT_NEGATIVE,  # learning rate of the weights
+    "weight_decay": NOT_NEGATIVE,  # on parameters without a prior
     "momentum": NOT_NEGATIVE,  # of sgd
     "nesterov": TRUTH,  # of sgd
-    "schedule": TEXT,  # plateau, cosine, polynomial, thirds, late, constant or own: the method's
-    "floor": NOT_NEGATIVE,  # where plateau and late end, as a share of lr
-    "clip": POSITIVE,
-    "patience": whole,
-    "keep_best": TRUTH,  # by the validation likelihood
+    "schedule": TEXT,  # plateau, cosine, polynomial, thirds, late, constant, or own for the method's
+    "floor": NOT_NEGATIVE,  # final rate of plateau and late, as a share of lr
+    "clip": POSITIVE,  # largest gradient norm of each member
+    "patience": whole,  # epochs without a better validation score after which training stops
+    "keep_best": TRUTH,  # keep the epoch with the best validation likelihood
     "augment": lambda what, value: written("augment", value).check(),  # none, crop, flip_crop or segmentation
-    "precision": TEXT,
-    "engine": TEXT,
-    "threads": whole,  # of the processor; small networks run faster on one
-    "temperature": TRUTH,  # fit one afterwards, on the calibration rows or else on the validation rows
-    "together": TRUTH,  # one training for all methods that hold the same network
-    "branch_at": share,  # share of the epochs after which it goes on in two ways
+    "precision": TEXT,  # auto, float32 or bf16
+    "engine": TEXT,  # how members run, as in ds.fit
+    "threads": whole,  # processor threads; small networks run faster with one
+    "temperature": TRUTH,  # fit a temperature after training, on the calibration rows or else the validation rows
+    "together": TRUTH,  # one shared training for all methods that watch the same network
+    "branch_at": share,  # share of the epochs after which the shared training branches into two tails
     "tail_rate": NOT_NEGATIVE,  # learning rate of the constant tail (SWA, SWAG, snapshots) …
-    "tail_factor": NOT_NEGATIVE,  # … or what it is of lr
+    "tail_factor": NOT_NEGATIVE,  # … or its share of lr
 }
 EVALUATION: dict[str, ValueRule] = {
-    "batch_size": whole,
+    "batch_size": whole,  # rows of an evaluation batch
     "corrupt": TEXTS,  # none, all, benchmark, or names
-    "severities": WHOLES,
-    "corrupt_rows": whole,  # at most so many test rows
+    "severities": WHOLES,  # of corruptions, 1 to 5
+    "corrupt_rows": whole,  # most test rows to corrupt
     "attack": TEXTS,  # none, or fgsm, pgd, transfer
     "epsilons": LIST,  # radii of attacks, in pixels' range of 1 or in the units of the inputs, ascending
     "attack_norm": ANY,  # "inf" or "2"; inf and 2 are read as those
     "attack_steps": whole,  # of PGD
-    "attack_rows": whole,  # at most so many test rows
-    "implicit": POSITIVE,  # λ of implicit corruptions; not looked for where it is left out
-    "implicit_rows": whole,  # of so many test rows, 10 by default
-    "fool_steps": COUNT,  # from noise to every class; 0: not done
-    "score": TEXT,  # what OOD inputs are ranked by
-    "prevalence": share,  # share of OOD inputs that aupr_adjusted and ece_union are reweighted to
-    "distances_every": whole,  # epochs between looks at how members differ; not looked at where it is left out
-    "focus": TEXT,  # the method that the report compares region by region with every other
-    "against": TEXT,  # the method whose predictive those of all others are compared with
-    "sweep": TEXT,  # the setting that variants differ in: accuracy is drawn over it
-    "curves_every": whole,  # epochs between looks at training and test accuracy; not looked at where it is left out
-    "train_rows": TRUTH,  # whether training rows are measured, too
-    "choose": TEXTS,  # corruptions of validation rows by which a value of that setting is chosen
+    "attack_rows": whole,  # most test rows to attack
+    "implicit": POSITIVE,  # λ of implicit corruptions; not computed if left out
+    "implicit_rows": whole,  # test rows for implicit corruptions, 10 by default
+    "fool_steps": COUNT,  # steps from noise towards every class; 0: not done
+    "score": TEXT,  # the score that ranks OOD inputs
+    "prevalence": share,  # share of OOD inputs to which aupr_adjusted and ece_union are reweighted
+    "distances_every": whole,  # epochs between measurements of members' distances; not measured if left out
+    "focus": TEXT,  # the method that the report compares with every other, region by region
+    "against": TEXT,  # the reference method, with whose predictive all others are compared
+    "sweep": TEXT,  # the setting in which variants differ: accuracy is drawn over it
+    "curves_every": whole,  # epochs between measurements of training and test accuracy; not measured if left out
+    "train_rows": TRUTH,  # whether to measure training rows too
+    "choose": TEXTS,  # corruptions of validation rows that choose a value of the swept setting
 }
 CALIBRATION: dict[str, ValueRule] = {
-    "rows": POSITIVE,  # test rows held out for it, or their share: short for data.calibration
-    "method": TEXT,  # of ds.calibrate
-    "level": share,  # of ds.conformal
-    "score": TEXT,  # of ds.conformal
-    "risk": share,  # of ds.selective
-    "confidence": share,  # of ds.selective
+    "rows": POSITIVE,  # number or share of test rows held out for it: short for data.calibration
+    "method": TEXT,  # of ds.calibrate: temperature, vector, …; nothing is calibrated if left out
+    "level": share,  # coverage of sets or intervals (ds.conformal); none if left out
+    "score": TEXT,  # the score of ds.conformal
+    "risk": share,  # largest risk of accepted inputs (ds.selective); no gate if left out
+    "confidence": share,  # the confidence of ds.selective
 }
-WIDTHS: dict[str, ValueRule] = {  # of a task over widths: each is a cell with a run of its own
-    "of": TEXT,  # the network's setting that is multiplied
-    "factors": LIST,
-    "members": LIST,  # of ensembles that share weights; independent ones are subsets of one with the most
-    "rate": TEXT,  # "fixed", the method's, or "sharing": of those that share weights over (1 + √(M/N))²
+WIDTHS: dict[str, ValueRule] = {  # of a task over widths: one cell and run for each
+    "of": TEXT,  # the network's setting to multiply
+    "factors": LIST,  # by which it is multiplied
+    "members": LIST,  # numbers of members that share weights; smaller independent ensembles are subsets of the largest
+    "rate": TEXT,  # "fixed": the method's rate; "sharing": divided by (1 + √(M/N))² if members share weights
     "p": LIST,  # of modulations p + √(1 − p²) N(0, 1), at γ = 1 and γ = M …
-    "p_members": whole,  # … of so many members
+    "p_members": whole,  # … with this many members
     "p_factor": POSITIVE,  # … at this width …
     "p_rates": TABLE,  # … and these learning rates by regime, one for each p
 }
 GRID: dict[str, ValueRule] = {  # of an axis; its other keys are settings, as "data.train", with a value for each cell
-    "label": TEXT,  # what figures call it
-    "values": LIST,  # of the axis; those of the first setting where it is left out
-    "log": TRUTH,  # whether figures draw it on a logarithmic scale
+    "label": TEXT,  # its name in figures
+    "values": LIST,  # numbers of the axis; by default those of the first setting
+    "log": TRUTH,  # whether its scale in figures is logarithmic
 }
 
 
 class AnyKey(dict[str, ValueRule]):
-    """Keys and their rules of a section that others may stand in as well, with any value."""
+    """Rules of a section that also allows other keys, with any value."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -153,23 +153,23 @@ class AnyKey(dict[str, ValueRule]):
 
 
 def check_task(settings: Mapping[str, Any], where: str) -> None:
-    """An error that names the first key of a task that does not belong, or whose value is not what it may be."""
+    """Raises for the first key of a task that is unknown or has a wrong value."""
     check_tables(settings, where)
     own = variants_of(settings)
     for section, known in known_keys(settings).items():
         if section.rpartition(".")[2] in OBJECTS:
-            continue  # written in one of several forms, checked as such
+            continue  # an object, which has several forms and its own check
         table = reduce(lambda table, part: table.get(part, {}), setting_path(section, own), settings)
         for key, value in table.items():
             if section.startswith("method.") and key in OWN:
-                continue  # a table of its own, checked as such
-            if key not in known:  # a section may take any
+                continue  # a table with its own check
+            if key not in known:  # some sections allow any key
                 one_of(f"a key of [{section}]", key, known)
             if not (section == "data" and value == SEED):
                 known[key](f"{where}: {section}.{key}", value)
     for name, table in settings.get("method", {}).items():
         base_name(name)
-        if "-" not in name:  # a variant may say only what is different in an object; `run_config` checks the whole
+        if "-" not in name:  # a variant may override parts of an object; `run_config` checks the whole
             for key in table.keys() & OBJECTS.keys():
                 written(key, table[key])
     if settings.get("likelihood"):
@@ -177,7 +177,7 @@ def check_task(settings: Mapping[str, Any], where: str) -> None:
 
 
 def check_tables(settings: Mapping[str, Any], where: str) -> None:
-    """An error that names the first key of a task that is not known, or is no table and should be."""
+    """Raises for the first key of a task that is unknown, or that should be a table."""
     rules: dict[str, ValueRule] = TOP | dict.fromkeys(SECTIONS, TABLE) | {"likelihood": ANY}  # written in several forms
     for key, value in settings.items():
         rules[one_of(f"a key of the task {where}", key, rules)](f"{where}: {key}", value)
@@ -196,7 +196,7 @@ def check_tables(settings: Mapping[str, Any], where: str) -> None:
 
 
 def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, ValueRule]]:
-    """Section -> key -> what its value may be: all that a task with this data set, network and methods may hold."""
+    """Section -> key -> rule: the allowed keys of a task with this data set, network and methods."""
     data, network = (TEXT(f"{each}.name", settings.get(each, {}).get("name", "")) for each in ("data", "network"))
     if not imported(data):
         one_of("data.name (or package.module:name)", data, SETS)
@@ -211,7 +211,7 @@ def known_keys(settings: Mapping[str, Any]) -> dict[str, dict[str, ValueRule]]:
     }
     found |= {f"grid.{axis}": AnyKey(GRID) for axis in settings.get("grid", {})}
     for name in [*METHODS, *variants_of(settings)]:
-        # What an own one takes is known when it is imported, which settings alone are no reason for.
+        # The keys of the user's code are known only after importing it, which reading settings should not do.
         found[f"method.{name}"] = AnyKey() if imported(name) else method_keys(METHODS[base_name(name)])
         found[f"method.{name}.training"] = TRAINING
         found[f"method.{name}.network"] = found["network"]
@@ -227,7 +227,7 @@ def _named_with(arguments: Collection[str]) -> dict[str, ValueRule]:
 
 
 def method_keys(method: type[Posterior]) -> dict[str, ValueRule]:
-    """The settings of a method, with what their values may be."""
+    """The settings of a method with their rules."""
     several: dict[str, ValueRule] = {key: whole for key in [counted_by(method)] if key is not None}
     given = ("likelihood", "module", "modules", "network", "networks")
     known = annotated(method)

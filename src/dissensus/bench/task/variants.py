@@ -1,5 +1,5 @@
-"""Names of methods: one of METHODS, or a class of the user's own, package.module:Class; NAME-VARIANT is NAME with the
-settings of [method.NAME-VARIANT] on top."""
+"""Names of methods: one of METHODS, or the user's class, package.module:Class. NAME-VARIANT is NAME with the settings of
+[method.NAME-VARIANT] added."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ from dissensus.numerics.checks import one_of
 
 
 def base_name(name: str) -> str:
-    """The method's own name: tradi of tradi and of tradi-diagonal, mine:Own of mine:Own and of mine:Own-wide."""
+    """The method's name without its variant: "tradi" for "tradi-diagonal", "mine:Own" for "mine:Own-wide"."""
     base, _, variant = name.partition("-")
     if not re.fullmatch(r"[\w.]+:[\w.]+", base):
         one_of("a method (or package.module:Class)", base, METHODS)
@@ -25,7 +25,7 @@ def base_name(name: str) -> str:
 
 
 def method_class(name: str, beside: str = "") -> type[Posterior]:
-    """The class of a method or of a variant of one. `beside`: the task's folder, for the user's own."""
+    """The class of a method or variant. `beside`: the task's folder, for the user's methods."""
     base = base_name(name)
     if not imported(base):
         return METHODS[base]
@@ -41,7 +41,7 @@ def method_class(name: str, beside: str = "") -> type[Posterior]:
 
 
 def parameters(method: type[Posterior]) -> dict[str, Parameter]:
-    """The parameters of a method's constructor by name; with **keywords also those of the classes it derives from."""
+    """The parameters of a method's constructor by name; with **keywords also those of its base classes."""
     found: dict[str, Parameter] = {}
     for each in [each for each in method.__mro__ if "__init__" in vars(each)]:
         own = inspect.signature(each).parameters.values()
@@ -54,21 +54,21 @@ def parameters(method: type[Posterior]) -> dict[str, Parameter]:
 
 
 def counted_by(method: type[Posterior]) -> str | None:
-    """The key that says how many networks a method is built from: `members` where it takes several, `networks` where it
-    takes one or several, as its first parameter says; None where it takes one."""
+    """The setting for the number of networks of a method: `members` if it takes several, `networks` if it takes one or
+    several (as its first parameter says), None if it takes one."""
     first = next((p.name for p in parameters(method).values() if p.kind is not Parameter.KEYWORD_ONLY), "")
     return {"modules": "members", "networks": "networks"}.get(first)
 
 
 def variants_of(settings: Mapping[str, Any]) -> list[str]:
-    """The variants and the user's own methods that a task's settings name, in `methods` or by a table of their own."""
+    """The variants and the user's methods in a task's settings, named in `methods` or by a table."""
     named = [*listed(settings.get("methods", [])), *settings.get("method", {})]
     own = [name for name in dict.fromkeys(named) if imported(name) or name.partition("-")[0] in METHODS]
     return [name for name in own if name not in METHODS]
 
 
 def setting_path(key: str, methods: Iterable[str]) -> list[str]:
-    """["method", NAME, …] or [section, …] of a setting's dotted key; names of own methods have dots themselves."""
+    """A setting's dotted key as ["method", NAME, …] or [section, …]; the names of the user's methods contain dots."""
     plain = key.strip().replace('"', "")
     for name in sorted(filter(imported, methods), key=len, reverse=True):
         if f"{plain}.".startswith(f"method.{name}."):
@@ -77,7 +77,7 @@ def setting_path(key: str, methods: Iterable[str]) -> list[str]:
 
 
 def check_methods(methods: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """An error for a method that is not known, and for a variant without a table that says what is different."""
+    """Raises for an unknown method, and for a variant without a table."""
     tables = settings.get("method", {})
     for name in methods:
         if base_name(name) == name or name in tables:
@@ -85,12 +85,12 @@ def check_methods(methods: Sequence[str], settings: Mapping[str, Any]) -> None:
         variants = [each for each in tables if "-" in each]
         hint = f"; known variants are {', '.join(variants)}" if variants else ""
         raise ValueError(
-            f"expected a table [method.{name}] for the variant, got none; add what is different in it{hint}"
+            f"expected a table [method.{name}] for the variant, got none; add it with the variant's settings{hint}"
         )
 
 
 def check_read(overrides: Sequence[str], running: Collection[str]) -> None:
-    """An error where method.NAME.key=value is of a method that does not run, so that nothing would read it."""
+    """Raises if method.NAME.key=value names a method that does not run, so that the value would be ignored."""
     read = {*running, *map(base_name, running)}
     for override in overrides:
         path = setting_path(override.partition("=")[0], read)

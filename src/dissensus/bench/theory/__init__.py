@@ -1,1 +1,1 @@
-"""`dissensus theory`: kernels and ensembles of wide networks, computed, drawn and told."""
+"""`dissensus theory`: computes and draws kernels and ensembles of wide networks."""

@@ -1,4 +1,4 @@
-"""`dissensus theory …`: every study as a command that writes a figure and its rows."""
+"""`dissensus theory …`: one command per study, which writes a figure and its rows."""
 
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -15,14 +15,14 @@ from dissensus.reporting.results import table_text
 
 
 def numbers(text: str) -> list[int]:
-    """Of "64,128"."""
+    """The numbers in "64,128"."""
     return sorted({whole("--widths", int(each) if each.isdecimal() else each) for each in listed(text) or [text]})
 
 
-app = typer.Typer(help="What wide ensembles do, computed and measured: figures.", no_args_is_help=True)
+app = typer.Typer(help="Figures that compare the theory of wide ensembles with measurements.", no_args_is_help=True)
 OPTIONS = {
-    "widths": Annotated[str, typer.Option(help="Widths, with commas between.", callback=numbers)],
-    "width": Annotated[int, typer.Option(help="Units of a hidden layer.", min=1)],
+    "widths": Annotated[str, typer.Option(help="Widths, separated by commas.", callback=numbers)],
+    "width": Annotated[int, typer.Option(help="Units of each hidden layer.", min=1)],
     "seeds": Annotated[int, typer.Option(help="Random networks for each width.", min=1)],
     "members": Annotated[int, typer.Option(help="Members of the ensemble.", min=1)],
     "steps": Annotated[int, typer.Option(help="Steps of gradient descent.", min=1)],
@@ -32,7 +32,7 @@ OPTIONS = {
 
 
 def command(name: str, summary: str, **defaults: Any) -> None:
-    """A study of this name in `studies` as a command, whose options have these defaults."""
+    """Makes the study of this name in `studies` a command, whose options have these defaults."""
 
     def write(out: Path, **settings: Any) -> None:
         from dissensus.bench.theory import studies  # loads matplotlib
@@ -50,6 +50,8 @@ def command(name: str, summary: str, **defaults: Any) -> None:
 
 
 command("kernels", "Analytic against empirical kernels as the width grows.", widths="64,128,256,512,1024", seeds=20)
-command("dynamics", "Training of two regimes against its prediction.", width=1500, members=4, steps=60, seed=0)
-command("width", "How the error of predicted training falls with N.", widths="375,750,1500", seeds=10, members=4)
-command("regimes", "Collectivity and members: stable rates and speeds.")
+command("dynamics", "Training in two regimes against its prediction.", width=1500, members=4, steps=60, seed=0)
+command(
+    "width", "How the error of predicted training falls with the width.", widths="375,750,1500", seeds=10, members=4
+)
+command("regimes", "Stable rates and training speeds over collectivity and members.")

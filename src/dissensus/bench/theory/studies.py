@@ -1,4 +1,4 @@
-"""What `dissensus theory` shows: drawn and trained embedded networks beside what the theory says of them."""
+"""The studies of `dissensus theory`: embedded networks, drawn and trained, compared with the theory's predictions."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ LOGS = {"xscale": "log", "yscale": "log", "xlabel": "width N"}
 
 
 class Study(NamedTuple):
-    """A figure, what it says in sentences, and the rows it is made of where they are to be kept."""
+    """A figure, its findings in sentences, and its rows if they are to be saved."""
 
     figure: Figure
     said: list[str]
@@ -38,18 +38,18 @@ class Study(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """Modulations, which of them learn, and γ, that of M members being M where it is None; two hidden layers."""
+    """Modulations, which of them are trained, and γ (None means M for M members); two hidden layers."""
 
     u: Modulation
     trained: Literal["both", "none"] = "both"
     gamma: float | None = None
 
     def kernels(self, x: Tensor, other: Tensor | None = None) -> theory.EmbeddedKernels:
-        """The analytic ones."""
+        """The analytic kernels."""
         return theory.embedded_kernels(x, other, activation="relu", trained=self.trained, u=self.u, **LAW)
 
     def dynamics(self, members: int) -> theory.EnsembleDynamics:
-        """Of training on the six points, by these kernels."""
+        """The predicted training on the six points."""
         return theory.ensemble_dynamics(*SIX, kernels=self.kernels, members=members, gamma=self.gamma or members)
 
     def draw(self, *, width: int, members: int, seed: int, dtype: torch.dtype) -> theory.EmbeddedNetwork:
@@ -60,7 +60,7 @@ class Setting(NamedTuple):
 
 
 def data(count: int, *, seed: int) -> tuple[Tensor, Tensor]:
-    """(x (count, 4), y (count, 1)) of unit variance."""
+    """Random data of unit variance: x (count, 4), y (count, 1)."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, INPUTS, generator=generator, dtype=torch.float64)
     return x, torch.randn(count, 1, generator=generator, dtype=torch.float64)
@@ -74,7 +74,7 @@ SIX = data(6, seed=3)
 
 
 def kernels(widths: Sequence[int], *, seeds: int) -> Study:
-    """Deviation of empirical from analytic kernels over the width, one panel a setting, with a line of slope −½."""
+    """Deviation of empirical from analytic kernels over the width, one panel per setting, with a line of slope −½."""
     panels, said = [], []
     for name, setting in SETTINGS.items():
         far = deviations(setting, widths, seeds)  # (5, W)
@@ -95,7 +95,7 @@ def kernels(widths: Sequence[int], *, seeds: int) -> Study:
 
 
 def deviations(setting: Setting, widths: Sequence[int], seeds: int) -> Tensor:
-    """(5, W) root mean square of empirical minus analytic KERNELS of two inputs, relative to the same within a member."""
+    """(5, W) root mean square of empirical minus analytic KERNELS of two inputs, relative to the kernel within a member."""
     x, _ = data(2, seed=0)
     expected, found = setting.kernels(x[:1], x[1:]), []
     analytic = torch.cat([getattr(expected, kernel)[0] for kernel in KERNELS])  # (5,)
@@ -113,7 +113,7 @@ def deviations(setting: Setting, widths: Sequence[int], seeds: int) -> Tensor:
 
 
 def course(setting: str, *, width: int, members: int, steps: int, seed: int) -> tuple[Tensor, Tensor, float]:
-    """Residuals (T, M, 6, 1) of training at 0.1·B/λ_max, what the kernels said before, and its largest relative error."""
+    """Residuals (T, M, 6, 1) of training at 0.1·B/λ_max, their prediction by the kernels, and its largest relative error."""
     (x, y), law = SIX, SETTINGS[setting]
     dynamics = law.dynamics(members)
     rate = 0.05 * dynamics.largest_rate
@@ -127,7 +127,7 @@ def course(setting: str, *, width: int, members: int, steps: int, seed: int) -> 
 
 
 def dynamics(width: int, members: int, steps: int, seed: int) -> Study:
-    """Training curves of both modes in each setting, points measured and lines predicted."""
+    """Training curves of both modes in each setting: points are measured, lines predicted."""
     panels, said, times = [], [], range(steps + 1)
     for name in SETTINGS:
         *both, error = course(name, width=width, members=members, steps=steps, seed=seed)
@@ -144,7 +144,7 @@ def dynamics(width: int, members: int, steps: int, seed: int) -> Study:
 
 
 def width(widths: Sequence[int], *, seeds: int, members: int) -> Study:
-    """Error of predicted training over the width, a point a seed, with the slope of its logarithm, fitted seed by seed."""
+    """Error of predicted training over the width, one point per seed, with its log-log slope, fitted for each seed."""
     asked = product(SETTINGS, widths, range(seeds))
     places: list[dict[str, Any]] = [{"setting": name, "width": width, "seed": seed} for name, width, seed in asked]
     rows = [place | {"error": course(**place, members=members, steps=60)[2]} for place in places]
@@ -175,9 +175,10 @@ def regimes() -> Study:
 
 
 def regime_map(collectivities: Sequence[float], members: Sequence[int]) -> Tensor:
-    """(2, R, S) for u = p + √(1 − p²) N(0, 1) of R collectivities p² and S numbers of members.
+    """(2, R, S) for u = p + √(1 − p²) N(0, 1), with R collectivities p² and S numbers of members.
 
-    The largest stable rate at γ = M over one member's; and at γ = 1, u fixed, the speed of differences over the mean's.
+    First the largest stable rate at γ = M relative to one member's; second, at γ = 1 with fixed u, the speed of differences
+    relative to the mean's.
     """
     found = []
     for collectivity, count in product(collectivities, members):

@@ -1,1 +1,1 @@
-"""Tasks over widths: a grid of ensembles, its rows, what they say, and their page."""
+"""Tasks over widths: a grid of ensembles, its rows, its claims and its page."""

@@ -1,7 +1,7 @@
-"""What a task over widths set out to see: numbers with intervals and what they show.
+"""The questions of a task over widths, answered by numbers with intervals.
 
-Every number is a sum over ensembles, seed by seed and test example by test example. Its interval counts both
-(`mean_interval`); where rows came without their examples, seeds alone. A seed with which one of them diverged is left out.
+Every number is a sum over ensembles, for each seed and test example. Its interval counts both (`mean_interval`); if rows have
+no examples, only seeds. A seed for which one ensemble diverged is left out.
 """
 
 import math
@@ -23,24 +23,24 @@ WORDS = {
     BEST: Words("yes", "no, it falls", "not to be told"),
     TRANSITION: Words("γ = M", "γ = 1", "neither"),
 }
-SPOKEN = ("embedded", "the same", "members'", "doublings", "γ")  # how claims begin that sentences are made of
+SPOKEN = ("embedded", "the same", "members'", "doublings", "γ")  # beginnings of the claims that sentences use
 
 
 def width_claims(rows: Sequence[WidthRow]) -> list[Claim]:
-    """All numbers, question by question; none where no seed has all of its ensembles."""
+    """All numbers, question by question; empty if no seed has all its ensembles."""
     units = dict.fromkeys(WORDS, "points") | {BEST: "doublings"}
     claims = [claim_of(question, about, values, units[question]) for question, about, values in _asked(Grid(rows))]
     return [claim for claim in claims if claim.seeds]
 
 
 def width_verdicts(found: Sequence[Claim]) -> list[str]:
-    """A sentence for each question, of its numbers at the widest and over all widths."""
+    """A sentence for each question, from its numbers at the largest width and over all widths."""
     spoken = [claim for claim in found if claim.about.startswith(SPOKEN)]
     return verdicts(list({claim.about.partition(", width ")[0]: claim for claim in spoken}.values()), WORDS)
 
 
 def _asked(grid: Grid) -> Iterator[tuple[str, str, Array]]:
-    """(question, what about, values (S, n)). Within a width, M/N is M."""
+    """Yields (question, subject, values (S, n)). Within a width, M/N varies with M."""
     factors, sizes, wide = grid.factors, grid.sizes, len(grid.factors) > 1
     accuracy, members = grid.main("accuracy"), grid.main("member_accuracy")
     gap, apart = accuracy[0] - accuracy[1], members[0] - members[1]  # (F, M, S, n)

@@ -1,7 +1,7 @@
-"""Tasks over widths: ensembles of shared weights beside independent ones, over the width and the number of members.
+"""Tasks over widths: ensembles that share weights beside independent ones, over the width and the number of members.
 
-The section [widths] of a task says which cells there are; each is a run with a folder of its own, a variant of its method.
-Finished runs give rows, one for every ensemble and seed, and rows give arrays over their columns.
+The section [widths] of a task defines the cells; each is a run with its own folder, a variant of its method. Finished runs give
+rows, one for every ensemble and seed; rows give arrays over their columns.
 """
 
 import math
@@ -31,14 +31,14 @@ NUMBERS = ("parameters", "diverged", "accuracy", "member_accuracy", "train_membe
 COLUMNS = (*PLACE, *NUMBERS, *ORIGIN)
 TEXTS = ("method", "gamma", "question", "about", "unit", *ORIGIN)  # columns, also of claims
 
-# One ensemble with one seed; of independent ones, the mean over the disjoint subsets of that size. `diverged`: the step at
-# which a loss was no longer finite, after which there are no numbers. "examples": name of a number -> (n,), not in a file.
+# One ensemble with one seed; for independent ensembles, the mean over disjoint subsets of that size. `diverged`: the step at
+# which the loss became NaN or infinite; other numbers are then missing. "examples": name of a number -> (n,), not in a file.
 WidthRow = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class GridCell:
-    """One ensemble to be trained. `p`: of modulations p + √(1 − p²) N(0, 1), None for those of the task."""
+    """One ensemble to train. `p`: of modulations p + √(1 − p²) N(0, 1); None for the task's modulations."""
 
     config: RunConfig
     method: str
@@ -46,11 +46,11 @@ class GridCell:
     units: int
     members: int
     p: float | None = None
-    gamma: str = ""  # "M", "1", or "" where weights are not shared
+    gamma: str = ""  # "M", "1", or "" if weights are not shared
 
 
 def cells(task: Task, seeds: Sequence[int]) -> list[GridCell]:
-    """All ensembles of a task, the longest to train first; smaller independent ones are subsets of the largest."""
+    """All ensembles of a task, the slowest to train first; smaller independent ensembles are subsets of the largest."""
     widths, needed = DEFAULTS | task.settings["widths"], ("of", "factors", "members")
     if missing := [key for key in needed if not widths.get(key)]:
         raise ValueError(f"expected widths.{missing[0]} in the task, got none; [widths] needs {', '.join(needed)}")
@@ -73,7 +73,7 @@ def cells(task: Task, seeds: Sequence[int]) -> list[GridCell]:
 
 
 def _cell(config: RunConfig, widths: Any, method: str, factor: float, members: int, *transition: Any) -> GridCell:
-    """A config at this width with so many members; `transition`: p, regime and rate in place of the task's."""
+    """The cell at this width with `members` members; `transition`: p, regime and rate that replace the task's."""
     p, regime, rate = transition or (None, None, None)
     of, settings = widths["of"], {**config.settings, "members": members}
     scaled = _scaled(f"network.{of}, which widths.of names,", config.network.get(of), factor)
@@ -94,7 +94,7 @@ def _cell(config: RunConfig, widths: Any, method: str, factor: float, members: i
 
 
 def _scaled(what: str, value: Any, factor: float) -> Any:
-    """A whole number, or a list of them, times the factor, whole again."""
+    """A whole number, or a list of them, times the factor, rounded to whole numbers."""
     if isinstance(value, list):
         return [_scaled(what, each, factor) for each in value]
     scaled = whole(what, value) * factor
@@ -102,7 +102,7 @@ def _scaled(what: str, value: Any, factor: float) -> Any:
 
 
 def rows_of_runs(cells: Sequence[GridCell], runs: Sequence[Run]) -> list[WidthRow]:
-    """The rows of runs that are over, one for each embedded ensemble and one for each size of independent ones."""
+    """The rows of finished runs: one for each embedded ensemble, and one for each size of independent ensembles."""
     sizes = sorted({cell.members for cell in cells if cell.method == EMBEDDED})
     found = [
         _row(cell, run, members)
@@ -126,7 +126,7 @@ def _row(cell: GridCell, run: Run, members: int) -> WidthRow:
         "member_accuracy": torch.stack([accuracy_values(each.exp(), y) for each in used]).mean(0),
     }
     effective = [float(effective_members(each, y)) if members > 1 else 1.0 for each in subsets]
-    trained = whole.get("train/members/accuracy", whole.get("train/accuracy", math.nan))  # of every member there is
+    trained = whole.get("train/members/accuracy", whole.get("train/accuracy", math.nan))  # of all members
     row |= {"train_member_accuracy": trained, "effective": sum(effective) / count, "examples": examples}
     row |= {name: float(each.mean()) for name, each in examples.items()}
     return row | {"parameters": round(whole["cost/parameters"] * members / cell.members)}
@@ -145,10 +145,10 @@ class Grid:
         self.p = sorted({row["p"] for row in self.rows if row["p"] is not None})
 
     def main(self, name: str) -> Array:
-        """(2, F, M, S, n) of embedded and independent ensembles, widths, numbers of members, seeds and test examples."""
+        """(2, F, M, S, n): embedded and independent ensembles, widths, numbers of members, seeds and test examples."""
         axes = {"method": (EMBEDDED, INDEPENDENT), "factor": self.factors, "members": self.sizes, "seed": self.seeds}
         return array_over(self.rows, name, p=[None], **axes)[0]
 
     def swept(self, name: str) -> Array:
-        """(2, P, S, n) of γ = M and γ = 1."""
+        """(2, P, S, n) for γ = M and γ = 1."""
         return array_over(self.rows, name, gamma=("M", "1"), p=self.p, seed=self.seeds)

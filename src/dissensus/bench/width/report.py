@@ -1,4 +1,4 @@
-"""The main job of a task over widths: all cells trained and measured, then results.csv, claims.csv, figures and a page."""
+"""Runs a task over widths: trains and measures all cells, then writes results.csv, claims.csv, figures and a page."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,7 +42,7 @@ def bench_widths(
     jobs: int = 1,
     tell: Tell = silent,
 ) -> tuple[list[str], list[Path]]:
-    """(sentences, files) of a task over widths; what is done is not done again."""
+    """(sentences, files) of a task over widths; finished stages are not repeated."""
     asked = cells(task, range(whole("--seeds", seeds)))
     folder = out or default_folder(task)
     runs = begun(task, [cell.config for cell in asked], folder, source=source)
@@ -52,7 +52,7 @@ def bench_widths(
 
 
 def write_page(rows: Sequence[WidthRow], folder: Path, title: str, description: str) -> tuple[list[str], list[Path]]:
-    """(sentences, files) of rows: the rows themselves, their claims, two figures, report.md and report.html."""
+    """Writes rows, claims, two figures, report.md and report.html; returns (sentences, files)."""
     found, grid = width_claims(rows), Grid(rows)
     origin = {key: "; ".join(dict.fromkeys(row[key] for row in rows)) for key in ORIGIN}
     said, lost = width_verdicts(found), [row for row in rows if row["diverged"] is not None]
@@ -81,7 +81,7 @@ def write_page(rows: Sequence[WidthRow], folder: Path, title: str, description: 
 
 
 def accuracy_table(rows: Sequence[WidthRow]) -> Table:
-    """Ensemble accuracy, member accuracy in brackets, a row for each width and kind (where a unit stands)."""
+    """Ensemble accuracy with member accuracy in brackets, one row per width and kind (in the column of units)."""
     grid = Grid(rows)
     shares = 100 * np.stack([means(grid.main(name)) for name in ("accuracy", "member_accuracy")], -1)  # (2, F, M, 2)
     lines = []
@@ -93,7 +93,7 @@ def accuracy_table(rows: Sequence[WidthRow]) -> Table:
 
 
 def width_panels(grid: Grid) -> list[Panel]:
-    """Accuracy over M for every width, of ensembles, members, and members on training rows; and over parameters."""
+    """Accuracy over M for every width: of ensembles, of members, of members on training rows; and over parameters."""
     panels = []
     for name, title, over in PANELS:
         x, values, curves = means(grid.main(over)), grid.main(name), []
@@ -107,7 +107,7 @@ def width_panels(grid: Grid) -> list[Panel]:
 
 
 def transition_panels(grid: Grid) -> list[Panel]:
-    """Accuracy of ensemble and members, and how many members are effective, over p for both γ, at one width and M."""
+    """Accuracy of ensemble and members, and effective members, over p for both γ, at one width and M."""
     law, panels = next(row for row in grid.rows if row["p"] is not None), []
     alone = {"method": [INDEPENDENT], "factor": [law["factor"]], "members": [law["members"]], "seed": grid.seeds}
     for name, title, _ in (*PANELS[:2], ("effective", "effective members", "")):
@@ -122,6 +122,6 @@ def transition_panels(grid: Grid) -> list[Panel]:
 
 
 def _curve(x: Any, values: Array, label: str, look: Mapping[str, Any], *, share: bool = True) -> Curve:
-    """Numbers (X, S, n) with their intervals; no accuracy is beyond 1, however few the seeds."""
+    """A curve of numbers (X, S, n) with intervals; intervals of accuracies are clipped at 1."""
     mean, lower, upper, _ = np.array([mean_interval(each) for each in values]).T
     return Curve(x, mean, label, look, band=(lower.clip(0), upper.clip(0, 1 if share else None)))

@@ -12,12 +12,12 @@ from dissensus.data.corruption.linear import across, smoothed, zoom_matrix
 
 
 def gaussian_blur(images: Tensor, draws: Draws, sigma: float) -> Tensor:
-    """(B, C, H, W): Gaussian blur, the edge pixels repeated beyond the border."""
+    """(B, C, H, W): Gaussian blur; edge pixels are repeated beyond the border."""
     return smoothed(images, sigma)
 
 
 def defocus_blur(images: Tensor, draws: Draws, radius: float, softness: float) -> Tensor:
-    """(B, C, H, W): correlation with a softened disk; mirrored at the border without its edge pixel."""
+    """(B, C, H, W): correlation with a softened disk; the image is mirrored at the border without its edge pixel."""
     height, width = images.shape[-2:]
     kernel = disk(radius, softness)
     reach = kernel.shape[0] // 2
@@ -46,7 +46,7 @@ def disk(radius: float, softness: float) -> Tensor:
 def zoom_blur(images: Tensor, draws: Draws, factors: int) -> Tensor:
     """(B, C, H, W): mean of the image and of `factors` enlargements of it by 1, 1.01, 1.02, …
 
-    float32, as the published pipeline has it here.
+    In float32, as in the published pipeline.
     """
     height, width = images.shape[-2:]
     step = 1.01 - 1  # not 0.01, in the last bit, which decides whether the factor 1.25 makes 32 pixels of 26 or 33
@@ -73,7 +73,9 @@ def trail(images: Tensor, angle: Tensor, radius: float, sigma: float) -> Tensor:
     height, width = images.shape[-2:]
     steps = torch.arange(2 * math.ceil(radius) + 1, dtype=torch.float64)
     kernel = torch.exp(-0.5 * (steps / sigma) ** 2)
-    kernel = (kernel / kernel.sum())[: int((kernel > 1e-9).sum())]  # what is left off cannot move eight bits
+    kernel = (kernel / kernel.sum())[
+        : int((kernel > 1e-9).sum())
+    ]  # the dropped taps are too small to change eight bits
     radians = torch.deg2rad(angle)[:, None]
     steps = torch.arange(len(kernel), device=images.device, dtype=radians.dtype)
     down = torch.ceil(steps * radians.sin() - 0.5).long()  # (B, taps)
@@ -95,9 +97,9 @@ def trail(images: Tensor, angle: Tensor, radius: float, sigma: float) -> Tensor:
 def glass_blur(images: Tensor, draws: Draws, sigma: float, reach: float, rounds: int) -> Tensor:
     """(B, C, H, W): Gaussian blur, pixels displaced at random, Gaussian blur again.
 
-    The published loop means to swap neighbours, but assigns one view to another, so that a pixel takes its neighbour's
-    value and the neighbour keeps it. With reach 1 the neighbour lies above or to the left, where the loop (backwards)
-    comes later: all pixels may move at once, and that is what is done here for a longer reach, too.
+    The published loop is meant to swap neighbours. It assigns one view to another, so a pixel takes its neighbour's
+    value and the neighbour keeps it. With reach 1 the neighbour lies above or to the left, and the loop runs backwards
+    and reaches it later: all pixels can be moved at once. Longer reaches are treated in the same way here.
     """
     height, width = images.shape[-2:]
     blurred = (smoothed(images, sigma) * 255).floor()

@@ -10,17 +10,17 @@ from dissensus.data.corruption.linear import across, box_matrix, down, smoothed
 
 
 def brightness(images: Tensor, draws: Draws, amount: float) -> Tensor:
-    """(B, C, H, W): `amount` added to the value v of HSV, hue and saturation kept: (v + amount)·(x/v)."""
+    """(B, C, H, W): adds `amount` to the HSV value v and keeps hue and saturation: (v + amount)·(x/v)."""
     value = images.amax(1, keepdim=True)
     lighter = (value + amount).clamp(0, 1)
     return torch.where(value > 0, lighter * (images / value), lighter)
 
 
 def saturate(images: Tensor, draws: Draws, gain: float, offset: float) -> Tensor:
-    """(B, C, H, W): saturation S of HSV to S·gain + offset in [0, 1], hue and value kept. One channel stays as it is.
+    """(B, C, H, W): changes the HSV saturation S to S·gain + offset in [0, 1] and keeps hue and value.
 
-    x = v(1 − s·g) with g = (v − x)/(v − min): the hue as a shade of each channel. Grey has no hue; the convention is
-    red, g = (0, 1, 1), so that an offset tints grey pixels, here as in the published files.
+    x = v(1 − s·g), where g = (v − x)/(v − min) is the hue as a shade of each channel. Grey has no hue; by convention it is
+    red, g = (0, 1, 1), so an offset tints grey pixels, as in the published files. One-channel images do not change.
     """
     if images.shape[1] == 1:
         return images  # grey as RGB keeps its value V, whatever its saturation becomes
@@ -39,7 +39,7 @@ def contrast(images: Tensor, draws: Draws, factor: float) -> Tensor:
 
 
 def pixelate(images: Tensor, draws: Draws, share: float) -> Tensor:
-    """(B, C, H, W): reduced to ⌊side·share⌋ pixels and enlarged again, both by the box filter, in eight bits."""
+    """(B, C, H, W): shrinks to ⌊side·share⌋ pixels and enlarges again, both with the box filter, in eight bits."""
     levels = (images * 255).round()
     height, width = images.shape[-2:]
     for rows, columns in ((int(height * share), int(width * share)), (height, width)):

@@ -1,7 +1,7 @@
 """Random numbers that belong to an image, not to a batch: a counter-based generator in integer tensor arithmetic.
 
-Number j of stream s of an image is a hash of (key of the image, s, j) by `numerics.hashing`. There is no state, so a batch
-may be cut anywhere, and the bits are the same on every device. `torch.Generator` offers neither.
+Number j of stream s of an image is a hash of (key of the image, s, j) by `numerics.hashing`. There is no state, so the
+numbers depend neither on how images are batched nor on the device. `torch.Generator` has neither property.
 """
 
 import math
@@ -15,7 +15,7 @@ from dissensus.numerics.hashing import WEYL, mixed, shifted, signed
 
 @dataclass(frozen=True)
 class Draws:
-    """Random numbers for a batch of images, one key (int64) each; different streams of a key are independent."""
+    """Random numbers for a batch of images, one key (int64) per image; streams of one key are independent."""
 
     keys: Tensor  # (B,)
     dtype: torch.dtype = torch.float64
@@ -38,7 +38,7 @@ class Draws:
 
 
 def image_keys(seed: int, purpose: int, index: Tensor) -> Tensor:
-    """(B,) int64: the keys of images number `index` under a seed and a purpose (any whole numbers)."""
+    """(B,) int64: keys of the images with these indices, for a seed and a purpose (any whole numbers)."""
     start = torch.tensor([signed(seed)], dtype=torch.int64, device=index.device)
     return mixed(mixed(mixed(start + WEYL) + signed(purpose)) + index.to(torch.int64) * WEYL)
 

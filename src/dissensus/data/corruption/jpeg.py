@@ -1,9 +1,9 @@
-"""Baseline JPEG, there and back, in the integer arithmetic of libjpeg: what an encoder and decoder leave of an image.
+"""Baseline JPEG: encodes and decodes an image in the integer arithmetic of libjpeg.
 
-The entropy coder is lossless and left out. What loses is here, step by step as libjpeg(-turbo) does it by default:
-YCbCr in 16-bit fixed point, chroma halved both ways (4:2:0), the "slow" integer cosine transform of 8×8 blocks,
-division by the tables of Annex K scaled by quality, and back with the triangle filter for chroma.
-All numbers are whole; float64 carries them exactly and multiplies matrices.
+The entropy coder is lossless and left out. The lossy steps follow the defaults of libjpeg(-turbo): YCbCr in 16-bit fixed
+point, chroma halved along both axes (4:2:0), the "slow" integer cosine transform of 8×8 blocks, division by the tables of
+Annex K scaled by quality; then the inverse steps, with the triangle filter for chroma.
+All numbers are whole; float64 represents them exactly and has fast matrix products.
 """
 
 import torch
@@ -28,7 +28,7 @@ _ODD = "11363 9633 6437 2260   9633 -2259 -11362 -6436   6437 -11362 2261 9633  
 
 
 def jpeg_compression(images: Tensor, draws: Draws, quality: int) -> Tensor:
-    """(B, C, H, W): the images after JPEG at `quality` 1 … 100; one channel is stored as greyscale."""
+    """(B, C, H, W): the images after JPEG at `quality` 1 … 100; one-channel images are stored as greyscale."""
     height, width = images.shape[-2:]
     levels = (images * 255).round()
     if levels.shape[1] == 1:
@@ -61,7 +61,7 @@ def _coded(planes: Tensor, table: Tensor) -> Tensor:
     quantised = coefficients.sign() * torch.floor((coefficients.abs() + 4 * steps) / (8 * steps))
 
     filled = _shifted(down(quantised * steps, over_rows.T), 11)
-    filled = _shifted(across(filled, over_columns.T), 18)  # the eight and the two bits go
+    filled = _shifted(across(filled, over_columns.T), 18)  # removes the factor eight and the two extra bits
     return (filled[..., :height, :width] + 128).clamp(0, 255)
 
 

@@ -1,4 +1,4 @@
-"""The four noises, each pixel and channel for itself: Gaussian, shot (Poisson), impulse (salt and pepper), speckle."""
+"""The four noises, independent for each pixel and channel: Gaussian, shot (Poisson), impulse (salt and pepper), speckle."""
 
 import functools
 import math
@@ -20,14 +20,14 @@ def speckle_noise(images: Tensor, draws: Draws, std: float) -> Tensor:
 
 
 def shot_noise(images: Tensor, draws: Draws, photons: float) -> Tensor:
-    """(B, C, H, W): Poisson(x·photons) / photons, photons being the mean count of a white pixel.
+    """(B, C, H, W): Poisson(x·photons) / photons; `photons` is the mean count of a white pixel.
 
-    One uniform number a pixel through the inverse of the distribution function; eight-bit images have 256 of them.
+    Samples by inverting the distribution function at one uniform number per pixel; eight-bit images need 256 functions.
     """
     levels = (images * 255).round()  # (B, C, H, W)
     uniform = draws.uniform(0, *images.shape[1:])
     table = poisson_table(photons).to(images)  # (256, K)
-    # row l shifted by l: one increasing list, in which the 256 searches cannot leave their rows
+    # Row l is shifted by l. This makes one increasing list, in which each of the 256 searches stays in its row.
     shifted = (table + torch.arange(256, device=images.device, dtype=images.dtype)[:, None]).flatten()
     count = torch.searchsorted(shifted, levels + uniform, right=True) - (levels * table.shape[1]).long()
     return count.to(images) / photons
@@ -43,6 +43,6 @@ def poisson_table(photons: float) -> Tensor:
 
 
 def impulse_noise(images: Tensor, draws: Draws, amount: float) -> Tensor:
-    """(B, C, H, W): a share `amount` of the values set to 0 or 1, evenly."""
+    """(B, C, H, W): a share `amount` of the values set to 0 or 1 with equal probability."""
     uniform = draws.uniform(0, *images.shape[1:])
     return torch.where(uniform < amount, (uniform < amount / 2).to(images), images)

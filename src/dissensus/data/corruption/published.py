@@ -8,16 +8,16 @@ from dissensus.numerics.damage import reading
 
 
 def read_array(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """An array of this shape, uint8, memory-mapped copy-on-write: nothing is read before it is looked at, nothing is
-    written back. Pickled objects are refused."""
+    """A uint8 array of this shape, memory-mapped copy-on-write: read on access, never written back. Pickled objects are
+    refused."""
     if not path.is_file():
         raise FileNotFoundError(
             f"expected the file {path}, got nothing there; unpack the CIFAR-C archive and pass the folder of .npy files"
         )
     with reading(path, "download it again", kind="a NumPy array file at"):
-        found = np.lib.format.open_memmap(path, mode="c")  # which maps no more than there is, and no objects
+        found = np.lib.format.open_memmap(path, mode="c")  # maps only existing bytes, and no objects
         if found.offset + found.nbytes != path.stat().st_size:
-            raise ValueError("its values end before the file")
+            raise ValueError("the file is longer than its array")
     if found.shape != shape or found.dtype != np.uint8 or not found.flags.c_contiguous:
         raise ValueError(
             f"expected uint8 of shape {shape} in {path}, got {found.dtype} of shape {found.shape}; "

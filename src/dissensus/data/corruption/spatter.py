@@ -1,7 +1,7 @@
-"""Spatter: drops of water with a bright rim, or of mud.
+"""Spatter: drops of water with a bright rim, or drops of mud.
 
-Water needs three classics of image processing, in batched tensor arithmetic: Canny edges (1986), the chamfer distance
-(Borgefors 1986) and histogram equalisation, all on eight-bit images (B, H, W) whose levels are carried as floats.
+Water needs three standard algorithms, batched: Canny edges (1986), the chamfer distance (Borgefors 1986) and histogram
+equalisation. All work on eight-bit images (B, H, W) whose levels are stored as floats.
 """
 
 import torch
@@ -36,11 +36,11 @@ def spatter_mud(
 
 
 def water(layer: Tensor) -> Tensor:
-    """(B, H, W): how brightly each pixel of a liquid layer (B, H, W) in [0, 1] shines, the largest of an image being 1.
+    """(B, H, W): brightness of each pixel of a liquid layer (B, H, W) in [0, 1]; the maximum of an image is 1.
 
-    The distance from the rims of the drops, spread over all levels and lit from one corner.
+    Made from the distance to the rims of the drops, equalised over all levels and lit from one corner.
     """
-    layer = ((layer * 255).floor() % 256).float()  # what is brighter than white wraps around, as in the published files
+    layer = ((layer * 255).floor() % 256).float()  # values above white wrap around, as in the published files
     distance = chamfer_distance(canny(layer, 50, 150), limit=20)
     distance = _mean3(distance).floor()
     relief = torch.tensor([[-2.0, -1.0, 0.0], [-1.0, 1.0, 1.0], [0.0, 1.0, 2.0]])
@@ -53,11 +53,11 @@ def water(layer: Tensor) -> Tensor:
 def canny(images: Tensor, low: float, high: float) -> Tensor:
     """(B, H, W) bool: Canny edges of eight-bit images.
 
-    Sobel slopes of size |dx| + |dy|, thinned to the ridge, kept above `low` where they join, in steps to the eight
-    neighbours, a pixel above `high`.
+    Sobel slopes of size |dx| + |dy|, thinned to ridges. Ridge pixels above `low` are kept if a path of such pixels
+    connects them, through any of the eight neighbours, to a pixel above `high`.
 
-    The ridge is compared along the nearest of four directions; on a tie the pixel to the right or below loses, except
-    on diagonals, where both do: OpenCV's rules.
+    Ridges are compared along the nearest of four directions. OpenCV's rules decide ties: the pixel to the right or below
+    loses; on diagonals both lose.
     """
     sobel = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]])
     dx, dy = _correlated(images, sobel, border="replicate"), _correlated(images, sobel.T, border="replicate")
@@ -83,13 +83,13 @@ def canny(images: Tensor, low: float, high: float) -> Tensor:
 def chamfer_distance(edges: Tensor, limit: float) -> Tensor:
     """(B, H, W) float32: distance to the nearest edge pixel, at most `limit`.
 
-    Steps have length 1, 1.4 (diagonal) and 2.1969 (knight's move), the last two to sixteen binary places, as OpenCV has
-    them: d(p) ← min over the sixteen steps of d(p + step) + length, until nothing changes.
+    Steps have length 1, 1.4 (diagonal) and 2.1969 (knight's move), the last two to sixteen binary places, as in OpenCV.
+    Iterates d(p) ← min over the sixteen steps of d(p + step) + length until nothing changes.
     """
     diagonal, knight = 91750 / 2**16, 143976 / 2**16
     height, width = edges.shape[-2:]
     distance = torch.where(edges, 0.0, float(limit)).transpose(0, 1).contiguous()  # (H, B, W)
-    # steps may be taken in any order: those along a row first, where the nearest edge is a running minimum …
+    # Steps may be taken in any order: first along rows, where the nearest edge is a running minimum …
     column = torch.arange(width, device=edges.device, dtype=torch.float32)
     left = column + torch.cummin(distance - column, dim=2).values
     right = torch.cummin((distance + column).flip(2), dim=2).values.flip(2) - column
@@ -115,9 +115,9 @@ def chamfer_distance(edges: Tensor, limit: float) -> Tensor:
 
 
 def equalised(images: Tensor) -> Tensor:
-    """(B, H, W): eight-bit images with their levels spread so that the distribution function is a straight line.
+    """(B, H, W): histogram equalisation of eight-bit images.
 
-    Level l becomes round(255·(pixels at most l − pixels at the darkest level)/(all pixels − those)).
+    Level l becomes round(255·(n(l) − n₀)/(n − n₀)): n(l) pixels have at most level l, n₀ the darkest level, n are all.
     """
     pixels = images.flatten(1).long()  # (B, n)
     counts = torch.zeros(len(images), 256, device=images.device, dtype=torch.float64)

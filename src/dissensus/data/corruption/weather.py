@@ -24,7 +24,7 @@ def snow(
     sigma: float,
     keep: float,
 ) -> Tensor:
-    """(B, C, H, W): a whitened image and flakes that fall along a line, twice: as they are and turned by 180°.
+    """(B, C, H, W): a whitened image plus falling flakes, added twice: as drawn and turned by 180°.
 
     Flakes are normal noise enlarged by `flake`, zero below `threshold`, with a trail of `radius` and `sigma` pixels.
     """
@@ -51,8 +51,8 @@ def fog(images: Tensor, draws: Draws, amount: float, decay: float) -> Tensor:
 def plasma(noise: Tensor, decay: float) -> Tensor:
     """(B, S, S): diamond-square fractals from noise (B, S, S) in [−1, 1], S a power of two, scaled to [0, 1].
 
-    Each halving of the mesh divides the noise by decay²; the map wraps around. The noise of a pixel is the one drawn at
-    its own place.
+    Each halving of the mesh divides the noise by decay²; the map wraps around. Each pixel uses the noise drawn at its
+    position.
     """
     side = noise.shape[-1]
     heights = torch.zeros_like(noise)
@@ -73,7 +73,7 @@ def plasma(noise: Tensor, decay: float) -> Tensor:
 
 
 def frost(images: Tensor, draws: Draws, keep: float, amount: float) -> Tensor:
-    """(B, C, H, W): keep·x + amount·ice, the ice being made by `ice`, not cut from the published photographs."""
+    """(B, C, H, W): keep·x + amount·ice; `ice` synthesises the ice, the published photographs are not used."""
     layer = ice(draws, *images.shape[-2:])
     return keep * images + amount * (layer if images.shape[1] == 3 else grey(layer))
 
@@ -86,15 +86,15 @@ _ICE = ((78, 149, 166, 14), (201, 205, 214, 18), (201, 205, 214, 18), (138, 153,
 def ice(draws: Draws, height: int, width: int) -> Tensor:
     """(B, 3, H, W): frost on glass: one of five colours, crystals (trails of noise in one direction), patches, speckle.
 
-    The shares of the three in the variance give neighbouring pixels the correlation of the photographs; they add up to
-    0.8, since edge pixels repeated beyond the border bring in more.
+    The variance shares of the three give neighbouring pixels the correlation of the photographs. The shares add up to
+    0.8: edge pixels repeated beyond the border add the rest.
     """
     colours = torch.tensor(_ICE, device=draws.keys.device, dtype=draws.dtype)
     kind = colours[(draws.uniform(0) * len(_ICE)).long()]  # (B, 4)
     speckle, crystal, patch = draws.normal(1, 3, height, width).chunk(3, dim=1)  # (B, 1, H, W)
     scale = min(height, width) / 32
     thin, broad = 3 * scale, 5 * scale
-    # white noise of variance 1 keeps Σk² of it under a blur k; 1/√Σk² restores it
+    # A blur k reduces the variance of white noise from 1 to Σk²; the factor 1/√Σk² restores it.
     crystal = trail(crystal, 360 * draws.uniform(2), 2 * thin, thin) * one_sided_gain(thin)
     patch = smoothed(patch, broad) * (2 * math.sqrt(math.pi) * broad)
     texture = math.sqrt(0.48) * speckle + math.sqrt(0.2) * crystal + math.sqrt(0.12) * patch

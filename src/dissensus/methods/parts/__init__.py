@@ -1,1 +1,1 @@
-"""Parts: what methods are made of, base classes and helpers, used by two of them or more, or too long for one file."""
+"""Base classes and helpers of the methods."""

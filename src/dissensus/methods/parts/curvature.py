@@ -1,4 +1,4 @@
-"""Curvature: the generalised Gauss–Newton matrix of a linear last layer, and what follows from it in closed form.
+"""Curvature: the generalised Gauss–Newton matrix of a linear last layer; its evidence, variances and samples.
 
 With outputs f = W φ (a bias is a feature that is 1), −log p(y | f) has a Hessian H in f, and
 
@@ -21,11 +21,11 @@ from dissensus.numerics.tree import Tensors
 
 Structure = Literal["full", "kron"]
 LARGEST = 2**30  # bytes of one matrix in float64; its eigenvectors take as much again
-CHUNK = 2**22  # numbers in float64 that a step over rows may take
+CHUNK = 2**22  # float64 numbers processed at once when summing over rows
 
 
 class CurvatureSums:
-    """Sums over examples from which curvature is made, in float64: what one pass over a loader leaves."""
+    """Sums over the examples of one pass over a loader, in float64; curvature is computed from them."""
 
     def __init__(self, structure: Structure, classes: int, features: int, device: torch.device) -> None:
         self.structure = structure
@@ -35,7 +35,7 @@ class CurvatureSums:
         self.weight = torch.zeros((), **like)
 
     def add(self, features: Tensor, hessian: Tensor, outer: Tensor | None, weight: Tensor) -> None:
-        """Takes in rows: features (n, D), weights (n,), Hessians: whole (n, C, C) or diagonals (n, C), less outer outerᵀ."""
+        """Adds rows: features (n, D), weights (n,), and Hessians, full (n, C, C) or diagonal (n, C), minus outer outerᵀ."""
         classes, width = hessian.shape[1], features.shape[1]
         self.weight += weight.sum()
         step = max(1, CHUNK // (classes * width))
@@ -61,9 +61,9 @@ class CurvatureSums:
 
 
 class Curvature(nn.Module):
-    """N(mean, (G + δ)⁻¹) over the last layer's weights and biases, (C, D), by the eigenvalues and eigenvectors of G.
+    """N(mean, (G + δ)⁻¹) over the last layer's weights and biases, (C, D), stored as eigenvalues and eigenvectors of G.
 
-    Stays in float64 wherever the posterior is cast to: eigenvalues span more than half precision can.
+    Stays in float64 when the posterior is cast: half precision cannot hold the range of the eigenvalues.
     """
 
     mean: Tensor  # (C, D)
@@ -79,7 +79,7 @@ class Curvature(nn.Module):
 
     @classmethod
     def of(cls, gathered: CurvatureSums, mean: Tensor, *, layer: int) -> Self:
-        """The curvature of what was gathered around these weights (C, D); its precision is still to be chosen."""
+        """The curvature from these sums around the weights `mean` (C, D); the prior precision is not chosen yet."""
         values, vectors = zip(*map(decomposed, gathered.sums), strict=True)
         kron = gathered.structure == "kron"
         eigenvalues = torch.outer(*values) / gathered.weight if kron else values[0]
@@ -87,10 +87,12 @@ class Curvature(nn.Module):
 
     @classmethod
     def blank(cls, structure: Structure, classes: int, features: int, *, layer: int) -> Self:
-        """One of the right shapes, to be filled from a file."""
+        """A curvature of the right shapes, to be filled from a file."""
         sides = _sides(structure, classes, features)
         mean = torch.empty(classes, features, dtype=torch.float64)
-        vectors = [mean.new_empty(side, side) for side in sides]  # not zeros, which would take memory at once
+        vectors = [
+            mean.new_empty(side, side) for side in sides
+        ]  # empty, not zeros: zeros would allocate the memory at once
         return cls(_buffers_of(mean, mean.new_empty(sides), vectors, mean.new_empty(()), layer))
 
     def log_marginal_likelihood(self, precision: Tensor) -> Tensor:
@@ -103,11 +105,11 @@ class Curvature(nn.Module):
         square, most = float(self.mean.square().sum()), float(self.eigenvalues.max())
         if not (square > 0 and most > 0 and math.isfinite(square) and math.isfinite(most)):
             raise ValueError(
-                f"expected a last layer and data that say something of its prior, got ‖W‖² = {square:g} and a largest "
-                f"eigenvalue of {most:g}; pass prior_precision="
+                f"expected finite non-zero weights and curvature to choose a prior precision from, got ‖W‖² = {square:g} "
+                f"and a largest eigenvalue of {most:g}; pass prior_precision="
             )
 
-        def excess(log_precision: float) -> float:  # falls with the precision
+        def excess(log_precision: float) -> float:  # decreases with the precision
             precision = math.exp(log_precision)
             return float((self.eigenvalues / (self.eigenvalues + precision)).sum()) - precision * square
 
@@ -127,7 +129,7 @@ class Curvature(nn.Module):
         return self.get_buffer("outputs") @ scaled @ self.get_buffer("features").mT
 
     def by_rows(self, noise: Tensor) -> Tensor:
-        """The same with every row, the weights of one output, sampled by itself: N(0, Σ_cc) with Σ = (G + δ)⁻¹."""
+        """As `joint`, but rows (the weights of one output) are sampled independently: N(0, Σ_cc), Σ = (G + δ)⁻¹."""
         variance = (self.eigenvalues + self.precision).reciprocal()
         if self.structure == "kron":  # Σ_cc = F diag(v_c) Fᵀ with v_c = Σ_s O_cs² / (λ_s. + δ)
             scaled = noise * (self.get_buffer("outputs").square() @ variance).sqrt()
@@ -169,7 +171,7 @@ def _buffers_of(mean: Tensor, values: Tensor, vectors: Sequence[Tensor], log_lik
 
 
 def _sides(structure: Structure, classes: int, features: int) -> list[int]:
-    """Rows of each matrix; an error where one would not fit, before it is made."""
+    """Rows of each matrix; raises before allocation if a matrix would be too large."""
     sides = {"full": [classes * features], "kron": [classes, features]}[structure]
     if 8 * max(sides) ** 2 > LARGEST:
         remedy = 'pass structure="kron"' if structure == "full" else "put a narrower layer last"
@@ -181,6 +183,6 @@ def _sides(structure: Structure, classes: int, features: int) -> list[int]:
 
 
 def decomposed(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """(eigenvalues ≥ 0, eigenvectors in columns) of a matrix that is positive semidefinite but for rounding."""
+    """(eigenvalues ≥ 0, eigenvectors in columns) of a matrix that is positive semidefinite up to rounding."""
     values, vectors = torch.linalg.eigh(matrix)
     return values.clamp(min=0.0), vectors.contiguous()

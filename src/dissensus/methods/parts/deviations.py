@@ -1,4 +1,4 @@
-"""Whether the deviations of a variational posterior have arrived: their gradient tells."""
+"""Whether the standard deviations of a variational posterior have converged, judged by their gradient."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,10 +18,10 @@ LOOKS = 8
 
 
 def still_growing(posterior: Any, loader: Iterable[Any], names: Sequence[str]) -> bool:
-    """Whether σ = softplus(ρ) surely grows as if there were no data, by one batch; `names`: of the tensors ρ of a member."""
+    """Whether σ = softplus(ρ) clearly still grows, measured on one batch; `names`: the tensors ρ of a member."""
     annealing: Annealing = posterior.annealing
     if annealing.schedule != "constant" and (annealing.steps or posterior.run_length) is None:
-        return False  # β is not known where no run was begun
+        return False  # β is unknown before a run begins
     with (
         left_as_found(posterior),
         same_random_state(posterior.device),
@@ -33,7 +33,7 @@ def still_growing(posterior: Any, loader: Iterable[Any], names: Sequence[str]) -
             return False
         try:
             found = [growth(posterior, posterior.take(batch), names) for _ in range(LOOKS)]
-        except torch.OutOfMemoryError:  # a batch that fits in half precision may not here
+        except torch.OutOfMemoryError:  # a batch that fits in half precision may not fit here
             return False
     each = torch.stack(found) / weight
     return float(each.mean() - 2 * each.std() / LOOKS**0.5) > 0.5

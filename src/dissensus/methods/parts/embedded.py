@@ -1,8 +1,9 @@
-"""Embedded ensembles: M members that share their weights and differ by factors of their own (a talk on Embedded Ensembles).
+"""Embedded ensembles: M members that share weights and differ by their own factors (after a talk on Embedded Ensembles).
 
     Δu_α = −μ_u ∂L_α/∂u_α,    Δw = −μ_w (γ(M)/M) Σ_α ∂L_α/∂w
 
-γ = M makes M networks of it where their tangent kernels do not overlap (Θ_αβ = 0, α ≠ β), γ = 1 one where they do.
+If the members' tangent kernels do not overlap (Θ_αβ = 0, α ≠ β), γ = M trains M independent networks. If they do, γ = 1
+trains them as one.
 """
 
 import logging
@@ -29,18 +30,18 @@ from dissensus.surgery.conversion import folded, uncut
 log = logging.getLogger("dissensus")
 
 RegimeName = Literal["auto", "independent", "collective"]
-# Optimisers, by the name of a class or of one that it derives from, that divide by the gradient's own size or take its sign.
+# Optimisers (by the name of the class or a base class) that divide by the size of the gradient or take its sign.
 # fmt: off
 SCALE_FREE = frozenset((
     "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LAMB", "Lamb", "Lion", "Muon", "NAdam", "RAdam",
     "RMSprop", "Rprop", "SparseAdam",
 ))
 # fmt: on
-FEW = 1.5  # members that are effective, below which an ensemble of four and more may be one model
+FEW = 1.5  # with fewer effective members, an ensemble of four or more may be one model
 
 
 class EmbeddedPosterior(Posterior):
-    """Base class: members share weights, whose gradient is γ/M times the sum over members; decay and prior act as ever."""
+    """Base class: members share weights, whose gradient is γ/M times the sum over members; γ does not scale decay or prior."""
 
     account: Account
     gamma: float
@@ -55,12 +56,12 @@ class EmbeddedPosterior(Posterior):
 
     @property
     def modulations(self) -> dict[str, Tensor]:
-        """Name ("layers.0.r": of inputs, "layers.0.s": of outputs) -> (M, n) factors, the tensors themselves."""
+        """Name ("layers.0.r" on inputs, "layers.0.s" on outputs) -> factors (M, n); not copies."""
         own = {**self.particles.own_parameters(), **self.particles.own_buffers()}
         return {name: own[f"network.{name}"] for name in self._factors}
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        # The gradient is scaled, not a rate: what decays weights, or draws them to a prior, keeps its meaning.
+        # The gradient is scaled, not the rate, so that γ does not change weight decay and prior.
         factor = self.gamma / self.particles.everywhere
         used = params
         if factor != 1:
@@ -71,14 +72,14 @@ class EmbeddedPosterior(Posterior):
 
     def groups(self) -> list[Group]:
         trained = {f"network.{n}": p for n, p in self.modulations.items() if isinstance(p, nn.Parameter)}
-        rate, drawn = self.modulation_lr, "draws modulations to 0"
+        rate, drawn = self.modulation_lr, "pulls modulations towards 0"
         mine = Group("modulations", trained, rate=rate, decay=False, decayed=drawn, prior=False)
         *others, noise = super().groups()
         return [*others, mine, noise]
 
     @property
     def remedy(self) -> str:
-        """What makes members differ more."""
+        """Advice for members that differ too little."""
         raise NotImplementedError
 
     def draw(self) -> DrawnFunctions:
@@ -92,40 +93,40 @@ class EmbeddedPosterior(Posterior):
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
-        constructor: Any = cls  # which takes the network itself, as this class's does not
+        constructor: Any = cls  # subclasses take a network, this base class takes particles
         built: Self = constructor(network, likelihood=likelihood, **config)
         return built
 
 
 def without_effect(posterior: Posterior, optimizer: optim.Optimizer) -> str | None:
-    """What a user should know of training with this optimiser where it leaves γ of an embedded ensemble without effect."""
+    """A warning if γ of an embedded ensemble has no effect with this optimiser, else None."""
     kinds = (kind.__name__ for kind in type(optimizer).__mro__)
     if not isinstance(posterior, EmbeddedPosterior) or SCALE_FREE.isdisjoint(kinds):
         return None
     return (
-        f"γ = {posterior.gamma:g} of the regime changes nothing under {type(optimizer).__name__} but its ε, since it "
-        "divides gradients by their size; SGD shows the difference"
+        f"γ = {posterior.gamma:g} has almost no effect with {type(optimizer).__name__}, which divides gradients by their "
+        "size; use SGD"
     )
 
 
 def collapse_note(posterior: Posterior, metrics: Mapping[str, float]) -> dict[str, str]:
-    """{"collapse": a warning} where the metrics of an embedded ensemble look like those of one model; else nothing."""
+    """{"collapse": a warning} if the metrics of an embedded ensemble look like those of one model; else {}."""
     members, effective = posterior.particles.members, metrics.get("members/effective_members", FEW)
     if not isinstance(posterior, EmbeddedPosterior) or members < 4 or effective >= FEW:
         return {}
-    # Independent networks count as 1.2 of 8 where most of what they get wrong is hard for all of them.
+    # Even independent networks count as only 1.2 of 8 if all of them fail on the same hard examples.
     return {
         "collapse": f"{members} members count as {effective:.2f}: nearly one model, unless a DeepEnsemble on the same data "
-        f"counts as few, since all networks err on the same examples; {posterior.remedy}"
+        f"also counts as few because all networks fail on the same examples; {posterior.remedy}"
     }
 
 
 def embed(
     network: nn.Module, factors: Mapping[str, Tensor], own: set[int], likelihood: Likelihood | None, members: int
 ) -> Particles:
-    """M members of a cut network: `factors`, rows (M, n) by name, and the tensors with these ids are own, the rest shared.
+    """M members of a cut network: `factors` (M, n) and the tensors with ids in `own` are each member's own.
 
-    Built from one network, not from M copies: of shared tensors there is never more than one.
+    All other tensors are shared. They are never copied: members are built from one network, not from M copies.
     """
     member = Member(network, likelihood or Classification())
     rows: dict[str, Sequence[Tensor] | Tensor] = {}
@@ -144,15 +145,14 @@ def embed(
 
 
 def gamma_of(regime: RegimeName | float, members: int, collectivity: float) -> float:
-    """γ of a regime: M, 1, the number, or for "auto" what the collectivity ρ of the modulations asks for.
+    """γ of a regime: M, 1, the number itself, or for "auto" a choice by the collectivity ρ of the modulations.
 
-    In the wide limit the members' mean learns with a kernel of at most 1 + (M − 1)ρ times the one of their differences (the
-    individual kernel dilutes it). Up to twice is taken as M networks, γ = M; beyond, γ = M would only force the
-    rate down by that factor, and γ = 1 trains the common mode as one network trains. That is the transition at
-    ρ ~ 1/M.
+    In the wide limit the kernel of the members' mean is at most 1 + (M − 1)ρ times that of their differences (the
+    individual kernel dilutes it). Up to a factor of two, "auto" takes γ = M (M networks). Beyond it, γ = M would only force
+    a lower rate, and γ = 1 trains the mean like one network. So the transition is at ρ ~ 1/M.
     """
     if not isinstance(regime, str):
-        return float(number("regime", regime, above=0, hint="it is γ: M is independent, 1 collective"))
+        return float(number("regime", regime, above=0, hint="it is γ: M for independent members, 1 for a collective"))
     one_of("regime", regime, get_args(RegimeName), hint="name one of them, or pass γ as a number")
     if regime == "auto":
         return float(members) if (members - 1) * collectivity <= 1 else 1.0

@@ -1,4 +1,4 @@
-"""What FoRDE and LIT have in common: members compared by the derivative of their outputs with respect to the inputs."""
+"""Base class of FoRDE and LIT, which compare members by their input gradients."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -26,21 +26,21 @@ from dissensus.numerics.tree import Tensors
 
 log = logging.getLogger("dissensus")
 
-# Inputs whose gradients cannot be compared: what they are, and what to do
+# Inputs whose gradients cannot be compared: (description, remedy)
 FEW_DIMENSIONS = (
     ("integers only", "pass x.float() / 255 of images, or let the network begin after the embedding"),
     (
-        "one: a gradient of one number has only a sign for direction",
+        "only one: the gradient of one number has no direction but its sign",
         "give the network features of it, such as [x/2, (x/2)²] (dissensus.data.toy.quadratic_features)",
     ),
 )
 
 
 class InputGradientPosterior(StackedPosterior):
-    """Base class: z = {"gradients": (B, D)}, and {"weight": (B,)} where examples have weights.
+    """Base class: z = {"gradients": (B, D)}, with {"weight": (B,)} if examples have weights.
 
-    One forward pass gives loss and gradient; batch norm is in the mode of training, so an example's gradient holds what it
-    does to the others through the batch statistics, as in the authors' code of FoRDE.
+    One forward pass gives loss and gradient. Batch norm is in training mode, so an example's gradient includes its effect
+    on other examples through the batch statistics, as in the authors' code of FoRDE.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class InputGradientPosterior(StackedPosterior):
         self.gradient = one_of("gradient", gradient, ("logit", "log_prob"))
         self.examples = examples if examples is None else whole("examples", examples)
         self._known_to_be_differentiable = False
-        self._forms: Callable[[], AbstractContextManager[None]] = differentiated_twice  # that layers take
+        self._forms: Callable[[], AbstractContextManager[None]] = differentiated_twice  # which form layers run in
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         if not self.coupled:
@@ -88,7 +88,7 @@ class InputGradientPosterior(StackedPosterior):
         return value, z, after
 
     def check_batch(self, batch: Batch) -> None:
-        # Before the network is run: many fail on integers in their own words. One member is compared with nobody.
+        # Checked before the network runs: many networks fail on integers with unclear messages. One member needs no check.
         if self.particles.everywhere > 1 and (dimension := input_dimension(batch.x)) < 2:
             found, remedy = FEW_DIMENSIONS[dimension]
             raise ValueError(f"expected inputs of at least two floating-point features, got {found}; {remedy}")
@@ -102,7 +102,7 @@ class InputGradientPosterior(StackedPosterior):
 
 
 def counted_weight(likelihood: Likelihood, batch: Batch) -> Tensor | None:
-    """(B,) weights that are 0 where no label of an example counts; None where all count alike."""
+    """(B,) example weights, 0 for examples without a counted label; None if all count the same."""
     counted = likelihood.counted(batch.y)
     if counted is None:
         return batch.weight
@@ -111,10 +111,10 @@ def counted_weight(likelihood: Likelihood, batch: Batch) -> Tensor | None:
 
 
 def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) -> None:
-    """Raises where the input gradient of a member cannot be differentiated by its weights; tried on two examples.
+    """Raises if a member's input gradient cannot be differentiated with respect to its weights; tried on two examples.
 
-    With layers in the forms of `core.twice`, or else, from then on, in torch's own. By `backward`: functions that are
-    differentiable once raise there, while `torch.autograd.grad` leaves their share out.
+    Tries the layer forms of `core.twice` first; if they fail, torch's own are used from then on. Uses `backward`, which
+    raises for functions that are differentiable only once, while `torch.autograd.grad` silently leaves them out.
     """
     first = state_of(posterior).member(0)
     stored = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
@@ -131,11 +131,11 @@ def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) 
             z["gradients"].sum().backward()
         posterior._forms = forms
 
-    # Of any size: two examples may be small where a batch is not.
+    # For any size: two examples may be small when a batch is not.
     written = partial(run, differentiated_twice, of_any_size=True)
 
     def note(_: str, reason: str) -> None:
-        log.info("second derivatives are torch's own, which are slow: those written out fail here (%s)", reason)
+        log.info("using torch's slow second derivatives: the library's fast ones fail for this network (%s)", reason)
 
     try:
         with same_random_state(posterior.device):
@@ -148,10 +148,9 @@ def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) 
             "functions with setup_context and a differentiable backward, leave activation checkpointing out, and run recurrent "
             "layers without their fused kernels (torch.backends.cudnn.flags(enabled=False))"
         ) from error
-    # Zeros are allowed, as of heads that start at zero; weights that the graph does not reach have none.
+    # Zero gradients are allowed (heads may start at zero); weights outside the graph have None.
     if all(tensor.grad is None for tensor in params.values()):
         raise ValueError(
-            "expected input gradients that depend on the weights that train, got some without a graph to them: members "
-            "would not repel each other; take no_grad, detach and numpy out of the network's forward, or compute such "
-            "features beforehand"
+            "expected input gradients that depend on the trained weights, got some that do not: members would not repel "
+            "each other; remove no_grad, detach and numpy from the network's forward, or compute such features beforehand"
         )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dissensus.methods.parts.trajectory import Count
+from dissensus.numerics.divided import here
 from dissensus.numerics.flat import Block, state_dtype
 from dissensus.numerics.tree import Tensors, TensorTree
 
@@ -17,17 +18,17 @@ Drift = Literal["gradient", "none"]
 
 
 def kalman(p: float, state_noise: float, measurement_noise: float) -> tuple[float, float]:
-    """(gain K, error variance P after the step) of a scalar filter whose error variance was p before it."""
+    """(gain K, error variance P after the step) of a scalar filter with error variance p before the step."""
     predicted = p + state_noise
     gain = predicted / (predicted + measurement_noise)
     return gain, (1 - gain) * predicted
 
 
 class WeightFilters(nn.Module):
-    """Mean μ and variance s of every weight, shaped as the weights and kept in at least float32.
+    """Mean μ and variance s of every weight, in the shape of the weights and in at least float32.
 
-    The gains do not depend on the data: one number for all weights, computed on the host in float64 from the count of
-    steps. Everything else goes over all weights at once and waits for no device.
+    The gains do not depend on the data: one number for all weights, computed on the host in float64 from the step count.
+    Everything else is computed for all weights at once, without synchronising with the device.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class WeightFilters(nn.Module):
 
     @torch.no_grad()
     def start(self, means: Mapping[str, Tensor], variances: Mapping[str, float]) -> None:
-        """Sets μ and s and forgets what was observed."""
+        """Sets μ and s and resets the step count."""
         for name, mean in self.mean.items():
             mean.copy_(means[name])
         for name, variance in self.variance.items():
@@ -75,10 +76,10 @@ class WeightFilters(nn.Module):
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:
-        """One step of both filters, after the optimiser's: w is the new weight, ∇L the gradient that led to it."""
-        weights: list[Tensor] = list(self.weights.values())
+        """One step of both filters, after the optimiser's: w is the new weight, ∇L the gradient of that step."""
+        weights = [here(weight) for weight in self.weights.values()]
         state = self._state(weights)
-        moved = self._move(optimizer, weights, state)
+        moved = self._move(optimizer, list(self.weights.values()), state)
         gain_mean, gain_variance = self._gains(self.observed.add())
         for rate, means, variances, moves in moved:
             # Prediction: μ⁻ = μ − η∇L, s⁻ = s + (η∇L)²
@@ -87,15 +88,15 @@ class WeightFilters(nn.Module):
         # μ ← (1 − K) μ⁻ + K w = μ⁻ + K (w − μ⁻)
         means, variances, distances = state.distances(weights)
         torch._foreach_add_(means, distances, alpha=gain_mean)
-        # eq. (4) of the paper measures the variance by z = w². Not here: E[w²] is s + μ², and taking μ² away again leaves
-        # rounding of the size of μ² and, while μ lags behind w, variances below 0. z = (w − μ)² with the new μ, as in the
+        # eq. (4) of the paper measures the variance by z = w². Not here: E[w²] is s + μ², and subtracting μ² again gives
+        # rounding errors as large as μ² and, while μ lags behind w, variances below 0. z = (w − μ)² with the new μ, as in the
         # authors' program, measures the same s and cannot be negative: s ← (1 − K) s⁻ + K (w − μ)². The distance from the
         # new μ is w − μ = (1 − K_μ)(w − μ⁻).
         state.variance.flat.mul_(1 - gain_variance)
         torch._foreach_addcmul_(variances, distances, distances, gain_variance * (1 - gain_mean) ** 2)
 
     def _move(self, optimizer: Optimizer, weights: list[Tensor], state: "_State") -> list["_Moved"]:
-        """For each group of parameters: its rate, means, variances and gradients, all zero for a step that was skipped."""
+        """Rate, means, variances and gradients of each parameter group; gradients are zero for a skipped step."""
         if all(weight.grad is None for weight in weights):
             raise ValueError(
                 "expected gradients in .grad, got none; call observe after backward and optimizer.step(), and zero "
@@ -111,7 +112,7 @@ class WeightFilters(nn.Module):
                 )
                 rate = self._rate(group["lr"])
                 moved.append(_Moved(-rate if group.get("maximize") else rate, means, variances, moves))
-                gradients += [p.grad for p in held]
+                gradients += [here(p.grad) for p in held if p.grad is not None]
         if not moved:
             raise ValueError(
                 "expected an optimizer over the network's parameters, got one over other tensors; build it on "
@@ -123,10 +124,10 @@ class WeightFilters(nn.Module):
         if len(gradients) < len(weights):
             work.zero_()
         torch._foreach_copy_([view for each in moved for view in each.moves], gradients)
-        if len(moved) == 1 and len(gradients) == len(weights):  # one rate for all: as one tensor
+        if len(moved) == 1 and len(gradients) == len(weights):  # one rate for all: use one flat tensor
             moved = [_Moved(moved[0].rate, [state.mean.flat], [state.variance.flat], [work])]
-        # Gradients that are not finite belong to a step that a gradient scaler has skipped: nothing moved. Decided where
-        # the gradients lie, so that the host does not wait.
+        # Non-finite gradients belong to a step that a gradient scaler skipped, so nothing moved. This is decided on the
+        # device of the gradients, so that the host does not wait.
         total = work.sum()
         if work.device.type == "cpu":
             return moved if math.isfinite(total) else []
@@ -134,7 +135,7 @@ class WeightFilters(nn.Module):
         return moved
 
     def _rate(self, rate: float | Tensor) -> float:
-        """The learning rate as a number. A tensor (captured steps have one on the device) is read when it has changed."""
+        """The learning rate as a number. A tensor (used by captured steps) is read only when it has changed."""
         if not isinstance(rate, Tensor):
             return float(rate)
         known, version, value = self._rates.get(id(rate), (None, -1, 0.0))
@@ -144,8 +145,8 @@ class WeightFilters(nn.Module):
         return value
 
     def _gains(self, step: int) -> tuple[float, float]:
-        """(K of the mean, K of the variance) at this step, from 1."""
-        if self._clock[0] != step - 1:  # read from a file, or started anew
+        """(K of the mean, K of the variance) at this step, counted from 1."""
+        if self._clock[0] != step - 1:  # loaded from a file, or restarted
             self._clock = (0, 0.0, 0.0)
             for earlier in range(1, step):
                 self._gains(earlier)
@@ -167,13 +168,13 @@ class WeightFilters(nn.Module):
         return share
 
     def _state(self, weights: list[Tensor]) -> "_State":
-        """The filters' memory, laid out as the weights are, so that copies between them are fused."""
+        """The filters' tensors, laid out in memory like the weights, so that copies between them are fused."""
         if self._cached is None or not self._cached.fits(weights):
             means, variances = self.mean, self.variance
             dtype = next(iter(means.values())).dtype
             self._cached = _State(
-                [means[name] for name in self.weights],
-                [variances[name] for name in self.weights],
+                [here(means[name]) for name in self.weights],
+                [here(variances[name]) for name in self.weights],
                 *(Block(weights, dtype) for _ in range(3)),
             )
             for buffers, block in (
@@ -195,7 +196,7 @@ class WeightFilters(nn.Module):
 
 
 class _Moved(NamedTuple):
-    """What one group of an optimiser moves."""
+    """One parameter group of an optimiser, and its step."""
 
     rate: float
     means: list[Tensor]
@@ -214,12 +215,12 @@ class _State:
     work: Block
 
     def fits(self, weights: list[Tensor]) -> bool:
-        """Whether the weights lie as they did and the named tensors still are where they were put."""
+        """Whether the memory layout of the weights and the storage of the named tensors are unchanged."""
         pairs = [*zip(self.means, self.mean.views, strict=True), *zip(self.variances, self.variance.views, strict=True)]
         return self.work.fits(weights) and all(named.data_ptr() == view.data_ptr() for named, view in pairs)
 
     def distances(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """(means, variances, w − μ), as lists of tensors that go together."""
+        """(means, variances, w − μ), as lists of corresponding tensors."""
         if self.work.flat.device.type == "cpu":  # few large operations are faster there, less memory traffic elsewhere
             torch._foreach_copy_(self.work.views, weights)
             return [self.mean.flat], [self.variance.flat], [self.work.flat.sub_(self.mean.flat)]

@@ -1,4 +1,4 @@
-"""The last layer of a network, found by running it: the linear layer whose output is the network's."""
+"""The last layer of a network, found by running it: the linear layer whose output is the network's output."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,11 +19,11 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True)
 class LastLayer:
-    """One linear layer by name: outputs = W features + b, at every position where it is a 1×1 convolution."""
+    """A linear layer and its name: outputs = W features + b, at every position for a 1×1 convolution."""
 
     name: str
     layer: nn.Module
-    parameters: dict[str, Tensor]  # name in the network -> the layer's weight and, where it has one, its bias
+    parameters: dict[str, Tensor]  # name in the network -> the layer's weight and, if any, its bias
 
     @property
     def channels(self) -> int:
@@ -31,15 +31,14 @@ class LastLayer:
         return 1 if isinstance(self.layer, CONVOLUTIONS) else -1
 
     def matrix(self, tensors: dict[str, Tensor]) -> Tensor:
-        """(..., C, D) weights and biases side by side in float64, of tensors named as `parameters`, which may have axes in
-        front."""
+        """(..., C, D) weights and biases side by side in float64, from tensors named like `parameters`."""
         weight, *bias = (tensors[name].double() for name in self.parameters)
         front = weight.ndim - next(iter(self.parameters.values())).ndim
         parts = [weight.flatten(front + 1), *(each[..., None] for each in bias)]
         return torch.cat(parts, dim=-1)
 
     def tensors(self, matrix: Tensor) -> dict[str, Tensor]:
-        """The inverse of `matrix`, in the shapes and dtypes of the layer's parameters, each in memory of its own."""
+        """The inverse of `matrix`: copies in the shapes and dtypes of the layer's parameters."""
         (weight, kernel), *bias = self.parameters.items()
         inputs = kernel.shape[1]
         found = {weight: matrix[..., :inputs].reshape(*matrix.shape[:-1], inputs, *kernel.shape[2:])}
@@ -50,7 +49,7 @@ class LastLayer:
         }
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """(n, C) one row per position, in float64, of a tensor with channels as the layer has them."""
+        """(n, C) one row per position, in float64, from a tensor with the layer's channel axis."""
         moved = tensor.movedim(self.channels, -1).double()
         return moved.reshape(-1, moved.shape[-1])
 
@@ -61,17 +60,19 @@ class LastLayer:
 
 
 def last_layer(network: nn.Module, x: Inputs, name: str | None = None) -> LastLayer:
-    """The layer of that name, or the last linear one that is called with x; an error where outputs are not its own."""
+    """The layer of that name, or the last linear layer called for x; raises if the network's outputs are not its outputs."""
     layers = dict(network.named_modules())
     if name is not None and name not in layers:
         one_of("layer", name, [each for each in layers if _is_linear(layers[each])])
     called: list[str] = []
 
     def note(each: str) -> None:
-        # A module around a layer that was called is no layer, though it may have weights, as a vision transformer has a class
-        # token; what it does to the layer's outputs, `check_outputs` sees.
+        # A module that contains a called layer does not count as a layer, even if it has weights (a vision transformer has a
+        # class token). `check_outputs` finds out if it changes the layer's outputs.
         around = any(inner != each and inner.startswith(f"{each}." if each else "") for inner in called)
-        if not around or isinstance(layers[each], (nn.Linear, *CONVOLUTIONS)):  # parametrised: its weights are called
+        if not around or isinstance(
+            layers[each], (nn.Linear, *CONVOLUTIONS)
+        ):  # a parametrised layer contains called modules, too
             called.append(each)
 
     watched = [each for each, layer in layers.items() if (_weighing(layer) if name is None else each == name)]
@@ -84,7 +85,7 @@ def last_layer(network: nn.Module, x: Inputs, name: str | None = None) -> LastLa
     found = called[-1] if called else name or ""
     if fault := _fault(network, found, called):
         raise ValueError(
-            f"expected a last layer in whose weights outputs are linear, got {fault}, or name another with layer="
+            f"expected outputs that are linear in the weights of the last layer, got {fault}, or name another with layer="
         )
     under = f"{found}." if found else ""
     own = {f"{under}{key}": p for key, p in layers[found].named_parameters(recurse=False)}
@@ -93,7 +94,7 @@ def last_layer(network: nn.Module, x: Inputs, name: str | None = None) -> LastLa
 
 @contextmanager
 def watching(last: LastLayer) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Inside, (features, outputs) of every call of the layer are appended to the list, as they are there."""
+    """Context in which copies of (features, outputs) of every call of the layer are appended to the list."""
     seen: list[tuple[Tensor, Tensor]] = []
 
     def keep(_: nn.Module, args: tuple[Tensor, ...], keywords: dict[str, Tensor], outputs: Tensor) -> None:
@@ -108,14 +109,14 @@ def watching(last: LastLayer) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 
 def gather(gathered: CurvatureSums, network: nn.Module, likelihood: Likelihood, last: LastLayer, batch: Batch) -> None:
-    """Adds what one batch has to say of one network."""
+    """Adds the curvature of one batch for one network to the sums."""
     x, y, weight = batch
     with watching(last) as seen, batches.unchanged(x):
         outputs = batches.call(network, x)
     if len(seen) != 1:  # the layer was found with the first batch
         raise ValueError(
-            f"expected a last layer that every batch passes once, got '{last.name}' called {len(seen)} times in one; "
-            "outputs are then not linear in its weights: give the network one last layer"
+            f"expected a last layer that is called once per batch, got '{last.name}' called {len(seen)} times; outputs are "
+            "then not linear in its weights: give the network one last layer"
         )
     features, made = seen[0]
     if not bool(outputs.isfinite().all()):
@@ -123,8 +124,8 @@ def gather(gathered: CurvatureSums, network: nn.Module, likelihood: Likelihood, 
     check_outputs(last, made, outputs)
     if last.channels == -1 and made.ndim > 2 and type(likelihood).curvature is not Regression.curvature:
         raise ValueError(
-            f"expected outputs (B, C) of the last layer '{last.name}', got {tuple(made.shape)}, whose axis 1 is not the "
-            "layer's; let a 1×1 convolution make outputs at positions"
+            f"expected outputs (B, C) of the last layer '{last.name}', got {tuple(made.shape)}, where axis 1 is not the "
+            "class axis; for outputs at several positions, use a 1×1 convolution"
         )
     counted = likelihood.counted(y)
     log_prob = likelihood.log_prob(outputs.double(), y)
@@ -142,22 +143,22 @@ def gather(gathered: CurvatureSums, network: nn.Module, likelihood: Likelihood, 
 
 
 def check_outputs(last: LastLayer, made: Tensor, outputs: Tensor) -> None:
-    """Raises where the network's outputs are not what the layer made, an axis of length one left out or not."""
+    """Raises if the network's outputs differ from the layer's (axes of length one may be dropped)."""
     same = made.shape == outputs.shape or made.squeeze(last.channels).shape == outputs.shape
     if not same or not torch.equal(made.reshape(outputs.shape), outputs):
         raise ValueError(
-            f"expected outputs that are those of the last layer '{last.name}', got others: something is done to them "
-            "afterwards; leave that out (a softmax belongs to the likelihood), or name the right layer with layer="
+            f"expected a network that returns the outputs of its last layer '{last.name}', got others: they are changed "
+            "afterwards; remove that (a softmax belongs to the likelihood), or name the right layer with layer="
         )
 
 
 def _weighing(layer: nn.Module) -> bool:
-    """Whether a layer multiplies by weights of its own: the last one called must be the linear one."""
+    """Whether a layer multiplies by its own weights: the last such layer called must be linear."""
     return isinstance(layer, nn.Linear) or any(p.ndim > 1 for p in layer.parameters(recurse=False))
 
 
 def _is_linear(layer: nn.Module) -> bool:
-    """Whether this is a linear layer or a 1×1 convolution, and no kind of one's own that does something else."""
+    """Whether this is a linear layer or a 1×1 convolution, and not a subclass with another forward."""
     if isinstance(layer, CONVOLUTIONS):
         ones = {*layer.kernel_size, *layer.stride, layer.groups} == {1}
         padded = not isinstance(layer.padding, str) and set(layer.padding) != {0}
@@ -166,7 +167,7 @@ def _is_linear(layer: nn.Module) -> bool:
 
 
 def _fault(network: nn.Module, name: str, called: list[str]) -> str | None:
-    """What is wrong with this layer as the last one, and what to do about it."""
+    """Why this layer cannot be the last one, and the remedy; None if it can."""
     layer, times = network.get_submodule(name), called.count(name)
     if times == 0:
         return f"{f'{name!r} never' if name else 'no layer with weights'} called; call a linear layer as a module, last"

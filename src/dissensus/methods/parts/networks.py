@@ -1,4 +1,4 @@
-"""One network or many: what the first argument of a method may be, and the particles that it becomes."""
+"""One network or many: the first argument of a method, and the particles made from it."""
 
 import copy
 import inspect
@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from dissensus.core.attributes import unmade
+from dissensus.core.fully import check_whole
 from dissensus.core.likelihood import Classification, Likelihood
-from dissensus.core.member import check_initialised, check_whole
+from dissensus.core.member import check_initialised
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
@@ -23,10 +24,10 @@ Made = TypeVar("Made", bound=Posterior)
 
 
 class NetworksPosterior(Posterior):
-    """Base class of methods that hold one module, the caller's own, or a stack that copies a list of them.
+    """Base class of methods that hold the caller's module itself, or copy a list of modules into a stack.
 
-    Particles of another posterior are taken as they are, with the likelihood they have: both then watch the same weights.
-    `latents`: tensors beside the network's, of which each network of a list gets a copy.
+    Another posterior's particles are used directly, with their likelihood: both posteriors then share the same weights.
+    `latents`: extra tensors; each network of a list gets a copy.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class NetworksPosterior(Posterior):
 
 
 def made_members(modules: Sequence[nn.Module] | Callable[[], nn.Module], members: int | None) -> Sequence[nn.Module]:
-    """The networks given, or as many as `members` says of those that a function makes."""
+    """The given networks, or `members` networks made by the given function."""
     makes = callable(modules) and not isinstance(modules, nn.Module)
     if makes != (members is not None):
         raise ValueError(
@@ -93,7 +94,7 @@ def stack_members(
 
 
 def own_settings(posterior: nn.Module) -> dict[str, Any]:
-    """What a file says of a method's own keywords, all JSON: attributes of these names, by their `config` if they have one."""
+    """The method's own keywords and their values as JSON, read from attributes of the same names."""
     common = {"members", "likelihood", *PriorKeywords.__annotations__}
     known = inspect.signature(type(posterior)).parameters.values()
     names = [each.name for each in known if each.kind is each.KEYWORD_ONLY and each.name not in common]
@@ -104,14 +105,14 @@ def own_settings(posterior: nn.Module) -> dict[str, Any]:
 def cut_again(
     cls: type[Made], network: nn.Module, config: dict[str, Any], likelihood: Likelihood, *, of_draw: Sequence[str]
 ) -> Made:
-    """A method that cuts layers, made of the config in a file, with nothing drawn; `of_draw`: keys that a draw alone needs."""
+    """A method that cuts layers, built from a file's config, without a draw; `of_draw`: keys that only a draw needs."""
     for name, parameter in network.named_parameters():
         if parameter.is_floating_point():
             parameter.requires_grad_(name not in config["frozen"])
     several = config["networks"]
     networks = network if several is None else placeholders(network, several)
     settings = {key: value for key, value in config.items() if key not in ("networks", "frozen", *of_draw)}
-    constructor: Any = cls  # whose keywords are its own
+    constructor: Any = cls  # each method has its own keywords
     made: Made = constructor(
         networks, likelihood=likelihood, **settings | {"annealing": Annealing(**config["annealing"])}
     )
@@ -119,9 +120,9 @@ def cut_again(
 
 
 def placeholders(network: nn.Module, members: int) -> list[nn.Module]:
-    """Copies of one network with made-up, distinct values: to be overwritten by those of a file.
+    """Copies of one network with distinct placeholder values, to be overwritten from a file.
 
-    Buffers that no file holds stay as they are.
+    Non-persistent buffers, which files do not hold, keep their values.
     """
     copies = [copy.deepcopy(network, unmade(network)) for _ in range(members)]
     with torch.no_grad():

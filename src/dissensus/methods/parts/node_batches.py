@@ -1,4 +1,4 @@
-"""Batches of a NodeBNN in training: each example several times, and what is looked at before batches of a new shape."""
+"""Batches of a NodeBNN in training: each example is repeated, and batches of a new shape are checked."""
 
 import logging
 from collections.abc import Collection, Sequence
@@ -20,9 +20,9 @@ WIDE = 0.2  # with 0.3 a CIFAR-10 ResNet-20 falls from 92 to 77 % before the fir
 
 
 def repeated_inputs(x: Inputs, times: int, *, first: int | None = None, whole: Collection[int] = ()) -> Inputs:
-    """x, or its first rows, with each row so many times; what has no row per example is left as it is.
+    """x, or its first rows, with each row repeated `times` times; tensors without a row per example are not changed.
 
-    `whole`: numbers of tensors that have none though they may be as long as the batch.
+    `whole`: numbers of the tensors that have no row per example, although they may be as long as the batch.
     """
     size, number = batches.size(x), count()
 
@@ -34,21 +34,21 @@ def repeated_inputs(x: Inputs, times: int, *, first: int | None = None, whole: C
 
 
 def repeated(tensor: Tensor, times: int) -> Tensor:
-    """(B · times, ...): each row so many times, in a row."""
+    """(B · times, ...): each row `times` times in succession."""
     return tensor if times == 1 else tensor[:, None].expand(-1, times, *tensor.shape[1:]).flatten(0, 1)
 
 
 def of_another_length(x: Inputs) -> set[int]:
-    """Numbers of the tensors in x that are not as long as the batch. One row may stand for those of all examples."""
+    """Numbers of the tensors in x that are not as long as the batch, such as one row for all examples."""
     size = batches.size(x)
     return {i for i, tensor in enumerate(batches.tensors(x)) if tensor.ndim and len(tensor) not in (1, size)}
 
 
 def tables_beside(particles: Particles, x: Inputs, whole: Collection[int]) -> list[tuple[int, ...]]:
-    """Shapes of the tensors beside the first one, where one of them has no row per example though it is as long as the batch.
+    """Shapes of the tensors after the first, if one of them is as long as the batch but has no row per example.
 
-    Found by the outputs: examples that stand twice in a batch, x₁, x₁, x₂, x₂, …, then have others than when they stand once.
-    Such a tensor is a table, or belongs to pairs of examples.
+    Such a tensor is a table, or belongs to pairs of examples. It is found by the outputs, which change when each example is
+    repeated in the batch: x₁, x₁, x₂, x₂, ….
     """
     size = batches.size(x)
     beside = [t for i, t in enumerate(batches.tensors(x)) if i and i not in whole and t.ndim and len(t) == size > 1]
@@ -72,16 +72,16 @@ def tables_beside(particles: Particles, x: Inputs, whole: Collection[int]) -> li
 def examine_layers(
     particles: Particles, sites: Sequence[Site], x: Inputs, *, whole: Collection[int], like: Tensor, again: bool
 ) -> None:
-    """Raises where a layer's first axis is not the batch, though it may be as long as this one: asked with 2 and 3 rows.
+    """Raises if a layer's first axis is not the batch axis, tried with 2 and 3 rows.
 
-    Tells each layer whether others write into its outputs, and says which are not called: latents there do nothing.
-    `whole`: tensors in x without rows of examples. `again`: batches of other shapes were looked at before. Called in eval
-    mode, which the particles do not keep: whoever calls this puts it back.
+    Marks layers whose outputs are modified in place, and warns of layers that are not called, where latents have no effect.
+    `whole`: tensors in x without a row per example. `again`: batches of other shapes were checked before. Call it in eval
+    mode and set the mode again afterwards, because this changes it.
     """
     ones = like.new_ones(3, sum(site.width for site in sites))
 
     def look(rows: int) -> tuple[set[str], set[str]]:
-        """(layers that so many rows pass, those of them whose outputs were written into)."""
+        """(layers that are called with this many rows, those of them whose outputs were modified in place)."""
         some, nodes = repeated_inputs(x, rows, first=1, whole=whole), by_layer(sites, ones[:rows])
 
         def run(member: Member) -> tuple[set[str], set[str]]:
@@ -100,20 +100,20 @@ def examine_layers(
     unmet = [name for name in names if name not in passed]
     if len(unmet) == len(names):
         raise ValueError(
-            f"expected a network that calls its layers, got {type(network).__name__}, which calls none of those with latents "
-            "and at most reads their weights: latents would do nothing; call the layers, or name others with layers=[...]"
+            f"expected a network that calls its layers, got {type(network).__name__}, which calls no layer with latents, so "
+            "latents would have no effect; call the layers, or name others with layers=[...]"
         )
     if unmet and not again:
         log.warning(
-            "latents do nothing in %s, which a batch does not pass in eval mode; if the forward reads the weights alone, leave "
-            "these layers out with layers=[...]",
+            "latents have no effect in %s, which forward does not call in eval mode; if it only reads their weights, exclude "
+            "these layers with layers=[...]",
             first_names(unmet),
         )
     try:
         with same_random_state(like.device):
-            particles.train()  # dropout, and noise of one's own, may write in training alone
+            particles.train()  # dropout and custom noise may modify outputs in training mode only
             passed, written = (before | now for before, now in zip((passed, written), look(3), strict=True))
-    except Exception:  # a network may want other batches in training; the batch itself will show whether it can
+    except Exception:  # the network may need other batches in training mode; the real batch will show that
         written = set(names)
     for name in passed:
         layer = network.get_submodule(name)
@@ -121,9 +121,9 @@ def examine_layers(
 
 
 def warn_of_start(network: nn.Module, std: float | None) -> None:
-    """Says where a start does not suit frozen statistics: those a layer was built with would normalise nothing, for good.
+    """Warns if frozen batch statistics are still the initial ones, or if the latents start too wide for a trained network.
 
-    `std`: the latents' mean deviation before any training, None after; a wide one drowns what a trained network knows.
+    `std`: the latents' mean standard deviation before training, None afterwards.
     """
     blank = [
         name
@@ -132,12 +132,13 @@ def warn_of_start(network: nn.Module, std: float | None) -> None:
     ]
     if blank:
         log.warning(
-            'batch_norm="frozen" keeps statistics that no data have passed in %s; "trained" suits a network from scratch',
+            'batch_norm="frozen" keeps the initial batch statistics in %s, which saw no data; for a network trained from '
+            'scratch use "trained"',
             first_names(blank),
         )
     elif std is not None and std > WIDE:
         log.warning(
-            'latents start with a deviation of %.2g; with batch_norm="frozen", on a network that was trained before, that '
-            "drowns what it knows: init_std=0.1 suits it",
+            'latents start with a standard deviation of %.2g; with batch_norm="frozen" that is too much noise for a '
+            "pretrained network: use init_std=0.1",
             std,
         )

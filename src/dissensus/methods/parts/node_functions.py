@@ -1,4 +1,4 @@
-"""Functions of a network with latents on its nodes: one set of latents for each, the weights common to all."""
+"""Drawn functions of a network with latents on its nodes: each function has its own latents; weights are shared."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from dissensus.surgery.conversion import DENSE, folded
 from dissensus.surgery.factored import Factors, Kernel, folded_kernel, takes_kernel
 from dissensus.surgery.nodes import Site, by_layer, placed, standing
 
-MOST_KERNELS = 2**28  # bytes; a network with larger ones takes so long itself that folding them anew is not seen
+MOST_KERNELS = 2**28  # bytes; for larger kernels the time to fold them in every call is negligible
 
 
 class NodeFunctions(DrawnFunctions):
     """S functions in eval mode, given by latents (S, D).
 
-    Where there are convolutions functions run one after the other with their latents folded into the kernels, so that each
-    costs one plain pass; a network of dense layers alone runs all at once, with weights in common and latents on activations.
-    The weights are those that the particles have when a function is called; `fixed` takes a copy.
+    With convolutions, functions run one after the other, with latents folded into the kernels, so that each costs one plain
+    pass. A network of only dense layers runs all functions at once, with shared weights and latents on the activations.
+    A call uses the present weights of the particles; `fixed` makes a copy of them.
     """
 
     def __init__(self, particles: Particles, sites: Sequence[Site], latents: Tensor) -> None:
         super().__init__()
         self.particles = particles
         self.sites = sites
-        # "latents" (S, D) and, where those are folded, "weight.NUMBER" and "bias.NUMBER" (S, ...) of layers: not by name, which
-        # is none where the network is itself the layer, and may go on in another's
+        # "latents" (S, D) and, for folded layers, "weight.NUMBER" and "bias.NUMBER" (S, ...). Numbers, not names: a layer's
+        # name is empty if the network is itself the layer, and may be a prefix of another name
         self.drawn = TensorTree()
         self.drawn.plant("latents", latents, persistent=False)
         self.members = len(latents)
@@ -49,12 +49,12 @@ class NodeFunctions(DrawnFunctions):
     @classmethod
     @torch.no_grad()
     def fixed(cls, particles: Particles, sites: Sequence[Site], latents: Tensor) -> NodeFunctions:
-        """Functions of the weights as they are now, whatever becomes of those; kernels are folded once, for all batches."""
+        """Functions with a copy of the present weights; kernels are folded once, for all batches."""
         shared = tensors_of(particles.shared)
         held = {name: [tensor.detach()] for name, tensor in shared.items() if not name.startswith("latents.")}
         copied = Particles.split(particles.copied_template(), held, own=lambda _: False, kept=(), members=1)
         if copied.template is not particles.template:
-            copied.eval()  # for good, so that no call has to switch modes and put them back
+            copied.eval()  # permanently, so that calls need not switch modes
         functions = cls(copied, sites, latents.detach().clone())
         if copied.how == "loop":
             with copied.turn():
@@ -62,7 +62,7 @@ class NodeFunctions(DrawnFunctions):
         return functions
 
     def _fold(self, member: Member) -> None:
-        """Keeps the kernels of all functions, if there is room for them."""
+        """Stores the folded kernels of all functions, if they take at most MOST_KERNELS."""
         nodes = [by_layer(self.sites, latents) for latents in self.latents]
         layers = {name: member.network.get_submodule(name) for name in nodes[0]}
         layers = {name: layer for name, layer in layers.items() if takes_kernel(layer)}
@@ -82,7 +82,7 @@ class NodeFunctions(DrawnFunctions):
 
     @property
     def standing(self) -> list[dict[str, Factors | Kernel]]:
-        """Of each function: layer -> what stands there."""
+        """For each function: layer -> its factors or folded kernel."""
         if self._standing is None:
             kernels = {name: tensor for name, tensor in tensors_of(self.drawn).items() if name != "latents"}
             self._standing = []
@@ -104,7 +104,7 @@ class NodeFunctions(DrawnFunctions):
         loop = particles.how == "loop"
         rows: dict[str, Any] = {"index": range(self.members)} if loop else {"latents": self.latents}
 
-        def all_of(member: Member) -> Any:  # the weights are put in once for all
+        def all_of(member: Member) -> Any:  # weights are put in once for all functions
             layers = [member.network.get_submodule(name) for name in self.standing[0]]
 
             def one(row: Rows) -> Any:
@@ -119,7 +119,7 @@ class NodeFunctions(DrawnFunctions):
             return particles.call(all_of, particles.shared_parameters(), particles.shared_buffers())[0]
 
     def unfold(self) -> None:
-        """Lets all functions run at once, latents on activations, and drops kernels folded for each: weights are kept once."""
+        """Makes all functions run at once, with latents on activations, and drops the folded kernels to save memory."""
         latents, self.drawn = self.latents, TensorTree()
         self.drawn.plant("latents", latents, persistent=False)
         self._standing = None
@@ -143,12 +143,21 @@ class NodeFunctions(DrawnFunctions):
 
         return self.one_by_one(x, described)
 
+    def cut(self, rows: slice) -> DrawnFunctions:
+        how = self.particles.how
+        mine = NodeFunctions(self.particles, self.sites, self.latents[rows])
+        self.particles.how = how
+        for name, tensor in tensors_of(self.drawn).items():
+            if name != "latents":
+                mine.drawn.plant(name, tensor[rows], persistent=False)
+        return mine
+
     def member(self, index: int) -> nn.Module:
         return collapsed(self.particles, self.sites, self.latents[member_index(index, self.members)]).eval()
 
 
 def collapsed(particles: Particles, sites: Sequence[Site], latents: Tensor) -> nn.Module:
-    """An ordinary network that computes what the members' network does with these latents (D,) on its nodes."""
+    """An ordinary network equal to the members' network with these latents (D,) on its nodes."""
     network = particles.member(0)
     for name, nodes in by_layer(sites, latents.detach()).items():
         network.get_submodule(name).nodes = nodes  # type: ignore[assignment]

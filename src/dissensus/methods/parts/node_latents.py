@@ -1,4 +1,4 @@
-"""The latents of a node-based BNN: how they start, how they are drawn, and what their posterior costs.
+"""The latents of a node-based BNN: initial values, samples, and the KL term of their posterior.
 
     q(z) = (1/K) Σ_k N(z; μ_k, diag σ_k²),    p(z) = N(z; 1, s² I)
 
@@ -26,25 +26,23 @@ from dissensus.surgery.nodes import NodedNetwork, with_nodes
 Bound = Literal["joint", "per_layer", "released"]
 Divergence = Literal["mixture", "surrogate"]
 Family = Literal["gaussian", "cauchy"]
-Noise = Callable[
-    ..., Tensor
-]  # torch.randn, or what takes the same arguments and has another law of location 0 and scale 1
+Noise = Callable[..., Tensor]  # torch.randn, or another distribution of location 0 and scale 1 with the same arguments
 EXACT = 1 / 4  # of (μ_k − μ_r)² / (σ_k² + σ_r²) in the Bhattacharyya distance
-RELEASED = 1 / 16  # what the authors' code has in its place: still a lower bound, a looser one
+RELEASED = 1 / 16  # the factor in the authors' code: still a lower bound, but a looser one
 
 
 @dataclass(frozen=True)
 class Complexity:
-    """What a mixture with means and deviations (K, D) costs, by one of the bounds on its entropy."""
+    """The KL term of a mixture with means and deviations (K, D), with one of the bounds on its entropy."""
 
     prior_std: float
     widths: tuple[int, ...]  # latents of each layer
     bound: Bound = "joint"
     divergence: Divergence = "mixture"
-    family: Family = "gaussian"  # of components and prior; Cauchy's entropy is bounded by the components' mean
+    family: Family = "gaussian"  # of components and prior; for Cauchy, the bound on the entropy is the components' mean
 
     def kl(self, mean: Tensor, std: Tensor, temperature: float = 1.0) -> Tensor:
-        """() H[q, p] − T Ĥ[q] in nats, KL(q ‖ p) at T = 1; with iBNN's surrogate in place of the KL where asked for."""
+        """() H[q, p] − T Ĥ[q] in nats, KL(q ‖ p) at T = 1; with divergence="surrogate", iBNN's in place of the KL."""
         mean, std = wide(mean), wide(std)
         if self.divergence == "mixture":
             cross = cross_entropy if self.family == "gaussian" else cauchy_cross_entropy
@@ -62,7 +60,7 @@ class Complexity:
 
     @property
     def noise(self) -> Noise:
-        """What deviations are multiplied by."""
+        """The standard noise that deviations are multiplied by."""
         return torch.randn if self.family == "gaussian" else cauchy
 
 
@@ -75,13 +73,14 @@ def with_latents(
     start: Modulation,
     **where: Any,
 ) -> tuple[Particles, NodedNetwork]:
-    """(members with latents of their own, the first network as it was cut), of copies of one network or many.
+    """(members with their own latents, the first cut network), from copies of one network or many.
 
-    `start`: the law of μ. `where`: what `with_nodes` is told of the nodes that get latents.
+    `start`: the distribution of μ at the start. `where`: arguments of `with_nodes` that choose the nodes with latents.
     """
     if isinstance(networks, Particles):
         raise TypeError(
-            "expected a network or a list of them, got those of a run; this method cuts layers: train it on its own"
+            "expected a network or a list of networks, got the members of another posterior; this method changes layers: "
+            "train it on its own"
         )
     held = isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
     given: Sequence[Any] = [networks] if held else list(networks)  # type: ignore[arg-type]
@@ -96,9 +95,9 @@ def with_latents(
 
 
 def starting_latents(like: Tensor, components: int, latents: int, std: float, start: Modulation) -> TensorTree:
-    """μ of this law and ρ of σ = |N(std, 0.02²)|, both (K, D), as parameters "mean" and "raw_std".
+    """μ from `start` and ρ of σ = |N(std, 0.02²)|, both (K, D), as parameters "mean" and "raw_std".
 
-    Below std = 0.05, the smallest of the papers', 0.02 would be wider than what was asked for: there it is 0.4 std.
+    Below std = 0.05, the smallest value in the papers, 0.02 would be too wide; 0.4 std takes its place.
     """
     mean = start.sample((components, latents), dtype=like.dtype, device=like.device)
     deviation = (std + min(0.02, 0.4 * std) * torch.randn_like(mean)).abs().clamp(min=min(1e-4, 0.1 * std))
@@ -111,9 +110,9 @@ def starting_latents(like: Tensor, components: int, latents: int, std: float, st
 def for_examples(
     mean: Tensor, std: Tensor, examples: int, noise: Noise = torch.randn, *, here: slice | None = None
 ) -> Tensor:
-    """(examples, D) latents: components in turn, from a random one on, so that all train alike whatever the batch.
+    """(examples, D) latents: components in turn, starting at a random one, so that all train equally for any batch size.
 
-    `here`: which of them to give; None gives all.
+    `here`: the rows to return; None returns all.
     """
     components = len(mean)
     first = torch.randint(components, (1,), device=mean.device)
@@ -127,7 +126,7 @@ def for_examples(
 def for_functions(
     mean: Tensor, std: Tensor, samples: int, generator: torch.Generator, noise: Noise = torch.randn
 ) -> Tensor:
-    """(samples, D) latents, components in turn: as many of each."""
+    """(samples, D) latents, components in turn: the same number of each."""
     epsilon = noise(samples, mean.shape[1], dtype=mean.dtype, device=mean.device, generator=generator)
     rounds = samples // len(mean)
     return mean.repeat(rounds, 1) + std.repeat(rounds, 1) * epsilon
@@ -140,7 +139,7 @@ def cross_entropy(mean: Tensor, std: Tensor, prior_std: float) -> Tensor:
 
 
 def cauchy_cross_entropy(mean: Tensor, scale: Tensor, prior_scale: float) -> Tensor:
-    """() H[q, p] = (1/K) Σ_k Σ_d log π [(σ + s)² + (μ − 1)²] / s: less the entropy it is the known KL of two Cauchy laws."""
+    """() H[q, p] = (1/K) Σ_k Σ_d log π [(σ + s)² + (μ − 1)²] / s; minus the entropy it is the KL of two Cauchy laws."""
     reach = (scale + prior_scale).square() + (mean - 1).square()
     return (math.log(math.pi / prior_scale) + reach.log()).sum() / len(mean)
 
@@ -161,7 +160,7 @@ def component_entropies(std: Tensor) -> Tensor:
 
 
 def bhattacharyya(mean: Tensor, std: Tensor, *, factor: float = EXACT) -> Tensor:
-    """(K, K, D) −log ∫ √(q_k q_r) in every dimension; their sum over d is that of the whole.
+    """(K, K, D) −log ∫ √(q_k q_r) in each dimension; their sum over d is the Bhattacharyya distance.
 
     factor (μ_k − μ_r)² / (σ_k² + σ_r²) + ½ log (σ_k² + σ_r²) / (2 σ_k σ_r)
     """
@@ -176,8 +175,8 @@ def entropy_bound(mean: Tensor, std: Tensor, *, widths: Sequence[int] | None = N
 
         Ĥ = (1/K) Σ_k H[q_k] − (1/K) Σ_k log (1/K) Σ_r BC(q_k, q_r)
 
-    `widths`: latents of each layer, to bound each layer's mixture alone and add up, as the authors' code does. The log K that
-    distinct components earn then counts once for every layer: it is no bound on the entropy of the joint mixture any more.
+    `widths`: latents of each layer, to bound each layer's mixture separately and add up, as the authors' code does. Distinct
+    components then add log K once per layer, so the sum is no longer a bound on the entropy of the joint mixture.
     """
     single = component_entropies(std).mean()
     if len(mean) == 1:
@@ -189,10 +188,10 @@ def entropy_bound(mean: Tensor, std: Tensor, *, widths: Sequence[int] | None = N
 
 
 def surrogate_kl(mean: Tensor, std: Tensor, prior_std: float) -> Tensor:
-    """() KL(N(mean_k μ_k, Σ_k σ_k² / K²) ‖ N(1, s²)), summed over latents: iBNN's, from its authors' code.
+    """() KL(N(mean_k μ_k, Σ_k σ_k² / K²) ‖ N(1, s²)), summed over latents, as in the code of iBNN's authors.
 
-    The Gaussian of the components' average, not of their mixture: components may spread as long as their mean stays at 1. No
-    bound on the mixture's KL.
+    This is the Gaussian of the components' average, not of their mixture: components may spread as long as their mean stays
+    at 1. It does not bound the mixture's KL.
     """
     centre, variance = mean.mean(0), std.square().sum(0) / len(std) ** 2
     ratio = variance / prior_std**2

@@ -50,15 +50,16 @@ log = logging.getLogger("dissensus")
 class NodePosterior(StoringPosterior):
     """Base class: a network whose nodes are multiplied by latents z with a posterior; the weights stay point estimates.
 
-    The network is copied; `.account` says which layers were converted and which were not. In training each copy of each
-    example has a component and noise of its own; a drawn function has one z. Subclasses say in their constructor what
-    the latents cost (`complexity`).
+    The network is copied; `.account` lists the layers that were converted and those that were not. In training each copy
+    of each example has its own component and noise; a drawn function has one fixed z. Subclasses pass their KL term to the
+    constructor (`complexity`).
     """
 
     needed = ("data_size",)
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
     of_draw = ("stored", "stored_at")
     complexity: Complexity
+    rate: Literal["curvature"] | None = None  # where the rates of `default_optimizer` come from
     stored: TensorTree | None
     stored_at: Tensor | None
 
@@ -96,13 +97,13 @@ class NodePosterior(StoringPosterior):
         self.latent_lr = latent_lr if latent_lr is None else number("latent_lr", latent_lr, above=0)
         self.latent_momentum = latent_momentum
         if latent_momentum is not None:
-            number("latent_momentum", latent_momentum, least=0, below=1, hint="0.9 is usual, 0 the paper's")
+            number("latent_momentum", latent_momentum, least=0, below=1, hint="usually 0.9; the paper uses 0")
         self.annealing = annealing_or_constant(annealing)
         self.stored = None
-        # μ when the draw was stored, or when training went on after it was read from a file
+        # μ when the draw was stored, or when training continued after the draw was loaded from a file
         self.register_buffer("stored_at", None, persistent=False)
         self._checked: set[tuple[torch.Size, ...]] = set()
-        self._whole: set[int] = set()  # numbers of inputs that have no row per example
+        self._whole: set[int] = set()  # numbers of the inputs without a row per example
         if batch_norm == "frozen":
             freeze_norms(particles.template)
             self.train(self.training)
@@ -124,7 +125,7 @@ class NodePosterior(StoringPosterior):
                 return member.nll(several)
 
         value, buffers = self.particles.call(nll, params, buffers)
-        assert self.data_size is not None  # looked at when this was built
+        assert self.data_size is not None  # checked in the constructor
         cost = self.complexity.kl(mean, std, self.posterior_temperature)
         return value + self.penalty(params) + annealed(self, self.annealing) * cost / self.data_size, (), buffers
 
@@ -132,20 +133,20 @@ class NodePosterior(StoringPosterior):
 
     @property
     def mean(self) -> Tensor:
-        """(K, D) μ; of a list of networks (M, K, D)."""
+        """(K, D) μ; (M, K, D) for a list of networks."""
         return self._latent_parameters()["latents.mean"]
 
     @property
     def std(self) -> Tensor:
-        """(K, D) σ; of a list of networks (M, K, D)."""
+        """(K, D) σ; (M, K, D) for a list of networks."""
         return F.softplus(self._latent_parameters()["latents.raw_std"])
 
     def kl(self) -> Tensor:
-        """() KL(q ‖ p) in nats, not divided by N: an upper bound, or iBNN's surrogate; of a list of networks (M,)."""
+        """() KL(q ‖ p) in nats, not divided by N: an upper bound, or iBNN's surrogate; (M,) for a list of networks."""
         return self._of_each(self.complexity.kl)
 
     def entropy(self) -> Tensor:
-        """() the bound on H(q) in nats; of a list of networks (M,)."""
+        """() the bound on H(q) in nats; (M,) for a list of networks."""
         return self._of_each(self.complexity.entropy)
 
     def _of_each(self, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -166,10 +167,11 @@ class NodePosterior(StoringPosterior):
         latents = Group(
             "latents",
             self._latent_parameters(),
+            factor=1.0 if self.rate is None else self.components,
             rate=None if rate is None else rate * self.components,
             momentum=self.latent_momentum,
             decay=False,
-            decayed="draws the means of latents to 0 and their deviations to log 2 (the prior: to 1 and prior_std)",
+            decayed="pulls the means of latents towards 0 and their deviations towards log 2 (the prior: 1 and prior_std)",
             prior=False,
         )
         return [*super().groups(), latents]
@@ -180,8 +182,8 @@ class NodePosterior(StoringPosterior):
         stored = self.stored
         if stored is not None and self.stored_at is not None and not torch.equal(self.stored_at, self.mean):
             log.warning(
-                "the draw that is stored has latents from before the last steps and would run with the weights of now; call "
-                "ds.refresh(posterior, loader) after training on"
+                "the stored draw has latents from before the last training steps, but uses the present weights; call "
+                "ds.refresh(posterior, loader) after further training"
             )
         latents = self._sample() if stored is None else stored.get_buffer("own.latents")
         return mixture(
@@ -190,7 +192,7 @@ class NodePosterior(StoringPosterior):
         )
 
     def current(self) -> DrawnFunctions:
-        """Functions sampled anew, whatever draw is stored, with a graph to the weights: what `draw` will be like at the end."""
+        """New samples, even if a draw is stored, with gradients to the weights."""
         each = enumerate(self._sample().chunk(self.particles.members))
         return mixture(NodeFunctions(only(self.particles, m), self.sites, mine) for m, mine in each)
 
@@ -198,7 +200,7 @@ class NodePosterior(StoringPosterior):
         return self.particles if self.mean.ndim == 2 else only(self.particles, m)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
-        # Batch statistics stay those of training: estimated anew for one z, batch norm would divide it out of what it scales.
+        # Batch statistics from training are kept: if they were re-estimated for one z, batch norm would cancel it.
         latents = self._sample()
         self.stored, self.stored_at = self.blank_draw({}), self.mean.detach().clone()
         self.stored.get_buffer("own.latents").copy_(latents)
@@ -212,11 +214,11 @@ class NodePosterior(StoringPosterior):
         return torch.cat([for_functions(mean.detach(), std, self.samples, generator, noise) for mean, std in each])
 
     def collapse(self, component: int | None = None, *, network: int = 0) -> nn.Module:
-        """An ordinary network with a component's mean latents folded into its weights; None: with the mean of all.
+        """An ordinary network with mean latents folded into its weights.
 
         Args:
-            component: 0 to K − 1, or None.
-            network: which of a list of networks.
+            component: 0 to K − 1 for that component's mean; None for the mean over components.
+            network: index in a list of networks.
         """
         network = member_index(network, self.particles.members)
         particles, mean = self._network(network), self._latents()[0][network]
@@ -240,10 +242,10 @@ class NodePosterior(StoringPosterior):
             with left_as_found(self):
                 if not self.draws_itself and (tables := node_batches.tables_beside(particles, x, self._whole)):
                     raise ValueError(
-                        f"expected inputs with a row for each example, got {tables} beside {batches.size(x)} examples, of "
-                        f"which the network reads one whole; {type(self).__name__} repeats examples: keep a table in the "
-                        "network as a buffer, compute what belongs to pairs of examples in forward, or let batches have "
-                        "another size"
+                        f"expected inputs with a row for each example, got tensors of shapes {tables} with "
+                        f"{batches.size(x)} examples, one of them without such rows; {type(self).__name__} repeats examples: "
+                        "keep a table in the network as a buffer, compute pairwise inputs in forward, or use another "
+                        "batch size"
                     )
                 node_batches.examine_layers(particles, self.sites, x, whole=self._whole, like=self.mean, again=again)
             self._checked.add(shapes)

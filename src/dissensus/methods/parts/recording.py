@@ -1,4 +1,4 @@
-"""Recording: posteriors that train networks as ever and sample from what a recorder has kept of the run."""
+"""Recording: posteriors that train networks as usual and sample from the statistics that a recorder kept."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
@@ -16,7 +16,9 @@ from dissensus.numerics.tree import Tensors
 
 
 class RecordingPosterior(SamplingPosterior):
-    """Base class of methods with a `recorder`, which a subclass builds on `self.recorded`.
+    """Base class of methods that record the weights during training and sample from the record.
+
+    A subclass builds its `recorder` on `self.recorded`:
 
         class Mine(RecordingPosterior):
             name = "mine"
@@ -26,33 +28,35 @@ class RecordingPosterior(SamplingPosterior):
                 self.recorder = MyRecorder(self.recorded)
 
     Args:
-        networks: one module, held and not copied, or a list of M.
+        networks: one module, not copied, or a list of M.
         samples: functions per network and draw.
+        latents: a module with extra trained tensors; None has none.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     recorder: Recorder
-    floor: ClassVar[float] = 0.5  # of the rate in the default schedule's tail
-    judged_by: ClassVar[Literal["current", "draw"] | None] = None  # what is recorded in a run belongs together
+    by_parts = True  # if the recorder can
+    floor: ClassVar[float] = 0.5  # factor of the rate at the end of the default schedule
+    judged_by: ClassVar[Literal["current", "draw"] | None] = None  # a record belongs to a whole run, not to an epoch
 
     def recorded(self) -> Weights:
-        """The weights to record, as they are now; raises where the network has others than when this was built."""
+        """The weights to record; raises if the network's parameters have changed since the posterior was built."""
         self.check_network()
         return self.trained
 
     def default_schedule(self, epochs: int) -> Callable[[int], float]:
-        """Constant, linear to `floor`, constant over the last quarter: the weights must not come to rest."""
+        """Constant, then linear to `floor`, then constant over the last quarter, so that the weights keep moving."""
         return lambda epoch: constant_tail(epoch / max(epochs, 1), floor=self.floor)
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
         return self.recorder.sample(samples, generator)
 
     def look(self, loader: Iterable[Any]) -> DrawnFunctions:
-        """Sampled networks, as they would be drawn at the end, but with batch statistics of these inputs.
+        """Sampled networks, as they would be drawn at the end, but with batch statistics of these (validation) inputs.
 
-        Of the validation inputs: a pass over the training set for each look would cost more than the training. Statistics of
-        the network itself will not do: on validation rows of digits TRADI then has an NLL of 0.73, where those of the training
-        rows give 0.186 and those of the validation rows 0.185.
+        A pass over the training set for each look would cost more than the training. The network's own statistics are not
+        good enough: on validation rows of digits TRADI then has an NLL of 0.73, against 0.186 with statistics of the
+        training rows and 0.185 with those of the validation rows.
         """
         return self.functions_of(self.drawn(loader))
 
@@ -61,7 +65,7 @@ class RecordingPosterior(SamplingPosterior):
 
 
 class SnapshotRecorder(Recorder):
-    """Base class of recorders that look at the weights now and then; `record` says what is kept of a snapshot."""
+    """Base class of recorders that take snapshots of the weights; `record` decides what to keep of each."""
 
     def __init__(self, source: Callable[[], Weights], snapshots: Snapshots) -> None:
         super().__init__(source)
@@ -69,7 +73,7 @@ class SnapshotRecorder(Recorder):
 
     @abstractmethod
     def record(self, number: int) -> None:
-        """Takes in the weights as they are, the number-th snapshot, counted from 1; called without gradients."""
+        """Records the present weights as snapshot `number`, counted from 1; called under no_grad."""
 
     @property
     def upcoming(self) -> bool:
@@ -87,8 +91,8 @@ class SnapshotRecorder(Recorder):
             return
         if epochs == 1:
             raise ValueError(
-                "expected start and every in one epoch of unknown length, got None: when to take snapshots would be known "
-                "when it is over; pass both, or call begin(steps_per_epoch, 1) first"
+                "expected start and every for one epoch of unknown length, got None: the snapshots cannot be planned; pass "
+                "both, or call begin(steps_per_epoch, 1) first"
             )
         self.snapshots.wait()
 
@@ -97,7 +101,7 @@ class SnapshotRecorder(Recorder):
             self.record(self.snapshots.taken.add())
 
     def taken(self) -> int:
-        """Snapshots so far; raises where there are none."""
+        """Number of snapshots so far; raises if there are none."""
         if not self.ready:
             raise ValueError(
                 f"expected at least one snapshot of the weights, got none after {int(self.snapshots.observed)} observed "

@@ -1,7 +1,7 @@
-"""Sampling: networks are trained as ever, functions are drawn by sampling weights around each of them.
+"""Sampling: networks are trained as usual; functions are drawn by sampling weights around each network.
 
-A method says only how weights are sampled (`sample`). Drawing, refreshing batch statistics, storing the draw with the
-posterior and finding it again in a file are derived here, for one network or for many.
+A method only defines how weights are sampled (`sample`). Drawing, re-estimating batch statistics, and storing, saving and
+loading the draw are done here, for one network or many.
 """
 
 import logging
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import weights
+from dissensus.core.alone import some
 from dissensus.core.batch import Inputs
+from dissensus.core.fully import check_whole
 from dissensus.core.functions import DrawnFunctions, MemberFunctions, described_outputs, mixture
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX
@@ -27,6 +29,7 @@ from dissensus.engine.memory import free_bytes, readable
 from dissensus.methods.parts.networks import Networks, NetworksPosterior
 from dissensus.methods.parts.stored_draw import Families, StoringPosterior
 from dissensus.numerics.checks import whole
+from dissensus.numerics.divided import joined_all
 from dissensus.numerics.randomness import own_generator
 from dissensus.numerics.tree import Tensors
 from dissensus.surgery.normalization import refresh_statistics
@@ -35,23 +38,26 @@ log = logging.getLogger("dissensus")
 
 
 class SamplingPosterior(NetworksPosterior, StoringPosterior):
-    """Base class of methods that sample weights around those of one network, or of each of a list.
+    """Base class of methods that sample weights around one trained network, or around each of a list.
 
-    Until `ds.refresh` has stored a draw, every `draw()` samples anew and uses the batch statistics of the networks as
-    they were trained. The parameters that take part are those that are trained when it is built.
+    Until `ds.refresh` has stored a draw, every `draw()` samples again and uses the networks' batch statistics from
+    training. Only parameters that require gradients at construction are sampled.
 
     Args:
         networks: one module, a list of M, or another posterior's `Particles`.
         samples: functions per network and draw.
-        latents: tensors that are trained beside the network's, deviations for example.
+        latents: extra trained tensors, for example standard deviations.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
-    own_statistics: ClassVar[bool] = True  # whether sampled networks have batch statistics of their own
-    random: ClassVar[bool] = True  # whether `sample` takes random numbers; if not, a draw leaves torch's stream alone
-    samples_frozen: ClassVar[bool] = False  # whether parameters that are not trained may be sampled as well
-    by_network: ClassVar[bool] = False  # whether functions of one network share what is not sampled
+    own_statistics: ClassVar[bool] = True  # whether sampled networks have their own batch statistics
+    random: ClassVar[bool] = (
+        True  # whether `sample` uses random numbers; if not, a draw does not advance torch's generator
+    )
+    samples_frozen: ClassVar[bool] = False  # whether frozen parameters may be sampled, too
+    by_network: ClassVar[bool] = False  # whether functions of one network share the tensors that are not sampled
+    by_parts: ClassVar[bool] = False  # whether `sample` takes weights of which each process has a part
     stored: Families | None
 
     def __init__(
@@ -64,33 +70,38 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, likelihood=likelihood, latents=latents, **prior)
+        check_whole(self.network)  # samples run in copies
+        if self.particles.divided and not self.by_parts:
+            raise NotImplementedError(
+                f"expected networks that lie whole in a process for {type(self).__name__}, got divided ones; leave shard out"
+            )
         self.samples = whole("samples", samples, hint="20 is a usual number")
         self.stored = None
         self.built_with = weights.parameters(self.particles)
         self.trained = self.built_with.only(lambda _, parameter: parameter.requires_grad)
         if not self.trained.stored and not self.samples_frozen:
             raise ValueError(
-                f"expected a network with parameters that are trained, got none; {type(self).__name__} samples those alone: "
-                "set requires_grad on them"
+                f"expected a network with trainable parameters, got none; {type(self).__name__} samples only those: set "
+                "requires_grad on some"
             )
 
     @abstractmethod
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
-        """Name of a tensor of the networks -> (M, S, ...) samples, without a graph. The other tensors stay as they are.
+        """Name of a tensor of the networks -> (M, S, ...) samples, detached. Tensors not named keep their values.
 
-        A learned noise may be among them, as "likelihood.log_noise".
+        Learned noise may be included, as "likelihood.log_noise".
 
-        Random numbers come from the generator, on the posterior's device; None is torch's own stream, which all threads share.
+        Random numbers come from `generator`, on the posterior's device; None is torch's global one, which all threads share.
         """
 
     @property
     def network(self) -> nn.Module:
-        """The caller's module; of several networks the template that they run in."""
+        """The caller's module; for a list of networks, the template that they run in."""
         return self.particles.template.network
 
     def plain(self, tensors: Tensors) -> Tensors:
         """What is public of tensors (M, ...): without the first axis where one module is held."""
-        return tensors if self.built_with.own else {name: rows[0] for name, rows in tensors.items()}
+        return joined_all(tensors if self.built_with.own else {name: rows[0] for name, rows in tensors.items()})
 
     def draw(self) -> DrawnFunctions:
         if (stored := self.stored) is not None:
@@ -106,9 +117,9 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
 
     @torch.no_grad()
     def drawn(self, loader: Iterable[Any] | None = None) -> Families:
-        """Functions sampled now; where there is a loader, their batch statistics are estimated anew from it.
+        """New samples as families of functions; with a loader, their batch statistics are re-estimated from it.
 
-        Where their tensors do not fit on the device, a few samples of every network are made at a time, and kept on the host.
+        If their tensors do not fit on the device, a few samples of every network are made at a time and kept on the host.
         """
         self.check_network()
         generator = own_generator(self.device) if self.random else None
@@ -127,14 +138,14 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         return Families((family for mine in parts for family in mine), parts=True)
 
     def _samples_at_once(self) -> int:
-        """How many samples of every network there is room for: twice, since they are made and then copied."""
+        """How many samples of every network fit in memory, with twice the space: they are made and then copied."""
         free, needed = free_bytes(self.device), 2 * self.drawn_bytes()
         if free is None or not self.random or self.by_network or needed < 0.9 * free:
             return self.samples
         at_once = max(int(0.45 * free / needed * self.samples), 1)
         log.info(
-            "a draw of %s does not fit beside what is on %s (%s free): it is made in parts of %d of %d samples, which are kept "
-            "in the host's memory",
+            "a draw of %s does not fit on %s (%s free): it is made in parts of %d of %d samples, which are kept in the host's "
+            "memory",
             *(readable(needed // 2), self.device, readable(free), at_once, self.samples),
         )
         return at_once
@@ -151,14 +162,14 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         return drawn
 
     def _families(self, samples: Tensors) -> Families:
-        """Particles with these tensors (M, S, ...), network by network, and copies of the others."""
+        """Particles with these tensors (M, S, ...), network by network, and copies of all other tensors."""
         members = self.particles.members
         if members > 1 and (self.by_network or len(self.particles.templates) > 1):
             return Families(self._family(samples, slice(m, m + 1)) for m in range(members))
         return Families([self._family(samples, slice(0, members))])
 
     def _family(self, samples: Tensors, networks: slice) -> Particles:
-        """Functions of these networks; their batch statistics are each function's own if `own_statistics`."""
+        """Functions of these networks; each has its own batch statistics if `own_statistics`."""
         particles = self.particles
         stacked = {**particles.own_parameters(), **particles.own_buffers()}
         own = {name: rows[networks] for name, rows in stacked.items() if name != NUMBER}
@@ -182,7 +193,7 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         )
 
     def check_network(self) -> None:
-        """Raises where the network has other parameters, or trains others, than when this was built."""
+        """Raises if the network's parameters, or their requires_grad, have changed since the posterior was built."""
         found, known = weights.parameters(self.particles).stored, self.built_with.stored
         changed = [name for name in {**found, **known} if found.get(name) is not known.get(name)]
         if changed:
@@ -193,8 +204,8 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         thawed = [name for name, p in found.items() if p.requires_grad and name not in self.trained.stored]
         if thawed:
             raise ValueError(
-                f"expected the parameters that were trained when {type(self).__name__} was built, got '{thawed[0]}' trained "
-                "since; set requires_grad first, then build the posterior"
+                f"expected the same trainable parameters as when {type(self).__name__} was built, got '{thawed[0]}', which was "
+                "frozen then; set requires_grad first, then build the posterior"
             )
 
     def config(self) -> dict[str, Any]:
@@ -217,7 +228,7 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         return posterior
 
     def sampled_names(self) -> list[str]:
-        """Names of the networks' tensors that `sample` gives."""
+        """Names of the tensors that `sample` returns."""
         return list(self.trained.stored)
 
     def drawn_bytes(self) -> int:
@@ -231,7 +242,7 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         return self._blank(sizes or [self.samples])
 
     def _blank(self, sizes: Sequence[int]) -> Families:
-        """A draw with so many functions in each of its families, to be filled from a file."""
+        """A draw with families of these sizes, to be filled from a file."""
         members, kinds = self.particles.members, (weights.of_likelihood, weights.buffers, weights.parameters)
         one = {name: tensor for kind in kinds for name, tensor in kind(self.particles).one().items()}
         blank = {n: one[n].new_zeros(1).expand(members, self.samples, *one[n].shape) for n in self.sampled_names()}
@@ -239,17 +250,17 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
             return self._families(blank)
         parts = []
         for i, size in enumerate(sizes):
-            network = i * members // len(sizes)  # as many parts of each
+            network = i * members // len(sizes)  # every network has the same number of parts
             family = self._family({name: rows[:, :size] for name, rows in blank.items()}, slice(network, network + 1))
             parts.append(family.to("cpu"))
         return Families(parts, parts=True)
 
 
 class SampledFunctions(DrawnFunctions):
-    """Sampled networks in eval mode, whatever the mode of the network that is being trained: the functions are fixed."""
+    """Sampled networks as fixed functions, always in eval mode, also while the network itself is in training mode."""
 
     def __init__(self, particles: Particles, device: torch.device) -> None:
-        """`device`: where they run, whether their tensors are kept there or on the host."""
+        """`device`: where the functions run; their tensors may be kept on the host."""
         super().__init__()
         self.particles = particles
         self.device = device
@@ -269,11 +280,14 @@ class SampledFunctions(DrawnFunctions):
 
         return self.one_by_one(x, described)
 
+    def cut(self, rows: slice) -> DrawnFunctions:
+        return SampledFunctions(some(self.particles, rows), self.device)
+
     def member(self, index: int) -> nn.Module:
         return self.particles.member(index).to(self.device).eval()
 
 
 def by_network(draw: Callable[[int], Tensors], members: int) -> Tensors:
-    """Name -> (M, S, ...) of what `draw(m)` gives for network m, (S, ...)."""
+    """Name -> (M, S, ...), stacked from `draw(m)`, which returns (S, ...) for network m."""
     each = [draw(m) for m in range(members)]
     return {name: torch.stack([one[name] for one in each]) for name in each[0]}

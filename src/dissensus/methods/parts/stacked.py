@@ -1,4 +1,4 @@
-"""What ensembles of whole networks have in common: M stacked members, each with weights of its own."""
+"""Base class of ensembles of whole networks: M stacked members, each with its own weights."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Self, Unpack
@@ -14,11 +14,11 @@ from dissensus.numerics.annealing import Annealing
 
 
 class StackedPosterior(Posterior):
-    """Base class of methods with M stored members, which may act on each other while they train; one member alone: MAP.
+    """Base class of methods with M stored members, which may interact in training; with one member it trains like MAP.
 
     Args:
         modules: M networks of one architecture, each initialised separately; copied. Or a function that makes one.
-        members: M, with a function.
+        members: M, if `modules` is a function.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
@@ -47,6 +47,6 @@ class StackedPosterior(Posterior):
 
 
 def annealed(posterior: Posterior, annealing: Annealing) -> Tensor | float:
-    """() a_t at this step: of the run where the schedule spans the run, of all steps where it says its own length."""
+    """() a_t at this step, counted within the run if the schedule spans the run, else over all steps."""
     step = posterior.steps - posterior.began if annealing.steps is None else posterior.steps
     return annealing(step, posterior.run_length)

@@ -1,4 +1,4 @@
-"""A stored draw: functions that were drawn once, after training, and are kept, saved and loaded with the posterior."""
+"""A stored draw: functions drawn once, after training, which are saved and loaded with the posterior."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -12,14 +12,14 @@ from dissensus.numerics.tree import Tensors
 
 
 class StoringPosterior(Posterior, ABC):
-    """Base class of posteriors with a draw in `stored`. A state that has one brings it along, one without takes it away."""
+    """Base class of posteriors with a draw in `stored`. Loading a state replaces the draw by the state's, or removes it."""
 
     stored: nn.Module | None
-    of_draw: ClassVar[tuple[str, ...]] = ("stored",)  # attributes that come and go with the draw
+    of_draw: ClassVar[tuple[str, ...]] = ("stored",)  # attributes that are set and removed with the draw
 
     @abstractmethod
     def blank_draw(self, state: Tensors) -> nn.Module:
-        """A draw of the shapes in this state of the posterior, to be filled from it."""
+        """A draw with the shapes in this state of the posterior, to be filled from it."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         state = {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
@@ -27,7 +27,7 @@ class StoringPosterior(Posterior, ABC):
             setattr(self, part, None)
         if any(key.startswith("stored.") for key in state):
             self.stored = self.blank_draw(state)
-        else:  # the draw was taken out of the state: what belongs to it goes, too
+        else:  # the state has no draw: remove everything that belongs to it
             for key in state:
                 if key.partition(".")[0] in self.of_draw:
                     del state_dict[f"{prefix}{key}"]
@@ -35,9 +35,9 @@ class StoringPosterior(Posterior, ABC):
 
 
 class Families(nn.ModuleList):
-    """Particles of drawn functions, in their order: all in one, those of each network, or parts of those.
+    """Particles of drawn functions, in order: one family for all functions, one per network, or several per network.
 
-    Parts are kept in the host's memory, wherever the posterior goes: a draw is made in parts because it does not fit there.
+    With several per network they stay in the host's memory, because the draw does not fit on the posterior's device.
     """
 
     def __init__(self, families: Iterable[Particles], *, parts: bool = False) -> None:
@@ -50,12 +50,12 @@ class Families(nn.ModuleList):
 
     @property
     def sizes(self) -> list[int]:
-        """Functions in each."""
+        """Number of functions in each family."""
         return [family.members for family in self.each]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         if not self.parts:
             return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
-        for family in self.each:  # converted one after the other, so that one at a time is elsewhere
+        for family in self.each:  # one after the other, so that only one at a time is on the device
             family._apply(fn).to("cpu")  # type: ignore[no-untyped-call]
         return self

@@ -1,4 +1,4 @@
-"""How strongly members repel: the factor of the repulsion beside a loss that is a mean over data."""
+"""The strength of the repulsion: its factor relative to a loss that is a mean over data."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,10 +14,10 @@ Repulsion = Literal["1/B", "1/N"] | float
 
 
 class RepellingPosterior(Posterior):
-    """Base class of methods whose members repel each other; `repel` belongs into their constructor."""
+    """Base class of methods whose members repel each other; call `repel` in the constructor."""
 
     def repel(self, repulsion: Repulsion, batch_size: int | None) -> None:
-        """Sets how strongly."""
+        """Sets the strength of the repulsion."""
         self.repulsion, self.batch_size = repulsion, batch_size
         self.strength = Strength(repulsion, self.data_size, batch_size)
 
@@ -28,17 +28,17 @@ class RepellingPosterior(Posterior):
 
 @dataclass
 class Strength:
-    """c: "1/N", what a posterior over N = `data_size` points asks for; "1/B", stronger by N/B; or a number.
+    """The factor c: "1/N", correct for a posterior with N = `data_size` points; "1/B", stronger by N/B; or a number.
 
-    B is `batch_size`; where that is none, the largest batch seen in training times the batches that make a step: a partial
-    batch then repels no more than others, and gradients gathered over several batches no more than those of one large one.
+    B is `batch_size`, or else the largest batch seen in training times the batches per step. So a smaller last batch repels
+    no more strongly than others, and gradients accumulated over several batches no more than those of one large batch.
     """
 
     repulsion: Repulsion
     data_size: int | None
     batch_size: int | None = None
-    largest: int = 0  # batch seen in training
-    last: int = 0  # batch seen
+    largest: int = 0  # size of the largest batch seen in training
+    last: int = 0  # size of the last batch seen
 
     def __post_init__(self) -> None:
         if isinstance(self.repulsion, str):
@@ -51,15 +51,15 @@ class Strength:
             raise ValueError('expected data_size with repulsion "1/N", got none; pass data_size=len(training_set)')
 
     def see(self, size: int, *, training: bool) -> None:
-        """Takes note of the size of a batch; to be called with every one."""
+        """Records the size of a batch; call it with every batch."""
         self.last = size
         if training:
             self.largest = max(self.largest, size)
 
     def __call__(self, size: int = 1, weight: Tensor | None = None, *, gathered: int = 1) -> Tensor | float:
-        """c for a batch with weights (B,), one of `gathered` that make a step; 0 where no weight counts.
+        """c for a batch with weights (B,), one of `gathered` batches per step; 0 if all weights are 0.
 
-        `size`: of the batch, for when none was seen.
+        `size`: batch size, used if no batch was seen before.
         """
         strength = self._of_whole_batch(size, gathered)
         if weight is None:
@@ -69,7 +69,7 @@ class Strength:
         total = weight.sum()
         share: Tensor | float = 1.0
         if self.repulsion == "1/B" and self.batch_size is None:
-            # A weight of two is two examples; examples that do not count make the batch a partial one.
+            # An example of weight two counts as two; examples of weight 0 make the batch smaller.
             share = (weight > 0).sum() / total.clamp(min=torch.finfo(weight.dtype).tiny)
         return strength * share * (total > 0)
 

@@ -1,4 +1,4 @@
-"""The trajectory of one network in training: how far it is, when it is recorded, and learning rates that suit recording."""
+"""The training trajectory of a network: step counts, when snapshots are taken, and learning rate schedules."""
 
 import math
 from typing import Any
@@ -8,18 +8,18 @@ from torch import Tensor, nn
 
 from dissensus.numerics.checks import whole
 
-TAIL = 0.75  # recording starts after this share of a run, where the trajectory has settled
+TAIL = 0.75  # recording starts after this share of a run, when training has settled
 
 
 class Count(nn.Module):
-    """A number kept twice: as a tensor that is saved with the state, and on the host, so that nobody waits for a device."""
+    """A count kept as a tensor, which is saved with the state, and as an int, which is read without waiting for a device."""
 
     value: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("value", torch.zeros((), dtype=torch.int64))
-        self._host: int | None = None  # None: to be read from the tensor, which a file may have filled
+        self._host: int | None = None  # None: read it from the tensor, which may have been loaded
 
     def __int__(self) -> int:
         if self._host is None:
@@ -27,8 +27,8 @@ class Count(nn.Module):
         return self._host
 
     def add(self) -> int:
-        """The number after adding one."""
-        number = self.__dict__["_host"] = int(self) + 1  # past nn.Module, whose own way takes longer than the rest
+        """Adds one and returns the count."""
+        number = self.__dict__["_host"] = int(self) + 1  # bypasses nn.Module's slow attribute setter
         self.value.add_(1)
         return number
 
@@ -42,11 +42,11 @@ class Count(nn.Module):
 
 
 class Snapshots(nn.Module):
-    """When the trajectory is recorded: after the observe calls start, start + every, …, counted from 0.
+    """The times of snapshots: after the observe calls start, start + every, …, counted from 0.
 
-    Where one of the two is None, `begin` spreads `wanted` snapshots over what follows the share `tail` of the run, the last
-    one on its last step, and forgets those of an earlier run; without `begin` recording starts at once and takes every
-    step. What was laid out is saved with the state: a run that goes on later goes on with it.
+    If one of the two is None, `begin` spreads `wanted` snapshots over the part of the run after the share `tail`, with the
+    last one on the last step, and discards those of an earlier run. Without `begin`, every step from the first is recorded.
+    The plan is saved with the state, so a resumed run continues with it.
     """
 
     plan: Tensor
@@ -61,10 +61,10 @@ class Snapshots(nn.Module):
         self.wanted, self.tail = wanted, tail
         self.observed = Count()
         self.taken = Count()
-        # start, every, and the run they were laid out for: the observe call it began at and its steps, 0 for none
+        # start, every, and the run they were planned for: its first observe call and its number of steps, 0 for none
         self.register_buffer("plan", torch.tensor([start or 0, every or 1, 0, 0]))
         self._host: list[int] | None = None  # the plan on the host, as in Count
-        self._waiting = False  # for `begin`, in a run whose length its first epoch will tell
+        self._waiting = False  # for `begin`, in a run whose length is known after its first epoch
 
     @property
     def start(self) -> int:
@@ -75,24 +75,24 @@ class Snapshots(nn.Module):
         return self._planned()[1]
 
     def begin(self, steps: int, *, done: int = 0) -> None:
-        """Lays the snapshots out over the tail of a run of this many steps, `done` of them behind.
+        """Plans the snapshots over the tail of a run of `steps` steps, of which `done` are already done.
 
-        Where more is behind than that share, they are spread over what is left. Told of the same run again, as it is when
-        the run is resumed, it changes nothing.
+        If the tail has already begun, snapshots are spread over the remaining steps. A second call for the same run, as
+        when it is resumed, changes nothing.
         """
         start, every = self.given.values()
         began, before = int(self.observed) - done, self._planned()[2:]
         self._waiting = False
         if [began, steps] == before or 0 < steps <= done:
             return
-        late = done > 0  # what is behind cannot be recorded any more
+        late = done > 0  # steps already done cannot be recorded any more
         if start is None:
             behind = max(math.floor(self.tail * steps), done if late else 0)
             first, between = evenly_spaced(steps, self.wanted, behind=behind)
             start, every = began + (first if every is None else behind), every or between
             forget = True
         else:
-            forget = every is None and late and before[1] == 0  # without a plan every step was taken
+            forget = every is None and late and before[1] == 0  # without a plan every step was recorded
             start = max(start, began + done) if forget else start
             every = every or max(1, (began + steps - start) // self.wanted)
         if forget:
@@ -100,19 +100,19 @@ class Snapshots(nn.Module):
         self._lay_out(start, every, began, steps)
 
     def wait(self) -> None:
-        """Records nothing before `begin` where that depends on the length of the run."""
+        """Stops recording until `begin`, if the plan depends on the length of the run."""
         self._waiting = None in self.given.values()
 
     @property
     def upcoming(self) -> bool:
-        """Whether the next step is one to record."""
+        """Whether the next step will be recorded."""
         if self._waiting:
             return False
         since = int(self.observed) - self.start
         return since >= 0 and since % self.every == 0
 
     def due(self) -> bool:
-        """Whether the step just taken is one to record; to be asked once a step."""
+        """Whether to record the step just taken; call it once per step."""
         due = self.upcoming
         self.observed.add()
         return due
@@ -132,9 +132,9 @@ class Snapshots(nn.Module):
 
 
 def evenly_spaced(steps: int, wanted: int, *, behind: int | None = None) -> tuple[int, int]:
-    """(first, every): up to `wanted` steps of a run, evenly spaced after its first `behind`, ending with its last step.
+    """(first, every): up to `wanted` steps of a run, evenly spaced after its first `behind` steps, ending with the last.
 
-    `behind` None: what is before the tail.
+    `behind` None: the steps before the tail.
     """
     length = max(1, steps - (math.floor(TAIL * steps) if behind is None else behind))
     count = min(wanted, length)
@@ -143,9 +143,9 @@ def evenly_spaced(steps: int, wanted: int, *, behind: int | None = None) -> tupl
 
 
 def constant_tail(t: float, *, tail: float = TAIL, floor: float = 0.5) -> float:
-    """Factor of the learning rate at the share t of a run: 1, linear to `floor`, constant from before `tail` on.
+    """Factor of the learning rate at the share t of a run: 1, then linear to `floor`, then constant.
 
-    The shape of Maddox et al. 2019: linear between 50 % and 90 % of the time before the tail.
+    As in Maddox et al. 2019: linear between 50 % and 90 % of the time before the tail.
     """
     return 1.0 + (floor - 1.0) * min(max((t / tail - 0.5) / 0.4, 0.0), 1.0)
 

@@ -1,4 +1,5 @@
-"""How near an optimiser's rates are to where SGD diverges: the largest curvature of a posterior's loss, in their units."""
+"""Sharpness: the largest curvature of a posterior's loss in units of the learning rates, which shows how near SGD is to
+divergence."""
 
 import copy
 import math
@@ -10,19 +11,25 @@ from torch.optim import Optimizer
 
 from dissensus.core.batch import Inputs
 
-STEP = 1e-3  # of the weights' length: where gradients are compared
+STEP = 1e-3  # step of the gradient differences, relative to the weights' length
 ITERATIONS, TOLERANCE = 30, 1e-2
 
 
 def sharpness(posterior: Any, optimizer: Optimizer, x: Inputs, y: Tensor) -> float:
-    """The largest |eigenvalue| of D^½ H D^½, H the Hessian of the training loss on a batch, D the rates of the groups.
+    """Sharpness of the training loss on one batch: the largest |eigenvalue| of D^½ H D^½; plain SGD diverges above 2.
 
-    Plain SGD at these rates diverges above 2. It is found by power iteration with differences of gradients, all with the same
-    noise, on a copy: to about a hundredth, and the posterior and torch's random streams are left as they are. NaN where the
-    loss is not finite, 0 where nothing is curved.
+    H is the Hessian of the loss and D the learning rates of the optimiser's groups. Found by power iteration with differences
+    of gradients under equal noise, with about 1 % error. It works on a copy: the posterior and torch's random states do not
+    change. NaN if the loss is not finite, 0 if it has no curvature.
+
+    Args:
+        posterior: the posterior to measure.
+        optimizer: an optimiser of its parameters, whose rates are used.
+        x, y: one batch of inputs and targets.
     """
     rates = {id(tensor): float(group["lr"]) for group in optimizer.param_groups for tensor in group["params"]}
     copied = copy.deepcopy(posterior).train()
+    copied.ranks = "independent"  # of several processes each measures for itself
     both = zip(posterior.parameters(), copied.parameters(), strict=True)
     moved = [(new, math.sqrt(rates[id(old)])) for old, new in both if new.requires_grad and rates.get(id(old))]
     start = [tensor.detach().clone() for tensor, _ in moved]
