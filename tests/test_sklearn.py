@@ -104,6 +104,12 @@ def test_the_posterior_takes_tables_and_answers_in_units_without_the_estimator(r
     assert ds.load(tmp_path / "labels").classes == ("cheap", "dear")
 
 
+def test_the_posterior_is_evaluated_on_a_column_of_targets(regressor):
+    x, y = houses(40, seed=1)
+    found = [ds.evaluate(regressor.posterior_, (x, each)).metrics["rmse"] for each in (y, y.to_numpy()[:, None])]
+    assert found[0] == found[1] == pytest.approx(np.sqrt(np.mean((regressor.predict(x) - y) ** 2)), rel=1e-5)
+
+
 def test_labels_may_be_text_or_any_numbers(tmp_path):
     x, y = houses()
     for low, high in (("cheap", "dear"), (7, 3)):

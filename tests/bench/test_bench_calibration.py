@@ -78,6 +78,15 @@ def test_a_task_calibrates_promises_and_reports_both(task, tmp_path):
     assert "Reliability diagram of map, calibrated" in page
 
 
+def test_promises_alone_leave_the_best_temperature_to_be_found(task, tmp_path):
+    settings = {**task.settings, "calibration": {"rows": 400, "level": 0.9}}
+    (run,), found = jobs.run_all(replace(task, settings=settings), methods=["map"], seeds=[0], out=tmp_path / "runs")
+    posterior = run.posterior()
+    best = ds.temperature_scale(posterior, run.loader(run.data.calibration))
+    assert best != 1.0
+    assert found[0].metrics["calibrated/temperature"] == pytest.approx(best, rel=1e-4)
+
+
 def test_rows_that_chose_the_temperature_of_training_promise_nothing(task, tmp_path):
     settings = {**task.settings, "calibration": {"rows": 400, "level": 0.9}}
     settings["training"] = {**settings["training"], "temperature": True}

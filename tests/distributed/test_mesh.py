@@ -21,6 +21,7 @@ def test_parts_put_together_are_the_whole(count, size):
 def test_one_process_has_everything_and_exchanges_nothing():
     mesh = ds.distributed.mesh()
     assert (mesh.size, mesh.rank, mesh.is_first, mesh.device_mesh) == (1, 0, True, None)
+    assert repr(mesh) == "Mesh(rank 0 of 1: part 1 of 1 of the members, part 1 of 1 of the rows)"
     assert mesh.rows(5) == slice(0, 5)
     assert mesh.share(7) == slice(0, 7)
     x = torch.arange(3.0)

@@ -76,6 +76,23 @@ def test_images_are_shown_with_what_is_said_of_them_and_pixels_as_maps():
     assert len(drawn(pixels.plot(images, seen=(images, torch.zeros(3, 6, 5, dtype=torch.long)))).axes) == 15
 
 
+def test_void_pixels_of_the_truth_are_black_and_only_what_is_there_is_in_the_legend():
+    images, truth = torch.rand(2, 1, 6, 5), torch.zeros(2, 6, 5, dtype=torch.uint8)
+    pixels = ds.ClassificationPredictive(torch.randn(2, 2, 4, 6, 5).log_softmax(2))
+
+    def names(figure):
+        return [text.get_text() for text in figure.legends[0].get_texts()]
+
+    assert names(drawn(pixels.plot(images, seen=(images, truth), classes=list("abcd")))) == list("abcd")
+    truth[0, 2] = 255
+    figure = drawn(pixels.plot(images, seen=(images, truth), classes=list("abcd")))
+    assert names(figure) == [*"abcd", "void"]
+    shown = {axes.get_title(): axes.images[0].get_array() for axes in reversed(figure.axes)}
+    assert (shown["truth"][2] == 0).all()
+    assert (shown["truth"][3] != 0).any()
+    assert "confidence, 0 (dark) to 1" in shown
+
+
 def test_inputs_that_no_figure_is_for_are_one_clear_error():
     predictive = ds.ClassificationPredictive(torch.randn(2, 3, 4).log_softmax(2))
     with pytest.raises(ValueError, match=r"expected inputs on a line .* got \(3, 7\); pass x"):

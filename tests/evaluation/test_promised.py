@@ -36,6 +36,32 @@ def test_coverage_and_size_by_class_and_difficulty():
     assert "conformal/coverage" in found.table()
 
 
+def test_foreign_inputs_without_targets_are_taken_and_sets_are_not_asked_to_cover_them(caplog):
+    posterior, x, y = posterior_and_rows()
+    promises = [ds.conformal(posterior, [(x[:200], y[:200])], level=0.8)]
+    promises += [ds.selective(posterior, [(x[:200], y[:200])], risk=0.3)]
+    flat = torch.linspace(0.01, 1, 100)[:, None] * x[:100]  # the first are flatter: half of them would be seen
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(flat), batch_size=30)
+    sets = {
+        "labelled": [(flat, y[:100])],
+        "data": [flat, y[:100]],
+        "tensor": flat,
+        "array": flat.numpy(),
+        "loader": [flat[:50], flat[50:]],
+        "lists": loader,
+    }
+    caplog.clear()
+    found = ds.evaluate(posterior, [(x[200:], y[200:])], ood=sets).metrics
+    assert not caplog.records
+    for name in sets:
+        assert found[f"ood/{name}/selective/accepted"] == found["ood/labelled/selective/accepted"]
+        assert found[f"ood/{name}/auroc"] == pytest.approx(
+            found["ood/labelled/auroc"], abs=2e-3
+        )  # rounding breaks ties
+    assert repr(promises[0]) == f"Conformal({promises[0].describe()})"
+    assert repr(promises[1]) == f"Gate({promises[1].score} below {promises[1].threshold:.4g}: {promises[1].describe()})"
+
+
 def test_risk_and_acceptance_here_and_elsewhere():
     posterior, x, y = posterior_and_rows()
     gate = ds.selective(posterior, [(x[:200], y[:200])], risk=0.3)

@@ -123,6 +123,67 @@ def test_part_of_the_data_counts_as_all_of_them(structure, weight):
         torch.testing.assert_close(evidence, expected, rtol=0, atol=1e-9)
 
 
+def memorised():
+    """A last layer that knows 30 random labels by heart, nearly without curvature, and rows it has not seen."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(60, 40, dtype=torch.float64, generator=generator)
+    direction = torch.randn(40, 3, dtype=torch.float64, generator=generator)
+    y = (x @ direction).argmax(1)
+    network = nn.Linear(40, 3, bias=False).double()
+    network.weight.data = direction.T.contiguous()
+    return network, [(x[:30], y[:30])], [(x[30:45], y[30:45]), (x[45:], y[45:])]
+
+
+def score(posterior, loader):
+    predictive, y = ds.predict(posterior, loader)
+    return float(predictive.log_prob(y).mean())
+
+
+def test_a_fit_that_makes_its_own_rows_unlikely_says_so_with_the_numbers(caplog):
+    network, train, _ = memorised()
+    torch.manual_seed(0)
+    posterior = Laplace(network, prior_precision=0.01).fit_posthoc(train)
+    own = -float(F.cross_entropy(network(train[0][0]), train[0][1]).detach())
+    assert own - score(posterior, train) > 0.2
+    assert f"{score(posterior, train):.3f}, the network alone {own:.3f}" in caplog.text
+    assert "held_out=" in caplog.text
+    caplog.clear()
+    Laplace(network, prior_precision=1000.0).fit_posthoc(train)
+    assert not caplog.records
+
+
+def test_an_exact_gaussian_is_not_called_too_unsure(caplog):
+    x, y = data(12)  # 10 parameters per output and 12 rows: what the fit costs is what the Gaussian accounts for
+    torch.manual_seed(0)
+    phi = torch.cat([x, x**2, torch.ones(12, 1, dtype=torch.float64)], 1)
+    network = nn.Linear(9, 2, bias=False).double()
+    network.weight.data = torch.linalg.lstsq(phi, y).solution.T.contiguous()
+    noise = ds.Regression(1.0).double()
+    posterior = Laplace(network, prior_precision=1e-6, likelihood=noise).fit_posthoc([(phi, y)])
+    alone, _ = ds.predict(ds.MAP(network, likelihood=noise), [(phi, y)])
+    assert float(alone.log_prob(y).mean()) - score(posterior, [(phi, y)]) > 0.2
+    assert not caplog.records
+
+
+def test_held_out_rows_choose_the_precision_they_are_likeliest_under(caplog):
+    network, train, held_out = memorised()
+    torch.manual_seed(0)
+    posterior = Laplace(network, prior_precision=0.01).fit_posthoc(train, held_out=held_out)
+    assert not caplog.records
+    best, scores = score(posterior, held_out), {}
+    for factor in (0.01, 1.0, 100.0, 1e4):
+        other = Laplace(network, prior_precision=0.01 * factor).fit_posthoc(train)
+        scores[factor] = score(other, held_out)
+    assert best > max(scores.values()) - 0.02  # 300 samples: the error of a score is below this
+    assert scores[1.0] < best - 0.05
+    assert posterior.precision > 0.05
+    posterior.fit_posthoc(train)
+    assert posterior.precision == 0.01
+    with pytest.raises(ValueError, match="expected held-out rows"):
+        posterior.fit_posthoc(train, held_out=iter(held_out))
+    assert posterior.precision == 0.01  # as it was
+
+
 def test_a_data_size_that_is_none_is_refused():
     with pytest.raises(TypeError, match=r"expected data_size as a whole number, got 2\.5"):
         Laplace(tiny.mlp().double()).fit_posthoc([tiny.points()], data_size=2.5)

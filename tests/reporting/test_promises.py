@@ -34,6 +34,7 @@ def test_the_table_has_what_was_promised_and_what_came_of_it(evaluations):
         "corrupt/conformal/coverage",
         "ood_gate/refused",
     } <= found.keys()
+    assert found["conformal/size"].best is None  # empty sets are the smallest
     risk = found["selective/risk"]
     arrays = [evaluations["first"][0].arrays[name] for name in risk.samples[0]]
     value = risk.statistic([torch.ones(1, 20, dtype=torch.float64)], *arrays)

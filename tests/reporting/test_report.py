@@ -240,6 +240,27 @@ def test_the_best_is_marked_and_its_equals_are(tmp_path):
     assert rows["test", "NLL"].cells[0].clear
 
 
+def test_the_headline_names_a_winner_only_beyond_chance(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    plain = torch.rand(40, generator=generator)
+
+    def said(moved):
+        given = {name: Evaluation("classification", {"nll": float(v.mean()), "accuracy": 1.0}, {"test/nll": v}, "entropy")
+                 for name, v in (("plain", plain), ("other", plain + moved))}  # fmt: skip
+        report(given, tmp_path / "report.md", baseline="plain")
+        return (tmp_path / "report.md").read_text()
+
+    noise = torch.randn(40, generator=generator)
+    noise = (noise - noise.mean()) / noise.std()
+    chance = said(noise - 0.01)  # t = 0.06
+    assert "The lowest negative log-likelihood is that of other" in chance
+    assert "not ahead of plain beyond chance (p = 0.9" in chance
+    assert "predicts best" not in chance
+    ahead = said(0.1 * noise - 0.2)
+    assert "other predicts best" in ahead
+    assert "nats less than plain (p < 0.001" in ahead  # and not "&lt;"
+
+
 def test_nothing_in_a_title_or_a_name_is_live_in_markdown(tmp_path):
     title, name = "![x](http://e/p.png) <img src=x> \\[a](http://e)", "[m](http://e) `*`|"
     report({name: classification(0), "other": classification(1)}, tmp_path / "report.md", title=title)

@@ -25,9 +25,11 @@ from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
+from dissensus.core.regression import RealTargets
 from dissensus.core.standing import Lens
 from dissensus.core.training_rules import TrainingRules
 from dissensus.core.turns import copied
+from dissensus.numerics.arrays import as_tensor
 from dissensus.numerics.randomness import Watch, looking_ahead, same_random_state
 from dissensus.numerics.tree import Tensors
 
@@ -293,7 +295,14 @@ class Posterior(TrainingRules, ABC):
         """A batch from a loader, `transformed` and checked as in `Batch.of`; a `Batch` is returned as it is."""
         raw = isinstance(given, tuple | list) and not isinstance(given, Batch)
         if self.inputs is not None and raw and len(given) in (2, 3):
-            given = (self.transformed(given[0]), *given[1:])
+            x, y = self.transformed(given[0]), as_tensor(given[1])
+            if (
+                isinstance(self.likelihood, RealTargets)
+                and getattr(y, "ndim", 0) == 1
+                and len(self.output_shape(x)) == 2
+            ):
+                y = y[:, None]  # a table's column
+            given = (x, y, *given[2:])
         return Batch.of(given, anywhere=anywhere)
 
     @final

@@ -53,7 +53,11 @@ class Predictive(ABC):
 
     @abstractmethod
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """(lower, upper), each of the mean's shape: the central interval with probability `level`, between 0 and 1."""
+        """(lower, upper), each of the mean's shape: the central interval with probability `level`, between 0 and 1.
+
+        This is the model's own interval: it has no coverage guarantee, even if `ds.conformal` was fitted. The guaranteed
+        interval or set is that of `posterior.promises["conformal"]`.
+        """
 
     @abstractmethod
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -149,7 +153,7 @@ class CategoricalPredictive(Predictive):
         return self.log_mean.gather(1, y.long().unsqueeze(1)).squeeze(1)
 
     def credible_set(self, level: float = 0.9) -> Tensor:
-        """(B, C, ...) boolean: the fewest classes whose probabilities sum to at least `level`."""
+        """(B, C, ...) boolean: the fewest classes whose probabilities sum to at least `level`; not conformal: no guarantee."""
         number("level", level, above=0, most=1, hint="pass for example 0.9")
         ordered, order = self.mean.sort(dim=1, descending=True)
         before = ordered.cumsum(1) - ordered  # total probability of the likelier classes
@@ -195,7 +199,7 @@ class ClassificationPredictive(CategoricalPredictive):
         return (self._members.exp() * ratio).sum(2).mean(0).clamp(min=0)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """(lower, upper) of the mean's shape: central quantiles over members of each class probability."""
+        """(lower, upper) of the mean's shape: central quantiles over members of each class probability, without a guarantee."""
         tail = tail_probability(level)
         ordered = self._members.exp().sort(dim=0).values  # torch.quantile refuses more than 2²⁴ entries
         return _between(ordered, tail), _between(ordered, 1 - tail)
@@ -274,7 +278,10 @@ class RegressionPredictive(Predictive):
         return 0.5 * (lower + upper)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """(lower, upper) of the mean's shape: the central interval of the mixture, for each output separately."""
+        """(lower, upper) of the mean's shape: the central interval of the mixture, for each output separately.
+
+        It has no coverage guarantee, even if `ds.conformal` was fitted: see `posterior.promises["conformal"].interval(x)`.
+        """
         tail = tail_probability(level)
         return self.quantile(tail), self.quantile(1 - tail)
 

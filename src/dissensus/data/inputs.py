@@ -48,7 +48,7 @@ class ImageInputs(InputTransform):
     refused, because their scale is unknown.
 
     Args:
-        mean, std: of each of C channels, in units of pixels / 255.
+        mean, std: of each of C channels, in units of pixels / 255; one number for images with one channel.
         resize: length of the shorter side before the crop, in pixels; bilinear with antialiasing. None keeps the size.
         crop: (height, width) of the central crop in pixels, or one number for both. None keeps the whole image.
     """
@@ -57,12 +57,13 @@ class ImageInputs(InputTransform):
 
     def __init__(
         self,
-        mean: Sequence[float],
-        std: Sequence[float],
+        mean: float | Sequence[float],
+        std: float | Sequence[float],
         *,
         resize: int | None = None,
         crop: int | Sequence[int] | None = None,
     ) -> None:
+        mean, std = ([each] if isinstance(each, int | float) else each for each in (mean, std))
         if len(mean) != len(std) or not len(mean):
             raise ValueError(f"expected one mean and std per channel, got {len(mean)} and {len(std)}; pass C of each")
         self.mean = [float(number("every mean", each)) for each in mean]

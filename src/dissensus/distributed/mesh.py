@@ -40,7 +40,7 @@ class Axis:
         self.sent = {"sum": 0, "gather": 0}
 
     def __repr__(self) -> str:
-        return f"{self.rank} of {self.size}"
+        return f"part {self.rank + 1} of {self.size}"
 
     def part(self, count: int, rank: int | None = None) -> slice:
         """Which of `count` things are this rank's (or another one's): a contiguous part."""
@@ -126,7 +126,7 @@ class Mesh:
         ask_before_speaking(lambda: self.is_first or not self.alive)
 
     def __repr__(self) -> str:
-        return f"Mesh(members={self.members!r}, data={self.data!r})"
+        return f"Mesh(rank {self.rank} of {self.size}: {self.members!r} of the members, {self.data!r} of the rows)"
 
     @property
     def size(self) -> int:

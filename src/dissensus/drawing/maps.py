@@ -19,6 +19,7 @@ PALETTE = (
     "#5fd0c5", "#d9828b", "#8a6d1c", "#1f6f6b", "#b9a7e0", "#4a2f27", "#f4a261", "#9bc995", "#31356e", "#b0323a",
 )  # fmt: skip
 VOID_COLOUR, UNKNOWN_COLOUR = "#000000", "#ff00ff"
+MARKS = {"unknown": UNKNOWN_COLOUR, "void": VOID_COLOUR}
 CONFIDENCE, EPISTEMIC = "cividis", "inferno"
 ZOOM = 3  # a window has 1/ZOOM of the image's height and width
 COLUMN = 2.1  # width of a column, inches
@@ -39,9 +40,11 @@ def class_colours(count: int) -> np.ndarray:
 
 
 def class_image(labels: Array, count: int) -> np.ndarray:
-    """(H, W, 3) uint8: labels (H, W) in the colours of `count` classes; VOID and UNKNOWN have separate colours."""
+    """(H, W, 3) uint8: labels (H, W) in the colours of `count` classes; UNKNOWN has its own colour, other labels are black."""
+    labels = np.asarray(labels).astype(int)
+    labels = np.where((labels >= count) | (labels < UNKNOWN), VOID, labels)  # such as 255
     table = np.concatenate([class_colours(count), [_rgb(UNKNOWN_COLOUR), _rgb(VOID_COLOUR)]]).astype(np.uint8)
-    found: np.ndarray = table[np.asarray(labels)]  # −1 and −2 are the last rows
+    found: np.ndarray = table[labels]  # −1 and −2 are the last rows
     return found
 
 
@@ -84,7 +87,7 @@ def scene(image: Array, target: Array, methods: Mapping[str, PixelMaps], *, clas
             ]
             _row(line, [*shown, *_zoomed([shown[0], shown[2]], window)], window, marked=(2,))
             line[0].set_ylabel(short(name))
-        _legends(figure, classes, largest)
+        _legends(figure, classes, largest, marks_in(target, len(classes)))
     return figure
 
 
@@ -128,31 +131,40 @@ def class_legend(classes: Sequence[str]) -> Figure:
     lines = -(-(len(classes) + 2) // 6)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.0, 0.3 + 0.2 * lines))
-        _class_names(figure, classes, loc="center")
+        _class_names(figure, classes, (), loc="center")
     return figure
 
 
-def class_legend_below(figure: Figure, classes: Sequence[str]) -> None:
-    """Adds this legend below a figure, which is enlarged for it."""
+def marks_in(labels: Array, count: int) -> list[str]:
+    """Which of "unknown" and "void" occur among labels of `count` classes."""
+    labels = np.asarray(labels).astype(int)
+    unknown, other = labels == UNKNOWN, (labels >= count) | (labels < 0)
+    return [name for name, here in (("unknown", unknown), ("void", other & ~unknown)) if here.any()]
+
+
+def class_legend_below(figure: Figure, classes: Sequence[str], marks: Sequence[str]) -> None:
+    """Adds this legend below a figure, which is enlarged for it; `marks`: as from `marks_in`."""
     width, height = figure.get_size_inches()
     room = 0.1 + 0.2 * -(-(len(classes) + 2) // 6)
     figure.set_size_inches(width, height + room)
     if isinstance(engine := figure.get_layout_engine(), ConstrainedLayoutEngine):
         engine.set(rect=(0, room / (height + room), 1, height / (height + room)))
     with matplotlib.rc_context(STYLE):
-        _class_names(figure, classes, loc="lower center")
+        _class_names(figure, classes, marks, loc="lower center")
 
 
-def _class_names(figure: Figure, classes: Sequence[str], *, loc: Literal["center", "lower center"]) -> None:
-    colours = [*(class_colours(len(classes)) / 255), UNKNOWN_COLOUR, VOID_COLOUR]
-    names = [*map(short, classes), "unknown", "void"]
+def _class_names(
+    figure: Figure, classes: Sequence[str], marks: Sequence[str], *, loc: Literal["center", "lower center"]
+) -> None:
+    colours = [*(class_colours(len(classes)) / 255), *(MARKS[name] for name in marks)]
+    names = [*map(short, classes), *marks]
     patches = [Patch(color=colour, label=name) for colour, name in zip(colours, names, strict=True)]
     figure.legend(handles=patches, loc=loc, ncols=6, handlelength=1.2, fontsize=8)
 
 
-def _legends(figure: Figure, classes: Sequence[str], largest: float) -> None:
+def _legends(figure: Figure, classes: Sequence[str], largest: float, marks: Sequence[str]) -> None:
     """Adds the legend of classes and the two colour scales below the figure."""
-    _class_names(figure, classes, loc="lower center")
+    _class_names(figure, classes, marks, loc="lower center")
     width, height = figure.get_size_inches()
     base = 0.42 + 0.2 * (-(-(len(classes) + 2) // 6))
     for left, colours, top, label in (

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dissensus.drawing.maps import CONFIDENCE, EPISTEMIC, class_image, class_legend_below, heat_image
+from dissensus.drawing.maps import CONFIDENCE, EPISTEMIC, class_image, class_legend_below, heat_image, marks_in
 from dissensus.drawing.plots import INK, PALETTE, STYLE, Array, Curve, Panel, curve_figure, marked, short
 
 MOST = 8  # most images shown
@@ -62,7 +62,7 @@ def pixels(
         row += [] if truth is None else [("truth", class_image(truth[i], count))]
         row += [
             ("prediction", class_image(each.argmax(0), count)),
-            ("confidence", heat_image(each.max(0), largest=1.0, colours=CONFIDENCE)),
+            ("confidence, 0 (dark) to 1", heat_image(each.max(0), largest=1.0, colours=CONFIDENCE)),
             (
                 f"mutual information, to {largest:.2g} nats",
                 heat_image(epistemic[i], largest=largest, colours=EPISTEMIC),
@@ -70,7 +70,8 @@ def pixels(
         ]
         rows.append(row)
     figure = image_grid(rows)
-    class_legend_below(figure, list(classes) or [str(i) for i in range(count)])
+    marks = [] if truth is None else marks_in(truth[:MOST], count)
+    class_legend_below(figure, list(classes) or [str(i) for i in range(count)], marks)
     return figure
 
 

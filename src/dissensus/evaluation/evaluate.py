@@ -19,10 +19,11 @@ from dissensus.evaluation.attacked import AttackCurves, AttackedInputs, attacked
 from dissensus.evaluation.corrupted import CorruptedCounts, Corruptions, as_corruptions, corrupted_counts
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.evaluation.functions import Functions, drawn_once
-from dissensus.evaluation.predictions import Numbers, Predictions, predictions
+from dissensus.evaluation.predictions import Numbers, Predictions, foreign_loader, predictions
 from dissensus.evaluation.promised import Promises, promise_details, promise_metrics
 from dissensus.methods.parts.embedded import collapse_note
 from dissensus.numerics.checks import one_of
+from dissensus.standing.gate import Gate
 
 log = logging.getLogger("dissensus")
 
@@ -50,7 +51,8 @@ def evaluate(
 
     Args:
         loader: test batches (x, y). Keep a fixed order to compare methods example by example.
-        ood: name -> loader of foreign inputs; their targets are ignored (segmentation: masks, 1 at OOD pixels).
+        ood: name -> foreign inputs: a loader of (x, y), whose targets are ignored, a loader of x, or a tensor x
+            (segmentation: a loader of (x, mask), 1 at OOD pixels).
         shift: name -> loader of inputs from another distribution, with targets of the same task.
         corrupt: "all", "benchmark", a list of corruptions or `Corruptions(...)`, applied to the loader's images in a second
             pass over the loader. None applies none.
@@ -82,6 +84,7 @@ def evaluate(
     def read_by_all(given: Any) -> Any:
         return posterior.whole(as_loader(given, raw=raw))
 
+    ood = {name: foreign_loader(each) for name, each in (ood or {}).items()}
     ood, shift = ({name: read_by_all(each) for name, each in (sets or {}).items()} for sets in (ood, shift))
     loader = read_by_all(loader)
     check_loader(loader, *ood.values(), *shift.values())
@@ -169,9 +172,13 @@ def evaluation_of(
     if promises:
         details, kept = promise_details(promises, test.promised, test.targets, test.predictive)
         found, arrays = found | promise_metrics(promises, test.promised) | details, arrays | kept
-        for group, sets in (("ood", ood), ("shift", shift)):
+        gates = {name: promise for name, promise in promises.items() if isinstance(promise, Gate)}
+        for group, sets, asked in (
+            ("ood", ood, gates),
+            ("shift", shift, promises),
+        ):  # foreign inputs have no truth to cover
             for name, each in sets.items():
-                numbers = promise_metrics(promises, each.promised)
+                numbers = promise_metrics(asked, each.promised)
                 found |= {f"{group}/{name}/{key}": value for key, value in numbers.items()}
     members = part.members(test) | test.network_metrics()
     if classes and test.members > 1:

@@ -19,6 +19,7 @@ from dissensus.evaluation.examples import Extremes
 from dissensus.evaluation.functions import Answer, Functions
 from dissensus.evaluation.promised import RowValues, joined_outcomes, outcomes
 from dissensus.metrics import disagreement, max_probability_score
+from dissensus.numerics.arrays import is_array
 
 log = logging.getLogger("dissensus")
 
@@ -77,8 +78,8 @@ def predictions(
 ) -> Predictions:
     """Predictions for all inputs of a loader of (x, y), in its order.
 
-    `labelled`: whether y belongs to the functions' task; if not, as for OOD inputs, y is not read. `like`: required shapes of
-    inputs. `picture`: turns inputs into images to show; None shows them unchanged.
+    `labelled`: whether y belongs to the functions' task; if not, as for OOD inputs, y is not read and the loader may give x
+    alone. `like`: required shapes of inputs. `picture`: turns inputs into images to show; None shows them unchanged.
     """
     answers: list[Answer] = []
     targets: list[Tensor] = []
@@ -97,7 +98,8 @@ def predictions(
         taken = now(functions.device) - start
         return on_host(answer), taken
 
-    for batch, (answer, taken) in functions.shared(work, functions.posterior.read(loader, anywhere=True)):
+    given = loader if labelled else map(with_targets, loader)
+    for batch, (answer, taken) in functions.shared(work, functions.posterior.read(given, anywhere=True)):
         x, y, weight = batch
         said = unweighted(weight, name, said)
         shapes.add(shapes_of(x))
@@ -135,6 +137,21 @@ def predictions(
         networks=functions.drawn.networks,
         promised=joined_outcomes(promised),
     )
+
+
+def foreign_loader(given: Any) -> Any:
+    """What was given as foreign inputs, with targets that mean nothing where it is x or a list of batches x.
+
+    A list of arrays of one shape is such a list: of data [x, y] the second has another.
+    """
+    bare = isinstance(given, list) and all(map(is_array, given)) and len({each.shape[1:] for each in given}) == 1
+    return [with_targets(each) for each in given] if bare else with_targets(given)
+
+
+def with_targets(given: Any) -> Any:
+    """A batch or data (x, y), with targets that mean nothing where x or [x] was given alone."""
+    x = given[0] if isinstance(given, tuple | list) and len(given) == 1 else given
+    return (x, torch.zeros(len(x))) if is_array(x) else given
 
 
 def unweighted(weight: Tensor | None, name: str, said: bool) -> bool:

@@ -46,7 +46,7 @@ def best_temperature(predictive: Predictive, y: Tensor, weight: Tensor | None = 
         return math.exp(best)
     log.warning(
         "temperatures from %.3g to %.3g are equally good within one standard error; the highest is used. Pass more "
-        "held-out examples to choose between them (very uncertain members, as of Laplace by rows, favour ever lower ones)",
+        "held-out examples to choose between them (members that are far too uncertain favour ever lower ones)",
         math.exp(best),
         math.exp(highest),
     )

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from dissensus.core import noise
 from dissensus.core.alone import likelihood_of
+from dissensus.core.batch import Batch
+from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
-from dissensus.core.likelihood import Likelihood
+from dissensus.core.likelihood import Likelihood, log_prob_sum
 from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import left_as_found
@@ -34,6 +36,9 @@ from dissensus.numerics.tree import Tensors
 log = logging.getLogger("dissensus")
 
 Precision = float | Literal["marginal_likelihood"]
+FACTORS = [10 ** (i / 2) for i in range(-4, 9)]  # of the prior precision, tried where rows are held out
+LOST = 0.1  # nats per row that a fit may cost its own rows beyond what a Gaussian accounts for
+NUMBERS = 2**24  # outputs that are looked at after a fit
 
 
 class Laplace(SamplingPosterior):
@@ -94,29 +99,41 @@ class Laplace(SamplingPosterior):
         self.layer = layer
         self.curvature = None
 
-    def fit_posthoc(self, loader: Iterable[Any], *, data_size: int | None = None) -> Self:
+    def fit_posthoc(
+        self, loader: Iterable[Any], *, data_size: int | None = None, held_out: Iterable[Any] | None = None
+    ) -> Self:
         """Fits the Gaussian at the present weights, chooses the prior precision, stores a draw, and returns the posterior.
+
+        Warns where the fit makes rows of the loader's first batch much less likely than the network does.
 
         Args:
             loader: batches (x, y) or (x, y, weight) of the training data; example weights are used.
             data_size: number of training examples; if the loader holds only part of them, sums are scaled to it. None
                 is the posterior's own `data_size`, or without one the number of examples in the loader.
+            held_out: batches of data that the network was not trained on. δ is multiplied by the factor from 0.01 to 10,000
+                that gives them the highest likelihood; a large factor leaves the network's own predictions.
         """
         check_loader(loader := self.whole(loader))
+        if held_out is not None:
+            check_loader(held_out := self.whole(held_out))
         prior_of(data_size=data_size)
         self.to(self.device)  # the parameters of the likelihood may be on another device than the network
         self._known.doubt(noise.doubt(self.particles))  # curvature and evidence depend on the noise
         with left_as_found(self):
-            curvature = self._gathered(loader, data_size or self.data_size)
+            curvature, first, rows = self._gathered(loader, data_size or self.data_size)
         for each in curvature:
             each.precision.fill_(chosen(self.prior_precision, each))
-        before, self.curvature = self.curvature, nn.ModuleList(curvature)
+        before, self.curvature = (self.curvature, self.stored), nn.ModuleList(curvature)
         try:
             self.stored = self.drawn()
+            if held_out is not None:
+                self._scale_precision(held_out)
         except BaseException:
-            self.curvature = before
+            self.curvature, self.stored = before
             raise
         self.uncalibrate("fit_posthoc")
+        if held_out is None:
+            self._look_at(first, rows)
         return self
 
     def store_draw(self, loader: Iterable[Any]) -> None:
@@ -128,11 +145,15 @@ class Laplace(SamplingPosterior):
         Needs no data.
         """
         precision_or_name(prior_precision)
-        curvatures = self._fitted()
-        assert self.stored is not None  # stored and dropped together with the curvature
-        for curvature in curvatures:
+        for curvature in self._fitted():
             curvature.precision.fill_(chosen(prior_precision, curvature))
         self.prior_precision = prior_precision
+        self._draw_anew()
+        self.uncalibrate("another prior precision")
+
+    def _draw_anew(self) -> None:
+        """Replaces the stored draw by one with the present prior precisions."""
+        assert self.stored is not None  # stored and dropped together with the curvature
         # The network may have been trained since: the new last layers get the earlier layers of the stored draw. Functions
         # drawn before do not change.
         families, samples = [], self.sample(self.samples, own_generator(self.device))
@@ -142,7 +163,52 @@ class Laplace(SamplingPosterior):
                 own.get_buffer(f"{PREFIX}{name}").copy_(sampled[m])
             families.append(Particles(family.copied_template(), own=own, shared=family.shared, members=family.members))
         self.stored = Families(families)
-        self.uncalibrate("another prior precision")
+
+    def _scale_precision(self, held_out: Iterable[Any]) -> None:
+        """Multiplies the prior precisions by the factor under which held-out rows are likeliest, and draws anew."""
+        precisions = [curvature.precision.clone() for curvature in self._fitted()]
+
+        def use(factor: float) -> None:
+            for curvature, precision in zip(self._fitted(), precisions, strict=True):
+                curvature.precision.copy_(factor * precision)
+            self._draw_anew()
+
+        def score(factor: float) -> float:
+            use(factor)
+            return self._mean_log_prob(self.draw(), map(self.take, self.read(held_out, anywhere=True)))
+
+        scores = [score(factor) for factor in FACTORS]
+        if any(map(math.isnan, scores)):
+            raise ValueError(
+                "expected held-out rows that count, each time they are read, got none; pass a loader with data"
+            )
+        use(FACTORS[scores.index(max(scores))])
+
+    def _look_at(self, batch: Batch, rows: float) -> None:
+        """Warns where the batch, of the training data, is much less likely under the draw than under the network."""
+        outputs = self.samples * self.particles.members * math.prod(self.output_shape(batch.x)[1:])
+        most = max(1, NUMBERS // outputs)
+        some = batch if batch.size <= most else batch.map(lambda tensor: tensor[:most])
+        network, fitted = (self._mean_log_prob(functions, [some]) for functions in (self.current(), self.draw()))
+        # Where −log p is quadratic, the mean over W ~ N(W*, T (G + δ)⁻¹) costs T/2 tr G (G + δ)⁻¹ of all rows; the log of
+        # a mean is no less than the mean of logs.
+        effective = fmean(float((c.eigenvalues / (c.eigenvalues + c.precision)).sum()) for c in self._fitted())
+        if network - fitted > LOST + 0.5 * self.posterior_temperature * effective / rows:
+            log.warning(
+                "Laplace gives its own training rows a mean log-probability of %.3f, the network alone %.3f: it is too unsure, "
+                "unless new rows are that hard for the network (prior precision %.3g); let held-out rows choose a higher one, "
+                "fit_posthoc(loader, held_out=held_out_loader)",
+                *(fitted, network, self.precision),
+            )
+
+    def _mean_log_prob(self, functions: DrawnFunctions, batches: Iterable[Batch]) -> float:
+        """Mean over rows that count of the log-probability of targets under the functions' mixture."""
+        total = weight = torch.zeros((), device=self.device)
+        with left_as_found(self):
+            for batch in batches:
+                found, counted = log_prob_sum(self.likelihood, functions.predict(batch.x), batch.y, batch.weight)
+                total, weight = total + found, weight + counted
+        return float(total / weight)
 
     @property
     def precision(self) -> float:
@@ -193,8 +259,11 @@ class Laplace(SamplingPosterior):
 
         return by_network(around, self.particles.members)
 
-    def _gathered(self, loader: Iterable[Any], data_size: int | None) -> list[Curvature]:
-        """The curvature of each network, scaled to `data_size` examples; prior precisions are not chosen yet."""
+    def _gathered(self, loader: Iterable[Any], data_size: int | None) -> tuple[list[Curvature], Batch, float]:
+        """(the curvature of each network, scaled to `data_size` examples, the first batch, the number of examples).
+
+        Prior precisions are not chosen yet.
+        """
         particles = self.particles
         held = not self.built_with.own
         members = (
@@ -203,11 +272,12 @@ class Laplace(SamplingPosterior):
             else [(particles.member(m), likelihood_of(particles, m)) for m in range(particles.members)]
         )
         gathered: list[tuple[CurvatureSums, LastLayer, Tensor]] = []
-        seen = 0.0
+        seen, first = 0.0, None
         for given in self.read(loader, anywhere=True):
             if given.size == 0:
                 continue
             batch = self.take(given)
+            first = batch if first is None else first
             for network, _ in members[len(gathered) :]:
                 last = last_layer(network, batch.x, self.layer)
                 mean = last.matrix(last.parameters).detach()
@@ -215,15 +285,16 @@ class Laplace(SamplingPosterior):
             seen += batch.size * (1.0 if batch.weight is None else float(batch.weight.double().mean()))
             for (network, likelihood), (sums, last, _) in zip(members, gathered, strict=True):
                 gather(sums, network, likelihood, last, batch)
-        if not gathered or not bool(gathered[0][0].weight > 0):
+        if first is None or not bool(gathered[0][0].weight > 0):
             raise ValueError("expected at least one example with a weight above 0, got none; pass the training loader")
         if data_size is not None:
             for sums, _, _ in gathered:
                 torch._foreach_mul_([*sums.sums, sums.log_likelihood, sums.weight], data_size / seen)
-        return [
+        curvatures = [
             Curvature.of(sums, mean, layer=list(network.modules()).index(last.layer))
             for (network, _), (sums, last, mean) in zip(members, gathered, strict=True)
         ]
+        return curvatures, first, float(gathered[0][0].weight)
 
     def _last(self) -> LastLayer:
         return self._layer(int(self._fitted()[0].layer))

@@ -201,7 +201,8 @@ def rendered(template: str, content: Mapping[str, Any]) -> str:
 
 def _markdown(text: object) -> str:
     """Escapes text for Markdown, so that it contains no link, picture, HTML or end of a cell."""
-    plain = " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;")
+    plain = re.sub(r"&(?=#?\w+;)", "&amp;", " ".join(str(text).split()))
+    plain = re.sub(r"<(?=[a-zA-Z/!?])", "&lt;", plain)  # "p < 0.05" is no tag
     return re.sub(r"[\\|\[\]*`]", r"\\\g<0>", plain)
 
 

@@ -83,12 +83,11 @@ def _prediction(results: Results, by_key: dict[str, Measure], draws: MeasureDraw
     if (best := _named(nll, each)) is None:
         return ""
     interval = each[best].interval()
-    text = f"{best} predicts best" if len(each) > 1 else f"{best} predicts"
-    text += f": negative log-likelihood {nll.text(each[best].estimate)} nats"
     ends = interval and f"95 % interval {nll.text(interval.lower)} to {nll.text(interval.upper)}"
-    text += f" ({ends or 'no interval'})"
+    score = f"{nll.text(each[best].estimate)} nats ({ends or 'no interval'})"
     name = quality.label if quality.label.isupper() else quality.label.lower()
-    text += f", {name} {_with_unit(quality, draws[quality.key][best].estimate)}."
+    reached = f"{name} {_with_unit(quality, draws[quality.key][best].estimate)}"
+    text = f"{best} predicts{' best' if len(each) > 1 else ''}: negative log-likelihood {score}, {reached}."
     if results.baseline is None or results.baseline not in each or len(each) < 2:
         return text
     if best == results.baseline:
@@ -99,7 +98,10 @@ def _prediction(results: Results, by_key: dict[str, Measure], draws: MeasureDraw
     comparison, p_value = against.comparisons[pair], against.p_values[pair]
     counted = f"{p_text(p_value)}{', by Holm' if results.holm else ''}; counts {comparison.counted}"
     if p_value >= SIGNIFICANT:
-        return f"{text} The difference to {results.baseline} is within chance ({counted})."
+        return (
+            f"The lowest negative log-likelihood is that of {best}, {score}, {reached}: not ahead of {results.baseline} beyond "
+            f"chance ({counted})."
+        )
     return f"{text} That is {nll.text(-comparison.difference)} nats less than {results.baseline} ({counted})."
 
 

@@ -56,7 +56,8 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
     def predict_set(self, X: Any, level: float = 0.9) -> np.ndarray:
         """(N, C) boolean: whether each class is in the prediction set of a row.
 
-        The set is conformal if `conformal` rows were reserved, else the fewest classes whose probabilities sum to `level`.
+        The set is conformal, with a coverage guarantee, if `conformal` rows were reserved. Otherwise it has the fewest classes
+        whose probabilities sum to `level`, without a guarantee.
         """
         predictive = self.predictive(X)
         assert isinstance(predictive, CategoricalPredictive)
@@ -107,7 +108,8 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     def predict(self, X: Any, interval: float | None = None) -> np.ndarray | Interval:
         """(N,) or (N, D) predicted means; with `interval`, a level such as 0.9, an `Interval` of mean, lower and upper.
 
-        Conformal intervals are mean ± threshold · deviation. Without conformal rows they are the mixture's central intervals.
+        Conformal intervals, with a coverage guarantee, are mean ± threshold · deviation. Without conformal rows they are the
+        mixture's central intervals, without a guarantee.
         """
         predictive = self.predictive(X)
         found = [predictive.mean]

@@ -155,6 +155,9 @@ class Conformal(Promise):
         parts = zip(torch.split(self.scores, sizes), torch.split(self.mass, sizes), strict=True)
         return torch.stack([quantile(scores, mass, self.level, weight) for scores, mass in parts])
 
+    def __repr__(self) -> str:
+        return f"Conformal({self.describe()})"
+
     def describe(self) -> str:
         """The guarantee in one sentence."""
         by = {None: "", "class": ", for every class separately", "group": ", for every group separately"}[

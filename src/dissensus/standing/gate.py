@@ -40,6 +40,9 @@ class Gate(Promise):
         score = uncertainty(predictive, self.score)(predictive)
         return Gated(score < self.threshold, score, predictive)
 
+    def __repr__(self) -> str:
+        return f"Gate({self.score} below {self.threshold:.4g}: {self.describe()})"
+
     def describe(self) -> str:
         """The guarantee in one sentence."""
         if "false_alarm" in self.facts:

@@ -36,11 +36,11 @@ def with_calibration(
     """Adds calibration/nll of the held-out test rows and calibrated/NAME of the other test rows.
 
     `calibration/nll` is at the posterior's temperature. `calibration/nll_scaled` is calibrated: by the lens, which was fitted
-    on held-out rows, or without one at their best temperature, `calibrated/temperature` if it is not 1.
+    on held-out rows, or, if there is none or it changes nothing, at their best temperature, `calibrated/temperature`.
     """
     part = numbers_of(test)
     own = evaluation.metrics.get("temperature", 1.0)  # in both predictives; the best temperature is relative to it
-    if lens is None:
+    if lens is None or lens == Lens(1.0, None):
         lens = Lens(best_temperature(held.predictive.tempered(1 / own), held.targets), None)
     seen, seen_held = (replace(p, predictive=_seen(p.predictive, lens, own)) for p in (test, held))
     found = {f"calibrated/{key}": value for key, value in part.metrics(seen).items()}

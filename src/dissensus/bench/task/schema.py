@@ -119,7 +119,7 @@ EVALUATION: dict[str, ValueRule] = {
 }
 CALIBRATION: dict[str, ValueRule] = {
     "rows": POSITIVE,  # number or share of test rows held out for it: short for data.calibration
-    "method": TEXT,  # of ds.calibrate: temperature, vector, …; nothing is calibrated if left out
+    "method": TEXT,  # of ds.calibrate: temperature, vector, …; if left out, only the best temperature is reported
     "level": share,  # coverage of sets or intervals (ds.conformal); none if left out
     "score": TEXT,  # the score of ds.conformal
     "risk": share,  # largest risk of accepted inputs (ds.selective); no gate if left out
