@@ -114,12 +114,15 @@ def verdict_page(path: Path = ROWS) -> str:
         shown = [str(units), str(members), f"{said.crowding:.3f}", str(said.kind), f"{said.effective_members:.1f}"]
         lines.append([*shown, f"{points[0]} ({points[1]} … {points[2]})"])
     rank = float(spearmanr(crowding, lost).statistic)
+    points = dict(zip(sorted(cells), lost, strict=True))
+    same = [(a, b) for a in points for b in points if a[0] < b[0] and a[1] * b[0] == b[1] * a[0]]
+    less = sum(points[wide] < points[narrow] for narrow, wide in same)
     table = markdown(["N", "M", "(M − 1)/N", "verdict", "effective members", "points, embedded − independent"], lines)
     seeds = len({row["seed"] for row in kept})
     return (
         f"{table}\n\nThe rank correlation of (M − 1)/N and the points lost is {rank:.2f} over {len(lines)} cells; of cells "
         f"whose interval (95 %, {seeds} seeds) lies below −1 point, {wrong} are called independent. "
-        "Points lost depend on N beyond (M − 1)/N: of two cells with the same ratio the wider loses less."
+        f"Points lost depend on N beyond that: of two cells with the same M/N the wider loses less in {less} of {len(same)}."
     )
 
 
