@@ -35,6 +35,7 @@ SETTINGS = {  # where the defaults are for larger networks or longer runs
     "lit": {"strength": 0.1},
     "feature_rde": {"layer": "layers.3", "head": "layers.4", "projection": 3},
     "gaussian_perturbation": {"noise": 0.1},
+    "laplace": {"covariance": "joint"},  # by rows it is unsure everywhere with so few of them
 }
 SEVERAL = ("deep_ensemble", "weight_rde", "function_rde", "feature_rde", "forde", "svgd", "lit")
 SIZED = ("weight_rde", "function_rde", "svgd", "sghmc", "hmc", "mean_field_vi", "node_bnn", "rank_one_bnn")
