@@ -1,5 +1,6 @@
 """Sentences that summarise the results."""
 
+import re
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -119,7 +120,8 @@ def _foreign_sentence(names: Sequence[str], by_key: dict[str, Measure], draws: M
                 )
             else:
                 clauses.append(f"{best} separates {name} from test inputs{ranked}: AUROC {reached}")
-    return f"{'; '.join(clauses)} (50 % is chance, 100 % perfect)." if clauses else ""
+    said = re.sub("^no method", "No method", "; ".join(clauses))
+    return f"{said} (50 % is chance, 100 % perfect)." if clauses else ""
 
 
 def _corrupted_sentence(results: Results, measure: Measure, each: dict[str, Resampled]) -> str:
