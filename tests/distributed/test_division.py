@@ -486,7 +486,7 @@ def different(which):
         "optimizer": "ValueError: expected 'particles.shared.network.0.weight' to be the same in all processes after an epoch",
         "buffer": "ValueError: expected 'particles.shared.network.seen' to be the same in all processes after an epoch",
         "rows": "ValueError: expected a network whose output for a row does not depend on the other rows of a batch",
-        "order": "ValueError: expected the same batches in every process, got others",
+        "order": "ValueError: expected the same batches in every process, got different",
         "validation": "ValueError: expected labels in 0…2, got 9",
         "uneven parts": "ValueError: expected parts of a batch with as many rows in every process",
         "uneven validation": "ValueError: expected parts of a batch with as many rows in every process, got [4, 3]",
