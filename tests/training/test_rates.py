@@ -85,3 +85,19 @@ def test_the_recipe_is_kept_in_a_file_and_its_settings_can_be_others(tmp_path):
     assert loaded.rate == "curvature"
     assert loaded.default_optimizer().param_groups[0]["relative"]
     assert fitted(loaded).epochs[0].lr == fitted(posterior).epochs[0].lr
+
+
+def test_relative_rates_are_of_no_use_elsewhere_and_a_rate_of_the_latents_is_not_measured_over():
+    posterior = made()
+    before, optimizer = weights(posterior), posterior.default_optimizer()
+    with pytest.raises(ValueError, match="got relative ones"):
+        fitted(posterior, optimizer=optimizer)
+    assert torch.equal(weights(posterior), before)
+    x, y = next(iter(loader()))[:2]
+    posterior.backward(x, y)  # a loop of one's own
+    optimizer.step()
+    with pytest.raises(ValueError, match="got relative ones"):
+        posterior.observe(optimizer)
+    with pytest.raises(ValueError, match="latent_lr=None with rate='curvature'"):
+        ds.NodeBNN.of_trained(network(), data_size=40, latent_lr=0.01)
+    assert ds.NodeBNN.of_trained(network(), data_size=40, latent_lr=0.01, rate=None).latent_lr == 0.01
