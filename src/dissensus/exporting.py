@@ -193,9 +193,8 @@ def _predicted(posterior: Posterior, module: ExportedPosterior, x: Inputs) -> di
         torch.rand(1)  # advances torch's generator, so that new draws would differ
         again = view.predict(x)
     pairs = zip(first.described(), again.described(), strict=True)
-    if not all(
-        torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True) for a, b in pairs
-    ):  # GPUs may round differently
+    # GPUs may round differently.
+    if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True) for a, b in pairs):
         raise ValueError(
             f"expected equal predictions in every call, got {type(posterior).__name__} with a new draw each time; call "
             "ds.refresh(posterior, training_loader) first (a network that draws random numbers in eval mode cannot be "

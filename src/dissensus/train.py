@@ -82,8 +82,8 @@ def fit(
             state is kept. TRADI is evaluated at up to ten epochs, by the functions it would sample; methods that collect a
             trajectory (SWAG, SWA, snapshots) keep the last state.
         optimizer: built on `posterior.parameters()` or `posterior.parameter_groups(lr)`; None uses the method's
-            default with its schedule. Relative rates of that default (`NodeBNN.of_trained`) are
-            measured on the first batch.
+            default with its schedule. Relative rates of that default (`NodeBNN.of_trained`) are measured on the first
+            batch.
         scheduler: a torch scheduler of that optimizer, stepped once per epoch.
         clip: largest gradient norm of each member; None does not clip.
         accumulate: batches per optimiser step; their gradients are averaged.
@@ -237,9 +237,7 @@ class _Run:
                     raise ValueError("expected batches with examples, got an empty one; remove it from the loader")
                 batch = posterior.take(given)
                 posterior.before_step(batch)
-                if (
-                    part.batches == first
-                ):  # not before: the first member's first batch may set things up for all members
+                if part.batches == first:  # not before: the first member's first batch may set things up for all
                     divided.enter_context(self.division.here(self.optimizer, batch))
                     total = None if total is None else total[self.division.mine].clone()
                 rows = self.division.part(batch)

@@ -134,3 +134,13 @@ def test_a_gate_that_accepts_nothing_has_no_risk(caplog):
     assert found["selective/accepted"] == 0
     assert "selective/risk" not in found
     assert all(math.isfinite(value) for value in found.values())
+
+
+def test_two_arrays_of_one_shape_may_be_a_regressions_data():
+    x = torch.linspace(-1, 1, 40)[:, None]
+    posterior = ds.MAP(torch.nn.Linear(1, 1), likelihood=ds.Regression())
+    sets = {"data": (x + 9, x), "alone": x + 9, "batches": [x[:25] + 9, x[25:] + 9]}
+    found = ds.evaluate(posterior, (x, x), ood=sets, progress=False).arrays
+    assert {len(found[f"ood/{name}/score/variance"]) for name in sets} == {40}
+    with pytest.raises(ValueError, match="a list of 2 arrays of one shape"):
+        ds.evaluate(posterior, (x, x), ood={"far": [x + 9, x]}, progress=False)

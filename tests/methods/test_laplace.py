@@ -593,3 +593,18 @@ def test_a_posterior_temperature_is_a_factor_of_the_covariance_and_of_nothing_el
     assert float(loaded.temperature) == 1.0  # the calibration's, another thing
     with pytest.raises(ValueError, match="expected posterior_temperature above 0, got 0"):
         ds.Laplace(tiny.mlp(), posterior_temperature=0)
+
+
+def test_a_first_batch_too_large_to_look_at_is_cut_where_it_has_rows(monkeypatch):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(2, 3)
+
+        def forward(self, x, scale, table):
+            return self.head(x * scale + table[6])
+
+    monkeypatch.setattr("dissensus.methods.laplace.NUMBERS", 5 * 10 * 3)  # five rows of the twenty
+    x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0)), torch.tensor(2.0), torch.ones(7, 2)
+    posterior = Laplace(Scaled(), samples=10).fit_posthoc([(x, torch.arange(20) % 3)])
+    assert posterior.ready

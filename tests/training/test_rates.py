@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import dissensus as ds
+from dissensus.data.inputs import as_input_transform
 from dissensus.theory import sharpness
 
 
@@ -85,3 +86,36 @@ def test_the_recipe_is_kept_in_a_file_and_its_settings_can_be_others(tmp_path):
     assert loaded.rate == "curvature"
     assert loaded.default_optimizer().param_groups[0]["relative"]
     assert fitted(loaded).epochs[0].lr == fitted(posterior).epochs[0].lr
+
+
+def test_relative_rates_are_of_no_use_elsewhere_and_a_rate_of_the_latents_is_not_measured_over():
+    posterior = made()
+    before, optimizer = weights(posterior), posterior.default_optimizer()
+    with pytest.raises(ValueError, match="got relative ones"):
+        fitted(posterior, optimizer=optimizer)
+    assert torch.equal(weights(posterior), before)
+    x, y = next(iter(loader()))[:2]
+    posterior.backward(x, y)  # a loop of one's own
+    optimizer.step()
+    with pytest.raises(ValueError, match="got relative ones"):
+        posterior.observe(optimizer)
+    with pytest.raises(ValueError, match="latent_lr=None with rate='curvature'"):
+        ds.NodeBNN.of_trained(network(), data_size=40, latent_lr=0.01)
+    assert ds.NodeBNN.of_trained(network(), data_size=40, latent_lr=0.01, rate=None).latent_lr == 0.01
+
+
+def test_raw_rows_are_transformed_once_and_weights_count():
+    x, y = next(iter(loader()))[:2]
+    raw, weight = 3 * x + 20, torch.tensor([1.0, 1.0, *[0.0] * 8])
+    standardiser = ds.data.Standardiser.of_rows(raw)
+    posterior = made()
+    posterior.inputs = as_input_transform(standardiser)
+    once = fitted(made(), 1, data=[(standardiser(raw), y)]).epochs[0].lr
+    assert fitted(posterior, 1, data=[(raw, y)]).epochs[0].lr == pytest.approx(once, rel=1e-4)
+    x = torch.cat([30 * x[:2], x[2:]])  # large ones, whose curvature is far above that of the prior
+    posterior = ds.NodeBNN.of_trained(nn.Linear(3, 2), data_size=40)
+    optimizer = posterior.default_optimizer()
+    found = [sharpness(posterior, optimizer, x, y, each) for each in (weight, 5 * weight, None)]
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+    assert found[0] != pytest.approx(found[2], rel=0.1)
+    assert fitted(posterior, 1, data=[(x, y, weight)]).epochs[0].lr == pytest.approx(0.1 / found[0], rel=1e-6)

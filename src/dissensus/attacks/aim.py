@@ -105,9 +105,8 @@ class Aim:
 
     def _mixture(self, drawn: DrawnFunctions, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(log p̄ (B, C), direction (B, ...) of the gradient of −log p̄(y), its size over that of the gradient (B, 1...))."""
-        lens = (
-            self.posterior.lens()
-        )  # a calibration of the mean has no useful gradient, so the gradient is that of the members' mixture
+        # A calibration of the mean has no useful gradient, so the gradient is that of the members' mixture.
+        lens = self.posterior.lens()
 
         def climbed(member: Member, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             def odds(at: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:

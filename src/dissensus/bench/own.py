@@ -31,9 +31,8 @@ def own_object(name: str, what: str, beside: str = "") -> Any:
         if (file := _own_file(found)) is not None:
             top, seen = _top(module, file), {(file, "")}
             _reached(file, {attributes.partition(".")[0]}, top, seen)
-            for path in {
-                path for path, _ in seen if path.is_relative_to(top)
-            }:  # its imports may belong to another task
+            # Its imports may belong to another task.
+            for path in {path for path, _ in seen if path.is_relative_to(top)}:
                 parts = path.relative_to(top).with_suffix("").parts
                 _check_is(".".join(parts[:-1] if parts[-1] == "__init__" else parts), path)
         return reduce(getattr, attributes.split("."), found)

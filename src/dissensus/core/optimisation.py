@@ -120,6 +120,15 @@ def check_optimizer(posterior: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
+def check_rates(optimizer: Any) -> None:
+    """Raises for relative rates, as those of a `default_optimizer` with `rate="curvature"`: only `fit` measures them."""
+    if any(group.get("relative") for group in getattr(optimizer, "param_groups", ())):
+        raise ValueError(
+            "expected an optimizer with rates of its own, got relative ones, which fit measures where no optimizer is given; "
+            "leave it out, or build one on posterior.parameter_groups(lr)"
+        )
+
+
 def note_step(optimizer: Optimizer, *_: object) -> None:
     """Counts a step of any optimiser in the process; called by torch, and when steps are replayed from a graph."""
     if held := _held(optimizer):
@@ -140,6 +149,7 @@ def has_stepped(posterior: nn.Module, optimizer: Optimizer) -> bool:
     new = known is None or known() is not optimizer
     if new:
         check_optimizer(posterior, optimizer)
+        check_rates(optimizer)
     held = _held(optimizer)
     # Fused optimisers change weights without a new version; weights set by hand change without an optimiser step.
     now = [_steps.get(_first(held), 0), *(each._version for each in held)]

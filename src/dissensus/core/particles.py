@@ -54,9 +54,8 @@ class Particles(nn.Module):
         self._settle()
         # Computed once if the template is our own: in every call it would cost as much as a small layer.
         self._ties = None if shared is self.template else ties(self.template)
-        self.fully = is_fully_sharded(
-            self.template.network
-        )  # divided by torch's `fully_shard`, which gathers layers itself
+        # Divided by torch's `fully_shard`, which gathers layers itself.
+        self.fully = is_fully_sharded(self.template.network)
         self._frozen = {*frozen}  # tensors stored once because no member trains them
         self._said: set[str] = set()
 

@@ -70,9 +70,8 @@ class Posterior(TrainingRules, ABC):
         self.classes: tuple[str, ...] | None = None
         self.base: tuple[Posterior] | None = None  # the posterior that this one watches; a tuple, so it is no submodule
         self._known = inputs.KnownInputs()
-        self._started = self._predicted = (
-            False  # whether learned noise was checked before a step, and before a prediction
-        )
+        # Whether learned noise was checked before a step, and before a prediction.
+        self._started = self._predicted = False
         self.draws_itself = False  # whether the network itself draws random numbers in eval mode
 
     # ------------------------------------------------------------------ what a method declares

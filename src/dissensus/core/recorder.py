@@ -25,9 +25,8 @@ class Recorder(nn.Module, ABC):
             `RecordingPosterior` passes its `recorded`.
     """
 
-    by_parts: ClassVar[bool] = (
-        False  # whether it can record weights of which each process has a part (`numerics/divided.py`)
-    )
+    # Whether it can record weights of which each process has a part (`numerics/divided.py`).
+    by_parts: ClassVar[bool] = False
 
     def __init__(self, source: Callable[[], Weights]) -> None:
         super().__init__()

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch, Inputs
 
 STEP = 1e-3  # step of the gradient differences, relative to the weights' length
 ITERATIONS, TOLERANCE = 30, 1e-2
 
 
-def sharpness(posterior: Any, optimizer: Optimizer, x: Inputs, y: Tensor) -> float:
+def sharpness(posterior: Any, optimizer: Optimizer, x: Inputs, y: Tensor, weight: Tensor | None = None) -> float:
     """Sharpness of the training loss on one batch: the largest |eigenvalue| of D^½ H D^½; plain SGD diverges above 2.
 
     H is the Hessian of the loss and D the learning rates of the optimiser's groups. Found by power iteration with differences
@@ -25,11 +25,17 @@ def sharpness(posterior: Any, optimizer: Optimizer, x: Inputs, y: Tensor) -> flo
     Args:
         posterior: the posterior to measure.
         optimizer: an optimiser of its parameters, whose rates are used.
-        x, y: one batch of inputs and targets.
+        x, y, weight: one batch of inputs and targets, and weights (B,) of its examples.
     """
+    return sharpness_at(posterior, optimizer, posterior.take(posterior.batch((x, y, weight))))
+
+
+def sharpness_at(posterior: Any, optimizer: Optimizer, batch: Batch) -> float:
+    """As `sharpness`, on a batch that the posterior has read and taken."""
     rates = {id(tensor): float(group["lr"]) for group in optimizer.param_groups for tensor in group["params"]}
     copied = copy.deepcopy(posterior).train()
     copied.ranks = "independent"  # of several processes each measures for itself
+    copied.inputs = None  # they are transformed already
     both = zip(posterior.parameters(), copied.parameters(), strict=True)
     moved = [(new, math.sqrt(rates[id(old)])) for old, new in both if new.requires_grad and rates.get(id(old))]
     start = [tensor.detach().clone() for tensor, _ in moved]
@@ -42,7 +48,7 @@ def sharpness(posterior: Any, optimizer: Optimizer, x: Inputs, y: Tensor) -> flo
                 tensor.copy_(at + scale * root * step)
         copied.zero_grad()
         torch.manual_seed(0)
-        copied.backward(x, y)
+        copied.backward(*batch)
         return [torch.zeros_like(t) if t.grad is None else root * t.grad.detach().clone() for t, root in moved]
 
     with torch.random.fork_rng(devices=devices):

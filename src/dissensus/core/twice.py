@@ -104,9 +104,8 @@ def convolution(
     """The same result as `func`, one of torch's convolutions."""
     given = DEFAULTS | dict(zip(SETTINGS[func], settings, strict=False)) | named
     unbatched = input.ndim != weight.ndim
-    if (
-        unbatched or weight.is_complex() or isinstance(given["padding"], str)
-    ):  # "same" may pad the two sides differently
+    # "same" may pad the two sides differently.
+    if unbatched or weight.is_complex() or isinstance(given["padding"], str):
         return func(input, weight, bias, *settings, **named)
     stride, padding, dilation, output_padding = (
         _per_axis(given[name], weight.ndim - 2) for name in ("stride", "padding", "dilation", "output_padding")

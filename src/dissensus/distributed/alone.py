@@ -57,10 +57,6 @@ class Undivided:
         """The batches that this process looks at where each is looked at by one."""
         return iter(batches)
 
-    def total(self, *numbers: float) -> list[float]:
-        """Sums over processes."""
-        return list(numbers)
-
     def first(self, value: Any) -> Any:
         """What the first process says."""
         return value

@@ -65,9 +65,7 @@ class Division(Undivided):
         self._own: OwnRows | None = None  # the loader, where it can be asked for them
         self._began = False
         self._sizes: set[int] = set()  # of parts
-        self._uneven: Tensor | None = (
-            None  # () whether ranks had parts of other sizes, which is looked at after an epoch
-        )
+        self._uneven: Tensor | None = None  # () whether ranks had parts of other sizes; looked at after an epoch
         self._whole: list[tuple[Tensor, Tensor, int]] = []  # (tensor, its values of all members, the axis of members)
 
     # ------------------------------------------------------------------ the state: all members, or those that lie here

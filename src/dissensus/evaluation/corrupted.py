@@ -78,9 +78,8 @@ class Corruptions:
             return found
         pixels = self.standardiser.inverse(x)
         inside = pixels.clamp(0, 1)
-        pixels = torch.where(
-            (pixels - inside).abs() < 1e-3, inside, pixels
-        )  # removes rounding errors; larger deviations raise
+        # Removes rounding errors; larger deviations raise.
+        pixels = torch.where((pixels - inside).abs() < 1e-3, inside, pixels)
         return self.standardiser(_known().corrupt(pixels, name, severity, seed=self.seed, index=index))
 
 

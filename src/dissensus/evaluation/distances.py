@@ -67,9 +67,8 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
 
     with left_as_found(posterior), batches.unchanged(x):
         outputs, gradients = particles.each(outputs_and_gradient)  # (M, B, ...), (M, B, D)
-        predictive = posterior.checked_members(
-            posterior.current().predict(x), posterior.lens()
-        )  # of the stored members
+        # The stored members, not a new draw.
+        predictive = posterior.checked_members(posterior.current().predict(x), posterior.lens())
     own = {
         name: tensor.detach()
         for name, tensor in particles.own_parameters().items()

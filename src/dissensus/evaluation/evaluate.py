@@ -13,6 +13,7 @@ from dissensus.core.inputs import check_loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, RegressionPredictive
 from dissensus.core.progress import LoaderProgress
+from dissensus.core.regression import RealTargets
 from dissensus.data.batches import as_loader
 from dissensus.evaluation import classification, regression, segmentation
 from dissensus.evaluation.attacked import AttackCurves, AttackedInputs, attacked_inputs
@@ -79,12 +80,12 @@ def evaluate(
             raise TypeError(
                 f"expected {keyword} as a dict of loaders by name, got {type(sets).__name__}; pass {keyword}={{'name': loader}}"
             )
-    raw = posterior.inputs is not None
+    raw, real = posterior.inputs is not None, isinstance(posterior.likelihood, RealTargets)
 
     def read_by_all(given: Any) -> Any:
         return posterior.whole(as_loader(given, raw=raw))
 
-    ood = {name: foreign_loader(each) for name, each in (ood or {}).items()}
+    ood = {name: foreign_loader(each, real=real) for name, each in (ood or {}).items()}
     ood, shift = ({name: read_by_all(each) for name, each in (sets or {}).items()} for sets in (ood, shift))
     loader = read_by_all(loader)
     check_loader(loader, *ood.values(), *shift.values())
@@ -173,10 +174,8 @@ def evaluation_of(
         details, kept = promise_details(promises, test.promised, test.targets, test.predictive)
         found, arrays = found | promise_metrics(promises, test.promised) | details, arrays | kept
         gates = {name: promise for name, promise in promises.items() if isinstance(promise, Gate)}
-        for group, sets, asked in (
-            ("ood", ood, gates),
-            ("shift", shift, promises),
-        ):  # foreign inputs have no truth to cover
+        # Foreign inputs have no truth to cover.
+        for group, sets, asked in (("ood", ood, gates), ("shift", shift, promises)):
             for name, each in sets.items():
                 numbers = promise_metrics(asked, each.promised)
                 found |= {f"{group}/{name}/{key}": value for key, value in numbers.items()}

@@ -117,9 +117,8 @@ class Anchors:
     def _measured(self, particles: Particles) -> tuple[Tensor, Tensor]:
         """(S,), (S,) mean negative log-likelihood and accuracy, NaN if targets are no classes."""
         functions, likelihood = MemberFunctions(particles), particles.likelihood
-        sums = torch.zeros(
-            4, particles.members, dtype=torch.float64
-        )  # log-probabilities, their weights, correct answers, positions
+        # Log-probabilities, their weights, correct answers, positions.
+        sums = torch.zeros(4, particles.members, dtype=torch.float64)
         for x, y, weight in self.kept:
             described = functions.describe(x)
             for s in range(particles.members):

@@ -54,9 +54,8 @@ class MCDropout(NetworksPosterior):
         super().__init__(networks, likelihood=likelihood, **prior)
         self.rate = rate if rate is None else share("rate", rate, hint="0.1 is a usual one")
         self.samples = whole("samples", samples)
-        self.register_buffer(
-            "seed", torch.tensor(-1, dtype=torch.int64)
-        )  # seed of the stored draw; −1 if none is stored
+        # Seed of the stored draw; −1 if none is stored.
+        self.register_buffer("seed", torch.tensor(-1, dtype=torch.int64))
         self.sites = dropout_sites(self.particles.template.network, rate)
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:

@@ -98,9 +98,8 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
 
         (nll, outputs), after = self.particles.call(nll_and_outputs, params, buffers)
         z = {"outputs": outputs_as_points(outputs, batch.weight)}
-        if (
-            self.repel_at != "batch"
-        ):  # batch norm normalises these inputs in training mode, but keeps its running statistics
+        # Batch norm normalises these inputs in training mode, but keeps its running statistics.
+        if self.repel_at != "batch":
             z["elsewhere"] = self._outputs(params, buffers, self._elsewhere(batch.x))
             if self.repel_at == "noise":
                 z["elsewhere"] = outputs_as_points(z["elsewhere"], batch.weight)

@@ -187,8 +187,8 @@ class Laplace(SamplingPosterior):
     def _look_at(self, batch: Batch, rows: float) -> None:
         """Warns where the batch, of the training data, is much less likely under the draw than under the network."""
         outputs = self.samples * self.particles.members * math.prod(self.output_shape(batch.x)[1:])
-        most = max(1, NUMBERS // outputs)
-        some = batch if batch.size <= most else batch.map(lambda tensor: tensor[:most])
+        most, size = max(1, NUMBERS // outputs), batch.size
+        some = batch.map(lambda tensor: tensor[:most] if tensor.ndim and len(tensor) == size else tensor)
         network, fitted = (self._mean_log_prob(functions, [some]) for functions in (self.current(), self.draw()))
         # Where −log p is quadratic, the mean over W ~ N(W*, T (G + δ)⁻¹) costs T/2 tr G (G + δ)⁻¹ of all rows; the log of
         # a mean is no less than the mean of logs.

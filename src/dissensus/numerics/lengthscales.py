@@ -175,9 +175,8 @@ def _randomised(passes: Iterable[Iterable[Tensor]], first: Tensor, rank: int) ->
     With an orthonormal basis Q and Y = C Q:  C ≈ Y (Qᵀ Y)⁻¹ Yᵀ,  which is exact on the span of Q.
     """
     dimension = first.shape[1]
-    generator = torch.Generator().manual_seed(
-        0
-    )  # a separate generator, so that the caller's random state does not change
+    # A separate generator, so that the caller's random state does not change.
+    generator = torch.Generator().manual_seed(0)
     basis = torch.randn(dimension, min(rank + EXTRA, dimension), dtype=torch.float64, generator=generator)
     basis, moments = basis.to(first.device), None
     for rows in passes:

@@ -124,9 +124,8 @@ def table_rows(path: Path, texts: Collection[str] | None = None) -> list[dict[st
 
 
 def mean_over_seeds(key: str, several: Sequence[Evaluation]) -> float:
-    return fmean(
-        each.metrics[key] for each in several
-    )  # fmean gives the same digits in every Python; a plain sum does not
+    # fmean gives the same digits in every Python; a plain sum does not.
+    return fmean(each.metrics[key] for each in several)
 
 
 def all_have(key: str, several: Sequence[Evaluation]) -> bool:

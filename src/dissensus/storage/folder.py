@@ -62,9 +62,8 @@ def save(
         )
     with posterior.particles.turn():
         tensors, ties = unique_tensors(posterior, without="watchers.")
-        base = (
-            posterior.base[0] if posterior.base and posterior.cuts else None
-        )  # the method that has cut the watched network
+        # The method that has cut the watched network.
+        base = posterior.base[0] if posterior.base and posterior.cuts else None
         network = posterior.given()  # with its tensors, because a layer's description may read them
     config = {
         "format": FORMAT,

@@ -40,9 +40,8 @@ class Factored(Cut):
     bias: Tensor | None
     known_as: str = ""  # the layer's name, for errors
     members_at_once: bool = False
-    rewritten: bool = (
-        True  # whether others modify the outputs in place, as in-place activations do; assumed until checked
-    )
+    # Whether others modify the outputs in place, as in-place activations do; assumed until checked.
+    rewritten: bool = True
 
     def factors(self) -> Factors | Kernel | None:
         """The present factors or folded kernel."""

@@ -174,9 +174,8 @@ def sharpest(particles: Particles, outputs: Tensor, y: Tensor | None) -> float |
     form = type(particles.likelihood).curvature
     if form is Classification.curvature:
         weights: list[float] = getattr(particles.likelihood, "class_weights", None) or [1.0]
-        uneven = max(weights) / min(
-            weights
-        )  # an example's share of the weighted mean is at most this divided by their number
+        # An example's share of the weighted mean is at most this divided by their number.
+        uneven = max(weights) / min(weights)
         return 0.5 * uneven / outputs[0, :, 0].numel()  # diag p − ppᵀ has no eigenvalue above ½
     if y is None and form is Likelihood.curvature:
         return None

@@ -6,7 +6,7 @@ from weakref import WeakSet
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from dissensus.core.optimisation import check_optimizer, decayed_groups, mixed_members
+from dissensus.core.optimisation import check_optimizer, check_rates, decayed_groups, mixed_members
 from dissensus.core.posterior import Posterior
 from dissensus.core.seam import check_trainable
 from dissensus.methods.parts.embedded import without_effect
@@ -21,6 +21,7 @@ def check_run(
 ) -> None:
     """Raises if nothing would be trained, or if arguments conflict; otherwise some of it would fail after an epoch."""
     check_trainable(posterior)
+    check_rates(optimizer)
     if posterior.particles.fully and posterior.prior is not None:
         raise NotImplementedError(
             f"expected no prior for a network divided by fully_shard, got {type(posterior.prior).__name__}; use the "

@@ -7,7 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from dissensus.core.posterior import Posterior
-from dissensus.core.sharpness import sharpness
+from dissensus.core.sharpness import sharpness_at
 from dissensus.numerics.randomness import same_random_state
 from dissensus.training.loaderstate import loader_state, restore_loader
 
@@ -37,8 +37,7 @@ def settle_rates(
         restore_loader(loader, state)
     if first is None:  # fit says so
         return
-    batch = posterior.take(first)
-    found = agreed(sharpness(posterior, optimizer, batch.x, batch.y))
+    found = agreed(sharpness_at(posterior, optimizer, posterior.take(first)))
     if not found > 0:
         raise ValueError(
             f"expected a loss with a finite curvature on the first batch, got {found}; look for inputs or weights that are not "

@@ -66,9 +66,8 @@ def with_promises(
     promises = dict(posterior.promises.items())
     found = outcomes(promises, seen, torch.Generator().manual_seed(0), y=rows.targets)
     if targets is not None:
-        scale = (
-            float(targets.std) if targets.std.numel() == 1 else math.nan
-        )  # a mean over several outputs has no common unit
+        # A mean over several outputs has no common unit.
+        scale = float(targets.std) if targets.std.numel() == 1 else math.nan
         found = {key: scale * value if key.endswith("/size") else value for key, value in found.items()}
     details, arrays = promise_details(promises, found, rows.targets, seen)
     return more(evaluation, promise_metrics(promises, found) | details, arrays)

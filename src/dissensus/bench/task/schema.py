@@ -65,9 +65,7 @@ DATA: dict[str, ValueRule] = {
     "ood_rows": whole,  # most rows of each
     "shift": TEXTS,  # labelled sets of another distribution
     "seed": INTEGER,  # seed of held-out rows; the same for every run, so that runs are compared on the same rows
-    "label_noise": partial(
-        number, least=0, most=1
-    ),  # share of training labels replaced by wrong ones; test labels stay unchanged
+    "label_noise": partial(number, least=0, most=1),  # share of training labels that are replaced by wrong ones
     "standardise": TEXT,  # inputs: by the training rows, images to [−1, 1] ("unit") or as "imagenet", or not ("none")
     "targets": TEXT,  # of a regression: "original", or "standardised" for training and original for metrics
 }

@@ -73,9 +73,8 @@ def trail(images: Tensor, angle: Tensor, radius: float, sigma: float) -> Tensor:
     height, width = images.shape[-2:]
     steps = torch.arange(2 * math.ceil(radius) + 1, dtype=torch.float64)
     kernel = torch.exp(-0.5 * (steps / sigma) ** 2)
-    kernel = (kernel / kernel.sum())[
-        : int((kernel > 1e-9).sum())
-    ]  # the dropped taps are too small to change eight bits
+    # The dropped taps are too small to change eight bits.
+    kernel = (kernel / kernel.sum())[: int((kernel > 1e-9).sum())]
     radians = torch.deg2rad(angle)[:, None]
     steps = torch.arange(len(kernel), device=images.device, dtype=radians.dtype)
     down = torch.ceil(steps * radians.sin() - 0.5).long()  # (B, taps)

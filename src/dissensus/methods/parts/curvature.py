@@ -90,9 +90,8 @@ class Curvature(nn.Module):
         """A curvature of the right shapes, to be filled from a file."""
         sides = _sides(structure, classes, features)
         mean = torch.empty(classes, features, dtype=torch.float64)
-        vectors = [
-            mean.new_empty(side, side) for side in sides
-        ]  # empty, not zeros: zeros would allocate the memory at once
+        # Empty, not zeros: zeros would allocate the memory at once.
+        vectors = [mean.new_empty(side, side) for side in sides]
         return cls(_buffers_of(mean, mean.new_empty(sides), vectors, mean.new_empty(()), layer))
 
     def log_marginal_likelihood(self, precision: Tensor) -> Tensor:

@@ -70,9 +70,8 @@ def last_layer(network: nn.Module, x: Inputs, name: str | None = None) -> LastLa
         # A module that contains a called layer does not count as a layer, even if it has weights (a vision transformer has a
         # class token). `check_outputs` finds out if it changes the layer's outputs.
         around = any(inner != each and inner.startswith(f"{each}." if each else "") for inner in called)
-        if not around or isinstance(
-            layers[each], (nn.Linear, *CONVOLUTIONS)
-        ):  # a parametrised layer contains called modules, too
+        # A parametrised layer contains called modules, too.
+        if not around or isinstance(layers[each], (nn.Linear, *CONVOLUTIONS)):
             called.append(each)
 
     watched = [each for each, layer in layers.items() if (_weighing(layer) if name is None else each == name)]

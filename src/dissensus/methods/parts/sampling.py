@@ -52,9 +52,8 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
 
     untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
     own_statistics: ClassVar[bool] = True  # whether sampled networks have their own batch statistics
-    random: ClassVar[bool] = (
-        True  # whether `sample` uses random numbers; if not, a draw does not advance torch's generator
-    )
+    # Whether `sample` uses random numbers; if not, a draw does not advance torch's generator.
+    random: ClassVar[bool] = True
     samples_frozen: ClassVar[bool] = False  # whether frozen parameters may be sampled, too
     by_network: ClassVar[bool] = False  # whether functions of one network share the tensors that are not sampled
     by_parts: ClassVar[bool] = False  # whether `sample` takes weights of which each process has a part
