@@ -608,3 +608,14 @@ def test_a_first_batch_too_large_to_look_at_is_cut_where_it_has_rows(monkeypatch
     x = torch.randn(20, 2, generator=torch.Generator().manual_seed(0)), torch.tensor(2.0), torch.ones(7, 2)
     posterior = Laplace(Scaled(), samples=10).fit_posthoc([(x, torch.arange(20) % 3)])
     assert posterior.ready
+
+
+def test_a_refresh_keeps_the_precision_that_held_out_rows_chose():
+    network, train, held = memorised()
+    torch.manual_seed(0)
+    posterior = Laplace(network, prior_precision=0.01).fit_posthoc(train, held_out=held)
+    chosen = posterior.precision
+    assert chosen != 0.01
+    ds.refresh(posterior, train)
+    ds.refresh(posterior, train)
+    assert posterior.precision == chosen

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import dissensus as ds
+from dissensus.bench.run.convert import convert
 from dissensus.data.inputs import as_input_transform
 from dissensus.theory import sharpness
 
@@ -119,3 +120,14 @@ def test_raw_rows_are_transformed_once_and_weights_count():
     assert found[0] == pytest.approx(found[1], rel=1e-3)
     assert found[0] != pytest.approx(found[2], rel=0.1)
     assert fitted(posterior, 1, data=[(x, y, weight)]).epochs[0].lr == pytest.approx(0.1 / found[0], rel=1e-6)
+
+
+def test_a_conversion_takes_the_recipe_and_rates_of_ones_own(tmp_path):
+    weights = tmp_path / "weights.pt"
+    torch.save(ds.nets.MLP(3, 2, hidden=(4,)).state_dict(), weights)
+    network = ["network.name=MLP", "network.inputs=3", "network.outputs=2", "network.hidden=[4]", "method.data_size=40"]
+    made = convert(weights, "node_bnn", tmp_path / "recipe", overrides=network)
+    recipe = ds.NodeBNN.of_trained_settings
+    assert {key: getattr(made, key) for key in recipe} == recipe
+    own = convert(weights, "node_bnn", tmp_path / "own", overrides=[*network, "method.latent_lr=0.01"])
+    assert (own.rate, own.latent_lr, own.components) == (None, 0.01, recipe["components"])

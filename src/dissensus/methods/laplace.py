@@ -98,6 +98,7 @@ class Laplace(SamplingPosterior):
         self.posterior_temperature = number("posterior_temperature", posterior_temperature, above=0)
         self.layer = layer
         self.curvature = None
+        self._by_held_out = False  # whether held-out rows chose the prior precision
 
     def fit_posthoc(
         self, loader: Iterable[Any], *, data_size: int | None = None, held_out: Iterable[Any] | None = None
@@ -111,7 +112,8 @@ class Laplace(SamplingPosterior):
             data_size: number of training examples; if the loader holds only part of them, sums are scaled to it. None
                 is the posterior's own `data_size`, or without one the number of examples in the loader.
             held_out: batches of data that the network was not trained on. δ is multiplied by the factor from 0.01 to 10,000
-                that gives them the highest likelihood; a large factor leaves the network's own predictions.
+                that gives them the highest likelihood; a large factor leaves the network's own predictions. `ds.refresh` keeps
+                the choice; after `ds.load` call this again instead.
         """
         check_loader(loader := self.whole(loader))
         if held_out is not None:
@@ -132,12 +134,19 @@ class Laplace(SamplingPosterior):
             self.curvature, self.stored = before
             raise
         self.uncalibrate("fit_posthoc")
+        self._by_held_out = held_out is not None
         if held_out is None:
             self._look_at(first, rows)
         return self
 
     def store_draw(self, loader: Iterable[Any]) -> None:
+        kept = [curvature.precision.clone() for curvature in self._fitted()] if self._by_held_out else []
         self.fit_posthoc(loader)
+        if kept:
+            for curvature, precision in zip(self._fitted(), kept, strict=True):
+                curvature.precision.copy_(precision)
+            self._draw_anew()
+            self._by_held_out = True
 
     def use_prior_precision(self, prior_precision: Precision) -> None:
         """Replaces the stored draw by one with another prior precision: a number above 0, or "marginal_likelihood".

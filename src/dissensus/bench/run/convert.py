@@ -85,8 +85,11 @@ def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
         settings = overridden(settings, override, sections=SECTIONS)
     check_read(overrides, [method])
     check_task(settings, "the command line")
-    for_trained = getattr(method_class(method), "of_trained_settings", {})
-    settings["method"] = {method: {**for_trained, **settings["method"][method]}}
+    given = settings["method"][method]
+    for_trained = dict(getattr(method_class(method), "of_trained_settings", {}))
+    if "latent_lr" in given:  # rates of one's own are not measured
+        for_trained.pop("rate", None)
+    settings["method"] = {method: {**for_trained, **given}}
     config = run_config(Task("convert", "short", settings), method, 0)
     build.check_complete(config, converted=True)
     return config
