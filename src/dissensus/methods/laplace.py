@@ -24,7 +24,7 @@ from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import left_as_found
 from dissensus.core.prior import PriorKeywords, prior_of
-from dissensus.methods.parts.curvature import Curvature, CurvatureSums, Structure
+from dissensus.methods.parts.curvature import Curvature, CurvatureSums, Precision, Structure, chosen, precision_or_name
 from dissensus.methods.parts.last_layer import LastLayer, gather, last_layer
 from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.sampling import SamplingPosterior, by_network
@@ -35,7 +35,6 @@ from dissensus.numerics.tree import Tensors
 
 log = logging.getLogger("dissensus")
 
-Precision = float | Literal["marginal_likelihood"]
 FACTORS = [10 ** (i / 2) for i in range(-4, 9)]  # of the prior precision, tried where rows are held out
 LOST = 0.1  # nats per row that a fit may cost its own rows beyond what a Gaussian accounts for
 NUMBERS = 2**24  # outputs that are looked at after a fit
@@ -353,15 +352,3 @@ class Laplace(SamplingPosterior):
                 each.setdefault(number, {})[key] = state[name].detach().clone().to(self.device)
         self.curvature = nn.ModuleList(Curvature(each[number]) for number in sorted(each, key=int))
         return super().blank_draw(state)
-
-
-def precision_or_name(prior_precision: Precision) -> Precision:
-    """The prior precision; raises unless it is a number above 0 or "marginal_likelihood"."""
-    if isinstance(prior_precision, str):
-        return one_of("prior_precision", prior_precision, ("marginal_likelihood",), hint="or pass 1/σ² of N(0, σ²)")
-    return number("prior_precision", prior_precision, above=0, hint="pass 1/σ² of N(0, σ²)")
-
-
-def chosen(prior_precision: Precision, curvature: Curvature) -> float:
-    """The prior precision as a number."""
-    return curvature.best_precision() if prior_precision == "marginal_likelihood" else float(prior_precision)

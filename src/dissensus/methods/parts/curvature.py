@@ -17,9 +17,11 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from dissensus.numerics.checks import number, one_of
 from dissensus.numerics.tree import Tensors
 
 Structure = Literal["full", "kron"]
+Precision = float | Literal["marginal_likelihood"]
 LARGEST = 2**30  # bytes of one matrix in float64; its eigenvectors take as much again
 CHUNK = 2**22  # float64 numbers processed at once when summing over rows
 
@@ -185,3 +187,15 @@ def decomposed(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """(eigenvalues ≥ 0, eigenvectors in columns) of a matrix that is positive semidefinite up to rounding."""
     values, vectors = torch.linalg.eigh(matrix)
     return values.clamp(min=0.0), vectors.contiguous()
+
+
+def precision_or_name(prior_precision: Precision) -> Precision:
+    """The prior precision; raises unless it is a number above 0 or "marginal_likelihood"."""
+    if isinstance(prior_precision, str):
+        return one_of("prior_precision", prior_precision, ("marginal_likelihood",), hint="or pass 1/σ² of N(0, σ²)")
+    return number("prior_precision", prior_precision, above=0, hint="pass 1/σ² of N(0, σ²)")
+
+
+def chosen(prior_precision: Precision, curvature: Curvature) -> float:
+    """The prior precision as a number."""
+    return curvature.best_precision() if prior_precision == "marginal_likelihood" else float(prior_precision)
