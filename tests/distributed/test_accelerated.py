@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("accelerate", reason="Accelerate is not installed")
 HERE = Path(__file__).parent
-GROUP = "expected one process, got rank 0 of 2: outside fit ranks share no gradients and no members"
+GROUP = "expected one process, got rank 0 of 2: outside fit, ranks share no gradients and no members"
 LOADER = "expected the loader itself, got one that Accelerate has divided over processes"
 TWO = {
     "outputs of a prepared posterior": "right",
@@ -18,7 +18,7 @@ TWO = {
     "fit of a prepared posterior": "expected a posterior, got DistributedDataParallel",
     "fit with a prepared loader": LOADER,
     "fit with a prepared optimizer": "right",
-    "fit of a prepared network": "expected a network of its own, got DistributedDataParallel",
+    "fit of a prepared network": "expected a plain network, got DistributedDataParallel",
     "outputs of a prepared network": "right",
     "an ensemble of prepared networks": "expected a network to copy, got DistributedDataParallel",
     "evaluation with a prepared loader": LOADER,

@@ -649,6 +649,6 @@ def test_an_auroc_below_one_half_is_not_called_telling_apart(undrawn, tmp_path):
     report({"a": one}, tmp_path / "report.md")
     said = (tmp_path / "report.md").read_text().replace("\N{NO-BREAK SPACE}", " ")
     assert (
-        "no method separates dark from test inputs better than chance: a has AUROC 10.00 %; a separates light from"
+        "No method separates dark from test inputs better than chance: a has AUROC 10.00 %; a separates light from"
         in said
     )

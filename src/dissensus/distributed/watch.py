@@ -46,6 +46,9 @@ class Watch:
         self.thread = threading.Thread(target=self._run, name="dissensus watch", daemon=True)
 
     def __enter__(self) -> Self:
+        self.store.set(
+            f"sign {self.rank}", json.dumps(self._sign(0))
+        )  # so that all know where it is, whatever happens next
         self.thread.start()
         return self
 
