@@ -96,10 +96,10 @@ def facts_of(rows: list[dict[str, Any]]) -> str:
 def verdict_page(path: Path = ROWS) -> str:
     """What `theory.regime` says of every cell before training, beside the points that were lost; and how well the two agree."""
     cells: dict[tuple[int, int], dict[str, list[dict[str, Any]]]] = {}
-    kept = [row for row in read_rows(path) if not row["p"] and row["accuracy"] and int(row["members"]) > 1]
+    kept = [row for row in read_rows(path) if not row["p"] and row["accuracy"]]
     for row in kept:
         cells.setdefault((int(row["units"]), int(row["members"])), {}).setdefault(row["method"], []).append(row)
-    lines, crowding, lost, wrong = [], [], [], 0
+    lines, crowding, points, wrong = list[list[str]](), list[float](), dict[tuple[int, int], float](), 0
     for (units, members), found in sorted(cells.items()):
         each = paired(found["batch_ensemble"], found["deep_ensemble"], "accuracy")
         assert each is not None
@@ -107,21 +107,21 @@ def verdict_page(path: Path = ROWS) -> str:
             torch.manual_seed(0)
             network = ds.nets.MLP(784, 10, hidden=(units, units), parameterization="ntk")
             said = ds.theory.regime(ds.BatchEnsemble(network, members=members, **SIGNS))
-        crowding.append(said.crowding)
-        lost.append(-each.difference)
+        if members > 1:  # one member shares its weights with nobody
+            crowding.append(said.crowding)
+            points[units, members] = -each.difference
         wrong += said.kind == "independent" and each.upper < -0.01
-        points = [f"{100 * value:+.2f}".replace("-", "−") for value in (each.difference, each.lower, each.upper)]
+        ends = [f"{100 * value:+.2f}".replace("-", "−") for value in (each.difference, each.lower, each.upper)]
         shown = [str(units), str(members), f"{said.crowding:.3f}", str(said.kind), f"{said.effective_members:.1f}"]
-        lines.append([*shown, f"{points[0]} ({points[1]} … {points[2]})"])
-    rank = float(spearmanr(crowding, lost).statistic)
-    points = dict(zip(sorted(cells), lost, strict=True))
+        lines.append([*shown, f"{ends[0]} ({ends[1]} … {ends[2]})"])
+    rank = float(spearmanr(crowding, list(points.values())).statistic)
     same = [(a, b) for a in points for b in points if a[0] < b[0] and a[1] * b[0] == b[1] * a[0]]
     less = sum(points[wide] < points[narrow] for narrow, wide in same)
     table = markdown(["N", "M", "(M − 1)/N", "verdict", "effective members", "points, embedded − independent"], lines)
     seeds = len({row["seed"] for row in kept})
     return (
-        f"{table}\n\nThe rank correlation of (M − 1)/N and the points lost is {rank:.2f} over {len(lines)} cells; of cells "
-        f"whose interval (95 %, {seeds} seeds) lies below −1 point, {wrong} are called independent. "
+        f"{table}\n\nThe rank correlation of (M − 1)/N and the points lost is {rank:.2f} over the {len(points)} cells with "
+        f"M ≥ 2; of cells whose interval (95 %, {seeds} seeds) lies below −1 point, {wrong} are called independent. "
         f"Points lost depend on N beyond that: of two cells with the same M/N the wider loses less in {less} of {len(same)}."
     )
 

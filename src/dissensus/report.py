@@ -35,9 +35,8 @@ def report(
     Returns:
         Paths of the files written.
     """
-    from dissensus.reporting.report import (
-        write_report,
-    )  # here, so that matplotlib and jinja2 are loaded only for a report
+    # Here, so that matplotlib and jinja2 are loaded only for a report.
+    from dissensus.reporting.report import write_report
     from dissensus.reporting.results import results_of_evaluations
 
     return write_report(results_of_evaluations(evaluations, title).compared_with(baseline, holm=holm), Path(path))

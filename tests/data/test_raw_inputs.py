@@ -39,6 +39,7 @@ def test_one_image_gets_its_batch_axis():
         assert torch.equal(transform(one), SCALE(IMAGES[:1]))
     grey = ds.data.ImageInputs([0.5], [0.25])
     assert ds.data.ImageInputs(0.5, 0.25).config() == grey.config()
+    assert ds.data.ImageInputs(np.float32(0.5), torch.tensor(0.25)).config() == grey.config()
     levels = IMAGES[:, 0]  # (5, 6, 8)
     expected = (levels[:, None] / 255 - 0.5) / 0.25
     assert torch.equal(grey(levels), expected)

@@ -60,11 +60,8 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-TOGETHER = (
-    "bench",
-    "train",
-    "evaluate",
-)  # commands that several processes share; the first process does the others alone
+# Commands that several processes share; the first process does the others alone.
+TOGETHER = ("bench", "train", "evaluate")
 
 
 @app.callback()

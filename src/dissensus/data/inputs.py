@@ -63,11 +63,11 @@ class ImageInputs(InputTransform):
         resize: int | None = None,
         crop: int | Sequence[int] | None = None,
     ) -> None:
-        mean, std = ([each] if isinstance(each, int | float) else each for each in (mean, std))
-        if len(mean) != len(std) or not len(mean):
-            raise ValueError(f"expected one mean and std per channel, got {len(mean)} and {len(std)}; pass C of each")
-        self.mean = [float(number("every mean", each)) for each in mean]
-        self.std = [float(number("every std", each, above=0)) for each in std]
+        means, stds = (np.atleast_1d(np.asarray(each)).tolist() for each in (mean, std))
+        if len(means) != len(stds) or not means:
+            raise ValueError(f"expected one mean and std per channel, got {len(means)} and {len(stds)}; pass C of each")
+        self.mean = [float(number("every mean", each)) for each in means]
+        self.std = [float(number("every std", each, above=0)) for each in stds]
         self.resize = None if resize is None else whole("resize", resize)
         sides = (crop, crop) if isinstance(crop, int) else crop
         self.crop = None if sides is None else tuple(whole("crop", side) for side in sides)

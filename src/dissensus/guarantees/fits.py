@@ -18,10 +18,8 @@ from dissensus.standing.classes import HistogramCalibration, IsotonicCalibration
 from dissensus.standing.values import CumulativeCalibration, DeviationScaling
 
 BINS = 15  # of "histogram"; the calibration error uses as many
-PIECES, ROWS_EACH = (
-    20,
-    20,
-)  # pieces of g in a regression's "isotonic": the most, and the fewest rows of each
+# Pieces of g in a regression's "isotonic": the most, and the fewest rows of each.
+PIECES, ROWS_EACH = 20, 20
 
 
 class Rows(NamedTuple):

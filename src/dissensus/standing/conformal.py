@@ -99,10 +99,8 @@ class Conformal(Promise):
             )
         lower, upper = lower - thresholds * unit, upper + thresholds * unit
         rounding = 16 * torch.finfo(predictive.mean.dtype).eps * torch.maximum(lower.abs(), upper.abs())
-        lower, upper = (
-            lower - rounding,
-            upper + rounding,
-        )  # for equal inputs in another batch whose target is at an end
+        # For equal inputs in another batch whose target is at an end.
+        lower, upper = lower - rounding, upper + rounding
         middle = torch.where(lower > upper, 0.5 * (lower + upper), 0.0)
         ordered = torch.where(lower > upper, middle, lower), torch.where(lower > upper, middle, upper)
         mean = predictive.mean

@@ -52,10 +52,8 @@ def chain(posterior: Posterior, modulations: dict[str, Tensor]) -> list[Link]:
     """The network's layers, with factors or without, in the order of calls."""
     network = posterior.particles.template.network
     parts = dict(network.named_modules())
-    fixed = {
-        *posterior.particles.template.always_eval,
-        *posterior.particles.frozen_norms(),
-    }  # they do not normalise the size
+    # Norms that do not normalise the size.
+    fixed = {*posterior.particles.template.always_eval, *posterior.particles.frozen_norms()}
     norms = {n for n, part in parts.items() if isinstance(part, BATCH_NORM) and f"network.{n}" not in fixed}
     layers = [name for name, part in parts.items() if isinstance(part, CONVERTIBLE)]
     with posterior.particles.turn():

@@ -20,11 +20,8 @@ from torch import Tensor, distributed
 
 from dissensus.distributed.mesh import Mesh
 
-SPREAD = (
-    "posterior",
-    "optimizer",
-    "best",
-)  # parts of a state whose tensors all ranks write; the first rank writes the others
+# Parts of a state whose tensors all ranks write; the first rank writes the others.
+SPREAD = ("posterior", "optimizer", "best")
 RUN = "run.pt"
 OURS = re.compile(r"\.?\d{8}")  # names of checkpoints, finished or being written
 MARK = "tensor in the folder"

@@ -11,9 +11,8 @@ from dissensus.data import Augmentation, Batches, SegmentationAugmentation, Stan
 # Constructors of augmentations; their arguments are the settings of a task.
 AUGMENTATIONS: dict[str, Callable[..., Any]] = {
     "none": lambda: lambda images: images,
-    "crop": lambda padding=2: Augmentation(
-        padding=padding, flip=False
-    ),  # for images that must not be flipped, such as digits
+    # for images that must not be flipped, such as digits
+    "crop": lambda padding=2: Augmentation(padding=padding, flip=False),
     "flip_crop": lambda padding=4: Augmentation(padding=padding),  # as usual for CIFAR
     "segmentation": SegmentationAugmentation,
 }
