@@ -1,0 +1,323 @@
+"""Triton kernels of batch norm, an added tensor and ReLU in one, with first and second derivatives.
+
+    y = relu(w x̂ + b + a),    x̂ = (x − m) r,    r = 1 / √(var + ε),
+
+a and relu each present or not. Tensors are read as (n, C), the channels side by side in memory. With ⟨·⟩ the mean over n,
+g the gradient by y and t = g where y > 0, the gradients by x and a are
+
+    J t = w r (t − ⟨t⟩ − x̂ ⟨x̂ t⟩)    and    t.
+
+The derivatives of ⟨u, J t⟩ + ⟨v, t⟩ by g, x and w are
+
+    J u + v where y > 0,    −w r² (x̂ (cov(t, u) − 3 ⟨x̂ t⟩⟨x̂ u⟩) + ⟨x̂ u⟩ (t − ⟨t⟩) + ⟨x̂ t⟩ (u − ⟨u⟩)),    n r (cov(t, u) − ⟨x̂ t⟩⟨x̂ u⟩).
+
+Sums over n take two kernels, parts and their sum, in a fixed order: results are the same at every run. Import this file only
+if Triton is installed; `TRITON_INTERPRET=1` runs it on a CPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 64  # rows of a tile
+CHANNELS = 64  # channels of a tile, at most
+PARTS = 128  # parts of a sum over rows, at most
+TILES = 1024  # tiles of a whole grid that keep the processors busy
+
+
+@triton.jit
+def _tile(row, rows, channels, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(offsets, which exist, channels, which exist) of the tile that starts at a row."""
+    r = row + tl.arange(0, ROWS)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    there = c < channels
+    return r.to(tl.int64)[:, None] * channels + c[None, :], (r < rows)[:, None] & there[None, :], c, there
+
+
+@triton.jit
+def _moments(x, parts, rows, channels, P, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """parts (3, P, C): number, mean and sum of squares around it of every P-th tile of rows."""
+    first = tl.program_id(0)
+    count = tl.full((), 0.0, T)
+    mean = tl.zeros((CHANNELS,), T)
+    around = tl.zeros((CHANNELS,), T)
+    for row in range(first * ROWS, rows, P * ROWS):
+        at, there, _, _ = _tile(row, rows, channels, ROWS, CHANNELS)
+        v = tl.load(x + at, there, 0.0).to(T)
+        n = tl.minimum(rows - row, ROWS).to(T)
+        own = tl.sum(v, 0) / n
+        apart = tl.where(there, v - own[None, :], 0.0)
+        step, share = own - mean, n / (count + n)
+        around += tl.sum(apart * apart, 0) + step * step * (count * share)
+        mean += step * share
+        count += n
+    _, _, c, known = _tile(0, rows, channels, ROWS, CHANNELS)
+    at = first * channels + c
+    tl.store(parts + at, tl.zeros((CHANNELS,), T) + count, known)
+    tl.store(parts + P * channels + at, mean, known)
+    tl.store(parts + 2 * P * channels + at, around, known)
+
+
+@triton.jit
+def _joined(  # type: ignore[no-untyped-def]
+    parts, mean, rstd, running_mean, running_var, momentum, eps, rows, channels, P,
+    RUNNING: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Mean and 1 / √(var + ε) from the parts of `_moments`; running statistics move towards them."""
+    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    known = c < channels
+    total = tl.zeros((CHANNELS,), T)
+    for p in range(0, P, BLOCK):
+        number = p + tl.arange(0, BLOCK)
+        at, there = number[:, None] * channels + c[None, :], (number < P)[:, None] & known[None, :]
+        total += tl.sum(tl.load(parts + at, there, 0.0) * tl.load(parts + P * channels + at, there, 0.0), 0)
+    m = total / rows
+    around = tl.zeros((CHANNELS,), T)
+    for p in range(0, P, BLOCK):
+        number = p + tl.arange(0, BLOCK)
+        at, there = number[:, None] * channels + c[None, :], (number < P)[:, None] & known[None, :]
+        count, own = tl.load(parts + at, there, 0.0), tl.load(parts + P * channels + at, there, 0.0)
+        apart = own - m[None, :]
+        around += tl.sum(tl.load(parts + 2 * P * channels + at, there, 0.0) + count * apart * apart, 0)
+    tl.store(mean + c, m, known)
+    tl.store(rstd + c, 1 / tl.sqrt(around / rows + eps), known)
+    if RUNNING:
+        before = tl.load(running_mean + c, known, 0.0)
+        tl.store(running_mean + c, before + momentum * (m - before), known)
+        before = tl.load(running_var + c, known, 0.0)
+        tl.store(running_var + c, before + momentum * (around / (rows - 1) - before), known)
+
+
+@triton.jit
+def _summed(parts, sums, channels, P, BLOCK: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """sums (K, C) of parts (K, P, C)."""
+    c, k = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.program_id(1)
+    known = c < channels
+    total = tl.zeros((CHANNELS,), T)
+    for p in range(0, P, BLOCK):
+        number = p + tl.arange(0, BLOCK)
+        at, there = (k * P + number)[:, None] * channels + c[None, :], (number < P)[:, None] & known[None, :]
+        total += tl.sum(tl.load(parts + at, there, 0.0), 0)
+    tl.store(sums + k * channels + c, total, known)
+
+
+@triton.jit
+def _normalised(  # type: ignore[no-untyped-def]
+    x, added, y, mean, spread, weight, bias, eps, rows, channels,
+    ADDED: tl.constexpr, RELU: tl.constexpr, VARIANCE: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """y from x; spread is r, or the variance."""
+    at, there, c, known = _tile(tl.program_id(0) * ROWS, rows, channels, ROWS, CHANNELS)
+    r = tl.load(spread + c, known, 0.0).to(T)
+    if VARIANCE:
+        r = 1 / tl.sqrt(r + eps)
+    scale = tl.load(weight + c, known, 0.0).to(T) * r
+    m, b = tl.load(mean + c, known, 0.0).to(T), tl.load(bias + c, known, 0.0).to(T)
+    found = (tl.load(x + at, there, 0.0).to(T) - m[None, :]) * scale[None, :] + b[None, :]
+    if ADDED:
+        found += tl.load(added + at, there, 0.0).to(T)
+    if RELU:
+        found = tl.where(found < 0, 0.0, found)  # NaN stays NaN
+    tl.store(y + at, found.to(y.dtype.element_ty), there)
+
+
+@triton.jit
+def _through(  # type: ignore[no-untyped-def]
+    g, y, at, there, centred, scale, b, ADDED: tl.constexpr, RELU: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    """(t, where y > 0). Without an added tensor y is computed again, which is faster than reading it."""
+    t = tl.load(g + at, there, 0.0).to(T)
+    passes = there
+    if RELU:
+        if ADDED:
+            passes = there & (tl.load(y + at, there, 0.0) > 0)
+        else:
+            passes = there & (centred * scale[None, :] + b[None, :] > 0)
+        t = tl.where(passes, t, 0.0)
+    return t, passes
+
+
+@triton.jit
+def _gradient_parts(  # type: ignore[no-untyped-def]
+    g, x, y, mean, rstd, weight, bias, parts, rows, channels, P,
+    ADDED: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """parts (2, P, C) of Σ x̂ t and Σ t."""
+    first = tl.program_id(0)
+    _, _, c, known = _tile(0, rows, channels, ROWS, CHANNELS)
+    m, r = tl.load(mean + c, known, 0.0), tl.load(rstd + c, known, 0.0)
+    scale, b = tl.load(weight + c, known, 0.0).to(T) * r, tl.load(bias + c, known, 0.0).to(T)
+    of_xt, of_t = tl.zeros((CHANNELS,), T), tl.zeros((CHANNELS,), T)
+    for row in range(first * ROWS, rows, P * ROWS):
+        at, there, _, _ = _tile(row, rows, channels, ROWS, CHANNELS)
+        centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
+        t, _ = _through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
+        of_xt += tl.sum(t * centred, 0)
+        of_t += tl.sum(t, 0)
+    tl.store(parts + first * channels + c, of_xt * r, known)
+    tl.store(parts + (P + first) * channels + c, of_t, known)
+
+
+@triton.jit
+def _gradients(  # type: ignore[no-untyped-def]
+    g, x, y, mean, rstd, weight, bias, sums, by_x, by_added, rows, channels,
+    ADDED: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """J t, and t where a tensor is added."""
+    at, there, c, known = _tile(tl.program_id(0) * ROWS, rows, channels, ROWS, CHANNELS)
+    m, r = tl.load(mean + c, known, 0.0), tl.load(rstd + c, known, 0.0)
+    scale, b = tl.load(weight + c, known, 0.0).to(T) * r, tl.load(bias + c, known, 0.0).to(T)
+    xt, mean_t = tl.load(sums + c, known, 0.0) / rows, tl.load(sums + channels + c, known, 0.0) / rows
+    centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
+    t, _ = _through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
+    found = scale[None, :] * (t - mean_t[None, :] - centred * (r * xt)[None, :])
+    tl.store(by_x + at, found.to(by_x.dtype.element_ty), there)
+    if ADDED:
+        tl.store(by_added + at, t.to(by_added.dtype.element_ty), there)
+
+
+@triton.jit
+def _second_parts(  # type: ignore[no-untyped-def]
+    u, g, x, y, mean, rstd, weight, bias, parts, rows, channels, P,
+    ADDED: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """parts (3, P, C) of Σ x̂ u, Σ u and Σ t u."""
+    first = tl.program_id(0)
+    _, _, c, known = _tile(0, rows, channels, ROWS, CHANNELS)
+    m, r = tl.load(mean + c, known, 0.0), tl.load(rstd + c, known, 0.0)
+    scale, b = tl.load(weight + c, known, 0.0).to(T) * r, tl.load(bias + c, known, 0.0).to(T)
+    of_xu, of_u, of_tu = tl.zeros((CHANNELS,), T), tl.zeros((CHANNELS,), T), tl.zeros((CHANNELS,), T)
+    for row in range(first * ROWS, rows, P * ROWS):
+        at, there, _, _ = _tile(row, rows, channels, ROWS, CHANNELS)
+        centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
+        t, _ = _through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
+        s = tl.load(u + at, there, 0.0).to(T)
+        of_xu += tl.sum(s * centred, 0)
+        of_u += tl.sum(s, 0)
+        of_tu += tl.sum(s * t, 0)
+    tl.store(parts + first * channels + c, of_xu * r, known)
+    tl.store(parts + (P + first) * channels + c, of_u, known)
+    tl.store(parts + (2 * P + first) * channels + c, of_tu, known)
+
+
+@triton.jit
+def _second(  # type: ignore[no-untyped-def]
+    u, v, g, x, y, mean, rstd, weight, bias, sums, second, by_g, by_x, by_weight, rows, channels,
+    ADDED: tl.constexpr, BESIDE: tl.constexpr, RELU: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """The derivatives by g, x and w."""
+    at, there, c, known = _tile(tl.program_id(0) * ROWS, rows, channels, ROWS, CHANNELS)
+    m, r = tl.load(mean + c, known, 0.0), tl.load(rstd + c, known, 0.0)
+    w, b = tl.load(weight + c, known, 0.0).to(T), tl.load(bias + c, known, 0.0).to(T)
+    scale = w * r
+    xt, mean_t = tl.load(sums + c, known, 0.0) / rows, tl.load(sums + channels + c, known, 0.0) / rows
+    xu, mean_u = tl.load(second + c, known, 0.0) / rows, tl.load(second + channels + c, known, 0.0) / rows
+    cov = tl.load(second + 2 * channels + c, known, 0.0) / rows - mean_t * mean_u
+    centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
+    t, passes = _through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
+    s = tl.load(u + at, there, 0.0).to(T) - mean_u[None, :]
+    found = scale[None, :] * (s - centred * (r * xu)[None, :])
+    if BESIDE:
+        found += tl.load(v + at, there, 0.0).to(T)
+    tl.store(by_g + at, tl.where(passes, found, 0.0).to(by_g.dtype.element_ty), there)
+    bent = centred * (r * (cov - 3 * xt * xu))[None, :] + xu[None, :] * (t - mean_t[None, :]) + xt[None, :] * s
+    tl.store(by_x + at, (-(scale * r)[None, :] * bent).to(by_x.dtype.element_ty), there)
+    if tl.program_id(0) == 0:
+        tl.store(by_weight + c, rows * r * (cov - xt * xu), known)
+
+
+class Sizes:
+    """Numbers of rows, channels and parts of a tensor, and how a kernel's grid covers it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.channels = x.shape[1]
+        self.rows = x.numel() // self.channels
+        self.wide = min(CHANNELS, triton.next_power_of_2(self.channels))
+        self.high = ROWS * CHANNELS // self.wide
+        tiles, across = triton.cdiv(self.rows, self.high), triton.cdiv(self.channels, self.wide)
+        self.parts = min(tiles, max(1, TILES // across), PARTS)
+        self.all, self.some = (tiles, across), (self.parts, across)
+        double = x.dtype == torch.float64
+        self.kind = torch.float64 if double else torch.float32
+        self.tile = {"ROWS": self.high, "CHANNELS": self.wide, "T": tl.float64 if double else tl.float32}
+        self.few = {"BLOCK": 32, "CHANNELS": 32, "T": self.tile["T"]}
+
+    def parts_of(self, x: Tensor, sums: int) -> Tensor:
+        return x.new_empty((sums, self.parts, self.channels), dtype=self.kind)
+
+    def added_up(self, parts: Tensor) -> Tensor:
+        """(K, C) sums of parts (K, P, C)."""
+        sums = parts.new_empty((len(parts), self.channels))
+        grid = (triton.cdiv(self.channels, 32), len(parts))
+        _summed[grid](parts, sums, self.channels, self.parts, **self.few)
+        return sums
+
+
+def statistics(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(m, r) of x, each (C,); running statistics are updated in place."""
+    sizes = Sizes(x)
+    parts = sizes.parts_of(x, 3)
+    _moments[sizes.some](x, parts, sizes.rows, sizes.channels, sizes.parts, **sizes.tile)
+    mean, rstd = parts.new_empty((2, sizes.channels)).unbind()
+    # Triton passes numbers as float32: not good enough for the momentum of float64.
+    running = running_mean is not None and running_var is not None and x.dtype != torch.float64
+    _joined[(triton.cdiv(sizes.channels, 32),)](
+        parts, mean, rstd, running_mean if running else mean, running_var if running else mean, momentum, eps,
+        sizes.rows, sizes.channels, sizes.parts, RUNNING=running, **sizes.few,
+    )  # fmt: skip
+    if running_mean is not None and running_var is not None and not running:
+        running_mean.lerp_(mean, momentum)
+        running_var.lerp_((rstd**-2 - eps) * (sizes.rows / (sizes.rows - 1)), momentum)
+    return mean, rstd
+
+
+def normalised(
+    x: Tensor, added: Tensor | None, mean: Tensor, spread: Tensor, weight: Tensor, bias: Tensor, *,
+    relu: bool, eps: float | None = None,
+) -> Tensor:  # fmt: skip
+    """y. With `eps`, spread is the variance; without it, r."""
+    sizes, y = Sizes(x), torch.empty_like(x)
+    _normalised[sizes.all](
+        x, x if added is None else added, y, mean, spread, weight, bias, eps or 0.0, sizes.rows, sizes.channels,
+        ADDED=added is not None, RELU=relu, VARIANCE=eps is not None, **sizes.tile,
+    )  # fmt: skip
+    return y
+
+
+def gradients(
+    g: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, *, relu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(J t, t, sums (2, C): Σ x̂ t and Σ t). y: given if a tensor was added before ReLU; without it t is not computed."""
+    sizes, added = Sizes(x), y is not None
+    parts, by_x = sizes.parts_of(x, 2), torch.empty_like(x)
+    by_added = torch.empty_like(x) if added else g
+    common = (g, x, x if y is None else y, mean, rstd, weight, bias)
+    flags = {"ADDED": added, "RELU": relu}
+    _gradient_parts[sizes.some](*common, parts, sizes.rows, sizes.channels, sizes.parts, **flags, **sizes.tile)
+    sums = sizes.added_up(parts)
+    _gradients[sizes.all](*common, sums, by_x, by_added, sizes.rows, sizes.channels, **flags, **sizes.tile)
+    return by_x, by_added, sums
+
+
+def second_gradients(
+    u: Tensor, v: Tensor | None, g: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, rstd: Tensor, weight: Tensor,
+    bias: Tensor, sums: Tensor, *, relu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Derivatives of ⟨u, J t⟩ + ⟨v, t⟩ by g, x and w; `sums` are those of `gradients`."""
+    sizes, added = Sizes(x), y is not None
+    parts, by_g, by_x = sizes.parts_of(x, 3), torch.empty_like(x), torch.empty_like(x)
+    by_weight = sums.new_empty(sizes.channels)
+    common = (g, x, x if y is None else y, mean, rstd, weight, bias)
+    flags = {"ADDED": added, "RELU": relu}
+    _second_parts[sizes.some](u, *common, parts, sizes.rows, sizes.channels, sizes.parts, **flags, **sizes.tile)
+    second = sizes.added_up(parts)
+    _second[sizes.all](
+        u, u if v is None else v, *common, sums, second, by_g, by_x, by_weight, sizes.rows, sizes.channels,
+        BESIDE=v is not None, **flags, **sizes.tile,
+    )  # fmt: skip
+    return by_g, by_x, by_weight
