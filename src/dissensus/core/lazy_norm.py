@@ -1,8 +1,9 @@
-"""Batch norm that waits for what follows, so that batch norm, an added tensor and ReLU become one kernel on a GPU.
+"""Layers that wait for what follows: on a GPU batch norm, an addition and ReLU become one kernel, second derivatives included.
 
 Inside `fused()` the result of `F.batch_norm` is a `Pending` tensor, of which only the statistics are computed. ReLU makes it
-one kernel, an addition waits for the ReLU after it, and anything else computes it first. Values and derivatives, second ones
-included, equal torch's up to rounding (`numerics/norm_kernels.py`); between the layers nothing is rounded to half precision.
+one kernel, an addition waits for the ReLU after it, and anything else computes it first. Values and derivatives equal torch's
+up to rounding (`numerics/norm_kernels.py`); between the layers nothing is rounded to half precision. Without gradients and
+with running statistics, batch norm becomes part of the convolution before it (`core/lazy_conv.py`).
 """
 
 import functools
@@ -16,20 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from dissensus.core.lazy_conv import PendingConvolution, convolution
+from dissensus.core.pending import Pending, settled
 
 LEAST = 2**15  # numbers in a tensor below which torch's own kernels are as fast
 KINDS = (torch.float32, torch.bfloat16, torch.float64)
-RELUS = {F.relu: False, torch.relu: False, Tensor.relu: False, F.relu_: True, torch.relu_: True, Tensor.relu_: True}
-SUMS = {
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), False),
-    **dict.fromkeys((Tensor.add_, Tensor.__iadd__), True),
-}
-# Read from the input of batch norm, which has the same
-FACTS = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout")),
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__, Tensor.is_complex),
-}
+DEVICE = "cuda"  # "cpu" in tests that interpret the kernels
 
 
 @contextmanager
@@ -59,15 +53,13 @@ def kernels_there() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-class Unfused(RuntimeError):
-    """The network reads a waiting tensor in a way that loses gradients; run it without `fused`."""
-
-
 class _Waiting(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.batch_norm:
-            return func(*args, **(kwargs or {}))
-        return waiting(*args, **(kwargs or {}))
+        if func is F.batch_norm:
+            return waiting(*args, **(kwargs or {}))
+        if func is torch.conv2d:
+            return convolution(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def waiting(
@@ -83,13 +75,15 @@ def waiting(
     otherwise: Callable[..., Tensor] = F.batch_norm,
 ) -> Tensor:
     """As `F.batch_norm`, but waiting if the kernels take this tensor; else `otherwise` of the same arguments."""
-    x = settled(input)
     known = (running_mean is None) == (running_var is None) and (training or running_mean is not None)
-    if weight is None or bias is None or not known or not takes(x) or (not training and torch.is_grad_enabled()):
+    usable = weight is not None and bias is not None and known and (training or not torch.is_grad_enabled())
+    if usable and not training and isinstance(input, PendingConvolution) and input.found is None:
+        return PendingNorm(input, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
+    x = settled(input)
+    if not usable or not takes(x):
         return otherwise(x, running_mean, running_var, weight, bias, training, momentum, eps)
     if not training:
-        mean, spread = cast(Tensor, running_mean), cast(Tensor, running_var)
-        return Pending(x, weight, bias, mean, spread, eps)
+        return PendingNorm(x, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
     from dissensus.numerics import norm_kernels  # imports Triton
 
     with torch.no_grad():
@@ -97,7 +91,7 @@ def waiting(
     for changed in (running_mean, running_var):
         if changed is not None:
             torch.autograd.graph.increment_version(changed)
-    return Pending(x, weight, bias, mean, rstd, None)
+    return PendingNorm(x, cast(Tensor, weight), cast(Tensor, bias), mean, rstd)
 
 
 def takes(x: Tensor) -> bool:
@@ -108,86 +102,39 @@ def takes(x: Tensor) -> bool:
     return (packed or (x.ndim == 2 and x.is_contiguous())) and torch._C._functorch.peek_interpreter_stack() is None
 
 
-DEVICE = "cuda"  # "cpu" in tests that interpret the kernels
+class PendingNorm(Pending):
+    """The result of a batch norm, perhaps with a tensor to be added to it."""
 
-
-class Pending(Tensor):
-    """The result of a batch norm that is not yet computed, perhaps with a tensor to be added to it.
-
-    The first use decides what is computed. A use outside of torch's Python functions (a scripted module, a custom
-    `autograd.Function`) would lose gradients and raises `Unfused`.
-    """
-
-    parts: tuple[Tensor, ...]  # x, weight, bias, mean, r or the variance
-    eps: float | None  # if the variance is given
+    parts: tuple[Tensor, ...]  # x, weight, bias, mean, and r or, with eps, the variance
+    eps: float | None
     added: Tensor | None
-    graph: bool
-    found: Tensor | None
 
     @staticmethod
     def __new__(
-        cls, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, spread: Tensor, eps: float | None,
+        cls, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, spread: Tensor, eps: float | None = None,
         added: Tensor | None = None,
-    ) -> "Pending":  # fmt: skip
-        self: Pending = Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=x.device)  # type: ignore[attr-defined]
-        self.parts, self.eps, self.added, self.found = (x, weight, bias, mean, spread), eps, added, None
-        self.graph = torch.is_grad_enabled()
+    ) -> "PendingNorm":  # fmt: skip
+        self = cast(PendingNorm, Pending.__new__(cls, x.shape, x.dtype, x.device))
+        self.parts, self.eps, self.added = (x, weight, bias, mean, spread), eps, added
         return self
 
-    def value(self) -> Tensor:
-        """The tensor, computed at the first use."""
-        if self.found is None:
-            self.found = self.computed(relu=False)
-        return self.found
-
     def computed(self, *, relu: bool) -> Tensor:
-        if self.graph and not torch.is_grad_enabled():
-            raise Unfused("a result of batch norm is read without gradients, as custom functions do")
         x, weight, bias, mean, spread = self.parts
-        if self.eps is not None:
-            from dissensus.numerics import norm_kernels
+        if self.eps is None:
+            found: Tensor = _Norm.apply(x, weight, bias, self.added, mean, spread, relu)  # type: ignore[no-untyped-call]
+            return found
+        from dissensus.numerics import norm_kernels
 
-            return norm_kernels.normalised(x, self.added, mean, spread, weight, bias, relu=relu, eps=self.eps)
-        found: Tensor = _Norm.apply(x, weight, bias, self.added, mean, spread, relu)  # type: ignore[no-untyped-call]
-        return found
+        if relu and isinstance(x, PendingConvolution) and x.found is None:
+            return x.normalised(self.added, mean, spread, weight, bias, self.eps)
+        return norm_kernels.normalised(settled(x), self.added, mean, spread, weight, bias, relu=relu, eps=self.eps)
 
-    def plus(self, other: Any) -> "Pending | None":
-        """This one with a tensor added; None if that cannot be part of the kernel."""
-        other, x = settled(other), self.parts[0]
-        fits = isinstance(other, Tensor) and (other.shape, other.dtype, other.device) == (x.shape, x.dtype, x.device)
-        if self.found is not None or self.added is not None or not fits or not takes(other):
+    def plus(self, other: Any) -> Pending | None:
+        other, facts = settled(other), self.facts
+        fits = isinstance(other, Tensor) and (other.shape, other.dtype, other.device) == facts
+        if self.added is not None or not fits or not takes(other):
             return None
-        return Pending(*self.parts, self.eps, other)  # type: ignore[arg-type]
-
-    @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        first = args[0] if args else None
-        if func in FACTS and isinstance(first, Pending):
-            return func(first.parts[0], *args[1:], **kwargs)
-        if func in RELUS and isinstance(first, Pending) and first.found is None:
-            made = first.computed(relu=True)
-            if RELUS[func] or kwargs.get("inplace") or True in args[1:2]:
-                first.found = made  # other references to this tensor see the change
-            return made
-        if func in SUMS and len(args) == 2 and not kwargs:
-            mine, other = args if isinstance(first, Pending) else reversed(args)
-            if (sum := mine.plus(other)) is not None and (not SUMS[func] or mine is first):
-                if SUMS[func]:
-                    mine.parts, mine.added = sum.parts, sum.added
-                    return mine
-                return sum
-        args, kwargs = settled((args, kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise Unfused(f"{func} reads a result of batch norm past torch's Python functions")
-
-
-def settled(tree: Any) -> Any:
-    """The tree with waiting tensors computed."""
-    return pytree.tree_map_only(Pending, Pending.value, tree)
+        return PendingNorm(*self.parts, self.eps, other)  # type: ignore[arg-type]
 
 
 class _Norm(torch.autograd.Function):

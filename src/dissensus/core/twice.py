@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dissensus.core.lazy_norm import Pending, settled, thread, waiting
+from dissensus.core.lazy_norm import thread, waiting
+from dissensus.core.pending import Pending, settled
 
 aten = torch.ops.aten
 SMALL = 2**15  # below this size of an input, on a CPU, the overhead of Python exceeds the gain
@@ -75,7 +76,7 @@ class _Forms(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in FORMS or self.passes(*args[:1], **kwargs):
             return func(*args, **kwargs)
-        args, kwargs = settled((args, kwargs)) if Pending in types else (args, kwargs)
+        args, kwargs = settled((args, kwargs)) if any(issubclass(each, Pending) for each in types) else (args, kwargs)
         if func is F.batch_norm:
             if thread.fusing:
                 return waiting(*args, **kwargs, otherwise=batch_norm)

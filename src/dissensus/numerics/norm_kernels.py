@@ -20,10 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 64  # rows of a tile
-CHANNELS = 64  # channels of a tile, at most
-PARTS = 128  # parts of a sum over rows, at most
-TILES = 1024  # tiles of a whole grid that keep the processors busy
+CHANNELS = 64  # of a tile, at most
+TILE = 4096  # numbers in a tile
+PARTS = 512  # of the sums over rows, times tiles of channels: enough to keep a GPU busy
+SHORT, NARROW, TALL = 8192, 16, 8192  # up to this many rows, one program sums all of them: of so many channels, so large a tile
+UNROLLED = tl.constexpr(2)
+WARPS = 8  # of 32 threads, of a program
+FEW = 8  # channels whose parts are summed by one program
 
 
 @triton.jit
@@ -36,50 +39,39 @@ def _tile(row, rows, channels, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # t
 
 
 @triton.jit
-def _moments(x, parts, rows, channels, P, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """parts (3, P, C): number, mean and sum of squares around it of every P-th tile of rows."""
+def _moments(  # type: ignore[no-untyped-def]
+    x, parts, mean, rstd, running_mean, running_var, momentum, eps, rows, channels, P,
+    RUNNING: tl.constexpr, ALONE: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """parts (2, P, C): the mean and the sum of squares around it of every P-th tile; ALONE: the statistics themselves."""
     first = tl.program_id(0)
-    count = tl.full((), 0.0, T)
-    mean = tl.zeros((CHANNELS,), T)
-    around = tl.zeros((CHANNELS,), T)
-    for row in range(first * ROWS, rows, P * ROWS):
+    at, there, c, known = _tile(first * ROWS, rows, channels, ROWS, CHANNELS)
+    count = tl.minimum(rows - first * ROWS, ROWS)
+    v = tl.load(x + at, there, 0.0).to(T)
+    # Sums of squares around the mean of the first tile, which is near the mean: digits are not lost.
+    pivot = tl.sum(v, 0) / count
+    once = tl.where(there, v - pivot[None, :], 0.0)
+    squared = once * once
+    for row in tl.range((first + P) * ROWS, rows, P * ROWS, loop_unroll_factor=UNROLLED):
         at, there, _, _ = _tile(row, rows, channels, ROWS, CHANNELS)
-        v = tl.load(x + at, there, 0.0).to(T)
-        n = tl.minimum(rows - row, ROWS).to(T)
-        own = tl.sum(v, 0) / n
-        apart = tl.where(there, v - own[None, :], 0.0)
-        step, share = own - mean, n / (count + n)
-        around += tl.sum(apart * apart, 0) + step * step * (count * share)
-        mean += step * share
-        count += n
-    _, _, c, known = _tile(0, rows, channels, ROWS, CHANNELS)
-    at = first * channels + c
-    tl.store(parts + at, tl.zeros((CHANNELS,), T) + count, known)
-    tl.store(parts + P * channels + at, mean, known)
-    tl.store(parts + 2 * P * channels + at, around, known)
+        apart = tl.where(there, tl.load(x + at, there, 0.0).to(T) - pivot[None, :], 0.0)
+        count += tl.minimum(rows - row, ROWS)
+        once += apart
+        squared += apart * apart
+    step = tl.sum(once, 0) / count
+    around = tl.maximum(tl.sum(squared, 0) - count * step * step, 0.0)
+    if ALONE:
+        _keep(mean, rstd, running_mean, running_var, momentum, eps, rows, c, known, pivot + step, around, RUNNING)
+    else:
+        tl.store(parts + first * channels + c, pivot + step, known)
+        tl.store(parts + (P + first) * channels + c, around, known)
 
 
 @triton.jit
-def _joined(  # type: ignore[no-untyped-def]
-    parts, mean, rstd, running_mean, running_var, momentum, eps, rows, channels, P,
-    RUNNING: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
+def _keep(  # type: ignore[no-untyped-def]
+    mean, rstd, running_mean, running_var, momentum, eps, rows, c, known, m, around, RUNNING: tl.constexpr
 ):  # fmt: skip
-    """Mean and 1 / √(var + ε) from the parts of `_moments`; running statistics move towards them."""
-    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    known = c < channels
-    total = tl.zeros((CHANNELS,), T)
-    for p in range(0, P, BLOCK):
-        number = p + tl.arange(0, BLOCK)
-        at, there = number[:, None] * channels + c[None, :], (number < P)[:, None] & known[None, :]
-        total += tl.sum(tl.load(parts + at, there, 0.0) * tl.load(parts + P * channels + at, there, 0.0), 0)
-    m = total / rows
-    around = tl.zeros((CHANNELS,), T)
-    for p in range(0, P, BLOCK):
-        number = p + tl.arange(0, BLOCK)
-        at, there = number[:, None] * channels + c[None, :], (number < P)[:, None] & known[None, :]
-        count, own = tl.load(parts + at, there, 0.0), tl.load(parts + P * channels + at, there, 0.0)
-        apart = own - m[None, :]
-        around += tl.sum(tl.load(parts + 2 * P * channels + at, there, 0.0) + count * apart * apart, 0)
+    """Stores the mean m and 1 / √(var + ε); running statistics move towards them."""
     tl.store(mean + c, m, known)
     tl.store(rstd + c, 1 / tl.sqrt(around / rows + eps), known)
     if RUNNING:
@@ -90,16 +82,38 @@ def _joined(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _summed(parts, sums, channels, P, BLOCK: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+def _part(parts, k, c, known, channels, P, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(P, channels) the k-th of parts (K, P, C), for channels c."""
+    number = tl.arange(0, BLOCK)
+    at, there = (k * P + number)[:, None] * channels + c[None, :], (number < P)[:, None] & known[None, :]
+    return tl.load(parts + at, there, 0.0)
+
+
+@triton.jit
+def _joined(  # type: ignore[no-untyped-def]
+    parts, mean, rstd, running_mean, running_var, momentum, eps, rows, channels, P,
+    RUNNING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """The statistics, from parts of `_moments`."""
+    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    known = c < channels
+    number, tiles = tl.arange(0, BLOCK), tl.cdiv(rows, ROWS)
+    # Rows of a part: those of every P-th tile, the last of which may be cut.
+    held = tl.where(number < P, tl.cdiv(tiles - number, P) * ROWS, 0)
+    held -= tl.where(number == (tiles - 1) % P, tiles * ROWS - rows, 0)
+    own = _part(parts, 0, c, known, channels, P, BLOCK)
+    m = tl.sum(own * held[:, None], 0) / rows
+    apart = own - m[None, :]
+    around = tl.sum(_part(parts, 1, c, known, channels, P, BLOCK) + held[:, None] * apart * apart, 0)
+    _keep(mean, rstd, running_mean, running_var, momentum, eps, rows, c, known, m, around, RUNNING)
+
+
+@triton.jit
+def _summed(parts, sums, channels, P, BLOCK: tl.constexpr, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
     """sums (K, C) of parts (K, P, C)."""
     c, k = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.program_id(1)
     known = c < channels
-    total = tl.zeros((CHANNELS,), T)
-    for p in range(0, P, BLOCK):
-        number = p + tl.arange(0, BLOCK)
-        at, there = (k * P + number)[:, None] * channels + c[None, :], (number < P)[:, None] & known[None, :]
-        total += tl.sum(tl.load(parts + at, there, 0.0), 0)
-    tl.store(sums + k * channels + c, total, known)
+    tl.store(sums + k * channels + c, tl.sum(_part(parts, k, c, known, channels, P, BLOCK), 0), known)
 
 
 @triton.jit
@@ -149,15 +163,15 @@ def _gradient_parts(  # type: ignore[no-untyped-def]
     _, _, c, known = _tile(0, rows, channels, ROWS, CHANNELS)
     m, r = tl.load(mean + c, known, 0.0), tl.load(rstd + c, known, 0.0)
     scale, b = tl.load(weight + c, known, 0.0).to(T) * r, tl.load(bias + c, known, 0.0).to(T)
-    of_xt, of_t = tl.zeros((CHANNELS,), T), tl.zeros((CHANNELS,), T)
-    for row in range(first * ROWS, rows, P * ROWS):
+    of_xt, of_t = tl.zeros((ROWS, CHANNELS), T), tl.zeros((ROWS, CHANNELS), T)
+    for row in tl.range(first * ROWS, rows, P * ROWS, loop_unroll_factor=UNROLLED):
         at, there, _, _ = _tile(row, rows, channels, ROWS, CHANNELS)
         centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
         t, _ = _through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
-        of_xt += tl.sum(t * centred, 0)
-        of_t += tl.sum(t, 0)
-    tl.store(parts + first * channels + c, of_xt * r, known)
-    tl.store(parts + (P + first) * channels + c, of_t, known)
+        of_xt += t * centred
+        of_t += t
+    tl.store(parts + first * channels + c, tl.sum(of_xt, 0) * r, known)
+    tl.store(parts + (P + first) * channels + c, tl.sum(of_t, 0), known)
 
 
 @triton.jit
@@ -188,18 +202,19 @@ def _second_parts(  # type: ignore[no-untyped-def]
     _, _, c, known = _tile(0, rows, channels, ROWS, CHANNELS)
     m, r = tl.load(mean + c, known, 0.0), tl.load(rstd + c, known, 0.0)
     scale, b = tl.load(weight + c, known, 0.0).to(T) * r, tl.load(bias + c, known, 0.0).to(T)
-    of_xu, of_u, of_tu = tl.zeros((CHANNELS,), T), tl.zeros((CHANNELS,), T), tl.zeros((CHANNELS,), T)
-    for row in range(first * ROWS, rows, P * ROWS):
+    of_xu, of_u = tl.zeros((ROWS, CHANNELS), T), tl.zeros((ROWS, CHANNELS), T)
+    of_tu = tl.zeros((ROWS, CHANNELS), T)
+    for row in tl.range(first * ROWS, rows, P * ROWS, loop_unroll_factor=UNROLLED):
         at, there, _, _ = _tile(row, rows, channels, ROWS, CHANNELS)
         centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
         t, _ = _through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
         s = tl.load(u + at, there, 0.0).to(T)
-        of_xu += tl.sum(s * centred, 0)
-        of_u += tl.sum(s, 0)
-        of_tu += tl.sum(s * t, 0)
-    tl.store(parts + first * channels + c, of_xu * r, known)
-    tl.store(parts + (P + first) * channels + c, of_u, known)
-    tl.store(parts + (2 * P + first) * channels + c, of_tu, known)
+        of_xu += s * centred
+        of_u += s
+        of_tu += s * t
+    tl.store(parts + first * channels + c, tl.sum(of_xu, 0) * r, known)
+    tl.store(parts + (P + first) * channels + c, tl.sum(of_u, 0), known)
+    tl.store(parts + (2 * P + first) * channels + c, tl.sum(of_tu, 0), known)
 
 
 @triton.jit
@@ -235,23 +250,31 @@ class Sizes:
     def __init__(self, x: Tensor) -> None:
         self.channels = x.shape[1]
         self.rows = x.numel() // self.channels
-        self.wide = min(CHANNELS, triton.next_power_of_2(self.channels))
-        self.high = ROWS * CHANNELS // self.wide
-        tiles, across = triton.cdiv(self.rows, self.high), triton.cdiv(self.channels, self.wide)
-        self.parts = min(tiles, max(1, TILES // across), PARTS)
-        self.all, self.some = (tiles, across), (self.parts, across)
         double = x.dtype == torch.float64
         self.kind = torch.float64 if double else torch.float32
-        self.tile = {"ROWS": self.high, "CHANNELS": self.wide, "T": tl.float64 if double else tl.float32}
-        self.few = {"BLOCK": 32, "CHANNELS": 32, "T": self.tile["T"]}
+        T = tl.float64 if double else tl.float32
+        wide = min(CHANNELS, triton.next_power_of_2(self.channels))
+        self.tile = {"ROWS": TILE // wide, "CHANNELS": wide, "T": T, "num_warps": WARPS}
+        self.all = (triton.cdiv(self.rows, TILE // wide), triton.cdiv(self.channels, wide))
+        if self.rows <= SHORT:  # one program for all rows of a few channels: no second kernel
+            wide = min(NARROW, wide)
+            self.parts = 1
+        else:
+            self.parts = min(self.all[0], max(1, PARTS // self.all[1]))
+        high = (TALL if self.parts == 1 else TILE) // wide
+        self.sums = {"ROWS": high, "CHANNELS": wide, "T": T, "num_warps": WARPS}
+        self.some = (self.parts, triton.cdiv(self.channels, wide))
+        self.few = {"BLOCK": triton.next_power_of_2(self.parts), "CHANNELS": FEW}
 
     def parts_of(self, x: Tensor, sums: int) -> Tensor:
         return x.new_empty((sums, self.parts, self.channels), dtype=self.kind)
 
     def added_up(self, parts: Tensor) -> Tensor:
         """(K, C) sums of parts (K, P, C)."""
+        if self.parts == 1:
+            return parts[:, 0]
         sums = parts.new_empty((len(parts), self.channels))
-        grid = (triton.cdiv(self.channels, 32), len(parts))
+        grid = (triton.cdiv(self.channels, FEW), len(parts))
         _summed[grid](parts, sums, self.channels, self.parts, **self.few)
         return sums
 
@@ -261,15 +284,16 @@ def statistics(
 ) -> tuple[Tensor, Tensor]:
     """(m, r) of x, each (C,); running statistics are updated in place."""
     sizes = Sizes(x)
-    parts = sizes.parts_of(x, 3)
-    _moments[sizes.some](x, parts, sizes.rows, sizes.channels, sizes.parts, **sizes.tile)
+    parts = sizes.parts_of(x, 2)
     mean, rstd = parts.new_empty((2, sizes.channels)).unbind()
     # Triton passes numbers as float32: not good enough for the momentum of float64.
     running = running_mean is not None and running_var is not None and x.dtype != torch.float64
-    _joined[(triton.cdiv(sizes.channels, 32),)](
-        parts, mean, rstd, running_mean if running else mean, running_var if running else mean, momentum, eps,
-        sizes.rows, sizes.channels, sizes.parts, RUNNING=running, **sizes.few,
-    )  # fmt: skip
+    kept = (mean, rstd, running_mean if running else mean, running_var if running else mean, momentum, eps)
+    numbers = (sizes.rows, sizes.channels, sizes.parts)
+    _moments[sizes.some](x, parts, *kept, *numbers, RUNNING=running, ALONE=sizes.parts == 1, **sizes.sums)
+    if sizes.parts > 1:
+        grid = (triton.cdiv(sizes.channels, FEW),)
+        _joined[grid](parts, *kept, *numbers, RUNNING=running, ROWS=sizes.sums["ROWS"], **sizes.few)
     if running_mean is not None and running_var is not None and not running:
         running_mean.lerp_(mean, momentum)
         running_var.lerp_((rstd**-2 - eps) * (sizes.rows / (sizes.rows - 1)), momentum)
@@ -298,7 +322,7 @@ def gradients(
     by_added = torch.empty_like(x) if added else g
     common = (g, x, x if y is None else y, mean, rstd, weight, bias)
     flags = {"ADDED": added, "RELU": relu}
-    _gradient_parts[sizes.some](*common, parts, sizes.rows, sizes.channels, sizes.parts, **flags, **sizes.tile)
+    _gradient_parts[sizes.some](*common, parts, sizes.rows, sizes.channels, sizes.parts, **flags, **sizes.sums)
     sums = sizes.added_up(parts)
     _gradients[sizes.all](*common, sums, by_x, by_added, sizes.rows, sizes.channels, **flags, **sizes.tile)
     return by_x, by_added, sums
@@ -314,10 +338,42 @@ def second_gradients(
     by_weight = sums.new_empty(sizes.channels)
     common = (g, x, x if y is None else y, mean, rstd, weight, bias)
     flags = {"ADDED": added, "RELU": relu}
-    _second_parts[sizes.some](u, *common, parts, sizes.rows, sizes.channels, sizes.parts, **flags, **sizes.tile)
+    _second_parts[sizes.some](u, *common, parts, sizes.rows, sizes.channels, sizes.parts, **flags, **sizes.sums)
     second = sizes.added_up(parts)
     _second[sizes.all](
         u, u if v is None else v, *common, sums, second, by_g, by_x, by_weight, sizes.rows, sizes.channels,
         BESIDE=v is not None, **flags, **sizes.tile,
     )  # fmt: skip
     return by_g, by_x, by_weight
+
+
+@triton.jit
+def _folded(  # type: ignore[no-untyped-def]
+    kernel, offset, mean, variance, weight, bias, eps, folded, shift, size, OFFSET: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One output channel's kernel, times w r, and b + w r (offset − m)."""
+    c = tl.program_id(0)
+    scale = tl.load(weight + c).to(tl.float32) / tl.sqrt(tl.load(variance + c).to(tl.float32) + eps)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    k = tl.load(kernel + c * size + at, at < size, 0.0).to(tl.float32)
+    tl.store(folded + c * size + at, (k * scale).to(folded.dtype.element_ty), at < size)
+    if tl.program_id(1) == 0:
+        start = tl.load(bias + c).to(tl.float32) - scale * tl.load(mean + c).to(tl.float32)
+        if OFFSET:
+            start += scale * tl.load(offset + c).to(tl.float32)
+        tl.store(shift + c, start.to(shift.dtype.element_ty))
+
+
+def folded(
+    kernel: Tensor, offset: Tensor | None, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(kernel (O, I, H, W), bias (O,)) of a convolution that includes the batch norm after it; `offset`: its own bias."""
+    found = torch.empty_like(kernel, dtype=dtype)
+    kernel = kernel if kernel.stride() == found.stride() else torch.empty_like(found, dtype=kernel.dtype).copy_(kernel)
+    shift, size = mean.new_empty(len(kernel), dtype=dtype), kernel[0].numel()
+    _folded[(len(kernel), triton.cdiv(size, 1024))](
+        kernel, kernel if offset is None else offset, mean, variance, weight, bias, eps, found, shift, size,
+        OFFSET=offset is not None, BLOCK=1024,
+    )  # fmt: skip
+    return found, shift
