@@ -31,7 +31,9 @@ def convolution(
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     if transformed or kind not in KINDS or (x.dtype != kind and not torch.is_autocast_enabled("cuda")):
         return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    how = [[each, each] if isinstance(each, int) else list(each) * (2 // len(each)) for each in (stride, padding, dilation)]
+    how = [
+        [each, each] if isinstance(each, int) else list(each) * (2 // len(each)) for each in (stride, padding, dilation)
+    ]
     return PendingConvolution(x, weight, bias, kind, *how, groups)
 
 

@@ -107,7 +107,7 @@ def shapes(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
 class Lanes:
     """A fixed number of streams, which members use in turn."""
 
-    def __init__(self, most: int = 10) -> None:
+    def __init__(self, most: int = 5) -> None:
         self.most = most
         self.streams: list[torch.cuda.Stream] = []
 
