@@ -481,6 +481,32 @@ def test_a_captured_step_that_is_guarded_waits_for_nobody(method: str) -> None:
     step.close()
 
 
+@pytest.mark.parametrize("method", ["tradi", "swag"])
+def test_a_recorder_beside_a_captured_step_waits_for_nobody(method: str) -> None:
+    torch.manual_seed(0)
+    network = conv_net().cuda()
+    posterior = (ds.TRADI(network) if method == "tradi" else ds.SWAG(network, start=0, every=1)).cuda().train()
+    optimizer = OPTIMISERS["sgd"](posterior.parameters())
+    step = CapturedStep(EagerStep(posterior, optimizer))
+    x, y = data(12)
+    x = x.float()
+    for _ in range(6):
+        step(Batch(x, y))
+    assert len(step.graphs) == 1
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step(Batch(x, y))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    chunks = [posterior.recorder._chunks] if method == "swag" else posterior.filters._cached.chunks
+    assert step.step.guard._chunks._usable
+    assert chunks
+    assert all(each._usable for each in chunks)
+    step.close()
+
+
 def test_a_watcher_on_a_gpu_stays_finite_when_its_network_goes_bad() -> None:
     posterior = ds.TRADI(trapped()[1]).cuda()
     x, y = data(96)
