@@ -80,7 +80,7 @@ class Chunks:
             return
         kernel = getattr(kernels, name)[(len(self._which),)]
         with torch.cuda.device(self._layout[0].device if self._table.is_cuda else -1):  # Triton takes the current one
-            kernel(self._table, self._which, self._start, len(self._rows[0]), *args, **kinds, BLOCK=BLOCK)
+            kernel(self._table, self._which, self._start, len(self._rows[0]), *args, **kinds, BLOCK=BLOCK, num_warps=8)
 
     def _can(self, lists: Sequence[Sequence[Tensor]], on: str) -> bool:
         first, *others = self._layout

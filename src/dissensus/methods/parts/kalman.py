@@ -149,7 +149,8 @@ class WeightFilters(nn.Module):
             self._cached = _State(
                 [here(means[name]) for name in self.weights],
                 [here(variances[name]) for name in self.weights],
-                *(Block(weights, dtype) for _ in range(2)),
+                Block(weights, dtype),
+                Block(weights, dtype),
             )
             for buffers, block in (
                 (self._cached.means, self._cached.mean),
@@ -240,7 +241,7 @@ class _State:
         self.chunks += [Chunks() for _ in groups[len(self.chunks) :]]
         for (_, at, gradients), chunks in zip(groups, self.chunks, strict=False):
             mine, means = [weights[i] for i in at], [self.mean.views[i] for i in at]
-            places = [mean.storage_offset() for mean in means]
+            places = [int(mean.storage_offset()) for mean in means]
             alike = [mean.stride() for mean in means] == [weight.stride() for weight in mine]
             if not (alike and chunks.find(mine, gradients or mine, rows=[places], on=on)):
                 return False
