@@ -2,9 +2,9 @@
 
     python benchmarks/training_memory.py --csv benchmarks/results/training_memory.csv
 
-"tensors" are bytes in use at most (`torch.cuda.max_memory_allocated`), "reserved" those that torch took from the device. Both
-are counted above what was there before, without the posterior's weights: `tried` during the first epoch, in which ways to run
-members are tried, `training` in the epochs after it. Each case runs in a process of its own.
+`tensors`: MiB in use at most (`torch.cuda.max_memory_allocated`), from the time when ways to run members had been tried.
+`reserved`: MiB that torch took from the device, at most in the epochs after the first: a CUDA graph keeps the memory of all
+it computes. Both are above what was there before the posterior. Each case runs in a process of its own.
 """
 
 import argparse
@@ -38,7 +38,7 @@ CASES: dict[str, Case] = {
 
 
 def measure(case: str, batch: int) -> list[object]:
-    """The engine used, then MiB: stated tensors and reserved, then those taken, tried and training."""
+    """The engine used; MiB of tensors stated and reserved bytes stated, then both as taken."""
     torch.manual_seed(0)
     method, make, shape, members = CASES[case]
     x = torch.randn(STEPS * batch, *shape, device="cuda")
@@ -47,13 +47,11 @@ def measure(case: str, batch: int) -> list[object]:
     weights = sum(t.numel() * t.element_size() for t in (*posterior.parameters(), *posterior.buffers()))
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated() - weights, torch.cuda.memory_reserved() - weights
-    torch.cuda.reset_peak_memory_stats()
-    peaks = []
+    tensors = []
 
     def note(epoch: ds.Epoch) -> None:
-        if epoch.epoch in (0, 3):
-            peaks.extend([torch.cuda.max_memory_allocated() - before[0], torch.cuda.max_memory_reserved() - before[1]])
-            torch.cuda.reset_peak_memory_stats()
+        tensors.append(torch.cuda.max_memory_allocated() - before[0])
+        torch.cuda.reset_peak_memory_stats()
 
     optimizer = torch.optim.SGD(posterior.parameters(), lr=1e-3, momentum=0.9)
     history = ds.fit(
@@ -61,8 +59,11 @@ def measure(case: str, batch: int) -> list[object]:
     )
     if history.memory is None:
         raise ValueError("expected fit to state its memory")
-    stated = [history.memory.at_once, history.memory.reserved]
-    return [history.engine, *(round(size / 2**20, 1) for size in (*stated, *peaks))]
+    found = [max(tensors), torch.cuda.max_memory_reserved() - before[1]]
+    return [
+        history.engine,
+        *(round(size / 2**20, 1) for size in (history.memory.at_once, history.memory.reserved, *found)),
+    ]
 
 
 def main() -> None:
@@ -74,16 +75,15 @@ def main() -> None:
     if options.case:
         print(*measure(options.case, options.batch), sep="\t")
         return
-    columns = ["engine", "stated", "stated_reserved", "tried", "tried_reserved", "training", "training_reserved"]
+    columns = ["engine", "stated_tensors", "stated_reserved", "tensors", "reserved"]
     rows = []
     for case in CASES:
         command = [sys.executable, __file__, "--case", case, "--batch", str(options.batch)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         found = dict(zip(columns, done.stdout.splitlines()[-1].split("\t"), strict=True))
-        tensors = float(found["stated"]) / float(found["training"])
-        reserved = float(found["stated_reserved"]) / float(found["training_reserved"])
+        ratios = [float(found[f"stated_{what}"]) / float(found[what]) for what in ("tensors", "reserved")]
         rows.append({"case": case, "batch": options.batch, **found, **provenance()})
-        print(case, found, f"stated over taken: tensors {tensors:.2f}, reserved {reserved:.2f}", flush=True)
+        print(case, found, "stated over taken: {:.2f}, {:.2f}".format(*ratios), flush=True)
     if options.csv:
         options.csv.parent.mkdir(parents=True, exist_ok=True)
         with options.csv.open("w", newline="") as file:
