@@ -183,6 +183,63 @@ def test_what_cannot_be_captured_runs_plainly_and_says_so_once(caplog: pytest.Lo
     assert sum("not captured" in record.message for record in caplog.records) == 1
 
 
+class Makes(nn.Module):
+    """Tensors from the host's data in every forward; `scale` may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(192, 5)
+        self.table = torch.linspace(-1, 1, 192, dtype=torch.float64)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = x.flatten(1) * x.new_tensor([self.scale]) + self.table.to(x.device, x.dtype)
+        return self.linear(shifted)[:, [4, 3, 2, 1, 0]] * torch.tensor(0.5, device=x.device)
+
+
+def made(engine: str, *, callback=None):
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([Makes() for _ in range(3)]).to("cuda", torch.float64)
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=2**-6, momentum=0.5)
+    loader = Batches(*data(), batch_size=10)
+    change = None if callback is None else lambda epoch: callback(posterior, epoch)
+    history = ds.fit(posterior, loader, epochs=3, optimizer=optimizer, engine=engine, callback=change, progress=False)
+    return posterior, history
+
+
+@pytest.mark.parametrize("engine", ["loop+captured", "vectorised+captured", "streamed+captured", "auto"])
+def test_constants_that_a_forward_makes_do_not_prevent_a_capture(engine: str) -> None:
+    expected, _ = made("loop")
+    got, history = made(engine)
+    assert history.engine.endswith("+captured")
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(got.state_dict()[name], tensor, rtol=1e-9, atol=1e-10, msg=name)
+
+
+def test_a_constant_that_a_callback_changes_is_not_frozen(caplog: pytest.LogCaptureFixture) -> None:
+    def change(posterior: ds.Posterior, epoch: ds.Epoch) -> None:
+        posterior.particles.template.network.scale = 1.0 + epoch.epoch
+
+    expected, _ = made("loop", callback=change)
+    with caplog.at_level(logging.INFO, logger="dissensus"):
+        got, history = made("loop+captured", callback=change)
+    assert history.engine == "loop"
+    assert sum("x.new_tensor([self.scale])" in record.message for record in caplog.records) == 1
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(got.state_dict()[name], tensor, rtol=1e-9, atol=1e-10, msg=name)
+
+
+def test_a_prediction_that_makes_constants_is_captured(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([Makes() for _ in range(3)]).to("cuda", torch.float64)
+    x, y = data()
+    with caplog.at_level(logging.INFO, logger="dissensus"):
+        got, _ = ds.predict(posterior, Batches(x, y, batch_size=6))
+    expected = torch.cat([posterior.predict(part).members for part in x.split(6)], 1)
+    torch.testing.assert_close(got.members, expected, rtol=0, atol=1e-9)
+    assert not [record.message for record in caplog.records if "not captured" in record.message]
+
+
 @pytest.mark.parametrize("engine", ["vectorised", "streamed", "streamed+captured", "vectorised+captured"])
 def test_coupled_members_train_as_in_the_loop(engine: str) -> None:
     torch.manual_seed(0)

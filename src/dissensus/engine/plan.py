@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,6 +13,7 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import Strategy
 from dissensus.core.posterior import Posterior
+from dissensus.engine.constants import Constants, reason
 from dissensus.engine.eager import autocast
 from dissensus.engine.graphs import Graph
 from dissensus.engine.memory import UNMEASURED, Taken, forget_peak, forget_workspaces, held
@@ -150,28 +152,45 @@ def _compiler_gains(posterior: Posterior, on_gpu: bool) -> bool:
 
 def timed(run: Strategy, posterior: Posterior, batch: Batch, *, captured: bool) -> float | None:
     """Median seconds for the gradients of one batch, captured if the step will be; None if they fail."""
-    on_gpu = posterior.device.type == "cuda"
     try:
         with posterior.particles.turn(), posterior.particles.runner.running(), same_random_state(posterior.device):
             if not captured:
+                on_gpu = posterior.device.type == "cuda"
                 return _median(lambda: run(posterior, batch), repeats=3, synchronise=on_gpu)
-            # Warmed up on a side stream first, as torch requires before a capture: libraries initialise themselves here.
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(2):
-                    run(posterior, batch)
-            torch.cuda.current_stream().wait_stream(side)
-            forget_peak(posterior.device)  # that of libraries which try algorithms
-            return _median(Graph(lambda: run(posterior, batch)).replay, repeats=5, synchronise=True)
+            graph = _graph(run, posterior, batch)
+            return None if graph is None else _median(graph.replay, repeats=5, synchronise=True)
     except torch.OutOfMemoryError:
         return None
     except Exception as error:  # a candidate that cannot run this network is dropped
         log.debug("a strategy is not used, because it fails: %s", error)
         return None
     finally:
-        if on_gpu:
+        if posterior.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _graph(run: Strategy, posterior: Posterior, batch: Batch) -> Graph | None:
+    """The gradients of a batch in a graph, if need be with the constants that a forward makes; None if it fails."""
+    ways = [None] if "compiled" in getattr(run, "name", "") else [None, Constants()]
+    for constants in ways:
+        try:
+            # Warmed up on a side stream first, as torch requires before a capture: libraries initialise themselves here.
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    with nullcontext() if constants is None else constants.watching():
+                        run(posterior, batch)
+            torch.cuda.current_stream().wait_stream(side)
+            forget_peak(posterior.device)  # that of libraries which try algorithms
+            return Graph(lambda: run(posterior, batch), constants=constants)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a user's network may do anything that cannot be captured
+            torch.cuda.synchronize()
+            failed = reason(error)
+    log.info("members run %s are not captured in a CUDA graph: %s", getattr(run, "name", ""), failed)
+    return None
 
 
 def _median(function: Callable[[], object], *, repeats: int, synchronise: bool) -> float:
