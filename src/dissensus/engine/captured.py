@@ -62,10 +62,10 @@ class CapturedStep(Captured):
             losses = self._plain(key, batch)
             if compare:
                 self._compared(key)
-            return losses
-        losses = graph.replay(tensors)
-        if not self.observes:
-            self.step.guard.observe()
+        else:
+            losses = graph.replay(tensors)
+            if not self.observes:
+                self.step.guard.observe()
         return losses
 
     def check(self) -> None:
