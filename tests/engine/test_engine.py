@@ -16,6 +16,7 @@ from dissensus.core.batch import Batch
 from dissensus.data import Batches
 from dissensus.engine import plan as plans
 from dissensus.engine import strategies
+from dissensus.engine.convolutions import timed_convolutions
 from dissensus.engine.memory import Memory, Taken, training_memory
 from dissensus.engine.strategies import functional_member_gradients, strategy
 from tiny import Repelling
@@ -375,6 +376,18 @@ def test_members_with_their_own_convolutions_are_not_vectorised_on_a_gpu_unless_
     # What was measured is stated in place of the estimate.
     memory = Memory(weights=100, gradients=100, optimizer=200, activations=1000, members=2, taken=chosen.taken)
     assert (memory.at_once, memory.reserved) == (303, 305)
+
+
+@pytest.mark.parametrize("asked", ["nothing", "deterministic", "deterministic algorithms", "benchmark"])
+def test_convolutions_are_timed_on_a_gpu_unless_results_must_be_deterministic(asked: str, monkeypatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", asked == "deterministic")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", asked == "benchmark")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: asked == "deterministic algorithms")
+    for device, expected in (("cuda", asked in ("nothing", "benchmark")), ("cpu", asked == "benchmark")):
+        with contextlib.suppress(KeyError), timed_convolutions(torch.device(device)):
+            assert torch.backends.cudnn.benchmark == expected
+            raise KeyError
+        assert torch.backends.cudnn.benchmark == (asked == "benchmark")
 
 
 def test_expected_memory_counts_what_recorders_keep_and_what_is_drawn() -> None:

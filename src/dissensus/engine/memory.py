@@ -13,8 +13,10 @@ from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
+from dissensus.engine.convolutions import timed_convolutions
 from dissensus.engine.eager import autocast
 from dissensus.engine.graphs import Lanes
+from dissensus.engine.optimisers import lay_out
 from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.sizes import readable as readable
 
@@ -106,6 +108,7 @@ def training_memory(
     recorded = _bytes([b for part in posterior.modules() if isinstance(part, Recorder) for b in part.buffers()])
     trained = [parameter for parameter in posterior.parameters() if parameter.requires_grad]
     if posterior.device.type == "cuda":
+        lay_out(posterior)  # as in training
         activations, workspace = _measured(posterior, batch, precision)
     else:
         activations, workspace = _activations(posterior, batch, precision), 0
@@ -173,7 +176,8 @@ def _measured(posterior: Posterior, batch: Batch, precision: torch.dtype | None)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before - _bytes(list(found.gradients.values()))
 
-    with same_random_state(posterior.device), torch.cuda.stream(torch.cuda.Stream()):
+    device = posterior.device
+    with same_random_state(device), timed_convolutions(device), torch.cuda.stream(torch.cuda.Stream()):
         before = torch.cuda.memory_allocated()
         run()
         workspace = torch.cuda.memory_allocated() - before

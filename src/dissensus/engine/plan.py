@@ -14,6 +14,7 @@ from dissensus.core.batch import Batch
 from dissensus.core.gradients import Strategy
 from dissensus.core.posterior import Posterior
 from dissensus.engine.constants import Constants, reason
+from dissensus.engine.convolutions import timed_convolutions
 from dissensus.engine.eager import autocast
 from dissensus.engine.graphs import Graph
 from dissensus.engine.memory import UNMEASURED, Taken, forget_peak, forget_workspaces, held
@@ -156,7 +157,8 @@ def timed(run: Strategy, posterior: Posterior, batch: Batch, *, captured: bool) 
         with posterior.particles.turn(), posterior.particles.runner.running(), same_random_state(posterior.device):
             if not captured:
                 on_gpu = posterior.device.type == "cuda"
-                return _median(lambda: run(posterior, batch), repeats=3, synchronise=on_gpu)
+                with timed_convolutions(posterior.device):
+                    return _median(lambda: run(posterior, batch), repeats=3, synchronise=on_gpu)
             graph = _graph(run, posterior, batch)
             return None if graph is None else _median(graph.replay, repeats=5, synchronise=True)
     except torch.OutOfMemoryError:
@@ -177,7 +179,7 @@ def _graph(run: Strategy, posterior: Posterior, batch: Batch) -> Graph | None:
             # Warmed up on a side stream first, as torch requires before a capture: libraries initialise themselves here.
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            with torch.cuda.stream(side), timed_convolutions(posterior.device):
                 for _ in range(2):
                     with nullcontext() if constants is None else constants.watching():
                         run(posterior, batch)
