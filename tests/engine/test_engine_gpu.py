@@ -559,6 +559,31 @@ def test_a_captured_step_that_is_guarded_waits_for_nobody(method: str) -> None:
     step.close()
 
 
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+def test_between_the_batches_of_an_epoch_the_host_waits_for_nobody(where: str) -> None:
+    torch.manual_seed(0)
+    x, y = (tensor.to(where) for tensor in data())
+    augment = ds.data.Augmentation(padding=1, cutout=2)
+
+    class Unwaited(Batches):
+        epochs = 0
+
+        def __iter__(self):
+            self.epochs += 1
+            try:
+                for i, batch in enumerate(super().__iter__()):
+                    if self.epochs > 1 and i == 1:  # captured in the first epoch; a label on the host may be read
+                        torch.cuda.set_sync_debug_mode("error")
+                    yield batch
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    posterior = ds.DeepEnsemble([conv_net() for _ in range(2)]).cuda()
+    loader = Unwaited(x.float(), y, batch_size=9, shuffle=True, augment=augment)
+    history = ds.fit(posterior, loader, epochs=3, engine="streamed+captured", progress=False)
+    assert history.engine == "streamed+captured"
+
+
 @pytest.mark.parametrize("method", ["tradi", "swag"])
 def test_a_recorder_beside_a_captured_step_waits_for_nobody(method: str) -> None:
     torch.manual_seed(0)
