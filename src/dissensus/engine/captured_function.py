@@ -38,6 +38,7 @@ class CapturedFunction(Captured):
         super().__init__()
         self.function = function
         self.lanes = lanes
+        self.compiled = not lanes
         self.drawn = drawn
         self.context = context
 
@@ -56,7 +57,10 @@ class CapturedFunction(Captured):
                     graph = self.capture(key, lambda: self._beside(held), batches.tensors(held))
                 if graph is None:
                     self.graphs.clear()
-            return self._plain(x) if graph is None else tuple(result.clone() for result in graph.replay(tensors))
+            if graph is not None:
+                return tuple(result.clone() for result in graph.replay(tensors))
+            with self.watching(key):
+                return self._plain(x)
 
     def _plain(self, x: Inputs) -> tuple[Tensor, ...]:
         with self.context():
