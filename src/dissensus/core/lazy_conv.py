@@ -8,6 +8,7 @@ Running statistics make batch norm a scale and a shift of channels, which weight
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dissensus.core.pending import Pending, settled
@@ -26,6 +27,7 @@ def convolution(
     x = settled(input)
     plain = x.ndim == weight.ndim == 4 and not isinstance(padding, str) and weight.dtype in KINDS
     if torch.is_grad_enabled() or not plain or x.device.type != "cuda" or not torch.backends.cudnn.is_available():
+        x, weight = widened(x, weight) if groups == 1 else (x, weight)
         return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
     kind = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
@@ -37,7 +39,16 @@ def convolution(
     return PendingConvolution(x, weight, bias, kind, *how, groups)
 
 
+def widened(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The same convolution with channels of zeros, if x has few: in half precision, GPUs are twice as fast with eight."""
+    few = WIDE - x.shape[1]
+    if few <= 0 or x.ndim != 4 or x.device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
+        return x, weight
+    return F.pad(x, (0, 0, 0, 0, 0, few)), F.pad(weight, (0, 0, 0, 0, 0, few))
+
+
 KINDS = (torch.float32, torch.bfloat16)
+WIDE = 8
 
 
 class PendingConvolution(Pending):
