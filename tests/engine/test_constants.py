@@ -5,7 +5,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dissensus as ds
 from dissensus.engine.constants import Constants, NotConstant, reason
+from dissensus.numerics import fused
 
 
 class Makes(nn.Module):
@@ -105,6 +107,16 @@ def test_what_is_trained_or_on_the_device_already_is_left_alone() -> None:
         assert trained.to(torch.float64).requires_grad
         torch.tensor([1.0])  # stays on the host
     assert [kept.made for kept in constants.kept] == [None]
+
+
+def test_what_the_library_itself_makes_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "works", lambda device: True)
+    constants = Constants("cpu")
+    with constants.watching():
+        assert fused.Chunks().find([torch.zeros(3)], on="cpu")
+        posterior = ds.MAP(nn.Linear(3, 2))
+        posterior.predict(torch.zeros(2, 3))
+    assert constants.kept == []
 
 
 def test_the_reason_names_the_users_line_of_the_first_error() -> None:
