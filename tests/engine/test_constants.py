@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 from dissensus.engine.constants import Constants, NotConstant, reason
+from dissensus.engine.tracing import BatchFree
 from dissensus.numerics import fused
 
 
@@ -117,6 +118,15 @@ def test_what_the_library_itself_makes_is_left_alone(monkeypatch: pytest.MonkeyP
         posterior = ds.MAP(nn.Linear(3, 2))
         posterior.predict(torch.zeros(2, 3))
     assert constants.kept == []
+
+
+def test_what_a_forward_makes_is_seen_through_the_librarys_own_modes() -> None:
+    network, x = Makes(), torch.randn(4, 3)
+    expected, constants = network(x), Constants("cpu")
+    for context in (constants.watching, constants.watching, constants.given):
+        with context(), BatchFree():
+            assert torch.equal(network(x), expected)
+    assert len(constants.kept) >= 5
 
 
 def test_the_reason_names_the_users_line_of_the_first_error() -> None:

@@ -139,8 +139,10 @@ def user_line(error: BaseException | None = None) -> str | None:
 
 
 def _is_library(frame: FrameType | None) -> bool:
-    """Whether this library itself makes a call: its steps do that in other ways when they are captured."""
-    while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+    """Whether this library itself makes a call, which it need not do in the same way when it is captured."""
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(TORCH) or frame.f_code.co_name == "__torch_function__"  # of other modes
+    ):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(LIBRARY)
 
