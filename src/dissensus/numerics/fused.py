@@ -119,7 +119,7 @@ class Chunks:
     def _cut(self) -> None:
         counts = torch.tensor([-(-shape.numel() // BLOCK) for shape in self._layout[0].sizes])
         which = torch.repeat_interleave(counts)
-        start = BLOCK * (torch.arange(len(which)) - (counts.cumsum(0) - counts)[which])
+        start = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
         self._which, self._start = self._sent(which), self._sent(start)
 
     def _sent(self, numbers: Tensor) -> Tensor:
