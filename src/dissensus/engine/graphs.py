@@ -122,9 +122,10 @@ class Captured:
         return self.graphs.get(key)
 
     def watching(self, key: Hashable) -> AbstractContextManager[object]:
-        """The context of a plain call."""
-        constants = None if self.failed else self.constants.get(key)
-        return nullcontext() if constants is None else constants.watching()
+        """The context of a plain call: it keeps constants for a capture to come, and compares those of a graph."""
+        constants = self.constants.get(key)
+        needed = key in self.graphs or not self.failed
+        return constants.watching() if constants is not None and needed else nullcontext()
 
     def give_up(self, reason: str) -> None:
         """Captures nothing from now on."""
