@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,17 @@ from dissensus.core.running import Ways
 from dissensus.core.standing import Lens
 from dissensus.core.summary import RunningSummary, SummaryPredictive
 from dissensus.engine.captured_function import CapturedFunction
-from dissensus.engine.eager import autocast
 from dissensus.engine.memory import readable
+from dissensus.engine.precision import (
+    PredictionPrecision,
+    in_precision,
+    prediction_precision,
+    warn_of_standing,
+)
 from dissensus.numerics.arrays import tensor_of
-from dissensus.numerics.checks import number, one_of, whole
+from dissensus.numerics.checks import number, whole
 
 log = logging.getLogger("dissensus")
-
-PredictionPrecision = Literal["float32", "bf16"]
 
 
 def predict(
@@ -234,9 +237,9 @@ def _predicted(
     Members are seen through the lens; the caller looks at the mixture through it. `later`: as in
     `Posterior.checked_members`, for members that are kept.
     """
-    one_of("precision", precision, ("float32", "bf16"))
+    prediction_precision("precision", precision)
     check_loader(loader)
-    dtype = torch.bfloat16 if precision == "bf16" else None
+    warn_of_standing(posterior, precision)
     with left_as_found(posterior):
         device, drawn = posterior.device, posterior.draw()
     portion = posterior.portion(drawn)
@@ -244,7 +247,7 @@ def _predicted(
     @contextmanager
     def context() -> Iterator[None]:
         # Entered again for every part, so that between two parts the caller's modes and random state are in place.
-        with left_as_found(posterior), autocast(device, dtype):
+        with left_as_found(posterior), in_precision(posterior, precision):
             yield
 
     @cache
@@ -280,7 +283,7 @@ def _predicted(
 
     def checked(x: batches.Inputs) -> batches.Inputs:
         x = batches.to(x, device)
-        with autocast(device, dtype):
+        with in_precision(posterior, precision):
             posterior.check_inputs(x)
         return x
 

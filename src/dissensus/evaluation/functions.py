@@ -16,6 +16,7 @@ from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.core.predictive import Predictive
 from dissensus.engine.captured_function import CapturedFunction
+from dissensus.engine.precision import PredictionPrecision, in_precision, prediction_precision, warn_of_standing
 from dissensus.metrics import energy_score
 from dissensus.numerics.randomness import same_random_state
 
@@ -30,13 +31,19 @@ class Answer(NamedTuple):
 class Functions:
     """M functions drawn once from a posterior. Call them only inside `drawn_once`, which makes them."""
 
-    def __init__(self, posterior: Posterior, drawn: DrawnFunctions) -> None:
+    def __init__(self, posterior: Posterior, drawn: DrawnFunctions, precision: PredictionPrecision = "float32") -> None:
         self.posterior = posterior
+        self.precision = precision
         self.drawn = drawn
         self.members = drawn.members
         self.logits = isinstance(posterior.likelihood, Classification)
         self.portion = posterior.portion(drawn)
-        context = partial(left_as_found, posterior)  # for each batch: other threads run between
+
+        @contextmanager
+        def context() -> Iterator[None]:  # for each batch: other threads run between
+            with left_as_found(posterior), in_precision(posterior, precision):
+                yield
+
         self._describe = cache(lambda mine: CapturedFunction(mine.describe, mine, context))
         self._everything = cache(
             lambda mine: CapturedFunction(partial(mine.each, _outputs_and_description), mine, context)
@@ -74,18 +81,21 @@ class Functions:
 
     def _said(self, function: Callable[[DrawnFunctions], CapturedFunction], x: Inputs) -> Any:
         x = batches.to(x, self.device)
-        self.posterior.check_inputs(x)
+        with in_precision(self.posterior, self.precision):
+            self.posterior.check_inputs(x)
         with batches.unchanged(x):
             return self.portion.joined(lambda: function(self.portion.mine)(x))
 
 
 @contextmanager
-def drawn_once(posterior: Posterior) -> Iterator[Functions]:
+def drawn_once(posterior: Posterior, precision: PredictionPrecision = "float32") -> Iterator[Functions]:
     """Context with the functions of one draw, in eval mode without gradients; modes and random states are restored."""
+    prediction_precision("precision", precision)
+    warn_of_standing(posterior, precision)
     with left_as_found(posterior):
         drawn = posterior.draw()
     with torch.no_grad(), same_random_state(posterior.device, mine=lambda: posterior.draws_itself):
-        yield Functions(posterior, drawn)
+        yield Functions(posterior, drawn, precision)
 
 
 def _outputs_and_description(member: Member, x: Inputs) -> tuple[Any, ...]:
