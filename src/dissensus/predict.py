@@ -255,7 +255,7 @@ def _predicted(
         function: Callable[[batches.Inputs], tuple[Tensor, ...]] = mine.describe
         if compiled:
             function = Ways(_note_uncompiled, compiled=torch.compile(mine.describe, dynamic=False), plain=mine.describe)
-        return CapturedFunction(function, mine, context, lanes=not compiled)
+        return CapturedFunction(function, mine, context, lanes=not compiled, casts=precision == "bf16" and not compiled)
 
     def described(x: batches.Inputs) -> tuple[Tensor, ...]:
         with batches.unchanged(x):

@@ -12,6 +12,7 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.functions import DrawnFunctions
+from dissensus.engine.casts import Cast, Casts
 from dissensus.engine.graphs import Captured, Lanes, shapes
 from dissensus.numerics.randomness import same_random_state
 
@@ -20,12 +21,13 @@ class CapturedFunction(Captured):
     """A function of a batch that runs drawn members; on a GPU it is replayed from a graph for shapes seen before.
 
     `context()`: the context in which the function is called (eval mode, mixed precision). `lanes`: whether members may run
-    in parallel on streams, for which a compiled function would be compiled again. The members' tensors must not be moved
-    while this object is in use.
+    in parallel on streams, for which a compiled function would be compiled again. `casts`: whether the context casts weights,
+    which a graph then does once for all members (`Casts`). The members' tensors must not be moved while this object is in use;
+    their values may change.
     """
 
     what = "prediction"
-    warm_up = 2
+    warm_up = 1
 
     def __init__(
         self,
@@ -34,10 +36,13 @@ class CapturedFunction(Captured):
         context: Callable[[], AbstractContextManager[object]] = nullcontext,
         *,
         lanes: bool = True,
+        casts: bool = False,
     ) -> None:
         super().__init__()
         self.function = function
         self.lanes = lanes
+        self.casts = casts
+        self.seen_casts: dict[Cast, None] = {}
         self.drawn = drawn
         self.context = context
 
@@ -53,14 +58,31 @@ class CapturedFunction(Captured):
             if graph is None and self.due(key):
                 with self.context():
                     held = batches.apply(x, torch.clone)
-                    graph = self.capture(key, lambda: self._beside(held), batches.tensors(held))
+                    graph = self.capture(key, lambda: self._captured(held), batches.tensors(held))
                 if graph is None:
                     self.graphs.clear()
             return self._plain(x) if graph is None else tuple(result.clone() for result in graph.replay(tensors))
 
     def _plain(self, x: Inputs) -> tuple[Tensor, ...]:
         with self.context():
-            return self.function(x)
+            if self.failed or not self.casts or {tensor.device.type for tensor in batches.tensors(x)} != {"cuda"}:
+                return self.function(x)
+            with Casts(self._cast_tensors(x)) as casts:
+                result = self.function(x)
+            self.seen_casts |= casts.seen
+            return result
+
+    def _captured(self, x: Inputs) -> tuple[Tensor, ...]:
+        """function(x) as a graph holds it: weights cast at once first, then members in parallel on streams."""
+        if not self.seen_casts:
+            return self._beside(x)
+        with Casts(self._cast_tensors(x), self.seen_casts) as casts:
+            result = self._beside(x)
+        casts.check()
+        return result
+
+    def _cast_tensors(self, x: Inputs) -> list[Tensor]:
+        return [*self.drawn.parameters(), *self.drawn.buffers(), *batches.tensors(x)]
 
     def _beside(self, x: Inputs) -> tuple[Tensor, ...]:
         """function(x) with members in parallel on streams, if `lanes` allows it."""

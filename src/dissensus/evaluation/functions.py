@@ -44,9 +44,10 @@ class Functions:
             with left_as_found(posterior), in_precision(posterior, precision):
                 yield
 
-        self._describe = cache(lambda mine: CapturedFunction(mine.describe, mine, context))
+        casts = precision == "bf16"
+        self._describe = cache(lambda mine: CapturedFunction(mine.describe, mine, context, casts=casts))
         self._everything = cache(
-            lambda mine: CapturedFunction(partial(mine.each, _outputs_and_description), mine, context)
+            lambda mine: CapturedFunction(partial(mine.each, _outputs_and_description), mine, context, casts=casts)
         )
 
     @property
