@@ -9,7 +9,7 @@ import dissensus as ds
 import tiny
 from dissensus.core.posterior import left_as_found
 from dissensus.engine.captured_function import CapturedFunction
-from dissensus.engine.casts import Casts
+from dissensus.engine.casts import ALIGNMENT, Cast, Casts
 from dissensus.engine.eager import autocast
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def test_weights_that_change_between_calls_are_cast_again_and_those_that_change_
     w = torch.randn(2, 3, 4)
     with Casts([w]) as casts:
         w[1].to(torch.bfloat16)
-    assert [*casts.seen] == [(0, torch.bfloat16)]
+    assert [*casts.seen] == [Cast(0, torch.bfloat16, rows=True)]
     w.add_(1)
     with Casts([w], casts.seen) as answered:
         assert torch.equal(w[1].to(torch.bfloat16), w.to(torch.bfloat16)[1])
@@ -87,8 +87,25 @@ def test_weights_that_change_between_calls_are_cast_again_and_those_that_change_
 @pytest.mark.parametrize("change", [lambda w: w.mul_(2), lambda w: w[0].zero_()])
 def test_a_network_that_changes_a_cast_weight_is_not_answered_from_it(change) -> None:
     w = torch.randn(2, 3)
-    with Casts([w], {(0, torch.bfloat16): None}) as casts:
+    with Casts([w], [Cast(0, torch.bfloat16, rows=True)]) as casts:
         casts.check()
         change(w[1].to(torch.bfloat16))
         with pytest.raises(RuntimeError, match="changes a cast weight in place"):
             casts.check()
+
+
+@pytest.mark.parametrize("shape", [(3, 10), (3, 4, 2, 3, 3), (3, 64, 4)])
+def test_answers_lie_in_memory_as_copies_of_their_own_would(shape: tuple[int, ...]) -> None:
+    """Strides and alignment decide which algorithm a library takes, and with it the last bit."""
+    w = torch.randn(shape).transpose(1, -1)  # a permuted stack, as of weights in channels_last
+    casts = [Cast(0, torch.bfloat16, rows=rows) for rows in (True, False)]
+    with Casts([w], casts) as answered:
+        rows, whole = [row.to(torch.bfloat16) for row in w], w.to(torch.bfloat16)
+    assert len(answered._answers) == 4
+    assert torch.equal(torch.stack(rows), whole)
+    assert torch.equal(whole, w.to(torch.bfloat16))
+    assert whole.stride() == w.to(torch.bfloat16).stride()
+    first = rows[0].data_ptr()
+    for row, source in zip(rows, w, strict=True):
+        assert row.stride() == source.to(torch.bfloat16).stride()
+        assert (row.data_ptr() - first) % ALIGNMENT == 0

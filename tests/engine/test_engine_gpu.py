@@ -3,6 +3,7 @@
 import copy
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from torch import Tensor, nn
 import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
+from dissensus.core.posterior import left_as_found
 from dissensus.data import Batches
 from dissensus.engine import CapturedStep, EagerStep
+from dissensus.engine.captured_function import CapturedFunction
+from dissensus.engine.eager import autocast
 
 pytestmark = [
     pytest.mark.gpu,
@@ -232,7 +236,7 @@ def test_batches_predicted_from_a_graph_are_those_predicted_plainly(name: str, p
     x = x.float()
     ds.refresh(posterior, Batches(x, y, batch_size=12))  # samples are stored: every prediction is of the same functions
     state = torch.cuda.get_rng_state()
-    loader = Batches(x, y, batch_size=12)  # 7 full batches, of which five come from a graph, and one of 6
+    loader = Batches(x, y, batch_size=12)  # 7 full batches, of which six come from a graph, and one of 6
     torch.manual_seed(1)
     got, _ = ds.predict(posterior, loader, precision=precision)
     torch.manual_seed(1)
@@ -599,3 +603,29 @@ def test_a_batch_on_the_host_is_taken_to_the_gpu_in_a_users_own_loop():
     torch.testing.assert_close(posterior.loss(x, y, weight), there, rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match="expected labels in 0…2, got 7"):
         posterior.loss(x, torch.full((6,), 7))
+
+
+@pytest.mark.parametrize("name", ["deep_ensemble, looped", "deep_ensemble, vectorised", "map", "mc_dropout"])
+def test_weights_cast_once_in_a_graph_give_the_bits_of_those_cast_at_every_use(name: str) -> None:
+    torch.manual_seed(0)
+    posterior = POSTERIORS[name]().cuda()
+    x = data(12)[0].float()
+    with left_as_found(posterior):
+        drawn = posterior.draw()
+
+    @contextmanager
+    def context():
+        with left_as_found(posterior), autocast(posterior.device, torch.bfloat16):
+            yield
+
+    once, always = (CapturedFunction(drawn.describe, drawn, context, casts=casts) for casts in (True, False))
+    for _ in range(4):
+        assert all(map(torch.equal, once(x), always(x)))
+        x = x + 0.1
+    assert once.graphs
+    assert always.graphs
+    assert once.seen_casts
+    with torch.no_grad():
+        for parameter in drawn.parameters():
+            parameter.mul_(1.5)  # a graph reads weights as they are now
+    assert all(map(torch.equal, once(x), always(x)))
