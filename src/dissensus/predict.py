@@ -23,6 +23,7 @@ from dissensus.core.predictive import Predictive
 from dissensus.core.running import Ways
 from dissensus.core.standing import Lens
 from dissensus.core.summary import RunningSummary, SummaryPredictive
+from dissensus.engine.arriving import LateChecks, sent
 from dissensus.engine.captured_function import CapturedFunction
 from dissensus.engine.memory import readable
 from dissensus.engine.precision import (
@@ -60,13 +61,11 @@ def predict(
     loader = _as_loader(posterior, loader)
     parts: list[Predictive] = []
     targets: list[Tensor] = []
-    later: list[Tensor] = []
-    for predictive, y in _predicted_batches(posterior, loader, precision=precision, compiled=compiled, later=later):
+    for predictive, y in _predicted_batches(posterior, loader, precision=precision, compiled=compiled):
         if not parts:
             _state_memory(predictive, loader, keep_members=True)
         parts.append(predictive)
         targets.append(y)
-    posterior.check_diverged(later)
     return Predictive.cat(parts), torch.cat(targets)
 
 
@@ -118,7 +117,7 @@ def predict_batches(
     """Predicts one batch after the other and keeps none, so the data may be larger than memory.
 
     Arguments as in `predict`. One draw is used for all batches. Between two batches, training modes and random state are
-    those of the caller.
+    those of the caller. On a GPU, values that are not finite are reported one batch late, with the next batch or at the end.
 
     Yields:
         (predictive, targets): a `Predictive` for the batch's B inputs with every member, and its targets (B, ...).
@@ -127,15 +126,10 @@ def predict_batches(
 
 
 def _predicted_batches(
-    posterior: Posterior,
-    loader: Iterable[Any],
-    *,
-    precision: PredictionPrecision,
-    compiled: bool,
-    later: list[Tensor] | None = None,
+    posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision, compiled: bool
 ) -> Iterator[tuple[Predictive, Tensor]]:
     lens = expect_posterior(posterior).lens()
-    settings: dict[str, Any] = {"precision": precision, "compiled": compiled, "keep_members": True, "later": later}
+    settings: dict[str, Any] = {"precision": precision, "compiled": compiled, "keep_members": True}
     for predictive, y in _predicted(posterior, loader, lens, **settings):
         yield lens.mixture(predictive), y
 
@@ -230,12 +224,10 @@ def _predicted(
     compiled: bool,
     keep_members: bool = False,
     one_at_a_time: bool = False,
-    later: list[Tensor] | None = None,
 ) -> Iterator[tuple[Predictive, Tensor]]:
     """(predictive of all members, or their summary, targets) of one batch after the other, by all processes on a mesh.
 
-    Members are seen through the lens; the caller looks at the mixture through it. `later`: as in
-    `Posterior.checked_members`, for members that are kept.
+    Members are seen through the lens; the caller looks at the mixture through it.
     """
     prediction_precision("precision", precision)
     check_loader(loader)
@@ -243,6 +235,8 @@ def _predicted(
     with left_as_found(posterior):
         device, drawn = posterior.device, posterior.draw()
     portion = posterior.portion(drawn)
+    # On a mesh an error must come with its batch, so that all processes raise it.
+    late = LateChecks(at_once=device.type != "cuda" or posterior.others is not None)
 
     @contextmanager
     def context() -> Iterator[None]:
@@ -261,20 +255,26 @@ def _predicted(
         with batches.unchanged(x):
             return describing(portion.mine)(x)
 
+    def seen(found: Predictive, first: int) -> Predictive:
+        """Members through the lens, checked now or later."""
+        maxima: list[Tensor] = []
+        members = posterior.checked_members(found, lens, first=first, later=maxima)
+        late.add(maxima[0], lambda values: posterior.check_diverged([values], first=first))
+        return members
+
     def pieces(x: batches.Inputs) -> Iterator[Predictive]:
         """The functions that run here, all at once or one by one."""
         if compiled or drawn.particles.how == "vectorised":
-            whole = drawn.likelihood.predictive(*described(x))
-            yield posterior.checked_members(whole, lens, first=portion.first)
+            yield seen(drawn.likelihood.predictive(*described(x)), portion.first)
             return
-        found, seen = portion.mine.predict_parts(x), portion.first
+        found, first = portion.mine.predict_parts(x), portion.first
         while True:
             with context():
                 piece = next(found, None)
             if piece is None:
                 return
-            yield posterior.checked_members(piece, lens, first=seen)
-            seen += len(piece.described()[0])
+            yield seen(piece, first)
+            first += len(piece.described()[0])
 
     stored = [each for each in drawn.modules() if one_at_a_time and isinstance(each, Particles)]
     ways = [particles.how for particles in stored]
@@ -282,17 +282,15 @@ def _predicted(
         particles.how = "loop"
 
     def checked(x: batches.Inputs) -> batches.Inputs:
-        x = batches.to(x, device)
+        late.inputs(x)
+        x = sent(x, device)
         with in_precision(posterior, precision):
             posterior.check_inputs(x)
         return x
 
     def kept(batch: batches.Batch) -> Predictive:
         x = checked(batch.x)
-        # On a mesh an error must come with its batch, so that all processes raise it.
-        soon = None if posterior.others is not None else later
-        predictive = drawn.likelihood.predictive(*portion.joined(lambda: described(x)))
-        return posterior.checked_members(predictive, lens, later=soon)
+        return seen(drawn.likelihood.predictive(*portion.joined(lambda: described(x))), 0)
 
     def summed(batch: batches.Batch) -> Predictive:
         x = checked(batch.x)
@@ -303,8 +301,11 @@ def _predicted(
 
     try:
         work = kept if keep_members else summed
-        for batch, found in posterior.shared(work, posterior.read(loader, anywhere=True), portion, device):
-            yield found, cast(Tensor, batches.to(batch.y, device))
+        read = posterior.read(loader, anywhere=late.at_once)
+        for batch, found in posterior.shared(work, read, portion, device):
+            late.turn()
+            yield found, cast(Tensor, sent(batch.y, device))
+        late.finish()
     finally:
         for particles, how in zip(stored, ways, strict=True):
             particles.how = how

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -629,3 +630,43 @@ def test_weights_cast_once_in_a_graph_give_the_bits_of_those_cast_at_every_use(n
         for parameter in drawn.parameters():
             parameter.mul_(1.5)  # a graph reads weights as they are now
     assert all(map(torch.equal, once(x), always(x)))
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["deep_ensemble, looped", "deep_ensemble, vectorised", "mc_dropout", "map"])
+def test_predictions_wait_for_the_device_at_no_batch(name: str, where: str) -> None:
+    torch.manual_seed(0)
+    posterior = POSTERIORS[name]().cuda()
+    posterior.temperature.fill_(2.0)
+    x, y = (each.to(where) for each in data(120))
+
+    def steady():
+        try:
+            for i, batch in enumerate(Batches(x.float(), y, batch_size=12)):
+                if i == 3:  # the first batches look at the network and capture it
+                    torch.cuda.set_sync_debug_mode("error")
+                yield batch
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    for precision in ("float32", "bf16"):
+        ds.predict(posterior, steady(), precision=precision)
+        ds.summarise(posterior, steady(), precision=precision)
+        list(ds.predict_batches(posterior, steady(), precision=precision))
+        ds.evaluate(posterior, steady(), precision=precision, progress=False)
+
+
+def test_what_a_gpu_predicts_late_is_what_it_predicts() -> None:
+    """Of data on the host: copies are under way while the device computes, and memory is used again."""
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([conv_net() for _ in range(3)]).cuda()
+    x, y = (each.cpu() for each in data(600))
+    x = x.float()
+    members = torch.cat([posterior.predict(part).members.cpu() for part in x.split(12)], 1)
+    found, targets = ds.predict(posterior, Batches(x, y, batch_size=12))
+    torch.testing.assert_close(found.members.cpu(), members, rtol=0, atol=1e-5)
+    assert torch.equal(targets.cpu(), y)
+    evaluation = ds.evaluate(posterior, Batches(x, y, batch_size=12), progress=False)
+    nll = -members.logsumexp(0).sub(math.log(3)).gather(1, y[:, None])[:, 0]
+    torch.testing.assert_close(evaluation.arrays["test/nll"], nll.double(), rtol=0, atol=1e-5)
+    assert evaluation.metrics["cost/predict_ms"] > 0

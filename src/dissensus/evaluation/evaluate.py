@@ -265,8 +265,8 @@ def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -
 
 def _kind_of_predictions(functions: Functions, loader: Iterable[Any]) -> tuple[PredictionKind, Iterable[Any]]:
     """The kind of predictions, judged by the first batch, and an iterator over all batches, the first included."""
-    left = functions.posterior.read(loader, anywhere=True)
-    first = next(left, None)
+    left = iter(loader)  # the others are checked by those who read them
+    first = next(functions.posterior.read(left, anywhere=True), None)
     if first is None:
         raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
     outputs = torch.zeros(functions.posterior.output_shape(first.x), device=functions.device)
