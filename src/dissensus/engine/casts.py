@@ -24,7 +24,7 @@ class Cast(NamedTuple):
     rows: bool  # whether rows of it are cast, or parts of rows; otherwise the whole
 
 
-class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Casts(TorchDispatchMode):
     """Sees which of these tensors are cast, whole or in rows, and answers the casts in `wanted` from copies.
 
     Autocast decides what is cast, and to what. The copies are made on entry, of whole tensors: a stack of members' weights is
@@ -35,7 +35,7 @@ class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, tensors: Sequence[Tensor], wanted: Collection[Cast] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tensors = tensors
         self.seen: dict[Cast, None] = {}
         self._at: dict[int, list[int]] = {}  # address of memory -> numbers of the tensors in it
@@ -49,7 +49,7 @@ class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch.no_grad():
             pairs = [(copy, tensors[each.number]) for each, copy in self._copies.items()]
             if alike := [pair for pair in pairs if pair[0].stride() == pair[1].stride()]:
-                torch._foreach_copy_(*map(list, zip(*alike, strict=True)))
+                torch._foreach_copy_([copy for copy, _ in alike], [tensor for _, tensor in alike])
             for copy, tensor in pairs:
                 if copy.stride() != tensor.stride():
                     copy.copy_(tensor)
@@ -68,7 +68,7 @@ class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             whole = self.tensors[number]
             cast = Cast(number, dtype, source.numel() < whole.numel())
             size = whole.numel() // len(whole) if cast.rows else whole.numel()
-            row, rest = divmod(source.storage_offset() - whole.storage_offset(), size)
+            row, rest = divmod(int(source.storage_offset() - whole.storage_offset()), size)
             inside = row >= 0 and row * size < whole.numel() and rest + source.numel() <= size
             inside &= not cast.rows or whole.stride(0) == size  # rows lie one after the other
             aligned = rest * dtype.itemsize % ALIGNMENT == 0

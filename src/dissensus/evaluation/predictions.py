@@ -103,7 +103,7 @@ def predictions(
         )
         for batch, found in functions.shared(work, given):
             images = [batch.x] if is_image(batch.x) else []
-            yield batch, found, Arriving([batch.y, *images] if labelled else [])  # type: ignore[list-item]
+            yield batch, found, Arriving([batch.y, *images] if labelled else [])
 
     for batch, found, there in one_behind(begun()):
         x, y, weight = batch
