@@ -19,7 +19,6 @@ and J is symmetric: the derivative of Σ u · J t by t is J u. By x and by w it 
 torch's kernel for J t also gives Σ x̂ t and Σ t, the gradients by weight and bias, and n r cov(t, u) with u in the place of x.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from dissensus.core.lazy_norm import thread, waiting
+from dissensus.core.pending import Pending, settled
 
 aten = torch.ops.aten
 SMALL = 2**15  # below this size of an input, on a CPU, the overhead of Python exceeds the gain
@@ -59,13 +61,6 @@ def differentiated_twice(*, of_any_size: bool = False) -> Iterator[None]:
         stage.by_inputs_alone = False
 
 
-class _Thread(threading.local):
-    norms = True  # whether batch norm takes the form written here: not if its statistics span several processes
-
-
-thread = _Thread()
-
-
 class _Stage:
     """Tells a layer's backward pass, in any thread, whether the context is active, so that weights need no gradients."""
 
@@ -81,7 +76,10 @@ class _Forms(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in FORMS or self.passes(*args[:1], **kwargs):
             return func(*args, **kwargs)
+        args, kwargs = settled((args, kwargs)) if any(issubclass(each, Pending) for each in types) else (args, kwargs)
         if func is F.batch_norm:
+            if thread.fusing:
+                return waiting(*args, **kwargs, otherwise=batch_norm)
             return batch_norm(*args, **kwargs) if thread.norms else func(*args, **kwargs)
         if func is torch.prelu:
             return bent(*args, **kwargs)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dissensus.core import twice
+from dissensus.core import lazy_norm
 from dissensus.distributed.mesh import Axis
 
 
@@ -44,12 +44,12 @@ class SynchronisedNorms(TorchFunctionMode):
         self.axis = axis
 
     def __enter__(self) -> Any:
-        twice.thread.norms = False
+        lazy_norm.thread.norms = False
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        twice.thread.norms = True
+        lazy_norm.thread.norms = True
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:

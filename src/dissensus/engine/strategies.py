@@ -19,6 +19,7 @@ from torch import Tensor
 from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import Gradients, Objective, State, Strategy
+from dissensus.core.lazy_norm import fused
 from dissensus.core.running import Ways
 from dissensus.engine.graphs import Lanes
 from dissensus.numerics.tree import Tensors
@@ -43,6 +44,10 @@ def _note(name: str, reason: str, posterior: Objective, batch: Batch) -> None:
         posterior.particles.runner.note_fallback(name, reason)
     else:
         log.info("members run uncompiled: the compiler failed (%s)", reason)
+
+
+def _note_unfused(_: str, reason: str, *args: object) -> None:
+    log.info("batch norm runs apart from the layers after it: fused kernels fail for this network (%s)", reason)
 
 
 def _loud(run: Strategy) -> Strategy:
@@ -76,8 +81,19 @@ class Looped:
         self.member = _compile(functional_member_gradients) if compiled else gradients.member_gradients
         self.forward: Callable[..., Any] | None = None
         self.lanes = Lanes() if streamed else None
+        self.ways = Ways(_note_unfused, fused=self.fused, plain=self.run)
 
     def __call__(self, posterior: Objective, batch: Batch) -> Gradients:
+        if self.compiled or posterior.particles.device.type != "cuda":
+            return self.run(posterior, batch)
+        return self.ways(posterior, batch)  # type: ignore[no-any-return]
+
+    def fused(self, posterior: Objective, batch: Batch) -> Gradients:
+        """As `run`, with batch norm and the layers after it in one kernel."""
+        with fused():
+            return self.run(posterior, batch)
+
+    def run(self, posterior: Objective, batch: Batch) -> Gradients:
         if self.lanes is None:
             return gradients.looped(posterior, batch, member=self.member)
         lanes = self.lanes.for_members(posterior.particles.members)

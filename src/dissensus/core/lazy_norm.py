@@ -1,0 +1,198 @@
+"""Layers that wait for what follows: on a GPU batch norm, an addition and ReLU become one kernel, second derivatives included.
+
+Inside `fused()` the result of `F.batch_norm` is a `Pending` tensor, of which only the statistics are computed. ReLU makes it
+one kernel, an addition waits for the ReLU after it, and anything else computes it first. Values and derivatives equal torch's
+up to rounding (`numerics/norm_kernels.py`); between the layers nothing is rounded to half precision. Without gradients and
+with running statistics, batch norm becomes part of the convolution before it (`core/lazy_conv.py`).
+"""
+
+import functools
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from dissensus.core.lazy_conv import PendingConvolution, convolution
+from dissensus.core.pending import Pending, settled
+
+LEAST = 2**15  # numbers in a tensor below which torch's own kernels are as fast
+KINDS = (torch.float32, torch.bfloat16, torch.float64)
+DEVICE = "cuda"  # "cpu" in tests that interpret the kernels
+
+
+@contextmanager
+def fused() -> Iterator[None]:
+    """Inside, batch norm on a GPU is fused with the layers after it; not in compiled code or under function transforms."""
+    if torch.compiler.is_compiling() or not kernels_there() or not thread.norms:
+        yield
+        return
+    before, thread.fusing = thread.fusing, True
+    try:
+        with _Waiting():
+            yield
+    finally:
+        thread.fusing = before
+
+
+class _Thread(threading.local):
+    norms = True  # whether batch norm may take other forms: not if its statistics span several processes
+    fusing = False  # whether `fused` is active
+
+
+thread = _Thread()
+
+
+@functools.cache
+def kernels_there() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+class _Waiting(TorchFunctionMode):
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.batch_norm:
+            return waiting(*args, **(kwargs or {}))
+        if func is torch.conv2d:
+            return convolution(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def waiting(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    otherwise: Callable[..., Tensor] = F.batch_norm,
+) -> Tensor:
+    """As `F.batch_norm`, but waiting if the kernels take this tensor; else `otherwise` of the same arguments."""
+    known = (running_mean is None) == (running_var is None) and (training or running_mean is not None)
+    usable = weight is not None and bias is not None and known and (training or not torch.is_grad_enabled())
+    if usable and not training and isinstance(input, PendingConvolution) and input.found is None:
+        return PendingNorm(input, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
+    x = settled(input)
+    if not usable or not takes(x):
+        return otherwise(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    if not training:
+        return PendingNorm(x, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
+    from dissensus.numerics import norm_kernels  # imports Triton
+
+    with torch.no_grad():
+        mean, rstd = norm_kernels.statistics(x, running_mean, running_var, momentum, eps)
+    for changed in (running_mean, running_var):
+        if changed is not None:
+            torch.autograd.graph.increment_version(changed)
+    return PendingNorm(x, cast(Tensor, weight), cast(Tensor, bias), mean, rstd)
+
+
+def takes(x: Tensor) -> bool:
+    """Whether the kernels can read x: on a GPU, not small, channels side by side in memory, not inside vmap."""
+    if x.device.type != DEVICE or x.dtype not in KINDS or x.numel() < LEAST or x.numel() <= x.shape[1]:
+        return False
+    packed = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return (packed or (x.ndim == 2 and x.is_contiguous())) and torch._C._functorch.peek_interpreter_stack() is None
+
+
+class PendingNorm(Pending):
+    """The result of a batch norm, perhaps with a tensor to be added to it."""
+
+    parts: tuple[Tensor, ...]  # x, weight, bias, mean, and r or, with eps, the variance
+    eps: float | None
+    added: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, spread: Tensor, eps: float | None = None,
+        added: Tensor | None = None,
+    ) -> "PendingNorm":  # fmt: skip
+        self = cast(PendingNorm, Pending.__new__(cls, x.shape, x.dtype, x.device))
+        self.parts, self.eps, self.added = (x, weight, bias, mean, spread), eps, added
+        return self
+
+    def computed(self, *, relu: bool) -> Tensor:
+        x, weight, bias, mean, spread = self.parts
+        if self.eps is None:
+            found: Tensor = _Norm.apply(x, weight, bias, self.added, mean, spread, relu)  # type: ignore[no-untyped-call]
+            return found
+        from dissensus.numerics import norm_kernels
+
+        if relu and isinstance(x, PendingConvolution) and x.found is None:
+            return x.normalised(self.added, mean, spread, weight, bias, self.eps)
+        return norm_kernels.normalised(settled(x), self.added, mean, spread, weight, bias, relu=relu, eps=self.eps)
+
+    def plus(self, other: Any) -> Pending | None:
+        other, facts = settled(other), self.facts
+        fits = isinstance(other, Tensor) and (other.shape, other.dtype, other.device) == facts
+        if self.added is not None or not fits or not takes(other):
+            return None
+        return PendingNorm(*self.parts, self.eps, other)  # type: ignore[arg-type]
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor, added: Tensor | None, m: Tensor, r: Tensor, relu: bool
+    ) -> Tensor:
+        from dissensus.numerics import norm_kernels
+
+        y = norm_kernels.normalised(x, added, m, r, w, b, relu=relu)
+        ctx.relu, ctx.added = relu, added is not None
+        ctx.save_for_backward(x, y if relu and ctx.added else None, m, r, w, b)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        g, saved = _like(gradients[0], ctx.saved_tensors[0]), ctx.saved_tensors
+        if torch.is_grad_enabled():
+            by_x, by_added, sums = _Pulled.apply(g, *saved, ctx.relu)  # type: ignore[no-untyped-call]
+        else:
+            by_x, by_added, sums = _first(g, *saved, ctx.relu)
+        by_w, by_b = sums.to(saved[4].dtype)
+        return by_x, by_w, by_b, by_added if ctx.added else None, None, None, None
+
+
+class _Pulled(torch.autograd.Function):
+    """(J t, t, the sums) of `norm_kernels.gradients`."""
+
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        by_x, by_added, sums = _first(g, *given)
+        *saved, ctx.relu = given
+        ctx.save_for_backward(g, *saved, sums)
+        ctx.set_materialize_grads(False)
+        return by_x, by_added.view_as(by_added) if by_added is g else by_added, sums
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        from dissensus.numerics import norm_kernels
+
+        (u, v, of_sums), (g, x, y, m, r, w, b, sums) = gradients, ctx.saved_tensors
+        if torch.is_grad_enabled() or of_sums is not None:
+            raise NotImplementedError("batch norm has no third derivative")
+        if u is None and v is None:
+            return (None,) * 8
+        u = torch.zeros_like(x) if u is None else _like(u, x)
+        v = None if v is None else _like(v, x)
+        by_g, by_x, by_w = norm_kernels.second_gradients(u, v, g, x, y, m, r, w, b, sums, relu=ctx.relu)
+        return by_g, by_x, None, None, None, by_w.to(w.dtype), None, None
+
+
+def _first(g: Tensor, x: Tensor, y: Tensor | None, m: Tensor, r: Tensor, w: Tensor, b: Tensor, relu: bool) -> Any:
+    from dissensus.numerics import norm_kernels
+
+    return norm_kernels.gradients(g, x, y, m, r, w, b, relu=relu)
+
+
+def _like(g: Tensor, x: Tensor) -> Tensor:
+    """The gradient in x's layout and dtype, as the kernels read it."""
+    layout = torch.channels_last if x.ndim == 4 else torch.contiguous_format
+    return g.to(x.dtype).contiguous(memory_format=layout)
