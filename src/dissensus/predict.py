@@ -61,7 +61,8 @@ def predict(
     loader = _as_loader(posterior, loader)
     parts: list[Predictive] = []
     targets: list[Tensor] = []
-    for predictive, y in _predicted_batches(posterior, loader, precision=precision, compiled=compiled):
+    found = _predicted_batches(posterior, loader, precision=precision, compiled=compiled, keeps_weights=True)
+    for predictive, y in found:
         if not parts:
             _state_memory(predictive, loader, keep_members=True)
         parts.append(predictive)
@@ -126,10 +127,16 @@ def predict_batches(
 
 
 def _predicted_batches(
-    posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision, compiled: bool
+    posterior: Posterior,
+    loader: Iterable[Any],
+    *,
+    precision: PredictionPrecision,
+    compiled: bool,
+    keeps_weights: bool = False,
 ) -> Iterator[tuple[Predictive, Tensor]]:
     lens = expect_posterior(posterior).lens()
     settings: dict[str, Any] = {"precision": precision, "compiled": compiled, "keep_members": True}
+    settings["keeps_weights"] = keeps_weights
     for predictive, y in _predicted(posterior, loader, lens, **settings):
         yield lens.mixture(predictive), y
 
@@ -224,10 +231,12 @@ def _predicted(
     compiled: bool,
     keep_members: bool = False,
     one_at_a_time: bool = False,
+    keeps_weights: bool = True,
 ) -> Iterator[tuple[Predictive, Tensor]]:
     """(predictive of all members, or their summary, targets) of one batch after the other, by all processes on a mesh.
 
-    Members are seen through the lens; the caller looks at the mixture through it.
+    Members are seen through the lens; the caller looks at the mixture through it. `keeps_weights`: that the user's code,
+    which may change weights, does not run between batches.
     """
     prediction_precision("precision", precision)
     check_loader(loader)
@@ -249,7 +258,9 @@ def _predicted(
         function: Callable[[batches.Inputs], tuple[Tensor, ...]] = mine.describe
         if compiled:
             function = Ways(_note_uncompiled, compiled=torch.compile(mine.describe, dynamic=False), plain=mine.describe)
-        return CapturedFunction(function, mine, context, lanes=not compiled, casts=precision == "bf16" and not compiled)
+        return CapturedFunction(
+            function, mine, context, plain=not compiled, keeps=keeps_weights, half=precision == "bf16"
+        )
 
     def described(x: batches.Inputs) -> tuple[Tensor, ...]:
         with batches.unchanged(x):

@@ -17,7 +17,7 @@ from dissensus.core.posterior import left_as_found
 from dissensus.data import Batches
 from dissensus.engine import CapturedStep, EagerStep
 from dissensus.engine.captured_function import CapturedFunction
-from dissensus.engine.eager import autocast
+from dissensus.engine.precision import in_precision
 
 pytestmark = [
     pytest.mark.gpu,
@@ -606,8 +606,9 @@ def test_a_batch_on_the_host_is_taken_to_the_gpu_in_a_users_own_loop():
         posterior.loss(x, torch.full((6,), 7))
 
 
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("name", ["deep_ensemble, looped", "deep_ensemble, vectorised", "map", "mc_dropout"])
-def test_weights_cast_once_in_a_graph_give_the_bits_of_those_cast_at_every_use(name: str) -> None:
+def test_what_is_kept_of_weights_gives_the_bits_of_what_is_computed_at_every_batch(name: str, precision: str) -> None:
     torch.manual_seed(0)
     posterior = POSTERIORS[name]().cuda()
     x = data(12)[0].float()
@@ -616,20 +617,57 @@ def test_weights_cast_once_in_a_graph_give_the_bits_of_those_cast_at_every_use(n
 
     @contextmanager
     def context():
-        with left_as_found(posterior), autocast(posterior.device, torch.bfloat16):
+        with left_as_found(posterior), in_precision(posterior, precision):
             yield
 
-    once, always = (CapturedFunction(drawn.describe, drawn, context, casts=casts) for casts in (True, False))
+    once, always = (
+        CapturedFunction(drawn.describe, drawn, context, keeps=keeps, half=precision == "bf16")
+        for keeps in (True, False)
+    )
     for _ in range(4):
         assert all(map(torch.equal, once(x), always(x)))
         x = x + 0.1
     assert once.graphs
     assert always.graphs
-    assert once.seen_casts
     with torch.no_grad():
         for parameter in drawn.parameters():
-            parameter.mul_(1.5)  # a graph reads weights as they are now
-    assert all(map(torch.equal, once(x), always(x)))
+            parameter.mul_(1.5)
+    for _ in range(3):
+        assert all(map(torch.equal, once(x), always(x)))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_networks_predict_in_bf16_what_they_predict_in_float32_within_its_error(layout: torch.memory_format) -> None:
+    """Convolutions that include batch norm, addition and ReLU, in graphs, against torch's own layers."""
+    torch.manual_seed(0)
+    networks = [ds.nets.ResNet(20).cuda().to(memory_format=layout) for _ in range(2)]
+    with torch.no_grad():
+        for network in networks:
+            for _ in range(3):
+                network.train()(torch.randn(64, 3, 32, 32, device="cuda"))  # statistics that are not 0 and 1
+    posterior = ds.DeepEnsemble(networks).cuda()
+    x = torch.randn(256, 3, 32, 32, device="cuda")
+    with torch.no_grad():
+        exact = torch.stack([network.eval().double()(x.double()).softmax(1) for network in networks])
+    loader = Batches(x, torch.zeros(256, dtype=torch.long, device="cuda"), batch_size=32)
+    for precision, bound in (("float32", 1e-5), ("bf16", 0.02)):
+        found = ds.predict(posterior, loader, precision=precision)[0].members.exp()
+        assert float((found - exact).abs().max()) < bound
+
+
+def test_weights_trained_between_two_batches_are_seen_by_the_next() -> None:
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([conv_net() for _ in range(3)]).cuda()
+    x, y = data(72)
+    loader = Batches(x.float(), y, batch_size=12)
+    for precision in ("float32", "bf16"):
+        for i, (predictive, _) in enumerate(ds.predict_batches(posterior, loader, precision=precision)):
+            one = Batches(x[12 * i : 12 * i + 12].float(), y[:12], batch_size=12)
+            expected = ds.predict(posterior, one, precision=precision)[0].members
+            torch.testing.assert_close(
+                predictive.members, expected, rtol=0, atol=1e-5 if precision == "float32" else 2e-2
+            )
+            ds.fit(posterior, loader, epochs=2, progress=False)  # from a graph, which counts no versions
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from dissensus.core.kept import derived
 from dissensus.core.pending import Pending, settled
 
 
@@ -69,8 +70,13 @@ class PendingConvolution(Pending):
         from dissensus.numerics import norm_kernels
 
         _, weight, bias = self.parts
-        folded = norm_kernels.folded(weight, bias, mean, variance, scale, shift, eps, self.facts[1])
-        return self._rectified(*folded, added)
+        others, kind = (bias, mean, variance, scale, shift), self.facts[1]
+
+        def folded() -> tuple[Tensor, Tensor]:
+            packed = weight.contiguous(memory_format=torch.channels_last)  # as the kernels read it
+            return norm_kernels.folded(packed, *others, eps, kind)
+
+        return self._rectified(*derived(("folded", eps, kind), (weight, *others), folded), added)
 
     def _rectified(self, weight: Tensor, bias: Tensor, added: Tensor | None) -> Tensor:
         x = self.parts[0].to(self.facts[1]).contiguous(memory_format=torch.channels_last)

@@ -3,8 +3,10 @@
 For small batches, kernel launches cost more than arithmetic: ten ResNets on 16 images take 18 ms, and 2 ms from a graph.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -12,18 +14,27 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.functions import DrawnFunctions
-from dissensus.engine.casts import Cast, Casts
+from dissensus.core.kept import Kept, keeping
+from dissensus.core.lazy_norm import fused
+from dissensus.core.running import ONE_LANE, Ways
 from dissensus.engine.graphs import Captured, Lanes, shapes
 from dissensus.numerics.randomness import same_random_state
+
+log = logging.getLogger("dissensus")
 
 
 class CapturedFunction(Captured):
     """A function of a batch that runs drawn members; on a GPU it is replayed from a graph for shapes seen before.
 
-    `context()`: the context in which the function is called (eval mode, mixed precision). `lanes`: whether members may run
-    in parallel on streams, for which a compiled function would be compiled again. `casts`: whether the context casts weights,
-    which a graph then does once for all members (`Casts`). The members' tensors must not be moved while this object is in use;
-    their values may change.
+    The members' tensors must not be moved while this object is in use.
+
+    Args:
+        context: the context in which the function is called (eval mode, mixed precision).
+        plain: whether the function is Python code, not compiled: its members may run in parallel on streams, and its layers in
+            fewer kernels (`core/lazy_norm.py`).
+        keeps: whether weights stay the same for all calls: what follows from them alone is then computed once. Leave it
+            False if the user's code runs in between.
+        half: whether the context casts weights.
     """
 
     what = "prediction"
@@ -35,25 +46,31 @@ class CapturedFunction(Captured):
         drawn: DrawnFunctions,
         context: Callable[[], AbstractContextManager[object]] = nullcontext,
         *,
-        lanes: bool = True,
-        casts: bool = False,
+        plain: bool = True,
+        keeps: bool = False,
+        half: bool = False,
     ) -> None:
         super().__init__()
         self.function = function
-        self.lanes = lanes
-        self.casts = casts
-        self.seen_casts: dict[Cast, None] = {}
+        self.plain = plain
         self.drawn = drawn
         self.context = context
+        self.half = half
+        self.kept = Kept(chain(drawn.parameters(), drawn.buffers())) if keeps and plain else None
+        self.ways = Ways(_note_unfused, fused=self._fused, unfused=function)
 
     def __call__(self, x: Inputs) -> tuple[Tensor, ...]:
         """function(x)."""
         tensors = batches.tensors(x)
         devices = {tensor.device for tensor in tensors}
-        if self.failed or len(devices) != 1 or (device := devices.pop()).type != "cuda":
-            return self._plain(x)
+        if len(devices) != 1 or (device := devices.pop()).type != "cuda":
+            with self.context():
+                return self.function(x)
         key = shapes(tensors)
         with torch.cuda.device(device), same_random_state(device):  # graphs and streams belong to the current device
+            if self.kept is not None and not self.kept.fresh():
+                self.kept.clear()
+                self.graphs.clear()
             graph = self.graphs.get(key)
             if graph is None and self.due(key):
                 with self.context():
@@ -61,32 +78,37 @@ class CapturedFunction(Captured):
                     graph = self.capture(key, lambda: self._captured(held), batches.tensors(held))
                 if graph is None:
                     self.graphs.clear()
-            return self._plain(x) if graph is None else tuple(result.clone() for result in graph.replay(tensors))
+            if graph is not None:
+                return tuple(result.clone() for result in graph.replay(tensors))
+            with self.context(), self._keeping():
+                return self._run(x)
 
-    def _plain(self, x: Inputs) -> tuple[Tensor, ...]:
-        with self.context():
-            if self.failed or not self.casts or {tensor.device.type for tensor in batches.tensors(x)} != {"cuda"}:
-                return self.function(x)
-            with Casts(self._cast_tensors(x)) as casts:
-                result = self.function(x)
-            self.seen_casts |= casts.seen
-            return result
+    def _run(self, x: Inputs) -> tuple[Tensor, ...]:
+        return self.ways(x) if self.plain else self.function(x)  # type: ignore[no-any-return]
+
+    def _fused(self, x: Inputs) -> tuple[Tensor, ...]:
+        with fused():
+            return self.function(x)
+
+    @contextmanager
+    def _keeping(self, *, capturing: bool = False) -> Iterator[None]:
+        if self.kept is None:
+            yield
+            return
+        # In a capture casts are looked at only if there are some to be answered.
+        casts = self.half and (not capturing or self.kept.casts)
+        with keeping(self.kept, casts=casts, reads_only=capturing):
+            yield
 
     def _captured(self, x: Inputs) -> tuple[Tensor, ...]:
-        """function(x) as a graph holds it: weights cast at once first, then members in parallel on streams."""
-        if not self.seen_casts:
-            return self._beside(x)
-        with Casts(self._cast_tensors(x), self.seen_casts) as casts:
-            result = self._beside(x)
-        casts.check()
-        return result
+        """function(x) as a graph holds it: members in parallel on streams, and what is kept is read."""
+        lanes = Lanes().for_members(self.drawn.members) if self.plain else ONE_LANE
+        with self._keeping(capturing=True), self.drawn.particles.runner.in_lanes(lanes):
+            found = self._run(x)
+        if self.kept is not None and not self.kept.fresh():
+            raise RuntimeError("the network changes its weights")
+        return found
 
-    def _cast_tensors(self, x: Inputs) -> list[Tensor]:
-        return [*self.drawn.parameters(), *self.drawn.buffers(), *batches.tensors(x)]
 
-    def _beside(self, x: Inputs) -> tuple[Tensor, ...]:
-        """function(x) with members in parallel on streams, if `lanes` allows it."""
-        if not self.lanes:
-            return self.function(x)
-        with self.drawn.particles.runner.in_lanes(Lanes().for_members(self.drawn.members)):
-            return self.function(x)
+def _note_unfused(_: str, reason: str, *args: object) -> None:
+    log.info("prediction runs layer by layer: fused kernels fail for this network (%s)", reason)

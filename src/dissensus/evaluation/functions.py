@@ -46,10 +46,10 @@ class Functions:
             with left_as_found(posterior), in_precision(posterior, precision):
                 yield
 
-        casts = precision == "bf16"
-        self._describe = cache(lambda mine: CapturedFunction(mine.describe, mine, context, casts=casts))
+        how: dict[str, Any] = {"context": context, "keeps": True, "half": precision == "bf16"}
+        self._describe = cache(lambda mine: CapturedFunction(mine.describe, mine, **how))
         self._everything = cache(
-            lambda mine: CapturedFunction(partial(mine.each, _outputs_and_description), mine, context, casts=casts)
+            lambda mine: CapturedFunction(partial(mine.each, _outputs_and_description), mine, **how)
         )
 
     @property
