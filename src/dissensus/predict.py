@@ -3,9 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -14,24 +12,13 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.errors import Diverged
-from dissensus.core.functions import DrawnFunctions
-from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Particles
-from dissensus.core.posterior import Posterior, expect_posterior, left_as_found
+from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import Predictive
-from dissensus.core.running import Ways
-from dissensus.core.standing import Lens
 from dissensus.core.summary import RunningSummary, SummaryPredictive
-from dissensus.engine.arriving import LateChecks, sent
-from dissensus.engine.captured_function import CapturedFunction
 from dissensus.engine.memory import readable
-from dissensus.engine.precision import (
-    PredictionPrecision,
-    in_precision,
-    prediction_precision,
-    warn_of_standing,
-)
+from dissensus.engine.precision import PredictionPrecision
+from dissensus.engine.predicted import predicted
 from dissensus.numerics.arrays import tensor_of
 from dissensus.numerics.checks import number, whole
 
@@ -104,7 +91,7 @@ def summarise(
     lens = posterior.lens()
     parts: list[SummaryPredictive] = []
     targets: list[Tensor] = []
-    for part, y in _predicted(posterior, loader, lens, precision=precision, compiled=compiled):
+    for part, y in predicted(posterior, loader, lens, precision=precision, compiled=compiled):
         if not parts:
             _state_memory(part, loader, keep_members=False)
         parts.append(cast(SummaryPredictive, lens.mixture(part)))
@@ -137,7 +124,7 @@ def _predicted_batches(
     lens = expect_posterior(posterior).lens()
     settings: dict[str, Any] = {"precision": precision, "compiled": compiled, "keep_members": True}
     settings["keeps_weights"] = keeps_weights
-    for predictive, y in _predicted(posterior, loader, lens, **settings):
+    for predictive, y in predicted(posterior, loader, lens, **settings):
         yield lens.mixture(predictive), y
 
 
@@ -188,7 +175,7 @@ def predict_image(
     ]
     found: tuple[Tensor, ...] = ()
     lens = expect_posterior(posterior).lens()
-    parts = _predicted(posterior, loader, lens, precision=precision, compiled=False, one_at_a_time=True)
+    parts = predicted(posterior, loader, lens, precision=precision, compiled=False, one_at_a_time=True)
     for ((row, kept_rows), (column, kept_columns)), (moments, _) in zip(places, parts, strict=True):
         summary = lens.mixture(moments)
         new = (summary.mean, summary.total, summary.epistemic)
@@ -222,115 +209,11 @@ def _within(kept: range, tile: range) -> slice:
     return slice(kept.start - tile.start, kept.stop - tile.start)
 
 
-def _predicted(
-    posterior: Posterior,
-    loader: Iterable[Any],
-    lens: Lens,
-    *,
-    precision: PredictionPrecision,
-    compiled: bool,
-    keep_members: bool = False,
-    one_at_a_time: bool = False,
-    keeps_weights: bool = True,
-) -> Iterator[tuple[Predictive, Tensor]]:
-    """(predictive of all members, or their summary, targets) of one batch after the other, by all processes on a mesh.
-
-    Members are seen through the lens; the caller looks at the mixture through it. `keeps_weights`: that the user's code,
-    which may change weights, does not run between batches.
-    """
-    prediction_precision("precision", precision)
-    check_loader(loader)
-    warn_of_standing(posterior, precision)
-    with left_as_found(posterior):
-        device, drawn = posterior.device, posterior.draw()
-    portion = posterior.portion(drawn)
-    # On a mesh an error must come with its batch, so that all processes raise it.
-    late = LateChecks(at_once=device.type != "cuda" or posterior.others is not None)
-
-    @contextmanager
-    def context() -> Iterator[None]:
-        # Entered again for every part, so that between two parts the caller's modes and random state are in place.
-        with left_as_found(posterior), in_precision(posterior, precision):
-            yield
-
-    @cache
-    def describing(mine: DrawnFunctions) -> CapturedFunction:
-        function: Callable[[batches.Inputs], tuple[Tensor, ...]] = mine.describe
-        if compiled:
-            function = Ways(_note_uncompiled, compiled=torch.compile(mine.describe, dynamic=False), plain=mine.describe)
-        return CapturedFunction(
-            function, mine, context, plain=not compiled, keeps=keeps_weights, half=precision == "bf16"
-        )
-
-    def described(x: batches.Inputs) -> tuple[Tensor, ...]:
-        with batches.unchanged(x):
-            return describing(portion.mine)(x)
-
-    def seen(found: Predictive, first: int) -> Predictive:
-        """Members through the lens, checked now or later."""
-        maxima: list[Tensor] = []
-        members = posterior.checked_members(found, lens, first=first, later=maxima)
-        late.add(maxima[0], lambda values: posterior.check_diverged([values], first=first))
-        return members
-
-    def pieces(x: batches.Inputs) -> Iterator[Predictive]:
-        """The functions that run here, all at once or one by one."""
-        if compiled or drawn.particles.how == "vectorised":
-            yield seen(drawn.likelihood.predictive(*described(x)), portion.first)
-            return
-        found, first = portion.mine.predict_parts(x), portion.first
-        while True:
-            with context():
-                piece = next(found, None)
-            if piece is None:
-                return
-            yield seen(piece, first)
-            first += len(piece.described()[0])
-
-    stored = [each for each in drawn.modules() if one_at_a_time and isinstance(each, Particles)]
-    ways = [particles.how for particles in stored]
-    for particles in stored:
-        particles.how = "loop"
-
-    def checked(x: batches.Inputs) -> batches.Inputs:
-        late.inputs(x)
-        x = sent(x, device)
-        with in_precision(posterior, precision):
-            posterior.check_inputs(x)
-        return x
-
-    def kept(batch: batches.Batch) -> Predictive:
-        x = checked(batch.x)
-        return seen(drawn.likelihood.predictive(*portion.joined(lambda: described(x))), 0)
-
-    def summed(batch: batches.Batch) -> Predictive:
-        x = checked(batch.x)
-        running, *others = portion.everyones(lambda: RunningSummary(pieces(x)))
-        for other in others:
-            running.merge(other)
-        return running.summary()
-
-    try:
-        work = kept if keep_members else summed
-        read = posterior.read(loader, anywhere=late.at_once)
-        for batch, found in posterior.shared(work, read, portion, device):
-            late.turn()
-            yield found, cast(Tensor, sent(batch.y, device))
-        late.finish()
-    finally:
-        for particles, how in zip(stored, ways, strict=True):
-            particles.how = how
-
-
 def _as_loader(posterior: Any, given: Any) -> Iterable[Any]:
     from dissensus.data.batches import as_loader  # imports all of `data`, which `import dissensus` avoids
 
     loader: Iterable[Any] = as_loader(given, raw=getattr(posterior, "inputs", as_loader) is not None)
     return cast(Iterable[Any], posterior.whole(loader)) if isinstance(posterior, Posterior) else loader
-
-
-def _note_uncompiled(name: str, reason: str, *args: object) -> None:
-    log.info("prediction runs uncompiled: this network cannot be compiled (%s)", reason)
 
 
 def _summarise_stored(
@@ -342,7 +225,7 @@ def _summarise_stored(
     for index, member in enumerate(members):
         seen, lens = 0, member.lens()
         try:
-            for predictive, y in _predicted(
+            for predictive, y in predicted(
                 member, loader, lens, precision=precision, compiled=False, keep_members=True
             ):
                 if index == 0:

@@ -1,7 +1,6 @@
 """Values that are read late: in order, one batch behind, and never a result without its check."""
 
 import logging
-import sys
 
 import pytest
 import torch
@@ -62,7 +61,7 @@ def test_on_the_host_everything_is_there_already():
 
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks are late from now on, as with a posterior on a GPU."""
-    monkeypatch.setattr(sys.modules["dissensus.predict"], "LateChecks", lambda at_once: LateChecks(at_once=False))
+    monkeypatch.setattr("dissensus.engine.predicted.LateChecks", lambda at_once: LateChecks(at_once=False))
 
 
 class HostReads(TorchDispatchMode):
