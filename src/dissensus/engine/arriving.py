@@ -51,10 +51,11 @@ class LateChecks:
         self._first = True
 
     def add(self, values: Tensor, check: Callable[[Tensor], object]) -> None:
-        """Calls check(values), which raises if they are bad, with values on the host."""
-        self._new.append((values, check))
+        """Calls check(values), which raises if they are bad."""
         if self.at_once:
-            self.finish()
+            check(values)
+        else:
+            self._new.append((values, check))
 
     def inputs(self, x: Inputs) -> None:
         """Checks that x is finite, unless `at_once`: then the loader's batches are checked when they are read."""
@@ -68,6 +69,8 @@ class LateChecks:
 
     def turn(self) -> None:
         """To be called after every batch."""
+        if self.at_once:
+            return
         if self._first:
             self.finish()
         self._first = False
