@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -267,10 +268,9 @@ class _Run:
 
     def _build(self, batch: batches.Batch) -> Step:
         precision = self.settings["precision"]
-        self.memory = training_memory(self.posterior, self.optimizer, batch, precision=precision)
-        self.step, _ = build_step(
-            self.engine, self.posterior, self.optimizer, batch, memory=self.memory, **self.settings
-        )
+        memory = training_memory(self.posterior, self.optimizer, batch, precision=precision)
+        self.step, plan = build_step(self.engine, self.posterior, self.optimizer, batch, memory=memory, **self.settings)
+        self.memory = replace(memory, taken=plan.taken)
         return self.step
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
 from dissensus.engine import arriving
-from dissensus.engine.arriving import Arriving, LateChecks, Timer, largest, one_behind, sent
+from dissensus.engine.arriving import Arriving, LateChecks, Timer, largest, one_behind
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,6 @@ def test_checks_are_one_batch_late_but_for_the_first_and_those_at_once():
 def test_on_the_host_everything_is_there_already():
     x = torch.randn(3)
     assert Arriving([x]).read()[0] is x
-    assert sent((x, 1), CPU) == (x, 1)
     assert float(largest(torch.tensor([float("nan")]))) == 0  # was checked when it was read
     timer = Timer(CPU)
     timer.stop()

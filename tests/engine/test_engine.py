@@ -16,7 +16,8 @@ from dissensus.core.batch import Batch
 from dissensus.data import Batches
 from dissensus.engine import plan as plans
 from dissensus.engine import strategies
-from dissensus.engine.memory import training_memory
+from dissensus.engine.convolutions import timed_convolutions
+from dissensus.engine.memory import Memory, Taken, training_memory
 from dissensus.engine.strategies import functional_member_gradients, strategy
 from tiny import Repelling
 
@@ -352,10 +353,41 @@ def test_a_network_no_graph_can_hold_is_timed_without_one(monkeypatch: pytest.Mo
     monkeypatch.setattr(ds.DeepEnsemble, "device", torch.device("cuda"))
     monkeypatch.setattr(plans, "autocast", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(plans, "forget_workspaces", lambda: None)  # there need be no GPU
+    monkeypatch.setattr(plans, "held", lambda _: contextlib.nullcontext([]))
     chosen = plans.make_plan("auto", posterior, Batch(*data()), precision=None, steps=1)
     assert asked == [True, True, False, False]
     assert not chosen.captured
     assert chosen.kind in ("vectorised", "streamed")
+
+
+def test_members_with_their_own_convolutions_are_not_vectorised_on_a_gpu_unless_asked(monkeypatch) -> None:
+    """As grouped convolutions they take three times the memory and are slower."""
+    tried = []
+    monkeypatch.setattr(plans, "timed", lambda run, *_, **__: tried.append(run.name) or 0.01)
+    monkeypatch.setattr(ds.DeepEnsemble, "device", torch.device("cuda"))
+    monkeypatch.setattr(plans, "autocast", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(plans, "forget_workspaces", lambda: None)
+    monkeypatch.setattr(plans, "held", lambda _: contextlib.nullcontext([Taken(3, 5)]))
+    batch = Batch(*data((1, 4, 4)))
+    posterior = ds.DeepEnsemble([conv() for _ in range(2)]).double()
+    chosen = plans.make_plan("auto", posterior, batch, precision=None, steps=1)
+    assert (tried, str(chosen)) == (["streamed"], "streamed+captured")
+    assert plans.make_plan("vectorised", posterior, batch, precision=None, steps=1).kind == "vectorised"
+    # What was measured is stated in place of the estimate.
+    memory = Memory(weights=100, gradients=100, optimizer=200, activations=1000, members=2, taken=chosen.taken)
+    assert (memory.at_once, memory.reserved) == (303, 305)
+
+
+@pytest.mark.parametrize("asked", ["nothing", "deterministic", "deterministic algorithms", "benchmark"])
+def test_convolutions_are_timed_on_a_gpu_unless_results_must_be_deterministic(asked: str, monkeypatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", asked == "deterministic")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", asked == "benchmark")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: asked == "deterministic algorithms")
+    for device, expected in (("cuda", asked in ("nothing", "benchmark")), ("cpu", asked == "benchmark")):
+        with contextlib.suppress(KeyError), timed_convolutions(torch.device(device)):
+            assert torch.backends.cudnn.benchmark == expected
+            raise KeyError
+        assert torch.backends.cudnn.benchmark == (asked == "benchmark")
 
 
 def test_expected_memory_counts_what_recorders_keep_and_what_is_drawn() -> None:

@@ -188,6 +188,63 @@ def test_what_cannot_be_captured_runs_plainly_and_says_so_once(caplog: pytest.Lo
     assert sum("not captured" in record.message for record in caplog.records) == 1
 
 
+class Makes(nn.Module):
+    """Tensors from the host's data in every forward; `scale` may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(192, 5)
+        self.table = torch.linspace(-1, 1, 192, dtype=torch.float64)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = x.flatten(1) * x.new_tensor([self.scale]) + self.table.to(x.device, x.dtype)
+        return self.linear(shifted)[:, [4, 3, 2, 1, 0]] * torch.tensor(0.5, device=x.device)
+
+
+def made(engine: str, *, callback=None):
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([Makes() for _ in range(3)]).to("cuda", torch.float64)
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=2**-6, momentum=0.5)
+    loader = Batches(*data(), batch_size=10)
+    change = None if callback is None else lambda epoch: callback(posterior, epoch)
+    history = ds.fit(posterior, loader, epochs=3, optimizer=optimizer, engine=engine, callback=change, progress=False)
+    return posterior, history
+
+
+@pytest.mark.parametrize("engine", ["loop+captured", "vectorised+captured", "streamed+captured", "auto"])
+def test_constants_that_a_forward_makes_do_not_prevent_a_capture(engine: str) -> None:
+    expected, _ = made("loop")
+    got, history = made(engine)
+    assert history.engine.endswith("+captured")
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(got.state_dict()[name], tensor, rtol=1e-9, atol=1e-10, msg=name)
+
+
+def test_a_constant_that_a_callback_changes_is_not_frozen(caplog: pytest.LogCaptureFixture) -> None:
+    def change(posterior: ds.Posterior, epoch: ds.Epoch) -> None:
+        posterior.particles.template.network.scale = 1.0 + epoch.epoch
+
+    expected, _ = made("loop", callback=change)
+    with caplog.at_level(logging.INFO, logger="dissensus"):
+        got, history = made("loop+captured", callback=change)
+    assert history.engine == "loop"
+    assert sum("x.new_tensor([self.scale])" in record.message for record in caplog.records) == 1
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(got.state_dict()[name], tensor, rtol=1e-9, atol=1e-10, msg=name)
+
+
+def test_a_prediction_that_makes_constants_is_captured(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([Makes() for _ in range(3)]).to("cuda", torch.float64)
+    x, y = data()
+    with caplog.at_level(logging.INFO, logger="dissensus"):
+        got, _ = ds.predict(posterior, Batches(x, y, batch_size=6))
+    expected = torch.cat([posterior.predict(part).members for part in x.split(6)], 1)
+    torch.testing.assert_close(got.members, expected, rtol=0, atol=1e-9)
+    assert not [record.message for record in caplog.records if "not captured" in record.message]
+
+
 @pytest.mark.parametrize("engine", ["vectorised", "streamed", "streamed+captured", "vectorised+captured"])
 def test_coupled_members_train_as_in_the_loop(engine: str) -> None:
     torch.manual_seed(0)
@@ -357,6 +414,27 @@ def test_the_memory_stated_before_training_is_about_what_it_takes(engine: str) -
     assert 0.5 * took < stated < 2 * took, (stated / 2**20, took / 2**20, str(memory))
 
 
+@pytest.mark.parametrize("network", ["mlp", "conv"])
+def test_the_memory_measured_while_ways_are_tried_is_what_training_takes(network: str) -> None:
+    torch.manual_seed(0)
+    make = {
+        "mlp": lambda: nn.Sequential(nn.Flatten(), ds.nets.MLP(192, 5, hidden=(2000, 2000))),
+        "conv": lambda: nn.Sequential(
+            nn.Conv2d(3, 1024, 3), nn.ReLU(), nn.Conv2d(1024, 256, 3), nn.Flatten(), nn.Linear(4096, 5)
+        ),
+    }
+    posterior = ds.DeepEnsemble([make[network]() for _ in range(4)]).cuda()
+    x, y = data(1024)
+    optimizer = torch.optim.Adam(posterior.parameters())
+    weights = sum(p.numel() * 4 for p in posterior.parameters())
+    loader = Batches(x.float(), y, batch_size=128)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated() - weights
+    history = ds.fit(posterior, loader, epochs=2, optimizer=optimizer, progress=False)
+    took = torch.cuda.max_memory_allocated() - before
+    assert 0.9 * took < history.memory.at_once < 1.1 * took, (took / 2**20, str(history.memory))
+
+
 # ---------------------------------------------------------------------------------------------------- divergence
 
 
@@ -483,6 +561,57 @@ def test_a_captured_step_that_is_guarded_waits_for_nobody(method: str) -> None:
         assert torch.equal(after[name], tensor), name
     with pytest.raises(ds.Diverged, match="a loss that is not finite in member 1 at step 10;"):
         step.check()
+    step.close()
+
+
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+def test_between_the_batches_of_an_epoch_the_host_waits_for_nobody(where: str) -> None:
+    torch.manual_seed(0)
+    x, y = (tensor.to(where) for tensor in data())
+    augment = ds.data.Augmentation(padding=1, cutout=2)
+
+    class Unwaited(Batches):
+        epochs = 0
+
+        def __iter__(self):
+            self.epochs += 1
+            try:
+                for i, batch in enumerate(super().__iter__()):
+                    if self.epochs > 1 and i == 1:  # captured in the first epoch; a label on the host may be read
+                        torch.cuda.set_sync_debug_mode("error")
+                    yield batch
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    posterior = ds.DeepEnsemble([conv_net() for _ in range(2)]).cuda()
+    loader = Unwaited(x.float(), y, batch_size=9, shuffle=True, augment=augment)
+    history = ds.fit(posterior, loader, epochs=3, engine="streamed+captured", progress=False)
+    assert history.engine == "streamed+captured"
+
+
+@pytest.mark.parametrize("method", ["tradi", "swag"])
+def test_a_recorder_beside_a_captured_step_waits_for_nobody(method: str) -> None:
+    torch.manual_seed(0)
+    network = conv_net().cuda()
+    posterior = (ds.TRADI(network) if method == "tradi" else ds.SWAG(network, start=0, every=1)).cuda().train()
+    optimizer = OPTIMISERS["sgd"](posterior.parameters())
+    step = CapturedStep(EagerStep(posterior, optimizer))
+    x, y = data(12)
+    x = x.float()
+    for _ in range(6):
+        step(Batch(x, y))
+    assert len(step.graphs) == 1
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step(Batch(x, y))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    chunks = [posterior.recorder._chunks] if method == "swag" else posterior.filters._cached.chunks
+    assert step.step.guard._chunks._usable
+    assert chunks
+    assert all(each._usable for each in chunks)
     step.close()
 
 

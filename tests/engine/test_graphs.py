@@ -95,10 +95,14 @@ def test_a_refused_capture_is_the_last_and_said_once_and_graphs_before_stay(capl
     kept = captured.capture("a", lambda: None, [])
     with caplog.at_level(logging.INFO, logger="dissensus"):
         assert captured.capture("b", refusing, []) is None
+        assert not captured.failed  # once more, after plain calls that keep constants
+        assert [captured.due("b") for _ in range(3)] == [False, False, True]
+        assert captured.capture("b", refusing, []) is None
         captured.give_up("another reason")
     assert captured.failed
     assert captured.graphs == {"a": kept}
     assert not any(captured.due("c") for _ in range(5))
     assert [record.message for record in caplog.records] == [
-        "something is not captured in a CUDA graph: cannot be captured"
+        "something is not captured in a CUDA graph: cannot be captured (test_graphs.py:51: "
+        'raise RuntimeError("cannot be captured\\nand a second line"))'
     ]

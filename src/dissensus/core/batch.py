@@ -13,6 +13,8 @@ from dissensus.numerics.arrays import as_tensor
 
 Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
 
+PINNED = 2**26  # bytes of a tensor up to which it goes to a GPU through pinned memory, which torch keeps
+
 
 class Batch(NamedTuple):
     """Inputs, targets and optional example weights. Made and checked by `of` when a loader yields a batch."""
@@ -126,8 +128,13 @@ def to(x: Inputs, device: torch.device) -> Inputs:
 
 
 def _mover(device: torch.device) -> Callable[[Tensor], Tensor]:
-    # Copies to the host block: otherwise the values could be read before the copy is done.
-    return lambda tensor: tensor.to(device, non_blocking=device.type != "cpu")
+    def move(tensor: Tensor) -> Tensor:
+        if device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes <= PINNED and not tensor.is_pinned():
+            tensor = tensor.pin_memory()  # from ordinary memory the copy would wait for the step before it
+        # Copies to the host block: otherwise the values could be read before the copy is done.
+        return tensor.to(device, non_blocking=device.type != "cpu")
+
+    return move
 
 
 def size(x: Inputs) -> int:

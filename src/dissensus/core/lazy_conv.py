@@ -8,6 +8,7 @@ Running statistics make batch norm a scale and a shift of channels, which weight
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dissensus.core.kept import derived
@@ -27,16 +28,28 @@ def convolution(
     x = settled(input)
     plain = x.ndim == weight.ndim == 4 and not isinstance(padding, str) and weight.dtype in KINDS
     if torch.is_grad_enabled() or not plain or x.device.type != "cuda" or not torch.backends.cudnn.is_available():
+        x, weight = widened(x, weight) if groups == 1 else (x, weight)
         return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
     kind = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     if transformed or kind not in KINDS or (x.dtype != kind and not torch.is_autocast_enabled("cuda")):
         return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    how = [[each, each] if isinstance(each, int) else list(each) * (2 // len(each)) for each in (stride, padding, dilation)]
+    how = [
+        [each, each] if isinstance(each, int) else list(each) * (2 // len(each)) for each in (stride, padding, dilation)
+    ]
     return PendingConvolution(x, weight, bias, kind, *how, groups)
 
 
+def widened(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The same convolution with channels of zeros, if x has few: in half precision, GPUs are twice as fast with eight."""
+    few = WIDE - x.shape[1]
+    if few <= 0 or x.ndim != 4 or x.device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
+        return x, weight
+    return F.pad(x, (0, 0, 0, 0, 0, few)), F.pad(weight, (0, 0, 0, 0, 0, few))
+
+
 KINDS = (torch.float32, torch.bfloat16)
+WIDE = 8
 
 
 class PendingConvolution(Pending):

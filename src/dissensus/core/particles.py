@@ -24,7 +24,7 @@ from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_tree
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
 from dissensus.numerics.divided import is_divided, joined_all
-from dissensus.numerics.tree import Tensors, TensorTree, call_with, named_tensors, ties
+from dissensus.numerics.tree import Tensors, TensorTree, call_with, copies, named_tensors, ties
 
 __all__ = ["How", "Member", "Particles", "Rows", "loop", "member_index"]
 
@@ -250,7 +250,7 @@ class Particles(nn.Module):
         # Read on the host, which neither vmap nor a CUDA graph can do: both then fall back to the plain loop.
         template = self.template if len(self.templates) == 1 else self.templates[int(buffers[NUMBER])]
         if template.training:  # batch norm writes its statistics in place, so it gets copies
-            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+            buffers = copies(buffers)
         whole = self.put_together({**params, **buffers})
         return call_with(template, whole, function, *args, tied=self._ties)  # type: ignore[no-any-return]
 

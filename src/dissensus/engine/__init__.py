@@ -1,6 +1,7 @@
 """How members run: loop, vectorised or streamed, compiled or not, captured in a CUDA graph or not."""
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -35,12 +36,12 @@ def build_step(
     With "auto", members run one after the other if there is not enough memory for all at once.
     """
     lay_out(posterior)  # first: the optimiser's states follow
-    if memory is not None:
-        log.info("training needs %s", memory)
-        if engine == "auto" and not memory.fits(posterior.device):
-            log.info("members run one after the other: there is not enough memory for all at once")
-            engine = "loop"
+    if memory is not None and engine == "auto" and not memory.fits(posterior.device):
+        log.info("members run one after the other: there is not enough memory for all at once")
+        engine = "loop"
     chosen = make_plan(engine, posterior, batch, precision=precision, steps=steps)
+    if memory is not None:
+        log.info("training needs %s", replace(memory, taken=chosen.taken))
     step = EagerStep(
         posterior,
         optimizer,

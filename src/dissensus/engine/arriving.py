@@ -133,18 +133,6 @@ def one_behind(items: Iterable[Item]) -> Iterator[Item]:
     yield from waiting
 
 
-def sent(x: Inputs, device: torch.device) -> Inputs:
-    """x on the device; from the host to a CUDA device without waiting, through pinned memory."""
-    if device.type != "cuda":
-        return batches.to(x, device)
-
-    def move(tensor: Tensor) -> Tensor:
-        pinned = tensor.pin_memory() if tensor.device.type == "cpu" else tensor
-        return pinned.to(device, non_blocking=True)
-
-    return batches.apply(x, move)
-
-
 def largest(x: Inputs) -> Tensor:
     """() the largest entry of x on a device other than the host, NaN if there is one; what is on the host counts as 0."""
     given = [each for each in batches.tensors(x) if each.device.type != "cpu" and each.is_floating_point()]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core.batch import Batch
+from dissensus.engine.constants import NotConstant
 from dissensus.engine.eager import EagerStep
 from dissensus.engine.graphs import Captured, Graph, shapes
 from dissensus.engine.optimisers import can_be_captured, make_capturable
@@ -24,7 +25,9 @@ class CapturedStep(Captured):
     def __init__(self, step: EagerStep) -> None:
         super().__init__()
         self.step = step
-        self.finish, self.check = step.finish, step.check
+        self.finish = step.finish
+        self.compiled = "compiled" in step.way
+        self.due_to_compare: set[Hashable] = set()  # shapes whose constants are compared in the next step
         self.posterior = step.posterior
         self.gradients: dict[
             Hashable, list[tuple[Tensor, Tensor | None]]
@@ -47,19 +50,28 @@ class CapturedStep(Captured):
         """(M,) losses on the batch; the next call overwrites them."""
         tensors = batch.tensors()
         key = (batch.weight is None, self.posterior.training, *shapes(tensors))
-        graph = self.graphs.get(key)
-        if graph is None and self.due(key):
+        compare = key in self.due_to_compare
+        graph = None if compare else self.graphs.get(key)
+        if graph is None and not compare and self.due(key):
             graph = self._capture(key, batch)
         if graph is not self.shown:  # a plain step, or another graph, has put its own gradients into .grad
             self.shown = graph
             for parameter, gradient in () if graph is None else self.gradients[key]:
                 parameter.grad = gradient
         if graph is None:
-            return self._plain(batch)
-        losses: Tensor = graph.replay(tensors)
-        if not self.observes:
-            self.step.guard.observe()
+            losses = self._plain(key, batch)
+            if compare:
+                self._compared(key)
+        else:
+            losses = graph.replay(tensors)
+            if not self.observes:
+                self.step.guard.observe()
         return losses
+
+    def check(self) -> None:
+        """Raises Diverged if steps were bad; the constants of graphs are compared in the next step of their shape."""
+        self.step.check()
+        self.due_to_compare = self.graphs.keys() & self.constants.keys()
 
     @property
     def way(self) -> str:
@@ -76,13 +88,21 @@ class CapturedStep(Captured):
             self.restore()
         self.step.close()
 
-    def _plain(self, batch: Batch) -> Tensor:
+    def _plain(self, key: Hashable, batch: Batch) -> Tensor:
         # On a side stream: memory allocated before a capture must not belong to the default stream.
         self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):
+        with torch.cuda.stream(self.side), self.watching(key):
             losses = self.step(batch)
         torch.cuda.current_stream().wait_stream(self.side)
         return losses
+
+    def _compared(self, key: Hashable) -> None:
+        """Drops the graphs if a constant has changed, for example in a callback."""
+        self.due_to_compare.discard(key)
+        if (line := self.constants[key].varying) is not None:
+            torch.cuda.synchronize()
+            self.graphs.clear()
+            self.give_up(str(NotConstant(line)))
 
     def _capture(self, key: Hashable, batch: Batch) -> Graph | None:
         # Batches are copied into these tensors, which every replay reads: the loader's own tensors may be freed by then.

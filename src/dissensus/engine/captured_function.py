@@ -17,6 +17,7 @@ from dissensus.core.functions import DrawnFunctions
 from dissensus.core.kept import Kept, keeping
 from dissensus.core.lazy_norm import fused
 from dissensus.core.running import ONE_LANE, Ways
+from dissensus.engine.convolutions import timed_convolutions
 from dissensus.engine.graphs import Captured, Lanes, shapes
 from dissensus.numerics.randomness import same_random_state
 
@@ -35,6 +36,7 @@ class CapturedFunction(Captured):
         keeps: whether weights stay the same for all calls: what follows from them alone is then computed once. Leave it
             False if the user's code runs in between.
         half: whether the context casts weights.
+        timed: whether there will be enough batches for cuDNN to choose algorithms by timing.
     """
 
     what = "prediction"
@@ -49,10 +51,13 @@ class CapturedFunction(Captured):
         plain: bool = True,
         keeps: bool = False,
         half: bool = False,
+        timed: bool = False,
     ) -> None:
         super().__init__()
         self.function = function
         self.plain = plain
+        self.compiled = not plain
+        self.timed = timed
         self.drawn = drawn
         self.context = context
         self.half = half
@@ -80,7 +85,7 @@ class CapturedFunction(Captured):
                     self.graphs.clear()
             if graph is not None:
                 return tuple(result.clone() for result in graph.replay(tensors))
-            with self.context(), self._keeping():
+            with self.context(), self._keeping(), self.watching(key), self._timing(device):
                 return self._run(x)
 
     def _run(self, x: Inputs) -> tuple[Tensor, ...]:
@@ -89,6 +94,9 @@ class CapturedFunction(Captured):
     def _fused(self, x: Inputs) -> tuple[Tensor, ...]:
         with fused():
             return self.function(x)
+
+    def _timing(self, device: torch.device) -> AbstractContextManager[object]:
+        return timed_convolutions(device) if self.timed else nullcontext()
 
     @contextmanager
     def _keeping(self, *, capturing: bool = False) -> Iterator[None]:

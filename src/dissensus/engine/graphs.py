@@ -8,14 +8,15 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from dissensus.core.running import MemberLanes, first_line
+from dissensus.core.running import MemberLanes
 from dissensus.core.turns import PROCESS
+from dissensus.engine.constants import Constants, reason
 
 log = logging.getLogger("dissensus")
 
@@ -25,7 +26,8 @@ MOST_GRAPHS = 3
 class Graph:
     """One captured call of `function`, with the memory that it reads (`inputs`) and writes (`results`).
 
-    `generators`: generators used besides torch's own; each replay takes new numbers from them.
+    `generators`: generators used besides torch's own; each replay takes new numbers from them. `constants`: those that were
+    kept in plain calls.
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class Graph:
         *,
         pool: Any = None,
         generators: Sequence[torch.Generator] = (),
+        constants: Constants | None = None,
     ) -> None:
         self.inputs = inputs
+        self.constants = constants  # every replay reads them
         self.graph = torch.cuda.CUDAGraph()
         for generator in generators:
             self.graph.register_generator_state(generator)
@@ -44,7 +48,10 @@ class Graph:
         with PROCESS, warnings.catch_warnings():
             # If the graph is empty, the error that caused it says more.
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            with (
+                torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
+                nullcontext() if constants is None else constants.given(),
+            ):
                 self.results = function()
 
     def replay(self, given: Sequence[Tensor] = ()) -> Any:
@@ -63,10 +70,12 @@ class Captured:
 
     what: ClassVar[str]  # name in the log
     warm_up: ClassVar[int]  # plain calls before a capture
+    compiled = False  # then constants are the compiler's: it would compile again to look at them
 
     def __init__(self) -> None:
         self.graphs: dict[Hashable, Graph] = {}
         self.seen: Counter[Hashable] = Counter()
+        self.constants: dict[Hashable, Constants] = {}  # of shapes whose capture failed without them
         self.failed = False
 
     def due(self, key: Hashable) -> bool:
@@ -74,7 +83,7 @@ class Captured:
         if self.failed or len(self.graphs) == MOST_GRAPHS:
             return False
         self.seen[key] += 1
-        return self.seen[key] > self.warm_up
+        return self.seen[key] > max(self.warm_up, 2 if key in self.constants else 0)  # two calls show what is constant
 
     def capture(
         self,
@@ -83,14 +92,26 @@ class Captured:
         inputs: Sequence[Tensor],
         generators: Sequence[torch.Generator] = (),
     ) -> Graph | None:
-        """A graph for these shapes, in the memory pool of the earlier ones; None if the capture fails."""
+        """A graph for these shapes, in the memory pool of the earlier ones; None if the capture fails.
+
+        If it fails, it is tried once more after plain calls in which the constants that the function makes are kept.
+        """
         pool = next((graph.graph.pool() for graph in self.graphs.values()), None)
+        constants = self.constants.get(key)
         try:
-            self.graphs[key] = Graph(function, inputs, pool=pool, generators=generators)
+            self.graphs[key] = Graph(function, inputs, pool=pool, generators=generators, constants=constants)
         except Exception as error:  # a user's network may do anything that cannot be captured
             torch.cuda.synchronize()
-            self.give_up(first_line(error))
+            if constants is None and not self.compiled and not isinstance(error, torch.OutOfMemoryError):
+                self.constants[key], self.seen[key] = Constants(), 0
+            else:
+                self.give_up(reason(error))
         return self.graphs.get(key)
+
+    def watching(self, key: Hashable) -> AbstractContextManager[object]:
+        """The context of a plain call."""
+        constants = None if self.failed else self.constants.get(key)
+        return nullcontext() if constants is None else constants.watching()
 
     def give_up(self, reason: str) -> None:
         """Captures nothing from now on."""
@@ -107,7 +128,7 @@ def shapes(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
 class Lanes:
     """A fixed number of streams, which members use in turn."""
 
-    def __init__(self, most: int = 10) -> None:
+    def __init__(self, most: int = 5) -> None:
         self.most = most
         self.streams: list[torch.cuda.Stream] = []
 

@@ -18,6 +18,7 @@ from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
 from dissensus.engine.optimisers import can_skip
 from dissensus.numerics.divided import here
+from dissensus.numerics.fused import Chunks, clear_if
 from dissensus.numerics.tree import Tensors
 
 # Values that may be bad, in the order of reporting: a loss, a gradient before mixing, a member's gradient, a shared one.
@@ -50,6 +51,7 @@ class Guard:
         self._kept: Tensors | None = None
         self._unmixed: Tensor | None = None  # (M,) largest gradients before they were mixed
         self._aside = Aside(device)
+        self._chunks = Chunks()  # of the gradients that recorders read
         self._sound = {what: self._finite_now(tensors) for what, tensors in self._tensors().items()}
 
     def begin(self, *, several: bool) -> None:
@@ -135,10 +137,8 @@ class Guard:
         clocks = [part.steps for part in self._clocked]
         # Recorders count on the host: after a bad step they see unchanged weights and gradients of 0.
         if any(recorder.upcoming for recorder in self._recorders):
-            bad = self.halted > 0
-            for parameter in self.posterior.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.masked_fill_(bad, 0.0)
+            gradients = [here(p.grad) for p in self.posterior.parameters() if p.grad is not None]
+            clear_if(self.halted, gradients, self._chunks)
         with nullcontext() if self.tracks else self._aside():
             self.posterior.observe(self.optimizer)
             lost = self.halted.to(torch.int64)

@@ -1,21 +1,36 @@
 """The memory that training will need, estimated before it starts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
+from dissensus.engine.convolutions import timed_convolutions
 from dissensus.engine.eager import autocast
 from dissensus.engine.graphs import Lanes
+from dissensus.engine.optimisers import lay_out
 from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.sizes import readable as readable
 
 EXTRA_STREAMS = 2  # one for plain steps, one for the capture of graphs
+
+
+class Taken(NamedTuple):
+    """Bytes of a GPU at the largest use: those of tensors, and those that torch reserved for them."""
+
+    alive: int = 0
+    reserved: int = 0
+
+
+UNMEASURED = Taken()
 
 
 @dataclass(frozen=True)
@@ -30,12 +45,20 @@ class Memory:
     workspace: int = 0  # kept by the GPU's libraries per stream
     recorded: int = 0  # kept by recorders of the weights
     drawn: int = 0  # weights sampled after training; not in the sums
+    taken: Taken = UNMEASURED  # for the gradients of all members at once, measured when ways to run them were tried
 
     @property
     def at_once(self) -> int:
-        """Bytes if the graphs of all members exist at once: vectorised, or streamed on up to ten streams."""
+        """Bytes of all tensors if members run at once: vectorised, or streamed on up to ten streams."""
+        if self.taken.alive:
+            return self.weights + self.recorded + self.optimizer + self.taken.alive
         lanes = min(self.members, Lanes().most) + EXTRA_STREAMS
         return self._lasting + self.members * self.activations + lanes * self.workspace
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that torch takes from a GPU for that: members on different streams do not share memory."""
+        return self.at_once + self.taken.reserved - self.taken.alive
 
     @property
     def one_at_a_time(self) -> int:
@@ -53,8 +76,10 @@ class Memory:
         return free is None or self.at_once - self.weights - self.recorded < 0.9 * free
 
     def __str__(self) -> str:
+        streams = f" ({readable(self.reserved)} reserved)" if self.taken.reserved else ""
         return (
-            f"about {readable(self.at_once)} with all members at once, {readable(self.one_at_a_time)} one after the other "
+            f"about {readable(self.at_once)}{streams} with all members at once, "
+            f"{readable(self.one_at_a_time)} one after the other "
             f"(weights {readable(self.weights)}, gradients {readable(self.gradients)}, optimiser "
             f"{readable(self.optimizer)}, activations {readable(self.activations)} a member"
             + (f", recorders {readable(self.recorded)}" if self.recorded else "")
@@ -83,6 +108,7 @@ def training_memory(
     recorded = _bytes([b for part in posterior.modules() if isinstance(part, Recorder) for b in part.buffers()])
     trained = [parameter for parameter in posterior.parameters() if parameter.requires_grad]
     if posterior.device.type == "cuda":
+        lay_out(posterior)  # as in training
         activations, workspace = _measured(posterior, batch, precision)
     else:
         activations, workspace = _activations(posterior, batch, precision), 0
@@ -98,6 +124,31 @@ def training_memory(
     )
 
 
+@contextmanager
+def held(device: torch.device) -> Iterator[list[Taken]]:
+    """Its list gets what is `Taken` inside, besides what was there before; nothing on the host."""
+    found: list[Taken] = []
+    forget_peak(device)
+    before = _now(device)
+    yield found
+    if device.type == "cuda":
+        alive, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        found.append(Taken(alive - before.alive, reserved - before.reserved))
+
+
+def _now(device: torch.device) -> Taken:
+    if device.type != "cuda":
+        return UNMEASURED
+    return Taken(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
+
+
+def forget_peak(device: torch.device) -> None:
+    """Frees cached memory of a GPU, and counts the largest use from now on."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def forget_workspaces() -> None:
     """Frees the memory that the GPU's libraries keep per stream; they allocate it again when needed."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
@@ -109,6 +160,11 @@ def forget_workspaces() -> None:
 def _measured(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> tuple[int, int]:
     """(bytes for forward and backward of one member, bytes that libraries keep per stream)."""
     state = gradients.state_of(posterior).member(0)
+    cotangent = None
+    if posterior.coupled:  # backward goes through z, too
+        with torch.no_grad(), autocast(posterior.device, precision), same_random_state(posterior.device):
+            z = posterior.member_loss(state.parameters(), state.buffers(), batch)[1]
+        cotangent = pytree.tree_map(torch.zeros_like, z)
 
     def run() -> int:
         """Peak bytes allocated by a run, minus those before and the member's gradients."""
@@ -116,11 +172,12 @@ def _measured(posterior: Posterior, batch: Batch, precision: torch.dtype | None)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with autocast(posterior.device, precision):
-            found = gradients.member_gradients(posterior, state, batch, None)
+            found = gradients.member_gradients(posterior, state, batch, cotangent)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before - _bytes(list(found.gradients.values()))
 
-    with same_random_state(posterior.device), torch.cuda.stream(torch.cuda.Stream()):
+    device = posterior.device
+    with same_random_state(device), timed_convolutions(device), torch.cuda.stream(torch.cuda.Stream()):
         before = torch.cuda.memory_allocated()
         run()
         workspace = torch.cuda.memory_allocated() - before

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,9 +13,11 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import Strategy
 from dissensus.core.posterior import Posterior
+from dissensus.engine.constants import Constants, reason
+from dissensus.engine.convolutions import timed_convolutions
 from dissensus.engine.eager import autocast
 from dissensus.engine.graphs import Graph
-from dissensus.engine.memory import forget_workspaces
+from dissensus.engine.memory import UNMEASURED, Taken, forget_peak, forget_workspaces, held
 from dissensus.engine.strategies import Kind, strategy
 from dissensus.numerics.randomness import same_random_state
 
@@ -36,6 +39,7 @@ class Plan:
     captured: bool = False
     seconds: float | None = None  # for the gradients of one batch, if timed
     plain: float | None = field(default=None, compare=False, repr=False)  # the same without compiling
+    taken: Taken = field(default=UNMEASURED, compare=False, repr=False)  # for these gradients, if timed on a GPU
     # The strategy that was timed, compiled already.
     tried: Strategy | None = field(default=None, compare=False, repr=False)
 
@@ -74,8 +78,11 @@ def make_plan(
         if (long := _worth_compiling(plan, steps)) in known:
             return known[long]
     particles = posterior.particles
-    # On a CPU vectorising is slower than a loop for convolutions and faster for everything else.
-    open_ones: list[Kind] = ["vectorised", "streamed"] if on_gpu else [particles.how]
+    # Vectorising is slower than the other ways for members' own convolutions, on a GPU with three times their memory, and
+    # faster for everything else.
+    open_ones: list[Kind] = [particles.how]
+    if on_gpu:
+        open_ones = ["streamed"] if particles.how == "loop" else ["vectorised", "streamed"]
     candidates = named or (["loop"] if particles.members == 1 else open_ones)
     chosen = _best(candidates, words, posterior, batch, precision, steps)
     took = "" if chosen.seconds is None else f" ({1e3 * chosen.seconds:.2f} ms for the gradients of a batch)"
@@ -104,27 +111,33 @@ def _best(
     if len(candidates) == 1 and not may_compile:
         return Plan(candidates[0], compiled, captured)
 
+    taken: dict[Strategy, Taken] = {}
+
     def seconds(run: Strategy) -> float | None:
-        with autocast(posterior.device, precision):
-            return timed(run, posterior, batch, captured=captured)
+        with autocast(posterior.device, precision), held(posterior.device) as memory:
+            found = timed(run, posterior, batch, captured=captured)
+        taken[run] = memory[0] if memory else UNMEASURED
+        return found
 
     was_training = posterior.training
     posterior.train()  # dropout and batch statistics take time in a step, and can fail
     try:
-        possible = {kind: found for kind in candidates if (found := seconds(strategy(kind))) is not None}
+        ways = {kind: strategy(kind) for kind in candidates}
+        possible = {kind: found for kind, run in ways.items() if (found := seconds(run)) is not None}
         if captured and not possible:  # none can be captured: find the fastest without a graph
             captured = False
-            possible = {kind: found for kind in candidates if (found := seconds(strategy(kind))) is not None}
+            ways = {kind: strategy(kind) for kind in candidates}
+            possible = {kind: found for kind, run in ways.items() if (found := seconds(run)) is not None}
         if not possible:  # all of them fail: the plain loop works or raises the error
             return Plan("loop", compiled, False)
         kind = min(possible, key=lambda each: possible[each])
         if compiled:
             return Plan(kind, True, captured)
-        plain = Plan(kind, False, captured, possible[kind], possible[kind])
+        plain = Plan(kind, False, captured, possible[kind], possible[kind], taken[ways[kind]])
         if may_compile and _worth_compiling(plain, steps):
             faster = seconds(run := strategy(kind, compiled=True))
             if faster is not None and faster < possible[kind]:
-                return Plan(kind, True, captured, faster, possible[kind], run)
+                return Plan(kind, True, captured, faster, possible[kind], taken[run], run)
         return plain
     finally:
         posterior.train(was_training)
@@ -140,27 +153,46 @@ def _compiler_gains(posterior: Posterior, on_gpu: bool) -> bool:
 
 def timed(run: Strategy, posterior: Posterior, batch: Batch, *, captured: bool) -> float | None:
     """Median seconds for the gradients of one batch, captured if the step will be; None if they fail."""
-    on_gpu = posterior.device.type == "cuda"
     try:
         with posterior.particles.turn(), posterior.particles.runner.running(), same_random_state(posterior.device):
             if not captured:
-                return _median(lambda: run(posterior, batch), repeats=3, synchronise=on_gpu)
-            # Warmed up on a side stream first, as torch requires before a capture: libraries initialise themselves here.
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(2):
-                    run(posterior, batch)
-            torch.cuda.current_stream().wait_stream(side)
-            return _median(Graph(lambda: run(posterior, batch)).replay, repeats=5, synchronise=True)
+                on_gpu = posterior.device.type == "cuda"
+                with timed_convolutions(posterior.device):
+                    return _median(lambda: run(posterior, batch), repeats=3, synchronise=on_gpu)
+            graph = _graph(run, posterior, batch)
+            return None if graph is None else _median(graph.replay, repeats=5, synchronise=True)
     except torch.OutOfMemoryError:
         return None
     except Exception as error:  # a candidate that cannot run this network is dropped
         log.debug("a strategy is not used, because it fails: %s", error)
         return None
     finally:
-        if on_gpu:
+        if posterior.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _graph(run: Strategy, posterior: Posterior, batch: Batch) -> Graph | None:
+    """The gradients of a batch in a graph, if need be with the constants that a forward makes; None if it fails."""
+    ways = [None] if "compiled" in getattr(run, "name", "") else [None, Constants()]
+    for constants in ways:
+        try:
+            # Warmed up on a side stream first, as torch requires before a capture: libraries initialise themselves here.
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side), timed_convolutions(posterior.device):
+                for _ in range(2):
+                    with nullcontext() if constants is None else constants.watching():
+                        run(posterior, batch)
+            torch.cuda.current_stream().wait_stream(side)
+            forget_peak(posterior.device)  # that of libraries which try algorithms
+            return Graph(lambda: run(posterior, batch), constants=constants)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a user's network may do anything that cannot be captured
+            torch.cuda.synchronize()
+            failed = reason(error)
+    log.info("members run %s are not captured in a CUDA graph: %s", getattr(run, "name", ""), failed)
+    return None
 
 
 def _median(function: Callable[[], object], *, repeats: int, synchronise: bool) -> float:

@@ -18,11 +18,13 @@ from dissensus.core.predictive import Predictive
 from dissensus.core.running import Ways
 from dissensus.core.standing import Lens
 from dissensus.core.summary import RunningSummary
-from dissensus.engine.arriving import LateChecks, sent
+from dissensus.engine.arriving import LateChecks
 from dissensus.engine.captured_function import CapturedFunction
 from dissensus.engine.precision import PredictionPrecision, in_precision, prediction_precision, warn_of_standing
 
 log = logging.getLogger("dissensus")
+
+MANY = 500  # batches for which cuDNN may try its algorithms first, which takes about a second
 
 
 def predicted(
@@ -47,6 +49,7 @@ def predicted(
     with left_as_found(posterior):
         device, drawn = posterior.device, posterior.draw()
     portion = posterior.portion(drawn)
+    many = (batches.length(loader) or 0) >= MANY
     # On a mesh an error must come with its batch, so that all processes raise it.
     late = LateChecks(at_once=device.type != "cuda" or posterior.others is not None)
 
@@ -62,7 +65,7 @@ def predicted(
         if compiled:
             function = Ways(_note_uncompiled, compiled=torch.compile(mine.describe, dynamic=False), plain=mine.describe)
         return CapturedFunction(
-            function, mine, context, plain=not compiled, keeps=keeps_weights, half=precision == "bf16"
+            function, mine, context, plain=not compiled, keeps=keeps_weights, half=precision == "bf16", timed=many
         )
 
     def described(x: batches.Inputs) -> tuple[Tensor, ...]:
@@ -97,7 +100,7 @@ def predicted(
 
     def checked(x: batches.Inputs) -> batches.Inputs:
         late.inputs(x)
-        x = sent(x, device)
+        x = batches.to(x, device)
         with in_precision(posterior, precision):
             posterior.check_inputs(x)
         return x
@@ -118,7 +121,7 @@ def predicted(
         read = posterior.read(loader, anywhere=late.at_once)
         for batch, found in posterior.shared(work, read, portion, device):
             late.turn()
-            yield found, cast(Tensor, sent(batch.y, device))
+            yield found, cast(Tensor, batches.to(batch.y, device))
         late.finish()
     finally:
         for particles, how in zip(stored, ways, strict=True):

@@ -16,7 +16,7 @@ from dissensus.core.likelihood import Classification
 from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.core.predictive import Predictive
-from dissensus.engine.arriving import Arriving, Timer, largest, sent
+from dissensus.engine.arriving import Arriving, Timer, largest
 from dissensus.engine.captured_function import CapturedFunction
 from dissensus.engine.precision import PredictionPrecision, in_precision, prediction_precision, warn_of_standing
 from dissensus.numerics.randomness import same_random_state
@@ -118,7 +118,7 @@ class Functions:
         return self.posterior.shared(work, given, self.portion, device)
 
     def _said(self, function: Callable[[DrawnFunctions], CapturedFunction], x: Inputs) -> Any:
-        x = sent(x, self.device)
+        x = batches.to(x, self.device)
         with in_precision(self.posterior, self.precision):
             self.posterior.check_inputs(x)
         with batches.unchanged(x):

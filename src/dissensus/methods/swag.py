@@ -7,6 +7,7 @@ NeurIPS 2020.
 """
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, Unpack
 
 import torch
@@ -20,8 +21,9 @@ from dissensus.methods.parts.recording import RecordingPosterior, SnapshotRecord
 from dissensus.methods.parts.sampling import by_network
 from dissensus.methods.parts.trajectory import Snapshots
 from dissensus.numerics.checks import number, whole
-from dissensus.numerics.divided import cut, cut_last, here, joined
+from dissensus.numerics.divided import cut, cut_last, here, is_divided, joined
 from dissensus.numerics.flat import unflatten
+from dissensus.numerics.fused import Chunks
 from dissensus.numerics.tree import Tensors
 
 
@@ -34,21 +36,46 @@ class MeanRecorder(SnapshotRecorder):
     def __init__(self, source: Callable[[], Weights], snapshots: Snapshots) -> None:
         super().__init__(source, snapshots)
         self.register_buffer("mean_vector", torch.zeros_like(self.weights.flat()))  # (M, P)
+        self._chunks = Chunks()
 
     def with_members(self) -> list[tuple[Tensor, int]]:
         return [(self.mean_vector, 0)]
 
     def record(self, number: int) -> None:
-        self.move(self.weights.flat(self.mean_vector.dtype), number)
+        if number == 1:  # also after `begin` has reset an earlier run
+            self.mean_vector.zero_()
+        if not self.record_fused(number):
+            self.move(self.weights.flat(self.mean_vector.dtype), number)
 
     def move(self, weights: Tensor, number: int) -> Tensor:
         """Updates the mean with snapshot `number`; returns (M, P) the weights minus the mean before."""
-        if number == 1:  # also after `begin` has reset an earlier run
-            self.mean_vector.zero_()
         # mean_n = mean + (w − mean)/n. Not (n·mean + w)/(n + 1), which rounds: the mean of equal snapshots is their value.
         step = weights - self.mean_vector
         self.mean_vector.add_(step, alpha=1 / number)
         return step
+
+    def record_fused(self, number: int, *spread: Tensor, on: str = "cuda") -> bool:
+        """`record` by one kernel, which reads the weights where they lie; False if it cannot.
+
+        `spread`: what a Gaussian has besides the mean: the sum of squares, and where to put the deviation.
+        """
+        mean = self.mean_vector
+        if mean.device.type != on or mean.dtype != torch.float32 or is_divided(mean):
+            return False
+        rows = self.weights.rows()
+        places = [0, *accumulate(each[0].numel() for each in rows.values())]
+        given = [
+            (m * places[-1] + at, each[m])
+            for at, each in zip(places, rows.values(), strict=False)
+            for m in range(len(mean))
+        ]
+        swapped = [channels_last(weight) for _, weight in given]
+        table = [[at for at, _ in given], [i for i, _ in swapped], [k for _, k in swapped]]
+        if (0, 0) in swapped or not self._chunks.find([weight for _, weight in given], rows=table, on=on):
+            return False
+        both = {"SPREAD": bool(spread), "KIND": given[0][1].dtype}
+        self._chunks.launch("snapshot", mean, *(spread or (mean, mean)), 1 / number, **both)
+        return True
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
         self.taken()
@@ -85,13 +112,16 @@ class GaussianRecorder(MeanRecorder):
 
     def record(self, number: int) -> None:
         if number == 1:
-            self.square_sum.zero_()
-            self.deviations.zero_()
+            for buffer in (self.mean_vector, self.square_sum, self.deviations):
+                buffer.zero_()
+        last = self.deviations[(number - 1) % len(self.deviations)]
+        if self.record_fused(number, self.square_sum, last):
+            return
         weights = self.weights.flat(self.mean_vector.dtype)  # (M, P)
         step = self.move(weights, number)
-        deviation = weights - self.mean_vector  # from the mean so far, this snapshot included, as in the paper
+        deviation = weights.sub_(self.mean_vector)  # from the mean so far, this snapshot included, as in the paper
         self.square_sum.addcmul_(step, deviation)  # not E[w²] − mean², which rounds: equal snapshots have variance 0
-        self.deviations[(number - 1) % len(self.deviations)] = deviation
+        last.copy_(deviation)
 
     def variance(self) -> Tensor:
         """(M, P) variance over the snapshots (divisor n)."""
@@ -109,6 +139,16 @@ class GaussianRecorder(MeanRecorder):
         noise.addmm_(z, here(self.deviations[:held, m]), alpha=max(held - 1, 1) ** -0.5)
         noise.mul_(self.scale**0.5).add_(here(mean))
         return found
+
+
+def channels_last(tensor: Tensor) -> tuple[int, int]:
+    """(I, K): the axes swapped in memory, as kernel "snapshot" takes them; (1, 1) if contiguous, (0, 0) in other layouts."""
+    if tensor.numel() >= 2**31:
+        return (0, 0)
+    if tensor.is_contiguous():
+        return (1, 1)
+    swapped = tensor.ndim == 4 and tensor.movedim(1, -1).is_contiguous()
+    return (tensor.shape[1], tensor.shape[2] * tensor.shape[3]) if swapped else (0, 0)
 
 
 class SWAG(RecordingPosterior):

@@ -21,11 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 CHANNELS = 64  # of a tile, at most
-TILE = 4096  # numbers in a tile
+TILE = 2048  # numbers in a tile
 PARTS = 512  # of the sums over rows, times tiles of channels: enough to keep a GPU busy
-SHORT, NARROW, TALL = 8192, 16, 8192  # up to this many rows, one program sums all of them: of so many channels, so large a tile
-UNROLLED = tl.constexpr(2)
-WARPS = 8  # of 32 threads, of a program
+WARPS = 4  # of 32 threads, of a program
 FEW = 8  # channels whose parts are summed by one program
 
 
@@ -40,10 +38,9 @@ def _tile(row, rows, channels, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # t
 
 @triton.jit
 def _moments(  # type: ignore[no-untyped-def]
-    x, parts, mean, rstd, running_mean, running_var, momentum, eps, rows, channels, P,
-    RUNNING: tl.constexpr, ALONE: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
+    x, parts, rows, channels, P, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """parts (2, P, C): the mean and the sum of squares around it of every P-th tile; ALONE: the statistics themselves."""
+    """parts (2, P, C): the mean and the sum of squares around it of every P-th tile."""
     first = tl.program_id(0)
     at, there, c, known = _tile(first * ROWS, rows, channels, ROWS, CHANNELS)
     count = tl.minimum(rows - first * ROWS, ROWS)
@@ -52,7 +49,7 @@ def _moments(  # type: ignore[no-untyped-def]
     pivot = tl.sum(v, 0) / count
     once = tl.where(there, v - pivot[None, :], 0.0)
     squared = once * once
-    for row in tl.range((first + P) * ROWS, rows, P * ROWS, loop_unroll_factor=UNROLLED):
+    for row in range((first + P) * ROWS, rows, P * ROWS):
         at, there, _, _ = _tile(row, rows, channels, ROWS, CHANNELS)
         apart = tl.where(there, tl.load(x + at, there, 0.0).to(T) - pivot[None, :], 0.0)
         count += tl.minimum(rows - row, ROWS)
@@ -60,25 +57,8 @@ def _moments(  # type: ignore[no-untyped-def]
         squared += apart * apart
     step = tl.sum(once, 0) / count
     around = tl.maximum(tl.sum(squared, 0) - count * step * step, 0.0)
-    if ALONE:
-        _keep(mean, rstd, running_mean, running_var, momentum, eps, rows, c, known, pivot + step, around, RUNNING)
-    else:
-        tl.store(parts + first * channels + c, pivot + step, known)
-        tl.store(parts + (P + first) * channels + c, around, known)
-
-
-@triton.jit
-def _keep(  # type: ignore[no-untyped-def]
-    mean, rstd, running_mean, running_var, momentum, eps, rows, c, known, m, around, RUNNING: tl.constexpr
-):  # fmt: skip
-    """Stores the mean m and 1 / √(var + ε); running statistics move towards them."""
-    tl.store(mean + c, m, known)
-    tl.store(rstd + c, 1 / tl.sqrt(around / rows + eps), known)
-    if RUNNING:
-        before = tl.load(running_mean + c, known, 0.0)
-        tl.store(running_mean + c, before + momentum * (m - before), known)
-        before = tl.load(running_var + c, known, 0.0)
-        tl.store(running_var + c, before + momentum * (around / (rows - 1) - before), known)
+    tl.store(parts + first * channels + c, pivot + step, known)
+    tl.store(parts + (P + first) * channels + c, around, known)
 
 
 @triton.jit
@@ -94,7 +74,7 @@ def _joined(  # type: ignore[no-untyped-def]
     parts, mean, rstd, running_mean, running_var, momentum, eps, rows, channels, P,
     RUNNING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """The statistics, from parts of `_moments`."""
+    """Mean and 1 / √(var + ε), from parts of `_moments`; running statistics move towards them."""
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     known = c < channels
     number, tiles = tl.arange(0, BLOCK), tl.cdiv(rows, ROWS)
@@ -105,7 +85,13 @@ def _joined(  # type: ignore[no-untyped-def]
     m = tl.sum(own * held[:, None], 0) / rows
     apart = own - m[None, :]
     around = tl.sum(_part(parts, 1, c, known, channels, P, BLOCK) + held[:, None] * apart * apart, 0)
-    _keep(mean, rstd, running_mean, running_var, momentum, eps, rows, c, known, m, around, RUNNING)
+    tl.store(mean + c, m, known)
+    tl.store(rstd + c, 1 / tl.sqrt(around / rows + eps), known)
+    if RUNNING:
+        before = tl.load(running_mean + c, known, 0.0)
+        tl.store(running_mean + c, before + momentum * (m - before), known)
+        before = tl.load(running_var + c, known, 0.0)
+        tl.store(running_var + c, before + momentum * (around / (rows - 1) - before), known)
 
 
 @triton.jit
@@ -164,7 +150,7 @@ def _gradient_parts(  # type: ignore[no-untyped-def]
     m, r = tl.load(mean + c, known, 0.0), tl.load(rstd + c, known, 0.0)
     scale, b = tl.load(weight + c, known, 0.0).to(T) * r, tl.load(bias + c, known, 0.0).to(T)
     of_xt, of_t = tl.zeros((ROWS, CHANNELS), T), tl.zeros((ROWS, CHANNELS), T)
-    for row in tl.range(first * ROWS, rows, P * ROWS, loop_unroll_factor=UNROLLED):
+    for row in range(first * ROWS, rows, P * ROWS):
         at, there, _, _ = _tile(row, rows, channels, ROWS, CHANNELS)
         centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
         t, _ = _through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
@@ -204,7 +190,7 @@ def _second_parts(  # type: ignore[no-untyped-def]
     scale, b = tl.load(weight + c, known, 0.0).to(T) * r, tl.load(bias + c, known, 0.0).to(T)
     of_xu, of_u = tl.zeros((ROWS, CHANNELS), T), tl.zeros((ROWS, CHANNELS), T)
     of_tu = tl.zeros((ROWS, CHANNELS), T)
-    for row in tl.range(first * ROWS, rows, P * ROWS, loop_unroll_factor=UNROLLED):
+    for row in range(first * ROWS, rows, P * ROWS):
         at, there, _, _ = _tile(row, rows, channels, ROWS, CHANNELS)
         centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
         t, _ = _through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
@@ -256,14 +242,8 @@ class Sizes:
         wide = min(CHANNELS, triton.next_power_of_2(self.channels))
         self.tile = {"ROWS": TILE // wide, "CHANNELS": wide, "T": T, "num_warps": WARPS}
         self.all = (triton.cdiv(self.rows, TILE // wide), triton.cdiv(self.channels, wide))
-        if self.rows <= SHORT:  # one program for all rows of a few channels: no second kernel
-            wide = min(NARROW, wide)
-            self.parts = 1
-        else:
-            self.parts = min(self.all[0], max(1, PARTS // self.all[1]))
-        high = (TALL if self.parts == 1 else TILE) // wide
-        self.sums = {"ROWS": high, "CHANNELS": wide, "T": T, "num_warps": WARPS}
-        self.some = (self.parts, triton.cdiv(self.channels, wide))
+        self.parts = min(self.all[0], max(1, PARTS // self.all[1]))
+        self.some = (self.parts, self.all[1])
         self.few = {"BLOCK": triton.next_power_of_2(self.parts), "CHANNELS": FEW}
 
     def parts_of(self, x: Tensor, sums: int) -> Tensor:
@@ -271,8 +251,6 @@ class Sizes:
 
     def added_up(self, parts: Tensor) -> Tensor:
         """(K, C) sums of parts (K, P, C)."""
-        if self.parts == 1:
-            return parts[:, 0]
         sums = parts.new_empty((len(parts), self.channels))
         grid = (triton.cdiv(self.channels, FEW), len(parts))
         _summed[grid](parts, sums, self.channels, self.parts, **self.few)
@@ -290,10 +268,9 @@ def statistics(
     running = running_mean is not None and running_var is not None and x.dtype != torch.float64
     kept = (mean, rstd, running_mean if running else mean, running_var if running else mean, momentum, eps)
     numbers = (sizes.rows, sizes.channels, sizes.parts)
-    _moments[sizes.some](x, parts, *kept, *numbers, RUNNING=running, ALONE=sizes.parts == 1, **sizes.sums)
-    if sizes.parts > 1:
-        grid = (triton.cdiv(sizes.channels, FEW),)
-        _joined[grid](parts, *kept, *numbers, RUNNING=running, ROWS=sizes.sums["ROWS"], **sizes.few)
+    _moments[sizes.some](x, parts, *numbers, **sizes.tile)
+    grid = (triton.cdiv(sizes.channels, FEW),)
+    _joined[grid](parts, *kept, *numbers, RUNNING=running, ROWS=sizes.tile["ROWS"], **sizes.few)
     if running_mean is not None and running_var is not None and not running:
         running_mean.lerp_(mean, momentum)
         running_var.lerp_((rstd**-2 - eps) * (sizes.rows / (sizes.rows - 1)), momentum)
@@ -322,7 +299,7 @@ def gradients(
     by_added = torch.empty_like(x) if added else g
     common = (g, x, x if y is None else y, mean, rstd, weight, bias)
     flags = {"ADDED": added, "RELU": relu}
-    _gradient_parts[sizes.some](*common, parts, sizes.rows, sizes.channels, sizes.parts, **flags, **sizes.sums)
+    _gradient_parts[sizes.some](*common, parts, sizes.rows, sizes.channels, sizes.parts, **flags, **sizes.tile)
     sums = sizes.added_up(parts)
     _gradients[sizes.all](*common, sums, by_x, by_added, sizes.rows, sizes.channels, **flags, **sizes.tile)
     return by_x, by_added, sums
@@ -338,7 +315,7 @@ def second_gradients(
     by_weight = sums.new_empty(sizes.channels)
     common = (g, x, x if y is None else y, mean, rstd, weight, bias)
     flags = {"ADDED": added, "RELU": relu}
-    _second_parts[sizes.some](u, *common, parts, sizes.rows, sizes.channels, sizes.parts, **flags, **sizes.sums)
+    _second_parts[sizes.some](u, *common, parts, sizes.rows, sizes.channels, sizes.parts, **flags, **sizes.tile)
     second = sizes.added_up(parts)
     _second[sizes.all](
         u, u if v is None else v, *common, sums, second, by_g, by_x, by_weight, sizes.rows, sizes.channels,
@@ -349,19 +326,26 @@ def second_gradients(
 
 @triton.jit
 def _folded(  # type: ignore[no-untyped-def]
-    kernel, offset, mean, variance, weight, bias, eps, folded, shift, size, OFFSET: tl.constexpr, BLOCK: tl.constexpr
+    kernel, offset, mean, variance, weight, bias, eps, folded, shift, channels, size,
+    OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One output channel's kernel, times w r, and b + w r (offset − m)."""
-    c = tl.program_id(0)
-    scale = tl.load(weight + c).to(tl.float32) / tl.sqrt(tl.load(variance + c).to(tl.float32) + eps)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    k = tl.load(kernel + c * size + at, at < size, 0.0).to(tl.float32)
-    tl.store(folded + c * size + at, (k * scale).to(folded.dtype.element_ty), at < size)
-    if tl.program_id(1) == 0:
-        start = tl.load(bias + c).to(tl.float32) - scale * tl.load(mean + c).to(tl.float32)
-        if OFFSET:
-            start += scale * tl.load(offset + c).to(tl.float32)
-        tl.store(shift + c, start.to(shift.dtype.element_ty))
+    """The kernel (O, size) times w r, and b + w r (offset − m)."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = at < channels * size
+    c = at // size
+    scale = tl.load(weight + c, there, 0.0).to(tl.float32) / tl.sqrt(
+        tl.load(variance + c, there, 1.0).to(tl.float32) + eps
+    )
+    k = tl.load(kernel + at, there, 0.0).to(tl.float32)
+    tl.store(folded + at, (k * scale).to(folded.dtype.element_ty), there)
+    own = at < channels  # numbers of channels, too
+    scale = tl.load(weight + at, own, 0.0).to(tl.float32) / tl.sqrt(
+        tl.load(variance + at, own, 1.0).to(tl.float32) + eps
+    )
+    m = tl.load(mean + at, own, 0.0).to(tl.float32)
+    if OFFSET:
+        m -= tl.load(offset + at, own, 0.0).to(tl.float32)
+    tl.store(shift + at, (tl.load(bias + at, own, 0.0).to(tl.float32) - scale * m).to(shift.dtype.element_ty), own)
 
 
 def folded(
@@ -372,8 +356,8 @@ def folded(
     found = torch.empty_like(kernel, dtype=dtype)
     kernel = kernel if kernel.stride() == found.stride() else torch.empty_like(found, dtype=kernel.dtype).copy_(kernel)
     shift, size = mean.new_empty(len(kernel), dtype=dtype), kernel[0].numel()
-    _folded[(len(kernel), triton.cdiv(size, 1024))](
-        kernel, kernel if offset is None else offset, mean, variance, weight, bias, eps, found, shift, size,
+    _folded[(triton.cdiv(kernel.numel(), 1024),)](
+        kernel, kernel if offset is None else offset, mean, variance, weight, bias, eps, found, shift, len(kernel), size,
         OFFSET=offset is not None, BLOCK=1024,
     )  # fmt: skip
     return found, shift

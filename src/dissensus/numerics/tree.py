@@ -4,10 +4,21 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 Tensors = dict[str, Tensor]  # by name
+
+
+def copies(tensors: Tensors) -> Tensors:
+    """Copies of the tensors, on a GPU by few kernels for all of them; vmap has no rule for that."""
+    on_gpu = all(tensor.is_cuda for tensor in tensors.values()) and torch._C._functorch.peek_interpreter_stack() is None
+    if not tensors or not on_gpu or torch.compiler.is_compiling():
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+    found = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    torch._foreach_copy_(list(found.values()), list(tensors.values()))
+    return found
 
 
 class TensorTree(nn.Module):

@@ -1,8 +1,9 @@
 """Two scalar Kalman filters per weight, one for its mean and one for its variance, over the steps of an optimiser."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from dissensus.methods.parts.trajectory import Count
 from dissensus.numerics.divided import here
 from dissensus.numerics.flat import Block, state_dtype
+from dissensus.numerics.fused import Chunks
 from dissensus.numerics.tree import Tensors, TensorTree
 
 Drift = Literal["gradient", "none"]
@@ -78,61 +80,33 @@ class WeightFilters(nn.Module):
     def step(self, optimizer: Optimizer) -> None:
         """One step of both filters, after the optimiser's: w is the new weight, ∇L the gradient of that step."""
         weights = [here(weight) for weight in self.weights.values()]
-        state = self._state(weights)
-        moved = self._move(optimizer, list(self.weights.values()), state)
+        state, moved = self._state(weights), self._moved(optimizer)
         gain_mean, gain_variance = self._gains(self.observed.add())
-        for rate, means, variances, moves in moved:
-            # Prediction: μ⁻ = μ − η∇L, s⁻ = s + (η∇L)²
-            torch._foreach_add_(means, moves, alpha=-rate)
-            torch._foreach_addcmul_(variances, moves, moves, rate**2)
-        # μ ← (1 − K) μ⁻ + K w = μ⁻ + K (w − μ⁻)
-        means, variances, distances = state.distances(weights)
-        torch._foreach_add_(means, distances, alpha=gain_mean)
-        # eq. (4) of the paper measures the variance by z = w². Not here: E[w²] is s + μ², and subtracting μ² again gives
-        # rounding errors as large as μ² and, while μ lags behind w, variances below 0. z = (w − μ)² with the new μ, as in the
-        # authors' program, measures the same s and cannot be negative: s ← (1 − K) s⁻ + K (w − μ)². The distance from the
-        # new μ is w − μ = (1 − K_μ)(w − μ⁻).
-        state.variance.flat.mul_(1 - gain_variance)
-        torch._foreach_addcmul_(variances, distances, distances, gain_variance * (1 - gain_mean) ** 2)
+        gains = (gain_mean, 1 - gain_variance, gain_variance * (1 - gain_mean) ** 2)
+        if not state.step_fused(weights, moved, *gains):
+            state.step(weights, moved, *gains)
 
-    def _move(self, optimizer: Optimizer, weights: list[Tensor], state: "_State") -> list["_Moved"]:
-        """Rate, means, variances and gradients of each parameter group; gradients are zero for a skipped step."""
+    def _moved(self, optimizer: Optimizer) -> list["_Moved"]:
+        """The weights of each parameter group that have gradients; none if there is no drift."""
+        weights = list(self.weights.values())
         if all(weight.grad is None for weight in weights):
             raise ValueError(
                 "expected gradients in .grad, got none; call observe after backward and optimizer.step(), and zero "
                 "gradients before backward, not after the step"
             )
         place = {id(weight): index for index, weight in enumerate(weights)}
-        moved, gradients = [], []
+        moved = []
         for group in optimizer.param_groups:
             if held := [p for p in group["params"] if id(p) in place and p.grad is not None]:
-                at = [place[id(p)] for p in held]
-                means, variances, moves = (
-                    [block.views[i] for i in at] for block in (state.mean, state.variance, state.work)
-                )
                 rate = self._rate(group["lr"])
-                moved.append(_Moved(-rate if group.get("maximize") else rate, means, variances, moves))
-                gradients += [here(p.grad) for p in held if p.grad is not None]
+                gradients = [here(p.grad) for p in held if p.grad is not None]
+                moved.append(_Moved(-rate if group.get("maximize") else rate, [place[id(p)] for p in held], gradients))
         if not moved:
             raise ValueError(
                 "expected an optimizer over the network's parameters, got one over other tensors; build it on "
                 "posterior.parameters()"
             )
-        if self.drift == "none":
-            return []
-        work = state.work.flat
-        if len(gradients) < len(weights):
-            work.zero_()
-        torch._foreach_copy_([view for each in moved for view in each.moves], gradients)
-        if len(moved) == 1 and len(gradients) == len(weights):  # one rate for all: use one flat tensor
-            moved = [_Moved(moved[0].rate, [state.mean.flat], [state.variance.flat], [work])]
-        # Non-finite gradients belong to a step that a gradient scaler skipped, so nothing moved. This is decided on the
-        # device of the gradients, so that the host does not wait.
-        total = work.sum()
-        if work.device.type == "cpu":
-            return moved if math.isfinite(total) else []
-        work.masked_fill_(~total.isfinite(), 0.0)
-        return moved
+        return moved if self.drift == "gradient" else []
 
     def _rate(self, rate: float | Tensor) -> float:
         """The learning rate as a number. A tensor (used by captured steps) is read only when it has changed."""
@@ -175,7 +149,8 @@ class WeightFilters(nn.Module):
             self._cached = _State(
                 [here(means[name]) for name in self.weights],
                 [here(variances[name]) for name in self.weights],
-                *(Block(weights, dtype) for _ in range(3)),
+                Block(weights, dtype),
+                Block(weights, dtype),
             )
             for buffers, block in (
                 (self._cached.means, self._cached.mean),
@@ -196,12 +171,11 @@ class WeightFilters(nn.Module):
 
 
 class _Moved(NamedTuple):
-    """One parameter group of an optimiser, and its step."""
+    """One parameter group of an optimiser: its rate, which weights have gradients, and these."""
 
     rate: float
-    means: list[Tensor]
-    variances: list[Tensor]
-    moves: list[Tensor]
+    at: list[int]
+    gradients: list[Tensor]
 
 
 @dataclass
@@ -212,16 +186,71 @@ class _State:
     variances: list[Tensor]
     mean: Block
     variance: Block
-    work: Block
+    chunks: list[Chunks] = field(default_factory=list)  # of each launch
 
     def fits(self, weights: list[Tensor]) -> bool:
         """Whether the memory layout of the weights and the storage of the named tensors are unchanged."""
         pairs = [*zip(self.means, self.mean.views, strict=True), *zip(self.variances, self.variance.views, strict=True)]
-        return self.work.fits(weights) and all(named.data_ptr() == view.data_ptr() for named, view in pairs)
+        return self.mean.fits(weights) and all(named.data_ptr() == view.data_ptr() for named, view in pairs)
 
-    def distances(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """(means, variances, w − μ), as lists of corresponding tensors."""
-        if self.work.flat.device.type == "cpu":  # few large operations are faster there, less memory traffic elsewhere
-            torch._foreach_copy_(self.work.views, weights)
-            return [self.mean.flat], [self.variance.flat], [self.work.flat.sub_(self.mean.flat)]
-        return self.mean.views, self.variance.views, list(torch._foreach_sub(weights, self.mean.views))
+    @functools.cached_property
+    def work(self) -> Block:
+        """As large as the means, for the plain form."""
+        return Block(self.mean.views, self.mean.flat.dtype)
+
+    def step(self, weights: list[Tensor], moved: list[_Moved], gain: float, keep: float, spread: float) -> None:
+        """A step of the filters, by operations on whole blocks."""
+        mean, variance, work = self.mean.flat, self.variance.flat, self.work.flat
+        # Prediction: μ⁻ = μ − η∇L, s⁻ = s + (η∇L)²
+        if moved:
+            if sum(len(each.at) for each in moved) < len(weights):
+                work.zero_()
+            torch._foreach_copy_(
+                [self.work.views[i] for each in moved for i in each.at], [g for each in moved for g in each.gradients]
+            )
+            # Non-finite gradients belong to a step that a gradient scaler skipped, so nothing moved. This is decided on the
+            # device of the gradients, so that the host does not wait.
+            total = work.sum()
+            if work.device.type == "cpu":
+                moved = moved if math.isfinite(total) else []
+            else:
+                work.masked_fill_(~total.isfinite(), 0.0)
+        for rate, at, _ in moved:
+            one = len(at) == len(weights)  # one rate for all: use one flat tensor
+            means, variances, moves = (
+                [block.flat] if one else [block.views[i] for i in at] for block in (self.mean, self.variance, self.work)
+            )
+            torch._foreach_add_(means, moves, alpha=-rate)
+            torch._foreach_addcmul_(variances, moves, moves, rate**2)
+        # μ ← (1 − K) μ⁻ + K w = μ⁻ + K (w − μ⁻)
+        torch._foreach_copy_(self.work.views, weights)
+        distance = work.sub_(mean)
+        mean.add_(distance, alpha=gain)
+        # eq. (4) of the paper measures the variance by z = w². Not here: E[w²] is s + μ², and subtracting μ² again gives
+        # rounding errors as large as μ² and, while μ lags behind w, variances below 0. z = (w − μ)² with the new μ, as in the
+        # authors' program, measures the same s and cannot be negative: s ← (1 − K) s⁻ + K (w − μ)². The distance from the
+        # new μ is w − μ = (1 − K_μ)(w − μ⁻).
+        variance.mul_(keep).addcmul_(distance, distance, value=spread)
+
+    def step_fused(self, weights: list[Tensor], moved: list[_Moved], *gains: float, on: str = "cuda") -> bool:
+        """The same by kernels that read and write everything once, one for each parameter group; False if it cannot."""
+        if self.mean.flat.device.type != on or self.mean.flat.dtype != torch.float32:
+            return False
+        still = set(range(len(weights))).difference(*(each.at for each in moved))
+        groups = [*moved, *([_Moved(0.0, sorted(still), [])] if still else [])]
+        self.chunks += [Chunks() for _ in groups[len(self.chunks) :]]
+        for (_, at, gradients), chunks in zip(groups, self.chunks, strict=False):
+            mine, means = [weights[i] for i in at], [self.mean.views[i] for i in at]
+            places = [int(mean.storage_offset()) for mean in means]
+            alike = [mean.stride() for mean in means] == [weight.stride() for weight in mine]
+            if not (alike and chunks.find(mine, gradients or mine, rows=[places], on=on)):
+                return False
+        skipped = torch.zeros((), device=self.mean.flat.device)  # 1 for a step that a gradient scaler skipped, as above
+        for (_, _, gradients), chunks in zip(groups, self.chunks, strict=False):
+            if gradients:
+                chunks.launch("look", skipped, KIND=gradients[0].dtype, ROW=1, SIZES=3)
+        for (rate, at, gradients), chunks in zip(groups, self.chunks, strict=False):
+            blocks, kind = (self.mean.flat, self.variance.flat), weights[at[0]].dtype
+            drift = {"DRIFT": bool(gradients), "GRADIENT": gradients[0].dtype if gradients else kind}
+            chunks.launch("filters", *blocks, skipped, rate, *gains, WEIGHT=kind, **drift)
+        return True
