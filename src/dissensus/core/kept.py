@@ -100,11 +100,11 @@ def derived(what: Hashable, tensors: Sequence[Tensor | None], make: Callable[[],
     return make() if _thread.kept is None else _thread.kept.find(what, tensors, make)
 
 
-class _Casts(TorchDispatchMode):
+class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers casts of weights; what is cast, and to what, is autocast's choice, and so are the bits."""
 
     def __init__(self, kept: Kept) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -89,7 +89,8 @@ class CapturedFunction(Captured):
                 return self._run(x)
 
     def _run(self, x: Inputs) -> tuple[Tensor, ...]:
-        return self.ways(x) if self.plain else self.function(x)  # type: ignore[no-any-return]
+        found: tuple[Tensor, ...] = self.ways(x) if self.plain else self.function(x)
+        return found
 
     def _fused(self, x: Inputs) -> tuple[Tensor, ...]:
         with fused():
