@@ -61,6 +61,7 @@ def main() -> None:
     )
     arguments.add_argument("--precision", default="auto")
     arguments.add_argument("--no-predict", action="store_true")
+    arguments.add_argument("--predicted", type=int, default=0, help="batches to predict; 0 is one epoch's")
     arguments.add_argument("--no-train", action="store_true", help="predict with networks that are not trained")
     arguments.add_argument("--csv", type=Path)
     options = arguments.parse_args()

@@ -23,6 +23,8 @@ from dissensus.numerics.randomness import same_random_state
 
 log = logging.getLogger("dissensus")
 
+DEVICE = "cuda"  # "cpu" in tests with graphs that are none
+
 
 class CapturedFunction(Captured):
     """A function of a batch that runs drawn members; on a GPU it is replayed from a graph for shapes seen before.
@@ -62,20 +64,20 @@ class CapturedFunction(Captured):
         self.context = context
         self.half = half
         self.kept = Kept(chain(drawn.parameters(), drawn.buffers())) if keeps and plain else None
+        self.forgot = False
         self.ways = Ways(_note_unfused, fused=self._fused, unfused=function)
 
     def __call__(self, x: Inputs) -> tuple[Tensor, ...]:
         """function(x)."""
         tensors = batches.tensors(x)
         devices = {tensor.device for tensor in tensors}
-        if len(devices) != 1 or (device := devices.pop()).type != "cuda":
+        if len(devices) != 1 or (device := devices.pop()).type != DEVICE:
             with self.context():
                 return self.function(x)
         key = shapes(tensors)
         with torch.cuda.device(device), same_random_state(device):  # graphs and streams belong to the current device
             if self.kept is not None and not self.kept.fresh():
-                self.kept.clear()
-                self.graphs.clear()
+                self._forget()
             graph = self.graphs.get(key)
             if graph is None and self.due(key):
                 with self.context():
@@ -87,6 +89,16 @@ class CapturedFunction(Captured):
                 return tuple(result.clone() for result in graph.replay(tensors))
             with self.context(), self._keeping(), self.watching(key), self._timing(device):
                 return self._run(x)
+
+    def _forget(self) -> None:
+        """Begins anew after weights were written to; at the second time, as by a network itself, keeps nothing any more."""
+        self.graphs.clear()
+        self.seen.clear()
+        if self.forgot or self.kept is None:
+            self.kept = None
+        else:
+            self.kept.clear()
+        self.forgot = True
 
     def _run(self, x: Inputs) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = self.ways(x) if self.plain else self.function(x)
