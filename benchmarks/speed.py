@@ -112,9 +112,9 @@ def measure(
             ran = str(row["ran"])
             yield row
     if not options.no_predict:
-        yield from predicted(
-            {**common, "ran": ran or "not trained"}, networks, posterior, Batches(x, y, batch_size=batch)
-        )
+        rows = torch.arange((options.predicted or steps) * batch, device=DEVICE) % len(x)
+        ordered = Batches(x[rows], y[rows], batch_size=batch)
+        yield from predicted({**common, "ran": ran or "not trained"}, networks, posterior, ordered)
 
 
 def trained(
