@@ -70,7 +70,7 @@ def summarise(
     """Predicts all inputs of a loader in memory that does not grow with M; returns (summary, targets).
 
     The summary has mean, aleatoric and epistemic uncertainty, but no members. Members that run in a loop are added one
-    at a time.
+    at a time; on a GPU a batch of few outputs, such as classes, is predicted by all of them at once.
 
     Args:
         posterior: a trained posterior, or a folder written by `save`: members are then read from disk and run one at a

@@ -73,8 +73,14 @@ class PendingConvolution(Pending):
         x, weight, bias = self.parts
         if not relu:
             return torch.conv2d(x, weight, bias, *self.how)
-        shift = weight.new_zeros(len(weight)) if bias is None else bias
-        return self._rectified(weight.to(self.facts[1]), shift.to(self.facts[1]), None)
+        kind = self.facts[1]
+
+        def packed() -> tuple[Tensor, Tensor]:
+            shift = weight.new_zeros(len(weight)) if bias is None else bias
+            return weight.to(kind).contiguous(memory_format=torch.channels_last), shift.to(kind)
+
+        found = derived(("packed", kind), (weight, bias), packed)
+        return self._rectified(*found, None)
 
     def normalised(
         self, added: Tensor | None, mean: Tensor, variance: Tensor, scale: Tensor, shift: Tensor, eps: float

@@ -24,6 +24,7 @@ from dissensus.engine.precision import PredictionPrecision, in_precision, predic
 
 log = logging.getLogger("dissensus")
 
+LITTLE = 2**26  # numbers
 MANY = 500  # batches for which cuDNN may try its algorithms first, which takes about a second
 
 
@@ -79,9 +80,15 @@ def predicted(
         late.add(maxima[0], lambda values: posterior.check_diverged([values], first=first))
         return members
 
+    def small(x: batches.Inputs) -> bool:
+        """Whether all functions may run from one graph on a GPU: what they say of a batch takes little memory."""
+        if device.type != "cuda" or one_at_a_time:
+            return False
+        return drawn.members * posterior.output_shape(x).numel() <= LITTLE
+
     def pieces(x: batches.Inputs) -> Iterator[Predictive]:
         """The functions that run here, all at once or one by one."""
-        if compiled or drawn.particles.how == "vectorised":
+        if compiled or drawn.particles.how == "vectorised" or small(x):
             yield seen(drawn.likelihood.predictive(*described(x)), portion.first)
             return
         found, first = portion.mine.predict_parts(x), portion.first
