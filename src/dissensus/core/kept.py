@@ -109,10 +109,13 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        cast = func is torch.ops.aten._to_copy.default and kwargs.keys() == {"dtype"}
-        if not cast or type(args[0]) not in (Tensor, nn.Parameter) or args[0].numel() < LEAST:
+        if func is not torch.ops.aten._to_copy.default:
             return func(*args, **kwargs)
-        return self.kept.find(("cast", kwargs["dtype"]), args[:1], lambda: func(*args, **kwargs))
+        source, dtype = args[0], kwargs.get("dtype")
+        others = {name: each for name, each in kwargs.items() if each not in (None, False, dtype, source.device)}
+        if others or type(source) not in (Tensor, nn.Parameter) or source.numel() < LEAST:
+            return func(*args, **kwargs)
+        return self.kept.find(("cast", dtype), args[:1], lambda: func(*args, **kwargs))
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
