@@ -124,6 +124,23 @@ def test_what_a_graph_keeps_of_weights_is_theirs_and_goes_when_they_change(preci
 
 
 @pytest.mark.usefixtures("graphs_on_the_host")
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_graph_goes_when_weights_move_in_memory(keeps: bool) -> None:
+    """As when `fit` lays them out for a GPU between two batches of `predict_batches`."""
+    posterior = ds.DeepEnsemble(networks())
+    drawn = posterior.draw()
+    captured = CapturedFunction(drawn.describe, drawn, lambda: left_as_found(posterior), keeps=keeps)
+    x, found = torch.randn(5, 2, 4), []
+    for i in range(6):
+        captured(x)
+        found.append(bool(captured.graphs))
+        if i == 2:
+            for parameter in posterior.parameters():
+                parameter.data = parameter.data.clone()
+    assert found == [False, True, True, False, True, True]
+
+
+@pytest.mark.usefixtures("graphs_on_the_host")
 def test_a_network_that_writes_to_its_weights_is_right_without_what_is_kept() -> None:
     class Writes(nn.Linear):
         def forward(self, x):

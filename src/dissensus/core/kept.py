@@ -23,7 +23,7 @@ class Kept:
     """Tensors computed from some weights, by what was computed from which part of them.
 
     Args:
-        weights: tensors that stay where they are while this object is in use.
+        weights: tensors that stay where they are in memory while this object is in use.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
@@ -58,10 +58,6 @@ class Kept:
         """Whether neither the weights nor what was computed from them has been written to since."""
         intact = all(each._version == before for _, parts in self._found.values() for each, before in parts)
         return intact and all(self._version(address) == before for address, before in self._versions.items())
-
-    def clear(self) -> None:
-        self._found.clear()
-        self._versions.clear()
 
     def _version(self, address: int) -> int:
         return sum(tensor._version for tensor in self._weights[address])

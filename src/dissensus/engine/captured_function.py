@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
@@ -28,8 +28,6 @@ DEVICE = "cuda"  # "cpu" in tests with graphs that are none
 
 class CapturedFunction(Captured):
     """A function of a batch that runs drawn members; on a GPU it is replayed from a graph for shapes seen before.
-
-    The members' tensors must not be moved while this object is in use.
 
     Args:
         context: the context in which the function is called (eval mode, mixed precision).
@@ -63,7 +61,12 @@ class CapturedFunction(Captured):
         self.drawn = drawn
         self.context = context
         self.half = half
-        self.kept = Kept(chain(drawn.parameters(), drawn.buffers())) if keeps and plain else None
+        self.tensors = [
+            each for each in chain(drawn.parameters(), drawn.buffers()) if type(each) in (Tensor, nn.Parameter)
+        ]
+        self.places: list[int] = []  # of these tensors in memory, where graphs read them
+        self.keeps = keeps and plain
+        self.kept: Kept | None = None
         self.forgot = False
         self.ways = Ways(_note_unfused, fused=self._fused, unfused=function)
 
@@ -76,8 +79,7 @@ class CapturedFunction(Captured):
                 return self.function(x)
         key = shapes(tensors)
         with torch.cuda.device(device), same_random_state(device):  # graphs and streams belong to the current device
-            if self.kept is not None and not self.kept.fresh():
-                self._forget()
+            self._forget_what_changed()
             graph = self.graphs.get(key)
             if graph is None and self.due(key):
                 with self.context():
@@ -90,15 +92,21 @@ class CapturedFunction(Captured):
             with self.context(), self._keeping(), self.watching(key), self._timing(device):
                 return self._run(x)
 
-    def _forget(self) -> None:
-        """Begins anew after weights were written to; at the second time, as by a network itself, keeps nothing any more."""
+    def _forget_what_changed(self) -> None:
+        """Begins anew if weights have been moved, or written to since something of them was kept.
+
+        At the second time, as with a network that writes to them itself, nothing is kept any more.
+        """
+        places = [tensor.data_ptr() for tensor in self.tensors]
+        written = self.kept is not None and not self.kept.fresh()
+        if places == self.places and not written:
+            return
+        self.places = places
         self.graphs.clear()
         self.seen.clear()
-        if self.forgot or self.kept is None:
-            self.kept = None
-        else:
-            self.kept.clear()
-        self.forgot = True
+        self.keeps = self.keeps and not (written and self.forgot)
+        self.forgot |= written
+        self.kept = Kept(self.tensors) if self.keeps else None
 
     def _run(self, x: Inputs) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = self.ways(x) if self.plain else self.function(x)
