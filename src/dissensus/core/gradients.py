@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from dissensus.core.batch import Batch
 from dissensus.core.particles import Particles, Rows
 from dissensus.core.running import ONE_LANE, MemberLanes
+from dissensus.numerics.copying import copy_all
 from dissensus.numerics.divided import here, is_divided
 from dissensus.numerics.randomness import random_state
 from dissensus.numerics.tree import Tensors
@@ -210,7 +211,7 @@ def gathered(state: State, found: list[Gradients]) -> Gradients:
             given = [g for g in each if g is not None]
             gradients[name] = sum(given[1:], given[0])
     if targets:  # one call for all tensors and members
-        torch._foreach_copy_(targets, sources)
+        copy_all(targets, sources)
     buffers = {name: torch.stack([one.buffers[name] for one in found]) for name in found[0].buffers}
     return Gradients(torch.stack([one.losses for one in found]), gradients, buffers)
 

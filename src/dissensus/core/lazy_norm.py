@@ -11,6 +11,7 @@ import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -154,6 +155,7 @@ class _Norm(torch.autograd.Function):
         g, saved = _like(gradients[0], ctx.saved_tensors[0]), ctx.saved_tensors
         if torch.is_grad_enabled():
             by_x, by_added, sums = _Pulled.apply(g, *saved, ctx.relu)  # type: ignore[no-untyped-call]
+            by_x.again = partial(_again, g.detach(), *saved, sums.detach(), ctx.relu)
         else:
             by_x, by_added, sums = _first(g, *saved, ctx.relu)
         by_w, by_b = sums.to(saved[4].dtype)
@@ -190,6 +192,14 @@ def _first(g: Tensor, x: Tensor, y: Tensor | None, m: Tensor, r: Tensor, w: Tens
     from dissensus.numerics import norm_kernels
 
     return norm_kernels.gradients(g, x, y, m, r, w, b, relu=relu)
+
+
+def _again(g: Tensor, x: Tensor, y: Tensor | None, *rest: Any) -> Tensor:
+    """The input gradient once more: the layer before need not keep it until its second derivative."""
+    from dissensus.numerics import norm_kernels
+
+    *given, relu = rest
+    return norm_kernels.input_gradient(g, x, y, *given, relu=relu)
 
 
 def _like(g: Tensor, x: Tensor) -> Tensor:

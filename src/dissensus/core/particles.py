@@ -23,6 +23,7 @@ from dissensus.core.running import How, Rows, Runner, first_line, loop
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
+from dissensus.numerics.copying import copy_all
 from dissensus.numerics.divided import is_divided, joined_all
 from dissensus.numerics.tree import Tensors, TensorTree, call_with, copies, named_tensors, ties
 
@@ -271,7 +272,7 @@ class Particles(nn.Module):
                     *(buffers[name] for name in mine),
                     *(self.exchange.averaged(buffers[name]) for name in common),
                 ]
-                torch._foreach_copy_(targets, sources)
+                copy_all(targets, sources)
 
     def rows(self, varying: Tensors | None = None) -> Rows:
         """Tensors that differ between functions, with the function axis first."""

@@ -180,13 +180,16 @@ class _Pulled(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         t, w, _, *ctx.how = inputs
-        ctx.save_for_backward(t, w)
+        # A fused batch norm computes it again, unless somebody has changed it: faster than memory fills up.
+        ctx.again = getattr(t, "again", None) if t._version == 0 else None
+        ctx.save_for_backward(*(() if ctx.again else (t,)), w)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (u,), (t, w) = gradients, ctx.saved_tensors
+        (u,), (*kept, w) = gradients, ctx.saved_tensors
         by_w = None
         if ctx.needs_input_grad[1]:
+            t = kept[0] if kept else ctx.again()
             by_w = aten.convolution_backward(t, u, w, None, *ctx.how, [False, True, False])[1]
         return torch.convolution(u, w, None, *ctx.how), by_w, *[None] * (1 + len(ctx.how))
 

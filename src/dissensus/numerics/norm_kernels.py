@@ -163,9 +163,10 @@ def _gradient_parts(  # type: ignore[no-untyped-def]
 @triton.jit
 def _gradients(  # type: ignore[no-untyped-def]
     g, x, y, mean, rstd, weight, bias, sums, by_x, by_added, rows, channels,
-    ADDED: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
+    ADDED: tl.constexpr, RELU: tl.constexpr, KEEPS: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """J t, and t where a tensor is added."""
+    """J t and, if it is kept, t."""
     at, there, c, known = _tile(tl.program_id(0) * ROWS, rows, channels, ROWS, CHANNELS)
     m, r = tl.load(mean + c, known, 0.0), tl.load(rstd + c, known, 0.0)
     scale, b = tl.load(weight + c, known, 0.0).to(T) * r, tl.load(bias + c, known, 0.0).to(T)
@@ -174,7 +175,7 @@ def _gradients(  # type: ignore[no-untyped-def]
     t, _ = _through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
     found = scale[None, :] * (t - mean_t[None, :] - centred * (r * xt)[None, :])
     tl.store(by_x + at, found.to(by_x.dtype.element_ty), there)
-    if ADDED:
+    if KEEPS:
         tl.store(by_added + at, t.to(by_added.dtype.element_ty), there)
 
 
@@ -301,8 +302,20 @@ def gradients(
     flags = {"ADDED": added, "RELU": relu}
     _gradient_parts[sizes.some](*common, parts, sizes.rows, sizes.channels, sizes.parts, **flags, **sizes.tile)
     sums = sizes.added_up(parts)
-    _gradients[sizes.all](*common, sums, by_x, by_added, sizes.rows, sizes.channels, **flags, **sizes.tile)
+    _gradients[sizes.all](*common, sums, by_x, by_added, sizes.rows, sizes.channels, **flags, KEEPS=added, **sizes.tile)
     return by_x, by_added, sums
+
+
+def input_gradient(
+    g: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, sums: Tensor, *,
+    relu: bool,
+) -> Tensor:  # fmt: skip
+    """J t once more, with the sums known."""
+    sizes, by_x = Sizes(x), torch.empty_like(x)
+    flags = {"ADDED": y is not None, "RELU": relu, "KEEPS": False}
+    common = (g, x, x if y is None else y, mean, rstd, weight, bias, sums)
+    _gradients[sizes.all](*common, by_x, by_x, sizes.rows, sizes.channels, **flags, **sizes.tile)
+    return by_x
 
 
 def second_gradients(

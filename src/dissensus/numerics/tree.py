@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from dissensus.numerics.copying import copy_all
+
 Tensors = dict[str, Tensor]  # by name
 
 
@@ -17,7 +19,7 @@ def copies(tensors: Tensors) -> Tensors:
     if not tensors or not on_gpu or torch.compiler.is_compiling():
         return {name: tensor.clone() for name, tensor in tensors.items()}
     found = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    torch._foreach_copy_(list(found.values()), list(tensors.values()))
+    copy_all(list(found.values()), list(tensors.values()))
     return found
 
 
