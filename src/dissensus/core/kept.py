@@ -103,6 +103,10 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `Watch`
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not torch.ops.aten._to_copy.default:
