@@ -3,7 +3,8 @@
     python benchmarks/speed.py --cases mlp,resnet18 --csv benchmarks/results/speed.csv
 
 Training: epochs of `ds.fit` (the whole step: forward, backward, optimiser, data) alternate with as many steps of a loop
-over the same members, each with its own optimiser, eager, in the same precision. Prediction likewise.
+over the same members, each with its own optimiser, eager, in the same precision. Prediction likewise, in float32 and in bf16;
+`--no-train` measures prediction alone.
 """
 
 import argparse
@@ -60,6 +61,8 @@ def main() -> None:
     )
     arguments.add_argument("--precision", default="auto")
     arguments.add_argument("--no-predict", action="store_true")
+    arguments.add_argument("--predicted", type=int, default=0, help="batches to predict; 0 is one epoch's")
+    arguments.add_argument("--no-train", action="store_true", help="predict with networks that are not trained")
     arguments.add_argument("--csv", type=Path)
     options = arguments.parse_args()
     rows = []
@@ -90,7 +93,7 @@ def measure(
     engine: str,
     options: argparse.Namespace,
 ) -> Iterator[dict[str, object]]:
-    """Rows for one training comparison and one prediction comparison."""
+    """Rows of one case."""
     torch.manual_seed(0)
     steps = options.steps or (50 if CUDA else 10)
     x = torch.randn(steps * batch, *shape, device=DEVICE)
@@ -102,6 +105,28 @@ def measure(
     if CUDA:
         for network in networks:
             network.to(memory_format=torch.channels_last)
+    common: dict[str, object] = {"case": case, "members": members, "batch": batch, "engine": engine}
+    ran = ""
+    if not options.no_train:
+        for row in trained(common, networks, posterior, loader, steps, precision, options):
+            ran = str(row["ran"])
+            yield row
+    if not options.no_predict:
+        rows = torch.arange((options.predicted or steps) * batch, device=DEVICE) % len(x)
+        ordered = Batches(x[rows], y[rows], batch_size=batch)
+        yield from predicted({**common, "ran": ran or "not trained"}, networks, posterior, ordered)
+
+
+def trained(
+    common: dict[str, object],
+    networks: list[nn.Module],
+    posterior: ds.Posterior,
+    loader: Batches,
+    steps: int,
+    precision: torch.dtype | None,
+    options: argparse.Namespace,
+) -> Iterator[dict[str, object]]:
+    """Rows of a training step and an epoch."""
     optimizers = [torch.optim.SGD(n.parameters(), lr=0.01, momentum=0.9, nesterov=True) for n in networks]
     loop_steps = max(2, min(steps, 10))
     loop_times: list[float] = []
@@ -129,7 +154,7 @@ def measure(
         loader,
         epochs=max(options.epochs, options.planned),
         optimizer=optimizer,
-        engine=engine,
+        engine=str(common["engine"]),
         precision=options.precision,
         callback=loop_chunk,
         progress=False,
@@ -138,7 +163,7 @@ def measure(
     ours, loop = median(epochs[1:]), median(loop_times[1:])
     setting_up = epochs[0] * steps - ours * steps
     peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else float("nan")
-    common = {"case": case, "members": members, "batch": batch, "engine": engine, "ran": history.engine}
+    common = {**common, "ran": history.engine}
     yield {
         **common,
         "what": f"training step of a run of {steps * options.planned}" if options.planned else "training step",
@@ -160,41 +185,53 @@ def measure(
         **dict.fromkeys(("spread", "set_up_s", "peak_gib", "expected_gib"), ""),
         **provenance(),
     }
-    if options.no_predict:
-        return
-    ordered = Batches(x, y, batch_size=batch)
 
-    def ours_predicts() -> Tensor:
-        return ds.predict(posterior, ordered)[0].mean
 
-    def loop_predicts() -> Tensor:
-        means = []
-        for network in networks:
-            network.eval()
-        with torch.no_grad():
+def predicted(
+    common: dict[str, object], networks: list[nn.Module], posterior: ds.Posterior, ordered: Batches
+) -> Iterator[dict[str, object]]:
+    """Rows of predictions in float32 and in bf16."""
+    for network in networks:
+        network.eval()
+
+    def ours_predicts(kind: str) -> Tensor:
+        return ds.predict(posterior, ordered, precision=kind)[0].mean
+
+    def loop_predicts(kind: str) -> Tensor:
+        half, means = kind == "bf16", []
+        with torch.no_grad(), torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=half):
             for inputs, _ in ordered:
-                means.append(torch.stack([network(inputs).softmax(1) for network in networks]).mean(0))
+                each = [network(inputs).float().softmax(1) for network in networks]
+                means.append(torch.stack(each).mean(0))
         return torch.cat(means)
 
-    times: dict[str, list[float]] = {"ours": [], "loop": []}
+    ways = [(who, kind) for who in (ours_predicts, loop_predicts) for kind in ("float32", "bf16")]
+    times: dict[tuple[Callable[[str], Tensor], str], list[float]] = {way: [] for way in ways}
     for _ in range(6):
-        for name, function in (("ours", ours_predicts), ("loop", loop_predicts)):
+        for who, kind in ways:
             start = clock()
-            function()
-            times[name].append(clock() - start)
-    ours, loop = median(times["ours"][1:]), median(times["loop"][1:])
-    yield {
-        **common,
-        "what": f"prediction of {len(x)}",
-        "ms": round(1e3 * ours, 3),
-        "loop_ms": round(1e3 * loop, 3),
-        "ratio": round(loop / ours, 2),
-        "spread": spread(times["ours"][1:]),
-        "set_up_s": "",
-        "peak_gib": "",
-        "expected_gib": "",
-        **provenance(),
+            who(kind)
+            times[who, kind].append(clock() - start)
+    found = {way: median(each[1:]) for way, each in times.items()}
+    compared = {  # what, how it is predicted here and in the loop
+        f"prediction of {len(ordered.y)}": ("float32", "float32"),
+        f"prediction of {len(ordered.y)} in bf16, loop in float32": ("bf16", "float32"),
+        f"prediction of {len(ordered.y)} in bf16, loop in bf16": ("bf16", "bf16"),
     }
+    for what, (here, there) in compared.items():
+        ours, loop = found[ours_predicts, here], found[loop_predicts, there]
+        yield {
+            **common,
+            "what": what,
+            "ms": round(1e3 * ours, 3),
+            "loop_ms": round(1e3 * loop, 3),
+            "ratio": round(loop / ours, 2),
+            "spread": spread(times[ours_predicts, here][1:]),
+            "set_up_s": "",
+            "peak_gib": "",
+            "expected_gib": "",
+            **provenance(),
+        }
 
 
 def clock() -> float:

@@ -17,6 +17,7 @@ import choose
 import compose
 import compose_speed
 import embedded_width
+import half_precision
 import landscape
 import measured
 import mnist_ood
@@ -459,6 +460,8 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
         yield docs / "choose.md", name, table()
     yield docs / "choose.md", "table", choose.table_rows()
     yield docs / "results" / "speed.md", "speed", speed_table()
+    halves = [*rows("half_precision.csv"), *rows("half_precision_h200.csv")]
+    yield docs / "results" / "speed.md", "half-precision", half_precision.half_table(halves)
     yield docs / "reference/details/node-bnn.md", "capacity", capacity_table()
     yield docs / "reference/tasks.md", "task-keys", task_keys()
     for name in NODES:

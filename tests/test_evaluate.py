@@ -581,3 +581,58 @@ def test_class_labels_are_no_masks_of_ood_pixels(values):
     labels = torch.tensor(values)[torch.randint(len(values), (5, 12, 12))]
     with pytest.raises(ValueError, match=r"expected masks of 0, 1 and one void number in 'odd', got \["):
         evaluate(posterior, [(x, y)], ood={"odd": [(x, labels)]})
+
+
+# ---------------------------------------------------------------------------------------------------- precision
+
+
+def test_in_bf16_every_number_is_that_of_predictions_in_bf16():
+    posterior, (x, y) = ensemble(inputs=256), images()
+    attack = ds.AttackCurves([0.1], names=["fgsm"])
+    settings = {"ood": {"far": [(x + 1, y)]}, "shift": {"moved": [(x, y)]}, "corrupt": ["fog"], "attack": attack}
+    exact, half = (evaluate(posterior, [(x, y)], **settings, precision=each) for each in ("float32", "bf16"))
+    predictive = ds.predict(posterior, [(x, y)], precision="bf16")[0]
+    assert half.metrics["nll"] == pytest.approx(float(metrics.nll(predictive.log_mean, y)), abs=1e-9)
+    assert half.metrics["shift/moved/nll"] == half.metrics["nll"]
+    foggy = [ds.predict(posterior, [(corrupt(x, "fog", s), y)], precision="bf16")[0].log_mean for s in range(1, 6)]
+    expected = torch.stack([metrics.nll(each, y) for each in foggy]).mean()
+    assert half.metrics["corrupt/nll"] == pytest.approx(float(expected), abs=1e-6)
+    for name in ("nll", "brier", "shift/moved/nll", "corrupt/nll", "attack/fgsm/nll", "members/nll"):
+        assert half.metrics[name] != exact.metrics[name], name
+        assert half.metrics[name] == pytest.approx(exact.metrics[name], rel=0.02), name
+    assert not torch.equal(half.arrays["ood/far/score/energy"], exact.arrays["ood/far/score/energy"])
+    assert half.notes["precision"] == "bf16"
+    assert "in bf16" in repr(half)
+    assert "precision" not in exact.notes
+    assert not half.cautions
+
+
+def test_a_segmentation_is_evaluated_in_bf16():
+    torch.manual_seed(0)
+    posterior, x = ds.DeepEnsemble([tiny.segmenter() for _ in range(2)]), torch.randn(3, 2, 5, 5)
+    y = torch.randint(3, (3, 5, 5))
+    half = evaluate(posterior, [(x, y)], precision="bf16").metrics["nll"]
+    log_mean = ds.predict(posterior, [(x, y)], precision="bf16")[0].log_mean
+    assert half == pytest.approx(float(metrics.nll(log_mean, y)), abs=1e-9)
+    assert half != evaluate(posterior, [(x, y)]).metrics["nll"]
+
+
+@pytest.mark.parametrize("given", ["float16", "half", torch.float16, torch.bfloat16])
+def test_other_half_precisions_are_named_in_the_error(given):
+    with pytest.raises(ValueError, match=r'expected precision of float32, bf16, got .*half precision is "bf16"'):
+        evaluate(ensemble(), [rows()], precision=given)
+
+
+def test_what_was_fitted_in_float32_is_said_where_predictions_are_in_bf16(caplog):
+    posterior, loader = ensemble(), [rows()]
+    evaluate(posterior, loader, precision="bf16")
+    assert not caplog.records
+    ds.conformal(posterior, loader, level=0.8)
+    posterior.temperature.fill_(2.0)
+    ds.predict(posterior, loader)
+    evaluate(posterior, loader)
+    assert not caplog.records
+    ds.predict(posterior, loader, precision="bf16")
+    evaluate(posterior, loader, precision="bf16")
+    said = "conformal, a temperature: fitted to predictions in float32, applied to predictions in bf16"
+    assert [said in record.message for record in caplog.records] == [True, True]

@@ -3,35 +3,26 @@
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.errors import Diverged
-from dissensus.core.functions import DrawnFunctions
-from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Particles
-from dissensus.core.posterior import Posterior, expect_posterior, left_as_found
+from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import Predictive
-from dissensus.core.running import Ways
-from dissensus.core.standing import Lens
 from dissensus.core.summary import RunningSummary, SummaryPredictive
-from dissensus.engine.captured_function import CapturedFunction
-from dissensus.engine.eager import autocast
 from dissensus.engine.memory import readable
+from dissensus.engine.precision import PredictionPrecision
+from dissensus.engine.predicted import predicted
 from dissensus.numerics.arrays import tensor_of
-from dissensus.numerics.checks import number, one_of, whole
+from dissensus.numerics.checks import number, whole
 
 log = logging.getLogger("dissensus")
-
-PredictionPrecision = Literal["float32", "bf16"]
 
 
 def predict(
@@ -57,13 +48,12 @@ def predict(
     loader = _as_loader(posterior, loader)
     parts: list[Predictive] = []
     targets: list[Tensor] = []
-    later: list[Tensor] = []
-    for predictive, y in _predicted_batches(posterior, loader, precision=precision, compiled=compiled, later=later):
+    found = _predicted_batches(posterior, loader, precision=precision, compiled=compiled, keeps_weights=True)
+    for predictive, y in found:
         if not parts:
             _state_memory(predictive, loader, keep_members=True)
         parts.append(predictive)
         targets.append(y)
-    posterior.check_diverged(later)
     return Predictive.cat(parts), torch.cat(targets)
 
 
@@ -80,7 +70,7 @@ def summarise(
     """Predicts all inputs of a loader in memory that does not grow with M; returns (summary, targets).
 
     The summary has mean, aleatoric and epistemic uncertainty, but no members. Members that run in a loop are added one
-    at a time.
+    at a time; on a GPU a batch of few outputs, such as classes, is predicted by all of them at once.
 
     Args:
         posterior: a trained posterior, or a folder written by `save`: members are then read from disk and run one at a
@@ -101,7 +91,7 @@ def summarise(
     lens = posterior.lens()
     parts: list[SummaryPredictive] = []
     targets: list[Tensor] = []
-    for part, y in _predicted(posterior, loader, lens, precision=precision, compiled=compiled):
+    for part, y in predicted(posterior, loader, lens, precision=precision, compiled=compiled):
         if not parts:
             _state_memory(part, loader, keep_members=False)
         parts.append(cast(SummaryPredictive, lens.mixture(part)))
@@ -115,7 +105,7 @@ def predict_batches(
     """Predicts one batch after the other and keeps none, so the data may be larger than memory.
 
     Arguments as in `predict`. One draw is used for all batches. Between two batches, training modes and random state are
-    those of the caller.
+    those of the caller. On a GPU, values that are not finite are reported one batch late, with the next batch or at the end.
 
     Yields:
         (predictive, targets): a `Predictive` for the batch's B inputs with every member, and its targets (B, ...).
@@ -129,11 +119,12 @@ def _predicted_batches(
     *,
     precision: PredictionPrecision,
     compiled: bool,
-    later: list[Tensor] | None = None,
+    keeps_weights: bool = False,
 ) -> Iterator[tuple[Predictive, Tensor]]:
     lens = expect_posterior(posterior).lens()
-    settings: dict[str, Any] = {"precision": precision, "compiled": compiled, "keep_members": True, "later": later}
-    for predictive, y in _predicted(posterior, loader, lens, **settings):
+    settings: dict[str, Any] = {"precision": precision, "compiled": compiled, "keep_members": True}
+    settings["keeps_weights"] = keeps_weights
+    for predictive, y in predicted(posterior, loader, lens, **settings):
         yield lens.mixture(predictive), y
 
 
@@ -184,7 +175,7 @@ def predict_image(
     ]
     found: tuple[Tensor, ...] = ()
     lens = expect_posterior(posterior).lens()
-    parts = _predicted(posterior, loader, lens, precision=precision, compiled=False, one_at_a_time=True)
+    parts = predicted(posterior, loader, lens, precision=precision, compiled=False, one_at_a_time=True)
     for ((row, kept_rows), (column, kept_columns)), (moments, _) in zip(places, parts, strict=True):
         summary = lens.mixture(moments)
         new = (summary.mean, summary.total, summary.epistemic)
@@ -218,104 +209,11 @@ def _within(kept: range, tile: range) -> slice:
     return slice(kept.start - tile.start, kept.stop - tile.start)
 
 
-def _predicted(
-    posterior: Posterior,
-    loader: Iterable[Any],
-    lens: Lens,
-    *,
-    precision: PredictionPrecision,
-    compiled: bool,
-    keep_members: bool = False,
-    one_at_a_time: bool = False,
-    later: list[Tensor] | None = None,
-) -> Iterator[tuple[Predictive, Tensor]]:
-    """(predictive of all members, or their summary, targets) of one batch after the other, by all processes on a mesh.
-
-    Members are seen through the lens; the caller looks at the mixture through it. `later`: as in
-    `Posterior.checked_members`, for members that are kept.
-    """
-    one_of("precision", precision, ("float32", "bf16"))
-    check_loader(loader)
-    dtype = torch.bfloat16 if precision == "bf16" else None
-    with left_as_found(posterior):
-        device, drawn = posterior.device, posterior.draw()
-    portion = posterior.portion(drawn)
-
-    @contextmanager
-    def context() -> Iterator[None]:
-        # Entered again for every part, so that between two parts the caller's modes and random state are in place.
-        with left_as_found(posterior), autocast(device, dtype):
-            yield
-
-    @cache
-    def describing(mine: DrawnFunctions) -> CapturedFunction:
-        function: Callable[[batches.Inputs], tuple[Tensor, ...]] = mine.describe
-        if compiled:
-            function = Ways(_note_uncompiled, compiled=torch.compile(mine.describe, dynamic=False), plain=mine.describe)
-        return CapturedFunction(function, mine, context, lanes=not compiled)
-
-    def described(x: batches.Inputs) -> tuple[Tensor, ...]:
-        with batches.unchanged(x):
-            return describing(portion.mine)(x)
-
-    def pieces(x: batches.Inputs) -> Iterator[Predictive]:
-        """The functions that run here, all at once or one by one."""
-        if compiled or drawn.particles.how == "vectorised":
-            whole = drawn.likelihood.predictive(*described(x))
-            yield posterior.checked_members(whole, lens, first=portion.first)
-            return
-        found, seen = portion.mine.predict_parts(x), portion.first
-        while True:
-            with context():
-                piece = next(found, None)
-            if piece is None:
-                return
-            yield posterior.checked_members(piece, lens, first=seen)
-            seen += len(piece.described()[0])
-
-    stored = [each for each in drawn.modules() if one_at_a_time and isinstance(each, Particles)]
-    ways = [particles.how for particles in stored]
-    for particles in stored:
-        particles.how = "loop"
-
-    def checked(x: batches.Inputs) -> batches.Inputs:
-        x = batches.to(x, device)
-        with autocast(device, dtype):
-            posterior.check_inputs(x)
-        return x
-
-    def kept(batch: batches.Batch) -> Predictive:
-        x = checked(batch.x)
-        # On a mesh an error must come with its batch, so that all processes raise it.
-        soon = None if posterior.others is not None else later
-        predictive = drawn.likelihood.predictive(*portion.joined(lambda: described(x)))
-        return posterior.checked_members(predictive, lens, later=soon)
-
-    def summed(batch: batches.Batch) -> Predictive:
-        x = checked(batch.x)
-        running, *others = portion.everyones(lambda: RunningSummary(pieces(x)))
-        for other in others:
-            running.merge(other)
-        return running.summary()
-
-    try:
-        work = kept if keep_members else summed
-        for batch, found in posterior.shared(work, posterior.read(loader, anywhere=True), portion, device):
-            yield found, cast(Tensor, batches.to(batch.y, device))
-    finally:
-        for particles, how in zip(stored, ways, strict=True):
-            particles.how = how
-
-
 def _as_loader(posterior: Any, given: Any) -> Iterable[Any]:
     from dissensus.data.batches import as_loader  # imports all of `data`, which `import dissensus` avoids
 
     loader: Iterable[Any] = as_loader(given, raw=getattr(posterior, "inputs", as_loader) is not None)
     return cast(Iterable[Any], posterior.whole(loader)) if isinstance(posterior, Posterior) else loader
-
-
-def _note_uncompiled(name: str, reason: str, *args: object) -> None:
-    log.info("prediction runs uncompiled: this network cannot be compiled (%s)", reason)
 
 
 def _summarise_stored(
@@ -327,7 +225,7 @@ def _summarise_stored(
     for index, member in enumerate(members):
         seen, lens = 0, member.lens()
         try:
-            for predictive, y in _predicted(
+            for predictive, y in predicted(
                 member, loader, lens, precision=precision, compiled=False, keep_members=True
             ):
                 if index == 0:

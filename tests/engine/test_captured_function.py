@@ -1,14 +1,20 @@
 """Prediction from graphs, and members in lanes: where there is no GPU both are what they were before."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
+import pytest
 import torch
 from torch import nn
 
 import dissensus as ds
+from dissensus.core import kept
 from dissensus.core.particles import Particles
+from dissensus.core.posterior import left_as_found
+from dissensus.core.running import ONE_LANE
 from dissensus.data import Batches
+from dissensus.engine import captured_function, graphs
 from dissensus.engine.captured_function import CapturedFunction
+from dissensus.engine.precision import in_precision
 
 
 def networks(count: int = 3) -> list[nn.Module]:
@@ -55,3 +61,99 @@ def test_predicted_batches_leave_the_modes_as_they_were_between_them() -> None:
         assert posterior.training
         assert torch.is_grad_enabled()
         assert not predictive.mean.requires_grad
+
+
+class Repeated:
+    """In place of a CUDA graph: a replay calls the function again, with what the capture could read."""
+
+    context = nullcontext
+
+    def __init__(self, function, inputs=(), **settings) -> None:
+        self.function, self.inputs, self.graph = function, inputs, self
+        function()
+
+    def pool(self) -> None:
+        return None
+
+    def replay(self, given):
+        for mine, new in zip(self.inputs, given, strict=True):
+            mine.copy_(new)
+        with self.context():
+            return self.function()
+
+
+@pytest.fixture
+def graphs_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_function, "DEVICE", "cpu")
+    monkeypatch.setattr(graphs, "Graph", Repeated)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(graphs.Lanes, "for_members", lambda self, count: ONE_LANE)
+    monkeypatch.setattr(kept, "LEAST", 1)
+
+
+@pytest.mark.usefixtures("graphs_on_the_host")
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_what_a_graph_keeps_of_weights_is_theirs_and_goes_when_they_change(precision, monkeypatch) -> None:
+    posterior = ds.DeepEnsemble(networks())
+    drawn = posterior.draw()
+
+    @contextmanager
+    def context():
+        with left_as_found(posterior), in_precision(posterior, precision):
+            yield
+
+    monkeypatch.setattr(Repeated, "context", staticmethod(context))
+    captured = CapturedFunction(drawn.describe, drawn, context, keeps=True, half=precision == "bf16")
+    found = []
+    for i in range(12):
+        x = torch.randn(5, 2, 4)
+        with context():
+            expected = drawn.describe(x)[0]
+        assert torch.equal(captured(x)[0], expected)
+        found.append((bool(captured.graphs), captured.kept is not None and captured.kept.casts))
+        if i in (3, 7):
+            with torch.no_grad():
+                for parameter in posterior.parameters():
+                    parameter.add_(0.1)
+    assert not captured.failed
+    half = precision == "bf16"
+    anew = [(False, half), *[(True, half)] * 3]
+    last = [(False, False), *[(True, False)] * 3]  # weights that change again are cast at every use
+    assert found == ([*anew, *anew, *last] if half else [(False, False), *[(True, False)] * 11])
+
+
+@pytest.mark.usefixtures("graphs_on_the_host")
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_graph_goes_when_weights_move_in_memory(keeps: bool) -> None:
+    """As when `fit` lays them out for a GPU between two batches of `predict_batches`."""
+    posterior = ds.DeepEnsemble(networks())
+    drawn = posterior.draw()
+    captured = CapturedFunction(drawn.describe, drawn, lambda: left_as_found(posterior), keeps=keeps)
+    x, found = torch.randn(5, 2, 4), []
+    for i in range(6):
+        captured(x)
+        found.append(bool(captured.graphs))
+        if i == 2:
+            for parameter in posterior.parameters():
+                parameter.data = parameter.data.clone()
+    assert found == [False, True, True, False, True, True]
+
+
+@pytest.mark.usefixtures("graphs_on_the_host")
+def test_a_network_that_writes_to_its_weights_is_right_without_what_is_kept() -> None:
+    class Writes(nn.Linear):
+        def forward(self, x):
+            w = self.weight.to(torch.bfloat16)
+            w.mul_(2)
+            return nn.functional.linear(x, w.float(), self.bias)
+
+    posterior = ds.DeepEnsemble([Writes(4, 3) for _ in range(2)])
+    posterior.particles.how = "loop"
+    drawn = posterior.draw()
+    captured = CapturedFunction(drawn.describe, drawn, lambda: left_as_found(posterior), keeps=True, half=True)
+    for _ in range(5):
+        x = torch.randn(5, 4)
+        with left_as_found(posterior):
+            expected = drawn.describe(x)[0]
+        assert torch.equal(captured(x)[0], expected)

@@ -2,7 +2,9 @@
 
 import copy
 import logging
+import math
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ from torch import Tensor, nn
 import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
+from dissensus.core.posterior import left_as_found
 from dissensus.data import Batches
 from dissensus.engine import CapturedStep, EagerStep
+from dissensus.engine.captured_function import CapturedFunction
+from dissensus.engine.precision import in_precision
 
 pytestmark = [
     pytest.mark.gpu,
@@ -295,7 +300,7 @@ def test_batches_predicted_from_a_graph_are_those_predicted_plainly(name: str, p
     x = x.float()
     ds.refresh(posterior, Batches(x, y, batch_size=12))  # samples are stored: every prediction is of the same functions
     state = torch.cuda.get_rng_state()
-    loader = Batches(x, y, batch_size=12)  # 7 full batches, of which five come from a graph, and one of 6
+    loader = Batches(x, y, batch_size=12)  # 7 full batches, of which six come from a graph, and one of 6
     torch.manual_seed(1)
     got, _ = ds.predict(posterior, loader, precision=precision)
     torch.manual_seed(1)
@@ -734,3 +739,110 @@ def test_a_batch_on_the_host_is_taken_to_the_gpu_in_a_users_own_loop():
     torch.testing.assert_close(posterior.loss(x, y, weight), there, rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match="expected labels in 0…2, got 7"):
         posterior.loss(x, torch.full((6,), 7))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("name", ["deep_ensemble, looped", "deep_ensemble, vectorised", "map", "mc_dropout"])
+def test_what_is_kept_of_weights_gives_the_bits_of_what_is_computed_at_every_batch(name: str, precision: str) -> None:
+    torch.manual_seed(0)
+    posterior = POSTERIORS[name]().cuda()
+    x = data(12)[0].float()
+    with left_as_found(posterior):
+        drawn = posterior.draw()
+
+    @contextmanager
+    def context():
+        with left_as_found(posterior), in_precision(posterior, precision):
+            yield
+
+    once, always = (
+        CapturedFunction(drawn.describe, drawn, context, keeps=keeps, half=precision == "bf16")
+        for keeps in (True, False)
+    )
+    for _ in range(4):
+        assert all(map(torch.equal, once(x), always(x)))
+        x = x + 0.1
+    assert once.graphs
+    assert always.graphs
+    with torch.no_grad():
+        for parameter in drawn.parameters():
+            parameter.mul_(1.5)
+    for _ in range(3):
+        assert all(map(torch.equal, once(x), always(x)))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_networks_predict_in_bf16_what_they_predict_in_float32_within_its_error(layout: torch.memory_format) -> None:
+    """Convolutions that include batch norm, addition and ReLU, in graphs, against torch's own layers."""
+    torch.manual_seed(0)
+    networks = [ds.nets.ResNet(20).cuda().to(memory_format=layout) for _ in range(2)]
+    with torch.no_grad():
+        for network in networks:
+            for _ in range(3):
+                network.train()(torch.randn(64, 3, 32, 32, device="cuda"))  # statistics that are not 0 and 1
+    posterior = ds.DeepEnsemble(networks).cuda()
+    x = torch.randn(256, 3, 32, 32, device="cuda")
+    with torch.no_grad():
+        exact = torch.stack([network.eval().double()(x.double()).softmax(1) for network in networks])
+    loader = Batches(x, torch.zeros(256, dtype=torch.long, device="cuda"), batch_size=32)
+    for precision, bound in (("float32", 1e-5), ("bf16", 0.02)):
+        found = ds.predict(posterior, loader, precision=precision)[0].members.exp()
+        assert float((found - exact).abs().max()) < bound
+
+
+def test_weights_trained_between_two_batches_are_seen_by_the_next() -> None:
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([conv_net() for _ in range(3)]).cuda()
+    x, y = data(72)
+    loader = Batches(x.float(), y, batch_size=12)
+    for precision in ("float32", "bf16"):
+        for i, (predictive, _) in enumerate(ds.predict_batches(posterior, loader, precision=precision)):
+            one = Batches(x[12 * i : 12 * i + 12].float(), y[:12], batch_size=12)
+            expected = ds.predict(posterior, one, precision=precision)[0].members
+            torch.testing.assert_close(
+                predictive.members, expected, rtol=0, atol=1e-5 if precision == "float32" else 2e-2
+            )
+            if i > 1:
+                ds.fit(
+                    posterior, loader, epochs=2, progress=False
+                )  # lays out weights anew; its graph counts no versions
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["deep_ensemble, looped", "deep_ensemble, vectorised", "mc_dropout", "map"])
+def test_predictions_wait_for_the_device_at_no_batch(name: str, where: str) -> None:
+    torch.manual_seed(0)
+    posterior = POSTERIORS[name]().cuda()
+    posterior.temperature.fill_(2.0)
+    x, y = (each.to(where) for each in data(120))
+
+    def steady():
+        try:
+            for i, batch in enumerate(Batches(x.float(), y, batch_size=12)):
+                if i == 3:  # the first batches look at the network and capture it
+                    torch.cuda.set_sync_debug_mode("error")
+                yield batch
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    for precision in ("float32", "bf16"):
+        ds.predict(posterior, steady(), precision=precision)
+        ds.summarise(posterior, steady(), precision=precision)
+        list(ds.predict_batches(posterior, steady(), precision=precision))
+        ds.evaluate(posterior, steady(), precision=precision, progress=False)
+
+
+def test_what_a_gpu_predicts_late_is_what_it_predicts() -> None:
+    """Of data on the host: copies are under way while the device computes, and memory is used again."""
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([conv_net() for _ in range(3)]).cuda()
+    x, y = (each.cpu() for each in data(600))
+    x = x.float()
+    members = torch.cat([posterior.predict(part).members.cpu() for part in x.split(12)], 1)
+    found, targets = ds.predict(posterior, Batches(x, y, batch_size=12))
+    torch.testing.assert_close(found.members.cpu(), members, rtol=0, atol=1e-5)
+    assert torch.equal(targets.cpu(), y)
+    evaluation = ds.evaluate(posterior, Batches(x, y, batch_size=12), progress=False)
+    nll = -members.logsumexp(0).sub(math.log(3)).gather(1, y[:, None])[:, 0]
+    torch.testing.assert_close(evaluation.arrays["test/nll"], nll.double(), rtol=0, atol=1e-5)
+    assert evaluation.metrics["cost/predict_ms"] > 0

@@ -2,8 +2,10 @@
 
 import threading
 
+import pytest
 import torch
 
+from dissensus.core.kept import _Casts
 from dissensus.numerics.randomness import Watch, looking_ahead, next_seed, own_generator, same_random_state
 
 CPU = torch.device("cpu")
@@ -56,3 +58,9 @@ def test_a_watch_sees_random_operations_only():
     with Watch() as watch:
         torch.nn.functional.dropout(x)
     assert watch.drew
+
+
+@pytest.mark.parametrize("mode", [Watch, _Casts])
+def test_modes_do_not_bring_the_compiler_along(mode: type) -> None:
+    """torch wraps them by default, and the wrapper imports its compiler at the first operation: a second, at least."""
+    assert not hasattr(mode.__torch_dispatch__, "__wrapped__")

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dissensus.core.kept import derived
 from dissensus.core.pending import Pending, settled
 
 
@@ -72,8 +73,14 @@ class PendingConvolution(Pending):
         x, weight, bias = self.parts
         if not relu:
             return torch.conv2d(x, weight, bias, *self.how)
-        shift = weight.new_zeros(len(weight)) if bias is None else bias
-        return self._rectified(weight.to(self.facts[1]), shift.to(self.facts[1]), None)
+        kind = self.facts[1]
+
+        def packed() -> tuple[Tensor, Tensor]:
+            shift = weight.new_zeros(len(weight)) if bias is None else bias
+            return weight.to(kind).contiguous(memory_format=torch.channels_last), shift.to(kind)
+
+        found = derived(("packed", kind), (weight, bias), packed)
+        return self._rectified(*found, None)
 
     def normalised(
         self, added: Tensor | None, mean: Tensor, variance: Tensor, scale: Tensor, shift: Tensor, eps: float
@@ -82,8 +89,13 @@ class PendingConvolution(Pending):
         from dissensus.numerics import norm_kernels
 
         _, weight, bias = self.parts
-        folded = norm_kernels.folded(weight, bias, mean, variance, scale, shift, eps, self.facts[1])
-        return self._rectified(*folded, added)
+        others, kind = (bias, mean, variance, scale, shift), self.facts[1]
+
+        def folded() -> tuple[Tensor, Tensor]:
+            packed = weight.contiguous(memory_format=torch.channels_last)  # as the kernels read it
+            return norm_kernels.folded(packed, *others, eps, kind)
+
+        return self._rectified(*derived(("folded", eps, kind), (weight, *others), folded), added)
 
     def _rectified(self, weight: Tensor, bias: Tensor, added: Tensor | None) -> Tensor:
         x = self.parts[0].to(self.facts[1]).contiguous(memory_format=torch.channels_last)

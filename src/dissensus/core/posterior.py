@@ -230,13 +230,12 @@ class Posterior(TrainingRules, ABC):
 
         Args:
             first: index of the first of these members.
-            later: in a run over batches, a list that collects maxima for `check_diverged` at the end, so that the host need
-                not wait for every batch. Only the first batch is checked at once.
+            later: a list that takes maxima for `check_diverged` instead, so that the host need not wait for the device.
         """
         maxima = member_maxima(predictive.described())
-        if not later:
+        if later is None:
             self.check_diverged([maxima], first=first)
-        if later is not None:
+        else:
             later.append(maxima)
         if not self._predicted:
             self._predicted = True

@@ -3,29 +3,44 @@
 For small batches, kernel launches cost more than arithmetic: ten ResNets on 16 images take 18 ms, and 2 ms from a graph.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.functions import DrawnFunctions
+from dissensus.core.kept import Kept, keeping
+from dissensus.core.lazy_norm import fused
+from dissensus.core.running import ONE_LANE, Ways
+from dissensus.engine.convolutions import timed_convolutions
 from dissensus.engine.graphs import Captured, Lanes, shapes
 from dissensus.numerics.randomness import same_random_state
+
+log = logging.getLogger("dissensus")
+
+DEVICE = "cuda"  # "cpu" in tests with graphs that are none
 
 
 class CapturedFunction(Captured):
     """A function of a batch that runs drawn members; on a GPU it is replayed from a graph for shapes seen before.
 
-    `context()`: the context in which the function is called (eval mode, mixed precision). `lanes`: whether members may run
-    in parallel on streams, for which a compiled function would be compiled again. The members' tensors must not be moved
-    while this object is in use.
+    Args:
+        context: the context in which the function is called (eval mode, mixed precision).
+        plain: whether the function is Python code, not compiled: its members may run in parallel on streams, and its layers in
+            fewer kernels (`core/lazy_norm.py`).
+        keeps: whether weights stay the same for all calls: what follows from them alone is then computed once. Leave it
+            False if the user's code runs in between.
+        half: whether the context casts weights.
+        timed: whether there will be enough batches for cuDNN to choose algorithms by timing.
     """
 
     what = "prediction"
-    warm_up = 2
+    warm_up = 1
 
     def __init__(
         self,
@@ -33,42 +48,96 @@ class CapturedFunction(Captured):
         drawn: DrawnFunctions,
         context: Callable[[], AbstractContextManager[object]] = nullcontext,
         *,
-        lanes: bool = True,
+        plain: bool = True,
+        keeps: bool = False,
+        half: bool = False,
+        timed: bool = False,
     ) -> None:
         super().__init__()
         self.function = function
-        self.lanes = lanes
-        self.compiled = not lanes
+        self.plain = plain
+        self.compiled = not plain
+        self.timed = timed
         self.drawn = drawn
         self.context = context
+        self.half = half
+        self.tensors = [
+            each for each in chain(drawn.parameters(), drawn.buffers()) if type(each) in (Tensor, nn.Parameter)
+        ]
+        self.places: list[int] = []  # of these tensors in memory, where graphs read them
+        self.keeps = keeps and plain
+        self.kept: Kept | None = None
+        self.forgot = False
+        self.ways = Ways(_note_unfused, fused=self._fused, unfused=function)
 
     def __call__(self, x: Inputs) -> tuple[Tensor, ...]:
         """function(x)."""
         tensors = batches.tensors(x)
         devices = {tensor.device for tensor in tensors}
-        if self.failed or len(devices) != 1 or (device := devices.pop()).type != "cuda":
-            return self._plain(x)
+        if len(devices) != 1 or (device := devices.pop()).type != DEVICE:
+            with self.context():
+                return self.function(x)
         key = shapes(tensors)
         with torch.cuda.device(device), same_random_state(device):  # graphs and streams belong to the current device
+            self._forget_what_changed()
             graph = self.graphs.get(key)
             if graph is None and self.due(key):
                 with self.context():
                     held = batches.apply(x, torch.clone)
-                    graph = self.capture(key, lambda: self._beside(held), batches.tensors(held))
+                    graph = self.capture(key, lambda: self._captured(held), batches.tensors(held))
                 if graph is None:
                     self.graphs.clear()
             if graph is not None:
                 return tuple(result.clone() for result in graph.replay(tensors))
-            with self.watching(key):
-                return self._plain(x)
+            with self.context(), self._keeping(), self.watching(key), self._timing(device):
+                return self._run(x)
 
-    def _plain(self, x: Inputs) -> tuple[Tensor, ...]:
-        with self.context():
+    def _forget_what_changed(self) -> None:
+        """Begins anew if weights have been moved, or written to since something of them was kept.
+
+        At the second time, as with a network that writes to them itself, nothing is kept any more.
+        """
+        places = [tensor.data_ptr() for tensor in self.tensors]
+        written = self.kept is not None and not self.kept.fresh()
+        if places == self.places and not written:
+            return
+        self.places = places
+        self.graphs.clear()
+        self.seen.clear()
+        self.keeps = self.keeps and not (written and self.forgot)
+        self.forgot |= written
+        self.kept = Kept(self.tensors) if self.keeps else None
+
+    def _run(self, x: Inputs) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = self.ways(x) if self.plain else self.function(x)
+        return found
+
+    def _fused(self, x: Inputs) -> tuple[Tensor, ...]:
+        with fused():
             return self.function(x)
 
-    def _beside(self, x: Inputs) -> tuple[Tensor, ...]:
-        """function(x) with members in parallel on streams, if `lanes` allows it."""
-        if not self.lanes:
-            return self.function(x)
-        with self.drawn.particles.runner.in_lanes(Lanes().for_members(self.drawn.members)):
-            return self.function(x)
+    def _timing(self, device: torch.device) -> AbstractContextManager[object]:
+        return timed_convolutions(device) if self.timed else nullcontext()
+
+    @contextmanager
+    def _keeping(self, *, capturing: bool = False) -> Iterator[None]:
+        if self.kept is None:
+            yield
+            return
+        # In a capture casts are looked at only if there are some to be answered.
+        casts = self.half and (not capturing or self.kept.casts)
+        with keeping(self.kept, casts=casts, reads_only=capturing):
+            yield
+
+    def _captured(self, x: Inputs) -> tuple[Tensor, ...]:
+        """function(x) as a graph holds it: members in parallel on streams, and what is kept is read."""
+        lanes = Lanes().for_members(self.drawn.members) if self.plain else ONE_LANE
+        with self._keeping(capturing=True), self.drawn.particles.runner.in_lanes(lanes):
+            found = self._run(x)
+        if self.kept is not None and not self.kept.fresh():
+            raise RuntimeError("the network changes its weights")
+        return found
+
+
+def _note_unfused(_: str, reason: str, *args: object) -> None:
+    log.info("prediction runs layer by layer: fused kernels fail for this network (%s)", reason)

@@ -96,7 +96,7 @@ class Captured:
         if self.failed or len(self.graphs) == MOST_GRAPHS:
             return False
         self.seen[key] += 1
-        return self.seen[key] > self.warm_up
+        return self.seen[key] > max(self.warm_up, 2 if key in self.constants else 0)  # two calls show what is constant
 
     def capture(
         self,

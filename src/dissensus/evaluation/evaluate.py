@@ -15,6 +15,7 @@ from dissensus.core.predictive import CategoricalPredictive, ClassificationPredi
 from dissensus.core.progress import LoaderProgress
 from dissensus.core.regression import RealTargets
 from dissensus.data.batches import as_loader
+from dissensus.engine.precision import PredictionPrecision
 from dissensus.evaluation import classification, regression, segmentation
 from dissensus.evaluation.attacked import AttackCurves, AttackedInputs, attacked_inputs
 from dissensus.evaluation.corrupted import CorruptedCounts, Corruptions, as_corruptions, corrupted_counts
@@ -41,6 +42,7 @@ def evaluate(
     attack: AttackCurves | None = None,
     score: str | None = None,
     classes: Sequence[str] | None = None,
+    precision: PredictionPrecision = "float32",
     progress: bool | str = True,
 ) -> Evaluation:
     """Measures a posterior on test data: accuracy, likelihood, calibration, and on request OOD, shift, corruptions, attacks.
@@ -61,6 +63,8 @@ def evaluate(
         score: the score that ranks OOD inputs: "max_probability" (None), "entropy", "mutual_information" or "energy"; for
             a regression "variance" (None) or "epistemic".
         classes: class names, for a segmentation's iou/CLASS and for reports; None takes those of the posterior.
+        precision: "bf16" runs the networks in mixed precision: all numbers are then those of `predict(precision="bf16")`.
+            Attacks search in float32. Calibrations and promises were fitted in float32, which is logged as a warning.
         progress: whether to show progress, or its title.
 
     Returns:
@@ -94,7 +98,7 @@ def evaluate(
             raise ValueError(f"expected names without '/' for OOD and shift sets, got {name!r}; rename it")
     parts = 1 + len(ood) + len(shift) + (spec is not None) + (attack is not None)
     with (
-        drawn_once(posterior) as functions,
+        drawn_once(posterior, precision) as functions,
         LoaderProgress(parts, title=f"evaluating {posterior.name}", show=progress) as bar,
     ):
         count = batches.length(loader)
@@ -135,8 +139,14 @@ def evaluate(
     calibration, unit = posterior.calibration, getattr(posterior.likelihood, "unit", None)
     about = {} if calibration is None else {"calibration": f"{calibration.kind}, {calibration.facts['rows']} rows"}
     about |= {"unit": unit} if unit else {}
+    about |= precision_note(precision)
     about |= {} if classes is None else {"classes": "\n".join(classes)}
     return replace(found, notes=about | cautions)
+
+
+def precision_note(precision: PredictionPrecision) -> dict[str, str]:
+    """The note of an `Evaluation` on the precision of its predictions; empty in float32."""
+    return {} if precision == "float32" else {"precision": precision}
 
 
 def evaluation_of(
@@ -255,8 +265,8 @@ def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -
 
 def _kind_of_predictions(functions: Functions, loader: Iterable[Any]) -> tuple[PredictionKind, Iterable[Any]]:
     """The kind of predictions, judged by the first batch, and an iterator over all batches, the first included."""
-    left = functions.posterior.read(loader, anywhere=True)
-    first = next(left, None)
+    left = iter(loader)  # the others are checked by those who read them
+    first = next(functions.posterior.read(left, anywhere=True), None)
     if first is None:
         raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
     outputs = torch.zeros(functions.posterior.output_shape(first.x), device=functions.device)

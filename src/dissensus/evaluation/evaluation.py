@@ -11,7 +11,7 @@ from dissensus.numerics.frame import frame
 PredictionKind = Literal["classification", "regression", "segmentation"]
 
 FIRST = ("accuracy", "miou", "rmse", "nll", "ece", "coverage90")  # shown in a short text
-ABOUT = ("classes", "calibration", "unit")  # notes on what was evaluated
+ABOUT = ("classes", "calibration", "unit", "precision")  # notes on what was evaluated
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +33,8 @@ class Evaluation:
         score: the score that ranks inputs in the ood/… metrics.
         ood, shift: names of the foreign and the shifted sets.
         corruptions, severities: the corruptions applied, in the order of the arrays' axes.
-        notes: class names, the unit of targets, the calibration of the predictions (a temperature is a metric), and
-            the method's warnings about its numbers (`.cautions`).
+        notes: class names, the unit of targets, the calibration of the predictions (a temperature is a metric), their
+            precision if it is not float32, and the method's warnings about its numbers (`.cautions`).
     """
 
     kind: PredictionKind
@@ -58,6 +58,7 @@ class Evaluation:
 
     def __repr__(self) -> str:
         calibrated = f", calibrated: {self.notes['calibration']}" if "calibration" in self.notes else ""
+        calibrated += f", in {self.notes['precision']}" if "precision" in self.notes else ""
         first = "".join(f"{key} {metric_text(self.metrics[key])}, " for key in FIRST if key in self.metrics)
         line = f"Evaluation({self.kind}: {first}{len(self.metrics)} metrics in all{calibrated})"
         return "\n".join([line, *self.cautions.values()])

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive
 from dissensus.core.summary import SummaryPredictive
+from dissensus.engine.arriving import Arriving, one_behind
 from dissensus.evaluation.evaluation import PredictionKind
 from dissensus.evaluation.examples import Extremes
 from dissensus.evaluation.functions import Answer, Functions
@@ -88,39 +89,46 @@ def predictions(
     promised: list[RowValues] = []
     promises, generator = dict(functions.posterior.promises.items()), torch.Generator().manual_seed(0)
 
-    def work(batch: Batch) -> tuple[Answer, float]:
+    def work(batch: Batch) -> Any:
         checked_shapes(batch.x, like, name)
         if labelled:
             functions.posterior.check_batch(batch)
             check_hard(batch.y, functions)
-        start = now(functions.device)
-        answer = functions.answer(batch.x)
-        taken = now(functions.device) - start
-        return on_host(answer), taken
+        found = functions.later(batch.x)
+        return found if functions.alone else found()
 
-    given = loader if labelled else map(with_targets, loader)
-    for batch, (answer, taken) in functions.shared(work, functions.posterior.read(given, anywhere=True)):
+    def begun() -> Iterator[tuple[Batch, Any, Arriving]]:
+        given = functions.posterior.read(
+            loader if labelled else map(with_targets, loader), anywhere=not functions.alone
+        )
+        for batch, found in functions.shared(work, given):
+            images = [batch.x] if is_image(batch.x) else []
+            yield batch, found, Arriving([batch.y, *images] if labelled else [])
+
+    for batch, found, there in one_behind(begun()):
         x, y, weight = batch
+        answer, taken = found() if functions.alone else found
+        y, *images = there.read() if labelled else [y]
         said = unweighted(weight, name, said)
         shapes.add(shapes_of(x))
         seconds.append((taken, batches.size(x)))
         index = torch.arange(seen, seen + batches.size(x))
         seen += batches.size(x)
         if labelled and functions.ignore_index is not None:
-            counted = y.cpu() != functions.ignore_index
+            counted = y != functions.ignore_index
             answer, index = chosen_rows(answer, counted), index[counted]
-            x, y = batches.apply(batches.to(x, counted.device), itemgetter(counted)), y.cpu()[counted]
+            x, y = batches.apply(batches.to(x, counted.device), itemgetter(counted)), y[counted]
+            images = [each[counted] for each in images]
             weight = None if weight is None else weight.cpu()[counted]
-        shown_at = labelled and is_image(x) and len(shapes) == 1
-        if shown_at and isinstance(answer.predictive, CategoricalPredictive) and len(index):
+        if images and len(shapes) == 1 and isinstance(answer.predictive, CategoricalPredictive) and len(index):
             log_mean = answer.predictive.log_mean
-            shown = x.cpu() if picture is None else picture(x.cpu())
-            extremes.update(max_probability_score(log_mean), log_mean.argmax(1) == y.cpu(), index, shown)
+            shown = images[0] if picture is None else picture(images[0])
+            extremes.update(max_probability_score(log_mean), log_mean.argmax(1) == y, index, shown)
         if promises:
-            true = y.cpu() if labelled else None
+            true = y if labelled else None
             promised.append(outcomes(promises, answer.predictive, generator, y=true, x=x, weight=weight))
         answers.append(answer)
-        targets.append(y.cpu() if labelled else torch.empty(0))
+        targets.append(y if labelled else torch.empty(0))
     if not answers:
         raise ValueError(
             f"expected at least one batch in {name!r}, got none; is it empty, or a generator that can be read only once?"
@@ -194,10 +202,6 @@ def check_hard(y: Tensor, functions: Functions) -> None:
 def is_image(x: Inputs) -> bool:
     """Whether inputs are images (B, 1 or 3, H, W)."""
     return isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] in (1, 3)
-
-
-def on_host(answer: Answer) -> Answer:
-    return Answer(answer.predictive.to("cpu"), None if answer.energy is None else answer.energy.cpu())
 
 
 def chosen_rows(answer: Answer, keep: Tensor) -> Answer:

@@ -88,6 +88,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.drew = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, hundreds of modules, at the first operation
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))

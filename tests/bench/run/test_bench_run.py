@@ -182,6 +182,28 @@ def test_a_temperature_is_fitted_on_validation_rows(tmp_path):
     assert "temperature" in read_evaluation(run.folder).metrics
 
 
+def test_the_precision_of_predictions_belongs_to_the_run(tmp_path):
+    """It changes the numbers, stands beside them and in the config, and a folder of another precision is refused."""
+    exact, half = moons(folder=tmp_path / "exact"), moons("map", "evaluation.precision=bf16", folder=tmp_path / "half")
+    for run in (exact, half):
+        run.begin()
+        run.train_alone()
+        run.evaluate()
+    stored = [read_evaluation(run.folder) for run in (exact, half)]
+    assert 0 < abs(stored[1].metrics["nll"] - stored[0].metrics["nll"]) < 0.02
+    assert [each.notes.get("precision") for each in stored] == [None, "bf16"]
+    assert Run.open(half.folder).config.precision == "bf16"
+    with pytest.raises(ValueError, match=r"evaluation\.precision"):
+        moons(folder=half.folder).begin()
+    with pytest.raises(
+        ValueError, match=r'evaluation.precision of float32, bf16, got .float16.; half precision is "bf16"'
+    ):
+        moons("map", "evaluation.precision=float16", folder=tmp_path / "third")
+    calibrated = ("evaluation.precision=bf16", "calibration.method=temperature", "data.calibration=20")
+    with pytest.raises(ValueError, match=r"expected predictions in float32 for \[calibration\]"):
+        moons("map", *calibrated, folder=tmp_path / "fourth").begin()
+
+
 def test_a_regression_runs_too(tmp_path):
     results, _ = jobs.bench(load_task("toy-regression-1d", size="smoke"), out=tmp_path, methods=["map"])
     assert {"rmse", "nll", "crps", "coverage90", "shift/gap/nll"} <= results.methods["map"][0].metrics.keys()

@@ -23,7 +23,7 @@ from dissensus.bench.run.splits import ATTACK, CALIBRATION, CHOOSE, CORRUPT, GRI
 from dissensus.bench.run.watch import ComparedRows, with_distances
 from dissensus.bench.task.config import RunConfig
 from dissensus.core.posterior import Posterior
-from dissensus.evaluation.evaluate import checked_score, evaluation_of, parameter_count
+from dissensus.evaluation.evaluate import checked_score, evaluation_of, parameter_count, precision_note
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.evaluation.implicit import implicit_changes
 from dissensus.methods.parts.embedded import collapse_note
@@ -61,7 +61,9 @@ def evaluation_of_run(
     evaluation = replace(
         evaluation,
         metrics=evaluation.metrics | {"cost/train_seconds": facts["seconds"]},
-        notes={"classes": "\n".join(data.classes)} | collapse_note(posterior, evaluation.metrics),
+        notes={"classes": "\n".join(data.classes)}
+        | precision_note(config.precision)
+        | collapse_note(posterior, evaluation.metrics),
     )
     if GRID in splits:
         on_grid = read_predictions(splits[GRID]).predictive

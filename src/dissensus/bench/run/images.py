@@ -36,7 +36,8 @@ def write_maps(run: Run, images: Sequence[Path], folder: Path, *, tile: int | No
     yield folder / "classes.png"
     posterior, entropy = run.posterior(), math.log(len(classes))
     for path, picture in zip(images, pictures, strict=True):
-        said = predict_image(posterior, standardiser(resized(picture, run.config.data.get("size"))), tile=tile)
+        pixels = standardiser(resized(picture, run.config.data.get("size")))
+        said = predict_image(posterior, pixels, tile=tile, precision=run.config.precision)
         confidence, prediction = said.mean.cpu().max(0)
         heat = {  # with the largest value of its scale; for the mutual information it depends on the image
             "confidence": (confidence, 1.0, maps.CONFIDENCE),
@@ -49,9 +50,9 @@ def write_maps(run: Run, images: Sequence[Path], folder: Path, *, tile: int | No
         }
         shown = {"prediction": maps.class_image(prediction.numpy(), len(classes))}
         shown |= {name: maps.heat_image(v.numpy(), largest=top, colours=c) for name, (v, top, c) in heat.items()}
-        for name, pixels in shown.items():
+        for name, drawn in shown.items():
             written = folder / f"{path.stem}-{name}.png"
-            Image.fromarray(pixels).resize(picture.size, Image.Resampling.NEAREST).save(written)
+            Image.fromarray(drawn).resize(picture.size, Image.Resampling.NEAREST).save(written)
             yield written
 
 

@@ -93,6 +93,11 @@ class Run(Folder):
         attack_curves(self.config)
         if self.config.calibration:
             check_calibration(self.config.calibration, self.config.data, self.kind)
+            if self.config.precision != "float32":
+                raise ValueError(
+                    "expected predictions in float32 for [calibration], which is fitted to such, got evaluation.precision = "
+                    f'"{self.config.precision}"; leave one of the two out'
+                )
         checked_score(self.config.evaluation.get("score"), self.kind, members=2)
         build.check_complete(self.config)
         if self.kind != "classification" and "curves_every" in self.config.evaluation:
@@ -280,7 +285,7 @@ class Run(Folder):
         self._check_own(lambda: self.data)
         posterior = self.posterior()
         posterior.mesh = ranks.mesh() if self.shared else None
-        with self._threads(), drawn_once(posterior) as functions:
+        with self._threads(), drawn_once(posterior, self.config.precision) as functions:
             for split, path in waiting.items():
                 write = split_writer(split, self.config, self.data, functions, self.loader, tell)
                 if self.writes:

@@ -29,6 +29,7 @@ from dissensus.bench.task.schema import (
 )
 from dissensus.bench.task.variants import base_name, check_methods, method_class, setting_path, variants_of
 from dissensus.core.regression import HeteroscedasticRegression, Regression
+from dissensus.engine.precision import PredictionPrecision
 from dissensus.methods import METHODS
 from dissensus.numerics.checks import one_of
 from dissensus.numerics.damage import damaged
@@ -83,6 +84,11 @@ class RunConfig:
         fixed = task_set(self.data["name"]).kind
         real = bool(self.likelihood) and written("likelihood", self.likelihood).make in REAL
         return fixed or ("regression" if real else "classification")
+
+    @property
+    def precision(self) -> PredictionPrecision:
+        """The precision of predictions."""
+        return self.evaluation.get("precision", "float32")  # type: ignore[no-any-return]
 
     def table(self) -> Settings:
         return asdict(self)

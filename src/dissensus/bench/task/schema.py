@@ -13,6 +13,7 @@ from dissensus.bench.task.networks import maker
 from dissensus.bench.task.objects import OBJECTS, argument_names, written
 from dissensus.bench.task.variants import base_name, counted_by, parameters, setting_path, variants_of
 from dissensus.core.posterior import Posterior
+from dissensus.engine.precision import prediction_precision
 from dissensus.methods import METHODS
 from dissensus.numerics.checks import number, one_of, share, whole
 
@@ -94,6 +95,7 @@ TRAINING: dict[str, ValueRule] = {
 }
 EVALUATION: dict[str, ValueRule] = {
     "batch_size": whole,  # rows of an evaluation batch
+    "precision": prediction_precision,  # of predictions: float32, or bf16 for mixed precision
     "corrupt": TEXTS,  # none, all, benchmark, or names
     "severities": WHOLES,  # of corruptions, 1 to 5
     "corrupt_rows": whole,  # most test rows to corrupt

@@ -1,0 +1,142 @@
+"""Results and checks that the host reads late, so that a GPU never waits for it.
+
+A read of a value makes the host wait for the device, and the device then wait for its next batch. Values are copied while the
+device goes on, and read when it has the batch after theirs. So at most two batches are under way at a time.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+
+Item = TypeVar("Item")
+
+
+class Arriving:
+    """Tensors on their way to the host; `read()` waits for them, but not for what the device got to do afterwards."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+        # Without waiting only from a CUDA device, where the copy goes to pinned memory and an event shows its end.
+        self._tensors = [tensor.to("cpu", non_blocking=tensor.device.type == "cuda") for tensor in tensors]
+        self._event = None
+        if device is not None:
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(device))
+
+    def read(self) -> list[Tensor]:
+        if self._event is not None:
+            self._event.synchronize()
+            # Pinned memory is slow to get and is not given back: the next batches use it again.
+            self._event, self._tensors = None, [tensor.clone() for tensor in self._tensors]
+        return self._tensors
+
+
+class LateChecks:
+    """Checks in a run over batches, of values that the device computes: done one batch late, those of the first at once.
+
+    `at_once`: all of them at once, as where values are on the host, or where several processes must raise together.
+    """
+
+    def __init__(self, *, at_once: bool) -> None:
+        self.at_once = at_once
+        self._new: list[tuple[Tensor, Callable[[Tensor], object]]] = []
+        self._due: list[tuple[Arriving, list[Callable[[Tensor], object]]]] = []
+        self._first = True
+
+    def add(self, values: Tensor, check: Callable[[Tensor], object]) -> None:
+        """Calls check(values), which raises if they are bad."""
+        if self.at_once:
+            check(values)
+        else:
+            self._new.append((values, check))
+
+    def inputs(self, x: Inputs) -> None:
+        """Checks that x is finite, unless `at_once`: then the loader's batches are checked when they are read."""
+
+        def check(values: Tensor) -> None:
+            if not float(values) < math.inf:
+                batches.check_finite(x, anywhere=True)  # raises, with the row
+
+        if not self.at_once:
+            self.add(largest(x), check)
+
+    def turn(self) -> None:
+        """To be called after every batch."""
+        if self.at_once:
+            return
+        if self._first:
+            self.finish()
+        self._first = False
+        due, self._due = self._due, []
+        self._send()
+        _do(due)
+
+    def finish(self) -> None:
+        """Does all checks that are left."""
+        self._send()
+        due, self._due = self._due, []
+        _do(due)
+
+    def _send(self) -> None:
+        if self._new:
+            values, checks = zip(*self._new, strict=True)
+            self._new = []
+            self._due.append((Arriving(values), [*checks]))
+
+
+def _do(due: list[tuple[Arriving, list[Callable[[Tensor], object]]]]) -> None:
+    for arriving, checks in due:
+        for values, check in zip(arriving.read(), checks, strict=True):
+            check(values)
+
+
+class Timer:
+    """Measures the time from its making to `stop`, on a CUDA device without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = self._end = self._now()
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def stop(self) -> None:
+        self._end = self._now()
+
+    def seconds(self) -> float:
+        """The time between; waits until it is known."""
+        if self._device.type != "cuda":
+            return float(self._end - self._start)
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) / 1000
+
+
+def one_behind(items: Iterable[Item]) -> Iterator[Item]:
+    """The items, each when the next one has been made; the first at once."""
+    waiting: list[Item] = []
+    for number, item in enumerate(items):
+        yield from waiting
+        waiting = [item]
+        if number == 0:
+            yield waiting.pop()
+    yield from waiting
+
+
+def largest(x: Inputs) -> Tensor:
+    """() the largest entry of x on a device other than the host, NaN if there is one; what is on the host counts as 0."""
+    given = [each for each in batches.tensors(x) if each.device.type != "cpu" and each.is_floating_point()]
+    found = [tensor.amax() for tensor in given if tensor.numel()]
+    if len(found) == 1:
+        return found[0]
+    return torch.stack([each.double() for each in found]).amax() if found else torch.zeros(())

@@ -1,0 +1,121 @@
+"""What is computed from weights alone is kept while they stay the same, with the bits that it has without."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dissensus as ds
+import tiny
+from dissensus.core import kept as module
+from dissensus.core.kept import Kept, derived, keeping
+from dissensus.core.posterior import left_as_found
+from dissensus.engine.eager import autocast
+
+CPU, HALF = torch.device("cpu"), torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAST", 1)
+
+
+class Uses(TorchDispatchMode):
+    """Counts casts of these tensors, whole or in rows."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        cast = func is torch.ops.aten._to_copy.default
+        self.count += cast and args[0].untyped_storage().data_ptr() in self.memory
+        return func(*args, **(kwargs or {}))
+
+
+def conv() -> nn.Module:
+    layers = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.Flatten(), nn.Linear(36, 3)]
+    return nn.Sequential(*layers)
+
+
+MADE = {
+    "in a loop": (lambda: ds.DeepEnsemble([conv() for _ in range(3)]), (2, 5, 5)),
+    "channels last": (
+        lambda: ds.DeepEnsemble([conv().to(memory_format=torch.channels_last) for _ in range(3)]),
+        (2, 5, 5),
+    ),
+    "vectorised": (lambda: ds.DeepEnsemble([tiny.mlp() for _ in range(3)]), (4,)),
+    "held": (lambda: ds.MAP(conv()), (2, 5, 5)),
+    "one network": (lambda: ds.MCDropout(tiny.mlp(0.5), samples=3), (4,)),
+    "apart": (lambda: ds.MCDropout([tiny.mlp(0.5) for _ in range(2)], samples=3), (4,)),
+    "sampled": (lambda: ds.GaussianPerturbation(tiny.mlp(), samples=3), (4,)),
+    "modulated": (lambda: ds.BatchEnsemble(tiny.mlp(), members=3, modulation=ds.Modulation.sign()), (4,)),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_casts_are_those_of_plain_autocast_and_none_is_made_twice(kind: str) -> None:
+    make, shape = MADE[kind]
+    posterior = make()
+    with left_as_found(posterior):
+        drawn = posterior.draw()
+    weights = [*drawn.parameters(), *drawn.buffers()]
+    kept, counts = Kept(weights), []
+    for reads_only in (False, False, True):
+        x = torch.randn(6, *shape)
+        with left_as_found(posterior), autocast(CPU, HALF):
+            with Uses(weights) as plainly:
+                expected = drawn.describe(x)
+            with Uses(weights) as uses, keeping(kept, casts=True, reads_only=reads_only):
+                found = drawn.describe(x)
+        assert all(map(torch.equal, found, expected))
+        counts.append(uses.count)
+    assert counts == [len(kept._found), 0, 0]
+    assert plainly.count >= len(kept._found) >= 2
+    assert kept.casts
+    assert kept.fresh()
+
+
+def test_only_weights_are_kept_and_only_while_they_stay_the_same() -> None:
+    w, other, made = torch.randn(2, 3, 4), torch.randn(3, 4), []
+
+    def doubled(tensor: Tensor, what: str = "doubled") -> Tensor:
+        def make() -> Tensor:
+            made.append(what)
+            return 2 * tensor
+
+        return derived(what, (tensor, None), make)
+
+    kept = Kept([w])
+    for _ in range(2):
+        doubled(w[1])
+    assert len(made) == 2  # outside of the context
+    with keeping(kept, casts=False):
+        assert doubled(w[1]) is doubled(w[1])
+        assert torch.equal(doubled(w[1].T), 2 * w[1].T)
+        assert torch.equal(doubled(w[0]), 2 * w[0])
+        doubled(w[1], "otherwise")
+        assert len(made) == 6
+        for _ in range(2):
+            doubled(other)  # memory of a tensor that comes and goes may be another tensor's later
+        assert len(made) == 8
+    assert kept.fresh()
+    w.add_(1)
+    assert not kept.fresh()
+    kept = Kept([w])
+    with keeping(kept, casts=False, reads_only=True):
+        assert doubled(w[1]) is not doubled(w[1])  # tensors of a capture have no values yet
+    with keeping(kept, casts=False):
+        assert torch.equal(doubled(w[1]), 2 * w[1])
+
+
+def test_a_network_that_writes_to_a_cast_weight_gets_another_the_next_time() -> None:
+    w = torch.randn(3, 4)
+    kept = Kept([w])
+    with keeping(kept, casts=True):
+        for _ in range(3):
+            mine = w.to(HALF)
+            assert torch.equal(mine, w.clone().to(HALF))
+            mine.mul_(2)
+    assert not kept.fresh()
