@@ -42,10 +42,15 @@ def convolution(
 
 def widened(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The same convolution with channels of zeros, if x has few: in half precision, GPUs are twice as fast with eight."""
-    few = WIDE - x.shape[1]
-    if few <= 0 or x.ndim != 4 or x.device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
+    if x.ndim != 4 or x.device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
         return x, weight
-    return F.pad(x, (0, 0, 0, 0, 0, few)), F.pad(weight, (0, 0, 0, 0, 0, few))
+    return wide(x), wide(weight)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """With channels of zeros, if it has few."""
+    few = WIDE - tensor.shape[1]
+    return F.pad(tensor, (0, 0, 0, 0, 0, few)) if few > 0 else tensor
 
 
 KINDS = (torch.float32, torch.bfloat16)
@@ -77,7 +82,7 @@ class PendingConvolution(Pending):
 
         def packed() -> tuple[Tensor, Tensor]:
             shift = weight.new_zeros(len(weight)) if bias is None else bias
-            return weight.to(kind).contiguous(memory_format=torch.channels_last), shift.to(kind)
+            return self._packed(weight.to(kind)), shift.to(kind)
 
         found = derived(("packed", kind), (weight, bias), packed)
         return self._rectified(*found, None)
@@ -92,13 +97,17 @@ class PendingConvolution(Pending):
         others, kind = (bias, mean, variance, scale, shift), self.facts[1]
 
         def folded() -> tuple[Tensor, Tensor]:
-            packed = weight.contiguous(memory_format=torch.channels_last)  # as the kernels read it
-            return norm_kernels.folded(packed, *others, eps, kind)
+            return norm_kernels.folded(self._packed(weight), *others, eps, kind)
 
         return self._rectified(*derived(("folded", eps, kind), (weight, *others), folded), added)
 
+    def _packed(self, tensor: Tensor) -> Tensor:
+        """As cuDNN's fast kernels read it; for those of few channels it would choose slow ones."""
+        tensor = wide(tensor) if self.how[-1] == 1 else tensor
+        return tensor.contiguous(memory_format=torch.channels_last)
+
     def _rectified(self, weight: Tensor, bias: Tensor, added: Tensor | None) -> Tensor:
-        x = self.parts[0].to(self.facts[1]).contiguous(memory_format=torch.channels_last)
+        x = self._packed(self.parts[0].to(self.facts[1]))
         if added is None:
             return torch.cudnn_convolution_relu(x, weight, bias, *self.how)
         return torch.cudnn_convolution_add_relu(x, weight, added, 1.0, bias, *self.how)
