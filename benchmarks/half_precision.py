@@ -1,119 +1,143 @@
-"""Errors of predictions in bf16 against those in float32, of networks trained on the digits of the package; CSV out.
+"""Why FoRDE's repulsion deviates in bf16: units whose sign the rounding changes; CSV out.
 
     python benchmarks/half_precision.py --csv benchmarks/results/half_precision.csv
 
-A convolutional ensemble, a ResNet-20 ensemble, MC dropout of the former and an MLP ensemble are trained for a few epochs, then
-evaluated twice with the same functions: `ds.predict` and `ds.evaluate` in float32 and in bf16, on the test digits and on
-clothes, which no network knows.
+Three small convolutional networks on digits from the package, before training and after `--steps` steps. In bf16, and in
+float32 with noise as large as bf16's rounding on the output of every convolution: the deviation ‖a − b‖ / ‖b‖ from float32 of
+the likelihood's gradient, of the input gradients' directions, and of the repulsion's gradient by the weights; and the share of
+ReLUs that open or close. GELU is smooth, so nothing opens or closes.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from rows import markdown, write_rows
-from torch import nn
+from rows import Row, write_rows
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import dissensus as ds
 from dissensus.bench.run.provenance import commit, device_name
-from dissensus.core.predictive import ClassificationPredictive
-from dissensus.data import Batches
+from dissensus.core import seam
+from dissensus.core.batch import Batch
+from dissensus.core.gradients import cotangents, state_of
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def conv() -> nn.Module:
-    return ds.nets.ConvNet(1, 10)
-
-
-CASES: dict[str, tuple[Callable[[], ds.Posterior], int, int]] = {  # posterior, epochs, training rows
-    "5 conv nets": (lambda: ds.DeepEnsemble([conv() for _ in range(5)]), 3, 5000),
-    "MC dropout, 10 samples": (lambda: ds.MCDropout(conv(), rate=0.2, samples=10), 3, 5000),
-    "5 MLPs": (
-        lambda: ds.DeepEnsemble([nn.Sequential(nn.Flatten(), ds.nets.MLP(784, 10)) for _ in range(5)]),
-        6,
-        10_000,
-    ),
-    "3 ResNet-20": (lambda: ds.DeepEnsemble([ds.nets.ResNet(20, channels=1) for _ in range(3)]), 3, 2000),
-}
+MEMBERS, SIZE = 3, 128
+ROUNDING = 2.0**-9 / 3**0.5  # standard deviation of bf16's relative rounding error, uniform within ± 2⁻⁹
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"ReLU": nn.ReLU, "GELU": nn.GELU}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(name.split(",")[0] for name in CASES))
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--csv", type=Path)
-    options = parser.parse_args()
-    rows = []
-    for name, (make, epochs, rows_seen) in CASES.items():
-        if name.split(",")[0] in options.cases.split(","):
-            rows.append({"networks": name, **measured(make, epochs, rows_seen)})
-            print("  ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
-    if options.csv:
-        write_rows(options.csv, rows)
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    facts = {"commit": commit(), "torch": torch.__version__, "device": device_name(device)}
+    rows: list[Row] = []
+    for seed in range(given.seeds):
+        for activation in ACTIVATIONS:
+            for normed in (False, True):
+                for row in study(activation, normed, given.steps, seed, device):
+                    rows.append(row | {"seed": seed} | facts)
+                    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    if given.csv is not None:
+        write_rows(given.csv, rows)
 
 
-def measured(make: Callable[[], ds.Posterior], epochs: int, seen: int) -> dict[str, object]:
-    """Numbers of one posterior."""
-    torch.manual_seed(0)
-    train, test = ds.data.digits()
-    standardise = ds.data.Standardiser.of_channels(train.images)
-    x, y = standardise(test.images).to(DEVICE), test.labels.to(DEVICE)
-    foreign = standardise(ds.data.fashion().images).to(DEVICE)
-    posterior = make().to(DEVICE)
-    images, labels = standardise(train.images[:seen]).to(DEVICE), train.labels[:seen].to(DEVICE)
-    loader = Batches(images, labels, batch_size=100, shuffle=True)
-    optimizer = torch.optim.AdamW(posterior.parameter_groups(lr=1e-3, weight_decay=1e-4))
-    ds.fit(posterior, loader, epochs=epochs, optimizer=optimizer, progress=False)
-    ds.refresh(posterior, loader)
-    predictives: dict[str, list[ClassificationPredictive]] = {"float32": [], "bf16": []}
-    numbers = {}
-    for precision, found in predictives.items():
-        for inputs in (x, foreign):
-            torch.manual_seed(1)  # the same masks
-            rows = Batches(inputs, y[: len(inputs)], batch_size=250)
-            found.append(ds.predict(posterior, rows, precision=precision)[0])  # type: ignore[arg-type]
-        torch.manual_seed(1)
-        evaluation = ds.evaluate(
-            posterior, Batches(x, y, batch_size=250), ood={"clothes": foreign}, precision=precision, progress=False
-        )  # type: ignore[arg-type]
-        for name in ("accuracy", "nll", "ece", "ood/clothes/auroc"):
-            numbers[f"{name.removeprefix('ood/')}_{precision}"] = evaluation.metrics[name]
-    pairs = list(zip(*predictives.values(), strict=True))
-    means = [(half.mean - exact.mean).abs() for exact, half in pairs]
-    members = [(half.members.exp() - exact.members.exp()).abs() for exact, half in pairs]
-    others = sum(int((half.mean.argmax(1) != exact.mean.argmax(1)).sum()) for exact, half in pairs[:1])
+def study(activation: str, normed: bool, steps: int, seed: int, device: torch.device) -> Iterator[Row]:
+    torch.manual_seed(seed)
+    train = ds.data.digits()[0]
+    x, y = train.images.to(device, torch.float32) / 255, train.labels.to(device)
+    x = (x - x.mean()) / x.std()
+    posterior = ds.FoRDE([network(activation, normed) for _ in range(MEMBERS)]).to(device).train()
+    optimizer = torch.optim.Adam(posterior.parameters(), lr=1e-3)
+    batch = Batch(x[:SIZE], y[:SIZE])
+    for after in (0, steps):
+        for _ in range(after):
+            at = torch.randint(len(x), (SIZE,), device=device)
+            optimizer.zero_grad()
+            seam.backward(posterior, Batch(x[at], y[at]))
+            optimizer.step()
+        with torch.backends.cudnn.flags(allow_tf32=False):
+            exact = found(posterior, batch, nullcontext)
+            for how, context in (
+                ("bf16", lambda: torch.autocast(device.type, dtype=torch.bfloat16)),
+                ("float32 with noise", lambda: noise(posterior)),
+            ):
+                other = found(posterior, batch, context)
+                far = {
+                    name: f"{apart(other[name], exact[name]):.4f}" for name in ("likelihood", "directions", "repulsion")
+                }
+                flipped = float((other["open"] != exact["open"]).double().mean())
+                yield {
+                    "activation": activation, "batch norm": normed, "steps": after, "how": how, **far,
+                    "flipped": f"{flipped:.5f}",
+                }  # fmt: skip
+
+
+def network(activation: str, normed: bool) -> nn.Module:
+    layers: list[nn.Module] = []
+    channels = 1
+    for width, stride in ((16, 1), (16, 1), (32, 2), (32, 1), (64, 2), (64, 1)):
+        layers += [nn.Conv2d(channels, width, 3, stride, 1), *([nn.BatchNorm2d(width)] if normed else [])]
+        layers += [ACTIVATIONS[activation]()]
+        channels = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+
+
+def found(posterior: ds.FoRDE, batch: Batch, context: Callable[..., object]) -> dict[str, Tensor]:
+    """Gradients by the weights of the likelihood and of the repulsion, directions of input gradients, and open units."""
+    state, results, opened = state_of(posterior), [], []
+    hooks = [
+        part.register_forward_pre_hook(lambda _, given: opened.append(given[0].detach().flatten() > 0))
+        for part in posterior.particles.template.modules()
+        if isinstance(part, tuple(ACTIVATIONS[name] for name in ACTIVATIONS))  # type: ignore[arg-type]
+    ]
+    for i in range(MEMBERS):
+        mine = state.member(i)
+        leaves = mine.leaves()
+        with context(), torch.enable_grad():  # type: ignore[attr-defined]
+            results.append((leaves, *posterior.member_loss(mine.parameters(leaves), mine.buffers(), batch)[:2]))
+    for hook in hooks:
+        hook.remove()
+    z = pytree.tree_map(lambda *parts: torch.stack(parts), *(z for _, _, z in results))
+    v = cotangents(posterior, z)["gradients"]
+    likelihood, repulsion = [], []
+    for i, (leaves, value, z) in enumerate(results):
+        weights = list(leaves.values())
+        likelihood += torch.autograd.grad(value, weights, retain_graph=True, materialize_grads=True)
+        repulsion += torch.autograd.grad(z["gradients"], weights, v[i].to(z["gradients"].dtype), materialize_grads=True)
+    g = torch.stack([z["gradients"].detach().double() for _, _, z in results])
     return {
-        "parameters": sum(p.numel() for p in posterior.parameters()),
-        "largest_mean": f"{float(means[0].max()):.2g}",
-        "largest_member": f"{float(members[0].max()):.2g}",
-        "average_member": f"{float(members[0].mean()):.2g}",
-        "largest_mean_clothes": f"{float(means[1].max()):.2g}",
-        "largest_member_clothes": f"{float(members[1].max()):.2g}",
-        "rows": len(x),
-        "decisions_changed": others,
-        **{key: f"{value:.5f}" for key, value in numbers.items()},
-        "commit": commit(),
-        "torch": torch.__version__,
-        "device": device_name(DEVICE),
+        "likelihood": torch.cat([each.double().flatten() for each in likelihood]),
+        "repulsion": torch.cat([each.double().flatten() for each in repulsion]),
+        "directions": g / g.norm(dim=-1, keepdim=True),
+        "open": torch.cat(opened),
     }
 
 
-def half_table(found: list[dict[str, str]]) -> str:
-    """One row per posterior and device, for docs/results/speed.md."""
-    heads = ["networks", "device", "largest error of a mean", "of a member", "on clothes, of a mean", "of a member"]
-    heads += ["decisions changed", "NLL, float32", "bf16", "ECE, float32", "bf16", "AUROC of clothes, float32", "bf16"]
-    lines = []
-    for row in found:
-        places = [("nll", 4), ("ece", 4), ("clothes/auroc", 4)]
-        numbers = [
-            f"{float(row[f'{name}_{kind}']):.{digits}f}" for name, digits in places for kind in ("float32", "bf16")
-        ]
-        largest = [row[f"largest_{which}{where}"] for where in ("", "_clothes") for which in ("mean", "member")]
-        device = "H200" if "H200" in row["device"] else row["device"]
-        lines.append([row["networks"], device, *largest, f"{row['decisions_changed']} of {row['rows']}", *numbers])
-    made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}" for row in found))
-    return f"{markdown(heads, lines)}\n\n*`python benchmarks/half_precision.py --csv FILE`; {made}.*"
+@contextmanager
+def noise(posterior: ds.FoRDE) -> Iterator[None]:
+    """Inside, outputs of convolutions have relative noise as large as bf16's rounding."""
+    hooks = [
+        part.register_forward_hook(lambda _, __, out: out * (1 + ROUNDING * torch.randn_like(out)))
+        for part in posterior.particles.template.modules()
+        if isinstance(part, nn.Conv2d)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ turn, in an order that alternates; the ratio is that of the medians, its interva
 
 import argparse
 import csv
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -29,6 +30,13 @@ CASES: dict[str, tuple[Build, tuple[int, ...], int]] = {
     "resnet18": (lambda: ds.nets.ResNet(18), (3, 32, 32), 128),
 }
 
+Method = Callable[..., ds.Posterior]
+METHODS: dict[str, Method] = {
+    "tradi": TRADI,
+    "swag": SWAG,  # no snapshot falls into the steps that are timed
+    "swag, a snapshot at every step": functools.partial(SWAG, start=0, every=1),
+}
+
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -46,11 +54,11 @@ def main() -> None:
     cases = given.cases.split(",") if given.cases else ["mlp", "resnet18"] if device.type == "cuda" else ["mlp"]
     rows = []
     for case in cases:
-        for method in (TRADI, SWAG):
-            row = measure(case, method, device, given.engine, given.rounds, given.steps)
+        for name, method in METHODS.items():
+            row = measure(case, name, method, device, given.engine, given.rounds, given.steps)
             rows.append(row)
             print(
-                f"{case:9s} {method.name:6s} plain {row['plain_ms']:.3f} ms, tracked {row['tracked_ms']:.3f} ms: "
+                f"{case:9s} {name:6s} plain {row['plain_ms']:.3f} ms, tracked {row['tracked_ms']:.3f} ms: "
                 f"+{100 * (row['ratio'] - 1):.1f} % (quartiles {100 * (row['lower'] - 1):.1f} to "
                 f"{100 * (row['upper'] - 1):.1f} %)  {row['plain_engine']}"
             )
@@ -63,7 +71,7 @@ def main() -> None:
 
 
 def measure(
-    case: str, method: Callable[..., ds.Posterior], device: torch.device, engine: str, rounds: int, steps: int
+    case: str, name: str, method: Method, device: torch.device, engine: str, rounds: int, steps: int
 ) -> dict[str, object]:
     """One row: medians in milliseconds and their ratio."""
     build, shape, size = CASES[case]
@@ -93,15 +101,15 @@ def measure(
     times: dict[str, list[float]] = {"plain": [], "tracked": []}
     for number in range(rounds):
         pair = [("plain", plain), ("tracked", tracked)]
-        for name, run in pair if number % 2 else reversed(pair):
+        for which, run in pair if number % 2 else reversed(pair):
             start = time.perf_counter()
             run()
-            times[name].append((time.perf_counter() - start) / steps)
+            times[which].append((time.perf_counter() - start) / steps)
     ratios = sorted(b / a for a, b in zip(times["plain"], times["tracked"], strict=True))
     lower, middle, upper = statistics.quantiles(ratios, n=4)
     return {
         "case": case,
-        "method": method.name,  # type: ignore[attr-defined]
+        "method": name,
         "batch": size,
         "plain_ms": 1e3 * statistics.median(times["plain"]),
         "tracked_ms": 1e3 * statistics.median(times["tracked"]),

@@ -5,7 +5,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dissensus as ds
 from dissensus.engine.constants import Constants, NotConstant, reason
+from dissensus.engine.tracing import BatchFree
+from dissensus.numerics import fused
 
 
 class Makes(nn.Module):
@@ -105,6 +108,25 @@ def test_what_is_trained_or_on_the_device_already_is_left_alone() -> None:
         assert trained.to(torch.float64).requires_grad
         torch.tensor([1.0])  # stays on the host
     assert [kept.made for kept in constants.kept] == [None]
+
+
+def test_what_the_library_itself_makes_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "works", lambda device: True)
+    constants = Constants("cpu")
+    with constants.watching():
+        assert fused.Chunks().find([torch.zeros(3)], on="cpu")
+        posterior = ds.MAP(nn.Linear(3, 2))
+        posterior.predict(torch.zeros(2, 3))
+    assert constants.kept == []
+
+
+def test_what_a_forward_makes_is_seen_through_the_librarys_own_modes() -> None:
+    network, x = Makes(), torch.randn(4, 3)
+    expected, constants = network(x), Constants("cpu")
+    for context in (constants.watching, constants.watching, constants.given):
+        with context(), BatchFree():
+            assert torch.equal(network(x), expected)
+    assert len(constants.kept) >= 5
 
 
 def test_the_reason_names_the_users_line_of_the_first_error() -> None:

@@ -353,6 +353,7 @@ def test_a_network_no_graph_can_hold_is_timed_without_one(monkeypatch: pytest.Mo
     monkeypatch.setattr(ds.DeepEnsemble, "device", torch.device("cuda"))
     monkeypatch.setattr(plans, "autocast", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(plans, "forget_workspaces", lambda: None)  # there need be no GPU
+    monkeypatch.setattr(plans, "forget_peak", lambda device: None)
     monkeypatch.setattr(plans, "held", lambda _: contextlib.nullcontext([]))
     chosen = plans.make_plan("auto", posterior, Batch(*data()), precision=None, steps=1)
     assert asked == [True, True, False, False]
@@ -367,6 +368,7 @@ def test_members_with_their_own_convolutions_are_not_vectorised_on_a_gpu_unless_
     monkeypatch.setattr(ds.DeepEnsemble, "device", torch.device("cuda"))
     monkeypatch.setattr(plans, "autocast", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(plans, "forget_workspaces", lambda: None)
+    monkeypatch.setattr(plans, "forget_peak", lambda device: None)
     monkeypatch.setattr(plans, "held", lambda _: contextlib.nullcontext([Taken(3, 5)]))
     batch = Batch(*data((1, 4, 4)))
     posterior = ds.DeepEnsemble([conv() for _ in range(2)]).double()

@@ -20,7 +20,9 @@ from dissensus.numerics.fused import BLOCK, Chunks
 HAS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
-def filters_agree(device, dtype=torch.float32, drift="gradient", *, groups=1, missing=(), maximize=False, bad=False):
+def filters_agree(
+    device, dtype=torch.float32, drift="gradient", *, groups=1, missing=(), maximize=False, bad=False, flagged=False
+):
     """Three steps of the fused and of the plain filters give the same means and variances."""
     shapes = [(BLOCK + 3,), (5, 3), (), (2, 4, 3, 3), (0, 2)]
     parameters = [torch.nn.Parameter(torch.randn(shape).to(device, dtype)) for shape in shapes]
@@ -43,7 +45,8 @@ def filters_agree(device, dtype=torch.float32, drift="gradient", *, groups=1, mi
             k, l = each._gains(each.observed.add())
             given = (weights, each._moved(optimizer), k, 1 - l, l * (1 - k) ** 2)
             if each is fast:
-                assert each._state(weights).step_fused(*given, on=device)
+                skipped = torch.tensor(float(bad and step == 1), device=device) if flagged else None
+                assert each._state(weights).step_fused(*given, skipped=skipped, on=device)
             else:
                 each._state(weights).step(*given)
     for name, mean in plain.mean.items():
@@ -77,6 +80,7 @@ def everything(device):
     filters_agree(device)
     filters_agree(device, groups=2, missing=(1,), maximize=True)
     filters_agree(device, bad=True)
+    filters_agree(device, bad=True, flagged=True)
     filters_agree(device, drift="none")
     filters_agree(device, torch.bfloat16, missing=(0,))
 
@@ -111,7 +115,7 @@ def test_compiled_kernels_equal_plain_operations():
 
 def test_tensors_that_no_kernel_may_go_over_are_refused(monkeypatch):
     """Holes and overlaps would be written to, other dtypes misread."""
-    monkeypatch.setattr(fused, "triton", lambda: ())
+    monkeypatch.setattr(fused, "works", lambda device: True)
     whole = [torch.zeros(4, 6), torch.zeros(3)]
     assert Chunks().find(whole, on="cpu")
     assert not Chunks().find(whole)  # not on a GPU
@@ -120,14 +124,32 @@ def test_tensors_that_no_kernel_may_go_over_are_refused(monkeypatch):
     assert not Chunks().find(whole, [torch.zeros(6, 4).T, torch.zeros(3)], on="cpu")
     assert not Chunks().find([torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16)], on="cpu")
     assert not Chunks().find([torch.zeros(3, dtype=torch.float64)], on="cpu")
-    monkeypatch.setattr(fused, "triton", lambda: None)
+    monkeypatch.setattr(fused, "works", lambda device: False)
     assert not Chunks().find(whole, on="cpu")
 
 
+def test_where_triton_cannot_compile_the_plain_form_is_used_and_the_reason_logged(monkeypatch, caplog):
+    def failing(*args, **kwargs):
+        raise RuntimeError("Failed to find C compiler\nand more")
+
+    monkeypatch.setattr(fused, "triton", lambda: (None, None))
+    monkeypatch.setattr(fused, "_launch", failing)
+    fused.works.cache_clear()
+    with caplog.at_level("INFO", logger="dissensus"):
+        assert not Chunks().find([torch.zeros(3)], on="cpu")
+    fused.works.cache_clear()
+    assert [record.message for record in caplog.records] == [
+        "kernels in Triton are not used: Failed to find C compiler"
+    ]
+    gradients = [torch.ones(3)]
+    fused.clear_if(torch.ones(()), gradients, Chunks())
+    assert gradients[0].tolist() == [0, 0, 0]
+
+
 def test_tables_follow_tensors_that_move(monkeypatch):
-    monkeypatch.setattr(fused, "triton", lambda: ())
+    monkeypatch.setattr(fused, "works", lambda device: True)
     chunks, first, second = Chunks(), torch.zeros(5), torch.zeros(5)
     for tensor in (first, second, second.resize_(2 * BLOCK + 1)):
         assert chunks.find([tensor], on="cpu")
         assert chunks._table.tolist() == [[tensor.data_ptr()], [tensor.numel()]]
-    assert (chunks._which.tolist(), chunks._start.tolist()) == ([0, 0, 0], [0, BLOCK, 2 * BLOCK])
+    assert (chunks._which.tolist(), chunks._start.tolist()) == ([0, 0, 0], [0, 1, 2])

@@ -128,13 +128,14 @@ def to(x: Inputs, device: torch.device) -> Inputs:
 
 
 def _mover(device: torch.device) -> Callable[[Tensor], Tensor]:
-    def move(tensor: Tensor) -> Tensor:
-        if device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes <= PINNED and not tensor.is_pinned():
-            tensor = tensor.pin_memory()  # from ordinary memory the copy would wait for the step before it
-        # Copies to the host block: otherwise the values could be read before the copy is done.
-        return tensor.to(device, non_blocking=device.type != "cpu")
+    # Copies to the host block: otherwise the values could be read before the copy is done.
+    return lambda tensor: _pinned(tensor, device).to(device, non_blocking=device.type != "cpu")
 
-    return move
+
+def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor, in pinned memory if it goes to a GPU: from ordinary memory the copy would wait for the step before it."""
+    goes = device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes <= PINNED
+    return tensor.pin_memory() if goes and not tensor.is_pinned() else tensor
 
 
 def size(x: Inputs) -> int:

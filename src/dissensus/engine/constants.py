@@ -24,8 +24,7 @@ from dissensus.core.running import first_line
 
 FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 MOVES = (Tensor.to, Tensor.cuda, Tensor.type_as)
-# Code that is not the user's: torch, this library, and context managers.
-OTHERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)
+TORCH, LIBRARY = (f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 
 class NotConstant(RuntimeError):
@@ -81,7 +80,7 @@ class Constants(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _is_library(sys._getframe(1)):
             return function(*args, **kwargs)
         if function is Tensor.__getitem__ and args[0].device.type == self.on:
             several = isinstance(args[1], tuple)
@@ -139,10 +138,19 @@ def user_line(error: BaseException | None = None) -> str | None:
     return found
 
 
+def _is_library(frame: FrameType | None) -> bool:
+    """Whether this library itself makes a call, which it need not do in the same way when it is captured."""
+    while frame is not None and (
+        frame.f_code.co_filename.startswith(TORCH) or frame.f_code.co_name == "__torch_function__"  # of other modes
+    ):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(LIBRARY)
+
+
 def _line(inner_first: Iterable[tuple[FrameType, int]]) -> str | None:
     for frame, number in inner_first:
         file = frame.f_code.co_filename
-        if not file.startswith(OTHERS):
+        if not file.startswith((TORCH, LIBRARY, contextlib.__file__)):
             return f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
     return None
 

@@ -8,7 +8,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, ClassVar
 
 import torch
@@ -41,18 +41,24 @@ class Graph:
     ) -> None:
         self.inputs = inputs
         self.constants = constants  # every replay reads them
-        self.graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            self.graph.register_generator_state(generator)
+        self.graph = _new_graph(generators)
         torch.cuda.synchronize()
         with PROCESS, warnings.catch_warnings():
             # If the graph is empty, the error that caused it says more.
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            with (
-                torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
-                nullcontext() if constants is None else constants.given(),
-            ):
-                self.results = function()
+            try:
+                with (
+                    torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
+                    nullcontext() if constants is None else constants.given(),
+                ):
+                    self.results = function()
+            except Exception:
+                # torch's random generators stay in the state of a capture that failed, and refuse to draw, until one ends well.
+                with suppress(Exception):
+                    torch.cuda.synchronize()
+                    with torch.cuda.graph(_new_graph(generators), capture_error_mode="thread_local"):
+                        torch.zeros((), device="cuda")
+                raise
 
     def replay(self, given: Sequence[Tensor] = ()) -> Any:
         """The function's result for these inputs; the next replay overwrites it."""
@@ -60,6 +66,13 @@ class Graph:
             mine.copy_(new, non_blocking=True)
         self.graph.replay()
         return self.results
+
+
+def _new_graph(generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    return graph
 
 
 class Captured:
@@ -109,9 +122,10 @@ class Captured:
         return self.graphs.get(key)
 
     def watching(self, key: Hashable) -> AbstractContextManager[object]:
-        """The context of a plain call."""
-        constants = None if self.failed else self.constants.get(key)
-        return nullcontext() if constants is None else constants.watching()
+        """The context of a plain call: it keeps constants for a capture to come, and compares those of a graph."""
+        constants = self.constants.get(key)
+        needed = key in self.graphs or not self.failed
+        return constants.watching() if constants is not None and needed else nullcontext()
 
     def give_up(self, reason: str) -> None:
         """Captures nothing from now on."""

@@ -115,7 +115,7 @@ class Guard:
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
-        """Inside, the optimiser's step does nothing if a value was bad."""
+        """Inside, the optimiser's step does nothing if a value was bad, and recorders can know it."""
         if self.reads:
             yield
         else:
@@ -137,9 +137,9 @@ class Guard:
         clocks = [part.steps for part in self._clocked]
         # Recorders count on the host: after a bad step they see unchanged weights and gradients of 0.
         if any(recorder.upcoming for recorder in self._recorders):
-            gradients = [here(p.grad) for p in self.posterior.parameters() if p.grad is not None]
+            gradients = [here(p.grad) for p in self._weights.values() if p.grad is not None]
             clear_if(self.halted, gradients, self._chunks)
-        with nullcontext() if self.tracks else self._aside():
+        with self.skipping(), nullcontext() if self.tracks else self._aside():
             self.posterior.observe(self.optimizer)
             lost = self.halted.to(torch.int64)
             for clock in clocks:

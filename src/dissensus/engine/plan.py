@@ -143,6 +143,7 @@ def _best(
         posterior.train(was_training)
         if on_gpu:
             forget_workspaces()  # of the candidates
+            forget_peak(posterior.device)
 
 
 def _compiler_gains(posterior: Posterior, on_gpu: bool) -> bool:

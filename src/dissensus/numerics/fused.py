@@ -1,11 +1,14 @@
 """One launch for many tensors: kernels in Triton on a GPU that has it. Callers also have a plain form of what they do."""
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger("dissensus")
 
 BLOCK = 4096  # entries of a chunk, the work of one program
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -23,13 +26,36 @@ def triton() -> tuple[Any, Any] | None:
     return fused_kernels, language
 
 
+@functools.cache
+def works(device: torch.device) -> bool:
+    """Whether kernels can be compiled and run on the device: Triton also needs a C compiler."""
+    if triton() is None:
+        return False
+    zero = torch.zeros((), device=device)
+    numbers = torch.zeros(2, dtype=torch.int64, device=device)  # one chunk of a tensor without entries
+    try:
+        _launch("clear", device, 1, numbers, numbers, numbers, 1, zero, KIND=torch.float32)
+    except Exception as error:  # of the compiler, of the driver
+        log.info("kernels in Triton are not used: %s", str(error).strip().partition("\n")[0])
+        return False
+    return True
+
+
+def _launch(name: str, device: torch.device, programs: int, *args: Any, **constants: Any) -> None:
+    kernels, language = triton()  # type: ignore[misc]
+    kinds = {key: getattr(language, KINDS[each]) if each in KINDS else each for key, each in constants.items()}
+    with torch.cuda.device(device if device.type == "cuda" else -1):  # Triton takes the current one
+        getattr(kernels, name)[(programs,)](*args, **kinds, BLOCK=BLOCK, num_warps=8)
+
+
 def clear_if(flag: Tensor, tensors: Sequence[Tensor], chunks: "Chunks") -> None:
     """Sets the tensors to 0 if the flag () is above 0, without waiting for the device."""
-    if chunks.find(tensors):
+    if tensors and chunks.find(tensors):
         chunks.launch("clear", flag, KIND=tensors[0].dtype)
-    else:
-        for tensor in tensors:
-            tensor.masked_fill_(flag > 0, 0.0)
+        return
+    bad = flag > 0
+    for tensor in tensors:
+        tensor.masked_fill_(bad, 0.0)
 
 
 class Layout(NamedTuple):
@@ -61,7 +87,7 @@ class Chunks:
         ]
         if layout != self._layout:
             self._layout, self._rows = layout, []
-            self._usable = self._can(lists, on) and triton() is not None
+            self._usable = self._can(lists, on) and works(layout[0].device)
             if self._usable:
                 self._cut()
         if not self._usable:
@@ -74,13 +100,9 @@ class Chunks:
 
     def launch(self, name: str, *args: Any, **constants: Any) -> None:
         """Runs the kernel of this name, once for all tensors. Constants that are dtypes become Triton's."""
-        kernels, language = triton()  # type: ignore[misc]
-        kinds = {key: getattr(language, KINDS[each]) if each in KINDS else each for key, each in constants.items()}
-        if len(self._which) == 0:  # all tensors are empty
-            return
-        kernel = getattr(kernels, name)[(len(self._which),)]
-        with torch.cuda.device(self._layout[0].device if self._table.is_cuda else -1):  # Triton takes the current one
-            kernel(self._table, self._which, self._start, len(self._rows[0]), *args, **kinds, BLOCK=BLOCK, num_warps=8)
+        if len(self._which):  # not all tensors are empty
+            table = (self._table, self._which, self._start, len(self._rows[0]))
+            _launch(name, self._layout[0].device, len(self._which), *table, *args, **constants)
 
     def _can(self, lists: Sequence[Sequence[Tensor]], on: str) -> bool:
         first, *others = self._layout
@@ -97,7 +119,7 @@ class Chunks:
     def _cut(self) -> None:
         counts = torch.tensor([-(-shape.numel() // BLOCK) for shape in self._layout[0].sizes])
         which = torch.repeat_interleave(counts)
-        start = BLOCK * (torch.arange(len(which)) - (counts.cumsum(0) - counts)[which])
+        start = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
         self._which, self._start = self._sent(which), self._sent(start)
 
     def _sent(self, numbers: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Triton kernels over many tensors in one launch. Only `numerics/fused.py` imports this file: not every machine has Triton.
 
-Program number p works on one chunk, BLOCK entries of the tensor `which[p]` from its entry `start[p]` on, in the order in
-which they lie in memory. `table` (rows, T) has numbers of each of T tensors: addresses first, its number of entries last,
+Program number p works on one chunk: of the tensor `which[p]` the BLOCK entries after its first `start[p]` chunks, in the order
+in which they lie in memory. `table` (rows, T) has numbers of each of T tensors: addresses first, its number of entries last,
 in row SIZES.
 """
 
@@ -15,7 +15,7 @@ def chunk(table, which, start, tensors, SIZES: tl.constexpr, BLOCK: tl.constexpr
     """(number of the tensor, this program's entries of it, which of them exist)."""
     program = tl.program_id(0)
     number = tl.load(which + program)
-    at = tl.load(start + program) + tl.arange(0, BLOCK)
+    at = tl.load(start + program) * BLOCK + tl.arange(0, BLOCK)
     return number, at, at < tl.load(table + SIZES * tensors + number)
 
 
@@ -41,25 +41,54 @@ def clear(table, which, start, tensors, flag, KIND: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
+def read(pointers, there, FULL: tl.constexpr):
+    """Entries in float32. FULL: all are there."""
+    found = tl.load(pointers) if FULL else tl.load(pointers, mask=there, other=0.0)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def write(pointers, values, there, FULL: tl.constexpr):
+    if FULL:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=there)
+
+
+@triton.jit
+def filtered(
+    weights, gradients, means, variances, there, flag, rate, gain, keep, spread, DRIFT: tl.constexpr, FULL: tl.constexpr
+):
+    """One chunk of `filters`, by pointers to its entries."""
+    w, mean, variance = read(weights, there, FULL), read(means, there, FULL), read(variances, there, FULL)
+    if DRIFT:
+        move = tl.where(tl.load(flag) > 0, 0.0, rate * read(gradients, there, FULL))
+        mean -= move
+        variance += move * move
+    distance = w - mean
+    write(means, mean + gain * distance, there, FULL)
+    write(variances, keep * variance + spread * distance * distance, there, FULL)
+
+
+@triton.jit
 def filters(
     table, which, start, tensors, means, variances, flag, rate, gain, keep, spread,
     WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, DRIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A step of the filters of `methods/parts/kalman.py`. Rows of the table: weights, gradients, places in μ and s, sizes."""
     number, at, there = chunk(table, which, start, tensors, 3, BLOCK)
-    place = tl.load(table + 2 * tensors + number) + at
-    w = tl.load(tl.load(table + number).to(tl.pointer_type(WEIGHT)) + at, mask=there, other=0.0).to(tl.float32)
-    mean = tl.load(means + place, mask=there, other=0.0)
-    variance = tl.load(variances + place, mask=there, other=0.0)
-    if DRIFT:
-        gradients = tl.load(table + tensors + number).to(tl.pointer_type(GRADIENT))
-        move = rate * tl.load(gradients + at, mask=there, other=0.0).to(tl.float32)
-        move = tl.where(tl.load(flag) > 0, 0.0, move)
-        mean -= move
-        variance += move * move
-    distance = w - mean
-    tl.store(means + place, mean + gain * distance, mask=there)
-    tl.store(variances + place, keep * variance + spread * distance * distance, mask=there)
+    w, g, place = tl.load(table + number), tl.load(table + tensors + number), tl.load(table + 2 * tensors + number)
+    full = tl.load(start + tl.program_id(0)) * BLOCK + BLOCK <= tl.load(table + 3 * tensors + number)
+    if full & (w % 16 == 0) & (g % 16 == 0) & (place % 4 == 0):
+        # What the compiler must know to read and write four entries at a time.
+        weights = tl.multiple_of(w.to(tl.pointer_type(WEIGHT)), 16) + at
+        gradients = tl.multiple_of(g.to(tl.pointer_type(GRADIENT)), 16) + at
+        mean, variance = tl.multiple_of(means + place, 16) + at, tl.multiple_of(variances + place, 16) + at
+        filtered(weights, gradients, mean, variance, there, flag, rate, gain, keep, spread, DRIFT, True)
+    else:
+        weights, gradients = w.to(tl.pointer_type(WEIGHT)) + at, g.to(tl.pointer_type(GRADIENT)) + at
+        mean, variance = means + place + at, variances + place + at
+        filtered(weights, gradients, mean, variance, there, flag, rate, gain, keep, spread, DRIFT, False)
 
 
 @triton.jit

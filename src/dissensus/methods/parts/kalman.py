@@ -83,7 +83,9 @@ class WeightFilters(nn.Module):
         state, moved = self._state(weights), self._moved(optimizer)
         gain_mean, gain_variance = self._gains(self.observed.add())
         gains = (gain_mean, 1 - gain_variance, gain_variance * (1 - gain_mean) ** 2)
-        if not state.step_fused(weights, moved, *gains):
+        # As torch's GradScaler does, `fit` leaves a flag with the optimiser that is 1 if it skipped the step.
+        skipped = getattr(optimizer, "found_inf", None)
+        if not state.step_fused(weights, moved, *gains, skipped=skipped):
             state.step(weights, moved, *gains)
 
     def _moved(self, optimizer: Optimizer) -> list["_Moved"]:
@@ -232,8 +234,18 @@ class _State:
         # new μ is w − μ = (1 − K_μ)(w − μ⁻).
         variance.mul_(keep).addcmul_(distance, distance, value=spread)
 
-    def step_fused(self, weights: list[Tensor], moved: list[_Moved], *gains: float, on: str = "cuda") -> bool:
-        """The same by kernels that read and write everything once, one for each parameter group; False if it cannot."""
+    def step_fused(
+        self,
+        weights: list[Tensor],
+        moved: list[_Moved],
+        *gains: float,
+        skipped: Tensor | None = None,
+        on: str = "cuda",
+    ) -> bool:
+        """The same by kernels that read and write everything once, one for each parameter group; False if it cannot.
+
+        `skipped`: () above 0 if the step was skipped; None looks at the gradients.
+        """
         if self.mean.flat.device.type != on or self.mean.flat.dtype != torch.float32:
             return False
         still = set(range(len(weights))).difference(*(each.at for each in moved))
@@ -245,10 +257,11 @@ class _State:
             alike = [mean.stride() for mean in means] == [weight.stride() for weight in mine]
             if not (alike and chunks.find(mine, gradients or mine, rows=[places], on=on)):
                 return False
-        skipped = torch.zeros((), device=self.mean.flat.device)  # 1 for a step that a gradient scaler skipped, as above
-        for (_, _, gradients), chunks in zip(groups, self.chunks, strict=False):
-            if gradients:
-                chunks.launch("look", skipped, KIND=gradients[0].dtype, ROW=1, SIZES=3)
+        if skipped is None:
+            skipped = torch.zeros((), device=self.mean.flat.device)
+            for (_, _, gradients), chunks in zip(groups, self.chunks, strict=False):
+                if gradients:
+                    chunks.launch("look", skipped, KIND=gradients[0].dtype, ROW=1, SIZES=3)
         for (rate, at, gradients), chunks in zip(groups, self.chunks, strict=False):
             blocks, kind = (self.mean.flat, self.variance.flat), weights[at[0]].dtype
             drift = {"DRIFT": bool(gradients), "GRADIENT": gradients[0].dtype if gradients else kind}

@@ -1,0 +1,250 @@
+"""What training steps and predictions cost on a GPU, as ratios in one process; CSV out.
+
+    python benchmarks/gpu.py --csv benchmarks/results/gpu_h200.csv
+
+steps: ten ResNet-18 (or `--members`) on batches of 128 in bf16: a loop over the networks as plain torch runs them, a deep
+ensemble, FoRDE and LIT, in runs too short to compile and compiled. Rounds of a few steps alternate; medians, with the spread
+(largest over smallest). `reserved`: GiB that torch took from the device for the method, weights included.
+watching: one network; TRADI and SWAG beside the same step unwatched.
+prediction: ten ResNet-18 over batches of 128; loops as plain torch runs them; the largest error of a probability against
+float32 in the same column as the time.
+gradients: the deviation of gradients from those of torch's own layers, ‖a − b‖ / ‖b‖.
+"""
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rows import Row, write_rows
+from torch import Tensor, nn
+
+import dissensus as ds
+from dissensus.bench.run.provenance import commit, device_name
+from dissensus.core import seam
+from dissensus.core.batch import Batch
+from dissensus.core.gradients import Gradients, Strategy
+from dissensus.data import Batches
+from dissensus.engine import build_step
+from dissensus.engine.eager import autocast
+from dissensus.engine.optimisers import lay_out
+from dissensus.engine.strategies import Looped, strategy
+
+DEVICE = torch.device("cuda")
+SHORT, LONG = 500, 100_000  # steps of a run: too few to compile, and enough
+Stepper = Callable[[], object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", default=",".join(SECTIONS))
+    parser.add_argument("--members", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--images", type=int, default=10_000, help="predicted")
+    parser.add_argument("--csv", type=Path)
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("expected a CUDA device, got none; run this on a machine with a GPU")
+    facts = {"commit": commit(), "torch": torch.__version__, "device": device_name(DEVICE)}
+    rows: list[Row] = []
+    for what in given.what.split(","):
+        torch.manual_seed(0)
+        for row in SECTIONS[what](given):
+            rows.append({"what": what, "members": given.members, "batch": given.batch, **row, **facts})
+            print("  ".join(f"{key} {value}" for key, value in row.items() if value != ""), flush=True)
+        torch.cuda.empty_cache()
+    if given.csv is not None:
+        write_rows(given.csv, [dict.fromkeys(COLUMNS, "") | row for row in rows])
+
+
+COLUMNS = (
+    "what", "members", "batch", "name", "run", "ran", "ms", "ratio", "spread", "set_up_s", "reserved_gib", "error",
+)  # fmt: skip
+
+
+def steps(given: argparse.Namespace) -> Iterator[Row]:
+    """Whole training steps, with ratios to the deep ensemble that is not compiled."""
+    networks = [ds.nets.ResNet(18) for _ in range(given.members)]
+    batch = images(given.batch)
+    methods: dict[str, Callable[..., ds.Posterior]] = {
+        "deep ensemble": ds.DeepEnsemble,
+        "FoRDE": ds.FoRDE,
+        "LIT": lambda nets: ds.LIT(nets, strength=0.1),
+    }
+    runs: dict[tuple[str, str], Stepper] = {("loop over networks", "eager"): loop(networks, batch)}
+    made: dict[tuple[str, str], Row] = {("loop over networks", "eager"): {"ran": "eager"}}
+    for run, length in (("short", SHORT), ("long", LONG)):
+        for name, method in methods.items():
+            step, about = stepper(method(copy.deepcopy(networks)), batch, length)
+            runs[name, run], made[name, run] = step, about
+    times = in_turns(runs, given.rounds, 10)
+    base = statistics.median(times["deep ensemble", "short"])
+    for (name, run), found in times.items():
+        yield {"name": name, "run": run, **made[name, run], **timing(found, base)}
+
+
+def watching(given: argparse.Namespace) -> Iterator[Row]:
+    """Steps of one network, plain and watched."""
+    network, batch = ds.nets.ResNet(18), images(given.batch)
+    runs, made = {}, {}
+    for method in (ds.MAP, ds.TRADI, ds.SWAG):
+        runs[method.__name__], made[method.__name__] = stepper(method(copy.deepcopy(network)), batch, SHORT)
+    times = in_turns(runs, 3 * given.rounds, 20)
+    base = statistics.median(times["MAP"])
+    for name, found in times.items():
+        yield {"name": name, "run": "short", **made[name], **timing(found, base)}
+
+
+def prediction(given: argparse.Namespace) -> Iterator[Row]:
+    """Predictions of a data set, each call with all that it sets up; ratios to the float32 loop, larger is faster."""
+    networks = [ds.nets.ResNet(18).to(DEVICE).eval() for _ in range(given.members)]
+    posterior = ds.DeepEnsemble(networks).to(DEVICE)
+    x, y = images(given.images)[:2]
+    x = x.contiguous()
+    ds.fit(posterior, Batches(x[:1280], y[:1280], batch_size=128), epochs=3, progress=False)
+    for i, network in enumerate(networks):
+        network.load_state_dict(posterior.member(i).state_dict())
+    loader = Batches(x, y, batch_size=given.batch)
+
+    def by_loop(precision: torch.dtype | None) -> Tensor:
+        with torch.no_grad(), autocast(DEVICE, precision):
+            means = [torch.stack([n(part).float().softmax(1) for n in networks]).mean(0) for part, _ in loader]
+        return torch.cat(means)
+
+    runs: dict[str, Callable[[], Tensor]] = {
+        "loop over networks, float32": lambda: by_loop(None),
+        "loop over networks, bf16": lambda: by_loop(torch.bfloat16),
+        "predict, float32": lambda: ds.predict(posterior, loader)[0].mean,
+        "predict, bf16": lambda: ds.predict(posterior, loader, precision="bf16")[0].mean,
+        "summarise, bf16": lambda: ds.summarise(posterior, loader, precision="bf16")[0].mean,
+    }
+    reference = runs["loop over networks, float32"]()
+    errors = {name: float((run() - reference).abs().max()) for name, run in runs.items()}
+    times = in_turns(runs, given.rounds, 1)
+    base = statistics.median(times["loop over networks, float32"])
+    for name, found in times.items():
+        row = timing(found, base)
+        yield {
+            "name": name,
+            "run": f"{given.images} images",
+            **row,
+            "ratio": round(1 / row["ratio"], 2),
+            "error": errors[name],
+        }
+
+
+def gradients(given: argparse.Namespace) -> Iterator[Row]:
+    """How far gradients of this library's layers are from those of torch's, in the same precision."""
+    networks = [ds.nets.ResNet(18) for _ in range(3)]
+    for name, method in {"deep ensemble": ds.DeepEnsemble, "FoRDE": ds.FoRDE}.items():
+        for dtype, precision in ((torch.float64, None), (torch.float32, None), (torch.float32, torch.bfloat16)):
+            posterior = method(copy.deepcopy(networks)).to(DEVICE, dtype).train()  # type: ignore[attr-defined]
+            lay_out(posterior)
+            batch = images(32, dtype)
+            # Without TF32, whose own rounding is 1e-3.
+            with torch.backends.cudnn.flags(allow_tf32=False):
+                ours = found(posterior, batch, strategy("streamed"), precision)
+                posterior._forms = nullcontext
+                theirs = found(posterior, batch, Looped(streamed=True, compiled=False).run, precision)
+                exact = found(posterior, batch, Looped(streamed=True, compiled=False).run, None)
+            kind = "bf16" if precision else str(dtype).removeprefix("torch.")
+            yield {"name": name, "run": kind, "ran": "from torch's layers", "error": deviation(ours, theirs)}
+            if precision:
+                yield {
+                    "name": name,
+                    "run": "bf16",
+                    "ran": "torch's layers from float32",
+                    "error": deviation(theirs, exact),
+                }
+                yield {"name": name, "run": "bf16", "ran": "from float32", "error": deviation(ours, exact)}
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
+    "steps": steps, "watching": watching, "prediction": prediction, "gradients": gradients,
+}  # fmt: skip
+
+
+def images(count: int, dtype: torch.dtype = torch.float32) -> Batch:
+    x = torch.randn(count, 3, 32, 32, device=DEVICE, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    return Batch(x, torch.randint(10, (count,), device=DEVICE))
+
+
+def loop(networks: list[nn.Module], batch: Batch) -> Stepper:
+    """A step of every network, as plain torch runs it."""
+    networks = [copy.deepcopy(network).to(DEVICE, memory_format=torch.channels_last) for network in networks]
+    optimizers = [torch.optim.SGD(n.parameters(), lr=1e-4, momentum=0.9, nesterov=True) for n in networks]
+
+    def step() -> None:
+        for network, optimizer in zip(networks, optimizers, strict=True):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = F.cross_entropy(network(batch.x), batch.y)
+            loss.backward()
+            optimizer.step()
+
+    return step
+
+
+def stepper(posterior: ds.Posterior, batch: Batch, length: int) -> tuple[Stepper, Row]:
+    """(a training step as `fit` makes it, how it runs, its memory and the seconds before it was ready)."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before, start = torch.cuda.memory_reserved(), time.perf_counter()
+    posterior.to(DEVICE).train()
+    posterior.begin(steps_per_epoch=length // 10, epochs=10)
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=1e-4, momentum=0.9, nesterov=True)
+    step, _ = build_step("auto", posterior, optimizer, batch, steps=length, precision=torch.bfloat16)
+
+    def run() -> None:
+        posterior.before_step(batch)
+        step(batch)
+
+    for _ in range(8):  # plain steps, the capture, the first replays
+        run()
+    torch.cuda.synchronize()
+    ready = time.perf_counter() - start
+    torch.cuda.empty_cache()
+    taken = (torch.cuda.memory_reserved() - before) / 2**30
+    return run, {"ran": step.way, "set_up_s": round(ready, 1), "reserved_gib": round(taken, 2)}
+
+
+def in_turns(runs: dict[Any, Stepper], rounds: int, count: int) -> dict[Any, list[float]]:
+    """Seconds of each run, `count` of them at a time, in an order that alternates."""
+    times: dict[Any, list[float]] = {name: [] for name in runs}
+    for number in range(1 + rounds):
+        for name in list(runs) if number % 2 else reversed(list(runs)):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(count):
+                runs[name]()
+            torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - start) / count)
+    return {name: found[1:] for name, found in times.items()}
+
+
+def timing(seconds: list[float], base: float) -> Row:
+    middle = statistics.median(seconds)
+    spread = round(max(seconds) / min(seconds), 2)
+    return {"ms": round(1e3 * middle, 3), "ratio": round(middle / base, 3), "spread": spread}
+
+
+def found(posterior: ds.Posterior, batch: Batch, run: Strategy, precision: torch.dtype | None) -> Gradients:
+    with autocast(DEVICE, precision):
+        return seam.find(posterior, batch, run)
+
+
+def deviation(ours: Gradients, theirs: Gradients) -> str:
+    pairs = [(ours.gradients[name].double(), theirs.gradients[name].double()) for name in theirs.gradients]
+    apart = sum(float((a - b).square().sum()) for a, b in pairs)
+    return f"{(apart / sum(float(b.square().sum()) for _, b in pairs)) ** 0.5:.1e}"
+
+
+if __name__ == "__main__":
+    main()
