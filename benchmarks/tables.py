@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import bf16_predictions
 import bias_correlation
 import calibration
 import camvid_ood
@@ -17,7 +18,6 @@ import choose
 import compose
 import compose_speed
 import embedded_width
-import half_precision
 import landscape
 import measured
 import mnist_ood
@@ -460,8 +460,8 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
         yield docs / "choose.md", name, table()
     yield docs / "choose.md", "table", choose.table_rows()
     yield docs / "results" / "speed.md", "speed", speed_table()
-    halves = [*rows("half_precision.csv"), *rows("half_precision_h200.csv")]
-    yield docs / "results" / "speed.md", "half-precision", half_precision.half_table(halves)
+    halves = [*rows("bf16_predictions.csv"), *rows("bf16_predictions_h200.csv")]
+    yield docs / "results" / "speed.md", "bf16-predictions", bf16_predictions.half_table(halves)
     yield docs / "reference/details/node-bnn.md", "capacity", capacity_table()
     yield docs / "reference/tasks.md", "task-keys", task_keys()
     for name in NODES:

@@ -67,7 +67,7 @@ class CapturedFunction(Captured):
         self.places: list[int] = []  # of these tensors in memory, where graphs read them
         self.keeps = keeps and plain
         self.kept: Kept | None = None
-        self.forgot = False
+        self.forgot = self.looked = False  # whether weights have been written to, and whether casts were looked for
         self.ways = Ways(_note_unfused, fused=self._fused, unfused=function)
 
     def __call__(self, x: Inputs) -> tuple[Tensor, ...]:
@@ -107,6 +107,7 @@ class CapturedFunction(Captured):
         self.keeps = self.keeps and not (written and self.forgot)
         self.forgot |= written
         self.kept = Kept(self.tensors) if self.keeps else None
+        self.looked = False
 
     def _run(self, x: Inputs) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = self.ways(x) if self.plain else self.function(x)
@@ -124,8 +125,9 @@ class CapturedFunction(Captured):
         if self.kept is None:
             yield
             return
-        # In a capture casts are looked at only if there are some to be answered.
-        casts = self.half and (not capturing or self.kept.casts)
+        # To look at casts costs time at every operation: done once, and then only if there are some to be answered.
+        casts = self.half and (self.kept.casts or not self.looked)
+        self.looked = True
         with keeping(self.kept, casts=casts, reads_only=capturing):
             yield
 

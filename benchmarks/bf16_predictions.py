@@ -1,6 +1,6 @@
 """Errors of predictions in bf16 against those in float32, of networks trained on the digits of the package; CSV out.
 
-    python benchmarks/half_precision.py --csv benchmarks/results/half_precision.csv
+    python benchmarks/bf16_predictions.py --csv benchmarks/results/bf16_predictions.csv
 
 A convolutional ensemble, a ResNet-20 ensemble, MC dropout of the former and an MLP ensemble are trained for a few epochs, then
 evaluated twice with the same functions: `ds.predict` and `ds.evaluate` in float32 and in bf16, on the test digits and on
@@ -113,7 +113,7 @@ def half_table(found: list[dict[str, str]]) -> str:
         device = "H200" if "H200" in row["device"] else row["device"]
         lines.append([row["networks"], device, *largest, f"{row['decisions_changed']} of {row['rows']}", *numbers])
     made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}" for row in found))
-    return f"{markdown(heads, lines)}\n\n*`python benchmarks/half_precision.py --csv FILE`; {made}.*"
+    return f"{markdown(heads, lines)}\n\n*`python benchmarks/bf16_predictions.py --csv FILE`; {made}.*"
 
 
 if __name__ == "__main__":
