@@ -274,3 +274,24 @@ def test_a_gradient_that_is_not_finite_is_not_taken_for_one_without_direction(va
     assert found[:2].isfinite().all()
     assert (found[1] == 0).all()
     assert found[2].isnan().any()
+
+
+@pytest.mark.parametrize("bandwidth", kernels.BANDWIDTHS)
+@pytest.mark.parametrize("scaled", ["identity", "whole", "rank"])
+@pytest.mark.parametrize("weighed", [False, True])
+def test_the_force_is_the_derivative_of_the_log_density(bandwidth, scaled, weighed):
+    g = torch.randn(4, 6, 5, dtype=torch.float64) * torch.logspace(-3, 3, 6)[:, None]
+    g[1, 2] = 0.0  # exerts and feels no force
+    g[3, 4] = g[2, 4] * (1 + 1e-9)  # nearly the same direction
+    inputs = torch.randn(50, 5, dtype=torch.float64) * torch.arange(1, 6)
+    rank = {"whole": None, "rank": 2}.get(scaled)
+    scales = None if scaled == "identity" else pca_lengthscales(inputs, 0.7, rank=rank)
+    weight = torch.tensor([1.0, 2.0, 0.5, 0.0, 1.0, 3.0]) if weighed else None
+
+    def total(gradients):
+        return kernels.input_gradient_log_density(gradients, scales, bandwidth, weight=weight).sum()
+
+    wanted = torch.func.grad(total)(g)
+    torch.testing.assert_close(
+        kernels.input_gradient_force(g, scales, bandwidth, weight=weight), wanted, rtol=1e-9, atol=1e-12
+    )

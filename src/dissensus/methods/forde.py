@@ -13,7 +13,7 @@ from dissensus.core.spaces import Gradient, input_dimension
 from dissensus.methods.parts.input_gradients import InputGradientPosterior
 from dissensus.methods.parts.strength import RepellingPosterior, Repulsion
 from dissensus.numerics.checks import one_of, whole
-from dissensus.numerics.kernels import BANDWIDTHS, Bandwidth, input_gradient_log_density
+from dissensus.numerics.kernels import BANDWIDTHS, Bandwidth, input_gradient_force
 from dissensus.numerics.lengthscales import Lengthscales
 
 
@@ -84,10 +84,8 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
         g = z["gradients"]  # (M, B, D)
         weight = z["weight"][0] if "weight" in z else None  # (B,)
 
-        def total(gradients: Tensor) -> Tensor:
-            return input_gradient_log_density(gradients, self.lengthscales, self.bandwidth, weight=weight).sum()
-
-        force = self.strength(g.shape[1], weight, gathered=self.batches_per_step) * torch.func.grad(total)(g)
+        force = input_gradient_force(g, self.lengthscales, self.bandwidth, weight=weight)
+        force = self.strength(g.shape[1], weight, gathered=self.batches_per_step) * force
         return {name: force if name == "gradients" else torch.zeros_like(tensor) for name, tensor in z.items()}
 
     def before_step(self, batch: Batch) -> None:

@@ -74,12 +74,50 @@ def input_gradient_log_density(
     `weight`: (B,) weights of the examples in the mean over b.
     """
     unit = directions(working(gradients))
+    points, floor = _scaled(unit, lengthscales)
+    return batch_log_density(points, bandwidth, weight, floor=floor).to(_kept(gradients))
+
+
+def input_gradient_force(
+    gradients: Tensor,
+    lengthscales: Lengthscales | None = None,
+    bandwidth: Bandwidth = "reference",
+    *,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """(M, B, D) ∂r_i/∂g_ib, the derivative of `input_gradient_log_density`, with arguments as there.
+
+        −2 (1 − s_ib s_ibᵀ) Σ⁻¹ Σ_j q_ijb (s_ib − s_jb) / ‖g_ib‖,   q_ijb = softmax_jb(…) log M / med
+
+    Written out because autograd would keep a dozen tensors of this size.
+    """
+    wide = working(gradients)
+    unit = directions(wide)
+    points, floor = _scaled(unit, lengthscales)
+    exponent, per_distance, centred = _exponents(points, bandwidth, floor)
+    logits = (exponent + _log_weight(weight, points)).transpose(0, 1)  # (M, B, M)
+    q = logits.flatten(1).softmax(1).view_as(logits).transpose(0, 1) * per_distance  # (B, M_i, M_j)
+    # Without the diagonal, which exerts no force and may be much larger than the rest.
+    q = q.masked_fill(torch.eye(len(points), dtype=torch.bool, device=q.device), 0.0)
+    pull = (torch.diag_embed(q.sum(2)) - q) @ centred  # (B, M, D)
+    force = -2 * pull.transpose(0, 1)
+    if lengthscales is not None:
+        force = lengthscales.pull(force)
+    size = wide.square().sum(-1, keepdim=True)
+    force = (force - unit * (unit * force).sum(-1, keepdim=True)) * (size + EPSILON).rsqrt()
+    return torch.where(size == 0, 0.0, force).to(_kept(gradients))
+
+
+def _kept(gradients: Tensor) -> torch.dtype:
+    """The precision of results."""
+    return torch.promote_types(gradients.dtype, torch.float32)
+
+
+def _scaled(unit: Tensor, lengthscales: Lengthscales | None) -> tuple[Tensor, Tensor | float]:
+    """(directions in the kernel's lengthscales, least squared bandwidth)."""
     if lengthscales is None:
-        density = batch_log_density(unit, bandwidth, weight)
-    else:
-        floor = FLOOR * lengthscales.mean_precision.to(unit.dtype)
-        density = batch_log_density(lengthscales.scale(unit), bandwidth, weight, floor=floor)
-    return density.to(torch.promote_types(gradients.dtype, torch.float32))
+        return unit, FLOOR
+    return lengthscales.scale(unit), FLOOR * lengthscales.mean_precision.to(unit.dtype)
 
 
 def directions(gradients: Tensor) -> Tensor:
@@ -92,8 +130,14 @@ def batch_log_density(
     s: Tensor, bandwidth: Bandwidth = "reference", weight: Tensor | None = None, *, floor: Tensor | float = FLOOR
 ) -> Tensor:
     """(M,) log Σ_j (1/B) Σ_b κ(s_ib, sg[s_jb]) of vectors (M, B, D), already scaled; floor: least squared bandwidth."""
+    exponent = _exponents(s, bandwidth, floor)[0] + _log_weight(weight, s)
+    return torch.logsumexp(exponent.transpose(0, 1).flatten(1), dim=1)  # over b and j
+
+
+def _exponents(s: Tensor, bandwidth: Bandwidth, floor: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+    """((B, M_i, M_j) exponents of the kernel, their ratio to −‖s_i − s_j‖², (B, M, D) centred vectors)."""
     one_of("bandwidth", bandwidth, BANDWIDTHS)
-    members, size, _ = s.shape
+    members = len(s)
     mine = (s - s.detach().mean(0)).transpose(0, 1)  # (B, M, D), centred as in squared_distances
     other = mine.detach()
     squared = (
@@ -105,13 +149,16 @@ def batch_log_density(
     middle = median(seen, 1) if bandwidth == "reference" else median(seen.flatten(1), 1)[:, :, None]
     # For M = 1, log M = 0 and the only distance is 0: the bandwidth does not matter.
     h = (middle / (math.log(members) or 1.0)).clamp(min=floor)
-    exponent = -squared / h if bandwidth != "algorithm" else -2 * squared / h
+    per_distance = (1 if bandwidth != "algorithm" else 2) / h
+    return -squared * per_distance, per_distance, mine
+
+
+def _log_weight(weight: Tensor | None, s: Tensor) -> Tensor:
+    """Logarithms of the examples' shares in the mean over b, (B, 1, 1) or ()."""
     if weight is None:
-        log_weight = torch.full((), -math.log(size), dtype=s.dtype, device=s.device)
-    else:
-        share = weight.to(s.dtype).clamp(min=torch.finfo(s.dtype).tiny * 1e6)  # finite logs for weights of 0
-        log_weight = (share / share.sum()).log()[:, None, None]
-    return torch.logsumexp((exponent + log_weight).transpose(0, 1).flatten(1), dim=1)  # over b and j
+        return torch.full((), -math.log(s.shape[1]), dtype=s.dtype, device=s.device)
+    share = weight.to(s.dtype).clamp(min=torch.finfo(s.dtype).tiny * 1e6)  # finite logs for weights of 0
+    return (share / share.sum()).log()[:, None, None]
 
 
 def as_rows(tensor: Tensor) -> Tensor:

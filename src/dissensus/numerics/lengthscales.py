@@ -71,6 +71,11 @@ class Lengthscales:
         rest = torch.as_tensor(self.remainder, dtype=s.dtype, device=s.device).sqrt()
         return rest * s + ((s @ u) * (root - rest)) @ u.T  # Σ^(−1/2) s
 
+    def pull(self, f: Tensor) -> Tensor:
+        """(..., D) derivatives by s, from derivatives by `scale(s)`: its transpose."""
+        u, root = self.eigenvectors.to(f.dtype), self.precision.to(f.dtype).sqrt()
+        return (f * root) @ u.T if u.shape[0] == u.shape[1] else self.scale(f)
+
 
 def pca_lengthscales(
     inputs: Tensor | Iterable[Any],
