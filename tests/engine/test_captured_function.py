@@ -118,7 +118,7 @@ def test_what_a_graph_keeps_of_weights_is_theirs_and_goes_when_they_change(preci
                     parameter.add_(0.1)
     assert not captured.failed
     half = precision == "bf16"
-    anew = [(False, half), *[(True, half)] * 3]
+    anew = [(False, False), *[(True, half)] * 3]
     last = [(False, False), *[(True, False)] * 3]  # weights that change again are cast at every use
     assert found == ([*anew, *anew, *last] if half else [(False, False), *[(True, False)] * 11])
 

@@ -7,7 +7,7 @@ copies at the end of the context, when graphs still read them.
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -48,10 +48,14 @@ class Kept:
         known, parts = self._found.get(key := (what, *places), (None, []))
         if known is not None and all(each._version == before for each, before in parts):
             return known  # type: ignore[no-any-return]
-        made = make()
-        if known is None and not _thread.reads_only:
+        if known is not None:  # changed since
+            return make()
+        with nullcontext() if _thread.beside is None else torch.cuda.stream(_thread.beside):
+            made = make()
             self._found[key] = made, [(each, each._version) for each in pytree.tree_leaves(made)]
             self._versions |= {address: self._version(address) for address in addresses}
+        for tensor in () if _thread.reader is None else pytree.tree_leaves(made):
+            tensor.record_stream(_thread.reader)
         return made
 
     def fresh(self) -> bool:
@@ -65,30 +69,29 @@ class Kept:
 
 class _Thread(threading.local):
     kept: Kept | None = None
-    reads_only = False
+    beside: torch.cuda.Stream | None = None  # where things are computed while a graph is captured
+    reader: torch.cuda.Stream | None = None  # that of the graph's replays
 
 
 _thread = _Thread()
 
 
 @contextmanager
-def keeping(kept: Kept, *, casts: bool, reads_only: bool = False) -> Iterator[None]:
+def keeping(kept: Kept, *, casts: bool, beside: torch.cuda.Stream | None = None) -> Iterator[None]:
     """Inside, `derived` and casts of large weights keep what they find.
 
     Args:
         casts: whether casts are looked at, which costs time at every operation.
-        reads_only: keeps nothing new, as while a CUDA graph is captured, whose tensors have no values yet.
+        beside: for the capture of a CUDA graph, a stream that is not captured: there things are computed at once. Wait for it
+            before the first replay, on the stream that is current now.
     """
-    before = _thread.kept, _thread.reads_only
-    _thread.kept, _thread.reads_only = kept, reads_only
+    before = _thread.kept, _thread.beside, _thread.reader
+    _thread.kept, _thread.beside, _thread.reader = kept, beside, beside and torch.cuda.current_stream()
     try:
-        if casts:
-            with _Casts(kept):
-                yield
-        else:
+        with _Casts(kept) if casts else nullcontext():
             yield
     finally:
-        _thread.kept, _thread.reads_only = before
+        _thread.kept, _thread.beside, _thread.reader = before
 
 
 def derived(what: Hashable, tensors: Sequence[Tensor | None], make: Callable[[], Found]) -> Found:

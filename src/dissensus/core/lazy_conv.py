@@ -8,7 +8,6 @@ Running statistics make batch norm a scale and a shift of channels, which weight
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dissensus.core.kept import derived
@@ -26,35 +25,21 @@ def convolution(
 ) -> Tensor:
     """As `torch.conv2d`, but waiting on a GPU if no gradients are recorded."""
     x = settled(input)
-    plain = x.ndim == weight.ndim == 4 and not isinstance(padding, str) and weight.dtype in KINDS
-    if torch.is_grad_enabled() or not plain or x.device.type != "cuda" or not torch.backends.cudnn.is_available():
-        x, weight = widened(x, weight) if groups == 1 else (x, weight)
+    plain = x.ndim == weight.ndim == 4 and not isinstance(padding, str) and weight.dtype in KINDS and x.shape[1] >= WIDE
+    if torch.is_grad_enabled() or not plain or x.device.type != "cuda" or not torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
         return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
     kind = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     if transformed or kind not in KINDS or (x.dtype != kind and not torch.is_autocast_enabled("cuda")):
         return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    how = [
+    how: list[Any] = [
         [each, each] if isinstance(each, int) else list(each) * (2 // len(each)) for each in (stride, padding, dilation)
     ]
-    return PendingConvolution(x, weight, bias, kind, *how, groups)
-
-
-def widened(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The same convolution with channels of zeros, if x has few: in half precision, GPUs are twice as fast with eight."""
-    if x.ndim != 4 or x.device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
-        return x, weight
-    return wide(x), wide(weight)
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """With channels of zeros, if it has few."""
-    few = WIDE - tensor.shape[1]
-    return F.pad(tensor, (0, 0, 0, 0, 0, few)) if few > 0 else tensor
+    return PendingConvolution(x, weight, bias, kind, (*how, groups))
 
 
 KINDS = (torch.float32, torch.bfloat16)
-WIDE = 8
+WIDE = 8  # channels; for fewer cuDNN's kernels with ReLU are slow
 
 
 class PendingConvolution(Pending):
@@ -65,13 +50,12 @@ class PendingConvolution(Pending):
 
     @staticmethod
     def __new__(
-        cls, x: Tensor, weight: Tensor, bias: Tensor | None, kind: torch.dtype, stride: list[int], padding: list[int],
-        dilation: list[int], groups: int,
+        cls, x: Tensor, weight: Tensor, bias: Tensor | None, kind: torch.dtype, how: tuple[Any, ...]
     ) -> "PendingConvolution":  # fmt: skip
-        sizes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+        sizes = zip(x.shape[2:], weight.shape[2:], *how[:3], strict=True)
         axes = [(size + 2 * pad - reach * (kernel - 1) - 1) // step + 1 for size, kernel, step, pad, reach in sizes]
         self = cast(PendingConvolution, Pending.__new__(cls, torch.Size([len(x), len(weight), *axes]), kind, x.device))
-        self.parts, self.how = (x, weight, bias), (stride, padding, dilation, groups)
+        self.parts, self.how = (x, weight, bias), how
         return self
 
     def computed(self, *, relu: bool) -> Tensor:
@@ -87,27 +71,37 @@ class PendingConvolution(Pending):
         found = derived(("packed", kind), (weight, bias), packed)
         return self._rectified(*found, None)
 
-    def normalised(
-        self, added: Tensor | None, mean: Tensor, variance: Tensor, scale: Tensor, shift: Tensor, eps: float
-    ) -> Tensor:
+    def folded(self, *norm: Any) -> tuple[Tensor, Tensor]:
+        """(kernel, bias) that include a batch norm: mean, variance, scale, shift and ε."""
+        from dissensus.numerics import norms
+
+        (_, weight, bias), kind = self.parts, self.facts[1]
+        return derived(
+            ("folded", norm[-1], kind),
+            (weight, bias, *norm[:-1]),
+            lambda: norms.folded(self._packed(weight), bias, *norm, dtype=kind),
+        )
+
+    def normalised(self, added: Tensor | None, *norm: Any) -> Tensor:
         """ReLU of the batch norm of this convolution, with a tensor added before ReLU."""
-        from dissensus.numerics import norm_kernels
+        kernel, shift = self.folded(*norm)
+        if isinstance(added, Pending):
+            added, more = added.branch()
+            shift = shift + more
+        return self._rectified(kernel, shift, added)
 
-        _, weight, bias = self.parts
-        others, kind = (bias, mean, variance, scale, shift), self.facts[1]
-
-        def folded() -> tuple[Tensor, Tensor]:
-            return norm_kernels.folded(self._packed(weight), *others, eps, kind)
-
-        return self._rectified(*derived(("folded", eps, kind), (weight, *others), folded), added)
+    def scaled(self, *norm: Any) -> tuple[Tensor, Tensor]:
+        """(the batch norm of this convolution without its shift, the shift (C,))."""
+        kernel, shift = self.folded(*norm)
+        return torch.conv2d(self._input(), kernel, None, *self.how), shift
 
     def _packed(self, tensor: Tensor) -> Tensor:
-        """As cuDNN's fast kernels read it; for those of few channels it would choose slow ones."""
-        tensor = wide(tensor) if self.how[-1] == 1 else tensor
-        return tensor.contiguous(memory_format=torch.channels_last)
+        return tensor.contiguous(memory_format=torch.channels_last)  # as cuDNN's fast kernels read it
+
+    def _input(self) -> Tensor:
+        return self._packed(self.parts[0].to(self.facts[1]))
 
     def _rectified(self, weight: Tensor, bias: Tensor, added: Tensor | None) -> Tensor:
-        x = self._packed(self.parts[0].to(self.facts[1]))
         if added is None:
-            return torch.cudnn_convolution_relu(x, weight, bias, *self.how)
-        return torch.cudnn_convolution_add_relu(x, weight, added, 1.0, bias, *self.how)
+            return torch.cudnn_convolution_relu(self._input(), weight, bias, *self.how)
+        return torch.cudnn_convolution_add_relu(self._input(), weight, added, 1.0, bias, *self.how)

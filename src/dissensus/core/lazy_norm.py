@@ -6,8 +6,6 @@ up to rounding (`numerics/norm_kernels.py`); between the layers nothing is round
 with running statistics, batch norm becomes part of the convolution before it (`core/lazy_conv.py`).
 """
 
-import functools
-import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from dissensus.core.lazy_conv import PendingConvolution, convolution
 from dissensus.core.pending import Pending, settled
+from dissensus.numerics.fused import works
 
 LEAST = 2**15  # numbers in a tensor below which torch's own kernels are as fast
 KINDS = (torch.float32, torch.bfloat16, torch.float64)
@@ -30,7 +29,7 @@ DEVICE = "cuda"  # "cpu" in tests that interpret the kernels
 @contextmanager
 def fused() -> Iterator[None]:
     """Inside, batch norm on a GPU is fused with the layers after it; not in compiled code or under function transforms."""
-    if torch.compiler.is_compiling() or not kernels_there() or not thread.norms:
+    if torch.compiler.is_compiling() or not thread.norms:
         yield
         return
     before, thread.fusing = thread.fusing, True
@@ -47,11 +46,6 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
-
-
-@functools.cache
-def kernels_there() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 class _Waiting(TorchFunctionMode):
@@ -78,17 +72,23 @@ def waiting(
     """As `F.batch_norm`, but waiting if the kernels take this tensor; else `otherwise` of the same arguments."""
     known = (running_mean is None) == (running_var is None) and (training or running_mean is not None)
     usable = weight is not None and bias is not None and known and (training or not torch.is_grad_enabled())
-    if usable and not training and isinstance(input, PendingConvolution) and input.found is None:
+    if (
+        usable
+        and not training
+        and isinstance(input, PendingConvolution)
+        and input.found is None
+        and works(input.device)
+    ):
         return PendingNorm(input, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
     x = settled(input)
     if not usable or not takes(x):
         return otherwise(x, running_mean, running_var, weight, bias, training, momentum, eps)
     if not training:
         return PendingNorm(x, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
-    from dissensus.numerics import norm_kernels  # imports Triton
+    from dissensus.numerics import norms  # imports Triton
 
     with torch.no_grad():
-        mean, rstd = norm_kernels.statistics(x, running_mean, running_var, momentum, eps)
+        mean, rstd = norms.statistics(x, running_mean, running_var, momentum, eps)
     for changed in (running_mean, running_var):
         if changed is not None:
             torch.autograd.graph.increment_version(changed)
@@ -100,13 +100,14 @@ def takes(x: Tensor) -> bool:
     if x.device.type != DEVICE or x.dtype not in KINDS or x.numel() < LEAST or x.numel() <= x.shape[1]:
         return False
     packed = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return (packed or (x.ndim == 2 and x.is_contiguous())) and torch._C._functorch.peek_interpreter_stack() is None
+    packed = packed or (x.ndim == 2 and x.is_contiguous())
+    return packed and torch._C._functorch.peek_interpreter_stack() is None and works(x.device)
 
 
 class PendingNorm(Pending):
     """The result of a batch norm, perhaps with a tensor to be added to it."""
 
-    parts: tuple[Tensor, ...]  # x, weight, bias, mean, and r or, with eps, the variance
+    parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # x, weight, bias, mean, and r or, with eps, the variance
     eps: float | None
     added: Tensor | None
 
@@ -124,18 +125,31 @@ class PendingNorm(Pending):
         if self.eps is None:
             found: Tensor = _Norm.apply(x, weight, bias, self.added, mean, spread, relu)  # type: ignore[no-untyped-call]
             return found
-        from dissensus.numerics import norm_kernels
+        from dissensus.numerics import norms
 
-        if relu and isinstance(x, PendingConvolution) and x.found is None:
-            return x.normalised(self.added, mean, spread, weight, bias, self.eps)
-        return norm_kernels.normalised(settled(x), self.added, mean, spread, weight, bias, relu=relu, eps=self.eps)
+        if relu and self.folds:
+            return cast(PendingConvolution, x).normalised(self.added, mean, spread, weight, bias, self.eps)
+        return norms.normalised(settled(x), settled(self.added), mean, spread, weight, bias, relu=relu, eps=self.eps)
+
+    @property
+    def folds(self) -> bool:
+        """Whether it can become part of a convolution that has not run yet."""
+        x = self.parts[0]
+        return self.eps is not None and isinstance(x, PendingConvolution) and x.found is None
+
+    def branch(self) -> tuple[Tensor, Tensor]:
+        x, weight, bias, mean, variance = self.parts
+        return cast(PendingConvolution, x).scaled(mean, variance, weight, bias, self.eps)
 
     def plus(self, other: Any) -> Pending | None:
+        both = isinstance(other, PendingNorm) and other.found is None and other.added is None and other.folds
+        if both and self.folds and self.added is None and other.facts == self.facts:
+            return PendingNorm(*self.parts, self.eps, other)
         other, facts = settled(other), self.facts
         fits = isinstance(other, Tensor) and (other.shape, other.dtype, other.device) == facts
         if self.added is not None or not fits or not takes(other):
             return None
-        return PendingNorm(*self.parts, self.eps, other)  # type: ignore[arg-type]
+        return PendingNorm(*self.parts, self.eps, other)
 
 
 class _Norm(torch.autograd.Function):
@@ -143,9 +157,9 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, b: Tensor, added: Tensor | None, m: Tensor, r: Tensor, relu: bool
     ) -> Tensor:
-        from dissensus.numerics import norm_kernels
+        from dissensus.numerics import norms
 
-        y = norm_kernels.normalised(x, added, m, r, w, b, relu=relu)
+        y = norms.normalised(x, added, m, r, w, b, relu=relu)
         ctx.relu, ctx.added = relu, added is not None
         ctx.save_for_backward(x, y if relu and ctx.added else None, m, r, w, b)
         return y
@@ -155,27 +169,27 @@ class _Norm(torch.autograd.Function):
         g, saved = _like(gradients[0], ctx.saved_tensors[0]), ctx.saved_tensors
         if torch.is_grad_enabled():
             by_x, by_added, sums = _Pulled.apply(g, *saved, ctx.relu)  # type: ignore[no-untyped-call]
-            by_x.again = partial(_again, g.detach(), *saved, sums.detach(), ctx.relu)
+            by_x.again = partial(_again, g.detach(), *saved, sums.detach(), relu=ctx.relu)
         else:
-            by_x, by_added, sums = _first(g, *saved, ctx.relu)
+            by_x, by_added, sums = _first(g, *saved, relu=ctx.relu)
         by_w, by_b = sums.to(saved[4].dtype)
         return by_x, by_w, by_b, by_added if ctx.added else None, None, None, None
 
 
 class _Pulled(torch.autograd.Function):
-    """(J t, t, the sums) of `norm_kernels.gradients`."""
+    """(J t, t, the sums) of `norms.gradients`."""
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        by_x, by_added, sums = _first(g, *given)
         *saved, ctx.relu = given
+        by_x, by_added, sums = _first(g, *saved, relu=ctx.relu)
         ctx.save_for_backward(g, *saved, sums)
         ctx.set_materialize_grads(False)
         return by_x, by_added.view_as(by_added) if by_added is g else by_added, sums
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        from dissensus.numerics import norm_kernels
+        from dissensus.numerics import norms
 
         (u, v, of_sums), (g, x, y, m, r, w, b, sums) = gradients, ctx.saved_tensors
         if torch.is_grad_enabled() or of_sums is not None:
@@ -184,22 +198,21 @@ class _Pulled(torch.autograd.Function):
             return (None,) * 8
         u = torch.zeros_like(x) if u is None else _like(u, x)
         v = None if v is None else _like(v, x)
-        by_g, by_x, by_w = norm_kernels.second_gradients(u, v, g, x, y, m, r, w, b, sums, relu=ctx.relu)
+        by_g, by_x, by_w = norms.second_gradients(u, v, g, x, y, m, r, w, b, sums, relu=ctx.relu)
         return by_g, by_x, None, None, None, by_w.to(w.dtype), None, None
 
 
-def _first(g: Tensor, x: Tensor, y: Tensor | None, m: Tensor, r: Tensor, w: Tensor, b: Tensor, relu: bool) -> Any:
-    from dissensus.numerics import norm_kernels
+def _first(*given: Any, relu: bool) -> tuple[Tensor, Tensor, Tensor]:
+    from dissensus.numerics import norms
 
-    return norm_kernels.gradients(g, x, y, m, r, w, b, relu=relu)
+    return norms.gradients(*given, relu=relu)
 
 
-def _again(g: Tensor, x: Tensor, y: Tensor | None, *rest: Any) -> Tensor:
+def _again(*given: Any, relu: bool) -> Tensor:
     """The input gradient once more: the layer before need not keep it until its second derivative."""
-    from dissensus.numerics import norm_kernels
+    from dissensus.numerics import norms
 
-    *given, relu = rest
-    return norm_kernels.input_gradient(g, x, y, *given, relu=relu)
+    return norms.input_gradient(*given, relu=relu)
 
 
 def _like(g: Tensor, x: Tensor) -> Tensor:

@@ -12,13 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-RELUS = {F.relu: False, torch.relu: False, Tensor.relu: False, F.relu_: True, torch.relu_: True, Tensor.relu_: True}
-SUMS = {
+RELUS: dict[Any, bool] = {
+    F.relu: False,
+    torch.relu: False,
+    Tensor.relu: False,
+    F.relu_: True,
+    torch.relu_: True,
+    Tensor.relu_: True,
+}
+SUMS: dict[Any, bool] = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), False),
     **dict.fromkeys((Tensor.add_, Tensor.__iadd__), True),
 }
 FACTS: dict[Any, Callable[["Pending"], Any]] = {
-    **dict.fromkeys((Tensor.shape.__get__, Tensor.size), lambda mine: mine.facts[0]),  # type: ignore[attr-defined]
+    **dict.fromkeys((Tensor.shape.__get__, Tensor.size), lambda mine: mine.facts[0]),
     Tensor.dtype.__get__: lambda mine: mine.facts[1],  # type: ignore[attr-defined]
     Tensor.device.__get__: lambda mine: mine.facts[2],  # type: ignore[attr-defined]
     **dict.fromkeys((Tensor.ndim.__get__, Tensor.dim), lambda mine: len(mine.facts[0])),  # type: ignore[attr-defined]
@@ -42,7 +49,7 @@ class Pending(Tensor):
 
     @staticmethod
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "Pending":
-        self: Pending = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        self: Pending = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         self.facts, self.graph, self.found = (shape, dtype, device), torch.is_grad_enabled(), None
         return self
 
@@ -53,6 +60,10 @@ class Pending(Tensor):
     def plus(self, other: Any) -> "Pending | None":
         """This one with something added; None if that cannot be part of the kernel."""
         return None
+
+    def branch(self) -> tuple[Tensor, Tensor]:
+        """(the tensor without a shift of channels, the shift (C,)): for a kernel that adds both."""
+        raise NotImplementedError
 
     def value(self) -> Tensor:
         """The tensor, computed at the first use."""
@@ -88,7 +99,7 @@ class Pending(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise Unfused(f"{func} reads a layer's result past torch's Python functions")
 
 

@@ -28,7 +28,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dissensus.core.lazy_conv import widened
 from dissensus.core.lazy_norm import thread, waiting
 from dissensus.core.pending import Pending, settled
 
@@ -109,8 +108,6 @@ def convolution(
     stride, padding, dilation, output_padding = (
         _per_axis(given[name], weight.ndim - 2) for name in ("stride", "padding", "dilation", "output_padding")
     )
-    if func is torch.conv2d and given["groups"] == 1 and thread.fusing:
-        input, weight = widened(input, weight)
     how = (stride, padding, dilation, SETTINGS[func] is TRANSPOSED, output_padding, given["groups"])
     x, w, *b = _lowered(input, weight, *(() if bias is None else (bias,)))
     found: Tensor = _Convolution.apply(x, w, b[0] if b else None, stage, *how)  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.kept import Kept, keeping
 from dissensus.core.lazy_norm import fused
-from dissensus.core.running import ONE_LANE, Ways
+from dissensus.core.running import ONE_LANE, Ways, first_line
 from dissensus.engine.convolutions import timed_convolutions
 from dissensus.engine.graphs import Captured, Lanes, shapes
 from dissensus.numerics.randomness import same_random_state
@@ -37,10 +37,12 @@ class CapturedFunction(Captured):
             False if the user's code runs in between.
         half: whether the context casts weights.
         timed: whether there will be enough batches for cuDNN to choose algorithms by timing.
+        few: whether there will be too few batches for a capture to pay.
     """
 
     what = "prediction"
     warm_up = 1
+    relaxed = True
 
     def __init__(
         self,
@@ -52,8 +54,10 @@ class CapturedFunction(Captured):
         keeps: bool = False,
         half: bool = False,
         timed: bool = False,
+        few: bool = False,
     ) -> None:
         super().__init__()
+        self.failed = few
         self.function = function
         self.plain = plain
         self.compiled = not plain
@@ -69,6 +73,7 @@ class CapturedFunction(Captured):
         self.kept: Kept | None = None
         self.forgot = self.looked = False  # whether weights have been written to, and whether casts were looked for
         self.ways = Ways(_note_unfused, fused=self._fused, unfused=function)
+        self.side: torch.cuda.Stream | None = None  # where what is kept is computed during a capture
 
     def __call__(self, x: Inputs) -> tuple[Tensor, ...]:
         """function(x)."""
@@ -84,13 +89,16 @@ class CapturedFunction(Captured):
             if graph is None and self.due(key):
                 with self.context():
                     held = batches.apply(x, torch.clone)
+                    self._load_kernels(held)
                     graph = self.capture(key, lambda: self._captured(held), batches.tensors(held))
                 if graph is None:
                     self.graphs.clear()
+                elif self.side is not None:
+                    torch.cuda.current_stream().wait_stream(self.side)
             if graph is not None:
                 return tuple(result.clone() for result in graph.replay(tensors))
-            with self.context(), self._keeping(), self.watching(key), self._timing(device):
-                return self._run(x)
+            with self.context(), self.watching(key), self._timing(device):
+                return self.function(x)
 
     def _forget_what_changed(self) -> None:
         """Begins anew if weights have been moved, or written to since something of them was kept.
@@ -109,6 +117,27 @@ class CapturedFunction(Captured):
         self.kept = Kept(self.tensors) if self.keeps else None
         self.looked = False
 
+    def _load_kernels(self, x: Inputs) -> None:
+        """Runs the first member as a graph will: libraries load their kernels, which they cannot do in a capture."""
+        if not self.plain or self.drawn.particles.how == "vectorised" or "fused" not in self.ways.ways:
+            return
+
+        def lane(index: int) -> AbstractContextManager[object]:
+            if index > 0:
+                raise _Enough
+            return nullcontext()
+
+        try:
+            with self._keeping(), self.drawn.particles.runner.in_lanes((lane, lambda: None)):
+                self._fused(x)
+        except _Enough:
+            pass
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a user's network may do anything
+            del self.ways.ways["fused"]
+            _note_unfused("fused", first_line(error))
+
     def _run(self, x: Inputs) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = self.ways(x) if self.plain else self.function(x)
         return found
@@ -121,24 +150,29 @@ class CapturedFunction(Captured):
         return timed_convolutions(device) if self.timed else nullcontext()
 
     @contextmanager
-    def _keeping(self, *, capturing: bool = False) -> Iterator[None]:
+    def _keeping(self, beside: torch.cuda.Stream | None = None) -> Iterator[None]:
         if self.kept is None:
             yield
             return
         # To look at casts costs time at every operation: done once, and then only if there are some to be answered.
         casts = self.half and (self.kept.casts or not self.looked)
         self.looked = True
-        with keeping(self.kept, casts=casts, reads_only=capturing):
+        with keeping(self.kept, casts=casts, beside=beside):
             yield
 
     def _captured(self, x: Inputs) -> tuple[Tensor, ...]:
         """function(x) as a graph holds it: members in parallel on streams, and what is kept is read."""
+        self.side = self.side or (torch.cuda.Stream() if DEVICE == "cuda" else None)
         lanes = Lanes().for_members(self.drawn.members) if self.plain else ONE_LANE
-        with self._keeping(capturing=True), self.drawn.particles.runner.in_lanes(lanes):
+        with self._keeping(self.side), self.drawn.particles.runner.in_lanes(lanes):
             found = self._run(x)
         if self.kept is not None and not self.kept.fresh():
             raise RuntimeError("the network changes its weights")
         return found
+
+
+class _Enough(Exception):
+    """The first member has run."""
 
 
 def _note_unfused(_: str, reason: str, *args: object) -> None:

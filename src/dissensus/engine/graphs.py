@@ -27,7 +27,7 @@ class Graph:
     """One captured call of `function`, with the memory that it reads (`inputs`) and writes (`results`).
 
     `generators`: generators used besides torch's own; each replay takes new numbers from them. `constants`: those that were
-    kept in plain calls.
+    kept in plain calls. `relaxed`: memory for other streams may be allocated meanwhile.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Graph:
         pool: Any = None,
         generators: Sequence[torch.Generator] = (),
         constants: Constants | None = None,
+        relaxed: bool = False,
     ) -> None:
         self.inputs = inputs
         self.constants = constants  # every replay reads them
@@ -48,7 +49,9 @@ class Graph:
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             try:
                 with (
-                    torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
+                    torch.cuda.graph(
+                        self.graph, pool=pool, capture_error_mode="relaxed" if relaxed else "thread_local"
+                    ),
                     nullcontext() if constants is None else constants.given(),
                 ):
                     self.results = function()
@@ -56,7 +59,9 @@ class Graph:
                 # torch's random generators stay in the state of a capture that failed, and refuse to draw, until one ends well.
                 with suppress(Exception):
                     torch.cuda.synchronize()
-                    with torch.cuda.graph(_new_graph(generators), capture_error_mode="thread_local"):
+                    with torch.cuda.graph(
+                        _new_graph(generators), capture_error_mode="relaxed" if relaxed else "thread_local"
+                    ):
                         torch.zeros((), device="cuda")
                 raise
 
@@ -83,6 +88,7 @@ class Captured:
 
     what: ClassVar[str]  # name in the log
     warm_up: ClassVar[int]  # plain calls before a capture
+    relaxed: ClassVar[bool] = False  # whether a capture may allocate memory for other streams
     compiled = False  # then constants are the compiler's: it would compile again to look at them
 
     def __init__(self) -> None:
@@ -112,7 +118,9 @@ class Captured:
         pool = next((graph.graph.pool() for graph in self.graphs.values()), None)
         constants = self.constants.get(key)
         try:
-            self.graphs[key] = Graph(function, inputs, pool=pool, generators=generators, constants=constants)
+            self.graphs[key] = Graph(
+                function, inputs, pool=pool, generators=generators, constants=constants, relaxed=self.relaxed
+            )
         except Exception as error:  # a user's network may do anything that cannot be captured
             torch.cuda.synchronize()
             if constants is None and not self.compiled and not isinstance(error, torch.OutOfMemoryError):

@@ -25,6 +25,7 @@ from dissensus.engine.precision import PredictionPrecision, in_precision, predic
 log = logging.getLogger("dissensus")
 
 LITTLE = 2**26  # numbers
+FEW = 5  # batches for which a graph does not pay
 MANY = 500  # batches for which cuDNN may try its algorithms first, which takes about a second
 
 
@@ -50,7 +51,7 @@ def predicted(
     with left_as_found(posterior):
         device, drawn = posterior.device, posterior.draw()
     portion = posterior.portion(drawn)
-    many = (batches.length(loader) or 0) >= MANY
+    count = batches.length(loader)
     # On a mesh an error must come with its batch, so that all processes raise it.
     late = LateChecks(at_once=device.type != "cuda" or posterior.others is not None)
 
@@ -66,7 +67,14 @@ def predicted(
         if compiled:
             function = Ways(_note_uncompiled, compiled=torch.compile(mine.describe, dynamic=False), plain=mine.describe)
         return CapturedFunction(
-            function, mine, context, plain=not compiled, keeps=keeps_weights, half=precision == "bf16", timed=many
+            function,
+            mine,
+            context,
+            plain=not compiled,
+            keeps=keeps_weights,
+            half=precision == "bf16",
+            timed=count is not None and count >= MANY,
+            few=count is not None and count < FEW,
         )
 
     def described(x: batches.Inputs) -> tuple[Tensor, ...]:

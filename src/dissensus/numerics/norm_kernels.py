@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Triton kernels of batch norm, an added tensor and ReLU in one, with first and second derivatives.
 
     y = relu(w x̂ + b + a),    x̂ = (x − m) r,    r = 1 / √(var + ε),
@@ -9,26 +10,20 @@ g the gradient by y and t = g where y > 0, the gradients by x and a are
 
 The derivatives of ⟨u, J t⟩ + ⟨v, t⟩ by g, x and w are
 
-    J u + v where y > 0,    −w r² (x̂ (cov(t, u) − 3 ⟨x̂ t⟩⟨x̂ u⟩) + ⟨x̂ u⟩ (t − ⟨t⟩) + ⟨x̂ t⟩ (u − ⟨u⟩)),    n r (cov(t, u) − ⟨x̂ t⟩⟨x̂ u⟩).
+    J u + v where y > 0,
+    −w r² (x̂ (cov(t, u) − 3 ⟨x̂ t⟩⟨x̂ u⟩) + ⟨x̂ u⟩ (t − ⟨t⟩) + ⟨x̂ t⟩ (u − ⟨u⟩)),
+    n r (cov(t, u) − ⟨x̂ t⟩⟨x̂ u⟩).
 
 Sums over n take two kernels, parts and their sum, in a fixed order: results are the same at every run. Import this file only
 if Triton is installed; `TRITON_INTERPRET=1` runs it on a CPU.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-CHANNELS = 64  # of a tile, at most
-TILE = 2048  # numbers in a tile
-PARTS = 512  # of the sums over rows, times tiles of channels: enough to keep a GPU busy
-WARPS = 4  # of 32 threads, of a program
-FEW = 8  # channels whose parts are summed by one program
 
 
 @triton.jit
-def _tile(row, rows, channels, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
+def tile(row, rows, channels, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
     """(offsets, which exist, channels, which exist) of the tile that starts at a row."""
     r = row + tl.arange(0, ROWS)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -37,12 +32,12 @@ def _tile(row, rows, channels, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # t
 
 
 @triton.jit
-def _moments(  # type: ignore[no-untyped-def]
+def moments(
     x, parts, rows, channels, P, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
     """parts (2, P, C): the mean and the sum of squares around it of every P-th tile."""
     first = tl.program_id(0)
-    at, there, c, known = _tile(first * ROWS, rows, channels, ROWS, CHANNELS)
+    at, there, c, known = tile(first * ROWS, rows, channels, ROWS, CHANNELS)
     count = tl.minimum(rows - first * ROWS, ROWS)
     v = tl.load(x + at, there, 0.0).to(T)
     # Sums of squares around the mean of the first tile, which is near the mean: digits are not lost.
@@ -50,7 +45,7 @@ def _moments(  # type: ignore[no-untyped-def]
     once = tl.where(there, v - pivot[None, :], 0.0)
     squared = once * once
     for row in range((first + P) * ROWS, rows, P * ROWS):
-        at, there, _, _ = _tile(row, rows, channels, ROWS, CHANNELS)
+        at, there, _, _ = tile(row, rows, channels, ROWS, CHANNELS)
         apart = tl.where(there, tl.load(x + at, there, 0.0).to(T) - pivot[None, :], 0.0)
         count += tl.minimum(rows - row, ROWS)
         once += apart
@@ -62,7 +57,7 @@ def _moments(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _part(parts, k, c, known, channels, P, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def part(parts, k, c, known, channels, P, BLOCK: tl.constexpr):
     """(P, channels) the k-th of parts (K, P, C), for channels c."""
     number = tl.arange(0, BLOCK)
     at, there = (k * P + number)[:, None] * channels + c[None, :], (number < P)[:, None] & known[None, :]
@@ -70,21 +65,21 @@ def _part(parts, k, c, known, channels, P, BLOCK: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def _joined(  # type: ignore[no-untyped-def]
+def joined(
     parts, mean, rstd, running_mean, running_var, momentum, eps, rows, channels, P,
     RUNNING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Mean and 1 / √(var + ε), from parts of `_moments`; running statistics move towards them."""
+    """Mean and 1 / √(var + ε), from parts of `moments`; running statistics move towards them."""
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     known = c < channels
     number, tiles = tl.arange(0, BLOCK), tl.cdiv(rows, ROWS)
     # Rows of a part: those of every P-th tile, the last of which may be cut.
     held = tl.where(number < P, tl.cdiv(tiles - number, P) * ROWS, 0)
     held -= tl.where(number == (tiles - 1) % P, tiles * ROWS - rows, 0)
-    own = _part(parts, 0, c, known, channels, P, BLOCK)
+    own = part(parts, 0, c, known, channels, P, BLOCK)
     m = tl.sum(own * held[:, None], 0) / rows
     apart = own - m[None, :]
-    around = tl.sum(_part(parts, 1, c, known, channels, P, BLOCK) + held[:, None] * apart * apart, 0)
+    around = tl.sum(part(parts, 1, c, known, channels, P, BLOCK) + held[:, None] * apart * apart, 0)
     tl.store(mean + c, m, known)
     tl.store(rstd + c, 1 / tl.sqrt(around / rows + eps), known)
     if RUNNING:
@@ -95,21 +90,21 @@ def _joined(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _summed(parts, sums, channels, P, BLOCK: tl.constexpr, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
+def summed(parts, sums, channels, P, BLOCK: tl.constexpr, CHANNELS: tl.constexpr):
     """sums (K, C) of parts (K, P, C)."""
     c, k = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.program_id(1)
     known = c < channels
-    tl.store(sums + k * channels + c, tl.sum(_part(parts, k, c, known, channels, P, BLOCK), 0), known)
+    tl.store(sums + k * channels + c, tl.sum(part(parts, k, c, known, channels, P, BLOCK), 0), known)
 
 
 @triton.jit
-def _normalised(  # type: ignore[no-untyped-def]
+def normalised(
     x, added, y, mean, spread, weight, bias, eps, rows, channels,
     ADDED: tl.constexpr, RELU: tl.constexpr, VARIANCE: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """y from x; spread is r, or the variance."""
-    at, there, c, known = _tile(tl.program_id(0) * ROWS, rows, channels, ROWS, CHANNELS)
+    at, there, c, known = tile(tl.program_id(0) * ROWS, rows, channels, ROWS, CHANNELS)
     r = tl.load(spread + c, known, 0.0).to(T)
     if VARIANCE:
         r = 1 / tl.sqrt(r + eps)
@@ -124,14 +119,14 @@ def _normalised(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _through(  # type: ignore[no-untyped-def]
+def through(
     g, y, at, there, centred, scale, b, ADDED: tl.constexpr, RELU: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
     """(t, where y > 0). Without an added tensor y is computed again, which is faster than reading it."""
     t = tl.load(g + at, there, 0.0).to(T)
     passes = there
     if RELU:
-        if ADDED:
+        if ADDED:  # noqa: SIM108
             passes = there & (tl.load(y + at, there, 0.0) > 0)
         else:
             passes = there & (centred * scale[None, :] + b[None, :] > 0)
@@ -140,20 +135,20 @@ def _through(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gradient_parts(  # type: ignore[no-untyped-def]
+def gradient_parts(
     g, x, y, mean, rstd, weight, bias, parts, rows, channels, P,
     ADDED: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """parts (2, P, C) of Σ x̂ t and Σ t."""
     first = tl.program_id(0)
-    _, _, c, known = _tile(0, rows, channels, ROWS, CHANNELS)
+    _, _, c, known = tile(0, rows, channels, ROWS, CHANNELS)
     m, r = tl.load(mean + c, known, 0.0), tl.load(rstd + c, known, 0.0)
     scale, b = tl.load(weight + c, known, 0.0).to(T) * r, tl.load(bias + c, known, 0.0).to(T)
     of_xt, of_t = tl.zeros((ROWS, CHANNELS), T), tl.zeros((ROWS, CHANNELS), T)
     for row in range(first * ROWS, rows, P * ROWS):
-        at, there, _, _ = _tile(row, rows, channels, ROWS, CHANNELS)
+        at, there, _, _ = tile(row, rows, channels, ROWS, CHANNELS)
         centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
-        t, _ = _through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
+        t, _ = through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
         of_xt += t * centred
         of_t += t
     tl.store(parts + first * channels + c, tl.sum(of_xt, 0) * r, known)
@@ -161,18 +156,18 @@ def _gradient_parts(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gradients(  # type: ignore[no-untyped-def]
+def gradients(
     g, x, y, mean, rstd, weight, bias, sums, by_x, by_added, rows, channels,
     ADDED: tl.constexpr, RELU: tl.constexpr, KEEPS: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """J t and, if it is kept, t."""
-    at, there, c, known = _tile(tl.program_id(0) * ROWS, rows, channels, ROWS, CHANNELS)
+    at, there, c, known = tile(tl.program_id(0) * ROWS, rows, channels, ROWS, CHANNELS)
     m, r = tl.load(mean + c, known, 0.0), tl.load(rstd + c, known, 0.0)
     scale, b = tl.load(weight + c, known, 0.0).to(T) * r, tl.load(bias + c, known, 0.0).to(T)
     xt, mean_t = tl.load(sums + c, known, 0.0) / rows, tl.load(sums + channels + c, known, 0.0) / rows
     centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
-    t, _ = _through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
+    t, _ = through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
     found = scale[None, :] * (t - mean_t[None, :] - centred * (r * xt)[None, :])
     tl.store(by_x + at, found.to(by_x.dtype.element_ty), there)
     if KEEPS:
@@ -180,21 +175,21 @@ def _gradients(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _second_parts(  # type: ignore[no-untyped-def]
+def second_parts(
     u, g, x, y, mean, rstd, weight, bias, parts, rows, channels, P,
     ADDED: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """parts (3, P, C) of Σ x̂ u, Σ u and Σ t u."""
     first = tl.program_id(0)
-    _, _, c, known = _tile(0, rows, channels, ROWS, CHANNELS)
+    _, _, c, known = tile(0, rows, channels, ROWS, CHANNELS)
     m, r = tl.load(mean + c, known, 0.0), tl.load(rstd + c, known, 0.0)
     scale, b = tl.load(weight + c, known, 0.0).to(T) * r, tl.load(bias + c, known, 0.0).to(T)
     of_xu, of_u = tl.zeros((ROWS, CHANNELS), T), tl.zeros((ROWS, CHANNELS), T)
     of_tu = tl.zeros((ROWS, CHANNELS), T)
     for row in range(first * ROWS, rows, P * ROWS):
-        at, there, _, _ = _tile(row, rows, channels, ROWS, CHANNELS)
+        at, there, _, _ = tile(row, rows, channels, ROWS, CHANNELS)
         centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
-        t, _ = _through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
+        t, _ = through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
         s = tl.load(u + at, there, 0.0).to(T)
         of_xu += s * centred
         of_u += s
@@ -205,13 +200,13 @@ def _second_parts(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _second(  # type: ignore[no-untyped-def]
+def second(
     u, v, g, x, y, mean, rstd, weight, bias, sums, second, by_g, by_x, by_weight, rows, channels,
     ADDED: tl.constexpr, BESIDE: tl.constexpr, RELU: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The derivatives by g, x and w."""
-    at, there, c, known = _tile(tl.program_id(0) * ROWS, rows, channels, ROWS, CHANNELS)
+    at, there, c, known = tile(tl.program_id(0) * ROWS, rows, channels, ROWS, CHANNELS)
     m, r = tl.load(mean + c, known, 0.0), tl.load(rstd + c, known, 0.0)
     w, b = tl.load(weight + c, known, 0.0).to(T), tl.load(bias + c, known, 0.0).to(T)
     scale = w * r
@@ -219,7 +214,7 @@ def _second(  # type: ignore[no-untyped-def]
     xu, mean_u = tl.load(second + c, known, 0.0) / rows, tl.load(second + channels + c, known, 0.0) / rows
     cov = tl.load(second + 2 * channels + c, known, 0.0) / rows - mean_t * mean_u
     centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
-    t, passes = _through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
+    t, passes = through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
     s = tl.load(u + at, there, 0.0).to(T) - mean_u[None, :]
     found = scale[None, :] * (s - centred * (r * xu)[None, :])
     if BESIDE:
@@ -231,114 +226,8 @@ def _second(  # type: ignore[no-untyped-def]
         tl.store(by_weight + c, rows * r * (cov - xt * xu), known)
 
 
-class Sizes:
-    """Numbers of rows, channels and parts of a tensor, and how a kernel's grid covers it."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.channels = x.shape[1]
-        self.rows = x.numel() // self.channels
-        double = x.dtype == torch.float64
-        self.kind = torch.float64 if double else torch.float32
-        T = tl.float64 if double else tl.float32
-        wide = min(CHANNELS, triton.next_power_of_2(self.channels))
-        self.tile = {"ROWS": TILE // wide, "CHANNELS": wide, "T": T, "num_warps": WARPS}
-        self.all = (triton.cdiv(self.rows, TILE // wide), triton.cdiv(self.channels, wide))
-        self.parts = min(self.all[0], max(1, PARTS // self.all[1]))
-        self.some = (self.parts, self.all[1])
-        self.few = {"BLOCK": triton.next_power_of_2(self.parts), "CHANNELS": FEW}
-
-    def parts_of(self, x: Tensor, sums: int) -> Tensor:
-        return x.new_empty((sums, self.parts, self.channels), dtype=self.kind)
-
-    def added_up(self, parts: Tensor) -> Tensor:
-        """(K, C) sums of parts (K, P, C)."""
-        sums = parts.new_empty((len(parts), self.channels))
-        grid = (triton.cdiv(self.channels, FEW), len(parts))
-        _summed[grid](parts, sums, self.channels, self.parts, **self.few)
-        return sums
-
-
-def statistics(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float, eps: float
-) -> tuple[Tensor, Tensor]:
-    """(m, r) of x, each (C,); running statistics are updated in place."""
-    sizes = Sizes(x)
-    parts = sizes.parts_of(x, 2)
-    mean, rstd = parts.new_empty((2, sizes.channels)).unbind()
-    # Triton passes numbers as float32: not good enough for the momentum of float64.
-    running = running_mean is not None and running_var is not None and x.dtype != torch.float64
-    kept = (mean, rstd, running_mean if running else mean, running_var if running else mean, momentum, eps)
-    numbers = (sizes.rows, sizes.channels, sizes.parts)
-    _moments[sizes.some](x, parts, *numbers, **sizes.tile)
-    grid = (triton.cdiv(sizes.channels, FEW),)
-    _joined[grid](parts, *kept, *numbers, RUNNING=running, ROWS=sizes.tile["ROWS"], **sizes.few)
-    if running_mean is not None and running_var is not None and not running:
-        running_mean.lerp_(mean, momentum)
-        running_var.lerp_((rstd**-2 - eps) * (sizes.rows / (sizes.rows - 1)), momentum)
-    return mean, rstd
-
-
-def normalised(
-    x: Tensor, added: Tensor | None, mean: Tensor, spread: Tensor, weight: Tensor, bias: Tensor, *,
-    relu: bool, eps: float | None = None,
-) -> Tensor:  # fmt: skip
-    """y. With `eps`, spread is the variance; without it, r."""
-    sizes, y = Sizes(x), torch.empty_like(x)
-    _normalised[sizes.all](
-        x, x if added is None else added, y, mean, spread, weight, bias, eps or 0.0, sizes.rows, sizes.channels,
-        ADDED=added is not None, RELU=relu, VARIANCE=eps is not None, **sizes.tile,
-    )  # fmt: skip
-    return y
-
-
-def gradients(
-    g: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, *, relu: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(J t, t, sums (2, C): Σ x̂ t and Σ t). y: given if a tensor was added before ReLU; without it t is not computed."""
-    sizes, added = Sizes(x), y is not None
-    parts, by_x = sizes.parts_of(x, 2), torch.empty_like(x)
-    by_added = torch.empty_like(x) if added else g
-    common = (g, x, x if y is None else y, mean, rstd, weight, bias)
-    flags = {"ADDED": added, "RELU": relu}
-    _gradient_parts[sizes.some](*common, parts, sizes.rows, sizes.channels, sizes.parts, **flags, **sizes.tile)
-    sums = sizes.added_up(parts)
-    _gradients[sizes.all](*common, sums, by_x, by_added, sizes.rows, sizes.channels, **flags, KEEPS=added, **sizes.tile)
-    return by_x, by_added, sums
-
-
-def input_gradient(
-    g: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, sums: Tensor, *,
-    relu: bool,
-) -> Tensor:  # fmt: skip
-    """J t once more, with the sums known."""
-    sizes, by_x = Sizes(x), torch.empty_like(x)
-    flags = {"ADDED": y is not None, "RELU": relu, "KEEPS": False}
-    common = (g, x, x if y is None else y, mean, rstd, weight, bias, sums)
-    _gradients[sizes.all](*common, by_x, by_x, sizes.rows, sizes.channels, **flags, **sizes.tile)
-    return by_x
-
-
-def second_gradients(
-    u: Tensor, v: Tensor | None, g: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, rstd: Tensor, weight: Tensor,
-    bias: Tensor, sums: Tensor, *, relu: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Derivatives of ⟨u, J t⟩ + ⟨v, t⟩ by g, x and w; `sums` are those of `gradients`."""
-    sizes, added = Sizes(x), y is not None
-    parts, by_g, by_x = sizes.parts_of(x, 3), torch.empty_like(x), torch.empty_like(x)
-    by_weight = sums.new_empty(sizes.channels)
-    common = (g, x, x if y is None else y, mean, rstd, weight, bias)
-    flags = {"ADDED": added, "RELU": relu}
-    _second_parts[sizes.some](u, *common, parts, sizes.rows, sizes.channels, sizes.parts, **flags, **sizes.tile)
-    second = sizes.added_up(parts)
-    _second[sizes.all](
-        u, u if v is None else v, *common, sums, second, by_g, by_x, by_weight, sizes.rows, sizes.channels,
-        BESIDE=v is not None, **flags, **sizes.tile,
-    )  # fmt: skip
-    return by_g, by_x, by_weight
-
-
 @triton.jit
-def _folded(  # type: ignore[no-untyped-def]
+def folded(
     kernel, offset, mean, variance, weight, bias, eps, folded, shift, channels, size,
     OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -359,18 +248,3 @@ def _folded(  # type: ignore[no-untyped-def]
     if OFFSET:
         m -= tl.load(offset + at, own, 0.0).to(tl.float32)
     tl.store(shift + at, (tl.load(bias + at, own, 0.0).to(tl.float32) - scale * m).to(shift.dtype.element_ty), own)
-
-
-def folded(
-    kernel: Tensor, offset: Tensor | None, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(kernel (O, I, H, W), bias (O,)) of a convolution that includes the batch norm after it; `offset`: its own bias."""
-    found = torch.empty_like(kernel, dtype=dtype)
-    kernel = kernel if kernel.stride() == found.stride() else torch.empty_like(found, dtype=kernel.dtype).copy_(kernel)
-    shift, size = mean.new_empty(len(kernel), dtype=dtype), kernel[0].numel()
-    _folded[(triton.cdiv(kernel.numel(), 1024),)](
-        kernel, kernel if offset is None else offset, mean, variance, weight, bias, eps, found, shift, len(kernel), size,
-        OFFSET=offset is not None, BLOCK=1024,
-    )  # fmt: skip
-    return found, shift

@@ -1,0 +1,141 @@
+# mypy: ignore-errors
+"""Batch norm, an added tensor and ReLU as one operation on a GPU, with first and second derivatives (`norm_kernels.py`).
+
+Import this file only if Triton is installed.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dissensus.numerics import norm_kernels as kernels
+
+CHANNELS = 64  # of a tile, at most
+TILE = 2048  # numbers in a tile
+PARTS = 512  # of the sums over rows, times tiles of channels: enough to keep a GPU busy
+WARPS = 4  # of 32 threads, of a program
+FEW = 8  # channels whose parts are summed by one program
+
+
+class Sizes:
+    """Numbers of rows, channels and parts of a tensor, and how a kernel's grid covers it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.channels = x.shape[1]
+        self.rows = x.numel() // self.channels
+        double = x.dtype == torch.float64
+        self.kind = torch.float64 if double else torch.float32
+        T = tl.float64 if double else tl.float32
+        wide = min(CHANNELS, triton.next_power_of_2(self.channels))
+        self.tile = {"ROWS": TILE // wide, "CHANNELS": wide, "T": T, "num_warps": WARPS}
+        self.all = (triton.cdiv(self.rows, TILE // wide), triton.cdiv(self.channels, wide))
+        self.parts = min(self.all[0], max(1, PARTS // self.all[1]))
+        self.some = (self.parts, self.all[1])
+        self.few = {"BLOCK": triton.next_power_of_2(self.parts), "CHANNELS": FEW}
+
+    def parts_of(self, x: Tensor, sums: int) -> Tensor:
+        return x.new_empty((sums, self.parts, self.channels), dtype=self.kind)
+
+    def added_up(self, parts: Tensor) -> Tensor:
+        """(K, C) sums of parts (K, P, C)."""
+        sums = parts.new_empty((len(parts), self.channels))
+        grid = (triton.cdiv(self.channels, FEW), len(parts))
+        kernels.summed[grid](parts, sums, self.channels, self.parts, **self.few)
+        return sums
+
+
+def statistics(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(m, r) of x, each (C,); running statistics are updated in place."""
+    sizes = Sizes(x)
+    parts = sizes.parts_of(x, 2)
+    mean, rstd = parts.new_empty((2, sizes.channels)).unbind()
+    # Triton passes numbers as float32: not good enough for the momentum of float64.
+    running = running_mean is not None and running_var is not None and x.dtype != torch.float64
+    kept = (mean, rstd, running_mean if running else mean, running_var if running else mean, momentum, eps)
+    numbers = (sizes.rows, sizes.channels, sizes.parts)
+    kernels.moments[sizes.some](x, parts, *numbers, **sizes.tile)
+    grid = (triton.cdiv(sizes.channels, FEW),)
+    kernels.joined[grid](parts, *kept, *numbers, RUNNING=running, ROWS=sizes.tile["ROWS"], **sizes.few)
+    if running_mean is not None and running_var is not None and not running:
+        running_mean.lerp_(mean, momentum)
+        running_var.lerp_((rstd**-2 - eps) * (sizes.rows / (sizes.rows - 1)), momentum)
+    return mean, rstd
+
+
+def normalised(
+    x: Tensor, added: Tensor | None, mean: Tensor, spread: Tensor, weight: Tensor, bias: Tensor, *,
+    relu: bool, eps: float | None = None,
+) -> Tensor:  # fmt: skip
+    """y. With `eps`, spread is the variance; without it, r."""
+    sizes, y = Sizes(x), torch.empty_like(x)
+    kernels.normalised[sizes.all](
+        x, x if added is None else added, y, mean, spread, weight, bias, eps or 0.0, sizes.rows, sizes.channels,
+        ADDED=added is not None, RELU=relu, VARIANCE=eps is not None, **sizes.tile,
+    )  # fmt: skip
+    return y
+
+
+def gradients(
+    g: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, *, relu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(J t, t, sums (2, C): Σ x̂ t and Σ t). y: given if a tensor was added before ReLU; without it t is not computed."""
+    sizes, added = Sizes(x), y is not None
+    parts, by_x = sizes.parts_of(x, 2), torch.empty_like(x)
+    by_added = torch.empty_like(x) if added else g
+    common = (g, x, x if y is None else y, mean, rstd, weight, bias)
+    flags = {"ADDED": added, "RELU": relu}
+    kernels.gradient_parts[sizes.some](*common, parts, sizes.rows, sizes.channels, sizes.parts, **flags, **sizes.tile)
+    sums = sizes.added_up(parts)
+    kernels.gradients[sizes.all](
+        *common, sums, by_x, by_added, sizes.rows, sizes.channels, **flags, KEEPS=added, **sizes.tile
+    )
+    return by_x, by_added, sums
+
+
+def input_gradient(
+    g: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, sums: Tensor, *,
+    relu: bool,
+) -> Tensor:  # fmt: skip
+    """J t once more, with the sums known."""
+    sizes, by_x = Sizes(x), torch.empty_like(x)
+    flags = {"ADDED": y is not None, "RELU": relu, "KEEPS": False}
+    common = (g, x, x if y is None else y, mean, rstd, weight, bias, sums)
+    kernels.gradients[sizes.all](*common, by_x, by_x, sizes.rows, sizes.channels, **flags, **sizes.tile)
+    return by_x
+
+
+def second_gradients(
+    u: Tensor, v: Tensor | None, g: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, rstd: Tensor, weight: Tensor,
+    bias: Tensor, sums: Tensor, *, relu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Derivatives of ⟨u, J t⟩ + ⟨v, t⟩ by g, x and w; `sums` are those of `gradients`."""
+    sizes, added = Sizes(x), y is not None
+    parts, by_g, by_x = sizes.parts_of(x, 3), torch.empty_like(x), torch.empty_like(x)
+    by_weight = sums.new_empty(sizes.channels)
+    common = (g, x, x if y is None else y, mean, rstd, weight, bias)
+    flags = {"ADDED": added, "RELU": relu}
+    kernels.second_parts[sizes.some](u, *common, parts, sizes.rows, sizes.channels, sizes.parts, **flags, **sizes.tile)
+    second = sizes.added_up(parts)
+    kernels.second[sizes.all](
+        u, u if v is None else v, *common, sums, second, by_g, by_x, by_weight, sizes.rows, sizes.channels,
+        BESIDE=v is not None, **flags, **sizes.tile,
+    )  # fmt: skip
+    return by_g, by_x, by_weight
+
+
+def folded(
+    kernel: Tensor, offset: Tensor | None, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float, *,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(kernel (O, I, H, W), bias (O,)) of a convolution that includes the batch norm after it; `offset`: its own bias."""
+    found = torch.empty_like(kernel, dtype=dtype)
+    kernel = kernel if kernel.stride() == found.stride() else torch.empty_like(found, dtype=kernel.dtype).copy_(kernel)
+    shift, size = mean.new_empty(len(kernel), dtype=dtype), kernel[0].numel()
+    kernels.folded[(triton.cdiv(kernel.numel(), 1024),)](
+        kernel, kernel if offset is None else offset, mean, variance, weight, bias, eps, found, shift, len(kernel), size,
+        OFFSET=offset is not None, BLOCK=1024,
+    )  # fmt: skip
+    return found, shift
