@@ -24,11 +24,12 @@ SUMS: dict[Any, bool] = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), False),
     **dict.fromkeys((Tensor.add_, Tensor.__iadd__), True),
 }
+_READ: Any = Tensor  # its properties are read with __get__
 FACTS: dict[Any, Callable[["Pending"], Any]] = {
-    **dict.fromkeys((Tensor.shape.__get__, Tensor.size), lambda mine: mine.facts[0]),
-    Tensor.dtype.__get__: lambda mine: mine.facts[1],  # type: ignore[attr-defined]
-    Tensor.device.__get__: lambda mine: mine.facts[2],  # type: ignore[attr-defined]
-    **dict.fromkeys((Tensor.ndim.__get__, Tensor.dim), lambda mine: len(mine.facts[0])),  # type: ignore[attr-defined]
+    **dict.fromkeys((_READ.shape.__get__, Tensor.size), lambda mine: mine.facts[0]),
+    _READ.dtype.__get__: lambda mine: mine.facts[1],
+    _READ.device.__get__: lambda mine: mine.facts[2],
+    **dict.fromkeys((_READ.ndim.__get__, Tensor.dim), lambda mine: len(mine.facts[0])),
 }
 
 

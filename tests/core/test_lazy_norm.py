@@ -1,0 +1,289 @@
+"""Batch norm fused with what follows: values, statistics, first and second derivatives of torch's layers.
+
+The kernels run here in Triton's interpreter, if it is installed, and compiled on a GPU; how layers wait for each other is also
+tried with kernels written in plain torch.
+"""
+
+import copy
+import os
+import subprocess
+import sys
+import types
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dissensus as ds
+import dissensus.numerics
+from dissensus.core import lazy_norm, twice
+from dissensus.core.batch import Batch
+from dissensus.core.gradients import looped_keeping_graphs
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+)
+
+
+def statistics(x, running_mean, running_var, momentum, eps):
+    over = [0, *range(2, x.ndim)]
+    mean, var = x.mean(over), x.var(over, correction=0)
+    if running_mean is not None:
+        running_mean.lerp_(mean, momentum)
+        running_var.lerp_(x.var(over), momentum)
+    return mean, (var + eps).rsqrt()
+
+
+def channels(c: Tensor, x: Tensor) -> Tensor:
+    return c.view(-1, *[1] * (x.ndim - 2))
+
+
+def normalised(x, added, mean, spread, weight, bias, *, relu, eps=None):
+    rstd = spread if eps is None else (spread + eps).rsqrt()
+    y = (x - channels(mean, x)) * channels(weight * rstd, x) + channels(bias, x)
+    y = y if added is None else y + added
+    return y.relu() if relu else y
+
+
+def pull(t, x, weight, eps):
+    """J t as a function whose derivatives autograd knows."""
+    over = [0, *range(2, x.ndim)]
+    mean = x.mean(over, keepdim=True)
+    rstd = ((x - mean).square().mean(over, keepdim=True) + eps).rsqrt()
+    unit = (x - mean) * rstd
+    return channels(weight, x) * rstd * (t - t.mean(over, keepdim=True) - unit * (unit * t).mean(over, keepdim=True))
+
+
+def passing(g, x, y, mean, rstd, weight, bias, relu):
+    z = normalised(x, None, mean, rstd, weight, bias, relu=False) if y is None else y
+    return (z > 0).to(g.dtype) if relu else torch.ones_like(g)
+
+
+def eps_of(x, rstd):
+    return (rstd**-2 - x.var([0, *range(2, x.ndim)], correction=0)).mean()
+
+
+def gradients(g, x, y, mean, rstd, weight, bias, *, relu):
+    t = g * passing(g, x, y, mean, rstd, weight, bias, relu)
+    over = [0, *range(2, x.ndim)]
+    unit = (x - channels(mean, x)) * channels(rstd, x)
+    sums = torch.stack([(unit * t).sum(over), t.sum(over)])
+    return pull(t, x, weight, eps_of(x, rstd)), (g if y is None else t), sums
+
+
+def input_gradient(g, x, y, mean, rstd, weight, bias, sums, *, relu):
+    return gradients(g, x, y, mean, rstd, weight, bias, relu=relu)[0]
+
+
+def second_gradients(u, v, g, x, y, mean, rstd, weight, bias, sums, *, relu):
+    mask = passing(g, x, y, mean, rstd, weight, bias, relu)
+    with torch.enable_grad():
+        at = [each.detach().requires_grad_() for each in (g, x, weight)]
+        total = (u * pull(at[0] * mask, at[1], at[2], eps_of(x, rstd))).sum()
+        total = total if v is None else total + (v * at[0] * mask).sum()
+    return torch.autograd.grad(total, at)
+
+
+PLAIN = (statistics, normalised, gradients, input_gradient, second_gradients)
+
+
+@pytest.fixture(params=["cpu", GPU])
+def device(request, monkeypatch):
+    monkeypatch.setattr(lazy_norm, "LEAST", 0)
+    monkeypatch.setattr(twice, "SMALL", 0)
+    if request.param == "cpu":
+        monkeypatch.setattr(lazy_norm, "DEVICE", "cpu")
+        monkeypatch.setattr(lazy_norm, "works", lambda device: True)
+        if not INTERPRETED:
+            plain = types.SimpleNamespace(**{each.__name__: each for each in PLAIN})
+            monkeypatch.setitem(sys.modules, "dissensus.numerics.norms", plain)
+            monkeypatch.setattr(dissensus.numerics, "norms", plain, raising=False)
+    return torch.device(request.param)
+
+
+class Block(nn.Module):
+    """A convolution, batch norm, and what `then` makes of its result and of the block's input."""
+
+    def __init__(self, then, channels: int = 5) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+        nn.init.normal_(self.norm.weight)
+        nn.init.normal_(self.norm.bias)
+        self.then = then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self.norm(self.conv(x)), x)
+
+
+def relu_of_a_kept_one(z: Tensor, x: Tensor) -> Tensor:
+    return F.relu(z) + 0.5 * z
+
+
+def changed_in_place(z: Tensor, x: Tensor) -> Tensor:
+    before = z
+    F.relu(z, inplace=True)
+    return before * 2 + z
+
+
+def added_in_place(z: Tensor, x: Tensor) -> Tensor:
+    before = z
+    z += x
+    return F.relu(before)
+
+
+def measured(z: Tensor, x: Tensor) -> Tensor:
+    assert z.shape == x.shape
+    assert (z.dtype, z.ndim, z.size(1), len(z)) == (x.dtype, 4, x.size(1), len(x))
+    return torch.cat([z[:, :2], F.gelu(z[:, 2:])], 1)
+
+
+THEN = {
+    "relu": lambda z, x: F.relu(z),
+    "nothing": lambda z, x: z,
+    "sum and relu": lambda z, x: torch.relu(z + x),
+    "sum the other way": lambda z, x: (x + z).relu(),
+    "sum": lambda z, x: z + x,
+    "sum with a number": lambda z, x: F.relu(z + 1.0),
+    "sum with a broadcast": lambda z, x: F.relu(z + x[:1]),
+    "two sums": lambda z, x: F.relu(z + x + x),
+    "relu of a kept one": relu_of_a_kept_one,
+    "changed in place": changed_in_place,
+    "added in place": added_in_place,
+    "read and cut": measured,
+}
+
+
+def network(then, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    layers = [Block(then), Block(then), Block(THEN["relu"]), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3)]
+    made = nn.Sequential(*layers, nn.BatchNorm1d(3)).to(device, dtype, memory_format=torch.channels_last)
+    for part in made.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.running_var.uniform_(0.5, 2)
+    return made
+
+
+def results(made: nn.Module, x: Tensor, v: Tensor) -> list[Tensor]:
+    """Outputs, input gradients, gradients of both by the weights, and buffers."""
+    x = x.clone().requires_grad_()
+    out = made(x)
+    (g,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    by = torch.autograd.grad(out.tanh().sum() + (g * v).sum(), list(made.parameters()), allow_unused=True)
+    return [out.detach(), g.detach(), *(each for each in by if each is not None), *made.buffers()]
+
+
+@pytest.mark.parametrize("then", THEN)
+def test_values_and_two_derivatives_are_those_of_torch(then: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    plain = network(THEN[then], torch.float64, device)
+    x = torch.randn(6, 5, 4, 3, dtype=torch.float64, device=device).contiguous(memory_format=torch.channels_last)
+    v, fast = torch.randn_like(x), copy.deepcopy(plain)
+    expected = results(plain, x, v)
+    with lazy_norm.fused():
+        found = results(fast, x, v)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+def test_gradients_of_forde_are_those_of_torchs_layers(device: torch.device) -> None:
+    torch.manual_seed(0)
+    posterior = ds.FoRDE([network(THEN["sum and relu"], torch.float64, device) for _ in range(2)]).to(device).train()
+    for parameter in posterior.parameters():
+        if parameter.ndim == 5:
+            parameter.data = parameter.data.movedim(-3, -1).contiguous().movedim(-1, -3)
+    x = torch.randn(6, 5, 4, 3, dtype=torch.float64, device=device).contiguous(memory_format=torch.channels_last)
+    batch = Batch(x, torch.randint(3, (6,), device=device))
+    expected = looped_keeping_graphs(posterior, batch)
+    with lazy_norm.fused():
+        found = looped_keeping_graphs(posterior, batch)
+    for part in ("gradients", "buffers"):
+        for name, wanted in getattr(expected, part).items():
+            torch.testing.assert_close(getattr(found, part)[name], wanted, rtol=1e-9, atol=1e-10)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+
+
+PAST_PYTHON = {
+    "a custom function": lambda z, x: Doubled.apply(z),
+    "a scripted function": lambda z, x: SCRIPTED(z),
+    "read without a graph": lambda z, x: z * _mean(z),
+}
+
+
+def _mean(z: Tensor) -> Tensor:
+    with torch.no_grad():
+        return z.mean()
+
+
+@torch.jit.script
+def SCRIPTED(z: Tensor) -> Tensor:
+    return z * 2
+
+
+@pytest.mark.parametrize("then", PAST_PYTHON)
+def test_what_would_lose_gradients_raises(then: str, device: torch.device) -> None:
+    made = network(PAST_PYTHON[then], torch.float64, device).train()
+    x = torch.randn(6, 5, 4, 3, dtype=torch.float64, device=device).contiguous(memory_format=torch.channels_last)
+    with lazy_norm.fused(), pytest.raises(RuntimeError, match="a layer's result|TorchScript"):
+        made(x)
+
+
+def test_other_layouts_and_small_batches_stay_torchs(device: torch.device) -> None:
+    norm = nn.BatchNorm2d(3).to(device)
+    with lazy_norm.fused():
+        assert type(norm(torch.randn(4, 3, 5, 5, device=device))) is Tensor  # channels apart in memory
+        assert type(norm.eval()(torch.randn(4, 3, 5, 5, device=device))) is Tensor
+        with pytest.raises(ValueError, match="more than 1 value"):
+            nn.BatchNorm1d(3).to(device)(torch.randn(1, 3, device=device))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_predictions_with_batch_norm_folded_into_convolutions_are_those_of_torch(precision) -> None:
+    torch.manual_seed(0)
+    made = ds.nets.ResNet(18).cuda().to(memory_format=torch.channels_last).eval()
+    for part in made.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.running_mean.normal_(), part.running_var.uniform_(0.5, 2), nn.init.normal_(part.weight, 1, 0.2)
+    x = torch.randn(8, 3, 32, 32, device="cuda")
+    with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
+        exact = copy.deepcopy(made).double()(x.double())
+        with torch.autocast("cuda", dtype=precision or torch.bfloat16, enabled=precision is not None):
+            plain = made(x)
+            with lazy_norm.fused():
+                found = made(x)
+    size = exact.norm()
+    assert (found - exact).norm() < 1.5 * (plain - exact).norm() + 1e-6 * size
+    assert (found - exact).norm() < (0.1 if precision else 1e-4) * size
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.skipif(INTERPRETED, reason="runs the other tests of this file")
+def test_kernels_in_tritons_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(Path(__file__)),
+        "-k",
+        "torch and cpu",
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stdout[-3000:]
