@@ -63,7 +63,7 @@ def study(activation: str, normed: bool, steps: int, seed: int, device: torch.de
             optimizer.zero_grad()
             seam.backward(posterior, Batch(x[at], y[at]))
             optimizer.step()
-        with torch.backends.cudnn.flags(allow_tf32=False):
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             exact = found(posterior, batch, nullcontext)
             for how, context in (
                 ("bf16", lambda: torch.autocast(device.type, dtype=torch.bfloat16)),

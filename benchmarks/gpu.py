@@ -149,7 +149,7 @@ def gradients(given: argparse.Namespace) -> Iterator[Row]:
             lay_out(posterior)
             batch = images(32, dtype)
             # Without TF32, whose own rounding is 1e-3.
-            with torch.backends.cudnn.flags(allow_tf32=False):
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
                 ours = found(posterior, batch, strategy("streamed"), precision)
                 posterior._forms = nullcontext
                 theirs = found(posterior, batch, Looped(streamed=True, compiled=False).run, precision)

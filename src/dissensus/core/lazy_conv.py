@@ -25,12 +25,15 @@ def convolution(
 ) -> Tensor:
     """As `torch.conv2d`, but waiting on a GPU if no gradients are recorded."""
     x = settled(input)
-    plain = x.ndim == weight.ndim == 4 and not isinstance(padding, str) and weight.dtype in KINDS and x.shape[1] >= WIDE
+    plain = x.ndim == weight.ndim == 4 and not isinstance(padding, str) and weight.dtype in KINDS
     if torch.is_grad_enabled() or not plain or x.device.type != "cuda" or not torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
         return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
     kind = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     if transformed or kind not in KINDS or (x.dtype != kind and not torch.is_autocast_enabled("cuda")):
+        return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    if x.shape[1] < WIDE:
+        x = x.contiguous(memory_format=torch.channels_last)  # the layers after it follow
         return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
     how: list[Any] = [
         [each, each] if isinstance(each, int) else list(each) * (2 // len(each)) for each in (stride, padding, dilation)

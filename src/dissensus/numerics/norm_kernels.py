@@ -66,8 +66,8 @@ def part(parts, k, c, known, channels, P, BLOCK: tl.constexpr):
 
 @triton.jit
 def joined(
-    parts, mean, rstd, running_mean, running_var, momentum, eps, rows, channels, P,
-    RUNNING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    parts, mean, rstd, running_mean, running_var, momentum, rows, channels, P,
+    EPS: tl.constexpr, RUNNING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Mean and 1 / √(var + ε), from parts of `moments`; running statistics move towards them."""
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -81,7 +81,7 @@ def joined(
     apart = own - m[None, :]
     around = tl.sum(part(parts, 1, c, known, channels, P, BLOCK) + held[:, None] * apart * apart, 0)
     tl.store(mean + c, m, known)
-    tl.store(rstd + c, 1 / tl.sqrt(around / rows + eps), known)
+    tl.store(rstd + c, 1 / tl.sqrt(around / rows + EPS), known)
     if RUNNING:
         before = tl.load(running_mean + c, known, 0.0)
         tl.store(running_mean + c, before + momentum * (m - before), known)
@@ -99,15 +99,15 @@ def summed(parts, sums, channels, P, BLOCK: tl.constexpr, CHANNELS: tl.constexpr
 
 @triton.jit
 def normalised(
-    x, added, y, mean, spread, weight, bias, eps, rows, channels,
-    ADDED: tl.constexpr, RELU: tl.constexpr, VARIANCE: tl.constexpr,
+    x, added, y, mean, spread, weight, bias, rows, channels,
+    EPS: tl.constexpr, ADDED: tl.constexpr, RELU: tl.constexpr, VARIANCE: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """y from x; spread is r, or the variance."""
     at, there, c, known = tile(tl.program_id(0) * ROWS, rows, channels, ROWS, CHANNELS)
     r = tl.load(spread + c, known, 0.0).to(T)
     if VARIANCE:
-        r = 1 / tl.sqrt(r + eps)
+        r = 1 / tl.sqrt(r + EPS)
     scale = tl.load(weight + c, known, 0.0).to(T) * r
     m, b = tl.load(mean + c, known, 0.0).to(T), tl.load(bias + c, known, 0.0).to(T)
     found = (tl.load(x + at, there, 0.0).to(T) - m[None, :]) * scale[None, :] + b[None, :]

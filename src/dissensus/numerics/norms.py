@@ -54,11 +54,11 @@ def statistics(
     mean, rstd = parts.new_empty((2, sizes.channels)).unbind()
     # Triton passes numbers as float32: not good enough for the momentum of float64.
     running = running_mean is not None and running_var is not None and x.dtype != torch.float64
-    kept = (mean, rstd, running_mean if running else mean, running_var if running else mean, momentum, eps)
+    kept = (mean, rstd, running_mean if running else mean, running_var if running else mean, momentum)
     numbers = (sizes.rows, sizes.channels, sizes.parts)
     kernels.moments[sizes.some](x, parts, *numbers, **sizes.tile)
     grid = (triton.cdiv(sizes.channels, FEW),)
-    kernels.joined[grid](parts, *kept, *numbers, RUNNING=running, ROWS=sizes.tile["ROWS"], **sizes.few)
+    kernels.joined[grid](parts, *kept, *numbers, EPS=eps, RUNNING=running, ROWS=sizes.tile["ROWS"], **sizes.few)
     if running_mean is not None and running_var is not None and not running:
         running_mean.lerp_(mean, momentum)
         running_var.lerp_((rstd**-2 - eps) * (sizes.rows / (sizes.rows - 1)), momentum)
@@ -72,8 +72,8 @@ def normalised(
     """y. With `eps`, spread is the variance; without it, r."""
     sizes, y = Sizes(x), torch.empty_like(x)
     kernels.normalised[sizes.all](
-        x, x if added is None else added, y, mean, spread, weight, bias, eps or 0.0, sizes.rows, sizes.channels,
-        ADDED=added is not None, RELU=relu, VARIANCE=eps is not None, **sizes.tile,
+        x, x if added is None else added, y, mean, spread, weight, bias, sizes.rows, sizes.channels,
+        EPS=eps or 0.0, ADDED=added is not None, RELU=relu, VARIANCE=eps is not None, **sizes.tile,
     )  # fmt: skip
     return y
 
