@@ -34,7 +34,7 @@ class Chained(Cut):
     members_at_once: bool = False
 
     def forward(self, input: Tensor) -> Tensor:
-        parts: list[Any] = list(self.children())
+        parts: list[Any] = list(self._modules.values())  # also those that occur twice
         for run in runs(parts) if self.members_at_once and _may_chain(input) else ([part] for part in parts):
             found = _of_all_members(input, run[::2]) if len(run) > 1 else None
             if found is None:
@@ -129,19 +129,22 @@ class _Chain(torch.autograd.Function):
                 h = z if s is None else z * s[:, None]
             else:
                 h = (z if s is None else z.mul_(s[:, None])).relu_()
-        ctx.save_for_backward(*given, *kept, z)
+        ctx.save_for_backward(*given, *kept, None if s is None else z)
         return h  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         count = len(ctx.needs_input_grad)
         given, (*kept, z) = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        if torch.is_grad_enabled():
+        # A gradient without memory is a row of many at once, by vmap or is_grads_batched=True.
+        if torch.is_grad_enabled() or not torch._C._has_storage(gradients[0]):
             return _differentiable(ctx.needs_input_grad, given, gradients[0])
         return _written_out(ctx.needs_input_grad, given, kept, z, gradients[0])
 
 
-def _written_out(wanted: Sequence[bool], given: Given, kept: list[Tensor], z: Tensor, g: Tensor) -> tuple[Tensor | None, ...]:
+def _written_out(
+    wanted: Sequence[bool], given: Given, kept: list[Tensor], z: Tensor, g: Tensor
+) -> tuple[Tensor | None, ...]:
     """Gradients by what is wanted of x and the layers' tensors, from g (M, B, O) by the outputs."""
     layers = _layers(given)
     found: list[Tensor | None] = [None] * len(wanted)
@@ -176,13 +179,14 @@ def _written_out(wanted: Sequence[bool], given: Given, kept: list[Tensor], z: Te
 
 
 def _differentiable(wanted: Sequence[bool], given: Given, g: Tensor) -> tuple[Tensor | None, ...]:
-    """The same with a graph, for second derivatives, from a second run."""
-    # Views, since a tensor may also have had a part in x.
-    views = [each if each is None else each.view_as(each) for each in given]
+    """The same from a second run, for second derivatives and several g at once."""
+    with torch.enable_grad():  # views, since a tensor may also have had a part in x
+        views = [each if each is None else each.view_as(each) for each in given]
     # One member's x and weights have two axes, its bias and factors one.
     alone = [2 if at == 0 or at % 4 == 1 else 1 for at in range(len(views))]
     own = [None if t is None or t.ndim == axes else 0 for t, axes in zip(views, alone, strict=True)]
-    outputs = torch.func.vmap(one_member, tuple(own))(*views)
+    with torch.enable_grad():
+        outputs = torch.func.vmap(one_member, tuple(own))(*views)
     chosen = [each for each, want in zip(views, wanted, strict=True) if want]
-    found = iter(torch.autograd.grad(outputs, chosen, g, create_graph=True))
+    found = iter(torch.autograd.grad(outputs, chosen, g, create_graph=torch.is_grad_enabled()))
     return tuple(next(found) if want else None for want in wanted)
