@@ -21,7 +21,7 @@ Positions = Literal["vector", "diagonal", "pairs"]
 
 @dataclass(frozen=True)
 class Units:
-    """Moments of one layer's units for N1 and N2 inputs, or for N inputs with themselves; first axes: the layout's positions."""
+    """Moments of one layer's units for N1 and N2 inputs, or N inputs with themselves; the layout's positions are first."""
 
     cross: Tensor  # (…, N1, N2) E h(x) h(x'), averaged over units; (…, N) of inputs with themselves
     tangent: Tensor | None  # (…, N1, N2) inner products of gradients by all weights below; None is 0
