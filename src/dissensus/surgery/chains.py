@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import _functorch as functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as modules
 
 from dissensus.surgery.channel_kernels import in_transform
 from dissensus.surgery.conversion import Cut, cut
@@ -73,7 +73,7 @@ def _plain(part: Any) -> bool:
 
 def _may_chain(input: Tensor) -> bool:
     plain = input.ndim == 2 and not torch.is_autocast_enabled(input.device.type)
-    return plain and not (torch.compiler.is_compiling() or _has_any_global_hook())
+    return plain and not (torch.compiler.is_compiling() or modules._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def _of_all_members(input: Tensor, layers: Sequence[Any]) -> Tensor | None:
@@ -82,7 +82,9 @@ def _of_all_members(input: Tensor, layers: Sequence[Any]) -> Tensor | None:
     if top is None or top.key() != functorch.TransformType.Vmap:
         return None
     named = [input, *(each for layer in layers for each in (layer.weight, layer.bias, layer.r, layer.s))]
-    pairs = [(None, None) if each is None else functorch._unwrap_batched(each, top.level()) for each in named]
+    pairs: list[tuple[Any, Any]] = [
+        (None, None) if each is None else functorch._unwrap_batched(each, top.level()) for each in named
+    ]
     given, axes = zip(*pairs, strict=True)
     factors = [axis for i in (3, 4) for each, axis in zip(given[i::4], axes[i::4], strict=True) if each is not None]
     tensors = [each for each in given if each is not None]
@@ -93,7 +95,7 @@ def _of_all_members(input: Tensor, layers: Sequence[Any]) -> Tensor | None:
     stacked = (each if axis is None else each.movedim(axis, 0) for each, axis in pairs)
     with temporarily_pop_interpreter_stack():
         outputs = _Chain.apply(*stacked)  # type: ignore[no-untyped-call]
-    return functorch._add_batch_dim(outputs, 0, top.level())  # type: ignore[no-any-return]
+    return functorch._add_batch_dim(outputs, 0, top.level())
 
 
 def one_member(*given: Tensor | None) -> Tensor:
@@ -120,15 +122,15 @@ class _Chain(torch.autograd.Function):
         for weight, bias, r, s in layers:
             a = h * r[:, None]
             kept += [h, a]
-            flat, common = a.flatten(0, 1), bias is not None and bias.ndim == 1
-            z = torch.addmm(bias, flat, weight.T) if common else flat @ weight.T
-            z = z.view(*a.shape[:2], -1)
-            if bias is not None and not common:
-                z += bias[:, None]
-            if len(kept) == 2 * len(layers):
-                h = z if s is None else z * s[:, None]
-            else:
-                h = (z if s is None else z.mul_(s[:, None])).relu_()
+            z = (a.flatten(0, 1) @ weight.T).view(*a.shape[:2], -1)
+            last, across = len(kept) == 2 * len(layers), None if s is None else s[:, None]
+            if bias is not None and (last or s is None):
+                z += bias if bias.ndim == 1 else bias[:, None]
+            elif bias is not None:
+                torch.addcmul((s * bias)[:, None], z, across, out=z)  # s ∘ z + s ∘ b
+            elif s is not None and not last:
+                z *= across
+            h = z.relu_() if not last else z if s is None else z * across
         ctx.save_for_backward(*given, *kept, None if s is None else z)
         return h  # type: ignore[no-any-return]
 
@@ -154,7 +156,7 @@ def _written_out(
     for k in reversed(range(len(layers))):
         at = 1 + 4 * k
         (weight, bias, r, _), (h, a) = layers[k], kept[2 * k : 2 * k + 2]
-        before = layers[k - 1][3] if k else None  # s of the layer before
+        before: Any = layers[k - 1][3] if k else None  # s of the layer before
         flat = g.flatten(0, 1)
         if wanted[at]:
             found[at] = flat.T @ a.flatten(0, 1)
@@ -187,6 +189,6 @@ def _differentiable(wanted: Sequence[bool], given: Given, g: Tensor) -> tuple[Te
     own = [None if t is None or t.ndim == axes else 0 for t, axes in zip(views, alone, strict=True)]
     with torch.enable_grad():
         outputs = torch.func.vmap(one_member, tuple(own))(*views)
-    chosen = [each for each, want in zip(views, wanted, strict=True) if want]
+    chosen = [each for each, want in zip(views, wanted, strict=True) if want and each is not None]
     found = iter(torch.autograd.grad(outputs, chosen, g, create_graph=torch.is_grad_enabled()))
     return tuple(next(found) if want else None for want in wanted)

@@ -94,8 +94,8 @@ def behind_weights(
 def patches(units: Units, layer: nn.Conv2d) -> Units:
     """Means over a convolution's window of zero-padded inputs: p and p' move together."""
     rows, columns = ((0, 2), (1, 3)) if units.layout == "pairs" else ((0,), (1,))
-    sizes = layer.kernel_size, layer.stride, layer.padding, layer.dilation
-    down, along = zip(*((int(y), int(x)) for y, x in sizes), strict=True)
+    padding = [int(each) for each in layer.padding]
+    down, along = zip(layer.kernel_size, layer.stride, padding, layer.dilation, strict=True)
 
     def mean(moment: Tensor) -> Tensor:
         for axes, (size, *steps) in ((rows, down), (columns, along)):

@@ -124,7 +124,7 @@ def kernel(
 def _own_variances(steps: list[nn.Module], x: Tensor, law: _Law, layout: Positions, count: int) -> list[Tensor]:
     """(…, N) variances of all inputs before every activation, `count` inputs at a time."""
     parts = []
-    for some in x.split(count):
+    for some in x.split(count):  # type: ignore[no-untyped-call]
         units = Units(of_inputs(some, None, layout), None, layout, [], None)
         parts.append(_ended(_through(steps, units, law, width=x.shape[1])).first)
     return [torch.cat(each, -1) for each in zip(*parts, strict=True)]
@@ -248,7 +248,7 @@ def _residual(layer: Residual, units: Units, law: _Law, width: int) -> Units:
     return replace(
         units,
         cross=units.cross + branch.cross,
-        tangent=None if units.tangent is None else units.tangent + branch.tangent,
+        tangent=None if units.tangent is None or branch.tangent is None else units.tangent + branch.tangent,
         weighted=branch.weighted,
         activations=branch.activations,
     )
