@@ -123,7 +123,8 @@ class _Chain(torch.autograd.Function):
             a = h * r[:, None]
             kept += [h, a]
             z = (a.flatten(0, 1) @ weight.T).view(*a.shape[:2], -1)
-            last, across = len(kept) == 2 * len(layers), s if s is None else s[:, None]
+            last = len(kept) == 2 * len(layers)
+            across: Any = s if s is None else s[:, None]
             if bias is not None and (last or s is None):
                 z += bias if bias.ndim == 1 else bias[:, None]
             elif bias is not None:
