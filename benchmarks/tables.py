@@ -340,7 +340,7 @@ STEPS = (  # page, name, files, columns, script, what the numbers are
         ("embedded_step_cpu", "embedded_step_h200"),
         measured.EMBEDDED_STEP,
         "embedded_step.py --csv FILE",
-        "steps in turns",
+        "steps in turns, CPU with --threads 1",
     ),
     (
         "theory.md",
@@ -348,7 +348,7 @@ STEPS = (  # page, name, files, columns, script, what the numbers are
         ("tangent_kernel", "tangent_kernel_h200"),
         measured.KERNEL,
         "tangent_kernel.py --csv FILE",
-        "",
+        "CPU with --threads 1 --neural-tangents PYTHON, 50 inputs with --naive on two threads",
     ),
     (
         "results/tracking.md",

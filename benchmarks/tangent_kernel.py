@@ -1,12 +1,17 @@
-"""Times the empirical tangent kernel of a 3×512 MLP on 500 inputs, 10 outputs, all blocks, float32, on two threads.
+"""Times tangent kernels on a CPU: the empirical one of a 3×512 MLP, and analytic ones of infinitely wide networks.
 
-    python benchmarks/tangent_kernel.py --csv benchmarks/results/tangent_kernel.csv
+    python benchmarks/tangent_kernel.py --threads 1 --csv benchmarks/results/tangent_kernel.csv
     python benchmarks/tangent_kernel.py --neural-tangents tangents/bin/python   # as make_kernel_vectors.py installs it
+    python benchmarks/tangent_kernel.py --cases conv pool                       # some of the kernels
+    python benchmarks/tangent_kernel.py --cases empirical --naive               # beside the whole Jacobian, on 50 inputs
     python benchmarks/tangent_kernel.py --resnet [DATA]                         # ResNet-20 on 100 images, on a GPU
 
-Sides take turns, medians; neural-tangents (implementation 3, jitted, warmed up) runs in a process of its own, which waits while
-ours runs. "naive" makes the whole Jacobian and contracts it at once, which for 500 inputs is 19 GB, twice: it is compared on 50
-inputs. Peak memory is the process' largest resident size above that before the call, each side in a fresh process.
+Empirical: 500 inputs, 10 outputs, all blocks, float32. Analytic: NNGP and tangent kernel of one output, float64, which this
+library always has; neural-tangents also in float32. Sides take turns, medians; neural-tangents (empirical: implementation 3)
+runs jitted and warmed up in a process of its own, which waits while ours runs. On one thread seconds are the processor's, so
+that what else the machine does falls on neither. "naive" makes the whole Jacobian and contracts it at once, which for 500
+inputs is 19 GB, twice: it is compared on 50 inputs. Peak memory is the process' largest resident size above that before the
+first call, each side in a fresh process; neural-tangents has compiled before.
 """
 
 from __future__ import annotations
@@ -20,22 +25,41 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROWS, FEW = 500, 50
+LAW = "W_std=2**0.5, b_std=0.1, parameterization='ntk'"
+CONVOLUTIONS = f"[each for _ in range(3) for each in (stax.Conv(64, (3, 3), padding='SAME', {LAW}), stax.Relu())]"
+DENSE = f"[each for _ in range(3) for each in (stax.Dense(512, {LAW}), stax.Relu())]"
+# case -> (network, inputs, their layers and the shape of the inputs)
+CASES = {
+    "empirical": ("784-512-512-512-10", ROWS, DENSE.replace(LAW, "") + ", stax.Dense(10)", (784,)),
+    "dense": ("784-∞-∞-∞-1", ROWS, f"{DENSE}, stax.Dense(1, {LAW})", (784,)),
+    "conv": ("3 convolutions, 16×16, flattened", 100, f"{CONVOLUTIONS}, stax.Flatten(), stax.Dense(1, {LAW})", (16, 16, 3)),
+    "pool": ("3 convolutions, 16×16, mean", 8, f"{CONVOLUTIONS}, stax.GlobalAvgPool(), stax.Dense(1, {LAW})", (16, 16, 3)),
+}  # fmt: skip
 THEIRS = """
-import os, sys, time, json
-import jax, jax.numpy as np, neural_tangents as nt
+import sys, time, json
+from pathlib import Path
+import jax, neural_tangents as nt
 from neural_tangents import stax
-init, f, _ = stax.serial(*[layer for _ in range(3) for layer in (stax.Dense(512), stax.Relu())], stax.Dense(10))
-_, params = init(jax.random.PRNGKey(0), (1, 784))
-x = jax.random.normal(jax.random.PRNGKey(1), (ROWS, 784))
-kernel = jax.jit(nt.empirical_ntk_fn(f, trace_axes=(), vmap_axes=0, implementation=3))
-kernel(x, None, params).block_until_ready()
-print("ready", flush=True)
+jax.config.update("jax_enable_x64", DTYPE == "float64")
+init, f, analytic = stax.serial(LAYERS)
+_, params = init(jax.random.PRNGKey(0), (1, *SHAPE))
+x = jax.random.normal(jax.random.PRNGKey(1), (INPUTS, *SHAPE), dtype=DTYPE)
+empirical = nt.empirical_ntk_fn(f, trace_axes=(), vmap_axes=0, implementation=3)
+functions = [lambda x, params: tuple(analytic(x, None, ("nngp", "ntk"))), lambda x, params: empirical(x, None, params)]
+kernel = jax.jit(functions[CASE == "empirical"]).lower(x, params).compile()
+def high_water():
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+Path("/proc/self/clear_refs").write_text("5")
+before = high_water()
+jax.block_until_ready(kernel(x, params))
+print(json.dumps([(high_water() - before) / 2**20, f"neural-tangents {nt.__version__}, jax {jax.__version__}"]), flush=True)
 for line in sys.stdin:
-    start = time.perf_counter()
-    kernel(x, None, params).block_until_ready()
-    print(time.perf_counter() - start, flush=True)
+    start = time.CLOCK()
+    jax.block_until_ready(kernel(x, params))
+    print(time.CLOCK() - start, flush=True)
 """
 
 
@@ -48,72 +72,115 @@ def main() -> None:
         "--resnet", nargs="?", const="", metavar="DATA", help="ResNet-20 on a GPU; DATA: folder of cifar10"
     )
     parser.add_argument("--csv", type=Path)
-    parser.add_argument("--peak", choices=("ours", "naive, 50 inputs"), help=argparse.SUPPRESS)
+    parser.add_argument("--naive", action="store_true", help="also the whole Jacobian, of 50 inputs; a minute a call")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peak:
-        print(json.dumps(peak(arguments.peak, arguments.threads)))
+        print(json.dumps(peak(arguments.cases[0], arguments.peak, arguments.threads)))
         return
-    rows = resnet(arguments.resnet) if arguments.resnet is not None else dense(arguments)
+    if arguments.resnet is not None:
+        rows = resnet(arguments.resnet)
+    else:
+        rows = [row for case in arguments.cases for row in timed(case, arguments)]
     if arguments.csv:
         from rows import write_rows
 
         write_rows(arguments.csv, rows)
 
 
-def dense(arguments: argparse.Namespace) -> list[dict[str, object]]:
+def timed(case: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """The rows of one kernel, sides in turns."""
+    import torch
+
     from dissensus.bench.run.provenance import provenance
 
-    sides = {name: timer(call) for name, call in calls(arguments.threads).items()}
-    theirs = None
+    network, inputs, layers, shape = CASES[case]
+    clock = "process_time" if arguments.threads == 1 else "perf_counter"
+    wanted = [name for name in calls(case, arguments.threads) if arguments.naive or not name.endswith("50 inputs")]
+    sides = {name: timer(call, clock) for name, call in calls(case, arguments.threads).items() if name in wanted}
+    peaks = dict.fromkeys(sides, (float("nan"), ""))
+    for name in (each for each in wanted if each in ("ours", "naive, 50 inputs")):
+        asked = [sys.executable, __file__, "--peak", name, "--cases", case, "--threads", str(arguments.threads)]
+        peaks[name] = (json.loads(subprocess.run(asked, capture_output=True, text=True, check=True).stdout), "")
+    theirs = []
     if arguments.neural_tangents:
-        one = {"XLA_FLAGS": f"--xla_cpu_multi_thread_eigen=true intra_op_parallelism_threads={arguments.threads}"}
-        theirs = subprocess.Popen(
-            ["taskset", "-c", f"0-{arguments.threads - 1}", arguments.neural_tangents, "-c", THEIRS.replace("ROWS", str(ROWS))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, **one},
-        )  # fmt: skip
-        assert theirs.stdout is not None
-        assert theirs.stdin is not None
-        assert theirs.stdout.readline().strip() == "ready"
-
-        def ask() -> float:
-            theirs.stdin.write("go\n")
-            theirs.stdin.flush()
-            return float(theirs.stdout.readline())
-
-        sides["neural-tangents 3"] = ask
+        for dtype in ("float32",) if case == "empirical" else ("float64", "float32"):
+            name = "neural-tangents 3" if case == "empirical" else f"neural-tangents, {dtype}"
+            known = {
+                "CASE": repr(case),
+                "DTYPE": repr(dtype),
+                "LAYERS": f"*{layers}",
+                "SHAPE": repr(shape),
+                "CLOCK": clock,
+            }
+            program = THEIRS.replace("INPUTS", str(inputs))
+            for word, value in known.items():
+                program = program.replace(word, value)
+            asked_of = Theirs(arguments.neural_tangents, program, arguments.threads)
+            theirs.append(asked_of)
+            sides[name], peaks[name] = asked_of.seconds, asked_of.about
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(arguments.repeats):
         for name, side in sides.items():
             seconds[name].append(side())
-    if theirs is not None:
-        theirs.stdin.close()
-        theirs.wait()
-    about = provenance(__import__("torch").device("cpu"))
+    for each in theirs:
+        each.end()
     rows = []
     for name, values in seconds.items():
-        few = name.endswith("50 inputs")
+        few, (held, versions) = name.endswith("50 inputs"), peaks[name]
         ours = median(seconds["ours, 50 inputs" if few else "ours"])
-        held = float("nan")
-        if name in ("ours", "naive, 50 inputs"):
-            asked = [sys.executable, __file__, "--peak", name, "--threads", str(arguments.threads)]
-            held = json.loads(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
         middle, between = median(values), f"{min(values):.3f}–{max(values):.3f}"
-        print(f"{name:>18}: {middle:6.3f} s ({between}), {middle / ours:5.2f} of ours, peak {held:.2f} GiB")
+        print(f"{network}: {name:>24}: {middle:6.3f} s ({between}), {middle / ours:5.2f} of ours, peak {held:.2f} GiB")
         rows.append(
-            {"network": "784-512-512-512-10", "inputs": FEW if few else ROWS, "way": name.split(",")[0],
-             "seconds": round(middle, 4), "ratio_to_ours": round(middle / ours, 3), "peak_gib": round(held, 3), **about}
+            {"network": network, "inputs": FEW if few else inputs, "way": name.removesuffix(", 50 inputs"),
+             "seconds": round(middle, 4), "ratio_to_ours": round(middle / ours, 3), "peak_gib": round(held, 3),
+             "versions": versions, **provenance(torch.device("cpu"))}
         )  # fmt: skip
     return rows
 
 
-def calls(threads: int) -> dict[str, Callable[[], object]]:
+class Theirs:
+    """neural-tangents in a process of its own. `about`: (GiB of the first call, versions)."""
+
+    def __init__(self, python: Path, program: str, threads: int) -> None:
+        flags = f"--xla_cpu_multi_thread_eigen={str(threads > 1).lower()} intra_op_parallelism_threads={threads}"
+        self.process: Any = subprocess.Popen(
+            ["taskset", "-c", f"0-{threads - 1}", python, "-c", program],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        )  # fmt: skip
+        self.about: tuple[float, str] = tuple(json.loads(self.process.stdout.readline()))
+
+    def seconds(self) -> float:
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+    def end(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def calls(case: str, threads: int) -> dict[str, Callable[[], object]]:
     import torch
+    from torch import nn
     from torch.func import functional_call, jacrev, vmap
 
     import dissensus as ds
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
+    if case != "empirical":
+        _, inputs, _, shape = CASES[case]
+        x = torch.randn(inputs, *shape, dtype=torch.float64).movedim(-1, 1)
+        wide: nn.Module = ds.nets.MLP(784, 1, hidden=(512, 512, 512))
+        if case != "dense":
+            end = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 1)]
+            end = end if case == "pool" else [nn.Flatten(), nn.Linear(64 * 16 * 16, 1)]
+            layers = [each for n in (3, 64, 64) for each in (nn.Conv2d(n, 64, 3, padding=1), nn.ReLU())]
+            wide = nn.Sequential(*layers, *end)
+        return {"ours": lambda: ds.theory.kernel(wide, x, weight_variance=2.0, bias_variance=0.01)}
     network, x = ds.nets.MLP(784, 10, hidden=(512, 512, 512)), torch.randn(ROWS, 784)
     params = {name: p.detach() for name, p in network.named_parameters()}
 
@@ -129,18 +196,20 @@ def calls(threads: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def timer(call: Callable[[], object]) -> Callable[[], float]:
+def timer(call: Callable[[], object], clock: str) -> Callable[[], float]:
+    now = getattr(time, clock)
+
     def timed() -> float:
-        start = time.perf_counter()
+        start = now()
         call()
-        return time.perf_counter() - start
+        return float(now() - start)
 
     return timed
 
 
-def peak(name: str, threads: int) -> float:
+def peak(case: str, name: str, threads: int) -> float:
     """GiB by which one call raises the process' largest resident size."""
-    call = calls(threads)[name]
+    call = calls(case, threads)[name]
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
     before = high_water()
     call()

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import dissensus as ds
 from dissensus import Modulation, theory
 from dissensus.nets import Erf, Residual
+from dissensus.theory.covariances import Units, patches
 
 # Made by benchmarks/make_kernel_vectors.py
 VECTORS = json.loads((Path(__file__).parent / "neural_tangents.json").read_text())
@@ -112,6 +114,37 @@ def test_blocks_within_a_budget_give_the_same():
     assert torch.allclose(whole.nngp, parts.nngp, atol=1e-12)
     with pytest.raises(ValueError, match=r"expected covariances .* within 0.977 KiB, got 36 KiB; use smaller images"):
         theory.kernel(pool, x, weight_variance=2.0, memory=1000)
+
+
+@pytest.mark.parametrize("name", ["dense", "dense-residual", "conv-flatten", "conv-pool", "conv-residual"])
+def test_one_half_of_a_symmetric_kernel_is_the_other(name):
+    shape = (5,) if name.startswith("dense") else (3, 4, 6)
+    x, layers = torch.randn(5, *shape, dtype=torch.float64), network(name, "relu")
+    each = 8 * 8 * (1 if shape == (5,) else 24 if name == "conv-flatten" else 24**2)
+    for memory in (each, 4 * each, 2**31):  # blocks of one, two and all inputs
+        found = theory.kernel(layers, x, weight_variance=2.0, bias_variance=0.1, memory=memory)
+        full = theory.kernel(layers, x, x.clone(), weight_variance=2.0, bias_variance=0.1)
+        assert torch.allclose(found.nngp, full.nngp, rtol=1e-13)
+        # Of an input with itself, a clone's angle is known to 1e-8 only.
+        assert torch.allclose(found.ntk, full.ntk, rtol=1e-7)
+        off = ~torch.eye(5, dtype=torch.bool)
+        assert torch.allclose(found.ntk[off], full.ntk[off], rtol=1e-13)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize(("size", "padding", "dilation"), [(3, 1, 1), (2, 0, 3), (1, 2, 1), (4, 5, 2)])
+def test_sums_over_windows_are_convolutions_with_ones(size, padding, stride, dilation):
+    moment = torch.randn(7, 9, 2, dtype=torch.float64)
+    units = Units(moment, None, "diagonal", [], None)
+    layer = nn.Conv2d(1, 1, (size, 2), padding=(padding, 1), stride=(stride, 2), dilation=(dilation, 3), bias=False)
+    nn.init.constant_(layer.weight, 1 / (2 * size))
+    expected = layer.double()(moment.permute(2, 0, 1)[:, None])[:, 0].permute(1, 2, 0)
+    assert torch.allclose(patches(units, layer).cross, expected, atol=1e-14)
+    # p with p', which move together: Σ over shifts of z zᵀ is that of the outer products of shifted images
+    found = patches(Units(moment[:, :, None, None] * moment, None, "pairs", [], None), layer).cross
+    columns = F.unfold(moment.permute(2, 0, 1)[:, None], layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+    pairs = (columns.mT @ columns / (2 * size)).permute(1, 2, 0)  # (L, L, 2)
+    assert torch.allclose(found, pairs.reshape(*expected.shape[:2], *expected.shape), atol=1e-13)
 
 
 def test_strides_dilation_and_pooling_match_random_networks():

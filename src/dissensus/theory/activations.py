@@ -63,6 +63,8 @@ class Homogeneous(Activation):
 
     def within(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Expectations:
         value, slope = closed_forms.piecewise_linear(a, b, c, self.negative_slope)
+        if v == ONE:
+            return Expectations(value, slope, value)
         # φ(vz) = |v| φ(±z), and (−z, −z') has the law of (z, z'). φ'(0) is the slope below 0, as torch has it.
         zero = sum(weight for atom, weight in v.atoms() if atom == 0) if v.discrete else 0.0
         product = (1 - zero) * value + zero * self.negative_slope**2 * c
@@ -181,3 +183,11 @@ def activation_of(given: str | nn.Module | Activation) -> Activation:
         f"expected an activation of {', '.join(ACTIVATIONS)}, got {what}; "
         "name one of them, or pass theory.Smooth(function) for your own smooth function"
     )
+
+
+def is_expanded(layer: nn.Module) -> bool:
+    """Whether this is an activation without a closed form."""
+    try:
+        return isinstance(activation_of(layer), Smooth)
+    except ValueError:
+        return False

@@ -8,23 +8,28 @@ from torch import Tensor
 
 def piecewise_linear(a: Tensor, b: Tensor, c: Tensor, negative_slope: float) -> tuple[Tensor, Tensor]:
     """(C, D) of φ(z) = max(z, 0) + slope·min(z, 0); Z = C, since z φ'(z) = φ(z) (Cho & Saul 2009)."""
-    most = torch.maximum(a, b)  # √(ab) without ab, which may overflow float64
-    scale = most * (torch.minimum(a, b).clamp(min=0) / most.where(most > 0, torch.ones_like(most))).sqrt()
-    some = scale > 0
-    safe = scale.where(some, torch.ones_like(scale))
-    cosine = (c / safe).clamp(-1, 1)
-    angle = torch.acos(cosine)
-    # F(c) = √(ab)/2π (sin θ + (π − θ) cos θ), F(−c) the same with π − θ; G(c) = (π − θ)/2π
-    sine = torch.sin(angle)
-    same = scale * (sine + (math.pi - angle) * cosine) / (2 * math.pi)
-    opposite = scale * (sine - angle * cosine) / (2 * math.pi)
-    agree, differ = (math.pi - angle) / (2 * math.pi), angle / (2 * math.pi)
-    value = (1 + negative_slope**2) * same - 2 * negative_slope * opposite
-    slope = (1 + negative_slope**2) * agree + 2 * negative_slope * differ
+    low, high = min(float(a.min()), float(b.min())), max(float(a.max()), float(b.max()))
+    usual = low >= math.sqrt(torch.finfo(c.dtype).tiny) and high <= math.sqrt(torch.finfo(c.dtype).max)
+    scale = (a * b).sqrt_() if usual else _geometric_mean(a, b)  # of equal a and b exactly a
+    some = None if usual else scale > 0
+    angle = (c / (scale if some is None else scale.where(some, 1.0))).clamp_(-1, 1).acos_()
+    # G = (π − θ)/2π, F = √(ab) sin θ/2π + G c, and of −c they are ½ − G and F − c/2
+    part = (1 - negative_slope) ** 2
+    value = angle.sin().mul_(scale).mul_(part / (2 * math.pi))
+    slope = angle.mul_(-part / (2 * math.pi)).add_((1 + negative_slope**2) / 2)
+    value.addcmul_(slope, c)
+    if some is None:
+        return value, slope
     # At variance 0, φ'(0) is the slope below 0, as in torch, and the two sides are independent.
     mean = (1 + negative_slope) / 2
     at_zero = torch.where(a > 0, mean, negative_slope) * torch.where(b > 0, mean, negative_slope)
-    return value.where(some, torch.zeros_like(value)), slope.where(some, at_zero.to(slope.dtype).expand_as(slope))
+    return value.where(some, 0.0), slope.where(some, at_zero.to(slope.dtype))
+
+
+def _geometric_mean(a: Tensor, b: Tensor) -> Tensor:
+    """√(ab) without ab, which may leave the range of floats."""
+    most = torch.maximum(a, b)
+    return most * (torch.minimum(a, b).clamp(min=0) / most.where(most > 0, 1.0)).sqrt()
 
 
 def erf(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:

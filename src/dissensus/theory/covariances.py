@@ -2,16 +2,16 @@
 
 A layout says which pairs of positions are stored: "vector" (none), "diagonal" (p with p, enough for a flattened image),
 "pairs" (p with p', needed for pooling). The same linear maps act on the covariance of two inputs and of each with itself.
+Positions are the first axes and inputs the last ones, so that sums over windows run over contiguous memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.theory.activations import Activation
@@ -21,103 +21,129 @@ Positions = Literal["vector", "diagonal", "pairs"]
 
 @dataclass(frozen=True)
 class Units:
-    """Moments of one layer's units for N1 and N2 inputs; the last axes are the layout's positions."""
+    """Moments of one layer's units for N1 and N2 inputs, or N inputs with themselves; the layout's positions are first."""
 
-    cross: Tensor  # (N1, N2, …) E h(x) h(x'), averaged over units
-    first: Tensor  # (N1, …) the same of x with itself
-    second: Tensor  # (N2, …)
-    tangent: Tensor  # (N1, N2, …) inner products of gradients with respect to all weights below
+    cross: Tensor  # (…, N1, N2) E h(x) h(x'), averaged over units; (…, N) of inputs with themselves
+    tangent: Tensor | None  # (…, N1, N2) inner products of gradients by all weights below; None is 0
     layout: Positions
-    gaussian: bool  # whether units are Gaussian, so that an activation may follow
+    # (…, N1) and (…, N2) variances before each activation, by position. Units of inputs with themselves have no `second`:
+    # they append theirs to `first`.
+    first: list[Tensor]
+    second: list[Tensor] | None
+    gaussian: bool = False  # whether units are Gaussian, so that an activation may follow
     weighted: int = 0  # Linear and Conv2d layers below
+    activations: int = 0  # activations below
     flattened: bool = False
 
-    def changed(self, cross: Tensor, tangent: Tensor, own: Callable[[Tensor], Tensor], **others: Any) -> Units:
-        """A copy with these moments of two inputs; `own` computes those of each input with itself."""
-        first = own(self.first)
-        second = first if self.second is self.first else own(self.second)
-        return replace(self, cross=cross, first=first, second=second, tangent=tangent, **others)
-
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Units:
-        """The same linear map of every moment."""
-        return self.changed(function(self.cross), function(self.tangent), function)
+        """The same linear map of both moments."""
+        return replace(
+            self, cross=function(self.cross), tangent=None if self.tangent is None else function(self.tangent)
+        )
 
 
-def of_inputs(x1: Tensor, x2: Tensor, layout: Positions) -> Units:
-    """Moments of the inputs: inner products over channels, divided by the number of channels."""
+def of_inputs(x1: Tensor, x2: Tensor | None, layout: Positions) -> Tensor:
+    """Inner products over channels, divided by the number of channels; x2 = None: of each input with itself."""
+    if x2 is None and layout != "pairs":
+        return x1.square().mean(1).movedim(0, -1)
     if layout == "vector":
-        cross = x1 @ x2.T / x1.shape[1]
-        first, second = (x.square().mean(1) for x in (x1, x2))
-    elif layout == "diagonal":
-        cross = torch.einsum("nchw,mchw->nmhw", x1, x2) / x1.shape[1]
-        first, second = (x.square().mean(1) for x in (x1, x2))
-    else:
-        cross = torch.einsum("nchw,mcij->nmhwij", x1, x2) / x1.shape[1]
-        first, second = (torch.einsum("nchw,ncij->nhwij", x, x) / x.shape[1] for x in (x1, x2))
-    return Units(cross, first, first if x2 is x1 else second, torch.zeros_like(cross), layout, gaussian=False)
+        return x1 @ x2.T / x1.shape[1]  # type: ignore[union-attr]
+    if layout == "diagonal":
+        left, right = (x.permute(2, 3, 0, 1).contiguous() for x in (x1, x2))  # type: ignore[union-attr]
+        return left @ right.mT / x1.shape[1]  # (H, W, N1, N2)
+    if x2 is None:
+        return torch.einsum("nchw,ncij->hwijn", x1, x1).contiguous() / x1.shape[1]
+    return torch.einsum("nchw,mcij->hwijnm", x1, x2).contiguous() / x1.shape[1]
 
 
 def activated(units: Units, activation: Activation) -> Units:
     """Moments after an activation: K ← C, Θ ← D Θ."""
-    (a, _), (_, b) = (_variances(each, units.layout) for each in (units.first, units.second))
-    moments = activation.within(a[:, None], b[None], units.cross)
-
-    def own(moment: Tensor) -> Tensor:
-        return activation.within(*_variances(moment, units.layout), moment).value
-
-    return units.changed(moments.value, moments.slope * units.tangent, own, gaussian=False)
+    after = replace(units, gaussian=False, activations=units.activations + 1)
+    pairs, k = units.layout == "pairs", units.activations
+    if units.second is None:
+        own = _same_position(units.cross, units.layout).contiguous()
+        units.first.append(own)
+        a, b = (own[:, :, None, None], own) if pairs else (own, own)
+        return replace(after, cross=activation.within(a, b, units.cross).value)
+    a, b = units.first[k][..., None], units.second[k][..., None, :]
+    if units.second is units.first:
+        # Of an input with itself, so that rounding makes no angle between the two.
+        _same_position(units.cross, units.layout).diagonal(dim1=-2, dim2=-1).copy_(units.first[k])
+    moments = activation.within(a[:, :, None, None] if pairs else a, b, units.cross)
+    tangent = None if units.tangent is None else moments.slope.mul_(units.tangent)
+    return replace(after, cross=moments.value, tangent=tangent)
 
 
 def behind_weights(
     units: Units, *, variance: float, bias: float, weight_gradient: float, bias_gradient: float
 ) -> Units:
     """Moments after a layer of random weights: K ← σ_w² K + σ_b², Θ ← g_w K + g_b + σ_w² Θ."""
-    return units.changed(
-        variance * units.cross + bias,
-        weight_gradient * units.cross + bias_gradient + variance * units.tangent,
-        lambda moment: variance * moment + bias,
-        gaussian=True,
-        weighted=units.weighted + 1,
-    )
+    cross, tangent = units.cross * variance, None
+    if bias:
+        cross += bias
+    if units.second is not None:
+        if units.tangent is None:
+            tangent = units.cross * weight_gradient
+        else:
+            tangent = (units.tangent * variance).add_(units.cross, alpha=weight_gradient)
+        if bias_gradient:
+            tangent += bias_gradient
+    return replace(units, cross=cross, tangent=tangent, gaussian=True, weighted=units.weighted + 1)
 
 
 def patches(units: Units, layer: nn.Conv2d) -> Units:
     """Means over a convolution's window of zero-padded inputs: p and p' move together."""
-    height, width = layer.kernel_size
-    (dy, dx), (sy, sx) = layer.dilation, layer.stride
-    py, px = (int(each) for each in layer.padding)
+    rows, columns = ((0, 2), (1, 3)) if units.layout == "pairs" else ((0,), (1,))
+    padding = [int(each) for each in layer.padding]
+    down, along = zip(layer.kernel_size, layer.stride, padding, layer.dilation, strict=True)
 
-    def diagonal(moment: Tensor) -> Tensor:
-        flat = moment.reshape(-1, 1, *moment.shape[-2:])
-        window = torch.full((1, 1, height, width), 1 / (height * width), dtype=moment.dtype, device=moment.device)
-        found = F.conv2d(flat, window, stride=layer.stride, padding=(py, px), dilation=layer.dilation)
-        return found.reshape(*moment.shape[:-2], *found.shape[-2:])
+    def mean(moment: Tensor) -> Tensor:
+        for axes, (size, *steps) in ((rows, down), (columns, along)):
+            moment = _window_sum(moment, axes, 1 / size, size, *steps)
+        return moment
 
-    def pairs(moment: Tensor) -> Tensor:
-        padded = F.pad(moment, (px, px, py, py) * 2)
-        rows = (padded.shape[-2] - dy * (height - 1) - 1) // sy + 1
-        columns = (padded.shape[-1] - dx * (width - 1) - 1) // sx + 1
-        total = moment.new_zeros(*moment.shape[:-4], rows, columns, rows, columns)
-        for i in range(height):
-            for j in range(width):
-                down = slice(i * dy, i * dy + sy * (rows - 1) + 1, sy)
-                along = slice(j * dx, j * dx + sx * (columns - 1) + 1, sx)
-                total += padded[..., down, along, down, along]
-        return total / (height * width)
-
-    return units.mapped(pairs if units.layout == "pairs" else diagonal)
+    return units.mapped(mean)
 
 
-def pooled(units: Units, pool: Callable[[Tensor], Tensor]) -> Units:
-    """Moments of averages over windows, of p and of p' each; `pool` averages (B, 1, H, W) images."""
+def _window_sum(
+    moment: Tensor, axes: Sequence[int], share: float, size: int, stride: int, padding: int, dilation: int
+) -> Tensor:
+    """`share` times the sum over a window along these axes, which move together; entries outside count 0."""
+    length = moment.shape[axes[0]]
+    count = (length + 2 * padding - dilation * (size - 1) - 1) // stride + 1
+    parts = []  # (entries of the result, entries that are added to them): at·stride + offset, in bounds
+    for offset in (dilation * i - padding for i in range(size)):
+        low, high = max(0, -(offset // stride)), min(count, (length - 1 - offset) // stride + 1)
+        if low < high:
+            start = low * stride + offset
+            parts.append((slice(low, high), slice(start, start + stride * (high - low - 1) + 1, stride)))
+    whole = next((part for part in parts if part[0] == slice(0, count)), None)
+    if whole is None:
+        shape = [count if axis in axes else n for axis, n in enumerate(moment.shape)]
+        total = moment.new_zeros(shape)
+    else:
+        parts.remove(whole)
+        total = moment[_along(axes, whole[1])] * share
+    for to, of in parts:
+        total[_along(axes, to)].add_(moment[_along(axes, of)], alpha=share)
+    return total
+
+
+def _along(axes: Sequence[int], part: slice) -> tuple[slice, ...]:
+    return tuple(part if axis in axes else slice(None) for axis in range(max(axes) + 1))
+
+
+def pooled(units: Units, pool: nn.AvgPool2d | nn.AdaptiveAvgPool2d) -> Units:
+    """Moments of averages over windows, of p and of p' each."""
 
     def both(moment: Tensor) -> Tensor:
-        for _ in range(2):  # the last two axes, then, after a transpose, the first two
-            images = moment.reshape(-1, 1, *moment.shape[-2:])
-            found = pool(images)
-            moment = found.reshape(*moment.shape[:-2], *found.shape[-2:])
-            moment = moment.movedim((-2, -1), (-4, -3))
-        return moment
+        if isinstance(pool, nn.AdaptiveAvgPool2d):  # over the whole image
+            return moment.mean((0, 1, 2, 3), keepdim=True)
+        for axes in ((0, 1), (2, 3)):
+            images = moment.movedim(axes, (-2, -1))
+            found: Tensor = pool(images.reshape(-1, 1, *images.shape[-2:]))
+            moment = found.reshape(*images.shape[:-2], *found.shape[-2:]).movedim((-2, -1), axes)
+        return moment.contiguous()
 
     return units.mapped(both)
 
@@ -126,20 +152,12 @@ def flat_mean(units: Units) -> Units:
     """Moments of a flattened image's units: the mean over positions."""
     if units.layout == "vector":
         return units
-    found = units.mapped(lambda moment: _same_position(moment, units.layout).mean((-2, -1)))
+    found = units.mapped(lambda moment: _same_position(moment, units.layout).mean((0, 1)))
     return replace(found, layout="vector", flattened=False)
 
 
 def _same_position(moment: Tensor, layout: Positions) -> Tensor:
-    """(…, H, W): position p with itself."""
+    """(H, W, …): position p with itself, a view."""
     if layout != "pairs":
         return moment
-    height, width = moment.shape[-2:]
-    flat = moment.reshape(*moment.shape[:-4], height * width, height * width)
-    return flat.diagonal(dim1=-2, dim2=-1).reshape(*moment.shape[:-4], height, width)
-
-
-def _variances(moment: Tensor, layout: Positions) -> tuple[Tensor, Tensor]:
-    """Variances of both positions of a pair, broadcast against (N, …)."""
-    own = _same_position(moment, layout)
-    return (own[..., None, None], own[..., None, None, :, :]) if layout == "pairs" else (own, own)
+    return moment.diagonal(dim1=0, dim2=2).diagonal(dim1=0, dim2=1).movedim((-2, -1), (0, 1))

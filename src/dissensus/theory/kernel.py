@@ -4,6 +4,7 @@ As widths (channels) grow, a random network's outputs become a Gaussian process 
 gradient descent becomes kernel regression with the neural tangent kernel (Jacot et al. 2018; convolutions: Arora et al. 2019).
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -16,7 +17,7 @@ from dissensus.nets.blocks import Residual
 from dissensus.nets.mlp import MLP
 from dissensus.nets.ntk import NTKLinear
 from dissensus.numerics.checks import one_of
-from dissensus.theory.activations import ACTIVATIONS, activation_of
+from dissensus.theory.activations import ACTIVATIONS, activation_of, is_expanded
 from dissensus.theory.covariances import (
     Positions,
     Units,
@@ -32,6 +33,7 @@ from dissensus.theory.inputs import check_budget, check_kernels, checked_pair, v
 KNOWN = "Linear, Conv2d, Flatten, AvgPool2d, AdaptiveAvgPool2d(1), nets.Residual and activations"
 READ = (nn.Sequential, MLP, nn.Linear, NTKLinear, nn.Conv2d, nn.Flatten, nn.AvgPool2d, nn.AdaptiveAvgPool2d, Residual)
 TEMPORARIES = 8  # tensors of a covariance's size in memory at a time
+CACHE = 2**23  # bytes of a block: more and they leave a processor's cache, fewer and starting operations takes longer
 
 
 @dataclass(frozen=True)
@@ -97,31 +99,45 @@ def kernel(
     positions = first[0, 0].numel() if layout != "vector" else 1
     each = 8 * TEMPORARIES * (positions**2 if layout == "pairs" else positions)
     check_budget(each, memory, "covariances of all positions of one pair of inputs", "use smaller images")
-    found = _blocks(steps, first, second, law, layout, each, memory)
-    check_kernels(found.nngp, found.ntk)
-    return found
+    own = _own_variances(steps, first, law, layout, max(1, memory // each))
+    others = own if second is first else _own_variances(steps, second, law, layout, max(1, memory // each))
+    # Blocks that stay in a processor's cache, except where activations expand functions for every block.
+    expands = any(map(is_expanded, network.modules()))
+    budget = memory if expands or first.is_cuda else min(memory, CACHE)
+    rows = min(len(first), max(1, math.isqrt(budget // each)))
+    columns = rows if second is first else max(1, budget // (each * rows))
+    nngp, ntk = first.new_empty(2, len(first), len(second))
+    for i in range(0, len(first), rows):
+        for j in range(i if second is first else 0, len(second), columns):
+            here, there = slice(i, i + rows), slice(j, j + columns)
+            left = [variances[..., here] for variances in own]
+            right = left if second is first and i == j else [variances[..., there] for variances in others]
+            cross = of_inputs(first[here], second[there], layout)
+            units = _ended(_through(steps, Units(cross, None, layout, left, right), law, width=first.shape[1]))
+            nngp[here, there], ntk[here, there] = units.cross, 0.0 if units.tangent is None else units.tangent
+            if second is first and i != j:
+                nngp[there, here], ntk[there, here] = nngp[here, there].T, ntk[here, there].T
+    check_kernels(nngp, ntk)
+    return Kernels(nngp, ntk)
 
 
-def _blocks(
-    steps: list[nn.Module], x1: Tensor, x2: Tensor, law: _Law, layout: Positions, each: int, memory: int
-) -> Kernels:
-    """The kernels, computed in blocks: halves the longer side until a block fits into memory."""
-    if each * len(x1) * len(x2) <= memory or len(x1) == len(x2) == 1:
-        units = of_inputs(x1, x2, layout)
-        units = _through(steps, units, law, width=x1.shape[1])
-        if not units.gaussian:
-            raise ValueError("expected a network that ends in Linear or Conv2d, got another last layer; add a Linear")
-        units = flat_mean(units) if units.flattened else units
-        if units.layout != "vector":
-            raise ValueError("expected a network with one vector of outputs, got images; end in Flatten and Linear")
-        return Kernels(units.cross, units.tangent)
-    dim = 0 if len(x1) >= len(x2) else 1
-    longer = (x1, x2)[dim]
+def _own_variances(steps: list[nn.Module], x: Tensor, law: _Law, layout: Positions, count: int) -> list[Tensor]:
+    """(…, N) variances of all inputs before every activation, `count` inputs at a time."""
     parts = []
-    for half in longer.tensor_split(2):
-        pair = (half, x2) if dim == 0 else (x1, half)
-        parts.append(_blocks(steps, *pair, law, layout, each, memory))
-    return Kernels(*(torch.cat([getattr(part, name) for part in parts], dim) for name in ("nngp", "ntk")))
+    for some in x.split(count):  # type: ignore[no-untyped-call]
+        units = Units(of_inputs(some, None, layout), None, layout, [], None)
+        parts.append(_ended(_through(steps, units, law, width=x.shape[1])).first)
+    return [torch.cat(each, -1) for each in zip(*parts, strict=True)]
+
+
+def _ended(units: Units) -> Units:
+    """The outputs' moments."""
+    if not units.gaussian:
+        raise ValueError("expected a network that ends in Linear or Conv2d, got another last layer; add a Linear")
+    units = flat_mean(units) if units.flattened else units
+    if units.layout != "vector":
+        raise ValueError("expected a network with one vector of outputs, got images; end in Flatten and Linear")
+    return units
 
 
 def _check_described(network: nn.Module) -> None:
@@ -165,7 +181,7 @@ def _through(steps: list[nn.Module], units: Units, law: _Law, *, width: int) -> 
             width = layer.out_channels
         elif isinstance(layer, nn.Flatten):
             if units.layout != "vector":
-                width *= units.cross.shape[-1] * units.cross.shape[-2]
+                width *= units.cross.shape[0] * units.cross.shape[1]
                 units = replace(units, flattened=True)
         elif isinstance(layer, nn.AvgPool2d | nn.AdaptiveAvgPool2d):
             units = pooled(units, layer)
@@ -226,17 +242,15 @@ def _residual(layer: Residual, units: Units, law: _Law, width: int) -> Units:
         )
     if branch.cross.shape != units.cross.shape:
         raise ValueError(
-            f"expected a branch that keeps the image's size, got {tuple(branch.cross.shape[2:])} from "
-            f"{tuple(units.cross.shape[2:])}; pad its convolutions"
+            f"expected a branch that keeps the image's size, got {tuple(branch.cross.shape[:2])} from "
+            f"{tuple(units.cross.shape[:2])}; pad its convolutions"
         )
-    first = units.first + branch.first
     return replace(
         units,
         cross=units.cross + branch.cross,
-        first=first,
-        second=first if units.second is units.first else units.second + branch.second,
-        tangent=units.tangent + branch.tangent,
+        tangent=None if units.tangent is None or branch.tangent is None else units.tangent + branch.tangent,
         weighted=branch.weighted,
+        activations=branch.activations,
     )
 
 

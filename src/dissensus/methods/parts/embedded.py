@@ -25,6 +25,7 @@ from dissensus.numerics.annealing import with_gradient_times
 from dissensus.numerics.checks import number, one_of
 from dissensus.numerics.tree import Tensors
 from dissensus.surgery.account import Account
+from dissensus.surgery.chains import chain
 from dissensus.surgery.conversion import folded, uncut
 
 log = logging.getLogger("dissensus")
@@ -128,6 +129,7 @@ def embed(
 
     All other tensors are shared. They are never copied: members are built from one network, not from M copies.
     """
+    chain(network)
     member = Member(network, likelihood or Classification())
     rows: dict[str, Sequence[Tensor] | Tensor] = {}
     mine: set[str] = set()
