@@ -46,6 +46,14 @@ def _norms(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, math.inf)) if tensors else torch.zeros(0)
 
 
+def diverged(described: Sequence[Tensor]) -> bool:
+    """Whether a description holds NaN or +∞; synchronises with the device. Quicker than to ask which member's."""
+    for tensor in described:
+        if tensor.is_floating_point() and tensor.numel() and not tensor.amax().item() < math.inf:
+            return True
+    return False
+
+
 def member_maxima(described: Sequence[Tensor]) -> Tensor:
     """(T, M) each member's largest value in each description (M, B, ...), NaN if there is one; does not synchronise."""
     given = [tensor for tensor in described if tensor.is_floating_point() and tensor.numel()]

@@ -91,10 +91,10 @@ class MemberFunctions(DrawnFunctions):
     def __init__(self, particles: Particles, *, ordinary: Callable[[nn.Module], nn.Module] | None = None) -> None:
         """`ordinary`: turns a member's network with cut layers into an ordinary one; None if no layer is cut."""
         super().__init__()
-        self.particles = particles
-        self.ordinary = ordinary
-        self.members = self.networks = particles.members
-        self.training = particles.training
+        # Not by nn.Module.__setattr__, which would take half the time of a prediction of one input.
+        self._modules["particles"] = particles
+        members = particles.members
+        vars(self).update(ordinary=ordinary, members=members, networks=members, training=particles.training)
 
     def each(self, function: Callable[..., Any], *args: Any) -> Any:
         return self.particles.each(function, *args)

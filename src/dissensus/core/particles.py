@@ -19,12 +19,12 @@ from dissensus.core.exchange import ALONE, Exchange
 from dissensus.core.fully import check_its_own, check_whole, is_fully_sharded, stay_divided
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX, Member, blanks, check_initialised, emptied, member_index
-from dissensus.core.running import How, Rows, Runner, first_line, loop
+from dissensus.core.running import How, Rows, Runner, first_line, loop, stacked
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
 from dissensus.numerics.divided import is_divided, joined_all
-from dissensus.numerics.tree import Tensors, TensorTree, call_with, named_tensors, ties
+from dissensus.numerics.tree import KeptTensors, Places, Tensors, TensorTree, call_with, named_tensors
 
 __all__ = ["How", "Member", "Particles", "Rows", "loop", "member_index"]
 
@@ -52,8 +52,7 @@ class Particles(nn.Module):
         self.members = members
         self.training = self.template.training
         self._settle()
-        # Computed once if the template is our own: in every call it would cost as much as a small layer.
-        self._ties = None if shared is self.template else ties(self.template)
+        self._places: dict[int, Places] = {}  # of our own templates, by number
         # Divided by torch's `fully_shard`, which gathers layers itself.
         self.fully = is_fully_sharded(self.template.network)
         self._frozen = {*frozen}  # tensors stored once because no member trains them
@@ -136,6 +135,11 @@ class Particles(nn.Module):
         return self.templates[0]
 
     @property
+    def held(self) -> bool:
+        """Whether the one member is the caller's module itself."""
+        return self.shared is self.templates[0]
+
+    @property
     def likelihood(self) -> Likelihood:
         return self.template.likelihood
 
@@ -146,7 +150,7 @@ class Particles(nn.Module):
 
     def turn(self) -> AbstractContextManager[object]:
         """Inside, no other thread runs these members' network."""
-        return turn(self.template.network)
+        return turn(self.templates[0].network)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Particles":
         for template in self.templates:
@@ -248,11 +252,16 @@ class Particles(nn.Module):
         if self.fully:
             check_its_own(params, self.shared_parameters())
         # Read on the host, which neither vmap nor a CUDA graph can do: both then fall back to the plain loop.
-        template = self.template if len(self.templates) == 1 else self.templates[int(buffers[NUMBER])]
+        number = 0 if len(self.templates) == 1 else int(buffers[NUMBER])
+        template = self.templates[number]
         if template.training:  # batch norm writes its statistics in place, so it gets copies
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
         whole = self.put_together({**params, **buffers})
-        return call_with(template, whole, function, *args, tied=self._ties)  # type: ignore[no-any-return]
+        if self.held:  # the caller's, which may have changed
+            return call_with(template, whole, function, *args)  # type: ignore[no-any-return]
+        if number not in self._places:  # found once: it takes as long as a small layer
+            self._places[number] = Places(template)
+        return call_with(template, whole, function, *args, places=self._places[number])  # type: ignore[no-any-return]
 
     def put_together(self, tensors: Tensors) -> Tensors:
         """One member's tensors, whole where processes have parts of them."""
@@ -291,7 +300,11 @@ class Particles(nn.Module):
 
         `varying`: further tensors (V, ...), such as masks, one row per function of one stored member, passed before args.
         """
-        shared, common = self.shared_parameters(), self.shared_buffers()
+        if varying is None and self.held and not self.training and not self.divided:
+            template = self.templates[0]
+            with self.turn(), self.runner.running(), KeptTensors(template):
+                return stacked([function(template, *args)])
+        shared, common = named_tensors(self.shared)
 
         def one(row: Rows) -> tuple[Any, Tensors]:
             inner = args if varying is None else (row.varying, *args)
@@ -310,8 +323,8 @@ class Particles(nn.Module):
 
     def at(self, index: int) -> tuple[Tensors, Tensors]:
         """(parameters, buffers) of one member, for `call`."""
-        row = Rows(self.own_parameters(), self.own_buffers(), {}).at(index)
-        return {**self.shared_parameters(), **row.own}, {**self.shared_buffers(), **row.buffers}
+        (params, buffers), row = named_tensors(self.shared), Rows(*named_tensors(self.own), {}).at(index)
+        return {**params, **row.own}, {**buffers, **row.buffers}
 
     def vectorising(self) -> AbstractContextManager[object]:
         """The context that vmap over members needs."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, ClassVar, Unpack, final
 
 import torch
@@ -18,7 +17,7 @@ from dissensus.core import batch as batches
 from dissensus.core import inputs, noise, seam
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.errors import Diverged
-from dissensus.core.finite import diverged_members, member_maxima
+from dissensus.core.finite import diverged, diverged_members, member_maxima
 from dissensus.core.functions import DrawnFunctions, Portion, Predictor
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.modes import eval_mode
@@ -204,8 +203,7 @@ class Posterior(TrainingRules, ABC):
         Raises:
             Diverged: a member predicts NaN.
         """
-        batches.size(x := self.transformed(x))  # raises if x has no tensor
-        batches.check_finite(x, anywhere=True)
+        batches.check_finite(x := self.transformed(x), anywhere=True)
         x = batches.to(x, self.device)
         with left_as_found(self):
             drawn = self.draw()  # first: it raises if there is nothing to draw from
@@ -233,11 +231,11 @@ class Posterior(TrainingRules, ABC):
             later: in a run over batches, a list that collects maxima for `check_diverged` at the end, so that the host need
                 not wait for every batch. Only the first batch is checked at once.
         """
-        maxima = member_maxima(predictive.described())
-        if not later:
-            self.check_diverged([maxima], first=first)
+        described = predictive.described()
+        if not later and diverged(described):
+            self.check_diverged([member_maxima(described)], first=first)
         if later is not None:
-            later.append(maxima)
+            later.append(member_maxima(described))
         if not self._predicted:
             self._predicted = True
             self._known.doubt(noise.doubt(self.particles))
@@ -246,7 +244,7 @@ class Posterior(TrainingRules, ABC):
     @final
     def check_diverged(self, maxima: Sequence[Tensor], *, first: int = 0) -> None:
         """Raises Diverged if a member's maxima, in any batch, hold NaN or +∞."""
-        if maxima and (bad := diverged_members(torch.cat(list(maxima)))):
+        if maxima and (bad := diverged_members(torch.cat(list(maxima)) if len(maxima) > 1 else maxima[0])):
             raise Diverged([first + i for i in bad], int(self.steps), "prediction")
 
     @final
@@ -414,14 +412,30 @@ def expect_posterior(given: object) -> Posterior:
     return given
 
 
-@contextmanager
-def left_as_found(posterior: Posterior) -> Iterator[None]:
+class left_as_found:
     """Eval mode without gradients, with the network locked; afterwards modes and random state are restored."""
-    with (
-        expect_posterior(posterior).particles.turn(),
-        eval_mode(posterior, *posterior.particles.templates),
-        torch.no_grad(),
-        looking_ahead(),
-        same_random_state(posterior.device, mine=lambda: posterior.draws_itself),
-    ):
-        yield
+
+    def __init__(self, posterior: Posterior) -> None:
+        particles = expect_posterior(posterior).particles
+        self.turn = particles.turn()
+        self.modes, self.ahead = eval_mode(posterior, *particles.templates), looking_ahead()
+        self.random = same_random_state(posterior.device, mine=lambda: posterior.draws_itself)
+
+    def __enter__(self) -> None:
+        self.turn.__enter__()
+        try:
+            self.modes.__enter__()
+        except BaseException:
+            self.turn.__exit__(None, None, None)
+            raise
+        self.recorded = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        self.ahead.__enter__()
+        self.random.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self.random.__exit__()
+        self.ahead.__exit__()
+        torch._C._set_grad_enabled(self.recorded)
+        self.modes.__exit__()
+        self.turn.__exit__(None, None, None)

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +23,8 @@ log = logging.getLogger("dissensus")
 How = Literal["loop", "vectorised"]
 # (lane, join): lane(i) is the context (a CUDA stream) that member i runs in, join() waits for all.
 MemberLanes = tuple[Callable[[int], AbstractContextManager[object]], Callable[[], None]]
-ONE_LANE: MemberLanes = (lambda index: nullcontext(), lambda: None)
+NOTHING: AbstractContextManager[None] = nullcontext()
+ONE_LANE: MemberLanes = (lambda index: NOTHING, lambda: None)
 
 
 class Rows(NamedTuple):
@@ -45,9 +46,20 @@ def loop(one: Callable[[Rows], Any], rows: Rows, count: int, lanes: MemberLanes 
         with lane(i):
             results.append(one(rows.at(i)))
     join()
-    structure = pytree.tree_structure(results[0])
-    columns = zip(*(pytree.tree_leaves(result) for result in results), strict=True)
-    return pytree.tree_unflatten([torch.stack(column) for column in columns], structure)
+    return stacked(results)
+
+
+def stacked(results: Sequence[Any]) -> Any:
+    """Equal trees of tensors as one, its tensors stacked along a new first axis."""
+    first = results[0]
+    if isinstance(first, Tensor):
+        return torch.stack(results)  # type: ignore[arg-type]
+    # The trees that networks give without torch's pytree, which takes as long as a small layer.
+    if type(first) is tuple:
+        return tuple([stacked(column) for column in zip(*results, strict=True)])
+    if type(first) is dict:
+        return {name: stacked([each[name] for each in results]) for name in first}
+    return pytree.tree_map(lambda *column: torch.stack(column), *results)
 
 
 def averaged(values: Tensor) -> Tensor:
@@ -121,7 +133,7 @@ class Runner:
 
     def running(self) -> AbstractContextManager[object]:
         """The context in which members run and their gradients are computed."""
-        return without_onednn(self.small_products)
+        return without_onednn() if self.small_products else NOTHING
 
     @contextmanager
     def vectorising(self, device: torch.device) -> Iterator[None]:

@@ -1,8 +1,7 @@
 """Random numbers: draws use their own generators, and the state of torch's global ones, which threads share, is restored."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -37,33 +36,36 @@ def chain_generators(seed: int, numbers: Iterable[int], device: torch.device) ->
     return [torch.Generator(device).manual_seed(int(state) >> 1) for state in states]
 
 
-@contextmanager
-def looking_ahead() -> Iterator[None]:
+class looking_ahead:  # not a generator, nor is the next one: those take three times as long
     """Inside, this thread's draws do not advance torch's generator."""
-    before, _thread.looks_ahead = _thread.looks_ahead, True
-    try:
-        yield
-    finally:
-        _thread.looks_ahead = before
+
+    def __enter__(self) -> None:
+        self.before, _thread.looks_ahead = _thread.looks_ahead, True
+
+    def __exit__(self, *_: object) -> None:
+        _thread.looks_ahead = self.before
 
 
-@contextmanager
-def same_random_state(device: torch.device, *, mine: Callable[[], bool] = lambda: True) -> Iterator[None]:
+class same_random_state:
     """Restores the state of torch's generators (the host's and the device's) afterwards.
 
     `mine()`, called at the end: whether this thread may have drawn from them. If not, and there are other threads, the draws
     were theirs and the state is not restored, because these threads would get the same numbers twice.
     """
-    host = torch.get_rng_state()
-    there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    try:
-        yield
-    finally:
-        if mine() or threading.active_count() == 1:
-            if not torch.equal(torch.get_rng_state(), host):
-                torch.set_rng_state(host)
-            if there is not None and not torch.equal(torch.cuda.get_rng_state(device), there):
-                torch.cuda.set_rng_state(there, device)
+
+    def __init__(self, device: torch.device, *, mine: Callable[[], bool] = lambda: True) -> None:
+        self.device, self.mine = device, mine
+
+    def __enter__(self) -> None:
+        self.host = torch.default_generator.get_state()
+        self.there = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+
+    def __exit__(self, *_: object) -> None:
+        if self.mine() or threading.active_count() == 1:
+            if not torch.equal(torch.default_generator.get_state(), self.host):
+                torch.default_generator.set_state(self.host)
+            if self.there is not None and not torch.equal(torch.cuda.get_rng_state(self.device), self.there):
+                torch.cuda.set_rng_state(self.there, self.device)
 
 
 def random_state() -> Callable[[], None]:
