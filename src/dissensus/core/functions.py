@@ -53,7 +53,7 @@ class DrawnFunctions(nn.Module, ABC):
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood of the functions' outputs."""
-        return self.particles.likelihood
+        return self.particles.templates[0].likelihood
 
     def forward(self, x: Inputs) -> Tensor:
         with batches.unchanged(x):
@@ -63,7 +63,8 @@ class DrawnFunctions(nn.Module, ABC):
     def predict(self, x: Inputs) -> Predictive:
         """The `Predictive` of the functions' mixture at inputs x (B, ...), not calibrated."""
         with batches.unchanged(x):
-            return self.likelihood.predictive(*self.describe(x))
+            described = self.describe(x)
+        return self.likelihood.predictive(*described)
 
     def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
         """The mixture in parts of a few functions each; if functions run in a loop, memory does not grow with M."""
@@ -91,10 +92,10 @@ class MemberFunctions(DrawnFunctions):
     def __init__(self, particles: Particles, *, ordinary: Callable[[nn.Module], nn.Module] | None = None) -> None:
         """`ordinary`: turns a member's network with cut layers into an ordinary one; None if no layer is cut."""
         super().__init__()
-        # Not by nn.Module.__setattr__, which would take half the time of a prediction of one input.
+        # Not by nn.Module.__setattr__, which takes as long as a small network.
         self._modules["particles"] = particles
-        members = particles.members
-        vars(self).update(ordinary=ordinary, members=members, networks=members, training=particles.training)
+        settings = {"particles": particles, "ordinary": ordinary, "training": particles.training}
+        vars(self).update(settings, members=particles.members, networks=particles.members)
 
     def each(self, function: Callable[..., Any], *args: Any) -> Any:
         return self.particles.each(function, *args)

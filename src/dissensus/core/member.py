@@ -12,7 +12,7 @@ from dissensus.core.batch import Batch, call
 from dissensus.core.fully import check_whole
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.turns import turn
-from dissensus.numerics.tree import Tensors, TensorTree
+from dissensus.numerics.tree import Tensors, TensorTree, found_quickly
 
 PREFIX = "network."  # prefix of the names of a network's tensors in a member
 
@@ -32,6 +32,7 @@ class Member(nn.Module):
         self.network = network
         self.likelihood = likelihood
         self.latents = TensorTree() if latents is None else latents
+        found_quickly(self, "network", "likelihood", "latents")
         self.training = network.training  # not self.train(), which would change the submodules
         # Submodules that the caller has put in eval mode: they stay in it during training.
         self.always_eval = [name for name, part in self.named_modules() if network.training and not part.training]

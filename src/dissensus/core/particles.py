@@ -24,7 +24,7 @@ from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_tree
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
 from dissensus.numerics.divided import is_divided, joined_all
-from dissensus.numerics.tree import KeptTensors, Places, Tensors, TensorTree, call_with, named_tensors
+from dissensus.numerics.tree import KeptTensors, Places, Tensors, TensorTree, call_with, found_quickly, named_tensors
 
 __all__ = ["How", "Member", "Particles", "Rows", "loop", "member_index"]
 
@@ -65,6 +65,8 @@ class Particles(nn.Module):
         self.runner = Runner(self.template, own)
         # whether processes have parts of the weights (`ds.distributed.shard`, `fully_shard`)
         self.divided = any(map(is_divided, chain(stacked.values(), tensors_of(self.shared).values())))
+        self.held = self.shared is self.template  # whether the one member is the caller's module itself
+        found_quickly(self, "own", "shared")
         if len(self.templates) > 1 or self.divided:
             self.how = "loop"
 
@@ -133,11 +135,6 @@ class Particles(nn.Module):
     def template(self) -> Member:
         """The first member's template."""
         return self.templates[0]
-
-    @property
-    def held(self) -> bool:
-        """Whether the one member is the caller's module itself."""
-        return self.shared is self.templates[0]
 
     @property
     def likelihood(self) -> Likelihood:

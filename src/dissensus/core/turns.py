@@ -79,7 +79,7 @@ def _turn_of(network: nn.Module) -> _Turn:
 
 def turn(network: nn.Module) -> AbstractContextManager[object]:
     """Locks the network against other threads. In compiled code it does nothing: the caller holds the lock."""
-    return nullcontext() if torch.compiler.is_compiling() else _turns.get(id(network)) or _turn_of(network)
+    return nullcontext() if torch.compiler.is_dynamo_compiling() else _turns.get(id(network)) or _turn_of(network)
 
 
 Module = TypeVar("Module", bound=nn.Module)

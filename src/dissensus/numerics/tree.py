@@ -49,6 +49,14 @@ class TensorTree(nn.Module):
             node.register_buffer(leaf, tensor, persistent=persistent)
 
 
+def found_quickly(module: nn.Module, *names: str) -> None:
+    """Puts these submodules among the module's plain attributes, too: nn.Module finds them there in a tenth of the time.
+
+    Only for those that are there to stay. One that is set anew is found in its registry again.
+    """
+    vars(module).update({name: module._modules[name] for name in names})
+
+
 class Places:
     """Where a module's tensors are registered; a tied tensor has several places, and the name of the first.
 
@@ -109,7 +117,7 @@ def call_with(module: nn.Module, tensors: Tensors, *args: Any, places: Places | 
     names. Compilers know only that one.
     """
     places = Places(module) if places is None else places
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         others = {name: tensors[source] for name, source in places.tied.items() if source in tensors}
         return functional_call(module, {**tensors, **others}, args, tie_weights=False)
     before: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
@@ -130,7 +138,7 @@ class KeptTensors:
 
     def __init__(self, module: nn.Module) -> None:
         self.held: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        for part in () if torch.compiler.is_compiling() else all_parts(module):
+        for part in () if torch.compiler.is_dynamo_compiling() else all_parts(module):
             for registered in (part._parameters, part._buffers):
                 if registered:
                     self.held.append((registered, registered.copy()))
