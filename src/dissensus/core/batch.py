@@ -213,7 +213,7 @@ def check_finite(x: Inputs, *, anywhere: bool = False) -> None:
     for tensor in _batched(x):
         if (tensor.device.type != "cpu" and not anywhere) or not tensor.is_floating_point() or not tensor.numel():
             continue
-        if not tensor.amax().item() < math.inf:  # NaN is the largest where there is one
+        if not tensor.max().item() < math.inf:  # NaN is the largest where there is one
             bad = (~(tensor < math.inf)).nonzero()  # (number, axes)
             row = f" in row {int(bad[0, 0])} of a batch" if tensor.ndim else ""
             raise ValueError(

@@ -49,7 +49,7 @@ def _norms(tensors: list[Tensor]) -> Tensor:
 def diverged(described: Sequence[Tensor]) -> bool:
     """Whether a description holds NaN or +∞; synchronises with the device. Quicker than to ask which member's."""
     for tensor in described:
-        if tensor.is_floating_point() and tensor.numel() and not tensor.amax().item() < math.inf:
+        if tensor.is_floating_point() and tensor.numel() and not tensor.max().item() < math.inf:
             return True
     return False
 

@@ -20,7 +20,7 @@ from dissensus.core.errors import Diverged
 from dissensus.core.finite import diverged, diverged_members, member_maxima
 from dissensus.core.functions import DrawnFunctions, Portion, Predictor
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.modes import eval_mode
+from dissensus.core.looking import Looking
 from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
@@ -29,7 +29,7 @@ from dissensus.core.standing import Lens
 from dissensus.core.training_rules import TrainingRules
 from dissensus.core.turns import copied
 from dissensus.numerics.arrays import as_tensor
-from dissensus.numerics.randomness import Watch, looking_ahead, same_random_state
+from dissensus.numerics.randomness import Watch
 from dissensus.numerics.tree import Tensors
 
 
@@ -280,7 +280,7 @@ class Posterior(TrainingRules, ABC):
     @final
     def device(self) -> torch.device:
         """Where the posterior's tensors are."""
-        return self.temperature.device
+        return self._buffers["temperature"].device  # type: ignore[union-attr]
 
     @final
     def transformed(self, x: Any) -> Inputs:
@@ -412,30 +412,6 @@ def expect_posterior(given: object) -> Posterior:
     return given
 
 
-class left_as_found:
+def left_as_found(posterior: Posterior) -> Looking:
     """Eval mode without gradients, with the network locked; afterwards modes and random state are restored."""
-
-    def __init__(self, posterior: Posterior) -> None:
-        particles = expect_posterior(posterior).particles
-        self.turn = particles.turn()
-        self.modes, self.ahead = eval_mode(posterior, *particles.templates), looking_ahead()
-        self.random = same_random_state(posterior.device, mine=lambda: posterior.draws_itself)
-
-    def __enter__(self) -> None:
-        self.turn.__enter__()
-        try:
-            self.modes.__enter__()
-        except BaseException:
-            self.turn.__exit__(None, None, None)
-            raise
-        self.recorded = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        self.ahead.__enter__()
-        self.random.__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        self.random.__exit__()
-        self.ahead.__exit__()
-        torch._C._set_grad_enabled(self.recorded)
-        self.modes.__exit__()
-        self.turn.__exit__(None, None, None)
+    return Looking(expect_posterior(posterior))

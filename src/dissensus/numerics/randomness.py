@@ -1,11 +1,13 @@
 """Random numbers: draws use their own generators, and the state of torch's global ones, which threads share, is restored."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -36,36 +38,50 @@ def chain_generators(seed: int, numbers: Iterable[int], device: torch.device) ->
     return [torch.Generator(device).manual_seed(int(state) >> 1) for state in states]
 
 
-class looking_ahead:  # not a generator, nor is the next one: those take three times as long
+def look_ahead(ahead: bool) -> bool:
+    """From now on this thread's draws do not advance torch's generator, or do again; returns what held before."""
+    before, _thread.looks_ahead = _thread.looks_ahead, ahead
+    return before
+
+
+@contextmanager
+def looking_ahead() -> Iterator[None]:
     """Inside, this thread's draws do not advance torch's generator."""
+    before = look_ahead(True)
+    try:
+        yield
+    finally:
+        look_ahead(before)
 
-    def __enter__(self) -> None:
-        self.before, _thread.looks_ahead = _thread.looks_ahead, True
 
-    def __exit__(self, *_: object) -> None:
-        _thread.looks_ahead = self.before
+def states(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The states of torch's generators, the host's and the device's."""
+    return torch.default_generator.get_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
-class same_random_state:
-    """Restores the state of torch's generators (the host's and the device's) afterwards.
+def restore(before: tuple[Tensor, Tensor | None], device: torch.device, *, mine: bool) -> None:
+    """Puts torch's generators back into these `states`, where they have others.
 
-    `mine()`, called at the end: whether this thread may have drawn from them. If not, and there are other threads, the draws
-    were theirs and the state is not restored, because these threads would get the same numbers twice.
+    `mine`: whether this thread may have drawn from them. If not, and there are other threads, the draws were theirs and the
+    state is not restored, because these threads would get the same numbers twice.
     """
+    if not mine and threading.active_count() > 1:
+        return
+    host, there = before
+    if not torch.equal(torch.default_generator.get_state(), host):
+        torch.default_generator.set_state(host)
+    if there is not None and not torch.equal(torch.cuda.get_rng_state(device), there):
+        torch.cuda.set_rng_state(there, device)
 
-    def __init__(self, device: torch.device, *, mine: Callable[[], bool] = lambda: True) -> None:
-        self.device, self.mine = device, mine
 
-    def __enter__(self) -> None:
-        self.host = torch.default_generator.get_state()
-        self.there = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-
-    def __exit__(self, *_: object) -> None:
-        if self.mine() or threading.active_count() == 1:
-            if not torch.equal(torch.default_generator.get_state(), self.host):
-                torch.default_generator.set_state(self.host)
-            if self.there is not None and not torch.equal(torch.cuda.get_rng_state(self.device), self.there):
-                torch.cuda.set_rng_state(self.there, self.device)
+@contextmanager
+def same_random_state(device: torch.device, *, mine: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Restores the state of torch's generators (the host's and the device's) afterwards; see `restore` for `mine`."""
+    before = states(device)
+    try:
+        yield
+    finally:
+        restore(before, device, mine=mine())
 
 
 def random_state() -> Callable[[], None]:
