@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch
+from torch._functorch.vmap import lazy_load_decompositions
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError
 
@@ -38,28 +40,62 @@ class Rows(NamedTuple):
         """One member's row."""
         return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
 
+    def each(self, count: int) -> Iterator["Rows"]:
+        """Every member's row. Views of all rows at once, which are made faster, cannot be changed in place with gradients."""
+        if torch.is_grad_enabled():
+            yield from map(self.at, range(count))
+            return
+        columns = [(part, [tensor.unbind() for tensor in part.values()]) for part in self]
+        for i in range(count):
+            yield Rows(*(dict(zip(part, [views[i] for views in each], strict=True)) for part, each in columns))
+
 
 def loop(one: Callable[[Rows], Any], rows: Rows, count: int, lanes: MemberLanes = ONE_LANE) -> Any:
     """one(row) of each row in turn, results stacked along a new first axis."""
     results, (lane, join) = [], lanes
-    for i in range(count):
+    for i, row in enumerate(rows.each(count)):
         with lane(i):
-            results.append(one(rows.at(i)))
+            results.append(one(row))
     join()
     return stacked(results)
 
 
+def at_once(one: Callable[[Rows], Any], rows: Rows, count: int) -> Any:
+    """one(row) of all rows by vmap, results with a new first axis.
+
+    What `torch.func.vmap` does, without its treatment of trees, which takes longer than a small network. Compilers know only
+    that one.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return torch.func.vmap(one, randomness="different")(rows)
+    lazy_load_decompositions()
+    level = _functorch._vmap_increment_nesting(count, "different")
+    try:
+        add, remove = _functorch._add_batch_dim, _functorch._remove_batch_dim
+        found = one(Rows(*({name: add(tensor, 0, level) for name, tensor in part.items()} for part in rows)))
+        return mapped(lambda column: remove(column[0], level, count, 0), [found])
+    finally:
+        _functorch._vmap_decrement_nesting()
+
+
 def stacked(results: Sequence[Any]) -> Any:
     """Equal trees of tensors as one, its tensors stacked along a new first axis."""
-    first = results[0]
+    return mapped(torch.stack, results)
+
+
+def mapped(function: Callable[[Any], Tensor], trees: Sequence[Any]) -> Any:
+    """The tree of function([tensors that equal trees have at one place]).
+
+    The trees that networks give without torch's pytree, which takes as long as a small layer.
+    """
+    first = trees[0]
     if isinstance(first, Tensor):
-        return torch.stack(results)  # type: ignore[arg-type]
-    # The trees that networks give without torch's pytree, which takes as long as a small layer.
+        return function(trees)
     if type(first) is tuple:
-        return tuple([stacked(column) for column in zip(*results, strict=True)])
+        return tuple([mapped(function, column) for column in zip(*trees, strict=True)])
     if type(first) is dict:
-        return {name: stacked([each[name] for each in results]) for name in first}
-    return pytree.tree_map(lambda *column: torch.stack(column), *results)
+        return {name: mapped(function, [each[name] for each in trees]) for name in first}
+    return pytree.tree_map(lambda *column: function(column), *trees)
 
 
 def averaged(values: Tensor) -> Tensor:
@@ -158,11 +194,11 @@ class Runner:
             owner, lanes = self.lanes or (None, ONE_LANE)
             return loop(one, rows, count, lanes if owner == threading.get_ident() else ONE_LANE)
 
-        def at_once() -> Any:
+        def vectorised() -> Any:
             with self.vectorising(device):
-                return torch.func.vmap(one, randomness="different")(rows)
+                return at_once(one, rows, count)
 
-        return Ways(self.note_fallback, vectorised=at_once, loop=lambda: loop(one, rows, count))()
+        return Ways(self.note_fallback, vectorised=vectorised, loop=lambda: loop(one, rows, count))()
 
     def differentiate(self, run: Callable[[], Any], in_place: Callable[[], tuple[Any, Tensors]]) -> Any:
         """A member's gradients by run(), or, with activation checkpointing, by in_place(), which also returns buffers."""
