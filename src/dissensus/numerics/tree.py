@@ -92,16 +92,15 @@ def parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """(path, with a dot at its end, and submodule), as `named_modules` has them, faster."""
     found: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
-
-    def visit(path: str, part: nn.Module) -> None:
+    waiting = [("", module)]
+    while waiting:
+        path, part = waiting.pop()
         if part not in seen:
             seen.add(part)
             found.append((path, part))
-            for name, child in part._modules.items():
-                if child is not None:
-                    visit(f"{path}{name}.", child)
-
-    visit("", module)
+            if part._modules:
+                children = [(f"{path}{name}.", child) for name, child in part._modules.items() if child is not None]
+                waiting += reversed(children)
     return found
 
 
