@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 
-@torch.no_grad()
 def suspicious(tensors: Sequence[Tensor]) -> bool:
     """Whether one of the tensors may hold a value that is not finite; synchronises with the device.
 
     One pass over norms, without a temporary: a norm is not finite if an entry is not, but also if it overflows.
     """
-    given = [tensor for tensor in tensors if tensor.numel()]
+    given = [tensor.detach() for tensor in tensors if tensor.numel()]
     return bool(given) and not math.isfinite(torch.stack(torch._foreach_norm(given)).sum().item())
 
 

@@ -191,8 +191,8 @@ class Particles(nn.Module):
 
     def frozen_norms(self) -> list[str]:
         """Names of norm layers whose parameters are all frozen: training does not change their batch statistics."""
-        stored = {**self.shared_parameters(), **self.own_parameters()}
-        return list(frozen_norms(self.template, {name for name, p in stored.items() if not p.requires_grad}))
+        frozen = {name for name, p in self.parameters_by_name().items() if not p.requires_grad}
+        return list(frozen_norms(self.template, frozen))
 
     def share(self, names: Iterable[str]) -> None:
         """Stores these tensors once for all members, as frozen ones, to match the layout of a file."""
@@ -237,6 +237,10 @@ class Particles(nn.Module):
     def shared_parameters(self) -> Tensors:
         """Name -> tensor common to all members."""
         return named_tensors(self.shared)[0]
+
+    def parameters_by_name(self) -> Tensors:
+        """Own and shared ones."""
+        return {**self.shared_parameters(), **self.own_parameters()}
 
     def own_buffers(self) -> Tensors:
         return named_tensors(self.own)[1]

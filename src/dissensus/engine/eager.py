@@ -86,7 +86,8 @@ class EagerStep:
         """(M,) losses of a step's batch `number` (from 1); sets `.grad`, and batch statistics if all is finite."""
         with autocast(self.posterior.device, self.precision):
             found = seam.find(self.posterior, batch, self.strategy, self.guard.look_unmixed)
-        seam.add_gradients(self.posterior, found.gradients, share=self._share(batch, number, found.losses.dtype))
+        share = self._share(batch, number, found.losses.dtype)
+        seam.add_gradients(self.guard.weights, found.gradients, share=share)
         self.guard.look(found.losses, complete=number == self.accumulate)
         self.guard.write(found.buffers)
         return found.losses

@@ -68,12 +68,13 @@ class Places:
         self.each: list[tuple[nn.Module, bool, str, str]] = []  # (part, whether a parameter, its key there, its name)
         self.tied: dict[str, str] = {}  # other name -> first name
         for path, part in parts(module):
-            for leaf, tensor in chain(part._parameters.items(), part._buffers.items()):
-                if tensor is not None:
-                    source = first.setdefault(id(tensor), name := path + leaf)
-                    self.each.append((part, leaf in part._parameters, leaf, source))
-                    if source != name:
-                        self.tied[name] = source
+            if part._parameters or part._buffers:  # most have neither
+                for leaf, tensor in chain(part._parameters.items(), part._buffers.items()):
+                    if tensor is not None:
+                        source = first.setdefault(id(tensor), name := path + leaf)
+                        self.each.append((part, leaf in part._parameters, leaf, source))
+                        if source != name:
+                            self.tied[name] = source
 
 
 def all_parts(*modules: nn.Module) -> list[nn.Module]:
@@ -157,9 +158,9 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tenso
     found: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
     seen: set[int] = set()
     for path, part in parts(module):
-        for into, registered in zip(found, (part._parameters, part._buffers), strict=True):
-            for leaf, tensor in registered.items():
+        for i, registered in enumerate((part._parameters, part._buffers)):
+            for leaf, tensor in registered.items() if registered else ():
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
-                    into[path + leaf] = tensor
+                    found[i][path + leaf] = tensor
     return found
