@@ -16,7 +16,6 @@ def suspicious(tensors: Sequence[Tensor]) -> bool:
     return bool(given) and not math.isfinite(torch.stack(torch._foreach_norm(given)).sum().item())
 
 
-@torch.no_grad()
 def flag_not_finite(tensors: Sequence[Tensor], flag: Tensor, one: Tensor) -> None:
     """Sets the flag, () in float32, to 1 if a tensor holds a value that is not finite; else does not change it.
 
@@ -24,7 +23,8 @@ def flag_not_finite(tensors: Sequence[Tensor], flag: Tensor, one: Tensor) -> Non
     tensors by `one`, a 1 on their device.
     """
     for dtype in {tensor.dtype for tensor in tensors}:
-        torch._amp_foreach_non_finite_check_and_unscale_([t for t in tensors if t.dtype == dtype], flag, one)
+        given = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
+        torch._amp_foreach_non_finite_check_and_unscale_(given, flag, one)
 
 
 @torch.no_grad()

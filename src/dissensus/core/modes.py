@@ -36,8 +36,6 @@ class eval_mode:  # not a generator, which takes three times as long
                 part.training = mode
 
 
-
-
 @contextmanager
 def plain_attention(wanted: bool = True) -> Iterator[None]:
     """Inside, if wanted, attention runs without torch's inference fast path, which supports neither vmap nor hooks.

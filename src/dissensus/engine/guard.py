@@ -75,7 +75,8 @@ class Guard:
         given = [*([] if losses is None else [losses]), *gradients.values()]
         exchange = self.posterior.particles.exchange
         if self.reads:
-            if exchange.any(suspicious(given)):
+            flag_not_finite(given, self.halted, self._one)
+            if exchange.any(self.halted.item() > 0):
                 self._note(losses, gradients)
                 self.halted.copy_(exchange.everywhere(self.bad).any())
                 self._raise_if_halted()
