@@ -2,15 +2,19 @@
 
     OMP_NUM_THREADS=1 python benchmarks/latency.py --csv FILE
 
-Both sides alternate in one process, call by call in prediction and epoch by epoch in training. By hand means: the network
-itself in eval mode for MAP, and the mean of softmax outputs in a loop over networks or dropout masks for the others.
+Both sides alternate in one process, call by call in prediction and epoch by epoch in training, and give the same: mean
+probabilities, or weights after a step on the same loss. By hand means: a loop in eval mode without gradients over networks or
+dropout masks that averages softmax outputs, and torch's usual five lines of training. With one thread, times are those of
+the processor, which other programs on the machine hardly change.
 """
 
 import argparse
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +27,7 @@ from dissensus.data import Batches
 
 MEMBERS = 5  # of an ensemble
 SAMPLES = 10  # of MC dropout
+STEPS = 50  # of an epoch
 
 Pair = tuple[Callable[[], object], Callable[[], object]]  # the library's call, and the same by hand
 
@@ -33,7 +38,12 @@ def mlp(dropout: float = 0.0) -> nn.Module:
 
 def resnet20(dropout: float = 0.0) -> nn.Module:
     network = ds.nets.ResNet(20)
-    return nn.Sequential(network, nn.Dropout(dropout)) if dropout else network
+    weighted = [name for name, layer in network.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
+    for name in weighted[1:] if dropout else ():  # as MCDropout(rate=) does
+        layer = network.get_submodule(name)
+        kind = nn.Dropout2d if isinstance(layer, nn.Conv2d) else nn.Dropout
+        network.set_submodule(name, nn.Sequential(kind(dropout), layer))
+    return network
 
 
 def small_mlp() -> nn.Module:
@@ -49,22 +59,23 @@ NETWORKS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
 def of_map(make: Callable[..., nn.Module], x: Tensor) -> Pair:
     network = make().eval()
     posterior = ds.MAP(network).eval()
-    return lambda: posterior.predict(x), lambda: network(x)
+    return lambda: posterior.predict(x).mean, lambda: network(x).softmax(1)
 
 
 def of_ensemble(make: Callable[..., nn.Module], x: Tensor) -> Pair:
     networks = [make().eval() for _ in range(MEMBERS)]
     posterior = ds.DeepEnsemble(networks).eval()
-    return lambda: posterior.predict(x), lambda: torch.stack([each(x).softmax(1) for each in networks]).mean(0)
+    return lambda: posterior.predict(x).mean, lambda: torch.stack([each(x).softmax(1) for each in networks]).mean(0)
 
 
 def of_dropout(make: Callable[..., nn.Module], x: Tensor) -> Pair:
     network = make(dropout=0.1).eval()
     posterior = ds.MCDropout(network, samples=SAMPLES).eval()
-    dropped = make(dropout=0.1).eval()
+    dropped = copy.deepcopy(network)
     for layer in dropped.modules():
-        layer.training = isinstance(layer, nn.Dropout)
-    return lambda: posterior.predict(x), lambda: torch.stack([dropped(x).softmax(1) for _ in range(SAMPLES)]).mean(0)
+        layer.training = isinstance(layer, nn.Dropout | nn.Dropout2d)
+    samples = range(SAMPLES)
+    return lambda: posterior.predict(x).mean, lambda: torch.stack([dropped(x).softmax(1) for _ in samples]).mean(0)
 
 
 METHODS: dict[str, Callable[..., Pair]] = {
@@ -103,41 +114,56 @@ def predictions(calls: int) -> Iterator[dict[str, object]]:
             with torch.no_grad():
                 for _ in range(20 + calls // (1 if method == "MAP" else 4)):
                     for function, into in zip((ours, by_hand), times, strict=True):
-                        start = time.perf_counter()
+                        start = clock()
                         function()
-                        into.append(time.perf_counter() - start)
+                        into.append(clock() - start)
             yield row("prediction of one input", method, network, 1, times[0][20:], times[1][20:])
 
 
 def training_steps(epochs: int) -> Iterator[dict[str, object]]:
     """A row for each network and optimiser."""
-    for network, (make, inputs, likelihood, batch) in TRAINED.items():
+    for network in TRAINED:
         for kind, settings in ((torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}), (torch.optim.Adam, {"lr": 1e-3})):
-            torch.manual_seed(0)
-            steps, theirs = 50, make()
-            posterior = ds.MAP(make(), likelihood=likelihood)
-            x = torch.randn(steps * batch, inputs)
-            regression = isinstance(likelihood, ds.Regression)
-            y = torch.randn(len(x), 1) if regression else torch.randint(10, (len(x),))
-            loader = Batches(x, y, batch_size=batch, shuffle=True)
-            optimizer = kind(theirs.parameters(), **settings)
-            loss = F.mse_loss if regression else F.cross_entropy
-            times: list[float] = []
+            what = f"training step, {kind.__name__}"
+            yield row(what, "MAP", network, TRAINED[network][-1], *trained(network, kind, settings, epochs))
 
-            def loop(epoch: ds.Epoch | None = None) -> None:
-                start = time.perf_counter()
-                for inputs, targets in loader:
-                    optimizer.zero_grad()
-                    loss(theirs(inputs), targets).backward()
-                    optimizer.step()
-                times.append((time.perf_counter() - start) / steps)
 
-            history = ds.fit(
-                posterior, loader, epochs=epochs, callback=loop, progress=False, device="cpu",
-                optimizer=kind(posterior.parameters(), **settings),
-            )  # fmt: skip
-            ours = [epoch.seconds / steps for epoch in history.epochs]
-            yield row(f"training step, {kind.__name__}", "MAP", network, batch, ours[3:], times[3:])
+def trained(
+    network: str, kind: type[torch.optim.Optimizer], settings: dict[str, Any], epochs: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of a step, by `fit` and by hand, in epochs that alternate; each with what an epoch's end takes."""
+    torch.manual_seed(0)
+    make, inputs, likelihood, batch = TRAINED[network]
+    theirs, posterior = make(), ds.MAP(make(), likelihood=likelihood)
+    x = torch.randn(STEPS * batch, inputs)
+    y = torch.randint(10, (len(x),)) if isinstance(likelihood, ds.Classification) else torch.randn(len(x), 1)
+    loader = Batches(x, y, batch_size=batch, shuffle=True)
+    optimizer = kind(theirs.parameters(), **settings)
+    times: tuple[list[float], list[float]] = ([], [])
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if isinstance(likelihood, ds.Classification):
+            return F.cross_entropy(outputs, targets)
+        return F.gaussian_nll_loss(outputs, targets, var=1.0, full=True)
+
+    def by_hand(epoch: ds.Epoch) -> None:
+        began = clock()
+        times[0].append((began - start[0]) / STEPS)
+        for rows, targets in loader:
+            optimizer.zero_grad()
+            loss(theirs(rows), targets).backward()
+            optimizer.step()
+        start[0] = clock()
+        times[1].append((start[0] - began) / STEPS)
+
+    start = [clock()]
+    mine = kind(posterior.parameters(), **settings)
+    ds.fit(posterior, loader, epochs=epochs, callback=by_hand, progress=False, device="cpu", optimizer=mine)
+    return times[0][3:], times[1][3:]
+
+
+def clock() -> float:
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def row(

@@ -47,10 +47,8 @@ def _norms(tensors: list[Tensor]) -> Tensor:
 
 def diverged(described: Sequence[Tensor]) -> bool:
     """Whether a description holds NaN or +∞; synchronises with the device. Quicker than to ask which member's."""
-    for tensor in described:
-        if tensor.is_floating_point() and tensor.numel() and not tensor.max().item() < math.inf:
-            return True
-    return False
+    given = [tensor for tensor in described if tensor.is_floating_point() and tensor.numel()]
+    return not all(tensor.max().item() < math.inf for tensor in given)
 
 
 def member_maxima(described: Sequence[Tensor]) -> Tensor:

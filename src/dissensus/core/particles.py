@@ -159,14 +159,6 @@ class Particles(nn.Module):
         templates = (self.copied_template(), *map(emptied, self.templates[1:]))
         return Particles(*templates, own=self.own, shared=self.shared, members=self.members)
 
-    def on(self, device: torch.device) -> "Particles":
-        """Copies of the tensors on another device, with the same template."""
-        trees = [TensorTree(), TensorTree()]
-        for tree, source in zip(trees, (self.own, self.shared), strict=True):
-            for name, tensor in tensors_of(source).items():
-                tree.plant(name, tensor.detach().to(device))
-        return Particles(*self.templates, own=trees[0], shared=trees[1], members=self.members)
-
     def copied_template(self, index: int = 0) -> Member:
         """A copy of this member's template, without tensors."""
         template = self.templates[index % len(self.templates)]
@@ -258,11 +250,9 @@ class Particles(nn.Module):
         if template.training:  # batch norm writes its statistics in place, so it gets copies
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
         whole = self.put_together({**params, **buffers})
-        if self.held:  # the caller's, which may have changed
-            return call_with(template, whole, function, *args)  # type: ignore[no-any-return]
-        if number not in self._places:  # found once: it takes as long as a small layer
+        if number not in self._places and not self.held:  # found once, except in the caller's module, which may change
             self._places[number] = Places(template)
-        return call_with(template, whole, function, *args, places=self._places[number])  # type: ignore[no-any-return]
+        return call_with(template, whole, function, *args, places=self._places.get(number))  # type: ignore[no-any-return]
 
     def put_together(self, tensors: Tensors) -> Tensors:
         """One member's tensors, whole where processes have parts of them."""

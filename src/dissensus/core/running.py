@@ -45,7 +45,7 @@ class Rows(NamedTuple):
         if torch.is_grad_enabled():
             yield from map(self.at, range(count))
             return
-        columns = [(part, [tensor.unbind() for tensor in part.values()]) for part in self]
+        columns = [(part, [c.unbind() if isinstance(c, Tensor) else c for c in part.values()]) for part in self]
         for i in range(count):
             yield Rows(*(dict(zip(part, [views[i] for views in each], strict=True)) for part, each in columns))
 

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
 FEW = 8  # rows up to which x Wᵀ is faster without gradients: 5 times for one row (200 × 200, x86)
 
 
