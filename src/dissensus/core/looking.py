@@ -25,7 +25,7 @@ class Looking:
         self.recorded, self.ahead = torch.is_grad_enabled(), look_ahead(True)
         torch._C._set_grad_enabled(False)
         self.random = states(posterior.device)
-        self.parts = all_parts(posterior, *particles.templates)
+        self.parts = all_parts(posterior, *particles.templates, trees=False)
         self.modes = [part.training for part in self.parts]
         if any(self.modes):
             try:

@@ -333,7 +333,7 @@ class Particles(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the members' tensors are."""
-        first = next(chain(self.own.parameters(), self.own.buffers(), self.shared.parameters()), None)
+        first = next(chain(*(each.values() for tree in (self.own, self.shared) for each in named_tensors(tree))), None)
         return torch.device("cpu") if first is None else first.device
 
     def member(self, index: int) -> nn.Module:

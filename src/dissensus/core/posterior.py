@@ -376,7 +376,7 @@ class Posterior(TrainingRules, ABC):
     @final
     def check_inputs(self, x: Inputs) -> None:
         """Raises if the network fails on x, or x has no batch axis; runs one example per shape of x."""
-        self._known.check(x, self._first_member, self.temperature.dtype)
+        self._known.check(x, self._first_member, self._buffers["temperature"].dtype)  # type: ignore[union-attr]
 
     def _first_member(self, x: Inputs) -> Tensor:
         particles, x = self.particles, batches.to(x, self.device)

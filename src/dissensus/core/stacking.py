@@ -68,6 +68,7 @@ class _Transposed:
         weight, bias = self.layer.weight, self.layer.bias
         if input.ndim != 2:
             return F.linear(input, weight, bias)
-        few = len(input) <= FEW and not torch.is_grad_enabled()
+        # Compilers and exporters would fix the number of rows.
+        few = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and len(input) <= FEW
         product = input @ weight.mT if few else (weight @ input.mT).mT  # (B, O)
         return product if bias is None else product + bias

@@ -27,6 +27,10 @@ class TensorTree(nn.Module):
             self._known = dict(self.named_parameters()), dict(self.named_buffers())
         return self._known
 
+    def train(self, mode: bool = True) -> Self:
+        self.training = mode  # not of every node: nothing runs here, and there are as many as layers
+        return self
+
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
         self._known = None  # conversion replaces buffers
         return super()._apply(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
@@ -77,15 +81,19 @@ class Places:
                             self.tied[name] = source
 
 
-def all_parts(*modules: nn.Module) -> list[nn.Module]:
-    """These modules and their submodules, each once, in any order; `modules()` takes ten times as long."""
+def all_parts(*modules: nn.Module, trees: bool = True) -> list[nn.Module]:
+    """These modules and their submodules, each once, in any order; `modules()` takes ten times as long.
+
+    `trees`: whether to go on into a `TensorTree`, whose nodes have tensors and no mode.
+    """
     found: dict[nn.Module, None] = {}
     waiting: list[nn.Module | None] = [*modules]
     while waiting:
         part = waiting.pop()
         if part is not None and part not in found:
             found[part] = None
-            waiting += part._modules.values()
+            if trees or not isinstance(part, TensorTree):
+                waiting += part._modules.values()
     return list(found)
 
 
