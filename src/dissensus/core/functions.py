@@ -89,6 +89,8 @@ class DrawnFunctions(nn.Module, ABC):
 class MemberFunctions(DrawnFunctions):
     """The stored members themselves: the draw of every method that stores members."""
 
+    ordinary: Callable[[nn.Module], nn.Module] | None
+
     def __init__(self, particles: Particles, *, ordinary: Callable[[nn.Module], nn.Module] | None = None) -> None:
         """`ordinary`: turns a member's network with cut layers into an ordinary one; None if no layer is cut."""
         super().__init__()

@@ -197,9 +197,9 @@ def _cotangents_of_each(posterior: Objective, each: list[Any]) -> list[Any]:
 def gathered(state: State, found: list[Gradients]) -> Gradients:
     """Joins the results of single members: own gradients are stacked in their parameter's layout, shared ones summed."""
     if len(found) == 1:
-        (losses, gradients, buffers) = found[0]
-        own = {name: g[None] if name in state.own else g for name, g in gradients.items()}
-        return Gradients(losses[None], own, {name: buffer[None] for name, buffer in buffers.items()})
+        (one,) = found
+        mine = {name: g[None] if name in state.own else g for name, g in one.gradients.items()}
+        return Gradients(one.losses[None], mine, {name: buffer[None] for name, buffer in one.buffers.items()})
     gradients: Tensors = {}
     targets, sources = [], []
     for name in dict.fromkeys(name for each in found for name in each.gradients):

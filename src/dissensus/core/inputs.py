@@ -53,7 +53,7 @@ class KnownInputs:
 
 
 def _kind_of_inputs(x: Inputs, dtype: torch.dtype) -> tuple[Any, ...]:
-    found = [dtype]
+    found: list[Any] = [dtype]
     for tensor in batches.tensors(x):
         found += tensor.shape[1:], tensor.dtype
     return tuple(found)

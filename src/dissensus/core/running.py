@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch
-from torch._functorch.vmap import lazy_load_decompositions
+from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError
 
@@ -63,10 +63,10 @@ def loop(one: Callable[[Rows], Any], rows: Rows, count: int, lanes: MemberLanes 
 def at_once(one: Callable[[Rows], Any], rows: Rows, count: int) -> Any:
     """one(row) of all rows by vmap, results with a new first axis.
 
-    What `torch.func.vmap` does, without its treatment of trees, which takes longer than a small network. Compilers know only
-    that one.
+    What `torch.func.vmap` does, without its treatment of trees, which takes longer than a small network. Compilers and
+    exporters know only that one.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_compiling():
         return torch.func.vmap(one, randomness="different")(rows)
     lazy_load_decompositions()
     level = _functorch._vmap_increment_nesting(count, "different")

@@ -166,9 +166,10 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tenso
     found: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
     seen: set[int] = set()
     for path, part in parts(module):
-        for i, registered in enumerate((part._parameters, part._buffers)):
-            for leaf, tensor in registered.items() if registered else ():
+        registries: Any = (found[0], part._parameters), (found[1], part._buffers)
+        for into, registered in registries:
+            for leaf, tensor in registered.items():
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
-                    found[i][path + leaf] = tensor
+                    into[path + leaf] = tensor
     return found
