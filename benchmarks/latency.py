@@ -12,6 +12,7 @@ import argparse
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -97,9 +98,9 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
     rows = []
-    for row in (*predictions(options.calls), *training_steps(options.epochs)):
-        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-        rows.append(row | provenance())
+    for found in chain(predictions(options.calls), training_steps(options.epochs)):
+        print("  ".join(f"{key}={value}" for key, value in found.items()), flush=True)
+        rows.append(found | provenance())
     if options.csv:
         write_rows(options.csv, rows)
 

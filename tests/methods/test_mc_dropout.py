@@ -389,7 +389,9 @@ class Scaled(nn.Module):
         return self.layers(x) * (self.factor if isinstance(self.factor, float) else self.factor[0])
 
 
-@pytest.mark.parametrize("kind", [float, lambda value: [value], lambda value: torch.tensor([value])])
+@pytest.mark.parametrize(
+    "kind", [float, lambda value: [value], lambda value: {0: value}, lambda value: torch.tensor([value])]
+)
 def test_what_is_changed_in_the_network_after_a_prediction_is_seen_by_the_next(kind):
     """The functions run in a copy of the network, which is kept between predictions."""
     torch.manual_seed(0)
@@ -398,6 +400,8 @@ def test_what_is_changed_in_the_network_after_a_prediction_is_seen_by_the_next(k
     ds.refresh(posterior, [])
     before, again = posterior.predict(x).members, posterior.predict(x).members
     assert torch.equal(before, again)
+    kept = posterior.draw().particles is posterior.draw().particles
+    assert kept == (not isinstance(network.factor, Tensor))  # a tensor could be changed in place, which nobody sees
 
     def compared() -> None:
         other = ds.MCDropout(copy.deepcopy(network), samples=4)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dissensus.numerics.tree import all_parts
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
-SAME = (*PLAIN, FunctionType, BuiltinFunctionType, type, nn.Module)  # equal only to itself, or without parts
+SAME = (*PLAIN, FunctionType, BuiltinFunctionType, type)  # what a copy shares with the original
 OWN = vars(nn.Module()).keys()
 Known = dict[int, tuple[Any, Any]]  # id -> (description, the object, kept so that no other one gets its id)
 
@@ -67,11 +67,23 @@ def plain_attributes(module: nn.Module) -> list[Any] | None:
             if name in OWN:
                 if name.endswith("_hooks") and value:
                     return None
-            elif isinstance(value, SAME) or (type(value) in (list, tuple) and all(isinstance(v, PLAIN) for v in value)):
-                found += name, type(value), value if isinstance(value, SAME) else tuple(value)
-            else:
-                return None
+            elif part._modules.get(name) is not value:
+                try:
+                    found += name, _plain(value)
+                except TypeError:
+                    return None
     return found
+
+
+def _plain(value: Any) -> Any:
+    """A copy of numbers, names, functions and lists or dicts of them; raises for anything else, which may change."""
+    if isinstance(value, SAME):
+        return type(value), value
+    if type(value) in (list, tuple):
+        return type(value), [_plain(each) for each in value]
+    if type(value) is dict:
+        return [(_plain(key), _plain(each)) for key, each in value.items()]
+    raise TypeError
 
 
 def made(part: nn.Module) -> list[str]:
