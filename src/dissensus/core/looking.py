@@ -22,11 +22,15 @@ class Looking:
         posterior, particles = self.posterior, self.posterior.particles
         self.turn = particles.turn()
         self.turn.__enter__()
+        try:
+            self.random = states(posterior.device)
+            self.parts = all_parts(posterior, *particles.templates, trees=False)
+            self.modes = [part.training for part in self.parts]
+        except BaseException:
+            self.turn.__exit__(None, None, None)
+            raise
         self.recorded, self.ahead = torch.is_grad_enabled(), look_ahead(True)
         torch._C._set_grad_enabled(False)
-        self.random = states(posterior.device)
-        self.parts = all_parts(posterior, *particles.templates, trees=False)
-        self.modes = [part.training for part in self.parts]
         if any(self.modes):
             try:
                 for module in (posterior, *particles.templates):
