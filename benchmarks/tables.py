@@ -359,6 +359,14 @@ STEPS = (  # page, name, files, columns, script, what the numbers are
         "medians of rounds in turns",
     ),
     ("guides/threads.md", "threads", ("threads_cpu",), measured.TURNS, "threads.py --csv FILE", ""),
+    (
+        "results/speed.md",
+        "latency",
+        ("latency_cpu",),
+        measured.LATENCY,
+        "latency.py --csv FILE",
+        "both sides in turns in one process; medians, and of ratios also quartiles",
+    ),
 )
 
 

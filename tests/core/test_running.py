@@ -1,11 +1,15 @@
 """Ways to run members: one that fails is given up for the next, once."""
 
+import sys
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.core.running import Ways
+import tiny
+from dissensus.core.running import Rows, Ways, at_once, loop
 
 
 def ways(noted, **functions):
@@ -69,3 +73,72 @@ def test_members_fall_back_to_the_loop_once_and_the_log_says_so(caplog):
         posterior.predict(torch.randn(5, 4).double())
     assert posterior.particles.how == "loop"
     assert sum("cannot be vectorised" in record.message for record in caplog.records) == 1
+
+
+class Pair(NamedTuple):
+    mean: torch.Tensor
+    extra: list[torch.Tensor]
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_members_at_once_are_those_of_torchs_vmap_and_of_the_loop_whatever_tree_they_return(gradients):
+    generator = torch.Generator().manual_seed(0)
+    own = {"w": torch.randn(3, 4, 5, dtype=torch.float64, generator=generator).requires_grad_(gradients)}
+    rows = Rows(own, {"b": torch.arange(6.0).reshape(3, 2)}, {})
+    x = torch.randn(2, 5, dtype=torch.float64, generator=generator)
+
+    def one(row):
+        out = x @ row.own["w"].mT
+        return out, {"b": row.buffers["b"] * 2, "none": ()}, Pair(out.sum(), [out.exp()])
+
+    with torch.set_grad_enabled(gradients):
+        found, expected, looped = at_once(one, rows, 3), torch.func.vmap(one)(rows), loop(one, rows, 3)
+    assert isinstance(found[2], Pair)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(looped, expected, rtol=1e-14, atol=1e-14)
+    if gradients:
+        slopes = [torch.autograd.grad(each[0].square().sum(), own["w"])[0] for each in (found, looped)]
+        torch.testing.assert_close(*slopes, rtol=1e-13, atol=1e-13)
+
+
+def test_rows_of_a_large_batch_are_those_of_small_ones():
+    posterior, (x, _) = tiny.ensemble(tiny.mlp), tiny.points()
+    assert posterior.eval().particles.how == "vectorised"
+    whole, few = (
+        posterior.predict(x).members,
+        torch.cat([posterior.predict(x[i : i + 3]).members for i in (0, 3, 6, 9)], 1),
+    )
+    torch.testing.assert_close(few, whole, rtol=1e-12, atol=1e-12)
+
+
+def frames(function) -> int:
+    """Calls of this library's own functions."""
+    count = 0
+
+    def seen(frame, event, _):
+        nonlocal count
+        count += event == "call" and "dissensus" in frame.f_code.co_filename
+
+    function()
+    sys.setprofile(seen)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_prediction_of_one_input_takes_few_calls():
+    """Times depend on the machine, calls do not: they are what such a prediction costs over its network."""
+    x, networks = torch.randn(1, 4), [tiny.mlp() for _ in range(5)]
+    few, several = ds.MAP(networks[0]).eval(), ds.DeepEnsemble(networks).eval()
+    assert frames(lambda: few.predict(x)) <= 85
+    assert frames(lambda: several.predict(x)) <= 125
+
+
+def test_a_training_step_of_one_network_takes_few_calls():
+    (x, y), posterior = tiny.points(), ds.MAP(tiny.mlp().double())
+    counts = [
+        frames(lambda n=n: ds.fit(posterior, [(x, y)] * n, epochs=1, progress=False, device="cpu")) for n in (10, 20)
+    ]
+    assert (counts[1] - counts[0]) / 10 <= 215

@@ -377,3 +377,49 @@ def test_inputs_of_another_length_get_masks_of_their_own():
     first = drawn(short)
     assert drawn(long).shape == (3, 2, 3)
     assert torch.equal(drawn(short), first)
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor) -> None:
+        super().__init__()
+        self.factor = factor
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * (self.factor if isinstance(self.factor, float) else self.factor[0])
+
+
+@pytest.mark.parametrize(
+    "kind", [float, lambda value: [value], lambda value: {0: value}, lambda value: torch.tensor([value])]
+)
+def test_what_is_changed_in_the_network_after_a_prediction_is_seen_by_the_next(kind):
+    """The functions run in a copy of the network, which is kept between predictions."""
+    torch.manual_seed(0)
+    network, x = Scaled(kind(1.0)), torch.randn(2, 4)
+    posterior = ds.MCDropout(network, samples=4)
+    ds.refresh(posterior, [])
+    before, again = posterior.predict(x).members, posterior.predict(x).members
+    assert torch.equal(before, again)
+    kept = posterior.draw().particles is posterior.draw().particles
+    assert kept == (not isinstance(network.factor, Tensor))  # a tensor could be changed in place, which nobody sees
+
+    def compared() -> None:
+        other = ds.MCDropout(copy.deepcopy(network), samples=4)
+        other.seed.copy_(posterior.seed)
+        torch.testing.assert_close(posterior.predict(x).members, other.predict(x).members, rtol=0, atol=0)
+        assert not torch.equal(posterior.predict(x).members, before)
+
+    if kind is float:
+        network.factor = 2.0
+    else:
+        network.factor[0] = 2.0  # in place
+    compared()
+    network.layers[2] = nn.Linear(6, 3)
+    compared()
+    handle = network.register_forward_hook(lambda module, inputs, outputs: outputs + 1 + outputs)
+    compared()
+    handle.remove()
+    with torch.no_grad():
+        network.layers[0].weight.mul_(2)
+    compared()
+    torch.testing.assert_close(copy.deepcopy(posterior).predict(x).members, posterior.predict(x).members)

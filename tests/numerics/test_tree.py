@@ -2,12 +2,14 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 import dissensus as ds
 import tiny
-from dissensus.numerics.tree import TensorTree, named_tensors
+from dissensus.numerics.tree import Places, TensorTree, call_with, named_tensors, parts
 
 
 def tree():
@@ -46,3 +48,52 @@ def test_a_posterior_whose_state_is_assigned_trains_what_it_was_given():
     posterior.backward(x, y)
     assert all(parameter.grad is not None for parameter in posterior.parameters())
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+
+
+class Tied(nn.Module):
+    """A layer under two names, a tied weight, a buffer that forward assigns anew, and one that it changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.again = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
+        self.count.add_(1)
+        return self.last(self.again(x)) + self.seen
+
+
+def test_a_call_with_other_tensors_is_torchs_functional_call_and_puts_back_what_was_there():
+    network, x = Tied().double(), torch.randn(3, 4, dtype=torch.float64)
+    assert [name for name, _ in parts(network)] == [f"{name}." if name else "" for name, _ in network.named_modules()]
+    assert are_those_of(network)
+    before = {name: (id(t), t.clone()) for name, t in network.state_dict(keep_vars=True).items()}
+    mine, others = ({n: torch.randn_like(t) for n, t in tensors.items()} for tensors in named_tensors(network))
+    given = {**mine, **others}
+    copied = {name: t.clone() for name, t in given.items()}
+    tied = {"last.weight": copied["first.weight"]}
+    expected = functional_call(copy.deepcopy(network), {**copied, **tied}, (x,), tie_weights=False)
+    for places in (None, Places(network)):
+        again = {name: t.clone() for name, t in given.items()}
+        torch.testing.assert_close(call_with(network, again, x, places=places), expected, rtol=0, atol=0)
+    with pytest.raises(RuntimeError):
+        call_with(network, given, torch.zeros(3, 5, dtype=torch.float64))
+    after = network.state_dict(keep_vars=True)
+    assert {name: id(t) for name, t in after.items()} == {name: known for name, (known, _) in before.items()}
+    assert all(torch.equal(after[name], value) for name, (_, value) in before.items())
+
+
+def test_a_network_that_assigns_its_buffers_predicts_the_same_every_time_and_keeps_them():
+    torch.manual_seed(0)
+    network, x = Tied(), torch.randn(3, 4)
+    seen, posterior = network.seen, ds.MAP(network)
+    first, second = (posterior.predict(x).members for _ in range(2))
+    assert torch.equal(first, second)
+    assert network.seen is seen
+    assert float(seen) == 0
+    torch.testing.assert_close(first[0], network(x).log_softmax(1))
+    assert float(network.seen) == 1

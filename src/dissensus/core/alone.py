@@ -1,5 +1,10 @@
 """Some of several members, or one, as particles of their own, for code that handles one network at a time."""
 
+from typing import Any
+
+import torch
+
+from dissensus.core.attributes import plain_attributes
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Particles
 from dissensus.core.splitting import NUMBER, tensors_of
@@ -19,6 +24,29 @@ def only(particles: Particles, index: int) -> Particles:
     return Particles(particles.copied_template(index), own=TensorTree(), shared=alone, members=1)
 
 
+class KeptApart:
+    """One network's particles with a separate template, as `only` makes them, kept until it could have changed.
+
+    To copy a small network takes longer than to run it.
+    """
+
+    def __init__(self) -> None:
+        self.known: tuple[list[Any], Particles] | None = None
+
+    def __reduce__(self) -> tuple[type["KeptApart"], tuple[()]]:
+        return KeptApart, ()  # neither copied nor saved
+
+    def __call__(self, particles: Particles) -> Particles:
+        with particles.turn():
+            now = plain_attributes(particles.template) if particles.held else None
+            if now is None or self.known is None or self.known[0] != now:
+                made = only(particles, 0)
+                kept = now is not None and made.template is not particles.template
+                self.known = (now, made) if now is not None and kept else None
+                return made
+            return self.known[1]
+
+
 def some(particles: Particles, rows: slice) -> Particles:
     """These members, which run as all of them do, with the same tensors."""
     own = TensorTree()
@@ -27,6 +55,15 @@ def some(particles: Particles, rows: slice) -> Particles:
     mine = Particles(*particles.templates, own=own, shared=particles.shared, members=rows.stop - rows.start)
     mine.runner = particles.runner  # with what it has found out about the network
     return mine
+
+
+def on(particles: Particles, device: torch.device) -> Particles:
+    """Copies of the tensors on another device, with the same template."""
+    trees = [TensorTree(), TensorTree()]
+    for tree, source in zip(trees, (particles.own, particles.shared), strict=True):
+        for name, tensor in tensors_of(source).items():
+            tree.plant(name, tensor.detach().to(device))
+    return Particles(*particles.templates, own=trees[0], shared=trees[1], members=particles.members)
 
 
 def likelihood_of(particles: Particles, index: int) -> Likelihood:

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dissensus.numerics.tree import all_parts
+
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
+SAME = (*PLAIN, FunctionType, BuiltinFunctionType, type)  # what a copy shares with the original
 OWN = vars(nn.Module()).keys()
 Known = dict[int, tuple[Any, Any]]  # id -> (description, the object, kept so that no other one gets its id)
 
@@ -53,6 +56,34 @@ def check_attributes(network: nn.Module, saved: Mapping[str, Any]) -> None:
                 f"expected a network with the saved attribute {name} = {saved[name]}, got {mine}; build the network like the "
                 "saved one, or set the attribute first"
             )
+
+
+def plain_attributes(module: nn.Module) -> list[Any] | None:
+    """All that copies of a module depend on besides the values of its tensors; None if something could change unseen."""
+    found: list[Any] = []
+    for part in all_parts(module):
+        found += part, type(part), [*part._parameters], [*part._buffers]
+        for name, value in vars(part).items():
+            if name in OWN:
+                if name.endswith("_hooks") and value:
+                    return None
+            elif part._modules.get(name) is not value:
+                try:
+                    found += name, _plain(value)
+                except TypeError:
+                    return None
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A copy of numbers, names, functions and lists or dicts of them; raises for anything else, which may change."""
+    if isinstance(value, SAME):
+        return type(value), value
+    if type(value) in (list, tuple):
+        return type(value), [_plain(each) for each in value]
+    if type(value) is dict:
+        return [(_plain(key), _plain(each)) for key, each in value.items()]
+    raise TypeError
 
 
 def made(part: nn.Module) -> list[str]:

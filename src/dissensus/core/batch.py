@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -35,7 +34,6 @@ class Batch(NamedTuple):
         for what, each in (("targets", y), ("example weights", y if weight is None else weight)):
             if not isinstance(each, Tensor):
                 raise TypeError(f"expected {what} as a tensor, got {type(each).__name__}; use torch.as_tensor")
-        size(x)  # raises if x has no tensor
         check_weight(weight)
         check_finite(x, anywhere=anywhere)
         unsigned = y.dtype in (torch.uint16, torch.uint32, torch.uint64)  # torch lacks their min
@@ -57,7 +55,8 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on the device."""
-        return self.map(_mover(device))
+        x, y, weight = self
+        return Batch(to(x, device), to(y, device), None if weight is None else to(weight, device))  # type: ignore[arg-type]
 
 
 def each(loader: Iterable[Any], *, anywhere: bool = False) -> Iterator[Batch]:
@@ -67,7 +66,9 @@ def each(loader: Iterable[Any], *, anywhere: bool = False) -> Iterator[Batch]:
 
 def call(network: nn.Module, x: Inputs) -> Tensor:
     """network's output for x: a tuple is passed as positional arguments, a dict as keyword arguments."""
-    if isinstance(x, Mapping):
+    if isinstance(x, Tensor):  # first, here and below: it is the usual case and the quickest question
+        outputs = network(x)
+    elif isinstance(x, Mapping):
         outputs = network(**x)
     elif isinstance(x, tuple | list):
         outputs = network(*x)
@@ -93,6 +94,8 @@ def logits(outputs: Any) -> Tensor:
 
 def inputs_of(x: Any) -> Inputs:
     """x with arrays and DataFrames as tensors."""
+    if isinstance(x, Tensor):
+        return x
     if isinstance(x, Mapping):
         return {name: as_tensor(value) for name, value in x.items()}
     given: Inputs = tuple(map(as_tensor, x)) if isinstance(x, tuple | list) else as_tensor(x)
@@ -101,8 +104,11 @@ def inputs_of(x: Any) -> Inputs:
 
 def tensors(x: Inputs) -> list[Tensor]:
     """The tensors in x, in a fixed order; raises if one is sparse."""
-    values = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else (x,)
-    found = [value for value in values if isinstance(value, Tensor)]
+    if isinstance(x, Tensor):
+        found = [x]
+    else:
+        values = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else ()
+        found = [value for value in values if isinstance(value, Tensor)]
     for tensor in found:
         if tensor.layout != torch.strided:
             raise ValueError(f"expected dense inputs, got {tensor.layout}; pass x.to_dense()")
@@ -112,34 +118,41 @@ def tensors(x: Inputs) -> list[Tensor]:
 def apply(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     """x with function applied to every tensor in it."""
 
+    if isinstance(x, Tensor):
+        return function(x)
+
     def one(value: Any) -> Any:
         return function(value) if isinstance(value, Tensor) else value
 
     if isinstance(x, Mapping):
         return {name: one(value) for name, value in x.items()}
-    if isinstance(x, tuple | list):
-        return tuple(one(value) for value in x)
-    return function(x)
+    return tuple(one(value) for value in x)
 
 
 def to(x: Inputs, device: torch.device) -> Inputs:
     """x on the device."""
-    return apply(x, _mover(device))
-
-
-def _mover(device: torch.device) -> Callable[[Tensor], Tensor]:
     # Copies to the host block: otherwise the values could be read before the copy is done.
-    return lambda tensor: _pinned(tensor, device).to(device, non_blocking=device.type != "cpu")
+    soon = device.type != "cpu"
+    if isinstance(x, Tensor):
+        return _pinned(x, device).to(device, non_blocking=soon)
+    return apply(x, lambda tensor: _pinned(tensor, device).to(device, non_blocking=soon))
 
 
 def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor, in pinned memory if it goes to a GPU: from ordinary memory the copy would wait for the step before it."""
-    goes = device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes <= PINNED
+    if device.type != "cuda":
+        return tensor
+    goes = tensor.device.type == "cpu" and tensor.nbytes <= PINNED
     return tensor.pin_memory() if goes and not tensor.is_pinned() else tensor
 
 
 def size(x: Inputs) -> int:
     """Number of examples: the length of the first tensor's first axis."""
+    return _batched(x)[0].shape[0]
+
+
+def _batched(x: Inputs) -> list[Tensor]:
+    """The tensors in x; raises if there is none, or the first has no batch axis."""
     found = tensors(x)
     if not found:
         raise TypeError(
@@ -148,7 +161,7 @@ def size(x: Inputs) -> int:
         )
     if found[0].ndim == 0:
         raise ValueError("expected inputs with a batch axis first, got a scalar; pass tensors of shape (B, ...)")
-    return found[0].shape[0]
+    return found
 
 
 def _kinds_held(x: object) -> str:
@@ -158,17 +171,23 @@ def _kinds_held(x: object) -> str:
     return f"{type(x).__name__} of {kinds}" if kinds else type(x).__name__
 
 
-@contextmanager
-def unchanged(x: Inputs) -> Iterator[None]:
+class unchanged:  # not a generator, which takes three times as long
     """Raises at exit if x was modified in place: the next member would get other inputs."""
-    given = [tensor for tensor in tensors(x) if not tensor.is_inference()]  # inference tensors count no versions
-    before = [tensor._version for tensor in given]
-    yield
-    if [tensor._version for tensor in given] != before:
-        raise ValueError(
-            "expected a network that does not change its inputs, got one that changes them in place; "
-            "write x = x / 255 instead of x /= 255, or nn.ReLU() instead of nn.ReLU(inplace=True) on the inputs"
-        )
+
+    def __init__(self, x: Inputs) -> None:
+        # inference tensors count no versions
+        self.given = [(each, each._version) for each in tensors(x) if not each.is_inference()]
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for tensor, version in self.given:
+            if kind is None and tensor._version != version:
+                raise ValueError(
+                    "expected a network that does not change its inputs, got one that changes them in place; "
+                    "write x = x / 255 instead of x /= 255, or nn.ReLU() instead of nn.ReLU(inplace=True) on the inputs"
+                )
 
 
 def length(loader: Iterable[Any]) -> int | None:
@@ -197,14 +216,14 @@ def sampler_of(loader: Any) -> Any:
 
 
 def check_finite(x: Inputs, *, anywhere: bool = False) -> None:
-    """Raises if a floating-point tensor of x holds NaN or +∞; −∞ is allowed, because masks use it.
+    """Raises if x has no tensor, or a floating-point one that holds NaN or +∞; −∞ is allowed, because masks use it.
 
     `anywhere`: also checks tensors on a GPU, which synchronises with it; otherwise only those on the host.
     """
-    for tensor in tensors(x):
+    for tensor in _batched(x):
         if (tensor.device.type != "cpu" and not anywhere) or not tensor.is_floating_point() or not tensor.numel():
             continue
-        if not bool(tensor.amax() < math.inf):  # NaN is the largest where there is one
+        if not tensor.max().item() < math.inf:  # NaN is the largest where there is one
             bad = (~(tensor < math.inf)).nonzero()  # (number, axes)
             row = f" in row {int(bad[0, 0])} of a batch" if tensor.ndim else ""
             raise ValueError(

@@ -53,7 +53,7 @@ class Clock(Ground):
     @final
     def recorders(self) -> list[Recorder]:
         """The recorders of this method."""
-        return [part for part in self.children() if isinstance(part, Recorder)]
+        return [part for part in self._modules.values() if isinstance(part, Recorder)]
 
     @property
     @final

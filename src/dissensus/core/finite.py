@@ -7,17 +7,15 @@ import torch
 from torch import Tensor
 
 
-@torch.no_grad()
 def suspicious(tensors: Sequence[Tensor]) -> bool:
     """Whether one of the tensors may hold a value that is not finite; synchronises with the device.
 
     One pass over norms, without a temporary: a norm is not finite if an entry is not, but also if it overflows.
     """
-    given = [tensor for tensor in tensors if tensor.numel()]
+    given = [tensor.detach() for tensor in tensors if tensor.numel()]
     return bool(given) and not math.isfinite(torch.stack(torch._foreach_norm(given)).sum().item())
 
 
-@torch.no_grad()
 def flag_not_finite(tensors: Sequence[Tensor], flag: Tensor, one: Tensor) -> None:
     """Sets the flag, () in float32, to 1 if a tensor holds a value that is not finite; else does not change it.
 
@@ -25,7 +23,8 @@ def flag_not_finite(tensors: Sequence[Tensor], flag: Tensor, one: Tensor) -> Non
     tensors by `one`, a 1 on their device.
     """
     for dtype in {tensor.dtype for tensor in tensors}:
-        torch._amp_foreach_non_finite_check_and_unscale_([t for t in tensors if t.dtype == dtype], flag, one)
+        given = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
+        torch._amp_foreach_non_finite_check_and_unscale_(given, flag, one)
 
 
 @torch.no_grad()
@@ -44,6 +43,12 @@ def largest(own: Sequence[Tensor], shared: Sequence[Tensor], members: int) -> tu
 def _norms(tensors: list[Tensor]) -> Tensor:
     """(T,) the largest absolute value of each tensor, NaN if it holds one, in a few kernels for all tensors."""
     return torch.stack(torch._foreach_norm(tensors, math.inf)) if tensors else torch.zeros(0)
+
+
+def diverged(described: Sequence[Tensor]) -> bool:
+    """Whether a description holds NaN or +∞; synchronises with the device. Quicker than to ask which member's."""
+    given = [tensor for tensor in described if tensor.is_floating_point() and tensor.numel()]
+    return not all(tensor.max().item() < math.inf for tensor in given)
 
 
 def member_maxima(described: Sequence[Tensor]) -> Tensor:

@@ -53,7 +53,7 @@ class DrawnFunctions(nn.Module, ABC):
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood of the functions' outputs."""
-        return self.particles.likelihood
+        return self.particles.templates[0].likelihood
 
     def forward(self, x: Inputs) -> Tensor:
         with batches.unchanged(x):
@@ -63,7 +63,8 @@ class DrawnFunctions(nn.Module, ABC):
     def predict(self, x: Inputs) -> Predictive:
         """The `Predictive` of the functions' mixture at inputs x (B, ...), not calibrated."""
         with batches.unchanged(x):
-            return self.likelihood.predictive(*self.describe(x))
+            described = self.describe(x)
+        return self.likelihood.predictive(*described)
 
     def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
         """The mixture in parts of a few functions each; if functions run in a loop, memory does not grow with M."""
@@ -88,13 +89,15 @@ class DrawnFunctions(nn.Module, ABC):
 class MemberFunctions(DrawnFunctions):
     """The stored members themselves: the draw of every method that stores members."""
 
+    ordinary: Callable[[nn.Module], nn.Module] | None
+
     def __init__(self, particles: Particles, *, ordinary: Callable[[nn.Module], nn.Module] | None = None) -> None:
         """`ordinary`: turns a member's network with cut layers into an ordinary one; None if no layer is cut."""
         super().__init__()
-        self.particles = particles
-        self.ordinary = ordinary
-        self.members = self.networks = particles.members
-        self.training = particles.training
+        # Not by nn.Module.__setattr__, which takes as long as a small network.
+        self._modules["particles"] = particles
+        settings = {"particles": particles, "ordinary": ordinary, "training": particles.training}
+        vars(self).update(settings, members=particles.members, networks=particles.members)
 
     def each(self, function: Callable[..., Any], *args: Any) -> Any:
         return self.particles.each(function, *args)

@@ -15,11 +15,11 @@ from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Batch
 from dissensus.core.particles import Particles, Rows
-from dissensus.core.running import ONE_LANE, MemberLanes
+from dissensus.core.running import ONE_LANE, MemberLanes, mapped
 from dissensus.numerics.copying import copy_all
 from dissensus.numerics.divided import here, is_divided
 from dissensus.numerics.randomness import random_state
-from dissensus.numerics.tree import Tensors
+from dissensus.numerics.tree import Tensors, named_tensors
 
 
 class Objective(Protocol):
@@ -197,6 +197,10 @@ def _cotangents_of_each(posterior: Objective, each: list[Any]) -> list[Any]:
 
 def gathered(state: State, found: list[Gradients]) -> Gradients:
     """Joins the results of single members: own gradients are stacked in their parameter's layout, shared ones summed."""
+    if len(found) == 1:
+        (one,) = found
+        mine = {name: g[None] if name in state.own else g for name, g in one.gradients.items()}
+        return Gradients(one.losses[None], mine, {name: buffer[None] for name, buffer in one.buffers.items()})
     gradients: Tensors = {}
     targets, sources = [], []
     for name in dict.fromkeys(name for each in found for name in each.gradients):
@@ -269,14 +273,14 @@ def _differentiated(
 def state_of(posterior: Objective) -> State:
     """The posterior's tensors, detached."""
     particles = posterior.particles
-    own, shared = particles.own_parameters(), particles.shared_parameters()
+    own, (shared, common) = particles.own_parameters(), named_tensors(particles.shared)
     return State(
         {name: tensor.detach() for name, tensor in own.items() if tensor.requires_grad},
         {name: tensor.detach() for name, tensor in shared.items() if tensor.requires_grad},
         {name: tensor.detach() for name, tensor in own.items() if not tensor.requires_grad},
         {name: tensor.detach() for name, tensor in shared.items() if not tensor.requires_grad},
         particles.changing_buffers(),
-        particles.shared_buffers(),
+        common,
     )
 
 
@@ -287,4 +291,4 @@ def inner(a: Any, b: Any) -> Tensor:
 
 
 def detached(tree: Any) -> Any:
-    return pytree.tree_map(lambda tensor: tensor.detach(), tree)
+    return mapped(lambda column: column[0].detach(), [tree])

@@ -45,7 +45,7 @@ class KnownInputs:
     def check(self, x: Inputs, run: Forward, dtype: torch.dtype) -> None:
         """Raises if run fails on x. For a single tensor it tries only the first example, if the network accepts that."""
         key = _kind_of_inputs(x, dtype)
-        if batches.size(x) == 0 or key in self.taken or key in self.shapes:
+        if key in self.taken or key in self.shapes or batches.size(x) == 0:
             return
         if not isinstance(x, Tensor) or not _takes(run, x[:1]):
             batched_outputs(run, x)
@@ -53,7 +53,10 @@ class KnownInputs:
 
 
 def _kind_of_inputs(x: Inputs, dtype: torch.dtype) -> tuple[Any, ...]:
-    return (dtype, *((tuple(tensor.shape[1:]), tensor.dtype) for tensor in batches.tensors(x)))
+    found: list[Any] = [dtype]
+    for tensor in batches.tensors(x):
+        found += tensor.shape[1:], tensor.dtype
+    return tuple(found)
 
 
 def batched_outputs(run: Forward, x: Inputs) -> Tensor:

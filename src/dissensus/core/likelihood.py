@@ -226,8 +226,9 @@ class Classification(Likelihood):
         if y.device.type != "cpu" or y.numel() == 0:
             return
         known = y.long() if self.ignore_index is None else y[y != self.ignore_index].long()
-        if known.numel() and (int(known.min()) < 0 or int(known.max()) >= classes):
-            bad = int(known.min()) if int(known.min()) < 0 else int(known.max())
+        low, high = (int(end) for end in known.aminmax()) if known.numel() else (0, 0)
+        if low < 0 or high >= classes:
+            bad = low if low < 0 else high
             raise ValueError(
                 f"expected labels in 0…{classes - 1}, got {bad}; relabel the classes, or pass a label to ignore as "
                 "Classification(ignore_index=...)"

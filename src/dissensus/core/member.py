@@ -12,7 +12,7 @@ from dissensus.core.batch import Batch, call
 from dissensus.core.fully import check_whole
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.turns import turn
-from dissensus.numerics.tree import Tensors, TensorTree
+from dissensus.numerics.tree import Tensors, TensorTree, found_quickly, named_tensors
 
 PREFIX = "network."  # prefix of the names of a network's tensors in a member
 
@@ -32,13 +32,16 @@ class Member(nn.Module):
         self.network = network
         self.likelihood = likelihood
         self.latents = TensorTree() if latents is None else latents
+        found_quickly(self, "network", "likelihood", "latents")
         self.training = network.training  # not self.train(), which would change the submodules
         # Submodules that the caller has put in eval mode: they stay in it during training.
         self.always_eval = [name for name, part in self.named_modules() if network.training and not part.training]
 
     def forward(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Tensors]:
         result = function(self, *args)
-        return result, dict(self.named_buffers()) if self.training else {}
+        if not self.training:
+            return result, {}
+        return result, dict(self.named_buffers()) if torch.compiler.is_dynamo_compiling() else named_tensors(self)[1]
 
     def nll(self, batch: Batch) -> Tensor:
         """() mean negative log-likelihood of the batch."""

@@ -132,7 +132,9 @@ def check_rates(optimizer: Any) -> None:
 def note_step(optimizer: Optimizer, *_: object) -> None:
     """Counts a step of any optimiser in the process; called by torch, and when steps are replayed from a graph."""
     if held := _held(optimizer):
-        _steps[_first(held)] = _steps.get(_first(held), 0) + 1
+        if (counter := _steps.get(_first(held))) is None:  # slow to write, so what is there is a list, which is changed
+            _steps[_first(held)] = counter = [0]
+        counter[0] += 1
 
 
 register_optimizer_step_post_hook(note_step)
@@ -152,7 +154,7 @@ def has_stepped(posterior: nn.Module, optimizer: Optimizer) -> bool:
         check_rates(optimizer)
     held = _held(optimizer)
     # Fused optimisers change weights without a new version; weights set by hand change without an optimiser step.
-    now = [_steps.get(_first(held), 0), *(each._version for each in held)]
+    now = [_steps.get(_first(held), (0,))[0], *[each._version for each in held]]
     _shown[posterior] = weakref.ref(optimizer), now
     return (now[0] > 0 if new else now != before) or all(each.grad is None for each in held)
 

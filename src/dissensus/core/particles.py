@@ -19,13 +19,22 @@ from dissensus.core.exchange import ALONE, Exchange
 from dissensus.core.fully import check_its_own, check_whole, is_fully_sharded, stay_divided
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX, Member, blanks, check_initialised, emptied, member_index
-from dissensus.core.running import How, Rows, Runner, first_line, loop
+from dissensus.core.running import How, Rows, Runner, first_line, loop, stacked
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
 from dissensus.numerics.copying import copy_all
 from dissensus.numerics.divided import is_divided, joined_all
-from dissensus.numerics.tree import Tensors, TensorTree, call_with, copies, named_tensors, ties
+from dissensus.numerics.tree import (
+    KeptTensors,
+    Places,
+    Tensors,
+    TensorTree,
+    call_with,
+    copies,
+    found_quickly,
+    named_tensors,
+)
 
 __all__ = ["How", "Member", "Particles", "Rows", "loop", "member_index"]
 
@@ -53,8 +62,7 @@ class Particles(nn.Module):
         self.members = members
         self.training = self.template.training
         self._settle()
-        # Computed once if the template is our own: in every call it would cost as much as a small layer.
-        self._ties = None if shared is self.template else ties(self.template)
+        self._places: dict[int, Places] = {}  # of our own templates, by number
         # Divided by torch's `fully_shard`, which gathers layers itself.
         self.fully = is_fully_sharded(self.template.network)
         self._frozen = {*frozen}  # tensors stored once because no member trains them
@@ -67,6 +75,8 @@ class Particles(nn.Module):
         self.runner = Runner(self.template, own)
         # whether processes have parts of the weights (`ds.distributed.shard`, `fully_shard`)
         self.divided = any(map(is_divided, chain(stacked.values(), tensors_of(self.shared).values())))
+        self.held = self.shared is self.template  # whether the one member is the caller's module itself
+        found_quickly(self, "own", "shared")
         if len(self.templates) > 1 or self.divided:
             self.how = "loop"
 
@@ -147,7 +157,7 @@ class Particles(nn.Module):
 
     def turn(self) -> AbstractContextManager[object]:
         """Inside, no other thread runs these members' network."""
-        return turn(self.template.network)
+        return turn(self.templates[0].network)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Particles":
         for template in self.templates:
@@ -158,14 +168,6 @@ class Particles(nn.Module):
         """The same tensors with a separate template: hooks, modes and forwards set there have no effect elsewhere."""
         templates = (self.copied_template(), *map(emptied, self.templates[1:]))
         return Particles(*templates, own=self.own, shared=self.shared, members=self.members)
-
-    def on(self, device: torch.device) -> "Particles":
-        """Copies of the tensors on another device, with the same template."""
-        trees = [TensorTree(), TensorTree()]
-        for tree, source in zip(trees, (self.own, self.shared), strict=True):
-            for name, tensor in tensors_of(source).items():
-                tree.plant(name, tensor.detach().to(device))
-        return Particles(*self.templates, own=trees[0], shared=trees[1], members=self.members)
 
     def copied_template(self, index: int = 0) -> Member:
         """A copy of this member's template, without tensors."""
@@ -191,8 +193,8 @@ class Particles(nn.Module):
 
     def frozen_norms(self) -> list[str]:
         """Names of norm layers whose parameters are all frozen: training does not change their batch statistics."""
-        stored = {**self.shared_parameters(), **self.own_parameters()}
-        return list(frozen_norms(self.template, {name for name, p in stored.items() if not p.requires_grad}))
+        frozen = {name for name, p in self.parameters_by_name().items() if not p.requires_grad}
+        return list(frozen_norms(self.template, frozen))
 
     def share(self, names: Iterable[str]) -> None:
         """Stores these tensors once for all members, as frozen ones, to match the layout of a file."""
@@ -238,6 +240,10 @@ class Particles(nn.Module):
         """Name -> tensor common to all members."""
         return named_tensors(self.shared)[0]
 
+    def parameters_by_name(self) -> Tensors:
+        """Own and shared ones."""
+        return {**self.shared_parameters(), **self.own_parameters()}
+
     def own_buffers(self) -> Tensors:
         return named_tensors(self.own)[1]
 
@@ -249,11 +255,14 @@ class Particles(nn.Module):
         if self.fully:
             check_its_own(params, self.shared_parameters())
         # Read on the host, which neither vmap nor a CUDA graph can do: both then fall back to the plain loop.
-        template = self.template if len(self.templates) == 1 else self.templates[int(buffers[NUMBER])]
+        number = 0 if len(self.templates) == 1 else int(buffers[NUMBER])
+        template = self.templates[number]
         if template.training:  # batch norm writes its statistics in place, so it gets copies
             buffers = copies(buffers)
         whole = self.put_together({**params, **buffers})
-        return call_with(template, whole, function, *args, tied=self._ties)  # type: ignore[no-any-return]
+        if number not in self._places and not self.held:  # found once, except in the caller's module, which may change
+            self._places[number] = Places(template)
+        return call_with(template, whole, function, *args, places=self._places.get(number))  # type: ignore[no-any-return]
 
     def put_together(self, tensors: Tensors) -> Tensors:
         """One member's tensors, whole where processes have parts of them."""
@@ -292,7 +301,11 @@ class Particles(nn.Module):
 
         `varying`: further tensors (V, ...), such as masks, one row per function of one stored member, passed before args.
         """
-        shared, common = self.shared_parameters(), self.shared_buffers()
+        if varying is None and self.held and not self.training and not self.divided:
+            template = self.templates[0]
+            with self.turn(), self.runner.running(), KeptTensors(template):
+                return stacked([function(template, *args)])
+        shared, common = named_tensors(self.shared)
 
         def one(row: Rows) -> tuple[Any, Tensors]:
             inner = args if varying is None else (row.varying, *args)
@@ -311,8 +324,8 @@ class Particles(nn.Module):
 
     def at(self, index: int) -> tuple[Tensors, Tensors]:
         """(parameters, buffers) of one member, for `call`."""
-        row = Rows(self.own_parameters(), self.own_buffers(), {}).at(index)
-        return {**self.shared_parameters(), **row.own}, {**self.shared_buffers(), **row.buffers}
+        (params, buffers), row = named_tensors(self.shared), Rows(*named_tensors(self.own), {}).at(index)
+        return {**params, **row.own}, {**buffers, **row.buffers}
 
     def vectorising(self) -> AbstractContextManager[object]:
         """The context that vmap over members needs."""
@@ -330,7 +343,7 @@ class Particles(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the members' tensors are."""
-        first = next(chain(self.own.parameters(), self.own.buffers(), self.shared.parameters()), None)
+        first = next(chain(*(each.values() for tree in (self.own, self.shared) for each in named_tensors(tree))), None)
         return torch.device("cpu") if first is None else first.device
 
     def member(self, index: int) -> nn.Module:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, ClassVar, Unpack, final
 
 import torch
@@ -18,10 +17,10 @@ from dissensus.core import batch as batches
 from dissensus.core import inputs, noise, seam
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.errors import Diverged
-from dissensus.core.finite import diverged_members, member_maxima
+from dissensus.core.finite import diverged, diverged_members, member_maxima
 from dissensus.core.functions import DrawnFunctions, Portion, Predictor
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.modes import eval_mode
+from dissensus.core.looking import Looking
 from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
@@ -30,7 +29,7 @@ from dissensus.core.standing import Lens
 from dissensus.core.training_rules import TrainingRules
 from dissensus.core.turns import copied
 from dissensus.numerics.arrays import as_tensor
-from dissensus.numerics.randomness import Watch, looking_ahead, same_random_state
+from dissensus.numerics.randomness import Watch
 from dissensus.numerics.tree import Tensors
 
 
@@ -204,8 +203,7 @@ class Posterior(TrainingRules, ABC):
         Raises:
             Diverged: a member predicts NaN.
         """
-        batches.size(x := self.transformed(x))  # raises if x has no tensor
-        batches.check_finite(x, anywhere=True)
+        batches.check_finite(x := self.transformed(x), anywhere=True)
         x = batches.to(x, self.device)
         with left_as_found(self):
             drawn = self.draw()  # first: it raises if there is nothing to draw from
@@ -232,11 +230,11 @@ class Posterior(TrainingRules, ABC):
             first: index of the first of these members.
             later: a list that takes maxima for `check_diverged` instead, so that the host need not wait for the device.
         """
-        maxima = member_maxima(predictive.described())
-        if later is None:
-            self.check_diverged([maxima], first=first)
-        else:
-            later.append(maxima)
+        described = predictive.described()
+        if later is not None:
+            later.append(member_maxima(described))
+        elif diverged(described):
+            self.check_diverged([member_maxima(described)], first=first)
         if not self._predicted:
             self._predicted = True
             self._known.doubt(noise.doubt(self.particles))
@@ -245,7 +243,7 @@ class Posterior(TrainingRules, ABC):
     @final
     def check_diverged(self, maxima: Sequence[Tensor], *, first: int = 0) -> None:
         """Raises Diverged if a member's maxima, in any batch, hold NaN or +∞."""
-        if maxima and (bad := diverged_members(torch.cat(list(maxima)))):
+        if maxima and (bad := diverged_members(torch.cat(list(maxima)) if len(maxima) > 1 else maxima[0])):
             raise Diverged([first + i for i in bad], int(self.steps), "prediction")
 
     @final
@@ -281,7 +279,7 @@ class Posterior(TrainingRules, ABC):
     @final
     def device(self) -> torch.device:
         """Where the posterior's tensors are."""
-        return self.temperature.device
+        return self._buffers["temperature"].device  # type: ignore[union-attr]
 
     @final
     def transformed(self, x: Any) -> Inputs:
@@ -377,7 +375,7 @@ class Posterior(TrainingRules, ABC):
     @final
     def check_inputs(self, x: Inputs) -> None:
         """Raises if the network fails on x, or x has no batch axis; runs one example per shape of x."""
-        self._known.check(x, self._first_member, self.temperature.dtype)
+        self._known.check(x, self._first_member, self._buffers["temperature"].dtype)  # type: ignore[union-attr]
 
     def _first_member(self, x: Inputs) -> Tensor:
         particles, x = self.particles, batches.to(x, self.device)
@@ -413,14 +411,6 @@ def expect_posterior(given: object) -> Posterior:
     return given
 
 
-@contextmanager
-def left_as_found(posterior: Posterior) -> Iterator[None]:
+def left_as_found(posterior: Posterior) -> Looking:
     """Eval mode without gradients, with the network locked; afterwards modes and random state are restored."""
-    with (
-        expect_posterior(posterior).particles.turn(),
-        eval_mode(posterior, *posterior.particles.templates),
-        torch.no_grad(),
-        looking_ahead(),
-        same_random_state(posterior.device, mine=lambda: posterior.draws_itself),
-    ):
-        yield
+    return Looking(expect_posterior(posterior))

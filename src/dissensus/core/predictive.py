@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -179,8 +180,12 @@ class ClassificationPredictive(CategoricalPredictive):
 
     def __init__(self, log_probabilities: Tensor) -> None:
         self._members = log_probabilities
+
+    @cached_property
+    def log_mean(self) -> Tensor:  # type: ignore[override]
         # log p̄ = log (1/M) Σ_m p_m
-        self.log_mean = log_probabilities.logsumexp(0) - math.log(log_probabilities.shape[0])
+        members = self._members
+        return members.logsumexp(0) - math.log(len(members)) if len(members) > 1 else members[0]
 
     @property
     def members(self) -> Tensor:

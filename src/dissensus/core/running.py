@@ -2,12 +2,14 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch
+from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError
 
@@ -23,7 +25,8 @@ log = logging.getLogger("dissensus")
 How = Literal["loop", "vectorised"]
 # (lane, join): lane(i) is the context (a CUDA stream) that member i runs in, join() waits for all.
 MemberLanes = tuple[Callable[[int], AbstractContextManager[object]], Callable[[], None]]
-ONE_LANE: MemberLanes = (lambda index: nullcontext(), lambda: None)
+NOTHING: AbstractContextManager[None] = nullcontext()
+ONE_LANE: MemberLanes = (lambda index: NOTHING, lambda: None)
 
 
 class Rows(NamedTuple):
@@ -37,17 +40,62 @@ class Rows(NamedTuple):
         """One member's row."""
         return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
 
+    def each(self, count: int) -> Iterator["Rows"]:
+        """Every member's row. Views of all rows at once, which are made faster, cannot be changed in place with gradients."""
+        if torch.is_grad_enabled():
+            yield from map(self.at, range(count))
+            return
+        columns = [(part, [c.unbind() if isinstance(c, Tensor) else c for c in part.values()]) for part in self]
+        for i in range(count):
+            yield Rows(*(dict(zip(part, [views[i] for views in each], strict=True)) for part, each in columns))
+
 
 def loop(one: Callable[[Rows], Any], rows: Rows, count: int, lanes: MemberLanes = ONE_LANE) -> Any:
     """one(row) of each row in turn, results stacked along a new first axis."""
     results, (lane, join) = [], lanes
-    for i in range(count):
+    for i, row in enumerate(rows.each(count)):
         with lane(i):
-            results.append(one(rows.at(i)))
+            results.append(one(row))
     join()
-    structure = pytree.tree_structure(results[0])
-    columns = zip(*(pytree.tree_leaves(result) for result in results), strict=True)
-    return pytree.tree_unflatten([torch.stack(column) for column in columns], structure)
+    return stacked(results)
+
+
+def at_once(one: Callable[[Rows], Any], rows: Rows, count: int) -> Any:
+    """one(row) of all rows by vmap, results with a new first axis.
+
+    What `torch.func.vmap` does, without its treatment of trees, which takes longer than a small network. Compilers and
+    exporters know only that one.
+    """
+    if torch.compiler.is_compiling():
+        return torch.func.vmap(one, randomness="different")(rows)
+    lazy_load_decompositions()
+    level = _functorch._vmap_increment_nesting(count, "different")
+    try:
+        add, remove = _functorch._add_batch_dim, _functorch._remove_batch_dim
+        found = one(Rows(*({name: add(tensor, 0, level) for name, tensor in part.items()} for part in rows)))
+        return mapped(lambda column: remove(column[0], level, count, 0), [found])
+    finally:
+        _functorch._vmap_decrement_nesting()
+
+
+def stacked(results: Sequence[Any]) -> Any:
+    """Equal trees of tensors as one, its tensors stacked along a new first axis."""
+    return mapped(torch.stack, results)
+
+
+def mapped(function: Callable[[Any], Tensor], trees: Sequence[Any]) -> Any:
+    """The tree of function([tensors that equal trees have at one place]).
+
+    The trees that networks give without torch's pytree, which takes as long as a small layer.
+    """
+    first = trees[0]
+    if isinstance(first, Tensor):
+        return function(trees)
+    if type(first) is tuple:
+        return tuple([mapped(function, column) for column in zip(*trees, strict=True)])
+    if type(first) is dict:
+        return {name: mapped(function, [each[name] for each in trees]) for name in first}
+    return pytree.tree_map(lambda *column: function(column), *trees)
 
 
 def averaged(values: Tensor) -> Tensor:
@@ -121,7 +169,7 @@ class Runner:
 
     def running(self) -> AbstractContextManager[object]:
         """The context in which members run and their gradients are computed."""
-        return without_onednn(self.small_products)
+        return without_onednn() if self.small_products else NOTHING
 
     @contextmanager
     def vectorising(self, device: torch.device) -> Iterator[None]:
@@ -146,11 +194,11 @@ class Runner:
             owner, lanes = self.lanes or (None, ONE_LANE)
             return loop(one, rows, count, lanes if owner == threading.get_ident() else ONE_LANE)
 
-        def at_once() -> Any:
+        def vectorised() -> Any:
             with self.vectorising(device):
-                return torch.func.vmap(one, randomness="different")(rows)
+                return at_once(one, rows, count)
 
-        return Ways(self.note_fallback, vectorised=at_once, loop=lambda: loop(one, rows, count))()
+        return Ways(self.note_fallback, vectorised=vectorised, loop=lambda: loop(one, rows, count))()
 
     def differentiate(self, run: Callable[[], Any], in_place: Callable[[], tuple[Any, Tensors]]) -> Any:
         """A member's gradients by run(), or, with activation checkpointing, by in_place(), which also returns buffers."""

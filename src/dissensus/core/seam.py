@@ -9,7 +9,7 @@ with i over members. `loss` and `backward` of every posterior are computed here 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -49,7 +49,7 @@ def backward(posterior: Objective, batch: Batch, strategy: Strategy | None = Non
     """(M,) losses; adds the objective's gradients to `.grad` and updates batch statistics."""
     found = find(posterior, batch, strategy)
     posterior.particles.write_buffers(found.buffers)
-    add_gradients(posterior, found.gradients)
+    add_gradients(posterior.particles.parameters_by_name(), found.gradients)
     return found.losses
 
 
@@ -74,9 +74,8 @@ def find(
         return found._replace(gradients=exchange.mixed(posterior.mix, found.gradients))
 
 
-def add_gradients(posterior: Objective, gradients: Tensors, *, share: Tensor | None = None) -> None:
-    """Adds gradients by name to `.grad`; with a share s, `.grad` becomes (1 − s) · `.grad` + s · gradient."""
-    parameters = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
+def add_gradients(parameters: Tensors, gradients: Tensors, *, share: Tensor | None = None) -> None:
+    """Adds gradients to the `.grad` of parameters by name; with a share s it becomes (1 − s) · `.grad` + s · gradient."""
     if share is not None:
         gradients = {name: gradient * share for name, gradient in gradients.items()}
         for parameter in parameters.values():
@@ -95,8 +94,7 @@ def add_gradients(posterior: Objective, gradients: Tensors, *, share: Tensor | N
             parameter.grad.add_(gradient)
 
 
-@contextmanager
-def _turn(posterior: Objective) -> Iterator[None]:
+def _turn(posterior: Objective) -> AbstractContextManager[object]:
     """Checks that training is possible and locks the network; coupled members lock the whole process.
 
     Coupled members draw the same random numbers twice and switch attention kernels, and both are global to the process.
@@ -104,7 +102,12 @@ def _turn(posterior: Objective) -> Iterator[None]:
     check_trainable(posterior)
     _check_alone(posterior)
     posterior.particles.check_frozen()
-    with PROCESS if posterior.coupled else nullcontext(), posterior.particles.turn():
+    return _in_process(posterior) if posterior.coupled else posterior.particles.turn()
+
+
+@contextmanager
+def _in_process(posterior: Objective) -> Iterator[None]:
+    with PROCESS, posterior.particles.turn():
         yield
 
 

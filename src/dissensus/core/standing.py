@@ -121,7 +121,8 @@ class Ground(nn.Module):
     def lens(self) -> Lens:
         """The present temperature and calibration."""
         with self.particles.turn():
-            return Lens(float(self.temperature), self.calibration)
+            temperature: Any = self._buffers["temperature"]
+            return Lens(temperature.item(), self._modules["calibration"])  # type: ignore[arg-type]
 
     @final
     def stand(self, name: str, promise: Promise) -> None:

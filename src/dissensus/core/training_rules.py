@@ -15,7 +15,7 @@ from dissensus.core.particles import Particles
 from dissensus.core.prior import GaussianPrior, Prior, PriorKeywords, prior_of, spelled_out, under
 from dissensus.numerics.annealing import with_gradient_times
 from dissensus.numerics.flat import wide
-from dissensus.numerics.tree import Tensors
+from dissensus.numerics.tree import Tensors, found_quickly
 
 
 class TrainingRules(Clock):
@@ -37,6 +37,7 @@ class TrainingRules(Clock):
     def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:
         super().__init__()
         self.particles = particles
+        found_quickly(self, "particles")
         self.watchers = Watchers()  # posteriors that record this one's training (`ds.track`)
         # How members interact, from the hooks that the method defines; one member alone does not. SVGD has both and sets it.
         ways = [each for each in ("couple", "mix") if getattr(type(self), each) is not getattr(TrainingRules, each)]

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from dissensus.core.products import on_arm
+from dissensus.numerics.tree import all_parts
 
 # The lock for torch's global state: backend switches, and the capture of CUDA graphs. A thread that needs this lock and a
 # network's takes this one first, except for a capture, since no other run waits for its network.
@@ -27,7 +28,7 @@ ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoder
 
 def has_attention(network: nn.Module) -> bool:
     """Whether the network contains torch's attention, whose inference fast path is switched for the whole process."""
-    return any(isinstance(part, ATTENTION) for part in network.modules())
+    return any(isinstance(part, ATTENTION) for part in all_parts(network))
 
 
 class _Turn:
@@ -79,7 +80,7 @@ def _turn_of(network: nn.Module) -> _Turn:
 
 def turn(network: nn.Module) -> AbstractContextManager[object]:
     """Locks the network against other threads. In compiled code it does nothing: the caller holds the lock."""
-    return nullcontext() if torch.compiler.is_compiling() else _turn_of(network)
+    return nullcontext() if torch.compiler.is_dynamo_compiling() else _turns.get(id(network)) or _turn_of(network)
 
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -37,6 +37,7 @@ class EagerStep:
         self.pending = 0  # batches accumulated since the last step
         self.gathered = torch.zeros(())  # total weight of their examples
         self._restore = fuse(optimizer)
+        self._parameters = list(posterior.parameters())  # found once: it takes as long as a small layer
         self.guard = Guard(posterior, optimizer, host=posterior.device.type == "cpu")
 
     def __call__(self, batch: Batch, *, observe: bool = True) -> Tensor:
@@ -47,7 +48,8 @@ class EagerStep:
         if self.pending == 0:
             # Zeroed before backward, not after the step, because recorders read gradients in observe. All gradients, not only
             # those of the optimiser: the others would grow from step to step, and they count in the norm for clipping.
-            self.posterior.zero_grad(set_to_none=True)
+            for parameter in self._parameters:
+                parameter.grad = None
             self.guard.begin(several=self.accumulate > 1)
         number, self.pending = self.pending + 1, 0  # if this batch raises, the accumulated ones are dropped
         losses = self._batch(batch, number)
@@ -84,7 +86,8 @@ class EagerStep:
         """(M,) losses of a step's batch `number` (from 1); sets `.grad`, and batch statistics if all is finite."""
         with autocast(self.posterior.device, self.precision):
             found = seam.find(self.posterior, batch, self.strategy, self.guard.look_unmixed)
-        seam.add_gradients(self.posterior, found.gradients, share=self._share(batch, number, found.losses.dtype))
+        share = self._share(batch, number, found.losses.dtype)
+        seam.add_gradients(self.guard.weights, found.gradients, share=share)
         self.guard.look(found.losses, complete=number == self.accumulate)
         self.guard.write(found.buffers)
         return found.losses

@@ -44,7 +44,7 @@ class Guard:
         self._clocked = [part for part in parts if isinstance(part, Posterior)]
         self._recorders = [part for part in parts if isinstance(part, Recorder)]
         particles, device = posterior.particles, posterior.device
-        self._weights = {**particles.shared_parameters(), **particles.own_parameters()}
+        self.weights = particles.parameters_by_name()
         self.halted = torch.zeros((), dtype=torch.float32, device=device)  # 1 from the first bad step on
         self.bad = torch.zeros(len(FAULTS), particles.members, dtype=torch.bool, device=device)  # at the first bad step
         self._one = torch.ones_like(self.halted)
@@ -71,11 +71,14 @@ class Guard:
 
     def look(self, losses: Tensor | None, *, complete: bool) -> None:
         """Checks losses, and gradients if the step is complete; raises Diverged if this step is checked at once."""
-        gradients = {n: here(p.grad) for n, p in self._weights.items() if p.grad is not None} if complete else {}
+        gradients = {n: p.grad for n, p in self.weights.items() if p.grad is not None} if complete else {}
+        if self.posterior.particles.divided:
+            gradients = {name: here(gradient) for name, gradient in gradients.items()}
         given = [*([] if losses is None else [losses]), *gradients.values()]
         exchange = self.posterior.particles.exchange
         if self.reads:
-            if exchange.any(suspicious(given)):
+            flag_not_finite(given, self.halted, self._one)
+            if exchange.any(self.halted.item() > 0):
                 self._note(losses, gradients)
                 self.halted.copy_(exchange.everywhere(self.bad).any())
                 self._raise_if_halted()
@@ -130,10 +133,10 @@ class Guard:
 
     def observe(self) -> None:
         """Calls the method's `observe`, and resets its clock if the step was bad."""
-        note_step(self.optimizer)  # a step replayed from a graph would not be counted otherwise
         if self.reads:
             self.posterior.observe(self.optimizer)
             return
+        note_step(self.optimizer)  # a step replayed from a graph would not be counted otherwise
         clocks = [part.steps for part in self._clocked]
         # Recorders count on the host: after a bad step they see unchanged weights and gradients of 0.
         if any(recorder.upcoming for recorder in self._recorders):
@@ -196,14 +199,14 @@ class Guard:
         others = {name: buffer for name, buffer in everywhere.items() if not name.startswith("particles.own.")}
         moments = {
             f"{name}/{key}": value
-            for name, weight in self._weights.items()
+            for name, weight in self.weights.items()
             for key, value in self.optimizer.state.get(weight, {}).items()
             if isinstance(value, Tensor) and value.shape == weight.shape
         }
         return {
             what: {name: here(t.detach()) for name, t in tensors.items() if t.is_floating_point()}
             for what, tensors in (
-                ("weight", self._weights),
+                ("weight", self.weights),
                 ("buffer", {**others, **self.posterior.particles.own_buffers()}),
                 ("moment", moments),
             )

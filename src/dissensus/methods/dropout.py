@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core.alone import only
+from dissensus.core.alone import KeptApart, only
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.functions import DrawnFunctions, described_outputs, mixture
 from dissensus.core.likelihood import Likelihood
@@ -57,6 +57,7 @@ class MCDropout(NetworksPosterior):
         # Seed of the stored draw; −1 if none is stored.
         self.register_buffer("seed", torch.tensor(-1, dtype=torch.int64))
         self.sites = dropout_sites(self.particles.template.network, rate)
+        self._apart = KeptApart()
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         if self.rate is None or not self.training:  # only the network's own dropout modules act
@@ -77,8 +78,11 @@ class MCDropout(NetworksPosterior):
 
     def draw(self) -> DrawnFunctions:
         seed = int(self.seed) if int(self.seed) >= 0 else next_seed()
+        several = self.particles.members > 1
         return mixture(
-            DroppedFunctions(only(self.particles, m), self.sites, self.samples, seed + m)
+            DroppedFunctions(
+                only(self.particles, m) if several else self._apart(self.particles), self.sites, self.samples, seed + m
+            )
             for m in range(self.particles.members)
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -37,33 +38,50 @@ def chain_generators(seed: int, numbers: Iterable[int], device: torch.device) ->
     return [torch.Generator(device).manual_seed(int(state) >> 1) for state in states]
 
 
+def look_ahead(ahead: bool) -> bool:
+    """From now on this thread's draws do not advance torch's generator, or do again; returns what held before."""
+    before, _thread.looks_ahead = _thread.looks_ahead, ahead
+    return before
+
+
 @contextmanager
 def looking_ahead() -> Iterator[None]:
     """Inside, this thread's draws do not advance torch's generator."""
-    before, _thread.looks_ahead = _thread.looks_ahead, True
+    before = look_ahead(True)
     try:
         yield
     finally:
-        _thread.looks_ahead = before
+        look_ahead(before)
+
+
+def states(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The states of torch's generators, the host's and the device's."""
+    return torch.default_generator.get_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def restore(before: tuple[Tensor, Tensor | None], device: torch.device, *, mine: bool) -> None:
+    """Puts torch's generators back into these `states`, where they have others.
+
+    `mine`: whether this thread may have drawn from them. If not, and there are other threads, the draws were theirs and the
+    state is not restored, because these threads would get the same numbers twice.
+    """
+    if not mine and threading.active_count() > 1:
+        return
+    host, there = before
+    if not torch.equal(torch.default_generator.get_state(), host):
+        torch.default_generator.set_state(host)
+    if there is not None and not torch.equal(torch.cuda.get_rng_state(device), there):
+        torch.cuda.set_rng_state(there, device)
 
 
 @contextmanager
 def same_random_state(device: torch.device, *, mine: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Restores the state of torch's generators (the host's and the device's) afterwards.
-
-    `mine()`, called at the end: whether this thread may have drawn from them. If not, and there are other threads, the draws
-    were theirs and the state is not restored, because these threads would get the same numbers twice.
-    """
-    host = torch.get_rng_state()
-    there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    """Restores the state of torch's generators (the host's and the device's) afterwards; see `restore` for `mine`."""
+    before = states(device)
     try:
         yield
     finally:
-        if mine() or threading.active_count() == 1:
-            if not torch.equal(torch.get_rng_state(), host):
-                torch.set_rng_state(host)
-            if there is not None and not torch.equal(torch.cuda.get_rng_state(device), there):
-                torch.cuda.set_rng_state(there, device)
+        restore(before, device, mine=mine())
 
 
 def random_state() -> Callable[[], None]:

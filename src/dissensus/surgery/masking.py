@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dissensus.core.modes import plain_attention
 from dissensus.core.turns import has_attention
+from dissensus.numerics.tree import parts
 
 log = logging.getLogger("dissensus")
 
@@ -60,7 +61,7 @@ def at_sites(network: nn.Module, sites: dict[str, float], change: Callable[[str,
     At a dropout module it is the output (in eval mode equal to its input), at a weight layer the input.
     """
     calls: Counter[str] = Counter()
-    modules = dict(network.named_modules())
+    modules = {path.removesuffix("."): part for path, part in parts(network)}
 
     def key(name: str) -> str:
         calls[name] += 1
@@ -100,7 +101,8 @@ class Masks:
     """M masks per site computed from one seed: the same on every device, made at the first call of a site."""
 
     def __init__(self, network: nn.Module, sites: dict[str, float], members: int, seed: int) -> None:
-        self.layers = {name: module for name, module in network.named_modules() if name in sites}
+        named = {path.removesuffix("."): part for path, part in parts(network)}
+        self.layers = {name: named[name] for name in sites}
         self.sites = sites
         self.members = members
         self.seed = seed

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import jacrev, jvp, vjp, vmap
 
-from dissensus.numerics.tree import call_with, ties
+from dissensus.numerics.tree import Places, call_with
 from dissensus.theory.inputs import check_budget
 
 Params = dict[str, Tensor]
@@ -21,10 +21,10 @@ def trained(network: nn.Module) -> Params:
 
 def functional(network: nn.Module) -> tuple[OneInput, Params]:
     """A network (N, …) -> (N, O) as a function of its trained parameters and one input."""
-    tied = ties(network)
+    places = Places(network)
 
     def function(params: Params, x: Tensor) -> Tensor:
-        found: Tensor = call_with(network, params, x[None], tied=tied)[0]
+        found: Tensor = call_with(network, params, x[None], places=places)[0]
         return found
 
     return function, {name: p.detach() for name, p in trained(network).items()}

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from dissensus.core.batch import Inputs
 from dissensus.core.functions import DrawnFunctions, described_outputs
-from dissensus.core.modes import all_parts, eval_mode
+from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles, Rows, member_index
 from dissensus.core.predictive import Predictive
 from dissensus.core.splitting import tensors_of
-from dissensus.numerics.tree import TensorTree
+from dissensus.numerics.tree import TensorTree, all_parts
 from dissensus.surgery.conversion import DENSE, folded
 from dissensus.surgery.factored import Factors, Kernel, folded_kernel, takes_kernel
 from dissensus.surgery.nodes import Site, by_layer, placed, standing

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import weights
-from dissensus.core.alone import some
+from dissensus.core.alone import on, some
 from dissensus.core.batch import Inputs
 from dissensus.core.fully import check_whole
 from dissensus.core.functions import DrawnFunctions, MemberFunctions, described_outputs, mixture
@@ -267,7 +267,7 @@ class SampledFunctions(DrawnFunctions):
         self.training = False
 
     def each(self, function: Callable[..., Any], *args: Any) -> Any:
-        particles = self.particles if self.particles.device == self.device else self.particles.on(self.device)
+        particles = self.particles if self.particles.device == self.device else on(self.particles, self.device)
         with self.particles.turn(), eval_mode(particles, particles.template):
             return particles.each(function, *args)
 
