@@ -140,7 +140,7 @@ class Guard:
         clocks = [part.steps for part in self._clocked]
         # Recorders count on the host: after a bad step they see unchanged weights and gradients of 0.
         if any(recorder.upcoming for recorder in self._recorders):
-            gradients = [here(p.grad) for p in self._weights.values() if p.grad is not None]
+            gradients = [here(p.grad) for p in self.weights.values() if p.grad is not None]
             clear_if(self.halted, gradients, self._chunks)
         with self.skipping(), nullcontext() if self.tracks else self._aside():
             self.posterior.observe(self.optimizer)
