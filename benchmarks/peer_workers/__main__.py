@@ -24,15 +24,14 @@ def main() -> None:
 
     try:
         module = importlib.import_module(f"of_{library.replace('-', '_')}")
-        if case["operation"] not in module.OPERATIONS:
-            return say(none="not offered")
         start_again()
         before = resident("VmRSS")
         run, check = module.OPERATIONS[case["operation"]](module.case_of(case))
         run()  # to warm up
         found = check()
         compared = None if found is None else [float(value) for value in found.flatten()]
-        say(versions={name: version(name) for name in module.VERSIONS}, compared=compared)
+        installed = {name: version(name) for name in module.VERSIONS}
+        say(versions=installed | getattr(module, "OWN", {}), compared=compared)
         for line in sys.stdin:
             if line.strip() == "go":
                 say(seconds=run())

@@ -8,6 +8,7 @@ from tasks import RATE, Case, Prepared, none
 import dissensus as ds
 
 VERSIONS = ("torch",)
+OWN = {"dissensus": ds.__version__}
 USED = (ds.fit, ds.predict, ds.DeepEnsemble, ds.MAP, ds.MCDropout, ds.BatchEnsemble, ds.Laplace, ds.SGHMC, ds.theory)
 
 

@@ -41,9 +41,7 @@ def sghmc(log_posterior, temperature):  # type: ignore[no-untyped-def]
 
 
 def variational(log_posterior, temperature):  # type: ignore[no-untyped-def]
-    return posteriors.vi.diag.build(
-        log_posterior, torchopt.adam(lr=1e-3), temperature=temperature, init_log_sds=-4.6
-    )
+    return posteriors.vi.diag.build(log_posterior, torchopt.adam(lr=1e-3), temperature=temperature, init_log_sds=-4.6)
 
 
 INPLACE = {sghmc: True, variational: True}
