@@ -4,9 +4,9 @@
     python benchmarks/peers.py --venvs ENVIRONMENTS --csv benchmarks/results/peers_cpu.csv
     python benchmarks/peers.py --device cuda --csv FILE  # the present interpreter, with what it can import
 
-Each library runs in a process of its own (`peer_workers`, one file for each library), as its documentation shows and with its fastest
-settings. Before anything is timed, predictions are compared with this library's. Sides take turns, in alternating order; a row has the
-median and quartiles over rounds, and `ratio`, the median over rounds of this side's time by dissensus's: above 1 dissensus is faster.
+Each library runs in a process of its own (`peer_workers`, one file for each), as its documentation shows and with its fastest
+settings. Before anything is timed, predictions are compared with this library's. Sides take turns, in alternating order; a row has
+the median and quartiles over rounds, and `ratio`, the median over rounds of its time over dissensus's: above 1 dissensus is faster.
 """
 
 from __future__ import annotations
@@ -166,7 +166,8 @@ def measured(case: dict[str, Any], pythons: dict[str, str], *, rounds: int, thre
         difference, note = differences.get(name, ("", "not offered"))
         about = {
             "operation": case["operation"], "network": case["network"], "members": case["members"], "batch": case["batch"],
-            "inputs": case["rows"], "library": name, "version": versions[name].get(name, ""), "torch": versions[name].get("torch", ""), "threads": threads,
+            "inputs": case["rows"], "library": name, "version": versions[name].get(name, ""),
+            "torch": versions[name].get("torch", ""), "threads": threads,
         }  # fmt: skip
         if name not in running:
             rows.append({**about, "note": note})
@@ -342,12 +343,12 @@ def main() -> None:
 
     if options.venvs and options.only in "packages":
         keep(packages(pythons))
-    if options.only in "import":
-        keep(imports(pythons, rounds=min(options.rounds, 5), threads=options.threads))
     for case in cases():
         if options.only in case["operation"]:
             case = {**case, "device": options.device}
             keep(measured(case, pythons, rounds=options.rounds, threads=options.threads))
+    if options.only in "import":
+        keep(imports(pythons, rounds=min(options.rounds, 3), threads=options.threads))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+import lightning_parts  # first: torchvision, which the others import, can load
 import torch
-from lightning_parts import barest
 from lightning import LightningDataModule, Trainer
 from lightning_uq_box.uq_methods import (
     BNN_VI_ELBO_Classification,
@@ -49,7 +49,7 @@ def trains(case: Case) -> Prepared:
     def epoch() -> None:
         for i, each in enumerate(members):
             each.train()
-            trainer = Trainer(**barest(case.device))
+            trainer = Trainer(**lightning_parts.barest(case.device))
             trainer.fit(each, batches)
             if len(members) > 1:
                 trainer.save_checkpoint(Path(folder) / f"trained-{i}.ckpt")
@@ -95,7 +95,9 @@ def variational(case: Case) -> Prepared:
     batches, data = watched(case), LightningDataModule()
     batches.dataset = range(case.rows)  # type: ignore[attr-defined]  # it asks for its length
     data.train_dataloader = lambda: batches  # type: ignore[method-assign]
-    return lambda: batches.timed(lambda: Trainer(**barest(case.device)).fit(module, datamodule=data)), none
+    return lambda: batches.timed(
+        lambda: Trainer(**lightning_parts.barest(case.device)).fit(module, datamodule=data)
+    ), none
 
 
 OPERATIONS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -40,7 +41,7 @@ def resnet20() -> nn.Module:
 
 def mlp(widths: tuple[int, ...] = (784, 200, 200, 200, 10), dropout: float = 0.0) -> nn.Module:
     layers: list[nn.Module] = []
-    for a, b in zip(widths[:-1], widths[1:-1], strict=False):
+    for a, b in pairwise(widths[:-1]):
         layers += [nn.Linear(a, b), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
     return nn.Sequential(*layers, nn.Linear(*widths[-2:]))
 
@@ -83,7 +84,7 @@ class Watched:
         start = self.clock()
         train()
         whole = self.clock() - start
-        steps = [[b - a for a, b in zip(times, times[1:], strict=False)] for times in self.asked]
+        steps = [[b - a for a, b in pairwise(times)] for times in self.asked]
         return {"training step": sum(median(each) for each in steps if each), "epoch": whole}
 
 
