@@ -5,8 +5,9 @@
     python benchmarks/peers.py --device cuda --csv FILE  # the present interpreter, with what it can import
 
 Each library runs in a process of its own (`peer_workers`, one file for each), as its documentation shows and with its fastest
-settings. Before anything is timed, predictions are compared with this library's. Sides take turns, in alternating order; a row has
-the median and quartiles over rounds, and `ratio`, the median over rounds of its time over dissensus's: above 1 dissensus is faster.
+settings. Before anything is timed, predictions are compared with this library's. Sides take turns, in alternating order. A row
+has the median and quartiles over rounds, and `ratio`, the median over rounds of its time over dissensus's: above 1, dissensus
+is faster. `--clock processor` counts processor time instead of time, for one thread on a machine that others use too.
 """
 
 from __future__ import annotations
@@ -109,7 +110,9 @@ class Worker:
     """A process with one library and one case."""
 
     def __init__(self, python: str, library: str, case: dict[str, Any], threads: int) -> None:
-        kept = set(sorted(os.sched_getaffinity(0))[:threads])
+        kept = os.sched_getaffinity(0)
+        if library == "neural-tangents":  # jax takes all the cores it sees
+            kept = set(sorted(kept)[:threads])
         # This library is measured as it stands here, whatever is installed.
         ours = {"PYTHONPATH": str(ROOT / "src")} if library == "dissensus" else {}
         self.process = subprocess.Popen(
@@ -142,9 +145,9 @@ def environment(threads: int) -> dict[str, str]:
     return cut | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
 
 
-def measured(case: dict[str, Any], pythons: dict[str, str], *, rounds: int, threads: int) -> list[Row]:
+def measured(case: dict[str, Any], pythons: dict[str, str], *, rounds: int, threads: int, timer: str) -> list[Row]:
     """Rows of one case: every library that offers it, or why there is no number."""
-    case = {"members": 1, "batch": 128, "rows": 1280, "calls": 1, "device": "cpu"} | case
+    case = {"members": 1, "batch": 128, "rows": 1280, "calls": 1, "device": "cpu", "timer": timer} | case
     with tempfile.TemporaryDirectory() as folder:
         offered = [name for name in pythons if offers(name, case["operation"])]
         asked = {name: {**case} for name in offered}
@@ -167,7 +170,7 @@ def measured(case: dict[str, Any], pythons: dict[str, str], *, rounds: int, thre
         about = {
             "operation": case["operation"], "network": case["network"], "members": case["members"], "batch": case["batch"],
             "inputs": case["rows"], "library": name, "version": versions[name].get(name, ""),
-            "torch": versions[name].get("torch", ""), "threads": threads,
+            "torch": versions[name].get("torch", ""), "threads": threads, "clock": timer,
         }  # fmt: skip
         if name not in running:
             rows.append({**about, "note": note})
@@ -223,7 +226,7 @@ def write_arrays(case: dict[str, Any], path: str) -> None:
     numpy.savez(path, x=task.data()[0].cpu().numpy(), **weights)
 
 
-def imports(pythons: dict[str, str], *, rounds: int, threads: int) -> list[Row]:
+def imports(pythons: dict[str, str], *, rounds: int, threads: int, timer: str) -> list[Row]:
     """Seconds to import each library in a fresh process, beyond torch (jax for neural-tangents)."""
     rows = []
     for measure, key in (("import", "import_all"), ("import of what is used", "import_used")):
@@ -234,8 +237,8 @@ def imports(pythons: dict[str, str], *, rounds: int, threads: int) -> list[Row]:
                 library = LIBRARIES[name]
                 before = {"torch": "pass", "neural-tangents": "import jax"}.get(name, "import torch, lightning_parts")
                 line = getattr(library, key) or "import torch"
-                code = f"import sys; sys.path.append({str(WORKERS)!r}); {before}; import time; start = time.perf_counter()\n"
-                code += f"{line}\nprint(time.perf_counter() - start)"
+                code = f"import sys; sys.path.append({str(WORKERS)!r})\n{before}\n"
+                code += f"from time import {timer} as clock; start = clock()\n{line}\nprint(clock() - start)"
                 path = {"PYTHONPATH": str(ROOT / "src")} if name == "dissensus" else {}
                 done = subprocess.run(
                     [pythons[name], "-c", code], capture_output=True, text=True, env=environment(threads) | path
@@ -245,7 +248,7 @@ def imports(pythons: dict[str, str], *, rounds: int, threads: int) -> list[Row]:
                 elif i:
                     times[name].append(float(done.stdout.splitlines()[-1]))
         for name in pythons:
-            about = {"operation": "import", "measure": measure, "library": name, "threads": threads}
+            about = {"operation": "import", "measure": measure, "library": name, "threads": threads, "clock": timer}
             if name in notes:
                 rows.append(about | {"note": notes[name]})
                 continue
@@ -312,6 +315,7 @@ def main() -> None:
     parser.add_argument("--venvs", type=Path, metavar="FOLDER", help="environments; without it, this interpreter")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--clock", default="wall", choices=("wall", "processor"))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="operations that contain this word")
     parser.add_argument("--libraries", default=",".join(EVERYONE), help="comma-separated")
@@ -323,6 +327,7 @@ def main() -> None:
 
     from dissensus.bench.run.provenance import commit, device_name
 
+    timer = {"wall": "perf_counter", "processor": "process_time"}[options.clock]
     names = options.libraries.split(",")
     homes = {name: "dissensus" if name == "torch" else name for name in names}
     pythons = {
@@ -346,9 +351,9 @@ def main() -> None:
     for case in cases():
         if options.only in case["operation"]:
             case = {**case, "device": options.device}
-            keep(measured(case, pythons, rounds=options.rounds, threads=options.threads))
+            keep(measured(case, pythons, rounds=options.rounds, threads=options.threads, timer=timer))
     if options.only in "import":
-        keep(imports(pythons, rounds=min(options.rounds, 3), threads=options.threads))
+        keep(imports(pythons, rounds=min(options.rounds, 3), threads=options.threads, timer=timer))
 
 
 if __name__ == "__main__":

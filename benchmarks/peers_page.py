@@ -111,7 +111,9 @@ def page(rows: Sequence[Row]) -> str:
     threads = " and ".join(dict.fromkeys(row["threads"] for row in rows if row["threads"]))
     torch = " and ".join(dict.fromkeys(row["torch"] for row in rows if row["torch"]))
     made = "; ".join(dict.fromkeys(f"commit {row['commit']}, {row['device']}" for row in rows))
+    clocks = {"perf_counter": "", "process_time": "processor time, "}
+    clock = " and ".join(dict.fromkeys(clocks[row["clock"]] for row in rows if row["clock"]))
     facts = (
-        f"medians of {rounds} rounds in turns, {threads} thread(s); {', '.join(seen.values())}; torch {torch}; {made}"
+        f"{clock}medians of {rounds} rounds in turns, {threads} thread(s); {', '.join(seen.values())}; torch {torch}"
     )
-    return "\n\n".join([*parts, f"*`python benchmarks/peers.py --venvs FOLDER --csv FILE`; {facts}.*"])
+    return "\n\n".join([*parts, f"*`python benchmarks/peers.py --venvs FOLDER --csv FILE`; {facts}; {made}.*"])

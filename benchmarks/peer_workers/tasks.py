@@ -99,11 +99,12 @@ class Case:
     rows: int = 1280
     calls: int = 1  # in a round
     device: str = "cpu"
+    timer: str = "perf_counter"  # or process_time
 
     def clock(self) -> float:
         if self.device == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return float(getattr(time, self.timer)())
 
     def networks(self) -> list[nn.Module]:
         """Members with weights of their own, the same in every process."""
