@@ -107,37 +107,32 @@ def cases() -> Iterator[dict[str, Any]]:
 
 
 class Worker:
-    """A process with one library and one case."""
+    """A process with one library."""
 
-    def __init__(self, python: str, library: str, case: dict[str, Any], threads: int) -> None:
+    def __init__(self, python: str, library: str, threads: int) -> None:
         kept = os.sched_getaffinity(0)
         if library == "neural-tangents":  # jax takes all the cores it sees
             kept = set(sorted(kept)[:threads])
         # This library is measured as it stands here, whatever is installed.
         ours = {"PYTHONPATH": str(ROOT / "src")} if library == "dissensus" else {}
         self.process = subprocess.Popen(
-            [python, str(WORKERS), library, json.dumps(case)],
+            [python, str(WORKERS), library],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             env=environment(threads) | ours, preexec_fn=lambda: os.sched_setaffinity(0, kept),
         )  # fmt: skip
+
+    def send(self, line: str) -> None:
+        assert self.process.stdin is not None
+        print(line, file=self.process.stdin, flush=True)
 
     def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         return json.loads(line) if line else {"failed": "the process ended"}
 
-    def go(self) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
+    def ask(self, line: str) -> dict[str, Any]:
+        self.send(line)
         return self.answer()
-
-    def end(self) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        last = self.answer()
-        self.process.wait()
-        return last
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -145,27 +140,27 @@ def environment(threads: int) -> dict[str, str]:
     return cut | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
 
 
-def measured(case: dict[str, Any], pythons: dict[str, str], *, rounds: int, threads: int, timer: str) -> list[Row]:
+def measured(case: dict[str, Any], workers: dict[str, Worker], *, rounds: int, threads: int, timer: str) -> list[Row]:
     """Rows of one case: every library that offers it, or why there is no number."""
     case = {"members": 1, "batch": 128, "rows": 1280, "calls": 1, "device": "cpu", "timer": timer} | case
+    offered = [name for name in workers if offers(name, case["operation"])]
     with tempfile.TemporaryDirectory() as folder:
-        offered = [name for name in pythons if offers(name, case["operation"])]
-        asked = {name: {**case} for name in offered}
-        if "kernel" in case["operation"] and "neural-tangents" in asked:
-            asked["neural-tangents"]["arrays"] = str(Path(folder) / "arrays.npz")
-            write_arrays(case, asked["neural-tangents"]["arrays"])
-        workers = {name: Worker(pythons[name], name, asked[name], threads) for name in offered}
-        first = {name: worker.answer() for name, worker in workers.items()}
+        arrays = {"arrays": f"{folder}/arrays.npz"} if "kernel" in case["operation"] else {}
+        if arrays:
+            write_arrays(case, arrays["arrays"])
+        for name in offered:  # all get ready at the same time
+            workers[name].send(json.dumps(case | (arrays if name == "neural-tangents" else {})))
+        first = {name: workers[name].answer() for name in offered}
         differences = compared(case["operation"], first)
-        running = [name for name in workers if differences[name][1] == ""]
+        running = [name for name in offered if differences[name][1] == ""]
         seconds: dict[str, list[dict[str, float]]] = {name: [] for name in running}
         for i in range(rounds):
             for name in running if i % 2 == 0 else running[::-1]:
-                seconds[name].append(workers[name].go()["seconds"])
-        last = {name: worker.end() for name, worker in workers.items()}
-    versions = {name: first.get(name, {}).get("versions", {}) for name in pythons}
+                seconds[name].append(workers[name].ask("go")["seconds"])
+        last = {name: workers[name].ask("end") for name in offered if "failed" not in first[name]}
+    versions = {name: first.get(name, {}).get("versions", {}) for name in workers}
     rows = []
-    for name in pythons:
+    for name in workers:
         difference, note = differences.get(name, ("", "not offered"))
         about = {
             "operation": case["operation"], "network": case["network"], "members": case["members"], "batch": case["batch"],
@@ -348,10 +343,11 @@ def main() -> None:
 
     if options.venvs and options.only in "packages":
         keep(packages(pythons))
+    workers = {name: Worker(python, name, options.threads) for name, python in pythons.items()}
     for case in cases():
         if options.only in case["operation"]:
             case = {**case, "device": options.device}
-            keep(measured(case, pythons, rounds=options.rounds, threads=options.threads, timer=timer))
+            keep(measured(case, workers, rounds=options.rounds, threads=options.threads, timer=timer))
     if options.only in "import":
         keep(imports(pythons, rounds=min(options.rounds, 3), threads=options.threads, timer=timer))
 

@@ -1,8 +1,9 @@
 """benchmarks/peers.py: its worker for this library computes what a plain loop does, and its table says who is faster."""
 
-import io
 import json
+import runpy
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -65,17 +66,16 @@ def test_a_step_is_the_time_between_two_batches(workers):
     assert found == {"training step": 2.0 + 1.0, "epoch": 20.0}
 
 
-def test_a_worker_answers_line_by_line(workers, monkeypatch):
-    import runpy
+def test_a_worker_answers_line_by_line(workers):
+    import of_torch
 
-    case = json.dumps({**TINY, "operation": "ensemble predicts"})
-    monkeypatch.setattr(sys, "argv", ["peer_workers", "torch", case])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("go\ngo\n"))
-    monkeypatch.setattr(sys, "stdout", said := io.StringIO())
-    runpy.run_path(str(ROOT / "benchmarks" / "peer_workers" / "__main__.py"), run_name="__main__")
-    first, *rounds, last = map(json.loads, said.getvalue().splitlines())
+    main = runpy.run_path(str(ROOT / "benchmarks" / "peer_workers" / "__main__.py"))
+    heard, said = iter(["go\n", "go\n", "end\n"]), []
+    case = {**TINY, "operation": "ensemble predicts"}
+    main["serve"](of_torch, case, lambda: next(heard), lambda **what: said.append(json.loads(json.dumps(what))))
+    first, *rounds, last = said
     assert len(first["compared"]) == 24 * 3
-    assert first["versions"]["torch"] == torch.__version__
+    assert first["versions"]["torch"] == version("torch")
     assert [list(each["seconds"]) for each in rounds] == [["prediction"]] * 2
     assert last["peak_mb"] >= 0
 
