@@ -343,11 +343,10 @@ def main() -> None:
 
     if options.venvs and options.only in "packages":
         keep(packages(pythons))
-    workers = {name: Worker(python, name, options.threads) for name, python in pythons.items()}
-    for case in cases():
-        if options.only in case["operation"]:
-            case = {**case, "device": options.device}
-            keep(measured(case, workers, rounds=options.rounds, threads=options.threads, timer=timer))
+    chosen = [{**case, "device": options.device} for case in cases() if options.only in case["operation"]]
+    workers = {name: Worker(python, name, options.threads) for name, python in pythons.items()} if chosen else {}
+    for case in chosen:
+        keep(measured(case, workers, rounds=options.rounds, threads=options.threads, timer=timer))
     if options.only in "import":
         keep(imports(pythons, rounds=min(options.rounds, 3), threads=options.threads, timer=timer))
 
