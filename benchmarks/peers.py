@@ -95,9 +95,9 @@ def cases() -> Iterator[dict[str, Any]]:
     yield {"operation": "batch ensemble", "network": "mlp", "members": 4}
     yield {"operation": "batch ensemble", "network": "conv", "members": 4, "rows": 640}
     yield {"operation": "batch ensemble predicts", "network": "mlp", "members": 4}
-    for structure in ("full", "kron"):
-        yield {"operation": f"Laplace, {structure}", "network": "mlp", "batch": 128}
-        yield {"operation": f"Laplace, {structure}, predicts", "network": "mlp"}
+    for structure, network, rows in (("kron", "mlp", 1280), ("full", "conv", 256)):
+        yield {"operation": f"Laplace, {structure}", "network": network, "rows": rows}
+        yield {"operation": f"Laplace, {structure}, predicts", "network": network, "rows": rows}
     yield {"operation": "Laplace, kron, one input", "network": "mlp", "calls": 20}
     yield {"operation": "Laplace, kron", "network": "resnet20", "rows": 128}
     yield {"operation": "SGHMC", "network": "mlp"}
