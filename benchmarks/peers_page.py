@@ -58,8 +58,9 @@ def time(row: Row) -> str:
     text = f"{milliseconds:,.0f} ms" if milliseconds >= 1000 else f"{milliseconds:.3g} ms"
     if row["library"] == "dissensus" or not row["ratio"]:
         return text
-    compared = f"{text} ({float(row['ratio']):.2g}×)"
-    return f"**{compared}**" if float(row["ratio"]) < LOST else compared
+    ratio = float(row["ratio"])
+    compared = f"{text} ({ratio:.2f}×)" if ratio < 10 else f"{text} ({ratio:.0f}×)"
+    return f"**{compared}**" if ratio < LOST else compared
 
 
 def matrix(rows: Sequence[Row], name: Callable[[Row], str], cell: Callable[[Row], str]) -> str:
@@ -78,7 +79,7 @@ def lost(rows: Sequence[Row]) -> str:
     found = [row for row in rows if row["ratio"] and float(row["ratio"]) < LOST and row["library"] != "dissensus"]
     found = [row for row in found if row["operation"] != "import"]
     each = [
-        f"- {row['library']}, {row['measure']}, {title(row)}: dissensus takes {1 / float(row['ratio']):.2g} times as long."
+        f"- {row['library']}, {row['measure']}, {title(row)}: dissensus takes {1 / float(row['ratio']):.2f} times as long."
         for row in sorted(found, key=lambda row: float(row["ratio"]))
     ]
     return "\n".join(each) or "Nothing here is faster elsewhere."

@@ -96,10 +96,10 @@ def test_the_page_says_who_is_faster_and_what_is_not_offered(workers):
     ]
     text = peers_page.page(rows)
     head = "|  | dissensus | quick | slow | broken |"
-    line = "| 5 × MLP 784-200-200-200-10, batch 128 | 10 ms | **5 ms (0.5×)** | 2,000 ms (2e+02×) | ImportError: x |"
+    line = "| 5 × MLP 784-200-200-200-10, batch 128 | 10 ms | **5 ms (0.50×)** | 2,000 ms (200×) | ImportError: x |"
     assert head in text
     assert line in text
-    assert "quick, training step, 5 × MLP 784-200-200-200-10, batch 128: dissensus takes 2 times as long" in text
+    assert "quick, training step, 5 × MLP 784-200-200-200-10, batch 128: dissensus takes 2.00 times as long" in text
     for case in peers.cases():
         assert case["operation"] in peers_page.TITLES
         assert peers.offers("dissensus", case["operation"])
