@@ -98,7 +98,7 @@ def page(rows: Sequence[Row]) -> str:
             matrix(whole, lambda row: f"{row['measure']}: {title(row)}", lambda row: f"{float(row['peak_mb']):.0f}")
         ]
     if imported := [row for row in rows if row["operation"] == "import"]:
-        parts += ["## Import, beyond torch's own (jax's for neural-tangents)"]
+        parts += ["## Import", "Beyond the import of torch (jax for neural-tangents), which is the column torch."]
         parts += [matrix(imported, lambda row: row["measure"], time)]
     if held := [row for row in rows if row["operation"] == "packages"]:
         lines = [
