@@ -55,6 +55,7 @@ LIBRARIES = {
         "import lightning_uq_box",
         "from lightning import Trainer; "
         "from lightning_uq_box.uq_methods import DeepEnsembleClassification, DeterministicClassification",
+        remark="the newest for Python 3.11",
     ),
     "laplace-torch": Library(("torchvision", "laplace-torch"), "import laplace", "from laplace import Laplace"),
     "posteriors": Library(("posteriors",), "import posteriors", "import posteriors, torchopt"),
@@ -328,10 +329,10 @@ def main() -> None:
     timer = {"wall": "perf_counter", "processor": "process_time"}[options.clock]
     names = options.libraries.split(",")
     homes = {name: "dissensus" if name == "torch" else name for name in names}
-    pythons = {
-        name: str(options.venvs.resolve() / homes[name] / "bin" / "python") if options.venvs else sys.executable
-        for name in names
-    }
+    pythons = {}
+    for name in names:  # where there is no environment, this interpreter says what is missing
+        found = options.venvs and options.venvs.resolve() / homes[name] / "bin" / "python"
+        pythons[name] = str(found) if found and found.exists() else sys.executable
     about = {"commit": commit(), "device": device_name(torch.device(options.device))}
     rows = read_rows(options.csv) if options.csv else []
     wanted = re.compile(options.only).search
@@ -346,7 +347,7 @@ def main() -> None:
             write_rows(options.csv, rows)
 
     if options.venvs and wanted("packages"):
-        keep(packages(pythons))
+        keep(packages({name: python for name, python in pythons.items() if python != sys.executable}))
     chosen = [
         {**case, "device": options.device} for case in cases() if wanted(f"{case['operation']} {case['network']}")
     ]
