@@ -75,14 +75,21 @@ def matrix(rows: Sequence[Row], name: Callable[[Row], str], cell: Callable[[Row]
 
 
 def lost(rows: Sequence[Row]) -> str:
-    """Sentences on what others do faster, the worst first."""
-    found = [row for row in rows if row["ratio"] and float(row["ratio"]) < LOST and row["library"] != "dissensus"]
-    found = [row for row in found if row["operation"] != "import"]
-    each = [
-        f"- {row['library']}, {row['measure']}, {title(row)}: dissensus takes {1 / float(row['ratio']):.2f} times as long."
-        for row in sorted(found, key=lambda row: float(row["ratio"]))
-    ]
-    return "\n".join(each) or "Nothing here is faster elsewhere."
+    """Sentences on what others do faster, the worst first; apart, those whose quartiles overlap with dissensus's."""
+    case = ("operation", "measure", "network", "members", "batch", "inputs")
+    ours = {tuple(row[key] for key in case): row for row in rows if row["library"] == "dissensus" and row["seconds"]}
+    clear, near = [], []
+    for row in sorted((row for row in rows if row["ratio"]), key=lambda row: float(row["ratio"])):
+        if row["operation"] == "import" or row["library"] == "dissensus" or float(row["ratio"]) >= LOST:
+            continue
+        longer = f"dissensus takes {1 / float(row['ratio']):.2f} times as long"
+        text = f"- {row['library']}, {row['measure']}, {title(row)}: {longer}."
+        apart = float(row["upper"]) < float(ours[tuple(row[key] for key in case)]["lower"])
+        (clear if apart else near).append(text)
+    parts = ["\n".join(clear) or "Nothing here is clearly faster elsewhere."]
+    if near:
+        parts += ["Not to be told from noise, since the quartiles of both sides overlap:", "\n".join(near)]
+    return "\n\n".join(parts)
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -117,4 +124,6 @@ def page(rows: Sequence[Row]) -> str:
     facts = (
         f"{clock}medians of {rounds} rounds in turns, {threads} thread(s); {', '.join(seen.values())}; torch {torch}"
     )
-    return "\n\n".join([*parts, f"*`python benchmarks/peers.py --venvs FOLDER --csv FILE`; {facts}; {made}.*"])
+    flags = f" --threads {threads}" + " --clock processor" * ("processor" in clock)
+    command = f"python benchmarks/peers.py --venvs FOLDER{flags} --csv FILE"
+    return "\n\n".join([*parts, f"*`{command}`; {facts}; {made}.*"])

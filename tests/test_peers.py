@@ -88,9 +88,9 @@ def test_the_page_says_who_is_faster_and_what_is_not_offered(workers):
     about |= {"measure": "training step", "peak_mb": "3", "note": "", "version": "1", "torch": "2", "threads": "1"}
     about |= {"rounds": "3", "clock": "perf_counter", "commit": "c", "device": "d", "ratio": "1.0"}
     rows = [
-        about | {"library": "dissensus", "seconds": "0.01"},
-        about | {"library": "quick", "seconds": "0.005", "ratio": "0.5"},
-        about | {"library": "slow", "seconds": "2", "ratio": "200"},
+        about | {"library": "dissensus", "seconds": "0.01", "lower": "0.009", "upper": "0.011"},
+        about | {"library": "quick", "seconds": "0.005", "ratio": "0.5", "lower": "0.004", "upper": "0.006"},
+        about | {"library": "slow", "seconds": "2", "ratio": "200", "lower": "1", "upper": "3"},
         about | {"library": "broken", "seconds": "", "measure": "", "note": "ImportError: x", "ratio": ""},
         about | {"library": "other", "seconds": "", "measure": "", "note": "not offered", "ratio": ""},
     ]
@@ -100,6 +100,9 @@ def test_the_page_says_who_is_faster_and_what_is_not_offered(workers):
     assert head in text
     assert line in text
     assert "quick, training step, 5 × MLP 784-200-200-200-10, batch 128: dissensus takes 2.00 times as long" in text
+    assert "noise" not in text
+    rows[1]["upper"] = "0.02"  # the quartiles overlap
+    assert "noise" in peers_page.page(rows)
     for case in peers.cases():
         assert case["operation"] in peers_page.TITLES
         assert peers.offers("dissensus", case["operation"])
