@@ -22,6 +22,7 @@ import landscape
 import measured
 import mnist_ood
 import momentum
+import peers_page
 import pretrained_page
 import scaling
 import shift
@@ -509,6 +510,8 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
         yield docs / "reference/details/particles.md", "forde-cost", cost_table()
     if found := rows("landscape.csv"):
         yield docs / "results" / "landscape.md", "landscape", landscape.page(found)
+    if found := rows("peers_cpu.csv"):
+        yield docs / "results" / "peers.md", "peers", peers_page.page(found)
     if found := rows("momentum.csv"):
         yield docs / "reference/details/embedded.md", "momentum", momentum.page(found, rows("momentum_trials.csv"))
     if found := rows("tables_uci.csv"):

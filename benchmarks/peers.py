@@ -1,0 +1,362 @@
+"""This library beside its peers: the same networks, weights, data and precision, in processes that take turns; CSV out.
+
+    python benchmarks/peers.py --install ENVIRONMENTS    # one virtual environment for each library, by pip
+    python benchmarks/peers.py --venvs ENVIRONMENTS --csv benchmarks/results/peers_cpu.csv
+    python benchmarks/peers.py --device cuda --csv FILE  # the present interpreter, with what it can import
+
+Each library runs in a process of its own (`peer_workers`, one file for each), as its documentation shows and with its fastest
+settings. Before anything is timed, predictions are compared with this library's. Sides take turns, in alternating order. A row
+has the median and quartiles over rounds, and `ratio`, the median over rounds of its time over dissensus's: above 1, dissensus
+is faster. `--clock processor` counts processor time instead of time, for one thread on a machine that others use too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+from rows import Row, read_rows, write_rows
+
+ROOT = Path(__file__).parents[1]
+WORKERS = ROOT / "benchmarks" / "peer_workers"
+
+
+class Library(NamedTuple):
+    """How a library is installed and imported; what `base` brings is not counted as its own."""
+
+    packages: tuple[str, ...]
+    import_all: str
+    import_used: str = ""  # what the rows of deep ensembles (or the library's own rows) use
+    base: str = "torch"
+    remark: str = ""
+
+
+LIBRARIES = {
+    "dissensus": Library((str(ROOT),), "import dissensus", "from dissensus import DeepEnsemble, fit, predict"),
+    "torch": Library((), "", ""),
+    "torch-uncertainty": Library(
+        ("torchvision", "torch-uncertainty[cpu]", "scikit-learn<1.7"),
+        "import torch_uncertainty",
+        "from torch_uncertainty import TUTrainer; from torch_uncertainty.methods import deep_ensembles; "
+        "from torch_uncertainty.routines import ClassificationRoutine",
+        remark="with its extra `cpu` and scikit-learn, without which it does not import",
+    ),
+    "lightning-uq-box": Library(
+        ("torchvision", "lightning-uq-box"),
+        "import lightning_uq_box",
+        "from lightning import Trainer; "
+        "from lightning_uq_box.uq_methods import DeepEnsembleClassification, DeterministicClassification",
+        remark="the newest for Python 3.11",
+    ),
+    "laplace-torch": Library(("torchvision", "laplace-torch"), "import laplace", "from laplace import Laplace"),
+    "posteriors": Library(("posteriors",), "import posteriors", "import posteriors, torchopt"),
+    "neural-tangents": Library(
+        ("jax==0.4.23", "jaxlib==0.4.23", "tf2jax==0.3.6", "numpy<2", "scipy<1.12", "neural-tangents==0.6.5"),
+        "import neural_tangents",
+        "from neural_tangents import stax",
+        base="jax",
+        remark="with jax 0.4.23; newer ones do not import it",
+    ),
+}
+TORCH = ("torch==2.13.0", "torchvision==0.28.0")  # pinned while environments are made; a local "+cpu" build fits too
+EVERYONE = tuple(LIBRARIES)
+TOLERANCE = {"ensemble": 1e-4, "ensemble predicts": 1e-5, "ensemble, one input": 1e-5, "single": 1e-4}
+TOLERANCE |= {"single, one input": 1e-5, "dropout predicts": 0.02, "dropout, one input": 0.02}
+TOLERANCE |= {"empirical kernel": 1e-3, "analytic kernel": 1e-8}  # of the largest entry
+LAPLACE = 0.05  # ours are samples of functions, theirs the probit formula, each with the precision it chose
+
+
+def cases() -> Iterator[dict[str, Any]]:
+    """What is measured: operation, network, members or samples, batch, inputs."""
+    for members in (5, 10, 20):
+        yield {"operation": "ensemble", "network": "mlp", "members": members}
+    yield {"operation": "ensemble", "network": "conv", "members": 5, "rows": 640}
+    yield {"operation": "ensemble", "network": "resnet20", "members": 5, "batch": 16, "rows": 48}
+    yield {"operation": "ensemble predicts", "network": "mlp", "members": 5}
+    yield {"operation": "ensemble predicts", "network": "mlp", "members": 20}
+    yield {"operation": "ensemble predicts", "network": "conv", "members": 5, "rows": 256}
+    yield {"operation": "ensemble predicts", "network": "resnet20", "members": 5, "batch": 32, "rows": 64}
+    yield {"operation": "ensemble, one input", "network": "mlp", "members": 5, "calls": 30}
+    yield {"operation": "ensemble, one input", "network": "resnet20", "members": 5, "calls": 5}
+    yield {"operation": "single", "network": "mlp"}
+    yield {"operation": "single", "network": "conv", "rows": 640}
+    yield {"operation": "single, one input", "network": "mlp", "calls": 100}
+    yield {"operation": "single, one input", "network": "resnet20", "calls": 20}
+    yield {"operation": "dropout predicts", "network": "mlp-dropout", "members": 20}
+    yield {"operation": "dropout, one input", "network": "mlp-dropout", "members": 20, "calls": 10}
+    yield {"operation": "batch ensemble", "network": "mlp", "members": 4}
+    yield {"operation": "batch ensemble", "network": "conv", "members": 4, "rows": 640}
+    yield {"operation": "batch ensemble predicts", "network": "mlp", "members": 4}
+    for structure, network, rows in (("kron", "mlp", 1280), ("full", "conv", 256)):
+        yield {"operation": f"Laplace, {structure}", "network": network, "rows": rows}
+        yield {"operation": f"Laplace, {structure}, predicts", "network": network, "rows": rows}
+    yield {"operation": "Laplace, kron, one input", "network": "mlp", "calls": 20}
+    yield {"operation": "Laplace, kron", "network": "resnet20", "rows": 128}
+    yield {"operation": "SGHMC", "network": "mlp"}
+    yield {"operation": "mean-field VI", "network": "mlp"}
+    yield {"operation": "empirical kernel", "network": "mlp-wide", "rows": 100}
+    yield {"operation": "analytic kernel", "network": "mlp", "rows": 500}
+    yield {"operation": "analytic kernel", "network": "conv", "rows": 8}
+
+
+class Worker:
+    """A process with one library."""
+
+    def __init__(self, python: str, library: str, threads: int) -> None:
+        kept = os.sched_getaffinity(0)
+        if library == "neural-tangents":  # jax takes all the cores it sees
+            kept = set(sorted(kept)[:threads])
+        # This library is measured as it stands here, whatever is installed.
+        ours = {"PYTHONPATH": str(ROOT / "src")} if library == "dissensus" else {}
+        self.process = subprocess.Popen(
+            [python, str(WORKERS), library],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=environment(threads) | ours, preexec_fn=lambda: os.sched_setaffinity(0, kept),
+        )  # fmt: skip
+
+    def send(self, line: str) -> None:
+        assert self.process.stdin is not None
+        print(line, file=self.process.stdin, flush=True)
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else {"failed": "the process ended"}
+
+    def ask(self, line: str) -> dict[str, Any]:
+        self.send(line)
+        return self.answer()
+
+
+def environment(threads: int) -> dict[str, str]:
+    cut = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return cut | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+
+
+def measured(case: dict[str, Any], workers: dict[str, Worker], *, rounds: int, threads: int, timer: str) -> list[Row]:
+    """Rows of one case: every library that offers it, or why there is no number."""
+    case = {"members": 1, "batch": 128, "rows": 1280, "calls": 1, "device": "cpu", "timer": timer} | case
+    offered = [name for name in workers if offers(name, case["operation"])]
+    with tempfile.TemporaryDirectory() as folder:
+        arrays = {"arrays": f"{folder}/arrays.npz"} if "kernel" in case["operation"] else {}
+        if arrays:
+            write_arrays(case, arrays["arrays"])
+        for name in offered:  # all get ready at the same time
+            workers[name].send(json.dumps(case | (arrays if name == "neural-tangents" else {})))
+        first = {name: workers[name].answer() for name in offered}
+        differences = compared(case["operation"], first)
+        running = [name for name in offered if differences[name][1] == ""]
+        seconds: dict[str, list[dict[str, float]]] = {name: [] for name in running}
+        for i in range(rounds):
+            for name in running if i % 2 == 0 else running[::-1]:
+                seconds[name].append(workers[name].ask("go")["seconds"])
+        last = {name: workers[name].ask("end") for name in offered if "failed" not in first[name]}
+    versions = {name: first.get(name, {}).get("versions", {}) for name in EVERYONE}
+    rows = []
+    for name in EVERYONE:
+        if name not in workers and offers(name, case["operation"]):
+            continue  # nobody asked
+        difference, note = differences.get(name, ("", "not offered"))
+        about = {
+            "operation": case["operation"], "network": case["network"], "members": case["members"], "batch": case["batch"],
+            "inputs": case["rows"], "library": name, "version": versions[name].get(name, ""),
+            "torch": versions[name].get("torch", ""), "threads": threads, "clock": timer,
+        }  # fmt: skip
+        if name not in running:
+            rows.append({**about, "note": note})
+            continue
+        for measure in seconds[name][0]:
+            times = [each[measure] for each in seconds[name]]
+            ours = [each[measure] for each in seconds["dissensus"]] if "dissensus" in seconds else []
+            rows.append(
+                {**about, "measure": measure, **spread(times), "rounds": rounds, "peak_mb": round(last[name]["peak_mb"], 1),
+                 "ratio": round(median(a / b for a, b in zip(times, ours, strict=True)), 3) if ours else "",
+                 "difference": difference}
+            )  # fmt: skip
+    return rows
+
+
+def offers(library: str, operation: str) -> bool:
+    """Whether the worker's table has it; read as text, since the module can be imported in its environment only."""
+    return f'"{operation}":' in (WORKERS / f"of_{library.replace('-', '_')}.py").read_text()
+
+
+def spread(times: Sequence[float]) -> Row:
+    lower, middle, upper = quantiles(times, n=4, method="inclusive") if len(times) > 1 else [times[0]] * 3
+    return {"seconds": f"{middle:.4g}", "lower": f"{lower:.4g}", "upper": f"{upper:.4g}"}
+
+
+def compared(operation: str, first: dict[str, dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """For each library: how far its numbers are from dissensus's, and "" or why it is not timed."""
+    found = {}
+    ours = first.get("dissensus", {}).get("compared")
+    most = TOLERANCE.get(operation, LAPLACE if operation.startswith("Laplace") else None)
+    for name, answer in first.items():
+        note = answer.get("failed", "")
+        theirs, difference = answer.get("compared"), ""
+        if not note and theirs and ours and most is not None:
+            size = max(map(abs, ours)) if "kernel" in operation else 1.0
+            far = max(abs(a - b) for a, b in zip(theirs, ours, strict=True)) / size
+            difference = f"{far:.1e}"
+            if not far <= most:
+                note = f"numbers differ by {difference}, more than {most:g}; not timed"
+        found[name] = (difference, note)
+    return found
+
+
+def write_arrays(case: dict[str, Any], path: str) -> None:
+    """Inputs and weights for a library without torch."""
+    import numpy
+
+    sys.path.insert(0, str(WORKERS))
+    from tasks import Case
+
+    task = Case(**case)
+    weights = {name: p.detach().cpu().numpy() for name, p in task.networks()[0].named_parameters()}
+    numpy.savez(path, x=task.data()[0].cpu().numpy(), **weights)
+
+
+def imports(pythons: dict[str, str], *, rounds: int, threads: int, timer: str) -> list[Row]:
+    """Seconds to import each library in a fresh process, beyond torch (jax for neural-tangents)."""
+    rows = []
+    for measure, key in (("import", "import_all"), ("import of what is used", "import_used")):
+        times: dict[str, list[float]] = {name: [] for name in pythons}
+        notes: dict[str, str] = {}
+        for i in range(rounds + 1):  # the first one reads files from disk
+            for name in list(pythons) if i % 2 == 0 else list(pythons)[::-1]:
+                library = LIBRARIES[name]
+                before = {"torch": "pass", "neural-tangents": "import jax"}.get(name, "import torch, lightning_parts")
+                line = getattr(library, key) or "import torch"
+                code = f"import sys; sys.path.append({str(WORKERS)!r})\n{before}\n"
+                code += f"from time import {timer} as clock; start = clock()\n{line}\nprint(clock() - start)"
+                path = {"PYTHONPATH": str(ROOT / "src")} if name == "dissensus" else {}
+                done = subprocess.run(
+                    [pythons[name], "-c", code], capture_output=True, text=True, env=environment(threads) | path
+                )
+                if done.returncode:
+                    notes[name] = done.stderr.strip().splitlines()[-1][:200]
+                elif i:
+                    times[name].append(float(done.stdout.splitlines()[-1]))
+        for name in pythons:
+            about = {"operation": "import", "measure": measure, "library": name, "threads": threads, "clock": timer}
+            if name in notes:
+                rows.append(about | {"note": notes[name]})
+                continue
+            ours = times.get("dissensus", [])
+            ratio = round(median(a / b for a, b in zip(times[name], ours, strict=True)), 3) if ours else ""
+            rows.append(about | spread(times[name]) | {"rounds": rounds, "ratio": ratio})
+    return rows
+
+
+COUNT = """
+import re, sys
+from importlib.metadata import distributions
+key = lambda name: re.sub("[-_.]+", "-", name).lower()
+held = {key(each.metadata["Name"]): each for each in distributions()}
+below, waiting = {"pip"}, [sys.argv[1]]
+while waiting:
+    name = key(waiting.pop())
+    if name in held and name not in below:
+        below.add(name)
+        waiting += [re.match("[A-Za-z0-9._-]+", r)[0] for r in held[name].requires or () if "extra ==" not in r]
+own = [each for name, each in held.items() if name not in below]
+size = sum(path.stat().st_size for each in own for f in each.files or () if (path := each.locate_file(f)).is_file())
+print(len(own), size / 1e6, held[sys.argv[2]].version if sys.argv[2] in held else "")
+"""
+
+
+def packages(pythons: dict[str, str]) -> list[Row]:
+    """What each environment holds beyond torch (or jax) and what that needs."""
+    rows = []
+    for name, python in pythons.items():
+        if not LIBRARIES[name].packages:
+            continue
+        done = subprocess.run(
+            [python, "-c", COUNT, LIBRARIES[name].base, name], capture_output=True, text=True, check=True
+        )
+        count, size, version = (done.stdout.strip("\n") + " ").split(" ")[:3]
+        rows.append(
+            {"operation": "packages", "library": name, "version": version, "packages": count, "mb": f"{float(size):.0f}",
+             "note": LIBRARIES[name].remark}
+        )  # fmt: skip
+    return rows
+
+
+def same(row: Row) -> tuple[str, ...]:
+    """What rows of one case have in common."""
+    return tuple(str(row.get(key, "")) for key in ("operation", "network", "members", "batch", "inputs", "threads"))
+
+
+def install(folder: Path) -> None:
+    """One environment for each library. An index may pin other versions of torch by a pip constraint file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pins = folder / "constraints.txt"
+    pins.write_text("\n".join(TORCH))
+    for name, library in LIBRARIES.items():
+        if library.packages and not (folder / name).exists():
+            subprocess.run([sys.executable, "-m", "venv", str(folder / name)], check=True)
+            needed = (*(["torch"] if library.base == "torch" else []), *library.packages)
+            subprocess.run([folder / name / "bin" / "pip", "install", "-q", "-c", pins, *needed], check=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--install", type=Path, metavar="FOLDER", help="make the environments there, and stop")
+    parser.add_argument("--venvs", type=Path, metavar="FOLDER", help="environments; without it, this interpreter")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--clock", default="wall", choices=("wall", "processor"))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default="", help="a regular expression for operation and network")
+    parser.add_argument("--libraries", default=",".join(EVERYONE), help="comma-separated")
+    parser.add_argument("--csv", type=Path)
+    options = parser.parse_args()
+    if options.install:
+        return install(options.install)
+    import torch
+
+    from dissensus.bench.run.provenance import commit, device_name
+
+    timer = {"wall": "perf_counter", "processor": "process_time"}[options.clock]
+    names = options.libraries.split(",")
+    homes = {name: "dissensus" if name == "torch" else name for name in names}
+    pythons = {}
+    for name in names:  # where there is no environment, this interpreter says what is missing
+        found = options.venvs and options.venvs.resolve() / homes[name] / "bin" / "python"
+        pythons[name] = str(found) if found and found.exists() else sys.executable
+    about = {"commit": commit(), "device": device_name(torch.device(options.device))}
+    rows = read_rows(options.csv) if options.csv else []
+    wanted = re.compile(options.only).search
+
+    def keep(found: list[Row]) -> None:
+        """Adds rows to the file, in the place of those of the same case."""
+        mine = {same(row) for row in found}
+        rows[:] = [row for row in rows if same(row) not in mine] + [{**row, **about} for row in found]
+        for row in found:
+            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+        if options.csv:
+            write_rows(options.csv, rows)
+
+    if options.venvs and wanted("packages"):
+        keep(packages({name: python for name, python in pythons.items() if python != sys.executable}))
+    chosen = [
+        {**case, "device": options.device} for case in cases() if wanted(f"{case['operation']} {case['network']}")
+    ]
+    workers = {name: Worker(python, name, options.threads) for name, python in pythons.items()} if chosen else {}
+    for case in chosen:
+        keep(measured(case, workers, rounds=options.rounds, threads=options.threads, timer=timer))
+    if wanted("import"):
+        keep(imports(pythons, rounds=min(options.rounds, 3), threads=options.threads, timer=timer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The page of benchmarks/peers.py: one row for each case, one column for each library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rows import Row, markdown
+
+NETWORKS = {
+    "mlp": "MLP 784-200-200-200-10",
+    "mlp-dropout": "MLP 784-200-200-200-10",
+    "mlp-wide": "MLP 784-512-512-512-10",
+    "conv": "small conv net",
+    "resnet20": "ResNet-20",
+}
+TITLES = {
+    "ensemble": "{members} × {network}, batch {batch}",
+    "ensemble predicts": "{members} × {network}, {inputs} inputs",
+    "ensemble, one input": "{members} × {network}, 1 input",
+    "single": "1 × {network}, batch {batch}",
+    "single, one input": "1 × {network}, 1 input",
+    "dropout predicts": "MC dropout, {members} samples, {network}, {inputs} inputs",
+    "dropout, one input": "MC dropout, {members} samples, {network}, 1 input",
+    "batch ensemble": "BatchEnsemble of {members}, {network}, batch {batch}",
+    "batch ensemble predicts": "BatchEnsemble of {members}, {network}, {inputs} inputs",
+    "Laplace, full": "full, {network}, {inputs} inputs",
+    "Laplace, kron": "Kronecker, {network}, {inputs} inputs",
+    "Laplace, full, predicts": "full, {network}, {inputs} inputs",
+    "Laplace, kron, predicts": "Kronecker, {network}, {inputs} inputs",
+    "Laplace, kron, one input": "Kronecker, {network}, 1 input",
+    "SGHMC": "SGHMC, {network}, batch {batch}",
+    "mean-field VI": "mean-field VI, {network}, batch {batch}",
+    "empirical kernel": "empirical tangent kernel, {network}, {inputs} inputs",
+    "analytic kernel": "analytic kernels, {network}, {inputs} inputs",
+}
+SECTIONS = {  # title -> which measure of which operations
+    "Training, one step": ("training step", ("ensemble", "single", "batch ensemble", "SGHMC", "mean-field VI")),
+    "Training, one epoch in one call": ("epoch", ("ensemble", "single", "batch ensemble", "SGHMC", "mean-field VI")),
+    "Prediction": ("prediction", ("ensemble predicts", "dropout predicts", "batch ensemble predicts")),
+    "Prediction of one input": (
+        "prediction of one",
+        ("single, one input", "ensemble, one input", "dropout, one input", "Laplace, kron, one input"),
+    ),
+    "Last-layer Laplace: fit": ("fit", ("Laplace, full", "Laplace, kron")),
+    "Last-layer Laplace: prediction": ("prediction", ("Laplace, full, predicts", "Laplace, kron, predicts")),
+    "Kernels": ("kernel", ("empirical kernel", "analytic kernel")),
+}
+LOST = 0.95  # below this ratio the other side is called faster
+
+
+def title(row: Row) -> str:
+    return TITLES[row["operation"]].format(**{**row, "network": NETWORKS.get(row["network"], row["network"])})
+
+
+def time(row: Row) -> str:
+    """Milliseconds and how they compare; bold where the other library is faster."""
+    milliseconds = 1e3 * float(row["seconds"])
+    text = f"{milliseconds:,.0f} ms" if milliseconds >= 1000 else f"{milliseconds:.3g} ms"
+    if row["library"] == "dissensus" or not row["ratio"]:
+        return text
+    ratio = float(row["ratio"])
+    compared = f"{text} ({ratio:.2f}×)" if ratio < 10 else f"{text} ({ratio:.0f}×)"
+    return f"**{compared}**" if ratio < LOST else compared
+
+
+def matrix(rows: Sequence[Row], name: Callable[[Row], str], cell: Callable[[Row], str]) -> str:
+    """A table with a column for each library that has a number or a failure in one of the rows."""
+    shown = [row for row in rows if row["seconds"] or row["note"] != "not offered"]
+    libraries = list(dict.fromkeys(row["library"] for row in shown))
+    lines: dict[str, dict[str, str]] = {}
+    for row in shown:
+        lines.setdefault(name(row), {})[row["library"]] = cell(row) if row["seconds"] else row["note"]
+    table = [[key, *(cells.get(library, "–") for library in libraries)] for key, cells in lines.items()]
+    return markdown(["", *libraries], table)
+
+
+def lost(rows: Sequence[Row]) -> str:
+    """Sentences on what others do faster, the worst first; apart, those whose quartiles overlap with dissensus's."""
+    case = ("operation", "measure", "network", "members", "batch", "inputs")
+    ours = {tuple(row[key] for key in case): row for row in rows if row["library"] == "dissensus" and row["seconds"]}
+    clear, near = [], []
+    for row in sorted((row for row in rows if row["ratio"]), key=lambda row: float(row["ratio"])):
+        if row["operation"] == "import" or row["library"] == "dissensus" or float(row["ratio"]) >= LOST:
+            continue
+        longer = f"dissensus takes {1 / float(row['ratio']):.2f} times as long"
+        text = f"- {row['library']}, {row['measure']}, {title(row)}: {longer}."
+        apart = float(row["upper"]) < float(ours[tuple(row[key] for key in case)]["lower"])
+        (clear if apart else near).append(text)
+    parts = ["\n".join(clear) or "Nothing here is clearly faster elsewhere."]
+    if near:
+        parts += ["Not to be told from noise, since the quartiles of both sides overlap:", "\n".join(near)]
+    return "\n\n".join(parts)
+
+
+def page(rows: Sequence[Row]) -> str:
+    parts = []
+    for heading, (measure, operations) in SECTIONS.items():
+        mine = [row for row in rows if row["operation"] in operations and row["measure"] in (measure, "")]
+        if any(row["seconds"] for row in mine):
+            parts += [f"## {heading}", matrix(mine, title, time)]
+    whole = [row for row in rows if row["measure"] in ("epoch", "prediction", "fit", "kernel")]
+    if whole:
+        parts += ["## Peak memory, MB beyond the import's"]
+        parts += [
+            matrix(whole, lambda row: f"{row['measure']}: {title(row)}", lambda row: f"{float(row['peak_mb']):.0f}")
+        ]
+    if imported := [row for row in rows if row["operation"] == "import"]:
+        parts += ["## Import", "Beyond the import of torch (jax for neural-tangents), which is the column torch."]
+        parts += [matrix(imported, lambda row: row["measure"], time)]
+    if held := [row for row in rows if row["operation"] == "packages"]:
+        lines = [
+            [row["library"], row["version"], row["packages"], f"{float(row['mb']):,.0f}", row["note"]] for row in held
+        ]
+        parts += ["## Packages installed beside torch and what it needs (jax for neural-tangents)"]
+        parts += [markdown(["library", "version", "packages", "MB", ""], lines)]
+    parts += ["## Where dissensus is slower", lost(rows)]
+    seen = {row["library"]: f"{row['library']} {row['version']}" for row in rows if row["version"]}
+    rounds = " and ".join(dict.fromkeys(row["rounds"] for row in rows if row["rounds"]))
+    threads = " and ".join(dict.fromkeys(row["threads"] for row in rows if row["threads"]))
+    torch = " and ".join(dict.fromkeys(row["torch"] for row in rows if row["torch"]))
+    made = "; ".join(dict.fromkeys(f"commit {row['commit']}, {row['device']}" for row in rows))
+    clocks = {"perf_counter": "", "process_time": "processor time, "}
+    clock = " and ".join(dict.fromkeys(clocks[row["clock"]] for row in rows if row["clock"]))
+    facts = (
+        f"{clock}medians of {rounds} rounds in turns, {threads} thread(s); {', '.join(seen.values())}; torch {torch}"
+    )
+    flags = f" --threads {threads}" + " --clock processor" * ("processor" in clock)
+    command = f"python benchmarks/peers.py --venvs FOLDER{flags} --csv FILE"
+    return "\n\n".join([*parts, f"*`{command}`; {facts}; {made}.*"])

@@ -1,0 +1,109 @@
+"""benchmarks/peers.py: its worker for this library computes what a plain loop does, and its table says who is faster."""
+
+import json
+import runpy
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+TINY = {"network": "tiny", "members": 3, "batch": 8, "rows": 24, "calls": 1, "device": "cpu"}
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    folders = [ROOT / "benchmarks", ROOT / "benchmarks" / "peer_workers"]
+    monkeypatch.setattr(sys, "path", [*map(str, folders), *sys.path])
+    before = set(sys.modules)
+    with torch.random.fork_rng():
+        yield
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "").parent in folders:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "operation",
+    ["ensemble", "ensemble predicts", "ensemble, one input", "single", "single, one input", "dropout predicts"],
+)
+def test_both_sides_are_asked_the_same(workers, operation):
+    import of_dissensus
+    import of_torch
+    import peers
+
+    case = {**TINY, "operation": operation} | ({"members": 1} if operation.startswith("single") else {})
+    case |= {"network": "tiny-dropout", "members": 40} if "dropout" in operation else {}
+    found = {}
+    for name, module in (("dissensus", of_dissensus), ("torch", of_torch)):
+        run, check = module.OPERATIONS[operation](module.case_of(case))
+        assert all(seconds > 0 for seconds in run().values())
+        found[name] = {"compared": check().flatten().tolist()}
+    most = peers.TOLERANCE[operation]
+    assert peers.compared(operation, found)["torch"][1] == ""
+    found["torch"]["compared"][0] += 3 * most
+    assert "not timed" in peers.compared(operation, found)["torch"][1]
+
+
+def test_what_only_this_library_and_others_have_runs(workers):
+    import of_dissensus
+
+    names = [name for name in of_dissensus.OPERATIONS if name.startswith(("batch", "Laplace", "SGHMC", "mean", "emp"))]
+    for name in [*names, "analytic kernel"]:
+        run, check = of_dissensus.OPERATIONS[name](of_dissensus.case_of({**TINY, "operation": name}))
+        assert all(seconds > 0 for seconds in run().values()), name
+        assert check() is None or check().isfinite().all(), name
+
+
+def test_a_step_is_the_time_between_two_batches(workers):
+    from tasks import Watched
+
+    times = iter([0.0, 1.0, 3.0, 5.0, 6.0, 7.0, 8.0, 20.0])
+    watched = Watched([(None, None)] * 3, lambda: next(times))
+    found = watched.timed(lambda: [list(watched), list(watched)])  # two members, one after the other
+    assert found == {"training step": 2.0 + 1.0, "epoch": 20.0}
+
+
+def test_a_worker_answers_line_by_line(workers):
+    import of_torch
+
+    main = runpy.run_path(str(ROOT / "benchmarks" / "peer_workers" / "__main__.py"))
+    heard, said = iter(["go\n", "go\n", "end\n"]), []
+    case = {**TINY, "operation": "ensemble predicts"}
+    main["serve"](of_torch, case, lambda: next(heard), lambda **what: said.append(json.loads(json.dumps(what))))
+    first, *rounds, last = said
+    assert len(first["compared"]) == 24 * 3
+    assert first["versions"]["torch"] == version("torch")
+    assert [list(each["seconds"]) for each in rounds] == [["prediction"]] * 2
+    assert last["peak_mb"] >= 0
+
+
+def test_the_page_says_who_is_faster_and_what_is_not_offered(workers):
+    import peers
+    import peers_page
+
+    about = {"network": "mlp", "members": "5", "batch": "128", "inputs": "1280", "operation": "ensemble"}
+    about |= {"measure": "training step", "peak_mb": "3", "note": "", "version": "1", "torch": "2", "threads": "1"}
+    about |= {"rounds": "3", "clock": "perf_counter", "commit": "c", "device": "d", "ratio": "1.0"}
+    rows = [
+        about | {"library": "dissensus", "seconds": "0.01", "lower": "0.009", "upper": "0.011"},
+        about | {"library": "quick", "seconds": "0.005", "ratio": "0.5", "lower": "0.004", "upper": "0.006"},
+        about | {"library": "slow", "seconds": "2", "ratio": "200", "lower": "1", "upper": "3"},
+        about | {"library": "broken", "seconds": "", "measure": "", "note": "ImportError: x", "ratio": ""},
+        about | {"library": "other", "seconds": "", "measure": "", "note": "not offered", "ratio": ""},
+    ]
+    text = peers_page.page(rows)
+    head = "|  | dissensus | quick | slow | broken |"
+    line = "| 5 × MLP 784-200-200-200-10, batch 128 | 10 ms | **5 ms (0.50×)** | 2,000 ms (200×) | ImportError: x |"
+    assert head in text
+    assert line in text
+    assert "quick, training step, 5 × MLP 784-200-200-200-10, batch 128: dissensus takes 2.00 times as long" in text
+    assert "noise" not in text
+    rows[1]["upper"] = "0.02"  # the quartiles overlap
+    assert "noise" in peers_page.page(rows)
+    for case in peers.cases():
+        assert case["operation"] in peers_page.TITLES
+        assert peers.offers("dissensus", case["operation"])
+    assert not peers.offers("posteriors", "ensemble")
