@@ -166,6 +166,59 @@ def speed_table() -> str:
     return "\n".join([*lines, "", f"*`{COMMAND}`; commit {'; '.join(sorted(commits))}.*"])
 
 
+GPU_SECTIONS = {
+    "steps": ("A training step of {members} ResNet-18 on batches of {batch}, bf16", "times the short deep ensemble"),
+    "watching": ("A training step of one ResNet-18 on batches of {batch}, bf16", "times unwatched"),
+    "prediction": ("Prediction of {members} ResNet-18 in batches of {batch}", "times as fast as the float32 loop"),
+    "gradients": ("Gradients of three ResNet-18 on 32 images", ""),
+}
+
+
+def gpu_tables() -> str:
+    """What steps and predictions cost on a GPU, each section as a table."""
+    found, parts = rows("gpu_h200.csv"), []
+    for what, (title, ratio) in GPU_SECTIONS.items():
+        mine = [row for row in found if row["what"] == what]
+        if what == "gradients":
+            columns = {"name": "method", "run": "precision", "ran": "deviation", "error": "‖a − b‖ / ‖b‖"}
+        else:
+            columns = {
+                "name": "what",
+                "run": "run",
+                "ran": "how it ran",
+                "ms": "ms",
+                "ratio": ratio,
+                "spread": "spread",
+            }
+            columns |= {"reserved_gib": "GiB"} if what != "prediction" else {"error": "largest error of a probability"}
+        table = markdown(list(columns.values()), [[row[key] for key in columns] for row in mine])
+        parts += [f"*{title.format(**mine[0])}*", "", table, ""]
+    made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in found))
+    return "\n".join([*parts, f"*`python benchmarks/gpu.py --csv FILE`; {made}.*"])
+
+
+def bf16_repulsion_table() -> str:
+    """Deviations in bf16, mean over seeds."""
+    found = rows("bf16_repulsion.csv")
+    keys = ("activation", "batch norm", "steps", "how")
+    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in found:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    columns = ("likelihood", "directions", "repulsion", "flipped")
+    lines = [f"| {' | '.join((*keys, *columns))} |", "|" + "---|" * (len(keys) + len(columns))]
+    for key, members in groups.items():
+        cells = [f"{100 * statistics.mean(float(row[column]) for row in members):.2g} %" for column in columns]
+        lines.append(f"| {' | '.join((*key, *cells))} |")
+    made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in found))
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"*`python benchmarks/bf16_repulsion.py --csv FILE`; {len({row['seed'] for row in found})} seeds; {made}.*",
+        ]
+    )
+
+
 def seed_table(found: list[dict[str, str]], key: str, columns: dict[str, str], *, where: str, command: str) -> str:
     """One row per value of `key`, with its number of seeds where rows differ in it."""
     groups = by_key(found, key)
@@ -469,6 +522,10 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
         yield docs / "choose.md", name, table()
     yield docs / "choose.md", "table", choose.table_rows()
     yield docs / "results" / "speed.md", "speed", speed_table()
+    if rows("gpu_h200.csv"):
+        yield docs / "results" / "speed.md", "gpu", gpu_tables()
+    if rows("bf16_repulsion.csv"):
+        yield docs / "results" / "speed.md", "bf16-repulsion", bf16_repulsion_table()
     halves = [*rows("bf16_predictions.csv"), *rows("bf16_predictions_h200.csv")]
     yield docs / "results" / "speed.md", "bf16-predictions", bf16_predictions.half_table(halves)
     yield docs / "reference/details/node-bnn.md", "capacity", capacity_table()
