@@ -106,4 +106,6 @@ class Pending(Tensor):
 
 def settled(tree: Any) -> Any:
     """The tree with waiting tensors computed."""
+    if isinstance(tree, Tensor):
+        return tree.value() if isinstance(tree, Pending) else tree
     return pytree.tree_map_only(Pending, Pending.value, tree)
