@@ -23,18 +23,9 @@ from dissensus.core.running import How, Rows, Runner, first_line, loop, stacked
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
-from dissensus.numerics.copying import copy_all
+from dissensus.numerics.copying import copies, copy_all
 from dissensus.numerics.divided import is_divided, joined_all
-from dissensus.numerics.tree import (
-    KeptTensors,
-    Places,
-    Tensors,
-    TensorTree,
-    call_with,
-    copies,
-    found_quickly,
-    named_tensors,
-)
+from dissensus.numerics.tree import KeptTensors, Places, Tensors, TensorTree, call_with, found_quickly, named_tensors
 
 __all__ = ["How", "Member", "Particles", "Rows", "loop", "member_index"]
 
@@ -276,12 +267,8 @@ class Particles(nn.Module):
             mine = [name for name in buffers if name in own]
             common = [name for name in buffers if name not in own and name not in self._frozen]
             targets = [*(own[name] for name in mine), *(shared[name] for name in common)]
-            if targets:
-                sources = [
-                    *(buffers[name] for name in mine),
-                    *(self.exchange.averaged(buffers[name]) for name in common),
-                ]
-                copy_all(targets, sources)
+            means = (self.exchange.averaged(buffers[name]) for name in common)
+            copy_all(targets, [*(buffers[name] for name in mine), *means])
 
     def rows(self, varying: Tensors | None = None) -> Rows:
         """Tensors that differ between functions, with the function axis first."""

@@ -133,10 +133,10 @@ class Guard:
 
     def observe(self) -> None:
         """Calls the method's `observe`, and resets its clock if the step was bad."""
+        note_step(self.optimizer)  # a step replayed from a graph would not be counted otherwise
         if self.reads:
             self.posterior.observe(self.optimizer)
             return
-        note_step(self.optimizer)  # a step replayed from a graph would not be counted otherwise
         clocks = [part.steps for part in self._clocked]
         # Recorders count on the host: after a bad step they see unchanged weights and gradients of 0.
         if any(recorder.upcoming for recorder in self._recorders):

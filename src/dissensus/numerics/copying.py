@@ -7,13 +7,25 @@ import torch
 from torch import Tensor
 
 
+def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the tensors, on a GPU by few kernels for all of them; vmap has no rule for that."""
+    on_gpu = all(tensor.is_cuda for tensor in tensors.values()) and torch._C._functorch.peek_interpreter_stack() is None
+    if not tensors or not on_gpu or torch.compiler.is_compiling():
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+    found = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    copy_all(list(found.values()), list(tensors.values()))
+    return found
+
+
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies each source into its target, of the same shape.
 
     torch copies a whole list tensor by tensor if one pair has other dtypes or strides than the rest, so pairs are grouped, and
     strides of axes of length one, which say nothing, are made equal.
     """
-    if not targets or not targets[0].is_cuda:
+    if not targets:
+        return
+    if not targets[0].is_cuda:
         torch._foreach_copy_(list(targets), list(sources))
         return
     groups: defaultdict[object, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))

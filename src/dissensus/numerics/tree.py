@@ -7,19 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dissensus.numerics.copying import copy_all
-
 Tensors = dict[str, Tensor]  # by name
-
-
-def copies(tensors: Tensors) -> Tensors:
-    """Copies of the tensors, on a GPU by few kernels for all of them; vmap has no rule for that."""
-    on_gpu = all(tensor.is_cuda for tensor in tensors.values()) and torch._C._functorch.peek_interpreter_stack() is None
-    if not tensors or not on_gpu or torch.compiler.is_compiling():
-        return {name: tensor.clone() for name, tensor in tensors.items()}
-    found = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    copy_all(list(found.values()), list(tensors.values()))
-    return found
 
 
 class TensorTree(nn.Module):
@@ -57,7 +45,7 @@ class TensorTree(nn.Module):
         node: nn.Module = self
         for part in path:
             if part not in node._modules:
-                node.add_module(part, TensorTree())
+                node.add_module(part, TensorTree().train(False))
             node = node._modules[part]  # type: ignore[assignment]
         if isinstance(tensor, nn.Parameter):
             node.register_parameter(leaf, tensor)
