@@ -3,7 +3,7 @@
     python benchmarks/gpu.py --csv benchmarks/results/gpu_h200.csv
 
 steps: ten ResNet-18 (or `--members`) on batches of 128 in bf16: a loop over the networks as plain torch runs them, a deep
-ensemble, FoRDE and LIT, in runs too short to compile and compiled. Rounds of a few steps alternate; medians, with the spread
+ensemble, FoRDE and LIT, in runs too short to compile; compiled: in runs long enough. Rounds of a few steps alternate; medians, with the spread
 (largest over smallest). `reserved`: GiB that torch took from the device for the method, weights included.
 watching: one network; TRADI and SWAG beside the same step unwatched.
 prediction: ten ResNet-18 over batches of 128; loops as plain torch runs them; the largest error of a probability against
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rows import Row, write_rows
+from rows import Row, read_rows, write_rows
 from torch import Tensor, nn
 
 import dissensus as ds
@@ -61,8 +61,14 @@ def main() -> None:
             rows.append({"what": what, "members": given.members, "batch": given.batch, **row, **facts})
             print("  ".join(f"{key} {value}" for key, value in row.items() if value != ""), flush=True)
         torch.cuda.empty_cache()
-    if given.csv is not None:
-        write_rows(given.csv, [dict.fromkeys(COLUMNS, "") | row for row in rows])
+        if given.csv is not None:
+            write_rows(given.csv, [*others(given), *(dict.fromkeys(COLUMNS, "") | row for row in rows)])
+
+
+def others(given: argparse.Namespace) -> list[Row]:
+    """Rows of the file that are not measured now."""
+    known = read_rows(given.csv) if given.csv.exists() else []
+    return [row for row in known if row["what"] not in given.what.split(",")]
 
 
 COLUMNS = (
@@ -71,26 +77,23 @@ COLUMNS = (
 
 
 def steps(given: argparse.Namespace) -> Iterator[Row]:
-    """Whole training steps, with ratios to the deep ensemble that is not compiled."""
-    networks = [ds.nets.ResNet(18) for _ in range(given.members)]
-    batch = images(given.batch)
-    methods: dict[str, Callable[..., ds.Posterior]] = {
-        "deep ensemble": ds.DeepEnsemble,
-        "FoRDE": ds.FoRDE,
-        "LIT": lambda nets: ds.LIT(nets, strength=0.1),
-    }
-    runs: dict[tuple[str, str], Stepper] = {("loop over networks", "eager"): loop(networks, batch)}
-    made: dict[tuple[str, str], Row] = {("loop over networks", "eager"): {"ran": "eager"}}
-    for run, length in (("short", SHORT), ("long", LONG)):
-        for name, method in methods.items():
-            if name == "LIT" and run == "long":
-                continue  # its graph is FoRDE's
-            step, about = stepper(method(copy.deepcopy(networks)), batch, length)
-            runs[name, run], made[name, run] = step, about
-    times = in_turns(runs, given.rounds, 10)
-    base = statistics.median(times["deep ensemble", "short"])
-    for (name, run), found in times.items():
-        yield {"name": name, "run": run, **made[name, run], **timing(found, base)}
+    """Whole training steps of runs too short to compile, with ratios to the deep ensemble."""
+    networks, batch = [ds.nets.ResNet(18) for _ in range(given.members)], images(given.batch)
+    runs: dict[str, Stepper] = {"loop over networks": loop(networks, batch)}
+    made: dict[str, Row] = {"loop over networks": {"ran": "eager"}}
+    for name, method in METHODS.items():
+        runs[name], made[name] = stepper(method(copy.deepcopy(networks)), batch, SHORT)
+    yield from compared(runs, made, "deep ensemble", given.rounds, 10, "short")
+
+
+def compiled(given: argparse.Namespace) -> Iterator[Row]:
+    """The same of long runs, for which `auto` compiles if it pays, beside the short deep ensemble."""
+    networks, batch = [ds.nets.ResNet(18) for _ in range(given.members)], images(given.batch)
+    runs, made = {}, {}
+    for name, length in (("deep ensemble, short", SHORT), ("deep ensemble", LONG), ("FoRDE", LONG)):
+        method = METHODS[name.partition(",")[0]]
+        runs[name], made[name] = stepper(method(copy.deepcopy(networks)), batch, length)
+    yield from compared(runs, made, "deep ensemble, short", given.rounds, 10, "long")
 
 
 def watching(given: argparse.Namespace) -> Iterator[Row]:
@@ -99,10 +102,7 @@ def watching(given: argparse.Namespace) -> Iterator[Row]:
     runs, made = {}, {}
     for method in (ds.MAP, ds.TRADI, ds.SWAG):
         runs[method.__name__], made[method.__name__] = stepper(method(copy.deepcopy(network)), batch, SHORT)
-    times = in_turns(runs, 3 * given.rounds, 20)
-    base = statistics.median(times["MAP"])
-    for name, found in times.items():
-        yield {"name": name, "run": "short", **made[name], **timing(found, base)}
+    yield from compared(runs, made, "MAP", 3 * given.rounds, 20, "short")
 
 
 def prediction(given: argparse.Namespace) -> Iterator[Row]:
@@ -130,7 +130,7 @@ def prediction(given: argparse.Namespace) -> Iterator[Row]:
             "summarise, bf16": lambda loader=loader: ds.summarise(posterior, loader, precision="bf16")[0].mean,
         }
         if count > 20_000:
-            runs = {name: runs[name] for name in ("loop over networks, float32", "predict, float32", "predict, bf16")}
+            runs = {name: runs[name] for name in ("loop over networks, float32", "predict, bf16")}
         reference = runs["loop over networks, float32"]()
         errors = {name: f"{float((run() - reference).abs().max()):.1e}" for name, run in runs.items()}
         times = in_turns(runs, given.rounds if count <= 20_000 else 1, 1)
@@ -167,8 +167,13 @@ def gradients(given: argparse.Namespace) -> Iterator[Row]:
                 yield {"name": name, "run": "bf16", "ran": "from float32", "error": deviation(ours, exact)}
 
 
+METHODS: dict[str, Callable[..., ds.Posterior]] = {
+    "deep ensemble": ds.DeepEnsemble,
+    "FoRDE": ds.FoRDE,
+    "LIT": lambda networks: ds.LIT(networks, strength=0.1),
+}
 SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
-    "steps": steps, "watching": watching, "prediction": prediction, "gradients": gradients,
+    "steps": steps, "compiled": compiled, "watching": watching, "prediction": prediction, "gradients": gradients,
 }  # fmt: skip
 
 
@@ -228,6 +233,14 @@ def in_turns(runs: dict[Any, Stepper], rounds: int, count: int) -> dict[Any, lis
             torch.cuda.synchronize()
             times[name].append((time.perf_counter() - start) / count)
     return {name: found[1:] for name, found in times.items()}
+
+
+def compared(
+    runs: dict[str, Stepper], made: dict[str, Row], base: str, rounds: int, count: int, run: str
+) -> Iterator[Row]:
+    times = in_turns(runs, rounds, count)
+    for name, found in times.items():
+        yield {"name": name, "run": run, **made[name], **timing(found, statistics.median(times[base]))}
 
 
 def timing(seconds: list[float], base: float) -> Row:

@@ -774,6 +774,8 @@ def test_what_is_kept_of_weights_gives_the_bits_of_what_is_computed_at_every_bat
     with torch.no_grad():
         for parameter in drawn.parameters():
             parameter.mul_(1.5)
+    # It begins anew, with a plain call; a graph runs fused layers, which round otherwise.
+    torch.testing.assert_close(once(x), always(x), rtol=0, atol=1e-5 if precision == "float32" else 0.05)
     for _ in range(3):
         assert all(map(torch.equal, once(x), always(x)))
 
