@@ -3,7 +3,8 @@
     python benchmarks/gpu.py --csv benchmarks/results/gpu_h200.csv
 
 steps: ten ResNet-18 (or `--members`) on batches of 128 in bf16: a loop over the networks as plain torch runs them, a deep
-ensemble, FoRDE and LIT, in runs too short to compile; compiled: in runs long enough. Rounds of a few steps alternate; medians, with the spread
+ensemble, FoRDE and LIT, in runs too short to compile; compiled: in runs long enough. Rounds of a few steps alternate;
+medians, with the spread
 (largest over smallest). `reserved`: GiB that torch took from the device for the method, weights included.
 watching: one network; TRADI and SWAG beside the same step unwatched.
 prediction: ten ResNet-18 over batches of 128; loops as plain torch runs them; the largest error of a probability against

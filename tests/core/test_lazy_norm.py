@@ -258,7 +258,13 @@ def test_what_would_lose_gradients_raises(then: str, device: torch.device) -> No
 
 def test_other_layouts_and_small_batches_stay_torchs(device: torch.device) -> None:
     norm = nn.BatchNorm2d(3).to(device)
+    x = torch.randn(4, 3, 5, 5, device=device).contiguous(memory_format=torch.channels_last)
+    one = torch.ones(1, device=device)
     with lazy_norm.fused():
+        assert type(norm(x)) is not Tensor
+        assert (
+            type(F.batch_norm(x, None, None, one.expand(3), one.expand(3), True)) is Tensor
+        )  # one number for all channels
         assert type(norm(torch.randn(4, 3, 5, 5, device=device))) is Tensor  # channels apart in memory
         assert type(norm.eval()(torch.randn(4, 3, 5, 5, device=device))) is Tensor
         with pytest.raises(ValueError, match="more than 1 value"):

@@ -71,7 +71,9 @@ def waiting(
 ) -> Tensor:
     """As `F.batch_norm`, but waiting if the kernels take this tensor; else `otherwise` of the same arguments."""
     known = (running_mean is None) == (running_var is None) and (training or running_mean is not None)
-    usable = weight is not None and bias is not None and known and (training or not torch.is_grad_enabled())
+    given = [each for each in (weight, bias, running_mean, running_var) if each is not None]
+    packed = all(each.is_contiguous() and each.device == input.device for each in given)  # as the kernels read them
+    usable = weight is not None and bias is not None and known and packed and (training or not torch.is_grad_enabled())
     if (
         usable
         and not training
