@@ -214,9 +214,11 @@ def gathered(state: State, found: list[Gradients]) -> Gradients:
         else:
             given = [g for g in each if g is not None]
             gradients[name] = sum(given[1:], given[0])
-    if targets:  # one call for all tensors and members
-        copy_all(targets, sources)
-    buffers = {name: torch.stack([one.buffers[name] for one in found]) for name in found[0].buffers}
+    buffers = {name: b.new_empty((len(found), *b.shape)) for name, b in found[0].buffers.items()}
+    for name, whole in buffers.items():
+        targets += whole.unbind()
+        sources += [one.buffers[name] for one in found]
+    copy_all(targets, sources)  # few kernels for all tensors and members
     return Gradients(torch.stack([one.losses for one in found]), gradients, buffers)
 
 
