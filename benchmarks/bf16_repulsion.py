@@ -45,8 +45,8 @@ def main() -> None:
                 for row in study(activation, normed, given.steps, seed, device):
                     rows.append(row | {"seed": seed} | facts)
                     print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    if given.csv is not None:
-        write_rows(given.csv, rows)
+                    if given.csv is not None:
+                        write_rows(given.csv, rows)
 
 
 def study(activation: str, normed: bool, steps: int, seed: int, device: torch.device) -> Iterator[Row]:
