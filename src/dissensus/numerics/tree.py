@@ -1,7 +1,7 @@
 """A tree of named tensors as a module, so that `.to`, `state_dict` and checkpoints work."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Self
@@ -74,14 +74,19 @@ class Places:
 
     def __init__(self, module: nn.Module) -> None:
         first: dict[int, str] = {}  # by id, since tensors are slow to hash
-        self.each: list[tuple[nn.Module, bool, str, str]] = []  # (part, whether a parameter, its key there, its name)
+        # Each place's registry, its key there, and its name; three lists, since `map` takes a third of a loop.
+        self.registries: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.names: list[str] = []
         self.tied: dict[str, str] = {}  # other name -> first name
         for path, part in parts(module):
-            if part._parameters or part._buffers:  # most have neither
-                for leaf, tensor in chain(part._parameters.items(), part._buffers.items()):
+            for registered in (part._parameters, part._buffers):
+                for leaf, tensor in registered.items() if registered else ():  # most have none
                     if tensor is not None:
                         source = first.setdefault(id(tensor), name := path + leaf)
-                        self.each.append((part, leaf in part._parameters, leaf, source))
+                        self.registries.append(registered)
+                        self.keys.append(leaf)
+                        self.names.append(source)
                         if source != name:
                             self.tied[name] = source
 
@@ -162,17 +167,16 @@ def call_with(module: nn.Module, tensors: Tensors, *args: Any, places: Places | 
     if torch.compiler.is_dynamo_compiling():
         others = {name: tensors[source] for name, source in places.tied.items() if source in tensors}
         return functional_call(module, {**tensors, **others}, args, tie_weights=False)
-    before: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
+    before = [*map(dict.__getitem__, places.registries, places.keys)]
     try:
-        for part, is_parameter, leaf, name in places.each:
-            if name in tensors:
-                registered: Any = part._parameters if is_parameter else part._buffers
-                before.append((registered, leaf, registered[leaf]))
-                registered[leaf] = tensors[name]
+        _assign(places, map(tensors.get, places.names, before))
         return module(*args)
     finally:
-        for registered, leaf, tensor in before:
-            registered[leaf] = tensor
+        _assign(places, before)
+
+
+def _assign(places: Places, tensors: Iterable[Tensor]) -> None:
+    deque(map(dict.__setitem__, places.registries, places.keys, tensors), maxlen=0)
 
 
 class KeptTensors:
