@@ -134,7 +134,7 @@ def to(x: Inputs, device: torch.device) -> Inputs:
     # Copies to the host block: otherwise the values could be read before the copy is done.
     soon = device.type != "cpu"
     if isinstance(x, Tensor):
-        return _pinned(x, device).to(device, non_blocking=soon)
+        return x if x.device == device else _pinned(x, device).to(device, non_blocking=soon)
     return apply(x, lambda tensor: _pinned(tensor, device).to(device, non_blocking=soon))
 
 

@@ -27,6 +27,7 @@ class KnownInputs:
     def __init__(self) -> None:
         self.shapes: dict[tuple[Any, ...], torch.Size] = {}  # shapes of outputs, without the batch axis
         self.taken: set[tuple[Any, ...]] = set()
+        self.last: tuple[Any, ...] | None = None  # shape and dtypes of the last tensor that was accepted
         self.doubted = False  # whether a warning about the outputs was logged
 
     def output_shape(self, x: Inputs, run: Forward, dtype: torch.dtype) -> torch.Size:
@@ -44,12 +45,15 @@ class KnownInputs:
 
     def check(self, x: Inputs, run: Forward, dtype: torch.dtype) -> None:
         """Raises if run fails on x. For a single tensor it tries only the first example, if the network accepts that."""
-        key = _kind_of_inputs(x, dtype)
-        if key in self.taken or key in self.shapes or batches.size(x) == 0:
+        last = (x.shape, x.dtype, dtype) if isinstance(x, Tensor) else None
+        if last is not None and last == self.last:
             return
-        if not isinstance(x, Tensor) or not _takes(run, x[:1]):
-            batched_outputs(run, x)
-        self.taken.add(key)
+        key = _kind_of_inputs(x, dtype)
+        if key not in self.taken and key not in self.shapes and batches.size(x) > 0:
+            if not isinstance(x, Tensor) or not _takes(run, x[:1]):
+                batched_outputs(run, x)
+            self.taken.add(key)
+        self.last = last
 
 
 def _kind_of_inputs(x: Inputs, dtype: torch.dtype) -> tuple[Any, ...]:

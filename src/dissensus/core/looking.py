@@ -1,11 +1,13 @@
 """Looking at a posterior's networks without leaving a trace: the context of every prediction."""
 
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from dissensus.numerics.randomness import look_ahead, restore, states
-from dissensus.numerics.tree import all_parts
+
+_mode = attrgetter("training")
 
 
 class Looking:
@@ -24,8 +26,9 @@ class Looking:
         self.turn.__enter__()
         try:
             self.random = states(posterior.device)
-            self.parts = all_parts(posterior, *particles.templates, trees=False)
-            self.modes = [part.training for part in self.parts]
+            parts = posterior.known_parts(*posterior._modules.values(), *particles.templates, trees=False)
+            self.parts = [posterior, *parts]
+            self.modes = [*map(_mode, self.parts)]
         except BaseException:
             self.turn.__exit__(None, None, None)
             raise
@@ -40,8 +43,8 @@ class Looking:
                 raise
 
     def __exit__(self, *_: object) -> None:
-        for part, mode in zip(self.parts, self.modes, strict=True):
-            if part.training != mode:  # setting a mode costs much more than reading it
+        if self.modes != [*map(_mode, self.parts)]:
+            for part, mode in zip(self.parts, self.modes, strict=True):
                 part.training = mode
         restore(self.random, self.posterior.device, mine=self.posterior.draws_itself)
         torch._C._set_grad_enabled(self.recorded)

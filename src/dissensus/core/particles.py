@@ -23,9 +23,10 @@ from dissensus.core.running import How, Rows, Runner, first_line, loop, stacked
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
+from dissensus.numerics import tree as trees
 from dissensus.numerics.copying import copies, copy_all
 from dissensus.numerics.divided import is_divided, joined_all
-from dissensus.numerics.tree import KeptTensors, Places, Tensors, TensorTree, call_with, found_quickly, named_tensors
+from dissensus.numerics.tree import Places, Tensors, TensorTree, call_with, found_quickly, named_tensors
 
 __all__ = ["How", "Member", "Particles", "Rows", "loop", "member_index"]
 
@@ -54,6 +55,7 @@ class Particles(nn.Module):
         self.training = self.template.training
         self._settle()
         self._places: dict[int, Places] = {}  # of our own templates, by number
+        self._parts = trees.KnownParts()
         # Divided by torch's `fully_shard`, which gathers layers itself.
         self.fully = is_fully_sharded(self.template.network)
         self._frozen = {*frozen}  # tensors stored once because no member trains them
@@ -290,7 +292,7 @@ class Particles(nn.Module):
         """
         if varying is None and self.held and not self.training and not self.divided:
             template = self.templates[0]
-            with self.turn(), self.runner.running(), KeptTensors(template):
+            with self.turn(), self.runner.running(), trees.KeptTensors(self._parts(template)):
                 return stacked([function(template, *args)])
         shared, common = named_tensors(self.shared)
 

@@ -205,7 +205,7 @@ class Posterior(TrainingRules, ABC):
         """
         batches.check_finite(x := self.transformed(x), anywhere=True)
         x = batches.to(x, self.device)
-        with left_as_found(self):
+        with Looking(self):
             drawn = self.draw()  # first: it raises if there is nothing to draw from
             self.check_inputs(x)
             return self.checked(drawn.predict(x))

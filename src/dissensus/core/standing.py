@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dissensus.core.particles import Particles
 from dissensus.core.predictive import Predictive
+from dissensus.numerics.tree import KnownParts
 
 log = logging.getLogger("dissensus")
 
@@ -116,6 +117,7 @@ class Ground(nn.Module):
         super().__init__()
         self.register_module("calibration", None)
         self.promises = nn.ModuleDict()
+        self.known_parts = KnownParts()  # of what is looked at in a prediction
 
     @final
     def lens(self) -> Lens:
