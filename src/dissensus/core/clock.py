@@ -1,6 +1,7 @@
 """Clock: the length of a training run and the number of steps done, for schedules, recorders and watchers."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, Literal, final
 
 import torch
@@ -99,7 +100,6 @@ class Clock(Ground):
             recorder.begin_unmeasured(epochs)
 
     @final
-    @torch.no_grad()
     def observe(self, optimizer: torch.optim.Optimizer) -> bool:
         """Counts an optimiser step and lets recorders read the weights; returns whether the optimiser has stepped.
 
@@ -108,15 +108,16 @@ class Clock(Ground):
         Args:
             optimizer: the optimiser that trains this posterior.
         """
-        recorders = self.recorders
-        for recorder in recorders:
-            recorder.renew()  # first: if it raises, the step is not counted
-        for watcher in self.watchers:
-            watcher.observe(optimizer)
-        stepped = has_stepped(self, optimizer)
-        self.steps.add_(stepped)
-        if stepped and (self.calibration is not None or self.promises):  # a user's loop that did not call `begin`
-            self.uncalibrate("training")
-        for recorder in recorders if stepped else ():
-            recorder.observe(optimizer)
+        recorders, watchers = self.recorders, self.watchers
+        with torch.no_grad() if recorders or len(watchers) else nullcontext():
+            for recorder in recorders:
+                recorder.renew()  # first: if it raises, the step is not counted
+            for watcher in watchers:
+                watcher.observe(optimizer)
+            stepped = has_stepped(self, optimizer)
+            self.steps.add_(stepped)
+            if stepped and (self.calibration is not None or self.promises):  # a user's loop that did not call `begin`
+                self.uncalibrate("training")
+            for recorder in recorders if stepped else ():
+                recorder.observe(optimizer)
         return stepped

@@ -61,6 +61,8 @@ class State(NamedTuple):
 
     def member(self, index: int) -> State:
         """One member's tensors."""
+        if not (self.own or self.own_frozen or self.own_buffers):
+            return self
 
         def row(part: Tensors) -> Tensors:
             return {name: tensor[index] for name, tensor in part.items()}
@@ -227,8 +229,10 @@ def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent
     if posterior.particles.fully:
         return _fully_sharded_gradients(posterior, batch)
     wanted, particles = state.leaves(), posterior.particles
-    with torch.enable_grad():  # where processes have parts of them, gradients by these follow from those of the whole
-        params, before = particles.put_together(state.parameters(wanted)), state.buffers()
+    params, before = state.parameters(wanted), state.buffers()
+    if particles.divided:  # gradients by the parts follow from those of the whole
+        with torch.enable_grad():
+            params = particles.put_together(params)
 
     def run(*_: Any) -> Gradients:
         with torch.enable_grad():
@@ -276,14 +280,12 @@ def state_of(posterior: Objective) -> State:
     """The posterior's tensors, detached."""
     particles = posterior.particles
     own, (shared, common) = particles.own_parameters(), named_tensors(particles.shared)
-    return State(
-        {name: tensor.detach() for name, tensor in own.items() if tensor.requires_grad},
-        {name: tensor.detach() for name, tensor in shared.items() if tensor.requires_grad},
-        {name: tensor.detach() for name, tensor in own.items() if not tensor.requires_grad},
-        {name: tensor.detach() for name, tensor in shared.items() if not tensor.requires_grad},
-        particles.changing_buffers(),
-        common,
-    )
+    trained: tuple[Tensors, Tensors] = {}, {}
+    frozen: tuple[Tensors, Tensors] = {}, {}
+    for i, tensors in enumerate((own, shared)):
+        for name, tensor in tensors.items():
+            (trained if tensor.requires_grad else frozen)[i][name] = tensor.detach()
+    return State(*trained, *frozen, particles.changing_buffers(), common)
 
 
 def inner(a: Any, b: Any) -> Tensor:

@@ -12,7 +12,7 @@ from dissensus.core.batch import Batch, call
 from dissensus.core.fully import check_whole
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.turns import turn
-from dissensus.numerics.tree import Tensors, TensorTree, found_quickly, named_tensors
+from dissensus.numerics.tree import Tensors, TensorTree, buffers_by_name, found_quickly
 
 PREFIX = "network."  # prefix of the names of a network's tensors in a member
 
@@ -41,7 +41,7 @@ class Member(nn.Module):
         result = function(self, *args)
         if not self.training:
             return result, {}
-        return result, dict(self.named_buffers()) if torch.compiler.is_dynamo_compiling() else named_tensors(self)[1]
+        return result, dict(self.named_buffers()) if torch.compiler.is_dynamo_compiling() else buffers_by_name(self)
 
     def nll(self, batch: Batch) -> Tensor:
         """() mean negative log-likelihood of the batch."""

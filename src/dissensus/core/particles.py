@@ -332,7 +332,8 @@ class Particles(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the members' tensors are."""
-        first = next(chain(*(each.values() for tree in (self.own, self.shared) for each in named_tensors(tree))), None)
+        trees = (self.own, self.shared)
+        first = next(chain.from_iterable(each.values() for tree in trees for each in named_tensors(tree)), None)
         return torch.device("cpu") if first is None else first.device
 
     def member(self, index: int) -> nn.Module:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core.batch import Batch
+from dissensus.core.optimisation import note_step
 from dissensus.engine.constants import NotConstant
 from dissensus.engine.eager import EagerStep
 from dissensus.engine.graphs import Captured, Graph, shapes
@@ -65,6 +66,7 @@ class CapturedStep(Captured):
         else:
             losses = graph.replay(tensors)
             if not self.observes:
+                note_step(self.step.optimizer)  # torch counts those that it calls
                 self.step.guard.observe()
         return losses
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dissensus.core.errors import Diverged
 from dissensus.core.finite import flag_not_finite, largest, suspicious
-from dissensus.core.optimisation import note_step
 from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
 from dissensus.engine.optimisers import can_skip
@@ -133,7 +132,6 @@ class Guard:
 
     def observe(self) -> None:
         """Calls the method's `observe`, and resets its clock if the step was bad."""
-        note_step(self.optimizer)  # a step replayed from a graph would not be counted otherwise
         if self.reads:
             self.posterior.observe(self.optimizer)
             return

@@ -84,7 +84,7 @@ class Looped:
         self.ways = Ways(_note_unfused, fused=self.fused, plain=self.run)
 
     def __call__(self, posterior: Objective, batch: Batch) -> Gradients:
-        if self.compiled or posterior.particles.device.type != "cuda":
+        if self.compiled or batch.y.device.type != "cuda":  # where the members are, too
             return self.run(posterior, batch)
         return self.ways(posterior, batch)  # type: ignore[no-any-return]
 
