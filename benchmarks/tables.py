@@ -200,6 +200,16 @@ def gpu_tables() -> str:
     return "\n".join([*parts, f"*`python benchmarks/gpu.py --csv FILE`; {made}.*"])
 
 
+def training_memory_table() -> str:
+    """Stated and taken memory."""
+    found = rows("training_memory.csv")
+    header = ["run", "how it ran", "tensors stated, MiB", "taken", "reserved stated, MiB", "taken"]
+    keys = ("case", "engine", "stated_tensors", "tensors", "stated_reserved", "reserved")
+    table = markdown(header, [[row[key] for key in keys] for row in found])
+    made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in found))
+    return f"{table}\n\n*`python benchmarks/training_memory.py --csv FILE`; {made}.*"
+
+
 def bf16_repulsion_table() -> str:
     """Deviations in bf16, mean over seeds."""
     found = rows("bf16_repulsion.csv")
@@ -527,6 +537,8 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
     yield docs / "results" / "speed.md", "speed", speed_table()
     if rows("gpu_h200.csv"):
         yield docs / "results" / "speed.md", "gpu", gpu_tables()
+    if rows("training_memory.csv"):
+        yield docs / "results" / "speed.md", "training-memory", training_memory_table()
     if rows("bf16_repulsion.csv"):
         yield docs / "results" / "speed.md", "bf16-repulsion", bf16_repulsion_table()
     halves = [*rows("bf16_predictions.csv"), *rows("bf16_predictions_h200.csv")]
