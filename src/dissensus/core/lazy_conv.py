@@ -26,7 +26,8 @@ def convolution(
     """As `torch.conv2d`, but waiting on a GPU if no gradients are recorded."""
     x = settled(input)
     plain = x.ndim == weight.ndim == 4 and not isinstance(padding, str) and weight.dtype in KINDS
-    if torch.is_grad_enabled() or not plain or x.device.type != "cuda" or not torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
+    usable = torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() or not plain or x.device.type != "cuda" or not usable:
         return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
     kind = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
