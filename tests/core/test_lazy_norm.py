@@ -256,6 +256,17 @@ def test_what_would_lose_gradients_raises(then: str, device: torch.device) -> No
         made(x)
 
 
+@pytest.mark.parametrize("changed", ["input", "added"])
+def test_a_result_read_after_its_input_was_changed_in_place_raises(changed: str, device: torch.device) -> None:
+    x = torch.randn(6, 5, 4, 3, device=device).contiguous(memory_format=torch.channels_last)
+    other, norm = torch.randn_like(x), nn.BatchNorm2d(5).to(device)
+    with lazy_norm.fused():
+        waits = norm(x) + other
+        (x if changed == "input" else other).add_(1)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            F.relu(waits)
+
+
 def test_other_layouts_and_small_batches_stay_torchs(device: torch.device) -> None:
     norm = nn.BatchNorm2d(3).to(device)
     x = torch.randn(4, 3, 5, 5, device=device).contiguous(memory_format=torch.channels_last)

@@ -26,6 +26,7 @@ def convolution(
     """As `torch.conv2d`, but waiting on a GPU if no gradients are recorded."""
     x = settled(input)
     plain = x.ndim == weight.ndim == 4 and not isinstance(padding, str) and weight.dtype in KINDS
+    plain = plain and not (x.is_inference() or weight.is_inference())  # whether they change could not be told
     usable = torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
     if torch.is_grad_enabled() or not plain or x.device.type != "cuda" or not usable:
         return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
@@ -58,7 +59,10 @@ class PendingConvolution(Pending):
     ) -> "PendingConvolution":  # fmt: skip
         sizes = zip(x.shape[2:], weight.shape[2:], *how[:3], strict=True)
         axes = [(size + 2 * pad - reach * (kernel - 1) - 1) // step + 1 for size, kernel, step, pad, reach in sizes]
-        self = cast(PendingConvolution, Pending.__new__(cls, torch.Size([len(x), len(weight), *axes]), kind, x.device))
+        self = cast(
+            PendingConvolution,
+            Pending.__new__(cls, torch.Size([len(x), len(weight), *axes]), kind, x.device, (x, weight, bias)),
+        )
         self.parts, self.how = (x, weight, bias), how
         return self
 
@@ -79,6 +83,7 @@ class PendingConvolution(Pending):
         """(kernel, bias) that include a batch norm: mean, variance, scale, shift and ε."""
         from dissensus.numerics import norms
 
+        self.check_unchanged()
         (_, weight, bias), kind = self.parts, self.facts[1]
         return derived(
             ("folded", norm[-1], kind),
@@ -90,7 +95,7 @@ class PendingConvolution(Pending):
         """ReLU of the batch norm of this convolution, with a tensor added before ReLU."""
         kernel, shift = self.folded(*norm)
         if isinstance(added, Pending):
-            added, more = added.branch()
+            added, more = cast(Any, added).branch()
             shift = shift + more
         return self._rectified(kernel, shift, added)
 

@@ -103,6 +103,7 @@ def takes(x: Tensor) -> bool:
         return False
     packed = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
     packed = packed or (x.ndim == 2 and x.is_contiguous())
+    packed = packed and not x.is_inference()  # it has no version, which tells whether it was changed
     return packed and torch._C._functorch.peek_interpreter_stack() is None and works(x.device)
 
 
@@ -118,8 +119,9 @@ class PendingNorm(Pending):
         cls, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, spread: Tensor, eps: float | None = None,
         added: Tensor | None = None,
     ) -> "PendingNorm":  # fmt: skip
-        self = cast(PendingNorm, Pending.__new__(cls, x.shape, x.dtype, x.device))
-        self.parts, self.eps, self.added = (x, weight, bias, mean, spread), eps, added
+        parts = (x, weight, bias, mean, spread)
+        self = cast(PendingNorm, Pending.__new__(cls, x.shape, x.dtype, x.device, (*parts, added)))
+        self.parts, self.eps, self.added = parts, eps, added
         return self
 
     def computed(self, *, relu: bool) -> Tensor:
@@ -140,6 +142,8 @@ class PendingNorm(Pending):
         return self.eps is not None and isinstance(x, PendingConvolution) and x.found is None
 
     def branch(self) -> tuple[Tensor, Tensor]:
+        """(the tensor without a shift of channels, the shift (C,)): for a kernel that adds both."""
+        self.check_unchanged()
         x, weight, bias, mean, variance = self.parts
         return cast(PendingConvolution, x).scaled(mean, variance, weight, bias, self.eps)
 

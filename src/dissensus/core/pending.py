@@ -4,7 +4,7 @@
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -45,13 +45,17 @@ class Pending(Tensor):
     """
 
     facts: tuple[torch.Size, torch.dtype, torch.device]
+    read: list[tuple[Tensor, int]]  # tensors that it is computed from, with their versions
     graph: bool
     found: Tensor | None
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "Pending":
+    def __new__(
+        cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, read: Iterable[Tensor | None]
+    ) -> "Pending":
         self: Pending = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         self.facts, self.graph, self.found = (shape, dtype, device), torch.is_grad_enabled(), None
+        self.read = [(each, each._version) for each in read if each is not None and not isinstance(each, Pending)]
         return self
 
     @abstractmethod
@@ -62,10 +66,6 @@ class Pending(Tensor):
         """This one with something added; None if that cannot be part of the kernel."""
         return None
 
-    def branch(self) -> tuple[Tensor, Tensor]:
-        """(the tensor without a shift of channels, the shift (C,)): for a kernel that adds both."""
-        raise NotImplementedError
-
     def value(self) -> Tensor:
         """The tensor, computed at the first use."""
         if self.found is None:
@@ -75,7 +75,13 @@ class Pending(Tensor):
     def now(self, *, relu: bool) -> Tensor:
         if self.graph and not torch.is_grad_enabled():
             raise Unfused("a layer's result is read without gradients, as custom functions do")
+        self.check_unchanged()
         return self.computed(relu=relu)
+
+    def check_unchanged(self) -> None:
+        """Raises if a tensor that this one is computed from was written to meanwhile: the layer would have run before."""
+        if any(each._version != before for each, before in self.read):
+            raise Unfused("a layer's result is read after its input has been changed in place")
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
