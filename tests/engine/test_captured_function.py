@@ -63,6 +63,21 @@ def test_predicted_batches_leave_the_modes_as_they_were_between_them() -> None:
         assert not predictive.mean.requires_grad
 
 
+@pytest.mark.usefixtures("graphs_on_the_host")
+@pytest.mark.parametrize(("count", "captured_at"), [(4, None), (5, 1), (None, 2), (500, 2)])
+def test_the_number_of_batches_decides_when_a_graph_is_captured(count, captured_at) -> None:
+    posterior = ds.DeepEnsemble(networks())
+    with left_as_found(posterior):
+        drawn = posterior.draw()
+    captured = CapturedFunction(drawn.describe, drawn, lambda: left_as_found(posterior), count=count)
+    for number in range(1, 5):
+        x = torch.randn(5, 2, 4)
+        assert torch.equal(captured(x)[0], drawn.describe(x)[0])
+        assert bool(captured.graphs) == (captured_at is not None and number >= captured_at)
+    captured(torch.randn(7, 2, 4))  # of another shape: not at once
+    assert len(captured.graphs) == (captured_at is not None)
+
+
 class Repeated:
     """In place of a CUDA graph: a replay calls the function again, with what the capture could read."""
 

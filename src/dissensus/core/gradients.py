@@ -7,6 +7,7 @@ the engines add compiled, streamed and captured ones.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Batch
+from dissensus.core.exchange import ALONE
+from dissensus.core.halves import Halves, halved
+from dissensus.core.lazy_norm import thread
 from dissensus.core.particles import Particles, Rows
 from dissensus.core.running import ONE_LANE, MemberLanes, mapped
 from dissensus.numerics.copying import copy_all
@@ -175,18 +179,19 @@ def looped_keeping_graphs(
     """
     forward = forward or posterior.member_loss
     state, (lane, join) = state_of(posterior), lanes
-    leaves, results = [], []
+    leaves, results, halves = [], [], []
     for i in range(posterior.particles.members):
         mine = state.member(i)
         leaves.append(mine.leaves())
-        with lane(i), torch.enable_grad():
+        with lane(i), torch.enable_grad(), in_half(posterior, leaves[i]) as its:
+            halves.append(its)
             results.append(forward(mine.parameters(leaves[i]), mine.buffers(), batch))
     join()
     pulls = _cotangents_of_each(posterior, [z for _, z, _ in results])
     found = []
     for i, (wanted, result) in enumerate(zip(leaves, results, strict=True)):
         with lane(i):
-            found.append(_differentiated(posterior.particles.exchange.share, wanted, *result, pulls[i]))
+            found.append(_differentiated(posterior.particles.exchange.share, wanted, *result, pulls[i], halves[i]))
     join()
     return gathered(state, found)
 
@@ -197,8 +202,15 @@ def _cotangents_of_each(posterior: Objective, each: list[Any]) -> list[Any]:
     return [pytree.tree_map(lambda part, i=i: part[i], together) for i in range(len(each))]
 
 
+def in_half(posterior: Objective, leaves: Tensors) -> AbstractContextManager[Halves | None]:
+    """The context of a member's forward: layers that may be fused get weights cast at once (`core/halves.py`)."""
+    return halved(leaves, usable=thread.fusing and posterior.particles.exchange is ALONE)
+
+
 def gathered(state: State, found: list[Gradients]) -> Gradients:
     """Joins the results of single members: own gradients are stacked in their parameter's layout, shared ones summed."""
+    like = {**state.shared, **(state.member(0).own if len(found) == 1 else {})}
+    found = [one._replace(gradients=_in_full(one.gradients, like)) for one in found]
     if len(found) == 1:
         (one,) = found
         mine = {name: g[None] if name in state.own else g for name, g in one.gradients.items()}
@@ -224,6 +236,14 @@ def gathered(state: State, found: list[Gradients]) -> Gradients:
     return Gradients(torch.stack([one.losses for one in found]), gradients, buffers)
 
 
+def _in_full(gradients: Tensors, like: Tensors) -> Tensors:
+    """Gradients in the precision of these parameters, if they are in half precision; others as they are."""
+    lower = [name for name, g in gradients.items() if name in like and g.dtype != like[name].dtype]
+    full = {name: torch.empty_like(like[name]) for name in lower}
+    copy_all(list(full.values()), [gradients[name] for name in lower])
+    return {**gradients, **full}
+
+
 def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent: Any) -> Gradients:
     """Loss (), gradients and buffers of one member, by plain autograd, which works for every module."""
     if posterior.particles.fully:
@@ -235,9 +255,9 @@ def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent
             params = particles.put_together(params)
 
     def run(*_: Any) -> Gradients:
-        with torch.enable_grad():
+        with torch.enable_grad(), in_half(posterior, wanted) as halves:
             result = posterior.member_loss(params, before, batch)
-        return _differentiated(particles.exchange.share, wanted, *result, cotangent)
+        return _differentiated(particles.exchange.share, wanted, *result, cotangent, halves)
 
     return particles.runner.differentiate(run, lambda: particles.call(run, params, before))  # type: ignore[no-any-return]
 
@@ -262,8 +282,9 @@ def _fully_sharded_gradients(posterior: Objective, batch: Batch) -> Gradients:
 
 
 def _differentiated(
-    share: Tensor | None, wanted: Tensors, value: Tensor, z: Any, buffers: Tensors, cotangent: Any
-) -> Gradients:
+    share: Tensor | None, wanted: Tensors, value: Tensor, z: Any, buffers: Tensors, cotangent: Any,
+    halves: Halves | None = None,
+) -> Gradients:  # fmt: skip
     """One member's `Gradients`, of share · loss + ⟨z, v⟩; tensors that it did not use have no gradient."""
     share = None if share is None else share.to(value.dtype)
     pulled = [] if cotangent is None else zip(pytree.tree_leaves(z), pytree.tree_leaves(cotangent), strict=True)
@@ -271,8 +292,13 @@ def _differentiated(
     gradients: tuple[Tensor | None, ...] = ()
     if pairs and wanted:
         outputs, weights = zip(*pairs, strict=True)
+        if halves is not None:
+            halves.wanted = True
         gradients = torch.autograd.grad(outputs, list(wanted.values()), weights, allow_unused=True)
     used = {name: g for name, g in zip(wanted, gradients, strict=False) if g is not None}
+    if halves is not None:
+        used = halves.joined(used)
+        used = {name: used[name] for name in wanted if name in used}
     return Gradients(value.detach(), used, detached(buffers))
 
 

@@ -10,8 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from dissensus.core.halves import half
 from dissensus.core.kept import derived
 from dissensus.core.pending import Pending, settled
+from dissensus.numerics.fused import works
+
+DEVICE = "cuda"  # "cpu" in tests that interpret the kernels
 
 
 def convolution(
@@ -23,8 +27,13 @@ def convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    """As `torch.conv2d`, but waiting on a GPU if no gradients are recorded."""
+    """As `torch.conv2d`, but on a GPU waiting if no gradients are recorded, and by own kernels for few channels."""
     x = settled(input)
+    narrow = takes_narrow(x, weight, bias, padding, groups)
+    if narrow and torch.is_grad_enabled():
+        found: Tensor = _Narrow.apply(x, weight, bias, *_per_axis(stride, padding, dilation))  # type: ignore[no-untyped-call]
+        return found
+    weight = half(weight)
     plain = x.ndim == weight.ndim == 4 and not isinstance(padding, str) and weight.dtype in KINDS
     plain = plain and not (x.is_inference() or weight.is_inference())  # whether they change could not be told
     usable = torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
@@ -34,17 +43,58 @@ def convolution(
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     if transformed or kind not in KINDS or (x.dtype != kind and not torch.is_autocast_enabled("cuda")):
         return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    if x.shape[1] < WIDE:
+    if x.shape[1] < WIDE and not narrow:
         x = x.contiguous(memory_format=torch.channels_last)  # the layers after it follow
         return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    how: list[Any] = [
-        [each, each] if isinstance(each, int) else list(each) * (2 // len(each)) for each in (stride, padding, dilation)
-    ]
-    return PendingConvolution(x, weight, bias, kind, (*how, groups))
+    return PendingConvolution(x, weight, bias, kind, (*_per_axis(stride, padding, dilation), groups), narrow=narrow)
 
 
 KINDS = (torch.float32, torch.bfloat16)
-WIDE = 8  # channels; for fewer cuDNN's kernels with ReLU are slow
+WIDE = 8  # channels; for fewer cuDNN's kernels are slow
+MOST = 128  # numbers under a kernel, for own kernels
+LEAST = 2**18  # numbers of the output, for own kernels
+
+
+def _per_axis(*settings: Any) -> list[list[int]]:
+    return [[each, each] if isinstance(each, int) else list(each) * (2 // len(each)) for each in settings]
+
+
+def takes_narrow(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Any, groups: int) -> bool:
+    """Whether a convolution has kernels of its own: few channels, in mixed precision, no derivative by x."""
+    if x.ndim != 4 or weight.ndim != 4 or x.shape[1] >= WIDE or weight[0].numel() > MOST or groups != 1:
+        return False
+    plain = not (isinstance(padding, str) or x.requires_grad or x.is_inference() or weight.is_inference())
+    given = [each for each in (x, weight, bias) if each is not None]
+    alike = all(each.device == x.device and each.dtype in KINDS for each in given)
+    large = x.numel() // x.shape[1] * len(weight) >= LEAST
+    if not (plain and alike and large and x.device.type == DEVICE and torch.is_autocast_enabled(DEVICE)):
+        return False
+    bf16 = torch.get_autocast_dtype(DEVICE) == torch.bfloat16
+    return bf16 and torch._C._functorch.peek_interpreter_stack() is None and works(x.device)
+
+
+class _Narrow(torch.autograd.Function):
+    """A convolution by `numerics/narrow.py`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *how: list[int]) -> Tensor:
+        from dissensus.numerics import narrow
+
+        ctx.how, ctx.bias = how, None if bias is None else bias.dtype
+        ctx.save_for_backward(x, weight)
+        return narrow.convolution(x, weight, bias, *how)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from dissensus.numerics import narrow
+
+        (g,), (x, weight) = gradients, ctx.saved_tensors
+        if torch.is_grad_enabled():
+            raise NotImplementedError("a convolution of few channels has no second derivative")
+        g = g.contiguous(memory_format=torch.channels_last)
+        by_weight = narrow.weight_gradient(g, x, weight, *ctx.how).to(weight.dtype)
+        by_bias = None if ctx.bias is None else g.sum((0, 2, 3), dtype=torch.float32).to(ctx.bias)
+        return None, by_weight, by_bias, None, None, None
 
 
 class PendingConvolution(Pending):
@@ -52,10 +102,12 @@ class PendingConvolution(Pending):
 
     parts: tuple[Tensor, Tensor, Tensor | None]  # x, weight, bias
     how: tuple[Any, ...]  # stride, padding, dilation, groups
+    own_kernel: bool  # whether it is one of few channels
 
     @staticmethod
     def __new__(
-        cls, x: Tensor, weight: Tensor, bias: Tensor | None, kind: torch.dtype, how: tuple[Any, ...]
+        cls, x: Tensor, weight: Tensor, bias: Tensor | None, kind: torch.dtype, how: tuple[Any, ...], *,
+        narrow: bool = False,
     ) -> "PendingConvolution":  # fmt: skip
         sizes = zip(x.shape[2:], weight.shape[2:], *how[:3], strict=True)
         axes = [(size + 2 * pad - reach * (kernel - 1) - 1) // step + 1 for size, kernel, step, pad, reach in sizes]
@@ -63,7 +115,7 @@ class PendingConvolution(Pending):
             PendingConvolution,
             Pending.__new__(cls, torch.Size([len(x), len(weight), *axes]), kind, x.device, (x, weight, bias)),
         )
-        self.parts, self.how = (x, weight, bias), how
+        self.parts, self.how, self.own_kernel = (x, weight, bias), how, narrow
         return self
 
     def computed(self, *, relu: bool) -> Tensor:
@@ -111,6 +163,10 @@ class PendingConvolution(Pending):
         return self._packed(self.parts[0].to(self.facts[1]))
 
     def _rectified(self, weight: Tensor, bias: Tensor, added: Tensor | None) -> Tensor:
+        if self.own_kernel and added is None:
+            from dissensus.numerics import narrow
+
+            return narrow.convolution(self.parts[0], weight, bias, *self.how[:3], relu=True)
         if added is None:
             return torch.cudnn_convolution_relu(self._input(), weight, bias, *self.how)
         return torch.cudnn_convolution_add_relu(self._input(), weight, added, 1.0, bias, *self.how)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dissensus.core.halves import half
 from dissensus.core.lazy_conv import PendingConvolution, convolution
 from dissensus.core.pending import Pending, settled
 from dissensus.numerics.fused import works
@@ -54,6 +55,8 @@ class _Waiting(TorchFunctionMode):
             return waiting(*args, **(kwargs or {}))
         if func is torch.conv2d:
             return convolution(*args, **(kwargs or {}))
+        if func is F.linear and len(args) > 1:
+            args = (args[0], half(args[1]), *args[2:])
         return func(*args, **(kwargs or {}))
 
 

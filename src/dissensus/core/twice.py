@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dissensus.core.halves import half
 from dissensus.core.lazy_norm import thread, waiting
 from dissensus.core.pending import Pending, settled
 
@@ -124,7 +125,7 @@ def _lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
         return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+    return tuple(half(tensor).to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
 class _Convolution(torch.autograd.Function):

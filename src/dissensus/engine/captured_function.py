@@ -24,6 +24,8 @@ from dissensus.numerics.randomness import same_random_state
 log = logging.getLogger("dissensus")
 
 DEVICE = "cuda"  # "cpu" in tests with graphs that are none
+FEW = 5  # batches for which a graph does not pay
+MANY = 500  # batches for which cuDNN may try its algorithms first, which takes about a second
 
 
 class CapturedFunction(Captured):
@@ -36,8 +38,8 @@ class CapturedFunction(Captured):
         keeps: whether weights stay the same for all calls: what follows from them alone is then computed once. Leave it
             False if the user's code runs in between.
         half: whether the context casts weights.
-        timed: whether there will be enough batches for cuDNN to choose algorithms by timing.
-        few: whether there will be too few batches for a capture to pay.
+        count: of the batches to come, where it is known: for few a capture does not pay, for very many cuDNN chooses algorithms
+            by timing, and in between the first batch is already replayed, if kernels can be loaded without it.
     """
 
     what = "prediction"
@@ -53,15 +55,15 @@ class CapturedFunction(Captured):
         plain: bool = True,
         keeps: bool = False,
         half: bool = False,
-        timed: bool = False,
-        few: bool = False,
+        count: int | None = None,
     ) -> None:
         super().__init__()
-        self.failed = few
+        self.failed = count is not None and count < FEW
+        self.timed = count is not None and count >= MANY
+        self.at_once = count is not None and not self.timed and plain
         self.function = function
         self.plain = plain
         self.compiled = not plain
-        self.timed = timed
         self.drawn = drawn
         self.context = context
         self.half = half
@@ -86,7 +88,7 @@ class CapturedFunction(Captured):
         with torch.cuda.device(device), same_random_state(device):  # graphs and streams belong to the current device
             self._forget_what_changed()
             graph = self.graphs.get(key)
-            if graph is None and self.due(key):
+            if graph is None and (self._first() or self.due(key)):
                 with self.context():
                     held = batches.apply(x, torch.clone)
                     self._load_kernels(held)
@@ -99,6 +101,15 @@ class CapturedFunction(Captured):
                 return tuple(result.clone() for result in graph.replay(tensors))
             with self.context(), self.watching(key), self._timing(device):
                 return self.function(x)
+
+    def _first(self) -> bool:
+        """Whether this is the first batch of several and can be captured before any has run."""
+        at_once, self.at_once = self.at_once, False
+        return at_once and not self.failed and self._loads_kernels
+
+    @property
+    def _loads_kernels(self) -> bool:
+        return self.plain and self.drawn.particles.how != "vectorised" and "fused" in self.ways.ways
 
     def _forget_what_changed(self) -> None:
         """Begins anew if weights have been moved, or written to since something of them was kept.
@@ -119,7 +130,7 @@ class CapturedFunction(Captured):
 
     def _load_kernels(self, x: Inputs) -> None:
         """Runs the first member as a graph will: libraries load their kernels, which they cannot do in a capture."""
-        if not self.plain or self.drawn.particles.how == "vectorised" or "fused" not in self.ways.ways:
+        if not self._loads_kernels:
             return
 
         def lane(index: int) -> AbstractContextManager[object]:

@@ -7,8 +7,8 @@ kernels of a call are captured and replayed, with the same results.
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, ClassVar
 
 import torch
@@ -49,9 +49,7 @@ class Graph:
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             try:
                 with (
-                    torch.cuda.graph(
-                        self.graph, pool=pool, capture_error_mode="relaxed" if relaxed else "thread_local"
-                    ),
+                    _capturing(self.graph, pool, relaxed=relaxed),
                     nullcontext() if constants is None else constants.given(),
                 ):
                     self.results = function()
@@ -59,9 +57,7 @@ class Graph:
                 # torch's random generators stay in the state of a capture that failed, and refuse to draw, until one ends well.
                 with suppress(Exception):
                     torch.cuda.synchronize()
-                    with torch.cuda.graph(
-                        _new_graph(generators), capture_error_mode="relaxed" if relaxed else "thread_local"
-                    ):
+                    with _capturing(_new_graph(generators), None, relaxed=relaxed):
                         torch.zeros((), device="cuda")
                 raise
 
@@ -71,6 +67,22 @@ class Graph:
             mine.copy_(new, non_blocking=True)
         self.graph.replay()
         return self.results
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, *, relaxed: bool) -> Iterator[None]:
+    """As `torch.cuda.graph`; if relaxed and memory is plenty, its cache is not emptied, which takes as long as a capture."""
+    mode = "relaxed" if relaxed else "thread_local"
+    if not relaxed or torch.cuda.mem_get_info()[0] < torch.cuda.memory_reserved():
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
+            yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(pool=pool, capture_error_mode=mode)
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
 
 def _new_graph(generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:

@@ -25,8 +25,6 @@ from dissensus.engine.precision import PredictionPrecision, in_precision, predic
 log = logging.getLogger("dissensus")
 
 LITTLE = 2**26  # numbers
-FEW = 5  # batches for which a graph does not pay
-MANY = 500  # batches for which cuDNN may try its algorithms first, which takes about a second
 
 
 def predicted(
@@ -73,8 +71,7 @@ def predicted(
             plain=not compiled,
             keeps=keeps_weights,
             half=precision == "bf16",
-            timed=count is not None and count >= MANY,
-            few=count is not None and count < FEW,
+            count=count,
         )
 
     def described(x: batches.Inputs) -> tuple[Tensor, ...]:
