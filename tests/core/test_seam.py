@@ -1,6 +1,7 @@
 """From one member's loss to everyone's gradients: coupled members against the objective written out."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -178,3 +179,30 @@ def test_nothing_is_trained_where_no_gradient_is_recorded(name):
         )
         > 1e-6
     )
+
+
+def test_gradients_that_lanes_put_into_place_are_those_of_one_lane() -> None:
+    """Also where a member uses a tensor that another one does not, or none does."""
+
+    class Some(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.other, self.never = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.other(x) if bool(self.first.bias[0] > 0) else self.first(x)
+
+    networks = [Some().double() for _ in range(3)]
+    with torch.no_grad():
+        for network, sign in zip(networks, (1, -1, 1), strict=True):
+            network.first.bias[0] = sign
+    posterior, lanes = ds.DeepEnsemble(networks), (lambda index: nullcontext(), lambda: None)
+    batch = Batch(torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 2)
+    plain, placed = gradients.looped(posterior, batch), gradients.looped(posterior, batch, lanes=lanes)
+    assert plain.gradients.keys() == placed.gradients.keys() == {"network.first.weight", "network.first.bias", *OTHER}
+    for name, gradient in plain.gradients.items():
+        assert torch.equal(placed.gradients[name], gradient)
+    assert not plain.gradients["network.other.weight"][1].any()
+
+
+OTHER = ("network.other.weight", "network.other.bias")

@@ -154,16 +154,17 @@ def looped(
             streams.append(random_state())  # after one run of each member: the final state of the generators
             pulls = _cotangents_of_each(posterior, seen)
 
-        found = []
+        found, stacks = [], _stacks(posterior, state, lanes)
         for i in members:
             if streams:
                 streams[i]()
             with lane(i):
-                found.append(exchange.found(member(posterior, state.member(i), batch, pulls[i])))
+                one = exchange.found(member(posterior, state.member(i), batch, pulls[i]))
+                found.append(_placed(one, stacks, i))
         join()
         if streams:
             streams[-1]()
-    return gathered(state, found)
+    return gathered(state, found, stacks)
 
 
 def looped_keeping_graphs(
@@ -188,12 +189,13 @@ def looped_keeping_graphs(
             results.append(forward(mine.parameters(leaves[i]), mine.buffers(), batch))
     join()
     pulls = _cotangents_of_each(posterior, [z for _, z, _ in results])
-    found = []
+    found, stacks = [], _stacks(posterior, state, lanes)
     for i, (wanted, result) in enumerate(zip(leaves, results, strict=True)):
         with lane(i):
-            found.append(_differentiated(posterior.particles.exchange.share, wanted, *result, pulls[i], halves[i]))
+            one = _differentiated(posterior.particles.exchange.share, wanted, *result, pulls[i], halves[i])
+            found.append(_placed(one, stacks, i))
     join()
-    return gathered(state, found)
+    return gathered(state, found, stacks)
 
 
 def _cotangents_of_each(posterior: Objective, each: list[Any]) -> list[Any]:
@@ -207,8 +209,24 @@ def in_half(posterior: Objective, leaves: Tensors) -> AbstractContextManager[Hal
     return halved(leaves, usable=thread.fusing and posterior.particles.exchange is ALONE)
 
 
-def gathered(state: State, found: list[Gradients]) -> Gradients:
-    """Joins the results of single members: own gradients are stacked in their parameter's layout, shared ones summed."""
+def _stacks(posterior: Objective, state: State, lanes: MemberLanes) -> Tensors:
+    """Stacks (M, ...) for own gradients that members in several lanes fill, each beside the work of the others."""
+    alone = lanes is not ONE_LANE and posterior.particles.exchange is ALONE and posterior.particles.members > 1
+    return {name: torch.empty_like(stack) for name, stack in state.own.items()} if alone else {}
+
+
+def _placed(one: Gradients, stacks: Tensors, index: int) -> Gradients:
+    """A member's results, its own gradients copied into their rows of the stacks."""
+    rows = {name: stack[index] for name, stack in stacks.items() if name in one.gradients}
+    copy_all(list(rows.values()), [one.gradients[name] for name in rows])
+    return one._replace(gradients={**one.gradients, **rows})
+
+
+def gathered(state: State, found: list[Gradients], stacks: Tensors) -> Gradients:
+    """Joins the results of single members: own gradients are stacked in their parameter's layout, shared ones summed.
+
+    `stacks`: those in which gradients are already in place.
+    """
     like = {**state.shared, **(state.member(0).own if len(found) == 1 else {})}
     found = [one._replace(gradients=_in_full(one.gradients, like)) for one in found]
     if len(found) == 1:
@@ -220,11 +238,12 @@ def gathered(state: State, found: list[Gradients]) -> Gradients:
     for name in dict.fromkeys(name for each in found for name in each.gradients):
         each = [one.gradients.get(name) for one in found]
         if name in state.own:
+            gradients[name] = stacks[name] if name in stacks else torch.empty_like(state.own[name])
+            rows = zip(here(gradients[name]).unbind(), each, strict=True)
             # A member may not have used a tensor that other members used.
-            gradients[name] = torch.empty_like(state.own[name])
-            rows = here(gradients[name]).unbind()
-            targets += list(rows)
-            sources += [torch.zeros_like(t) if g is None else here(g) for t, g in zip(rows, each, strict=True)]
+            missing = [(row, g) for row, g in rows if g is None or name not in stacks]
+            targets += [row for row, _ in missing]
+            sources += [torch.zeros_like(row) if g is None else here(g) for row, g in missing]
         else:
             given = [g for g in each if g is not None]
             gradients[name] = sum(given[1:], given[0])
