@@ -71,6 +71,14 @@ class OfWeights(Plain):
         return out + g.square().sum()
 
 
+class Transformed(Plain):
+    """Differentiates by its input with a function transform."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda inputs: super(Transformed, self).forward(inputs).float().sum())(x)
+        return super().forward(x) + slope.square().mean()
+
+
 class Normed(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +90,7 @@ class Unused(Plain):
         return self.last(self.first(x).mean((2, 3)))
 
 
-NETWORKS = [Plain, Tied, AlsoPenalised, InSinglePrecision, Changed, OfWeights, Normed, Unused]
+NETWORKS = [Plain, Tied, AlsoPenalised, InSinglePrecision, Changed, OfWeights, Transformed, Normed, Unused]
 
 
 def found(posterior: ds.Posterior, batch: Batch, *, at_once: bool) -> Gradients:
@@ -100,6 +108,7 @@ METHODS = {
 CASES = [(network, method) for network in NETWORKS for method in METHODS]
 CASES.remove((Normed, "shared weights"))  # which takes no parametrised layers
 CASES.remove((OfWeights, "two derivatives"))  # three in all
+CASES.remove((Transformed, "two derivatives"))
 
 
 @pytest.mark.parametrize(("network", "method"), CASES)

@@ -38,7 +38,8 @@ class Halves:
     def of(self, weight: Tensor) -> Tensor:
         """The weight's copy, if autocast would make the same; else the weight."""
         leaf, version, name, made = self._known.get(id(weight), (None, 0, "", weight))
-        if leaf is None or leaf._version != version or not _casts_to(self.dtype):
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if leaf is None or leaf._version != version or transformed or not _casts_to(self.dtype):
             return weight
         found: Tensor = _Half.apply(leaf, made, name, self)  # type: ignore[no-untyped-call]
         return found
