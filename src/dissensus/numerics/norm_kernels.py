@@ -136,10 +136,10 @@ def through(
 
 @triton.jit
 def gradient_parts(
-    g, x, y, mean, rstd, weight, bias, parts, rows, channels, P,
+    g, x, y, mean, rstd, weight, bias, parts, by_added, rows, channels, P,
     ADDED: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """parts (2, P, C) of Σ x̂ t and Σ t."""
+    """parts (2, P, C) of Σ x̂ t and Σ t; with an added tensor also t, its gradient."""
     first = tl.program_id(0)
     _, _, c, known = tile(0, rows, channels, ROWS, CHANNELS)
     m, r = tl.load(mean + c, known, 0.0), tl.load(rstd + c, known, 0.0)
@@ -149,6 +149,8 @@ def gradient_parts(
         at, there, _, _ = tile(row, rows, channels, ROWS, CHANNELS)
         centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
         t, _ = through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
+        if ADDED:
+            tl.store(by_added + at, t.to(by_added.dtype.element_ty), there)
         of_xt += t * centred
         of_t += t
     tl.store(parts + first * channels + c, tl.sum(of_xt, 0) * r, known)
@@ -157,11 +159,10 @@ def gradient_parts(
 
 @triton.jit
 def gradients(
-    g, x, y, mean, rstd, weight, bias, sums, by_x, by_added, rows, channels,
-    ADDED: tl.constexpr, RELU: tl.constexpr, KEEPS: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
+    g, x, y, mean, rstd, weight, bias, sums, by_x, rows, channels,
+    ADDED: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """J t and, if it is kept, t."""
+    """J t."""
     at, there, c, known = tile(tl.program_id(0) * ROWS, rows, channels, ROWS, CHANNELS)
     m, r = tl.load(mean + c, known, 0.0), tl.load(rstd + c, known, 0.0)
     scale, b = tl.load(weight + c, known, 0.0).to(T) * r, tl.load(bias + c, known, 0.0).to(T)
@@ -170,8 +171,6 @@ def gradients(
     t, _ = through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
     found = scale[None, :] * (t - mean_t[None, :] - centred * (r * xt)[None, :])
     tl.store(by_x + at, found.to(by_x.dtype.element_ty), there)
-    if KEEPS:
-        tl.store(by_added + at, t.to(by_added.dtype.element_ty), there)
 
 
 @triton.jit

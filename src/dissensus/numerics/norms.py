@@ -87,27 +87,26 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(J t, t, sums (2, C): Σ x̂ t and Σ t). y: given if a tensor was added before ReLU; without it t is not computed."""
     sizes, added = Sizes(x, SUMS), y is not None
-    parts, by_x = sizes.parts_of(x, 2), torch.empty_like(x)
-    by_added = torch.empty_like(x) if added else g
-    common = (g, x, x if y is None else y, mean, rstd, weight, bias)
-    flags = {"ADDED": added, "RELU": relu}
-    kernels.gradient_parts[sizes.some](*common, parts, sizes.rows, sizes.channels, sizes.parts, **flags, **sizes.long)
-    sums = sizes.added_up(parts)
-    kernels.gradients[sizes.all](
-        *common, sums, by_x, by_added, sizes.rows, sizes.channels, **flags, KEEPS=added, **sizes.tile
+    parts, t = sizes.parts_of(x, 2), torch.empty_like(x) if added else g
+    layer, numbers = (mean, rstd, weight, bias), (sizes.rows, sizes.channels)
+    kernels.gradient_parts[sizes.some](
+        g, x, x if y is None else y, *layer, parts, t, *numbers, sizes.parts, ADDED=added, RELU=relu, **sizes.long
     )
-    return by_x, by_added, sums
+    sums = sizes.added_up(parts)
+    # t is g beyond ReLU already, if it was written.
+    return input_gradient(t, x, None, *layer, sums, relu=relu and not added), t, sums
 
 
 def input_gradient(
     g: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, sums: Tensor, *,
     relu: bool,
 ) -> Tensor:  # fmt: skip
-    """J t once more, with the sums known."""
+    """J t, with the sums known."""
     sizes, by_x = Sizes(x, SUMS), torch.empty_like(x)
-    flags = {"ADDED": y is not None, "RELU": relu, "KEEPS": False}
-    common = (g, x, x if y is None else y, mean, rstd, weight, bias, sums)
-    kernels.gradients[sizes.all](*common, by_x, by_x, sizes.rows, sizes.channels, **flags, **sizes.tile)
+    kernels.gradients[sizes.all](
+        g, x, x if y is None else y, mean, rstd, weight, bias, sums, by_x, sizes.rows, sizes.channels,
+        ADDED=y is not None, RELU=relu, **sizes.tile,
+    )  # fmt: skip
     return by_x
 
 
