@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import tomllib
 from pathlib import Path
+from statistics import fmean
 
 from finished import finished
 from rows import Row, markdown, seeds_of, write_rows
@@ -143,7 +144,7 @@ def number_table(rows: list[Row]) -> str:
             if not values:
                 cells.append("–")
                 continue
-            mean = sum(values) / len(values)
+            mean = fmean(values)
             half = f" ± {spread_of(values, 0.0).half_width():.{digits}f}" if len(values) > 1 else ""
             number = paper.get(method, {}).get(key)
             cells.append(
@@ -203,7 +204,7 @@ def class_table(rows: list[Row]) -> str:
     lines = []
     for method in dict.fromkeys(row["method"] for row in rows):
         mine = [row for row in rows if row["method"] == method]
-        means = [100 * sum(float(row[key]) for row in mine) / len(mine) for key in keys]
+        means = [100 * fmean(float(row[key]) for row in mine) for key in keys]
         lines.append([NAMES[method], *(f"{mean:.1f}" for mean in means)])
     return markdown(["IoU %", *(key.removeprefix("iou/") for key in keys)], lines)
 

@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -237,7 +238,7 @@ def recipe_table(rows: Sequence[Row], pairs: Sequence[Row]) -> str:
         mine = {m: [r for r in rows if (r["network"], r["method"]) == (name, m)] for m in ("map", "node_bnn")}
 
         def mean(method: str, key: str, mine: dict[str, list[Row]] = mine) -> float:
-            return sum(float(row[key]) for row in mine[method]) / len(mine[method])
+            return fmean(float(row[key]) for row in mine[method])
 
         cells = [f"{mean('map', key):.4f}" for key in ("nll", "calibrated/nll")]
         cells += [f"{mean('node_bnn', key):.4f}" for key in ("nll", "calibrated/nll")]
@@ -326,7 +327,7 @@ def table(rows: Sequence[Row], network: str) -> str:
             if not values:
                 cells.append("–")
                 continue
-            mean = sum(values) / len(values)
+            mean = fmean(values)
             cells.append(f"{factor * (1 - mean if key.endswith('accuracy') else mean):.{digits}f}")
         lines.append([title + (f" ({len(mine)} seeds)" if len(mine) > 1 else ""), *cells])
     return markdown([network, *(title for title, _, _ in METRICS.values())], lines)
@@ -405,7 +406,7 @@ def drawn(rows: Sequence[Row]) -> Any:
 
             def value(name: str, key: str = key, factor: float = factor, network: str = network) -> float | None:
                 found = [float(r[key]) for r in rows if (r["network"], r["method"]) == (network, name) and r.get(key)]
-                mean = sum(found) / len(found) if found else None
+                mean = fmean(found) if found else None
                 return None if mean is None else factor * (1 - mean if key.endswith("accuracy") else mean)
 
             for mode in MODES:

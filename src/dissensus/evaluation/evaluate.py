@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -259,7 +260,7 @@ def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -
         outside = classification.member_scores(each, score)
         if inside is not None and outside is not None:
             alone = [classification.ood_metrics(i, o)["auroc"] for i, o in zip(inside, outside, strict=True)]
-            found[f"members/ood/{name}/auroc"] = sum(alone) / len(alone)
+            found[f"members/ood/{name}/auroc"] = fmean(alone)
     return found
 
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import fmean
 from typing import Literal, NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ class Resampled:
 
     @property
     def estimate(self) -> float:
-        return sum(self.values.values()) / len(self.values)
+        return fmean(self.values.values())
 
     def interval(self, level: float = LEVEL) -> Interval | None:
         """The estimate with its interval, clipped to possible values; None if examples cannot be counted."""

@@ -5,6 +5,7 @@ A task names the setting in [evaluation] sweep, and the corruptions of validatio
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.reporting.results import Results, all_have, base_of, mean_over_seeds
@@ -55,7 +56,7 @@ def accuracies(evaluation: Evaluation) -> dict[str, float]:
             if (key := f"corrupt/severity{s}/accuracy") in evaluation.metrics
         ]
         if known:
-            found[title] = sum(known) / len(known)
+            found[title] = fmean(known)
     return found
 
 
@@ -74,5 +75,5 @@ def sweep_sentence(results: Results, sweep: Sweep) -> str:
 
 def _listed(several: Sequence[Evaluation]) -> str:
     each = [accuracies(evaluation) for evaluation in several]
-    shares = {title: sum(found[title] for found in each) / len(each) for title in each[0]}
+    shares = {title: fmean(found[title] for found in each) for title in each[0]}
     return ", ".join(f"{100 * share:.2f} % ({title})" for title, share in shares.items())
