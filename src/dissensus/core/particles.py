@@ -26,7 +26,7 @@ from dissensus.core.turns import copied, turn
 from dissensus.numerics import tree as trees
 from dissensus.numerics.copying import copies, copy_all
 from dissensus.numerics.divided import is_divided, joined_all
-from dissensus.numerics.tree import Places, Tensors, TensorTree, call_with, found_quickly, named_tensors
+from dissensus.numerics.tree import OwnTensors, Places, Tensors, TensorTree, call_with, found_quickly, named_tensors
 
 __all__ = ["How", "Member", "Particles", "Rows", "loop", "member_index"]
 
@@ -250,6 +250,9 @@ class Particles(nn.Module):
         # Read on the host, which neither vmap nor a CUDA graph can do: both then fall back to the plain loop.
         number = 0 if len(self.templates) == 1 else int(buffers[NUMBER])
         template = self.templates[number]
+        if isinstance(params, OwnTensors) and not buffers:
+            with params:
+                return function(template, *args), {}
         if template.training:  # batch norm writes its statistics in place, so it gets copies
             buffers = copies(buffers)
         whole = self.put_together({**params, **buffers})
