@@ -11,17 +11,16 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Batch
-from dissensus.core.exchange import ALONE
+from dissensus.core.held import gradients_by_its_own, hooked, trains_itself
 from dissensus.core.particles import Particles, Rows
 from dissensus.core.running import ONE_LANE, MemberLanes, mapped
 from dissensus.numerics.copying import copy_all
 from dissensus.numerics.divided import here, is_divided
 from dissensus.numerics.randomness import random_state
-from dissensus.numerics.tree import OwnTensors, Tensors, named_tensors
+from dissensus.numerics.tree import Tensors, named_tensors
 
 
 class Objective(Protocol):
@@ -134,8 +133,8 @@ def looped(
     Coupled members run twice: first without a graph, for z; then, with v known, for the gradient of loss_i + ⟨z_i, v_i⟩.
     Random layers draw the same numbers both times. `member`: computes one member's gradients.
     """
-    if member is None and lanes is ONE_LANE and _trains_itself(posterior, batch):
-        return _gradients_by_its_own(posterior, batch)
+    if member is None and lanes is ONE_LANE and trains_itself(posterior, batch):
+        return Gradients(*gradients_by_its_own(posterior, batch))
     member = member or member_gradients
     state, (lane, join), exchange = state_of(posterior), lanes, posterior.particles.exchange
     members, whole = range(posterior.particles.members), posterior.particles.put_together
@@ -159,8 +158,8 @@ def looped(
             if streams:
                 streams[i]()
             with lane(i):
-                one = _hooked(posterior.particles, member(posterior, state.member(i), batch, pulls[i]))
-                found.append(exchange.found(one))
+                one = member(posterior, state.member(i), batch, pulls[i])
+                found.append(exchange.found(one._replace(gradients=hooked(posterior.particles, one.gradients))))
         join()
         if streams:
             streams[-1]()
@@ -245,56 +244,6 @@ def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent
         return _differentiated(particles.exchange.share, wanted, *result, cotangent)
 
     return particles.runner.differentiate(run, lambda: particles.call(run, params, before))  # type: ignore[no-any-return]
-
-
-def _trains_itself(posterior: Objective, batch: Batch) -> bool:
-    """Whether the one member is the caller's module, on a CPU and in one process only.
-
-    A CUDA graph is captured with new leaves: nodes of the caller's own may be on another stream.
-    """
-    particles = posterior.particles
-    whole = particles.held and not particles.divided and not particles.fully
-    return whole and particles.exchange is ALONE and not posterior.coupled and batch.y.device.type == "cpu"
-
-
-def _gradients_by_its_own(posterior: Objective, batch: Batch) -> Gradients:
-    """As `looped`, for the caller's module: gradients by its own parameters, so that nothing is put in their place."""
-    particles = posterior.particles
-    params = OwnTensors(particles.template)
-    before, wanted = params.buffers, {name: each for name, each in params.items() if each.requires_grad}
-
-    def run(*_: Any) -> Gradients:
-        with torch.enable_grad():
-            value, _, after = posterior.member_loss(params, before, batch)
-        found = _derivatives(value, tuple(wanted.values())) if wanted and value.requires_grad else ()
-        used = {name: g for name, g in zip(wanted, found, strict=False) if g is not None}
-        return Gradients(value.detach()[None], used, {name: each.detach()[None] for name, each in after.items()})
-
-    if not before:
-        return run()
-    # Buffers are copies while it runs, also where activations are recomputed.
-    return particles.runner.differentiate(run, lambda: particles.call(run, params, before))  # type: ignore[no-any-return]
-
-
-def _derivatives(value: Tensor, by: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad`, without what it does before it starts the engine: that takes as long as a small layer."""
-    if value.ndim:  # it raises, where ones would silently make a sum
-        return torch.autograd.grad(value, by, allow_unused=True)
-    start = torch.ones_like(value)
-    return _engine_run_backward((value,), (start,), False, False, by, allow_unreachable=True, accumulate_grad=False)
-
-
-@torch.no_grad()
-def _hooked(particles: Particles, found: Gradients) -> Gradients:
-    """Gradients by other leaves than the caller's parameters, after the tensor hooks of these, which autograd has not run."""
-    if not particles.held or particles.divided or particles.fully:
-        return found
-    gradients, named = dict(found.gradients), particles.shared_parameters()
-    for name in gradients:
-        for hook in (named[name]._backward_hooks or {}).values():
-            changed = hook(gradients[name])
-            gradients[name] = gradients[name] if changed is None else changed
-    return found._replace(gradients=gradients)
 
 
 def _fully_sharded_gradients(posterior: Objective, batch: Batch) -> Gradients:

@@ -1,7 +1,7 @@
 """A tree of named tensors as a module, so that `.to`, `state_dict` and checkpoints work."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Self
@@ -198,22 +198,20 @@ class KeptTensors:
 
 
 class OwnTensors(Tensors):
-    """The parameters of a module, themselves: to run it with these, none has to be put in place.
-
-    As a context: afterwards the module has these again, if its forward has assigned others, as after `call_with`.
-    """
+    """The parameters of a module, themselves: to run it with these, none has to be put in place."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.buffers: Tensors = {}
         self.kept = [(registered, registered.copy()) for registered in _collect(module, self, self.buffers)]
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        for registered, before in self.kept:
-            registered.update(before)
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(*args); afterwards the module has these again, if its forward has assigned others, as after `call_with`."""
+        try:
+            return function(*args)
+        finally:
+            for registered, before in self.kept:
+                registered.update(before)
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
