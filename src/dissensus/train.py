@@ -69,7 +69,9 @@ def fit(
 ) -> History:
     """Trains a posterior in place and returns the history of the run.
 
-    One optimiser trains all members; every member trains as it would alone, unless the method couples them. Afterwards
+    One optimiser trains all members; every member trains as it would alone, unless the method couples them. A network that
+    a method does not copy, as in `MAP(network)`, trains as in a loop by hand: tensor hooks of its parameters
+    (`register_hook`) change its gradients. Ensembles copy their networks, without these hooks. Afterwards
     the posterior is in eval mode. With validation data it is in the state of its best epoch; sampling methods have a
     stored draw.
 

@@ -148,6 +148,8 @@ def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
 
 def size(x: Inputs) -> int:
     """Number of examples: the length of the first tensor's first axis."""
+    if isinstance(x, Tensor) and x.layout == torch.strided and (shape := x.shape):
+        return shape[0]
     return _batched(x)[0].shape[0]
 
 

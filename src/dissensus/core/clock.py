@@ -1,7 +1,6 @@
 """Clock: the length of a training run and the number of steps done, for schedules, recorders and watchers."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any, Literal, final
 
 import torch
@@ -108,16 +107,24 @@ class Clock(Ground):
         Args:
             optimizer: the optimiser that trains this posterior.
         """
-        recorders, watchers = self.recorders, self.watchers
-        with torch.no_grad() if recorders or len(watchers) else nullcontext():
+        if not self.observes:
+            return self._count(optimizer)
+        recorders = self.recorders
+        with torch.no_grad():
             for recorder in recorders:
                 recorder.renew()  # first: if it raises, the step is not counted
-            for watcher in watchers:
+            for watcher in self.watchers:
                 watcher.observe(optimizer)
-            stepped = has_stepped(self, optimizer)
-            self.steps.add_(stepped)
-            if stepped and (self.calibration is not None or self.promises):  # a user's loop that did not call `begin`
-                self.uncalibrate("training")
+            stepped = self._count(optimizer)
             for recorder in recorders if stepped else ():
                 recorder.observe(optimizer)
+        return stepped
+
+    def _count(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Counts a step if the optimiser has stepped."""
+        stepped = has_stepped(self, optimizer)
+        if stepped:
+            self.steps.add_(1)
+            if self.calibration is not None or self.promises:  # a user's loop that did not call `begin`
+                self.uncalibrate("training")
         return stepped

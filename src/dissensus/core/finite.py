@@ -22,9 +22,10 @@ def flag_not_finite(tensors: Sequence[Tensor], flag: Tensor, one: Tensor) -> Non
     Uses one kernel for all tensors of a dtype, as torch's GradScaler does, without waiting for the device. It multiplies the
     tensors by `one`, a 1 on their device.
     """
-    for dtype in {tensor.dtype for tensor in tensors}:
-        given = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
-        torch._amp_foreach_non_finite_check_and_unscale_(given, flag, one)
+    with torch.no_grad():
+        for dtype in {tensor.dtype for tensor in tensors}:
+            given = [tensor for tensor in tensors if tensor.dtype == dtype]
+            torch._amp_foreach_non_finite_check_and_unscale_(given, flag, one)
 
 
 @torch.no_grad()

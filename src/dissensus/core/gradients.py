@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,12 +16,15 @@ from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Batch
 from dissensus.core.exchange import ALONE
+from dissensus.core.gathering import Gradients as Gradients
+from dissensus.core.gathering import State as State
+from dissensus.core.gathering import gathered, placed, stacks_for
 from dissensus.core.halves import Halves, halved
+from dissensus.core.held import gradients_by_its_own, hooked, trains_itself
 from dissensus.core.lazy_norm import thread
 from dissensus.core.particles import Particles, Rows
 from dissensus.core.running import ONE_LANE, MemberLanes, mapped
-from dissensus.numerics.copying import copy_all
-from dissensus.numerics.divided import here, is_divided
+from dissensus.numerics.divided import is_divided
 from dissensus.numerics.randomness import random_state
 from dissensus.numerics.tree import Tensors, named_tensors
 
@@ -43,47 +46,6 @@ class Objective(Protocol):
     def couple(self, z: Any) -> Any: ...
 
     def mix(self, gradients: Tensors) -> Tensors: ...
-
-
-class Gradients(NamedTuple):
-    """Results of one batch: losses (M,), gradients of their sum for each trained tensor, buffers (M, ...) afterwards."""
-
-    losses: Tensor
-    gradients: Tensors
-    buffers: Tensors
-
-
-class State(NamedTuple):
-    """All tensors of the members: trained ones apart from frozen ones, own ones (M, ...) apart from shared ones."""
-
-    own: Tensors
-    shared: Tensors
-    own_frozen: Tensors
-    shared_frozen: Tensors
-    own_buffers: Tensors
-    shared_buffers: Tensors
-
-    def member(self, index: int) -> State:
-        """One member's tensors."""
-        if not (self.own or self.own_frozen or self.own_buffers):
-            return self
-
-        def row(part: Tensors) -> Tensors:
-            return {name: tensor[index] for name, tensor in part.items()}
-
-        return self._replace(own=row(self.own), own_frozen=row(self.own_frozen), own_buffers=row(self.own_buffers))
-
-    def leaves(self) -> Tensors:
-        """The trained tensors, as leaves that require gradients."""
-        return {name: tensor.detach().requires_grad_() for name, tensor in {**self.shared, **self.own}.items()}
-
-    def parameters(self, trained: Tensors | None = None) -> Tensors:
-        """All parameters, with `trained` in place of the trained ones."""
-        mine = {**self.shared, **self.own} if trained is None else trained
-        return {**self.shared_frozen, **self.own_frozen, **mine}
-
-    def buffers(self) -> Tensors:
-        return {**self.shared_buffers, **self.own_buffers}
 
 
 Strategy = Callable[[Objective, Batch], Gradients]
@@ -136,6 +98,8 @@ def looped(
     Coupled members run twice: first without a graph, for z; then, with v known, for the gradient of loss_i + ⟨z_i, v_i⟩.
     Random layers draw the same numbers both times. `member`: computes one member's gradients.
     """
+    if member is None and lanes is ONE_LANE and trains_itself(posterior, batch):
+        return Gradients(*gradients_by_its_own(posterior, batch))
     member = member or member_gradients
     state, (lane, join), exchange = state_of(posterior), lanes, posterior.particles.exchange
     members, whole = range(posterior.particles.members), posterior.particles.put_together
@@ -154,13 +118,14 @@ def looped(
             streams.append(random_state())  # after one run of each member: the final state of the generators
             pulls = _cotangents_of_each(posterior, seen)
 
-        found, stacks = [], _stacks(posterior, state, lanes)
+        found, stacks = [], stacks_for(posterior.particles, state, lanes)
         for i in members:
             if streams:
                 streams[i]()
             with lane(i):
-                one = exchange.found(member(posterior, state.member(i), batch, pulls[i]))
-                found.append(_placed(one, stacks, i))
+                one = member(posterior, state.member(i), batch, pulls[i])
+                one = exchange.found(one._replace(gradients=hooked(posterior.particles, one.gradients)))
+                found.append(placed(one, stacks, i))
         join()
         if streams:
             streams[-1]()
@@ -189,11 +154,11 @@ def looped_keeping_graphs(
             results.append(forward(mine.parameters(leaves[i]), mine.buffers(), batch))
     join()
     pulls = _cotangents_of_each(posterior, [z for _, z, _ in results])
-    found, stacks = [], _stacks(posterior, state, lanes)
+    found, stacks = [], stacks_for(posterior.particles, state, lanes)
     for i, (wanted, result) in enumerate(zip(leaves, results, strict=True)):
         with lane(i):
             one = _differentiated(posterior.particles.exchange.share, wanted, *result, pulls[i], halves[i])
-            found.append(_placed(one, stacks, i))
+            found.append(placed(one, stacks, i))
     join()
     return gathered(state, found, stacks)
 
@@ -207,60 +172,6 @@ def _cotangents_of_each(posterior: Objective, each: list[Any]) -> list[Any]:
 def in_half(posterior: Objective, leaves: Tensors) -> AbstractContextManager[Halves | None]:
     """The context of a member's forward: layers that may be fused get weights cast at once (`core/halves.py`)."""
     return halved(leaves, usable=thread.fusing and posterior.particles.exchange is ALONE)
-
-
-def _stacks(posterior: Objective, state: State, lanes: MemberLanes) -> Tensors:
-    """Stacks (M, ...) for own gradients that members in several lanes fill, each beside the work of the others."""
-    alone = lanes is not ONE_LANE and posterior.particles.exchange is ALONE and posterior.particles.members > 1
-    return {name: torch.empty_like(stack) for name, stack in state.own.items()} if alone else {}
-
-
-def _placed(one: Gradients, stacks: Tensors, index: int) -> Gradients:
-    """A member's results, its own gradients copied into their rows of the stacks."""
-    rows = {name: stack[index] for name, stack in stacks.items() if name in one.gradients}
-    copy_all(list(rows.values()), [one.gradients[name] for name in rows])
-    return one._replace(gradients={**one.gradients, **rows})
-
-
-def gathered(state: State, found: list[Gradients], stacks: Tensors) -> Gradients:
-    """Joins the results of single members: own gradients are stacked in their parameter's layout, shared ones summed.
-
-    `stacks`: those in which gradients are already in place.
-    """
-    like = {**state.shared, **(state.member(0).own if len(found) == 1 else {})}
-    found = [one._replace(gradients=_in_full(one.gradients, like)) for one in found]
-    if len(found) == 1:
-        (one,) = found
-        mine = {name: g[None] if name in state.own else g for name, g in one.gradients.items()}
-        return Gradients(one.losses[None], mine, {name: buffer[None] for name, buffer in one.buffers.items()})
-    gradients: Tensors = {}
-    targets, sources = [], []
-    for name in dict.fromkeys(name for each in found for name in each.gradients):
-        each = [one.gradients.get(name) for one in found]
-        if name in state.own:
-            gradients[name] = stacks[name] if name in stacks else torch.empty_like(state.own[name])
-            rows = zip(here(gradients[name]).unbind(), each, strict=True)
-            # A member may not have used a tensor that other members used.
-            missing = [(row, g) for row, g in rows if g is None or name not in stacks]
-            targets += [row for row, _ in missing]
-            sources += [torch.zeros_like(row) if g is None else here(g) for row, g in missing]
-        else:
-            given = [g for g in each if g is not None]
-            gradients[name] = sum(given[1:], given[0])
-    buffers = {name: b.new_empty((len(found), *b.shape)) for name, b in found[0].buffers.items()}
-    for name, whole in buffers.items():
-        targets += whole.unbind()
-        sources += [one.buffers[name] for one in found]
-    copy_all(targets, sources)  # few kernels for all tensors and members
-    return Gradients(torch.stack([one.losses for one in found]), gradients, buffers)
-
-
-def _in_full(gradients: Tensors, like: Tensors) -> Tensors:
-    """Gradients in the precision of these parameters, if they are in half precision; others as they are."""
-    lower = [name for name, g in gradients.items() if name in like and g.dtype != like[name].dtype]
-    full = {name: torch.empty_like(like[name]) for name in lower}
-    copy_all(list(full.values()), [gradients[name] for name in lower])
-    return {**gradients, **full}
 
 
 def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent: Any) -> Gradients:

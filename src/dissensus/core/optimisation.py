@@ -152,11 +152,13 @@ def has_stepped(posterior: nn.Module, optimizer: Optimizer) -> bool:
     if new:
         check_optimizer(posterior, optimizer)
         check_rates(optimizer)
+        _shown[posterior] = weakref.ref(optimizer), (before := [])
     held = _held(optimizer)
     # Fused optimisers change weights without a new version; weights set by hand change without an optimiser step.
     now = [_steps.get(_first(held), (0,))[0], *[each._version for each in held]]
-    _shown[posterior] = weakref.ref(optimizer), now
-    return (now[0] > 0 if new else now != before) or all(each.grad is None for each in held)
+    stepped = now[0] > 0 if new else now != before
+    before[:] = now  # in place: the dictionary is slow to write
+    return stepped or all(each.grad is None for each in held)
 
 
 def _first(held: list[Tensor]) -> Tensor:

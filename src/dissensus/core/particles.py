@@ -26,7 +26,7 @@ from dissensus.core.turns import copied, turn
 from dissensus.numerics import tree as trees
 from dissensus.numerics.copying import copies, copy_all
 from dissensus.numerics.divided import is_divided, joined_all
-from dissensus.numerics.tree import Places, Tensors, TensorTree, call_with, found_quickly, named_tensors
+from dissensus.numerics.tree import OwnTensors, Places, Tensors, TensorTree, call_with, found_quickly, named_tensors
 
 __all__ = ["How", "Member", "Particles", "Rows", "loop", "member_index"]
 
@@ -47,8 +47,7 @@ class Particles(nn.Module):
     ) -> None:
         """`templates`: one for all members, or one for each; members then run in a loop."""
         super().__init__()
-        # In a tuple, so that the templates' (emptied) tensors are not registered as this module's.
-        self.templates = templates
+        self.templates = templates  # a tuple, so that their (emptied) tensors are not registered as this module's
         self.own = own
         self.shared = shared
         self.members = members
@@ -56,8 +55,7 @@ class Particles(nn.Module):
         self._settle()
         self._places: dict[int, Places] = {}  # of our own templates, by number
         self._parts = trees.KnownParts()
-        # Divided by torch's `fully_shard`, which gathers layers itself.
-        self.fully = is_fully_sharded(self.template.network)
+        self.fully = is_fully_sharded(self.template.network)  # divided by torch, which gathers layers itself
         self._frozen = {*frozen}  # tensors stored once because no member trains them
         self._said: set[str] = set()
 
@@ -250,6 +248,8 @@ class Particles(nn.Module):
         # Read on the host, which neither vmap nor a CUDA graph can do: both then fall back to the plain loop.
         number = 0 if len(self.templates) == 1 else int(buffers[NUMBER])
         template = self.templates[number]
+        if isinstance(params, OwnTensors) and not buffers:
+            return params.run(function, template, *args), {}
         if template.training:  # batch norm writes its statistics in place, so it gets copies
             buffers = copies(buffers)
         whole = self.put_together({**params, **buffers})

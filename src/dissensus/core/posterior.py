@@ -370,7 +370,7 @@ class Posterior(TrainingRules, ABC):
     @final
     def output_shape(self, x: Inputs) -> torch.Size:
         """Shape (B, *out) of one member's outputs for x; found by running it once per shape of x."""
-        return self._known.output_shape(x, self._first_member, self.temperature.dtype)
+        return self._known.output_shape(x, self._first_member, self._buffers["temperature"].dtype)  # type: ignore[union-attr]
 
     @final
     def check_inputs(self, x: Inputs) -> None:

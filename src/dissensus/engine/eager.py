@@ -10,6 +10,7 @@ from dissensus.core.batch import Batch
 from dissensus.core.gradients import Strategy
 from dissensus.core.likelihood import spread
 from dissensus.core.posterior import Posterior
+from dissensus.core.running import NOTHING
 from dissensus.engine.clipping import clip_members
 from dissensus.engine.guard import Guard
 from dissensus.engine.optimisers import fuse
@@ -84,7 +85,7 @@ class EagerStep:
 
     def _batch(self, batch: Batch, number: int) -> Tensor:
         """(M,) losses of a step's batch `number` (from 1); sets `.grad`, and batch statistics if all is finite."""
-        with autocast(self.posterior.device, self.precision):
+        with NOTHING if self.precision is None else autocast(self.posterior.device, self.precision):
             found = seam.find(self.posterior, batch, self.strategy, self.guard.look_unmixed)
         share = self._share(batch, number, found.losses.dtype)
         seam.add_gradients(self.guard.weights, found.gradients, share=share)

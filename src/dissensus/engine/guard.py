@@ -15,6 +15,7 @@ from dissensus.core.errors import Diverged
 from dissensus.core.finite import flag_not_finite, largest, suspicious
 from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
+from dissensus.core.running import NOTHING
 from dissensus.engine.optimisers import can_skip
 from dissensus.numerics.divided import here
 from dissensus.numerics.fused import Chunks, clear_if
@@ -70,11 +71,12 @@ class Guard:
 
     def look(self, losses: Tensor | None, *, complete: bool) -> None:
         """Checks losses, and gradients if the step is complete; raises Diverged if this step is checked at once."""
-        gradients = {n: p.grad for n, p in self.weights.items() if p.grad is not None} if complete else {}
-        if self.posterior.particles.divided:
+        gradients = {n: g for n, p in self.weights.items() if (g := p.grad) is not None} if complete else {}
+        particles = self.posterior.particles
+        if particles.divided:
             gradients = {name: here(gradient) for name, gradient in gradients.items()}
-        given = [*([] if losses is None else [losses]), *gradients.values()]
-        exchange = self.posterior.particles.exchange
+        given = [*gradients.values()] if losses is None else [losses, *gradients.values()]
+        exchange = particles.exchange
         if self.reads:
             flag_not_finite(given, self.halted, self._one)
             if exchange.any(self.halted.item() > 0):
@@ -115,20 +117,19 @@ class Guard:
         if self._kept is not None:
             self.posterior.particles.write_buffers(_unless(self.halted, self._buffers(), self._kept))
 
-    @contextmanager
-    def skipping(self) -> Iterator[None]:
+    def skipping(self) -> AbstractContextManager[object]:
         """Inside, the optimiser's step does nothing if a value was bad, and recorders can know it."""
-        if self.reads:
-            yield
-        else:
-            # As torch's GradScaler does: if the flag is 1, kernels of fused optimisers return at once, and Adam counts
-            # no step.
-            self.optimizer.found_inf = self.halted  # type: ignore[attr-defined]
-            try:
-                yield
-            finally:
-                del self.optimizer.found_inf  # type: ignore[attr-defined]
         self.taken = True
+        return NOTHING if self.reads else self._skipping()
+
+    @contextmanager
+    def _skipping(self) -> Iterator[None]:
+        # As torch's GradScaler does: if the flag is 1, kernels of fused optimisers return at once, and Adam counts no step.
+        self.optimizer.found_inf = self.halted  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            del self.optimizer.found_inf  # type: ignore[attr-defined]
 
     def observe(self) -> None:
         """Calls the method's `observe`, and resets its clock if the step was bad."""

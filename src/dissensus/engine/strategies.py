@@ -78,7 +78,7 @@ class Looped:
 
     def __init__(self, *, streamed: bool, compiled: bool) -> None:
         self.compiled = compiled
-        self.member = _compile(functional_member_gradients) if compiled else gradients.member_gradients
+        self.member = _compile(functional_member_gradients) if compiled else None  # None: as `looped` does
         self.forward: Callable[..., Any] | None = None
         self.lanes = Lanes() if streamed else None
         self.ways = Ways(_note_unfused, fused=self.fused, plain=self.run)

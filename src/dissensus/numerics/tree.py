@@ -1,7 +1,7 @@
 """A tree of named tensors as a module, so that `.to`, `state_dict` and checkpoints work."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Self
@@ -197,19 +197,45 @@ class KeptTensors:
         deque(map(dict.update, self.registered, self.before), maxlen=0)
 
 
+class OwnTensors(Tensors):
+    """The parameters of a module, themselves: to run it with these, none has to be put in place."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.buffers: Tensors = {}
+        self.kept = [(registered, registered.copy()) for registered in _collect(module, self, self.buffers)]
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(*args); afterwards the module has these again, if its forward has assigned others, as after `call_with`."""
+        try:
+            return function(*args)
+        finally:
+            for registered, before in self.kept:
+                registered.update(before)
+
+
 def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(parameters, buffers) by name; for a caller's module they may change between calls."""
     if isinstance(module, TensorTree):
         return module.named()
-    found: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+    found: tuple[Tensors, Tensors] = {}, {}
+    _collect(module, *found)
+    return found
+
+
+def _collect(module: nn.Module, parameters: Tensors, buffers: Tensors) -> list[dict[str, Any]]:
+    """Puts the module's tensors by name into the two; returns the dicts in which it has registered them."""
+    found: list[dict[str, Any]] = []
     seen: set[int] = set()
     for path, part in parts(module):
-        registries: Any = (found[0], part._parameters), (found[1], part._buffers)
+        registries: Any = (parameters, part._parameters), (buffers, part._buffers)
         for into, registered in registries:
-            for leaf, tensor in registered.items():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    into[path + leaf] = tensor
+            if registered:  # most have none
+                found.append(registered)
+                for leaf, tensor in registered.items():
+                    if tensor is not None and id(tensor) not in seen:
+                        seen.add(id(tensor))
+                        into[path + leaf] = tensor
     return found
 
 
