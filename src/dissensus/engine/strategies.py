@@ -54,7 +54,9 @@ def _loud(run: Strategy) -> Strategy:
     """The strategy, but raising at dynamo's limit of recompilations, where it would silently run plain code."""
 
     def loud(posterior: Objective, batch: Batch) -> Gradients:
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        config = torch._dynamo.config
+        name = "recompile" if hasattr(config, "fail_on_recompile_limit_hit") else "cache"  # the latter before torch 2.7
+        with config.patch({f"fail_on_{name}_limit_hit": True}):
             return run(posterior, batch)
 
     return loud
