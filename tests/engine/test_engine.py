@@ -172,6 +172,26 @@ def test_functional_and_plain_gradients_of_a_member_agree() -> None:
         torch.testing.assert_close(functional.gradients[name], gradient, rtol=1e-12, atol=1e-14)
 
 
+def partly_frozen() -> nn.Module:
+    network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.PReLU(), nn.Linear(6, 5), nn.Linear(5, 3))
+    network[3].requires_grad_(False)
+    return network
+
+
+@pytest.mark.parametrize("kind", ["loop", "vectorised"])
+@pytest.mark.parametrize("method", [ds.DeepEnsemble, ds.FoRDE])
+def test_compiled_gradients_are_one_graph_without_breaks(method, kind, monkeypatch) -> None:
+    if method is ds.FoRDE and torch.__version__ < "2.7":
+        pytest.skip("this compiler knows no context managers that are generators")
+    torch._dynamo.reset()
+    monkeypatch.setattr(strategies, "_compile", functools.partial(torch.compile, fullgraph=True, backend="eager"))
+    posterior, batch = method([partly_frozen() for _ in range(2)]).double(), Batch(*data(rows=8))
+    compiled = strategy(kind, compiled=True)
+    found, wanted = compiled(posterior, batch), gradients.looped(posterior, batch)
+    assert compiled.name == f"{kind}+compiled"  # did not fall back
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
 def test_a_strategy_that_fails_is_replaced_once_and_said_once(caplog, monkeypatch) -> None:
     calls = []
 

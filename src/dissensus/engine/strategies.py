@@ -8,6 +8,8 @@ each of them plain or compiled. If a gradient is 0 up to rounding (a bias before
 to full steps, and these differ. A strategy changes only the random state, so that it can be timed on a real batch.
 """
 
+from __future__ import annotations  # compilers cannot evaluate the types of inner functions
+
 import functools
 import logging
 from collections.abc import Callable
@@ -122,7 +124,8 @@ def functional_gradients(posterior: Objective, state: State, batch: Batch) -> Gr
     """As `gradients.vectorised`, but with function transforms; call it within `particles.vectorising()`."""
 
     def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
-        total, losses, after = gradients.all_members(posterior, state._replace(own=own, shared=shared), batch)
+        frozen, buffers = (state.own_frozen, state.shared_frozen), (state.own_buffers, state.shared_buffers)
+        total, losses, after = gradients.all_members(posterior, State(own, shared, *frozen, *buffers), batch)
         return total, (losses, after)
 
     found = _by_transforms(objective, state)
