@@ -60,6 +60,7 @@ def test_a_pt2_file_says_what_predict_says_at_every_batch_size(tmp_path):
     assert sum(sizes) <= 1.1 * sum(t.nbytes for t in posterior.particles.state_dict().values())
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch itself cannot write batch norm")
 def test_an_onnx_file_says_what_predict_says_at_every_batch_size(tmp_path):
     posterior = stored(METHODS["batch_ensemble"](tiny.mlp), inputs(5))
     ds.export(posterior, tmp_path / "m.onnx", example=inputs(5))

@@ -28,7 +28,8 @@ def test_an_exported_predictor_has_the_temperature_inside(method, tmp_path):
     posterior, (x, _) = EXPORTED[method](), tiny.points()
     posterior.temperature.fill_(2.34)
     batch = {0: torch.export.Dim("batch", min=2, max=64)}
-    torch.export.save(torch.export.export(posterior.predictor(), (x,), dynamic_shapes=(batch,)), tmp_path / "moons.pt2")
+    program = torch.export.export(posterior.predictor(), (x,), dynamic_shapes=(batch,), strict=False)
+    torch.export.save(program, tmp_path / "moons.pt2")
     exported = torch.export.load(tmp_path / "moons.pt2").module()
     found, predictive = exported(x[:7]), posterior.predict(x[:7])
     for name in ("mean", "total", "aleatoric", "epistemic"):

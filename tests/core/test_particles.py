@@ -298,11 +298,13 @@ def test_members_drop_different_units(how):
     posterior.particles.how = how
     with torch.no_grad():
         for parameter in posterior.parameters():
-            parameter.fill_(1.0)  # the output counts the units kept, times two
-    kept = posterior(torch.ones(1, 400))[:, 0, 0].detach() / 2
-    assert len(set(kept.tolist())) == 3
+            parameter.fill_(1.0)  # the outputs count the units kept, times two
+            parameter[..., 1, :] = torch.rand(400)  # but for one that tells which were kept
+    kept, which = posterior(torch.ones(1, 400))[:, 0, :2].detach().unbind(1)
+    kept = kept / 2
+    assert len(set(which.tolist())) == 3
     assert bool(((kept - 200).abs() < 4 * 10).all())  # binomial: sd 10
-    assert torch.equal(posterior.eval()(torch.ones(1, 400)), torch.full((3, 1, 3), 400.0))
+    assert torch.equal(posterior.eval()(torch.ones(1, 400))[..., 0], torch.full((3, 1), 400.0))
 
 
 # ---------------------------------------------------------------------------------------------------- tied weights

@@ -122,6 +122,17 @@ def test_hooks_of_layers_inside_are_called(used):
     assert used == [2]  # behind it
 
 
+def test_hooks_of_all_modules_are_called(used):
+    made, seen = posterior(mlp).train(), []
+    hook = nn.modules.module.register_module_forward_hook(lambda layer, given, output: seen.append(type(layer)))
+    try:
+        gradients.vectorised(made, batch())
+    finally:
+        hook.remove()
+    assert nn.ReLU in seen
+    assert used == []
+
+
 def test_networks_that_leave_the_posterior_have_ordinary_sequences():
     made = posterior(mlp)
     assert isinstance(made.particles.template.network.layers, chains.Chained)

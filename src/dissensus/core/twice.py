@@ -43,6 +43,8 @@ SETTINGS: dict[Callable[..., Tensor], tuple[str, ...]] = {
     **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), TRANSPOSED),
 }
 FORMS = {F.batch_norm, torch.prelu, *SETTINGS}
+# Whether vmap's rules for functions accept that a result has no gradient: here a batch norm's statistics have none.
+VMAP_TAKES_NONE = torch.__version__ >= "2.7"
 
 
 @contextmanager
@@ -210,10 +212,16 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """The same result as `F.batch_norm`; uses torch's form with running statistics (independent of x) or without weights."""
-    if not training or weight is None or bias is None or input.numel() <= input.shape[1]:
+    few = input.numel() <= input.shape[1]
+    if not training or weight is None or bias is None or few or (not VMAP_TAKES_NONE and _in_vmap()):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     found: Tensor = _BatchNorm.apply(input, weight, bias, running_mean, running_var, momentum, eps)[0]  # type: ignore[no-untyped-call]
     return found
+
+
+def _in_vmap() -> bool:
+    functorch = torch._C._functorch
+    return any(each.key() == functorch.TransformType.Vmap for each in functorch.get_interpreter_stack() or ())
 
 
 class _BatchNorm(torch.autograd.Function):

@@ -8,6 +8,8 @@ each of them plain or compiled. If a gradient is 0 up to rounding (a bias before
 to full steps, and these differ. A strategy changes only the random state, so that it can be timed on a real batch.
 """
 
+from __future__ import annotations  # compilers cannot evaluate the types of inner functions
+
 import functools
 import logging
 from collections.abc import Callable
@@ -54,7 +56,9 @@ def _loud(run: Strategy) -> Strategy:
     """The strategy, but raising at dynamo's limit of recompilations, where it would silently run plain code."""
 
     def loud(posterior: Objective, batch: Batch) -> Gradients:
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        config = torch._dynamo.config
+        name = "recompile" if hasattr(config, "fail_on_recompile_limit_hit") else "cache"  # the latter before torch 2.7
+        with config.patch({f"fail_on_{name}_limit_hit": True}):
             return run(posterior, batch)
 
     return loud
@@ -120,7 +124,8 @@ def functional_gradients(posterior: Objective, state: State, batch: Batch) -> Gr
     """As `gradients.vectorised`, but with function transforms; call it within `particles.vectorising()`."""
 
     def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
-        total, losses, after = gradients.all_members(posterior, state._replace(own=own, shared=shared), batch)
+        frozen, buffers = (state.own_frozen, state.shared_frozen), (state.own_buffers, state.shared_buffers)
+        total, losses, after = gradients.all_members(posterior, State(own, shared, *frozen, *buffers), batch)
         return total, (losses, after)
 
     found = _by_transforms(objective, state)

@@ -82,7 +82,8 @@ def trace(module: nn.Module, x: Inputs) -> ExportedProgram:
     for each in loggers:
         each.setLevel(logging.CRITICAL)
     try:
-        exported = torch.export.export(Traced(module, x).eval(), given, dynamic_shapes=shapes)
+        # Strict is the default of older torch versions, and refuses most modules.
+        exported = torch.export.export(Traced(module, x).eval(), given, dynamic_shapes=shapes, strict=False)
         return exported.run_decompositions({})  # type: ignore[no-any-return]  # turns remaining vmap operations into plain ones
     finally:
         for each, level in zip(loggers, levels, strict=True):

@@ -9,8 +9,9 @@ from torch import Tensor
 
 def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies of the tensors, on a GPU by few kernels for all of them; vmap has no rule for that."""
-    on_gpu = all(tensor.is_cuda for tensor in tensors.values()) and torch._C._functorch.peek_interpreter_stack() is None
-    if not tensors or not on_gpu or torch.compiler.is_compiling():
+    # Compilers come first: older ones do not know the stack of function transforms.
+    plain = torch.compiler.is_compiling() or not tensors or not all(tensor.is_cuda for tensor in tensors.values())
+    if plain or torch._C._functorch.peek_interpreter_stack() is not None:
         return {name: tensor.clone() for name, tensor in tensors.items()}
     found = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     copy_all(list(found.values()), list(tensors.values()))

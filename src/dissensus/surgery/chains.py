@@ -73,7 +73,7 @@ def _plain(part: Any) -> bool:
 
 def _may_chain(input: Tensor) -> bool:
     plain = input.ndim == 2 and not torch.is_autocast_enabled(input.device.type)
-    return plain and not (torch.compiler.is_compiling() or modules._has_any_global_hook())  # type: ignore[no-untyped-call]
+    return plain and not (torch.compiler.is_compiling() or any(getattr(modules, f"_global{hooks}") for hooks in HOOKS))
 
 
 def _of_all_members(input: Tensor, layers: Sequence[Any]) -> Tensor | None:

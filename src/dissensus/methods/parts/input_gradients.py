@@ -1,5 +1,7 @@
 """Base class of FoRDE and LIT, which compare members by their input gradients."""
 
+from __future__ import annotations  # compilers cannot evaluate the types of inner functions
+
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
