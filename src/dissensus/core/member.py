@@ -1,6 +1,7 @@
 """Member: one network, its likelihood and its latents as one module, used as the template for each member's tensors."""
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,11 @@ from dissensus.core.attributes import unmade
 from dissensus.core.batch import Batch, call
 from dissensus.core.fully import check_whole
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.running import first_line
 from dissensus.core.turns import turn
 from dissensus.numerics.tree import Tensors, TensorTree, buffers_by_name, found_quickly
 
+log = logging.getLogger("dissensus")
 PREFIX = "network."  # prefix of the names of a network's tensors in a member
 
 
@@ -54,6 +57,16 @@ def emptied(member: Member) -> Member:
     with turn(member.network):  # another thread's hooks and forwards must not be copied
         copied: Member = copy.deepcopy(member, blanks(member))
     return copied
+
+
+def emptied_if_possible(member: Member) -> Member:
+    """The same, or the member itself where it cannot be copied."""
+    try:
+        return emptied(member)
+    except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+        # Some modules cannot be copied (they hold a lock). The original is used, under its lock, and restored each time.
+        log.info("functions run in the caller's network: it cannot be copied (%s)", first_line(error))
+        return member
 
 
 def blanks(part: nn.Module) -> dict[int, Any]:

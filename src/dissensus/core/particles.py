@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from dissensus.core.attributes import difference, unmade
 from dissensus.core.exchange import ALONE, Exchange
 from dissensus.core.fully import check_its_own, check_whole, is_fully_sharded, stay_divided
+from dissensus.core.kept_rows import KeptRows
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import PREFIX, Member, blanks, check_initialised, emptied, member_index
-from dissensus.core.running import How, Rows, Runner, first_line, loop, stacked
+from dissensus.core.member import PREFIX, Member, blanks, check_initialised, emptied, emptied_if_possible, member_index
+from dissensus.core.running import How, Rows, Runner, loop, stacked
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
@@ -48,13 +49,11 @@ class Particles(nn.Module):
         """`templates`: one for all members, or one for each; members then run in a loop."""
         super().__init__()
         self.templates = templates  # a tuple, so that their (emptied) tensors are not registered as this module's
-        self.own = own
-        self.shared = shared
-        self.members = members
+        self.own, self.shared, self.members = own, shared, members
         self.training = self.template.training
         self._settle()
         self._places: dict[int, Places] = {}  # of our own templates, by number
-        self._parts = trees.KnownParts()
+        self._parts, self._rows = trees.KnownParts(), KeptRows()
         self.fully = is_fully_sharded(self.template.network)  # divided by torch, which gathers layers itself
         self._frozen = {*frozen}  # tensors stored once because no member trains them
         self._said: set[str] = set()
@@ -162,13 +161,7 @@ class Particles(nn.Module):
 
     def copied_template(self, index: int = 0) -> Member:
         """A copy of this member's template, without tensors."""
-        template = self.templates[index % len(self.templates)]
-        try:
-            return emptied(template)
-        except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
-            # Some modules cannot be copied (they hold a lock). The original is used, under its lock, and restored each time.
-            log.info("functions run in the caller's network: it cannot be copied (%s)", first_line(error))
-            return template
+        return emptied_if_possible(self.templates[index % len(self.templates)])
 
     def train(self, mode: bool = True) -> "Particles":
         super().train(mode)
@@ -218,8 +211,13 @@ class Particles(nn.Module):
                     "one copy of it: set requires_grad first, then build the posterior"
                 )
 
+    def _apply(self, *args: Any, **kwargs: Any) -> "Particles":
+        self._rows.drop()
+        return super()._apply(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """Also loads states that store a tensor once instead of M rows, and, if the rows are equal, the reverse."""
+        self._rows.drop()
         as_stored(state_dict, prefix, own=self.own, shared=self.shared, members=self.members)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -294,6 +292,8 @@ class Particles(nn.Module):
             template = self.templates[0]
             with self.turn(), self.runner.running(), trees.KeptTensors(self._parts(template)):
                 return stacked([function(template, *args)])
+        if varying is None and (how or self.how) == "loop" and self._rows.serve(self):
+            return self._rows.one_by_one(self, function, *args)
         shared, common = named_tensors(self.shared)
 
         def one(row: Rows) -> tuple[Any, Tensors]:

@@ -169,13 +169,14 @@ def call_with(module: nn.Module, tensors: Tensors, *args: Any, places: Places | 
         return functional_call(module, {**tensors, **others}, args, tie_weights=False)
     before = [*map(dict.__getitem__, places.registries, places.keys)]
     try:
-        _assign(places, map(tensors.get, places.names, before))
+        assign(places, map(tensors.get, places.names, before))
         return module(*args)
     finally:
-        _assign(places, before)
+        assign(places, before)
 
 
-def _assign(places: Places, tensors: Iterable[Tensor]) -> None:
+def assign(places: Places, tensors: Iterable[Tensor]) -> None:
+    """Puts these tensors into the places, in their order."""
     deque(map(dict.__setitem__, places.registries, places.keys, tensors), maxlen=0)
 
 
