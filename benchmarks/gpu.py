@@ -9,6 +9,8 @@ medians, with the spread
 watching: one network; TRADI and SWAG beside the same step unwatched.
 prediction: ten ResNet-18 over batches of 128; loops as plain torch runs them; the largest error of a probability against
 float32 in the same column as the time.
+kernels: where the device's time goes, by torch's profiler: milliseconds of kernels in a step of one network, of ten, and in
+the prediction of a batch by ten; kernels of several streams run at the same time, each then more slowly.
 gradients: the deviation of gradients from those of torch's own layers, ‖a − b‖ / ‖b‖.
 """
 
@@ -142,6 +144,58 @@ def prediction(given: argparse.Namespace) -> Iterator[Row]:
             yield {"name": name, "run": f"{count} images", **row, "error": errors[name]}
 
 
+def kernels(given: argparse.Namespace) -> Iterator[Row]:
+    """Milliseconds of kernels by what they do, and of the time in which any runs."""
+    batch = images(given.batch)
+    networks = [ds.nets.ResNet(18) for _ in range(given.members)]
+    one, _ = stepper(ds.MAP(ds.nets.ResNet(18)), batch, SHORT)
+    yield from profiled("a step of one network", one, 5)
+    posterior = ds.DeepEnsemble(networks).to(DEVICE)
+    all_of_them, _ = stepper(posterior, batch, SHORT)
+    yield from profiled(f"a step of {given.members}", all_of_them, 5)
+    x, y, _ = images(40 * given.batch)
+    loader = Batches(x.contiguous(), y, batch_size=given.batch)
+    yield from profiled(
+        f"a batch predicted by {given.members}, bf16", lambda: ds.predict(posterior, loader, precision="bf16"), 1, of=40
+    )
+
+
+GROUPS = {  # the first word that occurs in a kernel's name
+    "convolutions": ("xmma", "convol", "cask_plugin", "nhwcAddPadding", "narrow"),
+    "batch norm, addition, ReLU": (
+        "moments",
+        "joined",
+        "normalised",
+        "gradient_parts",
+        "gradients",
+        "summed",
+        "batch_norm",
+    ),
+    "optimiser, copies, casts of all weights": ("multi_tensor",),
+    "others": ("",),
+}
+
+
+def profiled(run: str, call: Stepper, count: int, of: int = 1) -> Iterator[Row]:
+    """A row for each group of kernels of `count` calls, each of `of` batches, and one for the time of all."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(count):
+            call()
+        torch.cuda.synchronize()
+    events = [each for each in found.events() if each.device_type == torch.autograd.DeviceType.CUDA]
+    sums: dict[str, float] = dict.fromkeys(GROUPS, 0.0)
+    busy, end = 0.0, 0.0
+    for event in sorted(events, key=lambda each: each.time_range.start):
+        first, last = event.time_range.start, event.time_range.end  # microseconds
+        sums[next(name for name, words in GROUPS.items() if any(word in event.name for word in words))] += last - first
+        busy, end = busy + max(0.0, last - max(first, end)), max(end, last)
+    for name, total in {**sums, "any": busy}.items():
+        yield {"name": name, "run": run, "ms": round(total / 1e3 / count / of, 3)}
+
+
 def gradients(given: argparse.Namespace) -> Iterator[Row]:
     """How far gradients of this library's layers are from those of torch's, in the same precision."""
     networks = [ds.nets.ResNet(18) for _ in range(3)]
@@ -174,7 +228,8 @@ METHODS: dict[str, Callable[..., ds.Posterior]] = {
     "LIT": lambda networks: ds.LIT(networks, strength=0.1),
 }
 SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
-    "steps": steps, "compiled": compiled, "watching": watching, "prediction": prediction, "gradients": gradients,
+    "steps": steps, "compiled": compiled, "watching": watching, "prediction": prediction, "kernels": kernels,
+    "gradients": gradients,
 }  # fmt: skip
 
 

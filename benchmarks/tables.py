@@ -173,6 +173,7 @@ GPU_SECTIONS = {
     "compiled": ("The same in a run long enough to compile", "times the short deep ensemble"),
     "watching": ("A training step of one ResNet-18 on batches of {batch}, bf16", "times unwatched"),
     "prediction": ("Prediction of {members} ResNet-18 in batches of {batch}", "times as fast as the float32 loop"),
+    "kernels": ("Where the device's time goes: kernels, added up, and the time in which any runs", ""),
     "gradients": ("Gradients of three ResNet-18 on 32 images", ""),
 }
 
@@ -186,6 +187,8 @@ def gpu_tables() -> str:
             continue
         if what == "gradients":
             columns = {"name": "method", "run": "precision", "ran": "deviation", "error": "‖a − b‖ / ‖b‖"}
+        elif what == "kernels":
+            columns = {"run": "in", "name": "kernels", "ms": "ms"}
         else:
             columns = {
                 "name": "what",

@@ -41,7 +41,7 @@ def convolution(
     """The convolution in bf16, channels side by side in memory; x and weights of any dtype and layout."""
     sizes = Sizes(x, weight, stride, padding, dilation)
     y = torch.empty(sizes.shape, dtype=torch.bfloat16, device=x.device, memory_format=torch.channels_last)
-    kernels.forward[(sizes.tiles, sizes.columns)](
+    kernels.narrow_convolution[(sizes.tiles, sizes.columns)](
         x, weight, weight if bias is None else bias, y, *sizes.places, len(weight), *weight.stride(),
         BIAS=bias is not None, RELU=relu, **sizes.kinds,
     )  # fmt: skip
@@ -55,5 +55,5 @@ def weight_gradient(
     sizes = Sizes(x, weight, stride, padding, dilation)
     (channels, narrow, high, wide), parts = weight.shape, min(sizes.tiles, PARTS)
     found = g.new_empty((parts, sizes.positions, channels), dtype=torch.float32)
-    kernels.gradient_parts[(parts, sizes.columns)](g, x, found, *sizes.places, channels, parts, **sizes.kinds)
+    kernels.narrow_gradient_parts[(parts, sizes.columns)](g, x, found, *sizes.places, channels, parts, **sizes.kinds)
     return found.sum(0).view(high, wide, narrow, channels).permute(3, 2, 0, 1)

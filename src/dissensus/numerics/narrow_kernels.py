@@ -27,7 +27,7 @@ def patches(
 
 
 @triton.jit
-def forward(
+def narrow_convolution(
     x, weight, bias, y, rows, H, W, out_h, out_w, of_n, of_c, of_h, of_w, step_h, step_w, pad_h, pad_w, reach_h, reach_w,
     channels, of_o, of_i, of_y, of_x,
     C: tl.constexpr, KW: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, T: tl.constexpr,
@@ -54,7 +54,7 @@ def forward(
 
 
 @triton.jit
-def gradient_parts(
+def narrow_gradient_parts(
     g, x, parts, rows, H, W, out_h, out_w, of_n, of_c, of_h, of_w, step_h, step_w, pad_h, pad_w, reach_h, reach_w,
     channels, P, C: tl.constexpr, KW: tl.constexpr, K: tl.constexpr, T: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
