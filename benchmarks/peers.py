@@ -2,24 +2,28 @@
 
     python benchmarks/peers.py --install ENVIRONMENTS    # one virtual environment for each library, by pip
     python benchmarks/peers.py --venvs ENVIRONMENTS --csv benchmarks/results/peers_cpu.csv
-    python benchmarks/peers.py --device cuda --csv FILE  # the present interpreter, with what it can import
+    python benchmarks/peers.py --device cuda --csv FILE  # the present interpreter, with what it can import; cases of its own
 
 Each library runs in a process of its own (`peer_workers`, one file for each), as its documentation shows and with its fastest
 settings. Before anything is timed, predictions are compared with this library's. Sides take turns, in alternating order. A row
 has the median and quartiles over rounds, and `ratio`, the median over rounds of its time over dissensus's: above 1, dissensus
-is faster. `--clock processor` counts processor time instead of time, for one thread on a machine that others use too.
+is faster. `--clock processor` counts processor time instead of time, for one thread on a machine that others use too. The file
+is written after every case; `--resume` leaves out the cases that it has.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
+import select
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
@@ -69,14 +73,55 @@ LIBRARIES = {
 }
 TORCH = ("torch==2.13.0", "torchvision==0.28.0")  # pinned while environments are made; a local "+cpu" build fits too
 EVERYONE = tuple(LIBRARIES)
+FIRST, LATER = 60.0, 25.0  # seconds that an answer may take on a GPU: that with the import, any other
 TOLERANCE = {"ensemble": 1e-4, "ensemble predicts": 1e-5, "ensemble, one input": 1e-5, "single": 1e-4}
 TOLERANCE |= {"single, one input": 1e-5, "dropout predicts": 0.02, "dropout, one input": 0.02}
 TOLERANCE |= {"empirical kernel": 1e-3, "analytic kernel": 1e-8}  # of the largest entry
+ON_GPU = (
+    1e-4,
+    1e-3,
+    0.05,
+)  # instead: predictions; after training, of a ResNet: sums in other orders, training enlarges differences
 LAPLACE = 0.05  # ours are samples of functions, theirs the probit formula, each with the precision it chose
 
 
-def cases() -> Iterator[dict[str, Any]]:
-    """What is measured: operation, network, members or samples, batch, inputs."""
+DEFAULTS = {"members": 1, "batch": 128, "rows": 1280, "calls": 1}
+
+
+def cases(device: str = "cpu") -> Iterator[dict[str, Any]]:
+    """What is measured: operation, network, members or samples, batch, inputs, calls in a round."""
+    for case in on_gpu() if device == "cuda" else on_cpu():
+        yield DEFAULTS | case | {"device": device}
+
+
+def on_gpu() -> Iterator[dict[str, Any]]:
+    """Larger ones, that a GPU is used for; the first ones matter most, where time is short."""
+    yield {"operation": "ensemble", "network": "mlp", "members": 20, "rows": 2560}
+    yield {"operation": "ensemble predicts", "network": "mlp", "members": 20, "batch": 256, "rows": 2560, "calls": 2}
+    yield {"operation": "ensemble, one input", "network": "mlp", "members": 20, "calls": 10}
+    yield {"operation": "SGHMC", "network": "mlp", "rows": 2560}
+    yield {"operation": "mean-field VI", "network": "mlp", "rows": 2560}
+    yield {"operation": "Laplace, kron", "network": "conv", "rows": 2560}
+    yield {"operation": "Laplace, kron, predicts", "network": "conv", "rows": 2560, "calls": 3}
+    yield {"operation": "Laplace, kron, one input", "network": "conv", "calls": 30}
+    yield {"operation": "dropout predicts", "network": "mlp-dropout", "members": 20, "rows": 2560, "calls": 5}
+    yield {"operation": "dropout, one input", "network": "mlp-dropout", "members": 20, "calls": 20}
+    yield {"operation": "ensemble", "network": "resnet20", "members": 10, "rows": 2560}
+    yield {"operation": "ensemble predicts", "network": "resnet20", "members": 10, "batch": 256, "rows": 2560}
+    yield {"operation": "ensemble, one input", "network": "resnet20", "members": 10, "calls": 5}
+    yield {"operation": "single", "network": "mlp", "rows": 2560}
+    yield {"operation": "single", "network": "resnet20", "rows": 2560}
+    yield {"operation": "single, one input", "network": "mlp", "calls": 100}
+    yield {"operation": "single, one input", "network": "resnet20", "calls": 30}
+    yield {"operation": "batch ensemble", "network": "mlp", "members": 4, "rows": 2560}
+    yield {"operation": "batch ensemble predicts", "network": "mlp", "members": 4, "rows": 2560, "calls": 5}
+    yield {"operation": "Laplace, kron", "network": "resnet20", "rows": 1280}
+    yield {"operation": "ensemble", "network": "resnet18", "members": 5}
+    yield {"operation": "ensemble predicts", "network": "resnet18", "members": 5, "batch": 256, "rows": 2560}
+
+
+def on_cpu() -> Iterator[dict[str, Any]]:
+    """Small enough for a core or two."""
     for members in (5, 10, 20):
         yield {"operation": "ensemble", "network": "mlp", "members": members}
     yield {"operation": "ensemble", "network": "conv", "members": 5, "rows": 640}
@@ -115,51 +160,64 @@ class Worker:
         kept = os.sched_getaffinity(0)
         if library == "neural-tangents":  # jax takes all the cores it sees
             kept = set(sorted(kept)[:threads])
-        # This library is measured as it stands here, whatever is installed.
-        ours = {"PYTHONPATH": str(ROOT / "src")} if library == "dissensus" else {}
+        self.patience = FIRST
         self.process = subprocess.Popen(
             [python, str(WORKERS), library],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env=environment(threads) | ours, preexec_fn=lambda: os.sched_setaffinity(0, kept),
+            env=environment(threads, library, python), preexec_fn=lambda: os.sched_setaffinity(0, kept),
         )  # fmt: skip
 
     def send(self, line: str) -> None:
         assert self.process.stdin is not None
-        print(line, file=self.process.stdin, flush=True)
+        with suppress(BrokenPipeError):  # `answer` says that it ended
+            print(line, file=self.process.stdin, flush=True)
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self, *, patient: bool = True) -> dict[str, Any]:
+        """What it says; without patience, one that takes too long is ended, so that the others get their turns."""
         assert self.process.stdout is not None
+        if not patient and not select.select([self.process.stdout], [], [], self.patience)[0]:
+            self.process.kill()
+            return {"failed": f"no answer within {self.patience} s"}
+        self.patience = LATER
         line = self.process.stdout.readline()
         return json.loads(line) if line else {"failed": "the process ended"}
 
-    def ask(self, line: str) -> dict[str, Any]:
+    def ask(self, line: str, *, patient: bool = True) -> dict[str, Any]:
         self.send(line)
-        return self.answer()
+        return self.answer(patient=patient)
 
 
-def environment(threads: int) -> dict[str, str]:
-    cut = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    return cut | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+def environment(threads: int, library: str, python: str) -> dict[str, str]:
+    """This one's, for the library; what `PYTHONPATH` adds to this interpreter is no part of the others."""
+    # This library is measured as it stands here, whatever is installed.
+    paths = [str(ROOT / "src")] if library == "dissensus" else []
+    if python == sys.executable:
+        paths += filter(None, [os.environ.get("PYTHONPATH")])
+    numbers = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return {**os.environ, **numbers, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def measured(case: dict[str, Any], workers: dict[str, Worker], *, rounds: int, threads: int, timer: str) -> list[Row]:
     """Rows of one case: every library that offers it, or why there is no number."""
-    case = {"members": 1, "batch": 128, "rows": 1280, "calls": 1, "device": "cpu", "timer": timer} | case
+    case, patient = case | {"timer": timer}, case["device"] == "cpu"
     offered = [name for name in workers if offers(name, case["operation"])]
     with tempfile.TemporaryDirectory() as folder:
         arrays = {"arrays": f"{folder}/arrays.npz"} if "kernel" in case["operation"] else {}
         if arrays:
             write_arrays(case, arrays["arrays"])
-        for name in offered:  # all get ready at the same time
-            workers[name].send(json.dumps(case | (arrays if name == "neural-tangents" else {})))
-        first = {name: workers[name].answer() for name in offered}
-        differences = compared(case["operation"], first)
+        first = ready(case, {name: workers[name] for name in offered}, arrays)
+        differences = compared(case["operation"], first, tolerance(case))
         running = [name for name in offered if differences[name][1] == ""]
         seconds: dict[str, list[dict[str, float]]] = {name: [] for name in running}
         for i in range(rounds):
-            for name in running if i % 2 == 0 else running[::-1]:
-                seconds[name].append(workers[name].ask("go")["seconds"])
-        last = {name: workers[name].ask("end") for name in offered if "failed" not in first[name]}
+            for name in running[:] if i % 2 == 0 else running[::-1]:
+                answer = workers[name].ask("go", patient=patient)
+                if "failed" in answer:
+                    running.remove(name)
+                    first[name], differences[name] = answer, ("", answer["failed"])
+                else:
+                    seconds[name].append(answer["seconds"])
+        last = {name: workers[name].ask("end", patient=patient) for name in offered if "failed" not in first[name]}
     versions = {name: first.get(name, {}).get("versions", {}) for name in EVERYONE}
     rows = []
     for name in EVERYONE:
@@ -176,13 +234,24 @@ def measured(case: dict[str, Any], workers: dict[str, Worker], *, rounds: int, t
             continue
         for measure in seconds[name][0]:
             times = [each[measure] for each in seconds[name]]
-            ours = [each[measure] for each in seconds["dissensus"]] if "dissensus" in seconds else []
+            ours = [each[measure] for each in seconds["dissensus"]] if "dissensus" in running else []
             rows.append(
-                {**about, "measure": measure, **spread(times), "rounds": rounds, "peak_mb": round(last[name]["peak_mb"], 1),
+                {**about, "measure": measure, **spread(times), "rounds": rounds,
+                 "peak_mb": round(last[name].get("peak_mb", math.nan), 1),
                  "ratio": round(median(a / b for a, b in zip(times, ours, strict=True)), 3) if ours else "",
                  "difference": difference}
             )  # fmt: skip
     return rows
+
+
+def ready(case: dict[str, Any], workers: dict[str, Worker], arrays: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """First answers: on a CPU all get ready at the same time; a GPU is left to one, that times its kernels to choose some."""
+    lines = {name: json.dumps(case | (arrays if name == "neural-tangents" else {})) for name in workers}
+    if case["device"] == "cuda":
+        return {name: worker.ask(lines[name], patient=False) for name, worker in workers.items()}
+    for name, worker in workers.items():
+        worker.send(lines[name])
+    return {name: worker.answer() for name, worker in workers.items()}
 
 
 def offers(library: str, operation: str) -> bool:
@@ -195,11 +264,21 @@ def spread(times: Sequence[float]) -> Row:
     return {"seconds": f"{middle:.4g}", "lower": f"{lower:.4g}", "upper": f"{upper:.4g}"}
 
 
-def compared(operation: str, first: dict[str, dict[str, Any]]) -> dict[str, tuple[str, str]]:
+def tolerance(case: dict[str, Any]) -> float | None:
+    """How far predictions may differ before nothing is timed; None where they are not compared."""
+    operation = case["operation"]
+    most = TOLERANCE.get(operation, LAPLACE if operation.startswith("Laplace") else None)
+    if case["device"] == "cuda" and operation.startswith(("ensemble", "single")):
+        predictions, trained, trained_resnet = ON_GPU
+        trains = operation in ("ensemble", "single")
+        most = predictions if not trains else trained_resnet if case["network"].startswith("resnet") else trained
+    return most
+
+
+def compared(operation: str, first: dict[str, dict[str, Any]], most: float | None) -> dict[str, tuple[str, str]]:
     """For each library: how far its numbers are from dissensus's, and "" or why it is not timed."""
     found = {}
     ours = first.get("dissensus", {}).get("compared")
-    most = TOLERANCE.get(operation, LAPLACE if operation.startswith("Laplace") else None)
     for name, answer in first.items():
         note = answer.get("failed", "")
         theirs, difference = answer.get("compared"), ""
@@ -238,10 +317,8 @@ def imports(pythons: dict[str, str], *, rounds: int, threads: int, timer: str) -
                 line = getattr(library, key) or "import torch"
                 code = f"import sys; sys.path.append({str(WORKERS)!r})\n{before}\n"
                 code += f"from time import {timer} as clock; start = clock()\n{line}\nprint(clock() - start)"
-                path = {"PYTHONPATH": str(ROOT / "src")} if name == "dissensus" else {}
-                done = subprocess.run(
-                    [pythons[name], "-c", code], capture_output=True, text=True, env=environment(threads) | path
-                )
+                around = environment(threads, name, pythons[name])
+                done = subprocess.run([pythons[name], "-c", code], capture_output=True, text=True, env=around)
                 if done.returncode:
                     notes[name] = done.stderr.strip().splitlines()[-1][:200]
                 elif i:
@@ -317,6 +394,7 @@ def main() -> None:
     parser.add_argument("--clock", default="wall", choices=("wall", "processor"))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="a regular expression for operation and network")
+    parser.add_argument("--resume", action="store_true", help="leave out cases that the file has")
     parser.add_argument("--libraries", default=",".join(EVERYONE), help="comma-separated")
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args()
@@ -348,13 +426,18 @@ def main() -> None:
 
     if options.venvs and wanted("packages"):
         keep(packages({name: python for name, python in pythons.items() if python != sys.executable}))
+    done = {same(row) for row in rows} if options.resume else set()
     chosen = [
-        {**case, "device": options.device} for case in cases() if wanted(f"{case['operation']} {case['network']}")
+        case
+        for case in cases(options.device)
+        if wanted(f"{case['operation']} {case['network']}")
+        and same({**case, "inputs": case["rows"], "threads": options.threads}) not in done
     ]
-    workers = {name: Worker(python, name, options.threads) for name, python in pythons.items()} if chosen else {}
+    needed = {name for name in pythons for case in chosen if offers(name, case["operation"])}
+    workers = {name: Worker(python, name, options.threads) for name, python in pythons.items() if name in needed}
     for case in chosen:
         keep(measured(case, workers, rounds=options.rounds, threads=options.threads, timer=timer))
-    if wanted("import"):
+    if options.device == "cpu" and wanted("import"):
         keep(imports(pythons, rounds=min(options.rounds, 3), threads=options.threads, timer=timer))
 
 

@@ -589,6 +589,8 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
         yield docs / "results" / "landscape.md", "landscape", landscape.page(found)
     if found := rows("peers_cpu.csv"):
         yield docs / "results" / "peers.md", "peers", peers_page.page(found)
+    if found := rows("peers_gpu_h200.csv"):
+        yield docs / "results" / "peers.md", "peers-gpu", peers_page.page(found)
     if found := rows("momentum.csv"):
         yield docs / "reference/details/embedded.md", "momentum", momentum.page(found, rows("momentum_trials.csv"))
     if found := rows("tables_uci.csv"):

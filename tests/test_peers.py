@@ -41,10 +41,11 @@ def test_both_sides_are_asked_the_same(workers, operation):
         run, check = module.OPERATIONS[operation](module.case_of(case))
         assert all(seconds > 0 for seconds in run().values())
         found[name] = {"compared": check().flatten().tolist()}
-    most = peers.TOLERANCE[operation]
-    assert peers.compared(operation, found)["torch"][1] == ""
+    most = peers.tolerance(case)
+    assert most == peers.TOLERANCE[operation] <= peers.tolerance({**case, "device": "cuda"})
+    assert peers.compared(operation, found, most)["torch"][1] == ""
     found["torch"]["compared"][0] += 3 * most
-    assert "not timed" in peers.compared(operation, found)["torch"][1]
+    assert "not timed" in peers.compared(operation, found, most)["torch"][1]
 
 
 def test_what_only_this_library_and_others_have_runs(workers):
@@ -64,6 +65,27 @@ def test_a_step_is_the_time_between_two_batches(workers):
     watched = Watched([(None, None)] * 3, lambda: next(times))
     found = watched.timed(lambda: [list(watched), list(watched)])  # two members, one after the other
     assert found == {"training step": 2.0 + 1.0, "epoch": 20.0}
+
+
+def test_a_moment_on_a_gpu_makes_nobody_wait(workers, monkeypatch):
+    import tasks
+
+    passed = iter([10.0, 30.0, 70.0])
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.time = next(passed)
+
+        def elapsed_time(self, other):
+            return other.time - self.time  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = iter([0.0, 5.0])  # read before and after alone
+    watched = tasks.Watched([(None, None)] * 3, lambda: next(clock), tasks.Moment)
+    assert watched.timed(lambda: list(watched)) == {"training step": pytest.approx(0.03), "epoch": 5.0}
 
 
 def test_a_worker_answers_line_by_line(workers):
@@ -103,7 +125,85 @@ def test_the_page_says_who_is_faster_and_what_is_not_offered(workers):
     assert "noise" not in text
     rows[1]["upper"] = "0.02"  # the quartiles overlap
     assert "noise" in peers_page.page(rows)
-    for case in peers.cases():
+    for case in (*peers.cases("cpu"), *peers.cases("cuda")):
         assert case["operation"] in peers_page.TITLES
+        assert case["network"] in peers_page.NETWORKS
         assert peers.offers("dissensus", case["operation"])
     assert not peers.offers("posteriors", "ensemble")
+
+
+def test_the_page_of_a_gpu_says_so(workers):
+    import peers_page
+
+    about = {"network": "resnet18", "members": "5", "batch": "128", "inputs": "1280", "operation": "ensemble"}
+    about |= {
+        "measure": "epoch",
+        "peak_mb": "3",
+        "note": "",
+        "version": "1",
+        "torch": "2",
+        "threads": "1",
+        "ratio": "1",
+    }
+    about |= {"rounds": "3", "clock": "perf_counter", "commit": "c", "seconds": "1", "lower": "1", "upper": "1"}
+    text = peers_page.page([about | {"library": "dissensus", "device": "cuda (a GPU)"}])
+    assert text.startswith("## On a GPU")
+    assert "### Peak memory of tensors on the GPU, MB" in text
+    assert "peers.py --device cuda" in text
+
+
+WORKER = """
+import sys, time
+for line in sys.stdin:
+    if line == "sleep\\n":
+        time.sleep(60)
+    print('{"failed": "no"}' if line == "go\\n" else '{"compared": null}', flush=True)
+"""
+
+
+def test_a_worker_that_stops_does_not_stop_the_others(workers, monkeypatch, tmp_path):
+    import peers
+
+    (tmp_path / "__main__.py").write_text(WORKER)
+    for name in ("torch", "dissensus"):
+        (tmp_path / f"of_{name}.py").write_text('"ensemble":')
+    for name in set(peers.EVERYONE) - {"torch", "dissensus"}:
+        (tmp_path / f"of_{name.replace('-', '_')}.py").write_text("")
+    monkeypatch.setattr(peers, "WORKERS", tmp_path)
+    made = {name: peers.Worker(sys.executable, name, 1) for name in ("torch", "dissensus")}
+    made["torch"].patience = 0.1
+    assert "no answer within" in made["torch"].ask("sleep", patient=False)["failed"]
+    case = next(peers.cases("cuda"))
+    rows = peers.measured(case, made, rounds=2, threads=1, timer="perf_counter")
+    assert {row["library"]: row["note"] for row in rows if row["note"] != "not offered"} == {
+        "dissensus": "no",
+        "torch": "the process ended",
+    }
+    for worker in made.values():
+        worker.process.kill()
+        worker.process.communicate()
+
+
+def test_resuming_leaves_out_what_the_file_has(workers):
+    import peers
+
+    case = next(peers.cases("cuda"))
+    row = {key: str(case[key]) for key in ("operation", "network", "members", "batch")} | {
+        "inputs": "2560",
+        "threads": "2",
+    }
+    assert peers.same(row) == peers.same({**case, "inputs": case["rows"], "threads": 2})
+
+
+def test_a_gpu_loader_gives_the_same_batches(workers):
+    from tasks import Case
+
+    case = Case("Laplace, kron", network="tiny", batch=8, rows=20)
+    plain, data = list(case.loader()), case.data()
+    case.data = lambda: data  # type: ignore[method-assign]
+    case.device = "cuda"
+    whole = case.loader()
+    assert len(whole) == 3
+    assert len(whole.dataset) == 20
+    for a, b in zip(plain, whole, strict=True):
+        assert all(torch.equal(left, right) for left, right in zip(a, b, strict=True))

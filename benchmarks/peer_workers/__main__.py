@@ -2,12 +2,14 @@
 
     python benchmarks/peer_workers LIBRARY
 
-It imports the library once. For each case, a line with a JSON object as `tasks.Case` takes it, it forks. The child answers with
-a line when it is ready (versions, and predictions to compare), one for each "go" (seconds) and one for "end" (memory).
+It imports the library once. For each case, a line with a JSON object as `tasks.Case` takes it, it forks, except on a GPU: CUDA
+does not survive a fork. The child answers with a line when it is ready (versions, and predictions to compare), one for each
+"go" (seconds) and one for "end" (memory).
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -33,8 +35,10 @@ def main() -> None:
     while line := sys.stdin.readline():
         if module is None:
             say(failed=failed)
+        elif (case := json.loads(line))["device"] == "cuda":
+            serve(module, case, sys.stdin.readline, say)
         elif (child := os.fork()) == 0:
-            serve(module, json.loads(line), sys.stdin.readline, say)
+            serve(module, case, sys.stdin.readline, say)
             os._exit(0)
         elif os.waitpid(child, 0)[1]:
             say(failed="the process ended")
@@ -43,8 +47,7 @@ def main() -> None:
 def serve(module: ModuleType, case: dict[str, Any], heard: Callable[[], str], say: Callable[..., None]) -> None:
     """Answers until the end of one case."""
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark counts from here
-        before = resident("VmRSS")
+        peak = peak_on_gpu() if case["device"] == "cuda" else peak_resident()
         run, check = module.OPERATIONS[case["operation"]](module.case_of(case))
         run()  # to warm up
         found = check()
@@ -53,7 +56,7 @@ def serve(module: ModuleType, case: dict[str, Any], heard: Callable[[], str], sa
         say(versions=installed | getattr(module, "OWN", {}), compared=compared)
         while heard().strip() == "go":
             say(seconds=run())
-        say(peak_mb=(device_peak() if case["device"] == "cuda" else resident("VmHWM") - before) / 2**20)
+        say(peak_mb=peak() / 2**20)
     except Exception as error:
         say(failed=said(error))
 
@@ -62,16 +65,28 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
+def peak_resident() -> Callable[[], float]:
+    """The most bytes of this process from now on, beyond those of now."""
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark counts from here
+    before = resident("VmRSS")
+    return lambda: resident("VmHWM") - before
+
+
 def resident(key: str) -> float:
     """Bytes of this process: VmRSS now, VmHWM at most."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith(key))
 
 
-def device_peak() -> float:
+def peak_on_gpu() -> Callable[[], float]:
+    """The same of tensors on the GPU, once those of the case before are freed."""
     import torch
 
-    return float(torch.cuda.max_memory_allocated())
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    return lambda: float(torch.cuda.max_memory_allocated() - before)
 
 
 if __name__ == "__main__":

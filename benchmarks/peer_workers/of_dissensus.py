@@ -84,7 +84,7 @@ def laplace_fit(case: Case, structure: str) -> Prepared:
     network, loader = case.trained(), case.loader()
 
     def call():  # type: ignore[no-untyped-def]
-        return ds.Laplace(network, structure=structure).fit_posthoc(loader)
+        return ds.Laplace(network, structure=structure).to(case.device).fit_posthoc(loader)
 
     return case.seconds(call, "fit"), lambda: call().predict(case.looked_at()).mean
 

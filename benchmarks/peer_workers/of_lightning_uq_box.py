@@ -26,7 +26,7 @@ def case_of(given: dict[str, object]) -> Case:
 
 
 def watched(case: Case) -> Watched:
-    return Watched([{"input": x, "target": y} for x, y in case.batches()], case.clock)  # type: ignore[misc]
+    return case.watching([{"input": x, "target": y} for x, y in case.batches()])
 
 
 def member(network: nn.Module) -> DeterministicClassification:

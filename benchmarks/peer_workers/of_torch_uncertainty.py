@@ -52,7 +52,10 @@ def trains(case: Case, model: nn.Module, members: int, compared: bool = True) ->
         model.train()
         TUTrainer(**barest(case.device)).fit(routine, train_dataloaders=watched)
 
-    return lambda: watched.timed(epoch), (lambda: average(model)(case.looked_at())) if compared else none
+    # Lightning leaves the model on the CPU.
+    return lambda: watched.timed(epoch), (
+        (lambda: average(model.to(case.device))(case.looked_at())) if compared else none
+    )
 
 
 def predicts(case: Case, model: nn.Module, compared: bool = True) -> Prepared:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 RATE = {"lr": 0.01, "momentum": 0.9}  # of SGD
 LOOKED_AT = 64  # inputs whose predictions are compared
@@ -32,11 +32,12 @@ class Block(nn.Module):
         return F.relu(out + F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.more)))
 
 
-def resnet20() -> nn.Module:
-    widths = [16] * 3 + [32] * 3 + [64] * 3
-    blocks = [Block(a, b, 1 + (a != b)) for a, b in zip([16, *widths], widths, strict=False)]
-    stem = (nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+def resnet(stages: tuple[int, ...], depth: int) -> nn.Module:
+    """`depth` blocks of each width."""
+    widths = [width for width in stages for _ in range(depth)]
+    blocks = [Block(a, b, 1 + (a != b)) for a, b in zip([stages[0], *widths], widths, strict=False)]
+    stem = (nn.Conv2d(3, stages[0], 3, padding=1, bias=False), nn.BatchNorm2d(stages[0]), nn.ReLU())
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(stages[-1], 10))
 
 
 def mlp(widths: tuple[int, ...] = (784, 200, 200, 200, 10), dropout: float = 0.0) -> nn.Module:
@@ -57,17 +58,33 @@ NETWORKS: dict[str, tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = {  #
     "mlp-dropout": ("MLP 784-200-200-200-10, dropout", lambda: mlp(dropout=0.1), (784,)),
     "mlp-wide": ("MLP 784-512-512-512-10", lambda: mlp((784, 512, 512, 512, 10)), (784,)),
     "conv": ("small conv net", conv, (1, 28, 28)),
-    "resnet20": ("ResNet-20", resnet20, (3, 32, 32)),
+    "resnet20": ("ResNet-20", lambda: resnet((16, 32, 64), 3), (3, 32, 32)),
+    "resnet18": ("ResNet-18", lambda: resnet((64, 128, 256, 512), 2), (3, 32, 32)),
     "tiny": ("MLP 4-8-3", lambda: mlp((4, 8, 3)), (4,)),
     "tiny-dropout": ("MLP 4-8-3, dropout", lambda: mlp((4, 8, 3), 0.1), (4,)),
 }
 
 
+class Moment:
+    """A moment on the GPU; noting it makes nobody wait, so that hosts may run ahead as they do without a clock."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record()
+
+    def __sub__(self, other: Moment) -> float:
+        """Seconds since the other, once both have passed."""
+        return float(other.event.elapsed_time(self.event)) / 1e3
+
+
 class Watched:
     """Batches that note when each is asked for: the time between two is a step, whoever runs the loop."""
 
-    def __init__(self, batches: list[tuple[Tensor, Tensor]], clock: Callable[[], float]) -> None:
-        self.batches, self.clock, self.asked = batches, clock, list[list[float]]()
+    def __init__(
+        self, batches: list[tuple[Tensor, Tensor]], clock: Callable[[], float], moment: type[Moment] | None = None
+    ) -> None:
+        self.batches, self.clock, self.asked = batches, clock, list[list[Any]]()
+        self.moment = moment or clock
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -75,7 +92,7 @@ class Watched:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         self.asked.append(times := [])
         for batch in self.batches:
-            times.append(self.clock())
+            times.append(self.moment())
             yield batch
 
     def timed(self, train: Callable[[], object]) -> dict[str, float]:
@@ -100,6 +117,11 @@ class Case:
     calls: int = 1  # in a round
     device: str = "cpu"
     timer: str = "perf_counter"  # or process_time
+
+    def __post_init__(self) -> None:
+        if self.device == "cuda":  # the same arithmetic on all sides: no TF32, and cuDNN's fastest algorithms
+            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+            torch.backends.cudnn.benchmark = True
 
     def clock(self) -> float:
         if self.device == "cuda":
@@ -127,10 +149,17 @@ class Case:
         return list(zip(x.split(self.batch), y.split(self.batch), strict=True))
 
     def watched(self) -> Watched:
-        return Watched(self.batches(), self.clock)
+        return self.watching(self.batches())
+
+    def watching(self, batches: list[Any]) -> Watched:
+        return Watched(batches, self.clock, Moment if self.device == "cuda" else None)
 
     def loader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(*self.data()), batch_size=self.batch)
+        data = TensorDataset(*self.data())
+        if self.device == "cpu":
+            return DataLoader(data, batch_size=self.batch)
+        # Rows on a GPU are taken a batch at a time: one by one, taking them would be all that is measured.
+        return DataLoader(data, None, sampler=BatchSampler(SequentialSampler(data), self.batch, False))
 
     def trained(self) -> nn.Module:
         """The first network after three epochs of a plain loop, in eval mode."""
@@ -144,12 +173,18 @@ class Case:
         return network.eval()
 
     def seconds(self, call: Callable[[], object], name: str) -> Callable[[], dict[str, float]]:
-        """Runs the call as often as a round asks for; seconds of one."""
+        """Runs the call as often as a round asks for; seconds of one.
+
+        Who predicts one input waits for the result.
+        """
+        waits = self.device == "cuda" and name == "prediction of one"
 
         def run() -> dict[str, float]:
             start = self.clock()
             for _ in range(self.calls):
                 call()
+                if waits:
+                    torch.cuda.synchronize()
             return {name: (self.clock() - start) / self.calls}
 
         return run
