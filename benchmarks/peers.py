@@ -237,7 +237,7 @@ def measured(case: dict[str, Any], workers: dict[str, Worker], *, rounds: int, t
             ours = [each[measure] for each in seconds["dissensus"]] if "dissensus" in running else []
             rows.append(
                 {**about, "measure": measure, **spread(times), "rounds": rounds,
-                 "peak_mb": round(last[name].get("peak_mb", math.nan), 1),
+                 "peak_mb": "" if math.isnan(peak := last[name].get("peak_mb", math.nan)) else round(peak, 1),
                  "ratio": round(median(a / b for a, b in zip(times, ours, strict=True)), 3) if ours else "",
                  "difference": difference}
             )  # fmt: skip

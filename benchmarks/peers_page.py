@@ -108,9 +108,9 @@ def page(rows: Sequence[Row]) -> str:
         mine = [row for row in rows if row["operation"] in operations and row["measure"] in (measure, "")]
         if any(row["seconds"] for row in mine):
             parts += [f"{head} {heading}", matrix(mine, title, time)]
-    whole = [row for row in rows if row["measure"] in ("epoch", "prediction", "fit", "kernel")]
+    whole = [row for row in rows if row["measure"] in ("epoch", "prediction", "fit", "kernel") and row["peak_mb"]]
     if whole:
-        parts += [f"{head} Peak memory" + (" of tensors on the GPU, MB" if gpu else ", MB beyond the import's")]
+        parts += [f"{head} Peak memory, MB beyond the import's"]
         parts += [
             matrix(whole, lambda row: f"{row['measure']}: {title(row)}", lambda row: f"{float(row['peak_mb']):.0f}")
         ]
