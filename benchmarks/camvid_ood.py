@@ -15,7 +15,7 @@ import tomllib
 from pathlib import Path
 
 from finished import finished
-from rows import Row, markdown, seeds_of, write_rows
+from rows import Row, markdown, origin_of, seeds_of, write_rows
 
 from dissensus.bench.task.config import read_task
 from dissensus.reporting.figures import write_png
@@ -119,17 +119,9 @@ def page(numbers: list[Row], pairs: list[Row]) -> str:
             *said([row for row in pairs if row["unknown"] == unknown]),
             class_table(mine),
             f"*`python benchmarks/camvid_ood.py RUNS`; {seeds_of(mine, NAMES)}, the paper's numbers in square brackets; "
-            f"{origin(mine)}.*",
+            f"{origin_of(mine)}.*",
         ]
     return "\n\n".join(parts)
-
-
-def origin(rows: list[Row]) -> str:
-    """What the rows say of the program and the machine."""
-    commit, torch, device = (
-        " and ".join(dict.fromkeys(row[key] for row in rows)) for key in ("commit", "torch", "device")
-    )
-    return f"commit {commit}, torch {torch}, {device}"
 
 
 def number_table(rows: list[Row]) -> str:

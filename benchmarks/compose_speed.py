@@ -15,11 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rows import Row, markdown, read_rows, write_rows
+from rows import Row, made_on, markdown, read_rows, write_rows
 from torch import nn
 
 import dissensus as ds
-from dissensus.bench.run.provenance import commit, device_name
 from dissensus.core.batch import Batch
 from dissensus.engine import build_step
 
@@ -86,10 +85,8 @@ def measured(case: str, device: torch.device, given: argparse.Namespace) -> Row:
         "steps": STEPS,
         "ran": ran,
         "ran_apart": apart[0][1],
-        "device": device_name(device),
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "commit": commit(),
+        **made_on(device),
     }
 
 

@@ -10,7 +10,6 @@ counted. Cost: a step of a deep ensemble of tiny MLPs by `fit`'s own step agains
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from rows import write_rows
 from torch import Tensor, nn
 
 import dissensus as ds
@@ -109,10 +109,7 @@ def main() -> None:
     for row in rows:
         print(f"{row['what']:<45} {row['value']}")
     if given.csv:
-        with given.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(given.csv, rows)
 
 
 if __name__ == "__main__":

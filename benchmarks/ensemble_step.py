@@ -13,14 +13,13 @@ numbers are medians.
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
+from rows import write_rows
 from torch import Tensor, nn
 
 import dissensus as ds
@@ -58,7 +57,7 @@ def main() -> None:
                 }
             )
     if arguments.csv:
-        write_csv(rows, arguments.csv)
+        write_rows(arguments.csv, rows)
 
 
 def timed(name: str, batch: int, members: int, repeats: int) -> tuple[float, float]:
@@ -100,13 +99,6 @@ def ensemble_step(posterior: ds.Posterior, x: Tensor, y: Tensor) -> Callable[[],
         optimizer.step()
 
     return step
-
-
-def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rows import Row, write_rows
+from rows import Row, made_on, write_rows
 from torch import nn
 
 import dissensus as ds
-from dissensus.bench.run.provenance import commit, device_name
 from dissensus.core.batch import Batch
 from dissensus.engine import build_step
 
@@ -89,10 +88,8 @@ def measured(case: str, given: argparse.Namespace) -> list[Row]:
                 "upper": round(upper, 3),
                 "rounds": given.rounds,
                 "ran": runs[name][1],
-                "device": device_name(device),
                 "threads": torch.get_num_threads(),
-                "torch": torch.__version__,
-                "commit": commit(),
+                **made_on(device),
             }
         )
     return rows

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from rows import Row, markdown, summary
+from rows import Row, markdown, origins_of, summary
 
 Column = tuple[str, str]  # title, format of its numbers; "" for text
 
@@ -18,9 +18,8 @@ def measured(rows: Sequence[Row], columns: Mapping[str, Column], command: str, w
         ]
         for row in rows
     ]
-    facts = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in rows))
     table = markdown([title for title, _ in columns.values()], lines)
-    return f"{table}\n\n*`{command}`; {what + '; ' if what else ''}{facts}.*"
+    return f"{table}\n\n*`{command}`; {what + '; ' if what else ''}{origins_of(rows)}.*"
 
 
 def averaged(rows: Sequence[Row], keys: Sequence[str], columns: Sequence[str]) -> list[Row]:

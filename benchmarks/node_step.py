@@ -15,7 +15,6 @@ the last one of the ratios of neighbours.
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from rows import write_rows
 from torch import Tensor, nn
 
 import dissensus as ds
@@ -83,10 +83,7 @@ def main() -> None:
                 }
             )
     if arguments.csv:
-        with arguments.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(arguments.csv, rows)
 
 
 def measured(

@@ -7,9 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from dissensus.bench.run.provenance import commit, device_name
 from dissensus.reporting.spread import spread_of
 
 Row = dict[str, Any]
+FACTS = ("commit", "torch", "device")  # in each row
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -81,12 +85,26 @@ def seeds_of(rows: Sequence[Row], names: Mapping[str, str], by: str = "seed") ->
     return f"{by}s {', '.join(map(str, every))} ({others})"
 
 
+def made_on(device: torch.device | str) -> Row:
+    """The facts of rows that are measured now."""
+    return {"commit": commit(), "torch": torch.__version__, "device": device_name(torch.device(device))}
+
+
+def origin_of(rows: Sequence[Row]) -> str:
+    """The rows' facts together: "commit a and b, torch 2, cpu"."""
+    commits, versions, devices = (" and ".join(dict.fromkeys(row[key] for row in rows)) for key in FACTS)
+    return f"commit {commits}, torch {versions}, {devices}"
+
+
+def origins_of(rows: Sequence[Row]) -> str:
+    """The rows' facts as they occur together: "commit a, torch 2, cpu; commit b, torch 2, cuda"."""
+    return "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in rows))
+
+
 def made_by(command: str, rows: Sequence[Row], what: str) -> str:
     """A line for below a table: the command, how often, and what each row says of the program and the machine."""
-    facts = ("commit", "torch", "device")
-    commit, torch, device = (" and ".join(dict.fromkeys(row[key] for row in rows)) for key in facts)
     how = "mean ± standard deviation (95 % interval of the mean)"
-    return f"*`{command}`; {what}, {how}; commit {commit}, torch {torch}, {device}.*"
+    return f"*`{command}`; {what}, {how}; {origin_of(rows)}.*"
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

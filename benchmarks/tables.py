@@ -32,7 +32,7 @@ import toy_entropy
 import tradi_schedule
 import uci_page
 from particles_toy import grouped_severities, sentences
-from rows import markdown, paired, read_rows, seeds_of
+from rows import markdown, origins_of, paired, read_rows, seeds_of
 
 from dissensus.bench.capacity import capacities
 from dissensus.bench.task import schema
@@ -198,8 +198,7 @@ def gpu_tables() -> str:
             columns |= {"reserved_gib": "GiB"} if what != "prediction" else {"error": "largest error of a probability"}
         table = markdown(list(columns.values()), [[row[key] for key in columns] for row in mine])
         parts += [f"*{title.format(**mine[0])}*", "", table, ""]
-    made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in found))
-    return "\n".join([*parts, f"*`python benchmarks/gpu.py --csv FILE`; {made}.*"])
+    return "\n".join([*parts, f"*`python benchmarks/gpu.py --csv FILE`; {origins_of(found)}.*"])
 
 
 def training_memory_table() -> str:
@@ -208,8 +207,7 @@ def training_memory_table() -> str:
     header = ["run", "how it ran", "tensors stated, MiB", "taken", "reserved stated, MiB", "taken"]
     keys = ("case", "engine", "stated_tensors", "tensors", "stated_reserved", "reserved")
     table = markdown(header, [[row[key] for key in keys] for row in found])
-    made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in found))
-    return f"{table}\n\n*`python benchmarks/training_memory.py --csv FILE`; {made}.*"
+    return f"{table}\n\n*`python benchmarks/training_memory.py --csv FILE`; {origins_of(found)}.*"
 
 
 def bf16_repulsion_table() -> str:
@@ -224,14 +222,9 @@ def bf16_repulsion_table() -> str:
     for key, members in groups.items():
         cells = [f"{100 * statistics.mean(float(row[column]) for row in members):.2g} %" for column in columns]
         lines.append(f"| {' | '.join((*key, *cells))} |")
-    made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in found))
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"*`python benchmarks/bf16_repulsion.py --csv FILE`; {len({row['seed'] for row in found})} seeds; {made}.*",
-        ]
-    )
+    seeds = len({row["seed"] for row in found})
+    made = f"*`python benchmarks/bf16_repulsion.py --csv FILE`; {seeds} seeds; {origins_of(found)}.*"
+    return "\n".join([*lines, "", made])
 
 
 def seed_table(found: list[dict[str, str]], key: str, columns: dict[str, str], *, where: str, command: str) -> str:
@@ -328,9 +321,8 @@ def cost_table() -> str:
     ]
     table = markdown(["networks", "method", "ms per step", "times a deep ensemble", "how it ran"], lines)
     threads = " and ".join(dict.fromkeys(row["threads"] for row in found))
-    facts = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in found))
     command = "python benchmarks/forde_cost.py --csv FILE"
-    return f"{table}\n\n*`{command}`; median of rounds in turns and their quartiles; {facts}, {threads} thread(s).*"
+    return f"{table}\n\n*`{command}`; median of rounds in turns and their quartiles; {origins_of(found)}, {threads} thread(s).*"
 
 
 def false_positive_table() -> str:
@@ -361,8 +353,7 @@ def false_positive_table() -> str:
         largest.append(f"{name} {100 * rate:.1f} % ({cases}; an error of {100 * float(mine[0]['error']):.1f} points)")
     first = found[0]
     facts = f"seed {first['seed']}, {first['examples']} test examples, {first['resamples']} resamples; "
-    made = dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in found)
-    facts += "; ".join(made)
+    facts += origins_of(found)
     said = f"The table is of the NLL. Largest share of p < 0.05 between equal methods: {', '.join(largest)}."
     return f"{markdown(titles, lines)}\n\n{said}\n\n*`python benchmarks/false_positives.py --csv FILE`; {facts}.*"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from finished import finished
-from rows import Row, markdown, read_rows, seeds_of, write_rows
+from rows import Row, markdown, origin_of, read_rows, seeds_of, write_rows
 
 from dissensus.bench.grid.axes import cells_of
 from dissensus.bench.grid.report import begin_cells
@@ -219,11 +219,7 @@ def page(name: str, rows: list[Row], pairs: list[Row]) -> str:
         if (FIGURES / f"{name}-{figure}.png").exists()
     ]
     said = sentence(pairs, columns, axes)
-    commit, torch, device = (
-        " and ".join(dict.fromkeys(row[key] for row in rows)) for key in ("commit", "torch", "device")
-    )
-    made = f"commit {commit}, torch {torch}, {device}"
-    facts = f"{seeds_of(unique(rows), {})}, mean ± half of the 95 % interval over seeds; {made}"
+    facts = f"{seeds_of(unique(rows), {})}, mean ± half of the 95 % interval over seeds; {origin_of(rows)}"
     return "\n\n".join([table, *said, *shown, f"*`{COMMANDS[name]}`; {facts}.*"])
 
 

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Row, made_by, markdown, read_rows, summary, write_rows
+from rows import Row, made_by, made_on, markdown, read_rows, summary, write_rows
 
 from dissensus.bench.run import build
-from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.run import Run
 from dissensus.bench.run.splits import geometry_of
 from dissensus.bench.task.config import load_task, run_config
@@ -139,7 +138,7 @@ def train(case: Case, seed: int, steps: int, out: Path, until: float) -> tuple[s
         posterior = build.posterior(run.config, run.data).to(run.device)
         optimizer, scheduler = build.optimizer(posterior, training)
         about = {"case": case.name, "method": case.method, "members": case.members, "strength": case.strength}
-        origin = {key: provenance(run.device)[key] for key in ("commit", "torch", "device")}
+        origin = made_on(run.device)
 
         def after(epoch: Epoch) -> bool:
             now = (epoch.epoch + 1) * STEPS_PER_EPOCH

@@ -7,7 +7,6 @@ turn, in an order that alternates; the ratio is that of the medians, its interva
 """
 
 import argparse
-import csv
 import functools
 import statistics
 import time
@@ -15,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from rows import made_on, write_rows
 from torch import nn
 
 import dissensus as ds
-from dissensus.bench.run.provenance import commit, device_name
 from dissensus.core.batch import Batch
 from dissensus.engine import build_step
 from dissensus.methods import MAP, SWAG, TRADI
@@ -63,11 +62,7 @@ def main() -> None:
                 f"{100 * (row['upper'] - 1):.1f} %)  {row['plain_engine']}"
             )
     if given.csv is not None:
-        given.csv.parent.mkdir(parents=True, exist_ok=True)
-        with given.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(given.csv, rows)
 
 
 def measure(
@@ -118,10 +113,8 @@ def measure(
         "upper": upper,
         "rounds": rounds,
         "plain_engine": plan,
-        "device": device_name(device),
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "commit": commit(),
+        **made_on(device),
     }
 
 

@@ -28,7 +28,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from rows import Row, read_rows, summary, write_rows
+from rows import FACTS, Row, read_rows, summary, write_rows
 from uci_page import PROTEIN, table, verdicts
 
 from dissensus.bench.run.jobs import run_all
@@ -191,7 +191,7 @@ def mean_over_splits(rows: list[Row]) -> Row:
     """One row: the recipe, scores averaged over splits, and where they come from."""
     recipe = {key: rows[0][key] for key in asdict(Recipe())}
     scores = {metric: summary(row[metric] for row in rows)[0] for metric in ("rmse", "gaussian_nll", "nll")}
-    return {**recipe, "splits": len(rows), **scores, **{key: rows[0][key] for key in ("commit", "torch", "device")}}
+    return {**recipe, "splits": len(rows), **scores, **{key: rows[0][key] for key in FACTS}}
 
 
 def chosen(path: Path) -> dict[str, Recipe]:
