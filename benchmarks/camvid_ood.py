@@ -15,7 +15,7 @@ import tomllib
 from pathlib import Path
 
 from finished import finished
-from rows import Row, markdown, origin_of, seeds_of, write_rows
+from rows import Row, by_key, markdown, origin_of, seeds_of, write_rows
 
 from dissensus.bench.task.config import read_task
 from dissensus.reporting.figures import write_png
@@ -110,8 +110,7 @@ def paired_rows(results: Results) -> list[Row]:
 def page(numbers: list[Row], pairs: list[Row]) -> str:
     """Tables of every choice of unknown classes, with what the comparisons say."""
     parts = []
-    for unknown in dict.fromkeys(row["unknown"] for row in numbers):
-        mine = [row for row in numbers if row["unknown"] == unknown]
+    for unknown, mine in by_key(numbers, "unknown").items():
         parts += [
             f"### Unknown: {unknown.replace('+', ' and ')}",
             number_table(mine),
@@ -127,8 +126,7 @@ def page(numbers: list[Row], pairs: list[Row]) -> str:
 def number_table(rows: list[Row]) -> str:
     paper = published(read_task("camvid-ood")["reference"])
     lines = []
-    for method in dict.fromkeys(row["method"] for row in rows):
-        mine = [row for row in rows if row["method"] == method]
+    for method, mine in by_key(rows, "method").items():
         cells = [NAMES[method]]
         for key, (_, factor, digits) in COLUMNS.items():
             values = [factor * float(row[key]) for row in mine if row[key]]
@@ -193,8 +191,7 @@ def minus(value: float, digits: int) -> str:
 def class_table(rows: list[Row]) -> str:
     keys = [key for key in rows[0] if key.startswith("iou/") and rows[0][key]]
     lines = []
-    for method in dict.fromkeys(row["method"] for row in rows):
-        mine = [row for row in rows if row["method"] == method]
+    for method, mine in by_key(rows, "method").items():
         means = [100 * sum(float(row[key]) for row in mine) / len(mine) for key in keys]
         lines.append([NAMES[method], *(f"{mean:.1f}" for mean in means)])
     return markdown(["IoU %", *(key.removeprefix("iou/") for key in keys)], lines)

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from rows import Row, made_on, markdown, read_rows, write_rows
+from rows import Row, by_key, made_on, markdown, read_rows, write_rows
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -147,8 +147,7 @@ def drawn(given: argparse.Namespace) -> None:
 def page(rows: list[Row]) -> str:
     """What docs/results/landscape.md says of the figure."""
     lines = []
-    for name in dict.fromkeys(row["network"] for row in rows):
-        mine = [row for row in rows if row["network"] == name]
+    for name, mine in by_key(rows, "network").items():
         middle = min(mine, key=lambda row: abs(float(row["a"])) + abs(float(row["b"])))
         low = sum(float(row["loss"]) < 1 for row in mine) / len(mine)
         cells = [f"{float(middle['loss']):.4f}", f"{100 * float(middle['accuracy']):.1f} %", f"{100 * low:.0f} %"]

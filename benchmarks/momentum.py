@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from rows import Row, made_on, markdown, origins_of, write_rows
+from rows import Row, by_key, made_on, markdown, origins_of, write_rows
 
 import dissensus as ds
 
@@ -79,8 +79,7 @@ def page(rows: list[Row], trials: list[Row]) -> str:
         lines.append([beta, *(f"{mine[factor]['diverged']} of {mine[factor]['trials']}" for factor in factors)])
     table = markdown(["momentum", *(f"{factor} × rate" for factor in factors)], lines)
     said = []
-    for beta in dict.fromkeys(row["momentum"] for row in trials):
-        mine = [row for row in trials if row["momentum"] == beta]
+    for beta, mine in by_key(trials, "momentum").items():
         lost = [int(row["width"]) for row in mine if row["diverged"] == "1"]
         factors = list(dict.fromkeys(row["factor"] for row in mine))
         widths = ", ".join(f"{lost.count(width)} of width {width}" for width in sorted(set(lost)))

@@ -34,6 +34,19 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
         writer.writerows(rows)
 
 
+def grouped(rows: Iterable[Row], keys: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
+    """The rows by their values of these columns."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return groups
+
+
+def by_key(rows: Iterable[Row], key: str) -> dict[Any, list[Row]]:
+    """The rows by their value of one column."""
+    return {value: several for (value,), several in grouped(rows, [key]).items()}
+
+
 def summary(values: Iterable[float]) -> tuple[float, float, float]:
     """(mean, standard deviation, standard error) of a few repetitions."""
     given = [float(value) for value in values]
@@ -72,9 +85,7 @@ def paired(first: Sequence[Row], second: Sequence[Row], column: str, by: str = "
 
 def seeds_of(rows: Sequence[Row], names: Mapping[str, str], by: str = "seed") -> str:
     """ "3 seeds", and where methods have different ones, whose are others: "seeds 0, 1, 2 (Deep ensemble: 0, 1)"."""
-    each: dict[str, list[int]] = {}
-    for row in rows:
-        each.setdefault(row["method"], []).append(int(row[by]))
+    each = {name: [int(row[by]) for row in several] for name, several in by_key(rows, "method").items()}
     every = sorted({number for several in each.values() for number in several})
     fewer = {name: sorted(several) for name, several in each.items() if sorted(several) != every}
     if not fewer:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from rows import Row, made_by, made_on, markdown, read_rows, summary, write_rows
+from rows import Row, grouped, made_by, made_on, markdown, read_rows, summary, write_rows
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -128,9 +128,7 @@ def unit(x: Tensor) -> Tensor:
 
 def table(rows: list[Row]) -> str:
     """One line per set, length, decay and schedule; means over seeds."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["set"], row["epochs"], row["weight_decay"], row["schedule"]), []).append(row)
+    groups = grouped(rows, ("set", "epochs", "weight_decay", "schedule"))
     columns = (
         "sigma_over_w",
         "network_nll",
