@@ -19,16 +19,9 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 
 TASK = """
 methods = ["map"]
-[data]
-name = "two_moons"
-count = 40
-validation = 10
-[network]
-name = "MLP"
-hidden = [6]
-[training]
-epochs = 1
-batch_size = 20
+data = { name = "two_moons", count = 40, validation = 10 }
+network = { name = "MLP", hidden = [6] }
+training = { epochs = 1, batch_size = 20 }
 """
 
 
@@ -64,7 +57,7 @@ def task(tmp_path):
         ),
         ({"more": "[method.swag]\nscale = true"}, "expected int or float for .*method.swag.scale"),
         ({"more": "[likelihood]\nname = 3"}, "expected likelihood by one name, got 3"),
-        ({"old": "epochs = 1\n", "new": ""}, "expected training.epochs for map, got none"),
+        ({"old": "epochs = 1, ", "new": ""}, "expected training.epochs for map, got none"),
     ],
 )
 def test_a_value_of_a_wrong_type_is_named(task, change, text):

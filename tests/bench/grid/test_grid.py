@@ -13,22 +13,12 @@ TASK = """
 title = "Small"
 methods = ["map", "mc_dropout"]
 baseline = "map"
-[data]
-name = "two_moons"
-count = 60
-[network]
-name = "MLP"
-hidden = [6]
-[method.mc_dropout]
-samples = 3
-[training]
-epochs = 1
-keep_best = false
-[grid.rate]
-label = "dropout rate"
-"method.mc_dropout.rate" = [0.1, 0.5]
-[grid.noise]
-"data.label_noise" = [0.0, 0.2]
+data = { name = "two_moons", count = 60 }
+network = { name = "MLP", hidden = [6] }
+method.mc_dropout = { samples = 3 }
+training = { epochs = 1, keep_best = false }
+grid.rate = { label = "dropout rate", "method.mc_dropout.rate" = [0.1, 0.5] }
+grid.noise = { "data.label_noise" = [0.0, 0.2] }
 """
 
 
@@ -53,7 +43,7 @@ def test_cells_are_the_product_of_the_axes(load):
 
 
 def test_an_axis_may_have_values_of_its_own(load):
-    text = TASK.replace('label = "dropout rate"', 'label = "T"\nvalues = [1, 10]\nlog = true')
+    text = TASK.replace('label = "dropout rate"', 'label = "T", values = [1, 10], log = true')
     first, second = axes_of(load(text))
     assert (first.label, first.log, first.values) == ("T", True, [1.0, 10.0])
     assert (second.label, second.log, second.values) == ("noise", False, [0.0, 0.2])
@@ -96,7 +86,7 @@ def test_runs_that_no_axis_changes_are_done_once(load, tmp_path):
 
 
 def test_the_page_has_every_cell_and_the_reports_own_statistics(load, tmp_path, capsys, monkeypatch):
-    text = TASK.replace("[training]", '[evaluation]\nfocus = "mc_dropout"\ncurves_every = 1\n[training]')
+    text = TASK + 'evaluation = { focus = "mc_dropout", curves_every = 1 }'
     load(text.replace("[0.1, 0.5]", "[0.1]"))
     argv = [
         "dissensus",
