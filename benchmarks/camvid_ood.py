@@ -71,11 +71,10 @@ def main() -> None:
         unknown = "+".join(config["data"]["unknown"])
         if any(row["unknown"] == unknown for row in numbers):  # other settings on the same classes
             unknown += f" ({folder.name})"
-        for method, several in results.methods.items():
-            for origin, evaluation in zip(results.origins[method], several, strict=True):
-                kept = [*COLUMNS, *(key for key in evaluation.metrics if key.startswith("iou/"))]
-                measured = {key: evaluation.metrics[key] for key in kept if key in evaluation.metrics}
-                numbers.append({"unknown": unknown} | origin | measured)
+        for origin, evaluation in results.each():
+            kept = [*COLUMNS, *(key for key in evaluation.metrics if key.startswith("iou/"))]
+            measured = {key: evaluation.metrics[key] for key in kept if key in evaluation.metrics}
+            numbers.append({"unknown": unknown} | origin | measured)
         pairs += [{"unknown": unknown} | row for row in paired_rows(results)]
         if number == 0 and (made := segmented({method: several[0] for method, several in results.methods.items()})):
             write_png(made[2][1][1], PICTURE)  # the second scene: the first is a dark street

@@ -66,8 +66,7 @@ def main() -> None:
         )
     rows = [
         origin | {key: evaluation.metrics[key] for key in [*COLUMNS, "ood/notmnist/aupr"]}
-        for method, several in results.methods.items()
-        for origin, evaluation in zip(results.origins[method], several, strict=True)
+        for origin, evaluation in results.each()
     ]
     write_rows(given.csv, rows)
     print(table(read_rows(given.csv)))

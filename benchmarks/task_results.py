@@ -151,8 +151,7 @@ def number_rows(name: str, at: dict[str, float], results: Results) -> list[Row]:
     return [
         {**at, **{key: origin.get(key, "") for key in ORIGIN}}
         | {key: f"{evaluation.metrics[key]:.6g}" for key in SHOWN[name] if key in evaluation.metrics}
-        for method, several in results.methods.items()
-        for origin, evaluation in zip(results.origins[method], several, strict=True)
+        for origin, evaluation in results.each()
     ]
 
 
