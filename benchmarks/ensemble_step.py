@@ -13,7 +13,6 @@ numbers are medians.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -21,6 +20,7 @@ from statistics import median
 import torch
 from rows import write_rows
 from torch import Tensor, nn
+from turns import in_turns
 
 import dissensus as ds
 from dissensus.bench.run.provenance import provenance
@@ -66,14 +66,9 @@ def timed(name: str, batch: int, members: int, repeats: int) -> tuple[float, flo
     torch.manual_seed(0)
     networks: list[nn.Module] = [ds.nets.MLP(inputs, 10, hidden=hidden) for _ in range(members)]
     x, y = torch.randn(batch, inputs), torch.randint(10, (batch,))
-    steps = (loop_step(networks, x, y), ensemble_step(ds.DeepEnsemble(networks), x, y))
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(repeats + 3):
-        for step, found in zip(steps, times, strict=True):
-            start = time.perf_counter()
-            step()
-            found.append(time.perf_counter() - start)
-    return median(times[0][3:]), median(times[1][3:])
+    sides = {"loop": loop_step(networks, x, y), "ensemble": ensemble_step(ds.DeepEnsemble(networks), x, y)}
+    times = in_turns(sides, repeats, uncounted=3)
+    return median(times["loop"]), median(times["ensemble"])
 
 
 def loop_step(networks: list[nn.Module], x: Tensor, y: Tensor) -> Callable[[], None]:

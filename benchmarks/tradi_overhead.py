@@ -9,13 +9,13 @@ turn, in an order that alternates; the ratio is that of the medians, its interva
 import argparse
 import functools
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from rows import made_on, write_rows
 from torch import nn
+from turns import in_turns
 
 import dissensus as ds
 from dissensus.core.batch import Batch
@@ -85,29 +85,21 @@ def measure(
         def run() -> None:
             for _ in range(steps):
                 step(Batch(x, y))
-            if device.type == "cuda":
-                torch.cuda.synchronize()
 
         for _ in range(3):  # captures and allocations are made
             run()
         return run, str(plan)
 
     (plain, plan), (tracked, _) = stepper(MAP), stepper(method)
-    times: dict[str, list[float]] = {"plain": [], "tracked": []}
-    for number in range(rounds):
-        pair = [("plain", plain), ("tracked", tracked)]
-        for which, run in pair if number % 2 else reversed(pair):
-            start = time.perf_counter()
-            run()
-            times[which].append((time.perf_counter() - start) / steps)
+    times = in_turns({"plain": plain, "tracked": tracked}, rounds)
     ratios = sorted(b / a for a, b in zip(times["plain"], times["tracked"], strict=True))
     lower, middle, upper = statistics.quantiles(ratios, n=4)
     return {
         "case": case,
         "method": name,
         "batch": size,
-        "plain_ms": 1e3 * statistics.median(times["plain"]),
-        "tracked_ms": 1e3 * statistics.median(times["tracked"]),
+        "plain_ms": 1e3 * statistics.median(times["plain"]) / steps,
+        "tracked_ms": 1e3 * statistics.median(times["tracked"]) / steps,
         "ratio": middle,
         "lower": lower,
         "upper": upper,
