@@ -14,6 +14,7 @@ from dissensus.bench.run.records import read_evaluation, write_evaluation
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.reporting.results import results_of_evaluations
+from small_runs import trained
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -100,9 +101,7 @@ def test_a_title_that_looks_like_markup_is_printed_as_it_stands(title, capsys):
 
 
 def test_results_that_do_not_belong_together_are_one_clear_error(task, tmp_path):
-    run = Run(tmp_path / "map-seed0", run_config(load_task(task(), size="smoke"), "map", 0))
-    run.begin()
-    run.train_alone()
+    run = trained(Run(tmp_path / "map-seed0", run_config(load_task(task(), size="smoke"), "map", 0)))
     run.evaluate()
     report_runs([run.folder], tmp_path / "report")
     evaluation = read_evaluation(run.folder)

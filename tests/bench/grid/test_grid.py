@@ -4,7 +4,6 @@ import csv
 
 import pytest
 
-from dissensus.bench import cli
 from dissensus.bench.grid.axes import axes_of, cells_of
 from dissensus.bench.grid.report import begin_cells, bench_grid
 from dissensus.bench.task.config import load_task, run_config
@@ -85,26 +84,15 @@ def test_runs_that_no_axis_changes_are_done_once(load, tmp_path):
     assert not (tmp_path / "out" / "rate0.5-noise0" / "map-seed0").exists()
 
 
-def test_the_page_has_every_cell_and_the_reports_own_statistics(load, tmp_path, capsys, monkeypatch):
+def test_the_page_has_every_cell_and_the_reports_own_statistics(load, tmp_path, command_line):
     text = TASK + 'evaluation = { focus = "mc_dropout", curves_every = 1 }'
     load(text.replace("[0.1, 0.5]", "[0.1]"))
-    argv = [
-        "dissensus",
-        "bench",
-        str(tmp_path / "small.toml"),
-        "--seeds",
-        "2",
-        "--out",
-        str(tmp_path / "out"),
-        "--quiet",
-    ]
-    monkeypatch.setattr("sys.argv", argv)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 0
-    printed = capsys.readouterr().out.splitlines()
+    code, out, _ = command_line(
+        "bench", str(tmp_path / "small.toml"), "--seeds", "2", "--out", str(tmp_path / "out"), "--quiet"
+    )
+    assert code == 0
     names = ["grid.png", "curves.png", "report.md", "report.html", "results.csv"]
-    assert printed[-5:] == [str(tmp_path / "out" / name) for name in names]
+    assert out.splitlines()[-5:] == [str(tmp_path / "out" / name) for name in names]
     with (tmp_path / "out" / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 2 * 2
