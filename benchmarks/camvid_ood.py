@@ -14,7 +14,7 @@ import argparse
 import tomllib
 from pathlib import Path
 
-from finished import finished
+from finished import comparison_rows, finished
 from rows import Row, by_key, markdown, origin_of, seeds_of, write_rows
 
 from dissensus.bench.task.config import read_task
@@ -85,25 +85,9 @@ def main() -> None:
 def paired_rows(results: Results) -> list[Row]:
     """Every method minus MAP, image by image."""
     found, draws = draws_of(results.compared_with("map", holm=True))
-    by_key = [measure for measure in found if measure.key in COMPARED]
-    against = differences(results.compared_with("map", holm=True), by_key, draws, "map")
-    rows = []
-    for (key, method), each in against.comparisons.items():
-        low, high = each.interval(against.level)[1:]
-        rows.append(
-            {
-                "metric": key,
-                "method": method,
-                "seeds": each.seeds,
-                "difference": each.difference,
-                "lower": low,
-                "upper": high,
-                "p_value": against.p_values[key, method],
-                "comparisons": len(against.comparisons),
-                "counted": each.counted,
-            }
-        )
-    return rows
+    shown = [measure for measure in found if measure.key in COMPARED]
+    against = differences(results.compared_with("map", holm=True), shown, draws, "map")
+    return [row for _, row in comparison_rows(against)]
 
 
 def page(numbers: list[Row], pairs: list[Row]) -> str:

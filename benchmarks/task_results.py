@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from finished import finished
+from finished import comparison_rows, finished
 from rows import Row, markdown, origin_of, read_rows, seeds_of, write_rows
 
 from dissensus.bench.grid.axes import cells_of
@@ -167,24 +167,9 @@ def pair_rows(name: str, cells: list[tuple[dict[str, float], Results]]) -> list[
                     found[str(number), key, method] = compared(each[method], each[baseline], seeds_alone=True)
     every = family(found, holm=True)
     rows = []
-    for (number, key, method), one in every.comparisons.items():
-        low, high = one.interval(every.level)[1:]
+    for (number, *_), row in comparison_rows(every):
         at, results = cells[int(number)]
-        rows.append(
-            {
-                **at,
-                "metric": key,
-                "method": method,
-                "baseline": results.baseline,
-                "seeds": one.seeds,
-                "difference": one.difference,
-                "lower": low,
-                "upper": high,
-                "p_value": every.p_values[number, key, method],
-                "comparisons": len(every.comparisons),
-                "counted": one.counted,
-            }
-        )
+        rows.append({**at, "baseline": results.baseline, **row})
     return rows
 
 
