@@ -12,11 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rows import markdown, write_rows
+from rows import made_on, markdown, write_rows
 from torch import nn
 
 import dissensus as ds
-from dissensus.bench.run.provenance import commit, device_name
 from dissensus.core.predictive import ClassificationPredictive
 from dissensus.data import Batches
 
@@ -93,9 +92,7 @@ def measured(make: Callable[[], ds.Posterior], epochs: int, seen: int) -> dict[s
         "rows": len(x),
         "decisions_changed": others,
         **{key: f"{value:.5f}" for key, value in numbers.items()},
-        "commit": commit(),
-        "torch": torch.__version__,
-        "device": device_name(DEVICE),
+        **made_on(DEVICE),
     }
 
 

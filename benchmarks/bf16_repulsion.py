@@ -14,12 +14,11 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from rows import Row, write_rows
+from rows import Row, made_on, write_rows
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import dissensus as ds
-from dissensus.bench.run.provenance import commit, device_name
 from dissensus.core import seam
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import cotangents, state_of
@@ -37,7 +36,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     given = parser.parse_args()
     device = torch.device(given.device)
-    facts = {"commit": commit(), "torch": torch.__version__, "device": device_name(device)}
+    facts = made_on(device)
     rows: list[Row] = []
     for seed in range(given.seeds):
         for activation in ACTIVATIONS:

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Row, markdown, summary, write_rows
+from rows import Row, made_on, markdown, summary, write_rows
 from torch import nn
 
 import dissensus as ds
-from dissensus.bench.run.provenance import commit, device_name
 
 MEMBERS, INPUTS, SEEDS = 4, 32, 40
 WIDTHS = (64, 256)
@@ -30,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, required=True)
     given = parser.parse_args()
-    facts = {"commit": commit(), "torch": torch.__version__, "device": device_name(torch.device("cpu"))}
+    facts = made_on("cpu")
     rows: list[Row] = []
     for case in CASES:
         for width in WIDTHS:

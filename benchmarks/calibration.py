@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Row, markdown, read_rows, write_rows
+from rows import Row, markdown, origin_of, read_rows, write_rows
 from torch import Tensor, nn
 
 import dissensus as ds
@@ -198,11 +198,10 @@ def page(numbers: Sequence[Row], sets: Sequence[Row]) -> str:
 
 
 def made(rows: Sequence[Mapping[str, Any]]) -> str:
-    commit, torch_, device = (" and ".join(dict.fromkeys(row[key] for row in rows)) for key in FACTS[1:])
     seeds = len({row["seed"] for row in rows})
     return (
         f"*`python benchmarks/calibration.py --data FOLDER`; {seeds} seed{'s' * (seeds > 1)}, {int(float(rows[0]['rows'])):,} "
-        f"test images, intervals paired by image; commit {commit}, torch {torch_}, {device}.*"
+        f"test images, intervals paired by image; {origin_of(rows)}.*"
     )
 
 

@@ -15,8 +15,8 @@ import tomllib
 from pathlib import Path
 from statistics import fmean
 
-from finished import finished
-from rows import Row, markdown, seeds_of, write_rows
+from finished import comparison_rows, finished
+from rows import Row, by_key, markdown, origin_of, seeds_of, write_rows
 
 from dissensus.bench.task.config import read_task
 from dissensus.reporting.figures import write_png
@@ -72,11 +72,10 @@ def main() -> None:
         unknown = "+".join(config["data"]["unknown"])
         if any(row["unknown"] == unknown for row in numbers):  # other settings on the same classes
             unknown += f" ({folder.name})"
-        for method, several in results.methods.items():
-            for origin, evaluation in zip(results.origins[method], several, strict=True):
-                kept = [*COLUMNS, *(key for key in evaluation.metrics if key.startswith("iou/"))]
-                measured = {key: evaluation.metrics[key] for key in kept if key in evaluation.metrics}
-                numbers.append({"unknown": unknown} | origin | measured)
+        for origin, evaluation in results.each():
+            kept = [*COLUMNS, *(key for key in evaluation.metrics if key.startswith("iou/"))]
+            measured = {key: evaluation.metrics[key] for key in kept if key in evaluation.metrics}
+            numbers.append({"unknown": unknown} | origin | measured)
         pairs += [{"unknown": unknown} | row for row in paired_rows(results)]
         if number == 0 and (made := segmented({method: several[0] for method, several in results.methods.items()})):
             write_png(made[2][1][1], PICTURE)  # the second scene: the first is a dark street
@@ -87,32 +86,15 @@ def main() -> None:
 def paired_rows(results: Results) -> list[Row]:
     """Every method minus MAP, image by image."""
     found, draws = draws_of(results.compared_with("map", holm=True))
-    by_key = [measure for measure in found if measure.key in COMPARED]
-    against = differences(results.compared_with("map", holm=True), by_key, draws, "map")
-    rows = []
-    for (key, method), each in against.comparisons.items():
-        low, high = each.interval(against.level)[1:]
-        rows.append(
-            {
-                "metric": key,
-                "method": method,
-                "seeds": each.seeds,
-                "difference": each.difference,
-                "lower": low,
-                "upper": high,
-                "p_value": against.p_values[key, method],
-                "comparisons": len(against.comparisons),
-                "counted": each.counted,
-            }
-        )
-    return rows
+    shown = [measure for measure in found if measure.key in COMPARED]
+    against = differences(results.compared_with("map", holm=True), shown, draws, "map")
+    return [row for _, row in comparison_rows(against)]
 
 
 def page(numbers: list[Row], pairs: list[Row]) -> str:
     """Tables of every choice of unknown classes, with what the comparisons say."""
     parts = []
-    for unknown in dict.fromkeys(row["unknown"] for row in numbers):
-        mine = [row for row in numbers if row["unknown"] == unknown]
+    for unknown, mine in by_key(numbers, "unknown").items():
         parts += [
             f"### Unknown: {unknown.replace('+', ' and ')}",
             number_table(mine),
@@ -120,24 +102,15 @@ def page(numbers: list[Row], pairs: list[Row]) -> str:
             *said([row for row in pairs if row["unknown"] == unknown]),
             class_table(mine),
             f"*`python benchmarks/camvid_ood.py RUNS`; {seeds_of(mine, NAMES)}, the paper's numbers in square brackets; "
-            f"{origin(mine)}.*",
+            f"{origin_of(mine)}.*",
         ]
     return "\n\n".join(parts)
-
-
-def origin(rows: list[Row]) -> str:
-    """What the rows say of the program and the machine."""
-    commit, torch, device = (
-        " and ".join(dict.fromkeys(row[key] for row in rows)) for key in ("commit", "torch", "device")
-    )
-    return f"commit {commit}, torch {torch}, {device}"
 
 
 def number_table(rows: list[Row]) -> str:
     paper = published(read_task("camvid-ood")["reference"])
     lines = []
-    for method in dict.fromkeys(row["method"] for row in rows):
-        mine = [row for row in rows if row["method"] == method]
+    for method, mine in by_key(rows, "method").items():
         cells = [NAMES[method]]
         for key, (_, factor, digits) in COLUMNS.items():
             values = [factor * float(row[key]) for row in mine if row[key]]
@@ -202,8 +175,7 @@ def minus(value: float, digits: int) -> str:
 def class_table(rows: list[Row]) -> str:
     keys = [key for key in rows[0] if key.startswith("iou/") and rows[0][key]]
     lines = []
-    for method in dict.fromkeys(row["method"] for row in rows):
-        mine = [row for row in rows if row["method"] == method]
+    for method, mine in by_key(rows, "method").items():
         means = [100 * fmean(float(row[key]) for row in mine) for key in keys]
         lines.append([NAMES[method], *(f"{mean:.1f}" for mean in means)])
     return markdown(["IoU %", *(key.removeprefix("iou/") for key in keys)], lines)

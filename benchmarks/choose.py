@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from rows import Row, markdown, read_rows
+from rows import Row, markdown, origins_of, read_rows
 
 RESULTS = Path(__file__).parent / "results"
 # What is trained and what is kept, by how the methods are built; M members, S samples.
@@ -55,8 +55,7 @@ def mean(rows: Sequence[Row], key: str, factor: float = 1.0, digits: int = 3) ->
 
 
 def source(rows: Sequence[Row], command: str, file: str) -> str:
-    facts = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in rows))
-    return f"*`benchmarks/results/{file}`, made by `{command}`; means over seeds; {facts}.*"
+    return f"*`benchmarks/results/{file}`, made by `{command}`; means over seeds; {origins_of(rows)}.*"
 
 
 def compared(rows: Sequence[Row], names: dict[str, str], columns: dict[str, tuple[str, float, int]]) -> str:

@@ -10,16 +10,15 @@ steps one after the other. Ratios are medians of the rounds' ratios, with their 
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rows import Row, markdown, read_rows, write_rows
+from rows import Row, made_on, markdown, read_rows, write_rows
 from torch import nn
+from turns import in_turns
 
 import dissensus as ds
-from dissensus.bench.run.provenance import commit, device_name
 from dissensus.core.batch import Batch
 from dissensus.engine import build_step
 
@@ -29,7 +28,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "resnet18": (lambda: ds.nets.ResNet(18), (3, 32, 32), "ResNet-18"),
 }
 STEPS, SNAPSHOTS = 40, 40  # of a timing; of a run
-Timed = Callable[[], float]
 
 
 def main() -> None:
@@ -63,21 +61,14 @@ def measured(case: str, device: torch.device, given: argparse.Namespace) -> Row:
     ensemble, plan = stepper(ds.DeepEnsemble(networks), x, y)
     together, ran = stepper(ds.SWAG(networks, start=0, every=STEPS), x, y, engine=plan)  # members run alike in both
     apart = [stepper(ds.SWAG(network, start=0, every=STEPS), x, y) for network in networks]
-    sides: dict[str, Timed] = {
-        "ensemble": ensemble,
-        "together": together,
-        "apart": lambda: sum(run() for run, _ in apart),
-    }
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(given.rounds):
-        for name in sides if number % 2 else reversed(sides):
-            times[name].append(sides[name]() / STEPS)
+    sides = {"ensemble": ensemble, "together": together, "apart": lambda: [run() for run, _ in apart]}
+    times = in_turns(sides, given.rounds)
     ratios = {
         "over_ensemble": [a / b for a, b in zip(times["together"], times["ensemble"], strict=True)],
         "apart_over_together": [a / b for a, b in zip(times["apart"], times["together"], strict=True)],
     }
     row: Row = {"case": case, "members": given.members, "batch": given.batch}
-    row |= {f"{name}_ms": round(1e3 * statistics.median(found), 3) for name, found in times.items()}
+    row |= {f"{name}_ms": round(1e3 * statistics.median(found) / STEPS, 3) for name, found in times.items()}
     for name, found in ratios.items():
         lower, middle, upper = (round(value, 3) for value in statistics.quantiles(found, n=4))
         row |= {name: middle, f"{name}_lower": lower, f"{name}_upper": upper}
@@ -86,15 +77,15 @@ def measured(case: str, device: torch.device, given: argparse.Namespace) -> Row:
         "steps": STEPS,
         "ran": ran,
         "ran_apart": apart[0][1],
-        "device": device_name(device),
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "commit": commit(),
+        **made_on(device),
     }
 
 
-def stepper(posterior: ds.Posterior, x: torch.Tensor, y: torch.Tensor, engine: str = "auto") -> tuple[Timed, str]:
-    """Seconds of some training steps as `fit` makes them, warmed up, and how they ran."""
+def stepper(
+    posterior: ds.Posterior, x: torch.Tensor, y: torch.Tensor, engine: str = "auto"
+) -> tuple[Callable[[], None], str]:
+    """Some training steps as `fit` makes them, warmed up, and how they ran."""
     posterior.to(x.device).train()
     posterior.begin(steps_per_epoch=STEPS, epochs=SNAPSHOTS)
     # A small rate: gradients stay of ordinary size on one batch for thousands of steps.
@@ -102,14 +93,10 @@ def stepper(posterior: ds.Posterior, x: torch.Tensor, y: torch.Tensor, engine: s
     precision = torch.bfloat16 if x.device.type == "cuda" else None
     step, plan = build_step(engine, posterior, optimizer, Batch(x, y), steps=STEPS * SNAPSHOTS, precision=precision)
 
-    def run() -> float:
-        start = time.perf_counter()
+    def run() -> None:
         for _ in range(STEPS):
             posterior.before_step(Batch(x, y))
             step(Batch(x, y))
-        if x.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
 
     run()  # captures and allocations are made
     return run, str(plan)

@@ -11,10 +11,7 @@ DIR defaults to the environment variable DISSENSUS_DATA.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
-import platform
-import subprocess
 import time
 from pathlib import Path
 
@@ -25,8 +22,10 @@ import numpy as np
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from rows import made_on, write_rows
 from torch import Tensor
 
+from dissensus.bench.run.provenance import device_name
 from dissensus.data.corruptions import CORRUPTIONS, EXTRA, corrupt
 
 SEVERITIES = (1, 2, 3, 4, 5)
@@ -77,7 +76,7 @@ def finish(images: Tensor) -> None:
 def table(seconds: dict[tuple[str, int], float], images: Tensor) -> str:
     """A row for each type: seconds at severities 1 … 5 and their sum."""
     heads = "".join(f"{head:>8}" for head in (*SEVERITIES, "sum"))
-    lines = [f"{tuple(images.shape)} on {device_name(images)}", f"{'seconds':18}{heads}"]
+    lines = [f"{tuple(images.shape)} on {device_name(images.device)}", f"{'seconds':18}{heads}"]
     for name in CORRUPTIONS:
         row = [seconds[name, severity] for severity in SEVERITIES]
         lines.append(f"{name:18}" + "".join(f"{value:8.2f}" for value in [*row, sum(row)]))
@@ -85,18 +84,9 @@ def table(seconds: dict[tuple[str, int], float], images: Tensor) -> str:
 
 
 def write_csv(seconds: dict[tuple[str, int], float], images: Tensor, path: Path) -> None:
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["type", "severity", "images", "seconds", "device", "threads", "torch", "commit"])
-        for (name, severity), value in seconds.items():
-            where = (device_name(images), torch.get_num_threads(), torch.__version__, commit)
-            writer.writerow([name, severity, len(images), f"{value:.4f}", *where])
-
-
-def device_name(images: Tensor) -> str:
-    return torch.cuda.get_device_name() if images.device.type == "cuda" else platform.machine()
+    about = {"images": len(images), "threads": torch.get_num_threads(), **made_on(images.device)}
+    found = [{"type": name, "severity": level, "seconds": f"{value:.4f}"} for (name, level), value in seconds.items()]
+    write_rows(path, [row | about for row in found])
 
 
 def cifar_test_images(folder: Path) -> Tensor:

@@ -10,15 +10,15 @@ counted. Cost: a step of a deep ensemble of tiny MLPs by `fit`'s own step agains
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from rows import write_rows
 from torch import Tensor, nn
+from turns import in_turns
 
 import dissensus as ds
 from dissensus.bench.run.provenance import provenance
@@ -83,13 +83,7 @@ def costs(members: int, batch: int, repeats: int) -> tuple[float, float]:
     ours = torch.optim.SGD(posterior.parameters(), lr=1e-3, momentum=0.9)
     step, _ = build_step("vectorised", posterior, ours, Batch(x, y), steps=repeats)
     posterior.train()
-    times: dict[str, list[float]] = {"hand": [], "ours": []}
-    for i in range(repeats + 20):
-        for name, run in (("hand", hand), ("ours", lambda: step(Batch(x, y)))):
-            start = time.perf_counter()
-            run()
-            if i >= 20:
-                times[name].append(time.perf_counter() - start)
+    times = in_turns({"hand": hand, "ours": lambda: step(Batch(x, y))}, repeats, uncounted=20)
     step.close()
     return median(times["hand"]), median(times["ours"])
 
@@ -109,10 +103,7 @@ def main() -> None:
     for row in rows:
         print(f"{row['what']:<45} {row['value']}")
     if given.csv:
-        with given.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(given.csv, rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from rows import read_rows, summary, write_rows
+from rows import by_key, read_rows, summary, write_rows
 from torch import Tensor
 
 import dissensus as ds
@@ -100,10 +100,8 @@ def figure(table: Path, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    rows = read_rows(table)
     drawn, axes = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
-    for members in dict.fromkeys(row["members"] for row in rows):
-        mine = [row for row in rows if row["members"] == members]
+    for members, mine in by_key(read_rows(table), "members").items():
         widths = sorted({int(row["width"]) for row in mine})
         each = [[float(row["ratio"]) for row in mine if int(row["width"]) == width] for width in widths]
         shares, means = [width / int(members) for width in widths], [summary(values)[0] for values in each]

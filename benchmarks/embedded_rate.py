@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import read_rows, write_rows
+from rows import made_on, read_rows, write_rows
 
 from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import task_data
 from dissensus.bench.run.build import optimizer, posterior
-from dissensus.bench.run.provenance import provenance
 from dissensus.bench.task.config import load_task
 from dissensus.bench.width.grid import EMBEDDED, INDEPENDENT, GridCell, cells
 from dissensus.core.errors import Diverged
@@ -123,9 +122,7 @@ def at(cell: GridCell, rate: float, modulation_lr: float | None = None) -> GridC
 
 
 def main(trials: Sequence[Trial], path: Path, jobs: int) -> None:
-    origin = {
-        key: value for key, value in provenance(torch.device("cpu")).items() if key in ("commit", "torch", "device")
-    }
+    origin = made_on("cpu")
     rows = {key_of(row): row for row in read_rows(path)}
     left = [trial for trial in trials if key_of(facts(trial)) not in rows]
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from rows import write_rows
 from torch import Tensor, nn
+from turns import in_turns
 
 import dissensus as ds
 from dissensus.bench.run.provenance import provenance
@@ -93,15 +94,9 @@ def timed(name: str, members: int, repeats: int, device: torch.device) -> tuple[
 
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     now = time.process_time if alone else time.perf_counter
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(repeats + 8):  # what compiles or captures is not counted
-        for run, found in zip((plain, ensemble), times, strict=True):
-            _wait(device)
-            start = now()
-            run()
-            _wait(device)
-            found.append(now() - start)
-    return median(times[0][8:]), median(times[1][8:]), str(plan)
+    # What compiles or captures is not counted.
+    times = in_turns({"plain": plain, "ensemble": ensemble}, repeats, uncounted=8, clock=now)
+    return median(times["plain"]), median(times["ensemble"]), str(plan)
 
 
 def plain_step(network: nn.Module, x: Tensor, y: Tensor, *, compiled: bool, captured: bool) -> Callable[[], None]:
@@ -126,11 +121,6 @@ def plain_step(network: nn.Module, x: Tensor, y: Tensor, *, compiled: bool, capt
     with torch.cuda.graph(graph):
         step()
     return graph.replay
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

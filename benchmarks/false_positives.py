@@ -29,11 +29,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rows import Row, write_rows
+from rows import Row, made_on, write_rows
 from torch import Tensor
 
 import dissensus
-from dissensus.bench.run.provenance import commit, device_name
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.reporting.measures import Measure, measures
 from dissensus.reporting.spread import Spread
@@ -71,13 +70,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--csv", type=Path, default=None)
     given = parser.parse_args()
-    origin = {
-        "seed": given.seed,
-        "commit": commit(),
-        "dissensus": dissensus.__version__,
-        "torch": torch.__version__,
-        "device": device_name(torch.device("cpu")),
-    }
+    origin = {"seed": given.seed, "dissensus": dissensus.__version__, **made_on("cpu")}
     rows: list[Row] = []
     for key in (given.metrics or ",".join(FEW_METRICS)).split(",") if given.few else ():
         for examples in FEW:

@@ -1,12 +1,16 @@
-"""Results of whatever runs in a folder are finished."""
+"""Results of whatever runs in a folder are finished, and rows of their comparisons."""
 
+from collections.abc import Iterator
 from pathlib import Path
+
+from rows import Row
 
 from dissensus.bench.run import jobs
 from dissensus.bench.run.gather import results_of_runs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
 from dissensus.reporting.results import Results
+from dissensus.reporting.statistics import Family
 
 
 def finished(folder: Path) -> Results:
@@ -18,3 +22,23 @@ def finished(folder: Path) -> Results:
     methods = [*order, *sorted({run.config.method for run in runs} - set(order))]
     runs.sort(key=lambda run: (methods.index(run.config.method), run.config.seed))
     return results_of_runs(runs, [run.measure() for run in runs])
+
+
+def comparison_rows(every: Family) -> Iterator[tuple[tuple[str, ...], Row]]:
+    """(key, row) of every comparison; a key ends in measure and method."""
+    for key, one in every.comparisons.items():
+        low, high = one.interval(every.level)[1:]
+        yield (
+            key,
+            {
+                "metric": key[-2],
+                "method": key[-1],
+                "seeds": one.seeds,
+                "difference": one.difference,
+                "lower": low,
+                "upper": high,
+                "p_value": every.p_values[key],
+                "comparisons": len(every.comparisons),
+                "counted": one.counted,
+            },
+        )

@@ -8,17 +8,16 @@ ensemble, with their quartiles. `every=2` repels at each second step, `examples=
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-from rows import Row, write_rows
+from rows import Row, made_on, write_rows
 from torch import nn
+from turns import in_turns
 
 import dissensus as ds
-from dissensus.bench.run.provenance import commit, device_name
 from dissensus.core.batch import Batch
 from dissensus.engine import build_step
 
@@ -66,13 +65,7 @@ def measured(case: str, given: argparse.Namespace) -> list[Row]:
     """A row per method: median milliseconds of a step, and its ratio to the deep ensemble's."""
     device = torch.device(given.device)
     runs = {name: stepper(case, method, device, given) for name, method in METHODS.items()}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(given.rounds):
-        order = list(runs) if number % 2 else list(reversed(runs))
-        for name in order:
-            start = time.perf_counter()
-            runs[name][0]()
-            times[name].append((time.perf_counter() - start) / given.steps)
+    times = in_turns({name: run for name, (run, _) in runs.items()}, given.rounds)
     rows = []
     for name, found in times.items():
         ratios = [a / b for a, b in zip(found, times["deep_ensemble"], strict=True)]
@@ -83,16 +76,14 @@ def measured(case: str, given: argparse.Namespace) -> list[Row]:
                 "method": name,
                 "members": given.members,
                 "batch": given.batch,
-                "ms": round(1e3 * statistics.median(found), 3),
+                "ms": round(1e3 * statistics.median(found) / given.steps, 3),
                 "ratio": round(middle, 3),
                 "lower": round(lower, 3),
                 "upper": round(upper, 3),
                 "rounds": given.rounds,
                 "ran": runs[name][1],
-                "device": device_name(device),
                 "threads": torch.get_num_threads(),
-                "torch": torch.__version__,
-                "commit": commit(),
+                **made_on(device),
             }
         )
     return rows
@@ -115,8 +106,6 @@ def stepper(
         for _ in range(given.steps):
             posterior.before_step(Batch(x, y))  # as fit does; `every` is decided there
             step(Batch(x, y))
-        if device.type == "cuda":
-            torch.cuda.synchronize()
 
     for _ in range(2):  # captures and allocations are made
         run()

@@ -17,13 +17,12 @@ import time
 from pathlib import Path
 
 import torch
-from rows import Row, markdown, read_rows, write_rows
+from rows import Row, by_key, made_on, markdown, read_rows, write_rows
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import dissensus as ds
-from dissensus.bench.run.provenance import commit, device_name
 from dissensus.bench.run.weights import load_weights
 from dissensus.data.images import ImageSet
 from dissensus.drawing.panels import surfaces
@@ -120,8 +119,7 @@ def drawn(given: argparse.Namespace) -> None:
             posterior = ds.MAP(network.to(DEVICE).eval())
             asked = {"points": given.points, "reach": given.reach, "seed": given.seed, "together": given.together}
             surface = ds.landscape.directions(posterior, loader, **asked)
-            origin = {"depth": given.depth, "rows": given.rows, "seed": given.seed, "commit": commit()}
-            origin |= {"torch": torch.__version__, "device": device_name(DEVICE)}
+            origin = {"depth": given.depth, "rows": given.rows, "seed": given.seed, **made_on(DEVICE)}
             places = [(i, j) for i in range(given.points) for j in range(given.points)]
             write_rows(
                 table,
@@ -149,8 +147,7 @@ def drawn(given: argparse.Namespace) -> None:
 def page(rows: list[Row]) -> str:
     """What docs/results/landscape.md says of the figure."""
     lines = []
-    for name in dict.fromkeys(row["network"] for row in rows):
-        mine = [row for row in rows if row["network"] == name]
+    for name, mine in by_key(rows, "network").items():
         middle = min(mine, key=lambda row: abs(float(row["a"])) + abs(float(row["b"])))
         low = sum(float(row["loss"]) < 1 for row in mine) / len(mine)
         cells = [f"{float(middle['loss']):.4f}", f"{100 * float(middle['accuracy']):.1f} %", f"{100 * low:.0f} %"]

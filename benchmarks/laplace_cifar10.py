@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import write_rows
+from rows import made_on, write_rows
 from torch import Tensor, nn
 
 import dissensus as ds
-from dissensus.bench.run.provenance import commit, device_name
 from dissensus.bench.run.weights import load_weights
 from dissensus.data.images import ImageSet
 from dissensus.metrics import ece
@@ -48,7 +47,7 @@ def main() -> None:
     made = [*ours(network.linear, train, test, chosen.seeds)]
     if find_spec("laplace") is not None:
         made += theirs(network.linear, train, test)
-    about = {"commit": commit(), "torch": torch.__version__, "device": device_name(torch.device("cpu"))}
+    about = made_on("cpu")
     for row in made:
         print(row, flush=True)
     write_rows(chosen.csv, [row | about for row in made])

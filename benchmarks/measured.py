@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from rows import Row, markdown, summary
+from rows import Row, grouped, markdown, origins_of, summary
 
 Column = tuple[str, str]  # title, format of its numbers; "" for text
 
@@ -18,21 +18,17 @@ def measured(rows: Sequence[Row], columns: Mapping[str, Column], command: str, w
         ]
         for row in rows
     ]
-    facts = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in rows))
     table = markdown([title for title, _ in columns.values()], lines)
-    return f"{table}\n\n*`{command}`; {what + '; ' if what else ''}{facts}.*"
+    return f"{table}\n\n*`{command}`; {what + '; ' if what else ''}{origins_of(rows)}.*"
 
 
 def averaged(rows: Sequence[Row], keys: Sequence[str], columns: Sequence[str]) -> list[Row]:
     """One row for each combination of `keys`: means of `columns` where they have numbers, the rest of its first row."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
     return [
         several[0]
         | {key: summary(row[key] for row in several)[0] if several[0][key] else "" for key in columns}
         | {"seeds": str(len({row["seed"] for row in several}))}
-        for several in groups.values()
+        for several in grouped(rows, keys).values()
     ]
 
 

@@ -6,7 +6,6 @@ Each way runs in a process of its own; resident memory is read after every batch
 """
 
 import argparse
-import csv
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from speed import provenance
+from rows import made_on, write_rows
 from torch import Tensor
 
 import dissensus as ds
@@ -81,27 +80,17 @@ def main() -> None:
         return
     curves: dict[str, list[tuple[int, float]]] = {}
     for way in WAYS:
-        command = [
-            sys.executable,
-            __file__,
-            "--way",
-            way,
-            "--inputs",
-            str(options.inputs),
-            "--members",
-            str(options.members),
-        ]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        given = ["--way", way, "--inputs", str(options.inputs), "--members", str(options.members)]
+        lines = subprocess.run(
+            [sys.executable, __file__, *given], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
         curves[way] = [(int(line.split()[0]), float(line.split()[1])) for line in lines]
         start = curves[way][0][1]
         print(f"{way:>10}: {start:.0f} MiB at the start, {curves[way][-1][1] - start:+.0f} MiB at the end", flush=True)
     if options.csv:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
-        with options.csv.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["way", "members", "inputs", "mib", *provenance()])
-            for way, curve in curves.items():
-                writer.writerows([way, options.members, seen, size, *provenance().values()] for seen, size in curve)
+        about = {"members": options.members, **made_on("cpu")}
+        points = [(way, seen, size) for way, curve in curves.items() for seen, size in curve]
+        write_rows(options.csv, [{"way": way, "inputs": seen, "mib": size, **about} for way, seen, size in points])
     if options.figure:
         figure(curves, options.members).savefig(options.figure, dpi=110)
 

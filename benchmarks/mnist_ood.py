@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from finished import finished
-from rows import Row, interval, made_by, markdown, read_rows, seeds_of, summary, write_rows
+from rows import Row, by_key, interval, made_by, markdown, read_rows, seeds_of, summary, write_rows
 
 from dissensus.bench.run.jobs import bench
 from dissensus.bench.task.config import load_task, read_task
@@ -66,8 +66,7 @@ def main() -> None:
         )
     rows = [
         origin | {key: evaluation.metrics[key] for key in [*COLUMNS, "ood/notmnist/aupr"]}
-        for method, several in results.methods.items()
-        for origin, evaluation in zip(results.origins[method], several, strict=True)
+        for origin, evaluation in results.each()
     ]
     write_rows(given.csv, rows)
     print(table(read_rows(given.csv)))
@@ -77,8 +76,7 @@ def table(rows: list[Row]) -> str:
     """Mean ± standard deviation over seeds with the 95 % interval of the mean, and the paper's number in brackets."""
     paper = published(read_task("mnist-ood")["reference"])
     lines = []
-    for method in dict.fromkeys(row["method"] for row in rows):
-        mine = [row for row in rows if row["method"] == method]
+    for method, mine in by_key(rows, "method").items():
         cells = [f"{NAMES.get(method, method)} ({len(mine)} seeds)"]
         for key, (_, factor, digits) in COLUMNS.items():
             mean, deviation, _ = summary(factor * float(row[key]) for row in mine)
@@ -138,11 +136,11 @@ def against_paper(rows: list[Row]) -> list[str]:
     """Our NLL and the paper's: who is best in which, and the ratio."""
     paper = published(read_task("mnist-ood")["reference"])
     ours, theirs = {}, {}
-    for method in dict.fromkeys(row["method"] for row in rows):
+    for method, mine in by_key(rows, "method").items():
         number = paper.get(method, {}).get("nll")
         if number is not None:
             name = NAMES.get(method, method)
-            ours[name] = summary(float(row["nll"]) for row in rows if row["method"] == method)[0]
+            ours[name] = summary(row["nll"] for row in mine)[0]
             theirs[name] = number.value
     if not ours:
         return []

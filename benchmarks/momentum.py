@@ -14,10 +14,9 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from rows import Row, markdown, write_rows
+from rows import Row, by_key, made_on, markdown, origins_of, write_rows
 
 import dissensus as ds
-from dissensus.bench.run.provenance import commit, device_name
 
 MOMENTA, FACTORS = (0.0, 0.9, 0.95), (0.5, 0.75, 1.0, 1.3)
 LAWS = {"sign": ds.Modulation.sign(), "normal": ds.Modulation.normal(1, 0.5), "between": ds.Modulation.between(0.3)}
@@ -34,7 +33,7 @@ def main() -> None:
     )
     given = parser.parse_args()
     rows: list[Row] = []
-    facts = {"commit": commit(), "torch": torch.__version__, "device": device_name(torch.device("cpu"))}
+    facts = made_on("cpu")
     with multiprocessing.get_context("spawn").Pool(given.jobs, torch.set_num_threads, (1,)) as pool:
         for beta, factor in BELOW if given.trials else product(MOMENTA, FACTORS):
             trials = list(product(LAWS, WIDTHS, SEEDS, [beta], [factor]))
@@ -80,16 +79,13 @@ def page(rows: list[Row], trials: list[Row]) -> str:
         lines.append([beta, *(f"{mine[factor]['diverged']} of {mine[factor]['trials']}" for factor in factors)])
     table = markdown(["momentum", *(f"{factor} × rate" for factor in factors)], lines)
     said = []
-    for beta in dict.fromkeys(row["momentum"] for row in trials):
-        mine = [row for row in trials if row["momentum"] == beta]
+    for beta, mine in by_key(trials, "momentum").items():
         lost = [int(row["width"]) for row in mine if row["diverged"] == "1"]
         factors = list(dict.fromkeys(row["factor"] for row in mine))
         widths = ", ".join(f"{lost.count(width)} of width {width}" for width in sorted(set(lost)))
         said.append(f"Momentum {beta}, at {' and '.join(factors)} of the rate: of the trials lost, {widths}.")
-    facts = "; ".join(
-        dict.fromkeys(f"commit {r['commit']}, torch {r['torch']}, {r['device']}" for r in [*rows, *trials])
-    )
-    made = f"*Trials that diverged. `python benchmarks/momentum.py --csv FILE`, and with `--trials`; {facts}.*"
+    command = "`python benchmarks/momentum.py --csv FILE`, and with `--trials`"
+    made = f"*Trials that diverged. {command}; {origins_of([*rows, *trials])}.*"
     return "\n\n".join([table, " ".join(said), made])
 
 

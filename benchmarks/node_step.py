@@ -15,7 +15,6 @@ the last one of the ratios of neighbours.
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,9 @@ from statistics import median
 from typing import Any
 
 import torch
+from rows import write_rows
 from torch import Tensor, nn
+from turns import in_turns
 
 import dissensus as ds
 from dissensus.bench.run.provenance import provenance
@@ -83,10 +84,7 @@ def main() -> None:
                 }
             )
     if arguments.csv:
-        with arguments.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(arguments.csv, rows)
 
 
 def measured(
@@ -113,7 +111,7 @@ def measured(
     functions = {f"{FUNCTIONS} functions, {mode}": functions_of(make(), mode, x) for mode in ("in", "out")}
     functions["plain passes"] = passes(make().to(device), x)
     pairs += [(key, "plain passes", f"{FUNCTIONS} passes") for key in list(functions)[:2]]
-    times = timed({**steps, **functions}, repeats, device, clock)
+    times = in_turns({**steps, **functions}, repeats, uncounted=3, clock=clock)
     found = []
     for key, plain, beside in pairs:
         ratios = [b / a for a, b in zip(times[plain], times[key], strict=True)]
@@ -160,23 +158,6 @@ def passes(network: nn.Module, x: Tensor) -> Callable[[], object]:
             return torch.stack([network(x) for _ in range(FUNCTIONS)])
 
     return run
-
-
-def timed(
-    sides: dict[str, Callable[[], object]], repeats: int, device: torch.device, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Seconds of every side, in turns; three of each are not counted."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(repeats + 3):
-        for name, side in sides.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            start = clock()
-            side()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times[name].append(clock() - start)
-    return {name: found[3:] for name, found in times.items()}
 
 
 if __name__ == "__main__":

@@ -70,12 +70,10 @@ def rows_of(results: Results) -> list[dict[str, Any]]:
     """One row per method and seed: where it comes from, and the numbers that tables and sentences are made of."""
     alphas = {} if results.sweep is None else results.sweep.values
     rows = []
-    for name, several in results.methods.items():
-        for origin, evaluation in zip(results.origins[name], several, strict=True):
-            kept = {
-                key: f"{value:.6g}" for key, value in evaluation.metrics.items() if key in TEST or key.startswith(KEPT)
-            }
-            rows.append({key: origin.get(key, "") for key in ORIGIN} | {"alpha": alphas.get(name, "")} | kept)
+    for origin, evaluation in results.each():
+        kept = {key: f"{value:.6g}" for key, value in evaluation.metrics.items() if key in TEST or key.startswith(KEPT)}
+        about = {key: origin.get(key, "") for key in ORIGIN} | {"alpha": alphas.get(origin["method"], "")}
+        rows.append(about | kept)
     return rows
 
 

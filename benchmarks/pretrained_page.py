@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from rows import Row, markdown, read_rows, write_rows
+from rows import FACTS, Row, markdown, read_rows, write_rows
 from safetensors.torch import load
 from torch import Tensor
 
@@ -77,7 +77,6 @@ TITLES = {
 }
 FURTHER = ("calibration/nll", "calibration/nll_scaled", "calibrated/accuracy", "members/nll", "members/disagreement")
 SETTINGS = ("mode", "components", "train_samples", "gamma", "init_std", "batch_norm", "rate")
-FACTS = ("commit", "torch", "device")
 REFERENCES = [name for name in NAMES if not name.startswith("node_bnn") or "untrained" in name]
 Run = dict[str, Any]  # its row, and "arrays"
 

@@ -7,9 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from dissensus.bench.run.provenance import commit, device_name
 from dissensus.reporting.spread import spread_of
 
 Row = dict[str, Any]
+FACTS = ("commit", "torch", "device")  # in each row
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -28,6 +32,19 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
         writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+
+
+def grouped(rows: Iterable[Row], keys: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
+    """The rows by their values of these columns."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return groups
+
+
+def by_key(rows: Iterable[Row], key: str) -> dict[Any, list[Row]]:
+    """The rows by their value of one column."""
+    return {value: several for (value,), several in grouped(rows, [key]).items()}
 
 
 def summary(values: Iterable[float]) -> tuple[float, float, float]:
@@ -68,9 +85,7 @@ def paired(first: Sequence[Row], second: Sequence[Row], column: str, by: str = "
 
 def seeds_of(rows: Sequence[Row], names: Mapping[str, str], by: str = "seed") -> str:
     """ "3 seeds", and where methods have different ones, whose are others: "seeds 0, 1, 2 (Deep ensemble: 0, 1)"."""
-    each: dict[str, list[int]] = {}
-    for row in rows:
-        each.setdefault(row["method"], []).append(int(row[by]))
+    each = {name: [int(row[by]) for row in several] for name, several in by_key(rows, "method").items()}
     every = sorted({number for several in each.values() for number in several})
     fewer = {name: sorted(several) for name, several in each.items() if sorted(several) != every}
     if not fewer:
@@ -81,12 +96,26 @@ def seeds_of(rows: Sequence[Row], names: Mapping[str, str], by: str = "seed") ->
     return f"{by}s {', '.join(map(str, every))} ({others})"
 
 
+def made_on(device: torch.device | str) -> Row:
+    """The facts of rows that are measured now."""
+    return {"commit": commit(), "torch": torch.__version__, "device": device_name(torch.device(device))}
+
+
+def origin_of(rows: Sequence[Row]) -> str:
+    """The rows' facts together: "commit a and b, torch 2, cpu"."""
+    commits, versions, devices = (" and ".join(dict.fromkeys(row[key] for row in rows)) for key in FACTS)
+    return f"commit {commits}, torch {versions}, {devices}"
+
+
+def origins_of(rows: Sequence[Row]) -> str:
+    """The rows' facts as they occur together: "commit a, torch 2, cpu; commit b, torch 2, cuda"."""
+    return "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in rows))
+
+
 def made_by(command: str, rows: Sequence[Row], what: str) -> str:
     """A line for below a table: the command, how often, and what each row says of the program and the machine."""
-    facts = ("commit", "torch", "device")
-    commit, torch, device = (" and ".join(dict.fromkeys(row[key] for row in rows)) for key in facts)
     how = "mean ± standard deviation (95 % interval of the mean)"
-    return f"*`{command}`; {what}, {how}; commit {commit}, torch {torch}, {device}.*"
+    return f"*`{command}`; {what}, {how}; {origin_of(rows)}.*"
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -88,8 +88,7 @@ def main() -> None:
 def rows_of(results: Results) -> list[Row]:
     return [
         {key: origin[key] for key in ORIGIN} | {key: repr(evaluation.metrics[key]) for key in KEPT if key in evaluation.metrics}
-        for name, several in results.methods.items()
-        for origin, evaluation in zip(results.origins[name], several, strict=True)
+        for origin, evaluation in results.each()
     ]  # fmt: skip
 
 

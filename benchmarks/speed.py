@@ -8,17 +8,16 @@ over the same members, each with its own optimiser, eager, in the same precision
 """
 
 import argparse
-import csv
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from rows import FACTS, made_on, read_rows, write_rows
 from torch import Tensor, nn
 
 import dissensus as ds
-from dissensus.bench.run.provenance import commit, device_name
 from dissensus.data import Batches
 
 CUDA = torch.cuda.is_available()
@@ -73,15 +72,9 @@ def main() -> None:
                 for engine in options.engines.split(","):
                     for row in measure(case, make, shape, m, b, engine, options):
                         rows.append(row)
-                        print("  ".join(f"{k}={v}" for k, v in row.items() if k not in provenance()), flush=True)
+                        print("  ".join(f"{k}={v}" for k, v in row.items() if k not in FACTS), flush=True)
     if options.csv:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
-        new = not options.csv.exists()
-        with options.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            if new:
-                writer.writeheader()
-            writer.writerows(rows)
+        write_rows(options.csv, [*read_rows(options.csv), *rows])
 
 
 def measure(
@@ -174,7 +167,7 @@ def trained(
         "set_up_s": round(setting_up, 1),
         "peak_gib": round(peak, 2),
         "expected_gib": round(history.memory.at_once / 2**30, 2) if history.memory else "",
-        **provenance(),
+        **made_on(DEVICE),
     }
     yield {
         **common,
@@ -183,7 +176,7 @@ def trained(
         "loop_ms": round(1e3 * loop * steps, 1),
         "ratio": round(loop / ours, 2),
         **dict.fromkeys(("spread", "set_up_s", "peak_gib", "expected_gib"), ""),
-        **provenance(),
+        **made_on(DEVICE),
     }
 
 
@@ -230,7 +223,7 @@ def predicted(
             "set_up_s": "",
             "peak_gib": "",
             "expected_gib": "",
-            **provenance(),
+            **made_on(DEVICE),
         }
 
 
@@ -247,10 +240,6 @@ def median(values: list[float]) -> float:
 def spread(values: list[float]) -> float:
     """Largest over smallest."""
     return round(max(values) / min(values), 2)
-
-
-def provenance() -> dict[str, str]:
-    return {"commit": commit(), "torch": torch.__version__, "device": device_name(DEVICE)}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ A table stands between `<!-- NAME -->` and `<!-- /NAME -->`; what is there is re
 
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import bf16_predictions
@@ -32,7 +32,7 @@ import toy_entropy
 import tradi_schedule
 import uci_page
 from particles_toy import grouped_severities, sentences
-from rows import markdown, paired, read_rows, seeds_of
+from rows import by_key, grouped, markdown, origins_of, paired, read_rows, seeds_of
 
 from dissensus.bench.capacity import capacities
 from dissensus.bench.task import schema
@@ -178,9 +178,9 @@ GPU_SECTIONS = {
 }
 
 
-def gpu_tables() -> str:
+def gpu_tables(found: list[dict[str, str]]) -> str:
     """What steps and predictions cost on a GPU, each section as a table."""
-    found, parts = rows("gpu_h200.csv"), []
+    parts = []
     for what, (title, ratio) in GPU_SECTIONS.items():
         mine = [row for row in found if row["what"] == what]
         if not mine:
@@ -201,40 +201,28 @@ def gpu_tables() -> str:
             columns |= {"reserved_gib": "GiB"} if what != "prediction" else {"error": "largest error of a probability"}
         table = markdown(list(columns.values()), [[row[key] for key in columns] for row in mine])
         parts += [f"*{title.format(**mine[0])}*", "", table, ""]
-    made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in found))
-    return "\n".join([*parts, f"*`python benchmarks/gpu.py --csv FILE`; {made}.*"])
+    return "\n".join([*parts, f"*`python benchmarks/gpu.py --csv FILE`; {origins_of(found)}.*"])
 
 
-def training_memory_table() -> str:
+def training_memory_table(found: list[dict[str, str]]) -> str:
     """Stated and taken memory."""
-    found = rows("training_memory.csv")
     header = ["run", "how it ran", "tensors stated, MiB", "taken", "reserved stated, MiB", "taken"]
     keys = ("case", "engine", "stated_tensors", "tensors", "stated_reserved", "reserved")
     table = markdown(header, [[row[key] for key in keys] for row in found])
-    made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in found))
-    return f"{table}\n\n*`python benchmarks/training_memory.py --csv FILE`; {made}.*"
+    return f"{table}\n\n*`python benchmarks/training_memory.py --csv FILE`; {origins_of(found)}.*"
 
 
-def bf16_repulsion_table() -> str:
+def bf16_repulsion_table(found: list[dict[str, str]]) -> str:
     """Deviations in bf16, mean over seeds."""
-    found = rows("bf16_repulsion.csv")
     keys = ("activation", "batch norm", "steps", "how")
-    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
-    for row in found:
-        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
     columns = ("likelihood", "directions", "repulsion", "flipped")
     lines = [f"| {' | '.join((*keys, *columns))} |", "|" + "---|" * (len(keys) + len(columns))]
-    for key, members in groups.items():
+    for key, members in grouped(found, keys).items():
         cells = [f"{100 * statistics.mean(float(row[column]) for row in members):.2g} %" for column in columns]
         lines.append(f"| {' | '.join((*key, *cells))} |")
-    made = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in found))
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"*`python benchmarks/bf16_repulsion.py --csv FILE`; {len({row['seed'] for row in found})} seeds; {made}.*",
-        ]
-    )
+    seeds = len({row["seed"] for row in found})
+    made = f"*`python benchmarks/bf16_repulsion.py --csv FILE`; {seeds} seeds; {origins_of(found)}.*"
+    return "\n".join([*lines, "", made])
 
 
 def seed_table(found: list[dict[str, str]], key: str, columns: dict[str, str], *, where: str, command: str) -> str:
@@ -276,13 +264,6 @@ def difference_table(found: list[dict[str, str]], columns: dict[str, str], pairs
     )
 
 
-def by_key(found: list[dict[str, str]], key: str) -> dict[str, list[dict[str, str]]]:
-    groups: dict[str, list[dict[str, str]]] = {}
-    for row in found:
-        groups.setdefault(row[key], []).append(row)
-    return groups
-
-
 def mean_and_spread(members: list[dict[str, str]], column: str) -> str:
     """Mean ± standard deviation over the rows that have the column; – where none has."""
     values = [float(row[column]) for row in members if row.get(column)]
@@ -315,9 +296,8 @@ def particle_table(task: str, columns: dict[str, str]) -> str:
     return "\n".join([table, *("\n" + part for part in parts)])
 
 
-def cost_table() -> str:
+def cost_table(found: list[dict[str, str]]) -> str:
     """FoRDE's training step beside a deep ensemble's."""
-    found = rows("forde_cost_cpu.csv")
     titles = {"mlp": "MLP 784-200-200-200-10", "conv": "small conv net"}
     lines = [
         [
@@ -331,14 +311,12 @@ def cost_table() -> str:
     ]
     table = markdown(["networks", "method", "ms per step", "times a deep ensemble", "how it ran"], lines)
     threads = " and ".join(dict.fromkeys(row["threads"] for row in found))
-    facts = "; ".join(dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in found))
     command = "python benchmarks/forde_cost.py --csv FILE"
-    return f"{table}\n\n*`{command}`; median of rounds in turns and their quartiles; {facts}, {threads} thread(s).*"
+    return f"{table}\n\n*`{command}`; median of rounds in turns and their quartiles; {origins_of(found)}, {threads} thread(s).*"
 
 
-def false_positive_table() -> str:
+def false_positive_table(found: list[dict[str, str]]) -> str:
     """How often equal methods are said to differ, and how often real differences are found."""
-    found = rows("false_positives.csv")
     percent = ("false_positives", "seeds_alone", "examples_alone", "resampled_seeds", "found_3", "found_5", "found_10")
     titles = [
         "noise of seeds : examples",
@@ -364,15 +342,13 @@ def false_positive_table() -> str:
         largest.append(f"{name} {100 * rate:.1f} % ({cases}; an error of {100 * float(mine[0]['error']):.1f} points)")
     first = found[0]
     facts = f"seed {first['seed']}, {first['examples']} test examples, {first['resamples']} resamples; "
-    made = dict.fromkeys(f"commit {row['commit']}, torch {row['torch']}, {row['device']}" for row in found)
-    facts += "; ".join(made)
+    facts += origins_of(found)
     said = f"The table is of the NLL. Largest share of p < 0.05 between equal methods: {', '.join(largest)}."
     return f"{markdown(titles, lines)}\n\n{said}\n\n*`python benchmarks/false_positives.py --csv FILE`; {facts}.*"
 
 
-def few_examples_table() -> str:
+def few_examples_table(found: list[dict[str, str]]) -> str:
     """How often equal methods are said to differ with one seed and few examples."""
-    found = rows("false_positives_few.csv")
     names = {"nll": "NLL", "ood/far/auroc": "AUROC", "ood/far/aupr": "AUPR", "ood/far/fpr95": "FPR at 95 % TPR"}
     names |= {"ece": "ECE", "aurc": "AURC", "rmse": "RMSE", "skewed": "NLL, skewed"}
     metrics = list(dict.fromkeys(row["metric"] for row in found))
@@ -449,13 +425,8 @@ def measurements() -> Iterator[tuple[str, str, str]]:
         yield page, name, measured.measured(found, columns, f"python benchmarks/{script}", what)
     found = measured.averaged(rows("laplace_cifar10.csv"), ("program", "case"), ("accuracy", "nll", "ece", "precision"))
     command = "python benchmarks/laplace_cifar10.py --data FOLDER"
-    yield (
-        "results/laplace.md",
-        "laplace-cifar10",
-        measured.measured(found, measured.LAPLACE, command, "means over seeds"),
-    )
-    if found := rows("bias_correlation.csv"):
-        yield "reference/details/embedded.md", "bias-correlation", bias_correlation.page(found)
+    table = measured.measured(found, measured.LAPLACE, command, "means over seeds")
+    yield "results/laplace.md", "laplace-cifar10", table
 
 
 def side_by_side() -> str:
@@ -532,79 +503,75 @@ def task_keys() -> str:
     return markdown(["key", "meaning"], found)
 
 
+PAGES: tuple[
+    tuple[str, str, str, Callable[[list[dict[str, str]]], str]], ...
+] = (  # page, name, file, table of its rows
+    ("results/speed.md", "gpu", "gpu_h200.csv", gpu_tables),
+    ("results/speed.md", "training-memory", "training_memory.csv", training_memory_table),
+    ("results/speed.md", "bf16-repulsion", "bf16_repulsion.csv", bf16_repulsion_table),
+    ("results/tracking.md", "mnist-ood", "mnist_ood.csv", mnist_ood.page),
+    ("results/tracking.md", "tradi-schedule", "tradi_schedule.csv", tradi_schedule.page),
+    ("results/tracking.md", "uci", "uci.csv", uci_page.page),
+    ("results/particles.md", "toy-entropy", "toy_entropy.csv", toy_entropy.page),
+    ("results/composing.md", "compose", "compose.csv", compose.page),
+    ("results/landscape.md", "landscape", "landscape.csv", landscape.page),
+    ("results/peers.md", "peers", "peers_cpu.csv", peers_page.page),
+    ("results/peers.md", "peers-gpu", "peers_gpu_h200.csv", peers_page.page),
+    ("results/statistics.md", "false-positives", "false_positives.csv", false_positive_table),
+    ("results/statistics.md", "false-positives-few", "false_positives_few.csv", few_examples_table),
+    ("reference/details/embedded.md", "bias-correlation", "bias_correlation.csv", bias_correlation.page),
+    ("reference/details/particles.md", "forde-cost", "forde_cost_cpu.csv", cost_table),
+    ("scaling.md", "scaling-measured", scaling.MEASURED, scaling.measured_page),
+    ("scaling.md", "scaling-predicted", scaling.PREDICTED, scaling.predicted_page),
+)
+
+
 def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
     """The same with links as in docs itself."""
     docs = ROOT / "docs"
+    results = docs / "results"
     yield ROOT / "README.md", "gains", choose.gains()
     for name, table in (("trained", choose.trained), ("scratch", choose.scratch), ("pixels", choose.pixels)):
         yield docs / "choose.md", name, table()
     yield docs / "choose.md", "table", choose.table_rows()
-    yield docs / "results" / "speed.md", "speed", speed_table()
-    if rows("gpu_h200.csv"):
-        yield docs / "results" / "speed.md", "gpu", gpu_tables()
-    if rows("training_memory.csv"):
-        yield docs / "results" / "speed.md", "training-memory", training_memory_table()
-    if rows("bf16_repulsion.csv"):
-        yield docs / "results" / "speed.md", "bf16-repulsion", bf16_repulsion_table()
+    yield results / "speed.md", "speed", speed_table()
     halves = [*rows("bf16_predictions.csv"), *rows("bf16_predictions_h200.csv")]
-    yield docs / "results" / "speed.md", "bf16-predictions", bf16_predictions.half_table(halves)
+    yield results / "speed.md", "bf16-predictions", bf16_predictions.half_table(halves)
     yield docs / "reference/details/node-bnn.md", "capacity", capacity_table()
     yield docs / "reference/tasks.md", "task-keys", task_keys()
     for name in NODES:
-        yield docs / "results/node-bnn.md", name.replace("_", "-"), node_table(name)
+        yield results / "node-bnn.md", name.replace("_", "-"), node_table(name)
     for page, name, table in measurements():
         yield docs / page, name, table
+    for page, name, file, table in PAGES:
+        if found := rows(file):
+            yield docs / page, name, table(found)
     for task in shift.COLUMNS:
-        yield docs / "results" / "covariate-shift.md", task, shift_table(task)
-    for name, page in (("mnist_ood", mnist_ood.page), ("tradi_schedule", tradi_schedule.page), ("uci", uci_page.page)):
-        if found := rows(f"{name}.csv"):
-            yield docs / "results/tracking.md", name.replace("_", "-"), page(found)
+        yield results / "covariate-shift.md", task, shift_table(task)
     for task, columns in PARTICLES.items():
         if particle_rows(task):
-            yield docs / "results" / "particles.md", task, particle_table(task, columns)
+            yield results / "particles.md", task, particle_table(task, columns)
     if all(particle_rows(task) for task in SIDE_BY_SIDE):
-        yield docs / "results" / "particles.md", "side-by-side", side_by_side()
-    if found := rows("toy_entropy.csv"):
-        yield docs / "results" / "particles.md", "toy-entropy", toy_entropy.page(found)
+        yield results / "particles.md", "side-by-side", side_by_side()
     if found := rows(camvid_ood.NUMBERS):
-        yield docs / "results" / "segmentation.md", "camvid-ood", camvid_ood.page(found, rows(camvid_ood.PAIRS))
+        yield results / "segmentation.md", "camvid-ood", camvid_ood.page(found, rows(camvid_ood.PAIRS))
     if found := rows(calibration.NUMBERS):
-        yield docs / "results" / "calibration.md", "calibration", calibration.page(found, rows(calibration.SETS))
-    if found := rows("compose.csv"):
-        yield docs / "results" / "composing.md", "compose", compose.page(found)
+        yield results / "calibration.md", "calibration", calibration.page(found, rows(calibration.SETS))
     if found := [*rows("compose_speed_h200.csv"), *rows("compose_speed_cpu.csv")]:
-        yield docs / "results" / "composing.md", "compose-speed", compose_speed.page(found)
+        yield results / "composing.md", "compose-speed", compose_speed.page(found)
     yield from pretrained_page.pages(rows("pretrained.csv"), rows("pretrained_pairs.csv"))
-    if found := rows("embedded_width_fashion.csv"):
-        yield (
-            docs / "results/embedded.md",
-            "embedded-verdicts-fashion",
-            embedded_width.verdict_page(embedded_width.FASHION),
-        )
     for task, table in task_results.pages():
-        yield docs / "results" / "standard.md", task, table
-    if rows("forde_cost_cpu.csv"):
-        yield docs / "reference/details/particles.md", "forde-cost", cost_table()
-    if found := rows("landscape.csv"):
-        yield docs / "results" / "landscape.md", "landscape", landscape.page(found)
-    if found := rows("peers_cpu.csv"):
-        yield docs / "results" / "peers.md", "peers", peers_page.page(found)
-    if found := rows("peers_gpu_h200.csv"):
-        yield docs / "results" / "peers.md", "peers-gpu", peers_page.page(found)
+        yield results / "standard.md", task, table
     if found := rows("momentum.csv"):
         yield docs / "reference/details/embedded.md", "momentum", momentum.page(found, rows("momentum_trials.csv"))
     if found := rows("tables_uci.csv"):
-        yield docs / "results" / "tables.md", "tables-uci", tables_uci.page(found, rows("tables_uci_choice.csv"))
+        yield results / "tables.md", "tables-uci", tables_uci.page(found, rows("tables_uci_choice.csv"))
     if rows("embedded_width.csv"):
-        yield docs / "results/embedded.md", "embedded-width", embedded_width.page()
-        yield docs / "results/embedded.md", "embedded-verdicts", embedded_width.verdict_page()
-    if found := rows(scaling.MEASURED):
-        yield docs / "scaling.md", "scaling-measured", scaling.measured_page(found)
-    if found := rows(scaling.PREDICTED):
-        yield docs / "scaling.md", "scaling-predicted", scaling.predicted_page(found)
-    if rows("false_positives.csv"):
-        yield docs / "results" / "statistics.md", "false-positives", false_positive_table()
-        yield docs / "results" / "statistics.md", "false-positives-few", few_examples_table()
+        yield results / "embedded.md", "embedded-width", embedded_width.page()
+        yield results / "embedded.md", "embedded-verdicts", embedded_width.verdict_page()
+    if rows("embedded_width_fashion.csv"):
+        fashion = embedded_width.verdict_page(embedded_width.FASHION)
+        yield results / "embedded.md", "embedded-verdicts-fashion", fashion
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from finished import finished
-from rows import Row, markdown, read_rows, seeds_of, write_rows
+from finished import comparison_rows, finished
+from rows import Row, markdown, origin_of, read_rows, seeds_of, write_rows
 
 from dissensus.bench.grid.axes import cells_of
 from dissensus.bench.grid.report import begin_cells
@@ -151,8 +151,7 @@ def number_rows(name: str, at: dict[str, float], results: Results) -> list[Row]:
     return [
         {**at, **{key: origin.get(key, "") for key in ORIGIN}}
         | {key: f"{evaluation.metrics[key]:.6g}" for key in SHOWN[name] if key in evaluation.metrics}
-        for method, several in results.methods.items()
-        for origin, evaluation in zip(results.origins[method], several, strict=True)
+        for origin, evaluation in results.each()
     ]
 
 
@@ -168,24 +167,9 @@ def pair_rows(name: str, cells: list[tuple[dict[str, float], Results]]) -> list[
                     found[str(number), key, method] = compared(each[method], each[baseline], seeds_alone=True)
     every = family(found, holm=True)
     rows = []
-    for (number, key, method), one in every.comparisons.items():
-        low, high = one.interval(every.level)[1:]
+    for (number, *_), row in comparison_rows(every):
         at, results = cells[int(number)]
-        rows.append(
-            {
-                **at,
-                "metric": key,
-                "method": method,
-                "baseline": results.baseline,
-                "seeds": one.seeds,
-                "difference": one.difference,
-                "lower": low,
-                "upper": high,
-                "p_value": every.p_values[number, key, method],
-                "comparisons": len(every.comparisons),
-                "counted": one.counted,
-            }
-        )
+        rows.append({**at, "baseline": results.baseline, **row})
     return rows
 
 
@@ -219,11 +203,7 @@ def page(name: str, rows: list[Row], pairs: list[Row]) -> str:
         if (FIGURES / f"{name}-{figure}.png").exists()
     ]
     said = sentence(pairs, columns, axes)
-    commit, torch, device = (
-        " and ".join(dict.fromkeys(row[key] for row in rows)) for key in ("commit", "torch", "device")
-    )
-    made = f"commit {commit}, torch {torch}, {device}"
-    facts = f"{seeds_of(unique(rows), {})}, mean ± half of the 95 % interval over seeds; {made}"
+    facts = f"{seeds_of(unique(rows), {})}, mean ± half of the 95 % interval over seeds; {origin_of(rows)}"
     return "\n\n".join([table, *said, *shown, f"*`{COMMANDS[name]}`; {facts}.*"])
 
 

@@ -8,7 +8,6 @@ With and without alternate in one process; medians. Throughput is of `posterior.
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +16,7 @@ from statistics import median
 from unittest import mock
 
 import torch
+from rows import write_rows
 
 import dissensus as ds
 from dissensus.bench.run.provenance import provenance
@@ -39,10 +39,7 @@ def main() -> None:
     for row in rows:
         print({key: row[key] for key in ("network", "alone_ms", "in_turn_ms", "ratio", "one_thread", "eight_threads")})
     if arguments.csv:
-        with arguments.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(arguments.csv, rows)
 
 
 def measured(name: str, repeats: int) -> dict[str, object]:

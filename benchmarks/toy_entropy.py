@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Row, made_by, markdown, read_rows, summary, write_rows
+from rows import Row, by_key, made_by, made_on, markdown, read_rows, summary, write_rows
 
 from dissensus.bench.run import build
-from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.run import Run
 from dissensus.bench.run.splits import geometry_of
 from dissensus.bench.task.config import load_task, run_config
@@ -139,7 +138,7 @@ def train(case: Case, seed: int, steps: int, out: Path, until: float) -> tuple[s
         posterior = build.posterior(run.config, run.data).to(run.device)
         optimizer, scheduler = build.optimizer(posterior, training)
         about = {"case": case.name, "method": case.method, "members": case.members, "strength": case.strength}
-        origin = {key: provenance(run.device)[key] for key in ("commit", "torch", "device")}
+        origin = made_on(run.device)
 
         def after(epoch: Epoch) -> bool:
             now = (epoch.epoch + 1) * STEPS_PER_EPOCH
@@ -200,8 +199,8 @@ def table(rows: list[Row]) -> str:
     steps = sorted({int(row["steps"]) for row in rows})
     shown = [step for step in (2000, 12_000) if step in steps[:-1]] + steps[-1:]
     lines = []
-    for case in dict.fromkeys(row["case"] for row in rows):
-        mine = {step: [row for row in rows if row["case"] == case and int(row["steps"]) == step] for step in shown}
+    for case, several in by_key(rows, "case").items():
+        mine = {step: [row for row in several if int(row["steps"]) == step] for step in shown}
         cells = [said(mine[step], "off_data/entropy") for step in shown]
         cells += [said(mine[shown[-1]], key) for key in ("at_data/entropy", "accuracy", "nll")]
         lines.append([case, *cells])
@@ -235,15 +234,12 @@ def figure(rows: list[Row]) -> Any:
 
     from dissensus.drawing.plots import colours
 
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    palette, drawn = colours(cases), Figure(figsize=(9, 4.6), layout="constrained")
+    cases = by_key(rows, "case")
+    palette, drawn = colours(list(cases)), Figure(figsize=(9, 4.6), layout="constrained")
     axes = drawn.subplots()
-    for case in cases:
-        steps = sorted({int(row["steps"]) for row in rows if row["case"] == case})
-        means = [
-            summary(r["off_data/entropy"] for r in rows if r["case"] == case and int(r["steps"]) == step)[0]
-            for step in steps
-        ]
+    for case, mine in cases.items():
+        steps = sorted({int(row["steps"]) for row in mine})
+        means = [summary(row["off_data/entropy"] for row in mine if int(row["steps"]) == step)[0] for step in steps]
         style = "--" if "log-probability" in case else ":" if case.startswith("lit") else "-"
         axes.plot(steps, means, style, label=case, color=palette[case])
     axes.axhline(1.0, color="grey", linewidth=0.8)

@@ -7,18 +7,17 @@ turn, in an order that alternates; the ratio is that of the medians, its interva
 """
 
 import argparse
-import csv
 import functools
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from rows import made_on, write_rows
 from torch import nn
+from turns import in_turns
 
 import dissensus as ds
-from dissensus.bench.run.provenance import commit, device_name
 from dissensus.core.batch import Batch
 from dissensus.engine import build_step
 from dissensus.methods import MAP, SWAG, TRADI
@@ -63,11 +62,7 @@ def main() -> None:
                 f"{100 * (row['upper'] - 1):.1f} %)  {row['plain_engine']}"
             )
     if given.csv is not None:
-        given.csv.parent.mkdir(parents=True, exist_ok=True)
-        with given.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(given.csv, rows)
 
 
 def measure(
@@ -90,38 +85,28 @@ def measure(
         def run() -> None:
             for _ in range(steps):
                 step(Batch(x, y))
-            if device.type == "cuda":
-                torch.cuda.synchronize()
 
         for _ in range(3):  # captures and allocations are made
             run()
         return run, str(plan)
 
     (plain, plan), (tracked, _) = stepper(MAP), stepper(method)
-    times: dict[str, list[float]] = {"plain": [], "tracked": []}
-    for number in range(rounds):
-        pair = [("plain", plain), ("tracked", tracked)]
-        for which, run in pair if number % 2 else reversed(pair):
-            start = time.perf_counter()
-            run()
-            times[which].append((time.perf_counter() - start) / steps)
+    times = in_turns({"plain": plain, "tracked": tracked}, rounds)
     ratios = sorted(b / a for a, b in zip(times["plain"], times["tracked"], strict=True))
     lower, middle, upper = statistics.quantiles(ratios, n=4)
     return {
         "case": case,
         "method": name,
         "batch": size,
-        "plain_ms": 1e3 * statistics.median(times["plain"]),
-        "tracked_ms": 1e3 * statistics.median(times["tracked"]),
+        "plain_ms": 1e3 * statistics.median(times["plain"]) / steps,
+        "tracked_ms": 1e3 * statistics.median(times["tracked"]) / steps,
         "ratio": middle,
         "lower": lower,
         "upper": upper,
         "rounds": rounds,
         "plain_engine": plan,
-        "device": device_name(device),
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "commit": commit(),
+        **made_on(device),
     }
 
 

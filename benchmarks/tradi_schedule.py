@@ -18,13 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from rows import Row, made_by, markdown, read_rows, summary, write_rows
+from rows import Row, grouped, made_by, made_on, markdown, read_rows, summary, write_rows
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import dissensus as ds
 from dissensus import metrics
-from dissensus.bench.run.provenance import provenance
 from dissensus.core.optimisation import plateau_linear
 from dissensus.core.posterior import left_as_found, refresh
 from dissensus.data.splits import split_indices
@@ -111,8 +110,7 @@ def measured(case: Case, data: str | None) -> Row:
         found[f"{name}_nll"] = float(-known.log_prob(held_y).mean())
         found[f"{name}_ece"] = float(metrics.ece(known.mean, held_y))
         found[f"{name}_auroc"] = float(metrics.auroc(-known.confidence, -unknown.confidence))
-    origin = provenance(posterior.device)
-    return found | {key: origin[key] for key in ("commit", "torch", "device")}
+    return found | made_on(posterior.device)
 
 
 def images(name: str, data: str | None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
@@ -130,9 +128,7 @@ def unit(x: Tensor) -> Tensor:
 
 def table(rows: list[Row]) -> str:
     """One line per set, length, decay and schedule; means over seeds."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["set"], row["epochs"], row["weight_decay"], row["schedule"]), []).append(row)
+    groups = grouped(rows, ("set", "epochs", "weight_decay", "schedule"))
     columns = (
         "sigma_over_w",
         "network_nll",

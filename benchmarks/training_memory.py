@@ -8,14 +8,13 @@ it computes. Both are above what was there before the posterior. Each case runs 
 """
 
 import argparse
-import csv
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from speed import provenance
+from rows import made_on, write_rows
 from torch import nn
 
 import dissensus as ds
@@ -82,14 +81,10 @@ def main() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         found = dict(zip(columns, done.stdout.splitlines()[-1].split("\t"), strict=True))
         ratios = [float(found[f"stated_{what}"]) / float(found[what]) for what in ("tensors", "reserved")]
-        rows.append({"case": case, "batch": options.batch, **found, **provenance()})
+        rows.append({"case": case, "batch": options.batch, **found, **made_on("cuda")})
         print(case, found, "stated over taken: {:.2f}, {:.2f}".format(*ratios), flush=True)
     if options.csv:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
-        with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(options.csv, rows)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from rows import Row, read_rows, summary, write_rows
+from rows import FACTS, Row, grouped, read_rows, summary, write_rows
 from uci_page import PROTEIN, table, verdicts
 
 from dissensus.bench.run.jobs import run_all
@@ -162,7 +162,7 @@ def choose(names: Iterable[str], given: argparse.Namespace) -> list[Row]:
         for method, fields in stage.items():
             for name in names:
                 mine = [row for row in rows if (row["set"], row["method"]) == (name, method)]
-                means = [mean_over_splits(several) for several in by_recipe(mine, fields)]
+                means = [mean_over_splits(several) for several in grouped(mine, fields).values()]
                 tried += [{"set": name, "stage": " and ".join(fields), "method": method, **row} for row in means]
                 winner = min(means, key=lambda row: float(row["gaussian_nll"]))
                 best[name] = replace(best[name], **{field: winner[field] for field in fields})
@@ -180,18 +180,11 @@ def varied(recipe: Recipe, name: str, fields: tuple[str, ...]) -> list[Recipe]:
     return [replace(recipe, **dict(zip(fields, each, strict=True))) for each in values]
 
 
-def by_recipe(rows: list[Row], fields: tuple[str, ...]) -> list[list[Row]]:
-    groups: dict[tuple[float, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[field] for field in fields), []).append(row)
-    return list(groups.values())
-
-
 def mean_over_splits(rows: list[Row]) -> Row:
     """One row: the recipe, scores averaged over splits, and where they come from."""
     recipe = {key: rows[0][key] for key in asdict(Recipe())}
     scores = {metric: summary(row[metric] for row in rows)[0] for metric in ("rmse", "gaussian_nll", "nll")}
-    return {**recipe, "splits": len(rows), **scores, **{key: rows[0][key] for key in ("commit", "torch", "device")}}
+    return {**recipe, "splits": len(rows), **scores, **{key: rows[0][key] for key in FACTS}}
 
 
 def chosen(path: Path) -> dict[str, Recipe]:

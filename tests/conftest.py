@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 import pytest
 import torch
@@ -33,6 +34,20 @@ def undrawn(monkeypatch):
     test_widths.py.
     """
     monkeypatch.setattr("dissensus.reporting.figures.svg", lambda figure, prefix: f'<svg id="{prefix}"></svg>')
+
+
+@pytest.fixture
+def command_line(monkeypatch, capsys):
+    """Runs `dissensus` with these arguments: (exit code, stdout, stderr)."""
+    from dissensus.bench import cli
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dissensus", *arguments])
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+        return int(done.value.code or 0), *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="module")

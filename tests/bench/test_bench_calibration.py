@@ -18,25 +18,11 @@ from dissensus.reporting.measures import measures
 
 TASK = """
 methods = ["map", "node_bnn"]
-[data]
-name = "two_moons"
-count = 600
-noise = 0.4
-validation = 0
-[network]
-name = "MLP"
-hidden = [8]
-weights = "given.safetensors"
-[training]
-epochs = 0
-threads = 1
-[method.node_bnn]
-samples = 8
-[calibration]
-rows = 400
-method = "isotonic"
-level = 0.9
-risk = 0.2
+data = { name = "two_moons", count = 600, noise = 0.4, validation = 0 }
+network = { name = "MLP", hidden = [8], weights = "given.safetensors" }
+training = { epochs = 0, threads = 1 }
+method.node_bnn = { samples = 8 }
+calibration = { rows = 400, method = "isotonic", level = 0.9, risk = 0.2 }
 """
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from dissensus.bench import cli
 from dissensus.bench.capacity import capacities
 
 # nodes: the talk on node noise and spec of its networks, Σ in_channels; parameters: torchvision's, and those of the papers
@@ -57,27 +56,19 @@ def test_a_network_that_needs_values_is_built_with_them(monkeypatch):
         (["MLP"], "missing 2 required positional arguments"),
     ],
 )
-def test_what_a_user_gets_wrong_is_one_line(arguments, error, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["dissensus", "capacity", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code == 2
-    assert re.search(error, capsys.readouterr().err)
+def test_what_a_user_gets_wrong_is_one_line(arguments, error, command_line):
+    code, _, said = command_line("capacity", *arguments)
+    assert code == 2
+    assert re.search(error, said)
 
 
-def test_the_command_prints_the_table_and_what_is_left_out(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["dissensus", "capacity"])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    printed = capsys.readouterr().out
-    assert stopped.value.code == 0
+def test_the_command_prints_the_table_and_what_is_left_out(command_line):
+    code, printed, _ = command_line("capacity")
+    assert code == 0
     for weights, nodes, parameters in PUBLISHED.values():
         assert any(all(f"{n:,}" in line for n in (weights, nodes, parameters)) for line in printed.splitlines())
     assert "41,640" in printed
     settings = ["--set", "network.d_model=4", "--set", "network.nhead=2"]
-    monkeypatch.setattr("sys.argv", ["dissensus", "capacity", "torch.nn:TransformerEncoderLayer", *settings])
-    with pytest.raises(SystemExit):
-        cli.main()
-    printed = capsys.readouterr().out
+    _, printed, _ = command_line("capacity", "torch.nn:TransformerEncoderLayer", *settings)
     assert "no nodes in self_attn, self_attn.out_proj" in printed
     assert "41,640" not in printed

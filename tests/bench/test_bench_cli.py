@@ -21,22 +21,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def dissensus(monkeypatch, capsys, tmp_path):
+def dissensus(command_line, monkeypatch, tmp_path):
     """Runs the command line in an empty folder: (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DISSENSUS_DATA", raising=False)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dissensus", *arguments])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as done:
-            code = int(done.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+    return command_line
 
 
 def test_train_evaluate_and_report_work_alone(dissensus, tmp_path):

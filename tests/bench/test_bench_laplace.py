@@ -14,26 +14,11 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 TASK = """
 methods = ["map", "laplace", "laplace-kron"]
 baseline = "map"
-[data]
-name = "two_moons"
-count = 90
-validation = 10
-[network]
-name = "MLP"
-hidden = [6]
-batch_norm = true
-[training]
-epochs = 3
-batch_size = 20
-lr = 0.02
-keep_best = false
-together = TOGETHER
-threads = 1
-[method.laplace]
-samples = 8
-[method.laplace-kron]
-structure = "kron"
-prior_precision = 2.0
+data = { name = "two_moons", count = 90, validation = 10 }
+network = { name = "MLP", hidden = [6], batch_norm = true }
+training = { epochs = 3, batch_size = 20, lr = 0.02, keep_best = false, together = TOGETHER, threads = 1 }
+method.laplace = { samples = 8 }
+method.laplace-kron = { structure = "kron", prior_precision = 2.0 }
 """
 
 

@@ -23,23 +23,11 @@ from dissensus.reporting.measures import measures
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TASK = """
 methods = ["map", "map-scaled", "node_bnn"]
-[data]
-name = "two_moons"
-count = 200
-noise = 0.4
-validation = 0
-calibration = 60
-[network]
-name = "MLP"
-hidden = [6]
-weights = "given.safetensors"
-[training]
-epochs = 0
-threads = 1
-[method.map-scaled.training]
-temperature = true
-[method.node_bnn]
-samples = 8
+data = { name = "two_moons", count = 200, noise = 0.4, validation = 0, calibration = 60 }
+network = { name = "MLP", hidden = [6], weights = "given.safetensors" }
+training = { epochs = 0, threads = 1 }
+method.map-scaled.training = { temperature = true }
+method.node_bnn = { samples = 8 }
 """
 
 
@@ -112,8 +100,8 @@ def test_what_is_measured_at_the_best_temperature_is_in_reports_with_intervals(t
 
 
 def test_a_regression_is_scaled_too(tmp_path):
-    text = TASK.replace("two_moons", "cubic").replace("count = 200\nnoise = 0.4", "points = 40")
-    text = text.replace("epochs = 0", "epochs = 2\nkeep_best = false").replace('weights = "given.safetensors"\n', "")
+    text = TASK.replace("two_moons", "cubic").replace("count = 200, noise = 0.4", "points = 40")
+    text = text.replace("epochs = 0", "epochs = 2, keep_best = false").replace(', weights = "given.safetensors"', "")
     (tmp_path / "mine.toml").write_text(f"likelihood = {{ regression = {{ noise = 1.0 }} }}\n{text}")
     made, (found,) = runs(load_task(str(tmp_path / "mine.toml")), tmp_path, "map")
     held = read_predictions(made[0].folder / "predictions" / "calibration.safetensors")
@@ -130,7 +118,7 @@ def test_a_regression_is_scaled_too(tmp_path):
 
 
 def test_a_network_that_is_neither_trained_nor_given_is_refused(task, tmp_path):
-    (tmp_path / "mine.toml").write_text(TASK.replace('weights = "given.safetensors"\n', ""))
+    (tmp_path / "mine.toml").write_text(TASK.replace(', weights = "given.safetensors"', ""))
     with pytest.raises(ValueError, match=r"expected network.weights for map with training.epochs = 0"):
         runs(load_task(str(tmp_path / "mine.toml")), tmp_path)
     assert not (tmp_path / "runs").exists()

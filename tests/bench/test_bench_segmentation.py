@@ -7,7 +7,6 @@ import pytest
 import torch
 from PIL import Image
 
-from dissensus.bench.cli import main
 from dissensus.bench.rows.loaders import AUGMENTATIONS, standardised_batches
 from dissensus.bench.rows.sets import task_data
 from dissensus.bench.run.images import read_picture, resized, write_maps
@@ -159,20 +158,19 @@ def test_the_other_scenes_run_on_small_folders(tmp_path, task, places, labels):
     assert load_task(task).settings["network"]["name"] == "PSPNet"
 
 
-def test_maps_of_a_users_own_image_are_written_in_its_size(tmp_path, monkeypatch, capsys):
+def test_maps_of_a_users_own_image_are_written_in_its_size(tmp_path, command_line):
     task = load_task("camvid-ood", size="smoke")
     runs, _ = run_all(
         task, methods=["mc_dropout"], seeds=[0], out=tmp_path / "runs", source=str(write_camvid(tmp_path))
     )
     image = tmp_path / "street.jpg"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 100, 3), dtype=np.uint8)).save(image)
-    monkeypatch.setattr("sys.argv", ["dissensus", "predict", str(runs[0].folder), str(image)])
-    with pytest.raises(SystemExit, match="0"):
-        main()
+    code, printed, _ = command_line("predict", str(runs[0].folder), str(image))
+    assert code == 0
     names = {"classes", *(f"street-{each}" for each in ("prediction", "confidence", "entropy", "mutual_information"))}
     written = {path.stem: path for path in (runs[0].folder / "maps").iterdir()}
     assert written.keys() == names
-    assert {str(path) for path in written.values()} == set(capsys.readouterr().out.split())
+    assert {str(path) for path in written.values()} == set(printed.split())
     assert all(Image.open(path).size == (100, 60) for name, path in written.items() if name != "classes")
     with pytest.raises(FileNotFoundError, match=r"expected an image at .*gone.png, got none"):
         list(write_maps(runs[0], [tmp_path / "gone.png"], tmp_path))

@@ -14,21 +14,15 @@ from dissensus.bench.run.records import read_evaluation, write_evaluation
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.reporting.results import results_of_evaluations
+from small_runs import trained
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 TASK = """
 methods = ["map"]
-[data]
-name = "two_moons"
-count = 40
-validation = 10
-[network]
-name = "MLP"
-hidden = [6]
-[training]
-epochs = 1
-batch_size = 20
+data = { name = "two_moons", count = 40, validation = 10 }
+network = { name = "MLP", hidden = [6] }
+training = { epochs = 1, batch_size = 20 }
 """
 
 
@@ -64,7 +58,7 @@ def task(tmp_path):
         ),
         ({"more": "[method.swag]\nscale = true"}, "expected int or float for .*method.swag.scale"),
         ({"more": "[likelihood]\nname = 3"}, "expected likelihood by one name, got 3"),
-        ({"old": "epochs = 1\n", "new": ""}, "expected training.epochs for map, got none"),
+        ({"old": "epochs = 1, ", "new": ""}, "expected training.epochs for map, got none"),
     ],
 )
 def test_a_value_of_a_wrong_type_is_named(task, change, text):
@@ -107,9 +101,7 @@ def test_a_title_that_looks_like_markup_is_printed_as_it_stands(title, capsys):
 
 
 def test_results_that_do_not_belong_together_are_one_clear_error(task, tmp_path):
-    run = Run(tmp_path / "map-seed0", run_config(load_task(task(), size="smoke"), "map", 0))
-    run.begin()
-    run.train_alone()
+    run = trained(Run(tmp_path / "map-seed0", run_config(load_task(task(), size="smoke"), "map", 0)))
     run.evaluate()
     report_runs([run.folder], tmp_path / "report")
     evaluation = read_evaluation(run.folder)

@@ -113,14 +113,9 @@ def test_agreement_is_said_too_and_nothing_without_two_methods():
 
 TASK = """
 methods = ["map"]
-[data]
-name = "two_moons"
-count = 60
-[network]
-name = "MLP"
-hidden = [4]
-[training]
-epochs = 1
+data = { name = "two_moons", count = 60 }
+network = { name = "MLP", hidden = [4] }
+training = { epochs = 1 }
 [reference]
 source = "Somebody 2020"
 [reference.map]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dissensus.data.npy import npz_arrays
+from dissensus.data.npy import npz_pair
 from dissensus.data.untrusted import GZIP, inflated, matlab_arrays, most, plain_pickle
 from dissensus.numerics.damage import reading
 
@@ -54,13 +54,8 @@ def read_npz(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
 
     Images may be stored (N, H, W), (N, C, H, W) or (N, H, W, C) with one or three channels.
     """
-    arrays = npz_arrays(path)
-    for images, labels in (("images", "labels"), ("x", "y")):
-        if images in arrays and labels in arrays:
-            return pixels(arrays[images], path), _labels(arrays[labels], len(arrays[images]), path)
-    raise ValueError(
-        f"expected the keys images and labels, or x and y, got {sorted(arrays)} in {path}; rename the arrays"
-    )
+    images, labels = npz_pair(path)
+    return pixels(images, path), _labels(labels, len(images), path)
 
 
 def read_mat(path: str | Path) -> tuple[np.ndarray, np.ndarray]:

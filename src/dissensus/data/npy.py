@@ -4,7 +4,7 @@ import io
 import math
 import zipfile
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -34,6 +34,17 @@ def npz_arrays(source: str | Path | BinaryIO, limit: int | None = None) -> dict[
         if others := [entry.filename for entry in entries if entry.compress_type not in COMPRESSIONS]:
             raise ValueError(f"{others[0]} is compressed in a way that NumPy does not use")
         return {entry.filename.removesuffix(".npy"): _array(file.read(entry)) for entry in entries}
+
+
+def npz_pair(path: str | Path, *, labelled: bool = True) -> tuple[np.ndarray, Any]:
+    """The arrays images and labels, or x and y, of an .npz file; the second is None if it is absent and not needed."""
+    arrays = npz_arrays(path)
+    for inputs, targets in (("images", "labels"), ("x", "y")):
+        if inputs in arrays and (targets in arrays or not labelled):
+            return arrays[inputs], arrays.get(targets)
+    raise ValueError(
+        f"expected the keys images and labels, or x and y, got {sorted(arrays)} in {path}; rename the arrays"
+    )
 
 
 def _array(raw: bytes) -> np.ndarray:

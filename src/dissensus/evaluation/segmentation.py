@@ -85,18 +85,8 @@ class PixelSums:
         """Sums of these images followed by the other's images."""
         if self.confusion is None or other.confusion is None:
             return self if other.confusion is None else other
-        return PixelSums(
-            self.confusion.merge(other.confusion),
-            self.bins.merge(other.bins),
-            self.risk.merge(other.risk),
-            self.nll + other.nll,
-            self.brier + other.brier,
-            self.member_nll + other.member_nll,  # type: ignore[operator]
-            self.disagreement + other.disagreement,
-            self.pixels + other.pixels,
-            self.seconds + other.seconds,
-            self.images + other.images,
-        )
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return PixelSums(*(a.merge(b) if hasattr(a, "merge") else a + b for a, b in pairs))
 
     def metrics(self, classes: Sequence[str] | None = None) -> dict[str, float]:
         """accuracy, nll, brier, ece, aurc, miou and iou/CLASS, pooled over all labelled pixels."""

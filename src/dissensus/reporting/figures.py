@@ -177,8 +177,7 @@ def _corrupted_section(results: Results, palette: dict[str, str]) -> Made | None
     for key, label, percent in (("accuracy", "Accuracy", True), ("nll", "NLL (nats)", False), ("ece", "ECE", True)):
         values = {
             name: (float(_mean_of(several, f"corrupt/clean/{key}")), _mean_of(several, f"corrupt/by_severity/{key}"))
-            for name, several in results.methods.items()
-            if all(f"corrupt/by_severity/{key}" in e.arrays for e in several)
+            for name, several in results.having(f"corrupt/by_severity/{key}").items()
         }
         if values:
             panel = plots.corruption_panel(first.severities, values, label=label, percent=percent, palette=palette)

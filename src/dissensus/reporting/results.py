@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -46,6 +46,15 @@ class Results:
         """The seeds of a method's evaluations; 0, 1, … if seeds are unknown."""
         return [origin.get("seed", i) for i, origin in enumerate(self.origins[method])]
 
+    def each(self) -> Iterator[tuple[dict[str, Any], Evaluation]]:
+        """(origin, evaluation) of every method and seed."""
+        for name, several in self.methods.items():
+            yield from zip(self.origins[name], several, strict=True)
+
+    def having(self, array: str) -> dict[str, list[Evaluation]]:
+        """The methods whose evaluations all have this array."""
+        return {name: several for name, several in self.methods.items() if all(array in e.arrays for e in several)}
+
     def compared_with(self, baseline: str | None = None, *, holm: bool = False) -> Results:
         """The same results with another baseline (None keeps it), and with p-values adjusted or not."""
         if baseline is not None:
@@ -54,13 +63,7 @@ class Results:
 
     def to_dataframe(self) -> Any:
         """A pandas.DataFrame: one row per method and seed, every metric a column, as in results.csv."""
-        return frame(
-            [
-                origin | evaluation.metrics
-                for name, several in self.methods.items()
-                for origin, evaluation in zip(self.origins[name], several, strict=True)
-            ]
-        )
+        return frame([origin | evaluation.metrics for origin, evaluation in self.each()])
 
     @property
     def kind(self) -> str:
@@ -92,11 +95,7 @@ def results_of_evaluations(evaluations: Mapping[str, Evaluation | Sequence[Evalu
 
 def csv_text(results: Results) -> str:
     """results.csv: one row per method and seed, every metric in full precision."""
-    rows = [
-        origin | {key: repr(value) for key, value in evaluation.metrics.items()}
-        for name, several in results.methods.items()
-        for origin, evaluation in zip(results.origins[name], several, strict=True)
-    ]
+    rows = [origin | {key: repr(value) for key, value in each.metrics.items()} for origin, each in results.each()]
     return table_text(list(dict.fromkeys(key for row in rows for key in row)), rows)
 
 

@@ -72,11 +72,7 @@ def segmented(first: dict[str, Evaluation]) -> Made | None:
 
 def over_training(results: Results, palette: dict[str, str]) -> Made | None:
     """Distances between members over training, mean over seeds."""
-    known = {
-        name: several
-        for name, several in results.methods.items()
-        if all("distances/epochs" in each.arrays for each in several)
-    }
+    known = results.having("distances/epochs")
     if not known:
         return None
     drawn: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {space: {} for space in curves.SPACES}
@@ -96,12 +92,7 @@ def attacked(results: Results, palette: dict[str, str]) -> Made | None:
     """The effect of every attack on every method as ε grows, mean over seeds."""
     figures = []
     for attack, title in ATTACKED.items():
-        known = {
-            name: several
-            for name, several in results.methods.items()
-            if all(f"attack/{attack}/accuracy" in each.arrays for each in several)
-        }
-        if known:
+        if known := results.having(f"attack/{attack}/accuracy"):
             epsilons = next(iter(known.values()))[0].arrays["attack/epsilons"].numpy()
             drawn = {
                 metric: {
@@ -145,16 +136,11 @@ def corrupted_by_itself(first: dict[str, Evaluation]) -> Made | None:
 
 def learned(results: Results) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
     """Quantity -> method -> epochs (E,) and values (S, E), for methods whose training was recorded."""
+    known = {name: results.having(f"curves/over/{name}") for name in curves.LEARNED}
     return {
-        name: known
-        for name in curves.LEARNED
-        if (
-            known := {
-                method: _looks(several, "curves", name)
-                for method, several in results.methods.items()
-                if all(f"curves/over/{name}" in each.arrays for each in several)
-            }
-        )
+        name: {method: _looks(several, "curves", name) for method, several in methods.items()}
+        for name, methods in known.items()
+        if methods
     }
 
 

@@ -4,7 +4,6 @@ import csv
 
 import pytest
 
-from dissensus.bench import cli
 from dissensus.bench.grid.axes import axes_of, cells_of
 from dissensus.bench.grid.report import begin_cells, bench_grid
 from dissensus.bench.task.config import load_task, run_config
@@ -13,22 +12,12 @@ TASK = """
 title = "Small"
 methods = ["map", "mc_dropout"]
 baseline = "map"
-[data]
-name = "two_moons"
-count = 60
-[network]
-name = "MLP"
-hidden = [6]
-[method.mc_dropout]
-samples = 3
-[training]
-epochs = 1
-keep_best = false
-[grid.rate]
-label = "dropout rate"
-"method.mc_dropout.rate" = [0.1, 0.5]
-[grid.noise]
-"data.label_noise" = [0.0, 0.2]
+data = { name = "two_moons", count = 60 }
+network = { name = "MLP", hidden = [6] }
+method.mc_dropout = { samples = 3 }
+training = { epochs = 1, keep_best = false }
+grid.rate = { label = "dropout rate", "method.mc_dropout.rate" = [0.1, 0.5] }
+grid.noise = { "data.label_noise" = [0.0, 0.2] }
 """
 
 
@@ -53,7 +42,7 @@ def test_cells_are_the_product_of_the_axes(load):
 
 
 def test_an_axis_may_have_values_of_its_own(load):
-    text = TASK.replace('label = "dropout rate"', 'label = "T"\nvalues = [1, 10]\nlog = true')
+    text = TASK.replace('label = "dropout rate"', 'label = "T", values = [1, 10], log = true')
     first, second = axes_of(load(text))
     assert (first.label, first.log, first.values) == ("T", True, [1.0, 10.0])
     assert (second.label, second.log, second.values) == ("noise", False, [0.0, 0.2])
@@ -95,26 +84,15 @@ def test_runs_that_no_axis_changes_are_done_once(load, tmp_path):
     assert not (tmp_path / "out" / "rate0.5-noise0" / "map-seed0").exists()
 
 
-def test_the_page_has_every_cell_and_the_reports_own_statistics(load, tmp_path, capsys, monkeypatch):
-    text = TASK.replace("[training]", '[evaluation]\nfocus = "mc_dropout"\ncurves_every = 1\n[training]')
+def test_the_page_has_every_cell_and_the_reports_own_statistics(load, tmp_path, command_line):
+    text = TASK + 'evaluation = { focus = "mc_dropout", curves_every = 1 }'
     load(text.replace("[0.1, 0.5]", "[0.1]"))
-    argv = [
-        "dissensus",
-        "bench",
-        str(tmp_path / "small.toml"),
-        "--seeds",
-        "2",
-        "--out",
-        str(tmp_path / "out"),
-        "--quiet",
-    ]
-    monkeypatch.setattr("sys.argv", argv)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 0
-    printed = capsys.readouterr().out.splitlines()
+    code, out, _ = command_line(
+        "bench", str(tmp_path / "small.toml"), "--seeds", "2", "--out", str(tmp_path / "out"), "--quiet"
+    )
+    assert code == 0
     names = ["grid.png", "curves.png", "report.md", "report.html", "results.csv"]
-    assert printed[-5:] == [str(tmp_path / "out" / name) for name in names]
+    assert out.splitlines()[-5:] == [str(tmp_path / "out" / name) for name in names]
     with (tmp_path / "out" / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 2 * 2

@@ -1,7 +1,7 @@
 """From a file of weights to a saved posterior: every method of one network, and nothing half-written."""
 
 import re
-import sys
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 
 import dissensus as ds
 import tiny
-from dissensus.bench import cli
 from dissensus.bench.run.convert import convert
 from dissensus.methods import METHODS
 from dissensus.storage import folder as storage
@@ -198,24 +197,19 @@ def test_a_disk_that_is_full_leaves_no_part_of_a_posterior(weights, tmp_path, mo
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_the_command_prints_the_folder_and_errors_are_one_line(weights, tmp_path, monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dissensus", "convert", str(weights[0]), *arguments])
-        with pytest.raises(SystemExit) as done:
-            cli.main()
-        return done.value.code, capsys.readouterr()
-
+def test_the_command_prints_the_folder_and_errors_are_one_line(weights, tmp_path, command_line):
+    run = partial(command_line, "convert", str(weights[0]))
     sets = [part for each in NET for part in ("--set", each)]
-    code, said = run("--method", "gaussian_perturbation", *sets, "--seed", "3", "--out", str(tmp_path / "out"))
+    code, out, _ = run("--method", "gaussian_perturbation", *sets, "--seed", "3", "--out", str(tmp_path / "out"))
     assert code == 0
-    assert said.out.strip() == str(tmp_path / "out")
+    assert out.strip() == str(tmp_path / "out")
     assert ds.load(tmp_path / "out").name == "gaussian_perturbation"
-    code, said = run("--method", "map", *sets, "--out", str(tmp_path / "out"))
+    code, _, said = run("--method", "map", *sets, "--out", str(tmp_path / "out"))
     assert code == 2
-    assert said.err.startswith("dissensus: expected a folder that is new or empty")
-    code, said = run("--method", "map", *sets)
+    assert said.startswith("dissensus: expected a folder that is new or empty")
+    code, _, said = run("--method", "map", *sets)
     assert code == 2
-    assert "--out" in said.err
+    assert "--out" in said
 
 
 def test_a_folder_in_place_of_weights_is_called_one(weights, tmp_path):
@@ -230,19 +224,15 @@ def test_a_folder_in_place_of_weights_is_called_one(weights, tmp_path):
     ("method", "words"),
     [("laplace", "fit_posthoc(loader)"), ("swag", "ds.fit(posterior"), ("tradi", "ds.fit(posterior"), ("map", None)],
 )
-def test_the_command_says_what_it_took_off_and_what_is_still_to_be_done(
-    weights, tmp_path, monkeypatch, capsys, method, words
-):
+def test_the_command_says_what_it_took_off_and_what_is_still_to_be_done(weights, tmp_path, command_line, method, words):
     torch.save(torch.nn.DataParallel(weights[1]).state_dict(), weights[0])
     sets = [part for each in NET for part in ("--set", each)]
-    arguments = ["convert", str(weights[0]), "--method", method, *sets, "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["dissensus", *arguments])
-    with pytest.raises(SystemExit) as done:
-        cli.main()
-    said = capsys.readouterr()
-    assert done.value.code == 0
-    assert said.out.strip() == str(tmp_path / "out")
-    first, *others = said.err.splitlines()
+    code, out, said = command_line(
+        "convert", str(weights[0]), "--method", method, *sets, "--out", str(tmp_path / "out")
+    )
+    assert code == 0
+    assert out.strip() == str(tmp_path / "out")
+    first, *others = said.splitlines()
     assert first == f"dissensus: 'module.' is removed from all names in {weights[0]}"
     assert len(others) == (words is not None)
     assert all(line.startswith(f"dissensus: {method} is not fitted yet: ") and words in line for line in others)

@@ -10,6 +10,7 @@ from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.reporting import scenes
 from dissensus.reporting.results import results_of_evaluations
+from small_runs import trained
 
 
 def run(folder, method: str, *overrides: str) -> Run:
@@ -17,12 +18,6 @@ def run(folder, method: str, *overrides: str) -> Run:
     given = [*(each for each in small if method == "node_bnn" or not each.startswith("method.")), *overrides]
     task = load_task("digits", size="smoke", overrides=["evaluation.corrupt=none", *given], methods=[method])
     return Run(folder, run_config(task, method, 0))
-
-
-def done(each: Run) -> Run:
-    each.begin()
-    each.train_alone()
-    return each
 
 
 def test_training_labels_are_wrong_and_test_labels_are_not():
@@ -55,8 +50,8 @@ def test_what_is_memorised_is_counted_at_the_wrong_rows_alone():
 
 @pytest.mark.parametrize("method", ["map", "node_bnn"])
 def test_curves_agree_with_the_evaluation_and_leave_the_training_alone(tmp_path, method):
-    looked = done(run(tmp_path / "looked", method, "data.label_noise=0.5", "evaluation.curves_every=1")).evaluate()
-    alone = done(run(tmp_path / "alone", method, "data.label_noise=0.5")).evaluate()
+    looked = trained(run(tmp_path / "looked", method, "data.label_noise=0.5", "evaluation.curves_every=1")).evaluate()
+    alone = trained(run(tmp_path / "alone", method, "data.label_noise=0.5")).evaluate()
     assert looked.metrics["nll"] == alone.metrics["nll"]
     assert not (tmp_path / "alone" / FILE).exists()
     assert looked.arrays["curves/epochs"].tolist() == [0, 1, 2]

@@ -3,20 +3,19 @@
 import csv
 import json
 import shutil
-import sys
 import tomllib
 
 import pytest
 import torch
 
 import dissensus as ds
-from dissensus.bench import cli
 from dissensus.bench.run import jobs
 from dissensus.bench.run.records import read_evaluation
 from dissensus.bench.run.run import Run
 from dissensus.bench.run.same import withdraw
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.evaluation.evaluate import evaluate
+from small_runs import train_until, trained
 from uci_files import write_uci_files
 
 
@@ -96,9 +95,7 @@ def test_seeds_differ_and_repeat(benched, tmp_path):
     folder, _, _ = benched
     first, second = (read_evaluation(folder / f"map-seed{i}").metrics["nll"] for i in (0, 1))
     assert first != second
-    again = moons(folder=tmp_path / "again", seed=1)
-    again.begin()
-    again.train_alone()
+    again = trained(moons(folder=tmp_path / "again", seed=1))
     assert again.evaluate().metrics["nll"] == second
 
 
@@ -114,9 +111,7 @@ def test_what_is_done_is_not_done_again(benched, monkeypatch):
 
 
 def test_a_lost_stage_alone_is_done_again(tmp_path):
-    run = moons(folder=tmp_path / "run")
-    run.begin()
-    run.train_alone()
+    run = trained(moons(folder=tmp_path / "run"))
     first = run.evaluate()
     weights = (run.folder / "posterior" / "posterior.safetensors").stat().st_mtime_ns
     (run.folder / "predictions" / "test.safetensors").unlink()
@@ -128,29 +123,12 @@ def test_a_lost_stage_alone_is_done_again(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["deep_ensemble", "mc_dropout"])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, method):
-    whole = moons(method, folder=tmp_path / "whole")
-    whole.begin()
-    whole.train_alone()
-
-    stopped = moons(method, folder=tmp_path / "stopped")
-    stopped.begin()
-    log = Run.log
-
-    def stop(self, epoch):
-        log(self, epoch)
-        if epoch.epoch == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Run, "log", stop)
-    with pytest.raises(KeyboardInterrupt):
-        stopped.train_alone()
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, method):
+    whole, stopped = trained(moons(method, folder=tmp_path / "whole")), moons(method, folder=tmp_path / "stopped")
+    train_until(stopped, 1)
     assert (stopped.folder / "checkpoint.pt").is_file()
     assert not stopped.trained
-    monkeypatch.setattr(Run, "log", log)
-    resumed = moons(method, folder=tmp_path / "stopped")
-    resumed.begin()
-    resumed.train_alone()
+    resumed = trained(moons(method, folder=tmp_path / "stopped"))
     assert not (stopped.folder / "checkpoint.pt").exists()
     tensors = [(run.folder / "posterior" / "posterior.safetensors").read_bytes() for run in (whole, resumed)]
     assert tensors[0] == tensors[1]
@@ -169,9 +147,7 @@ def test_training_leaves_the_random_state_and_the_threads_alone(tmp_path):
 
 
 def test_a_temperature_is_fitted_on_validation_rows(tmp_path):
-    run = moons("map", "training.temperature=true", folder=tmp_path / "run")
-    run.begin()
-    run.train_alone()
+    run = trained(moons("map", "training.temperature=true", folder=tmp_path / "run"))
     facts = json.loads((run.folder / "training.json").read_text())
     posterior = run.posterior()
     assert facts["temperature"] == pytest.approx(float(posterior.temperature))
@@ -186,9 +162,7 @@ def test_the_precision_of_predictions_belongs_to_the_run(tmp_path):
     """It changes the numbers, stands beside them and in the config, and a folder of another precision is refused."""
     exact, half = moons(folder=tmp_path / "exact"), moons("map", "evaluation.precision=bf16", folder=tmp_path / "half")
     for run in (exact, half):
-        run.begin()
-        run.train_alone()
-        run.evaluate()
+        trained(run).evaluate()
     stored = [read_evaluation(run.folder) for run in (exact, half)]
     assert 0 < abs(stored[1].metrics["nll"] - stored[0].metrics["nll"]) < 0.02
     assert [each.notes.get("precision") for each in stored] == [None, "bf16"]
@@ -254,9 +228,7 @@ def test_a_folder_of_another_run_is_an_error_that_says_what_differs(tmp_path):
     ],
 )
 def test_a_damaged_run_is_one_clear_error_that_names_the_file(tmp_path, file, message):
-    run = moons(folder=tmp_path / "run")
-    run.begin()
-    run.train_alone()
+    run = trained(moons(folder=tmp_path / "run"))
     run.evaluate()
     needed_later = {
         "training.json": ["metrics.json"],
@@ -273,9 +245,7 @@ def test_a_damaged_run_is_one_clear_error_that_names_the_file(tmp_path, file, me
 
 
 def test_valid_files_with_the_wrong_content_are_damage_too(tmp_path):
-    run = moons(folder=tmp_path / "run")
-    run.begin()
-    run.train_alone()
+    run = trained(moons(folder=tmp_path / "run"))
     run.evaluate()
     (run.folder / "metrics.json").write_text("[]")
     with pytest.raises(ValueError, match="list instead of a table"):
@@ -323,10 +293,7 @@ def test_other_wrong_uses_are_one_clear_error(tmp_path):
 def test_runs_of_two_tasks_make_two_reports(tmp_path):
     for size in ("smoke", "short"):
         task = load_task("moons", size=size, overrides=["training.epochs=1"])
-        run = Run(tmp_path / size, run_config(task, "map", 0))
-        run.begin()
-        run.train_alone()
-        run.evaluate()
+        trained(Run(tmp_path / size, run_config(task, "map", 0))).evaluate()
     with pytest.raises(ValueError, match="expected runs of one task and size"):
         jobs.report_runs([tmp_path], tmp_path / "out")
 
@@ -365,14 +332,12 @@ def test_a_run_that_is_reported_twice_is_named_and_leaves_no_folder(benched, tmp
 
 
 @pytest.mark.parametrize("command", ["evaluate", "report"])
-def test_a_saved_posterior_in_place_of_a_run_is_called_one(benched, tmp_path, command, monkeypatch, capsys):
+def test_a_saved_posterior_in_place_of_a_run_is_called_one(benched, tmp_path, command, command_line):
     shutil.copytree(benched[0] / "map-seed0" / "posterior", tmp_path / "saved")
     for folder, words in (
         (tmp_path / "saved", f"ds.evaluate(ds.load('{tmp_path / 'saved'}'), loader)"),
         (benched[0] / "map-seed0" / "posterior", f"pass {benched[0] / 'map-seed0'}"),
     ):
-        monkeypatch.setattr(sys, "argv", ["dissensus", command, str(folder)])
-        with pytest.raises(SystemExit) as done:
-            cli.main()
-        assert done.value.code == 2
-        assert words in capsys.readouterr().err
+        code, _, said = command_line(command, str(folder))
+        assert code == 2
+        assert words in said

@@ -21,15 +21,14 @@ pytestmark = pytest.mark.usefixtures("unreported")
 TASK = """
 methods = ["map", "tradi", "tradi-diagonal", "swag", "swa", "gaussian_perturbation", "snapshot_ensemble", "mc_dropout"]
 baseline = "map"
-[data]
-name = "two_moons"
-count = 90
-validation = 10
-[network]
-name = "MLP"
-hidden = [6]
-batch_norm = true
-dropout = 0.2
+data = { name = "two_moons", count = 90, validation = 10 }
+network = { name = "MLP", hidden = [6], batch_norm = true, dropout = 0.2 }
+method.tradi = { samples = 3, state_noise = [1e-1, 1e-1] }
+method.tradi-diagonal = { covariance = "diagonal" }
+method.swag = { rank = 2, samples = 3 }
+method.snapshot_ensemble = { members = 3 }
+method.gaussian_perturbation = { samples = 2 }
+method.mc_dropout = { samples = 2 }
 [training]
 epochs = 4
 batch_size = 20
@@ -40,20 +39,6 @@ together = true
 branch_at = 0.5
 tail_rate = 0.004
 threads = 1
-[method.tradi]
-samples = 3
-state_noise = [1e-1, 1e-1]
-[method.tradi-diagonal]
-covariance = "diagonal"
-[method.swag]
-rank = 2
-samples = 3
-[method.snapshot_ensemble]
-members = 3
-[method.gaussian_perturbation]
-samples = 2
-[method.mc_dropout]
-samples = 2
 """
 METHODS = ["map", "tradi", "tradi-diagonal", "swag", "swa", "gaussian_perturbation", "snapshot_ensemble", "mc_dropout"]
 

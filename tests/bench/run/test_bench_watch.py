@@ -11,6 +11,7 @@ from dissensus.bench.run.run import Run
 from dissensus.bench.run.watch import FILE, joined, read_looks
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.evaluation.distances import MemberDistances, member_distances
+from small_runs import train_until, trained
 
 
 def read_distances(folder):
@@ -25,14 +26,8 @@ def run(folder, method: str = "deep_ensemble", *, every: int = 2, epochs: int = 
     return Run(folder, run_config(load_task("moons", size="smoke", overrides=overrides), method, 0))
 
 
-def done(each: Run) -> Run:
-    each.begin()
-    each.train_alone()
-    return each
-
-
 def test_the_start_and_every_kth_epoch_are_kept_and_the_end_is_measured(tmp_path):
-    each = done(run(tmp_path / "one"))
+    each = trained(run(tmp_path / "one"))
     kept = read_distances(each.folder)
     assert list(kept) == [0, 2, 4]
     evaluation = each.evaluate()
@@ -49,32 +44,22 @@ def test_the_start_and_every_kth_epoch_are_kept_and_the_end_is_measured(tmp_path
     assert kept[0]["gradient"] == pytest.approx(start.gradient, rel=1e-4)
 
 
-def test_a_stopped_run_keeps_the_same_distances_as_one_that_was_not(tmp_path, monkeypatch):
-    whole = done(run(tmp_path / "whole"))
-    log = Run.log
-
-    def stop(self, epoch):
-        log(self, epoch)
-        if epoch.epoch == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Run, "log", stop)
-    with pytest.raises(KeyboardInterrupt):
-        done(run(tmp_path / "stopped"))
-    monkeypatch.setattr(Run, "log", log)
+def test_a_stopped_run_keeps_the_same_distances_as_one_that_was_not(tmp_path):
+    whole = trained(run(tmp_path / "whole"))
+    train_until(run(tmp_path / "stopped"), 2)
     path = tmp_path / "stopped" / FILE
     assert list(read_distances(path.parent)) == [0, 2]
     with path.open("a") as file:
         file.write('{"epochs": 3, "wei')  # cut off in the middle of a line
-    resumed = done(run(tmp_path / "stopped"))
+    resumed = trained(run(tmp_path / "stopped"))
     assert read_distances(resumed.folder) == read_distances(whole.folder)
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
 def test_watching_does_not_change_the_training(tmp_path):
-    watched = done(run(tmp_path / "watched", every=1)).evaluate().metrics["nll"]
+    watched = trained(run(tmp_path / "watched", every=1)).evaluate().metrics["nll"]
     task = load_task("moons", size="smoke", overrides=["training.epochs=5", "training.keep_best=false"])
-    alone = done(Run(tmp_path / "alone", run_config(task, "deep_ensemble", 0)))
+    alone = trained(Run(tmp_path / "alone", run_config(task, "deep_ensemble", 0)))
     assert alone.evaluate().metrics["nll"] == watched
     assert not (alone.folder / FILE).exists()
     assert not any(key.startswith("distances/") for key in alone.evaluate().metrics)
@@ -96,7 +81,7 @@ def test_single_networks_are_left_out_and_the_report_shows_the_others(tmp_path):
 
 
 def test_a_damaged_file_is_one_clear_error(tmp_path):
-    each = done(run(tmp_path / "one"))
+    each = trained(run(tmp_path / "one"))
     (each.folder / FILE).write_text('{"epochs": 0}\n')
     with pytest.raises(ValueError, match=r"expected a whole .*distances.jsonl, got a damaged one"):
         read_distances(each.folder)

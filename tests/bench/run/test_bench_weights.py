@@ -254,20 +254,10 @@ def test_the_folder_of_the_data_comes_before_that_of_the_task(tmp_path):
 
 TASK = """
 methods = ["map"]
-[data]
-name = "two_moons"
-count = 60
-[network]
-name = "MLP"
-hidden = [6]
-batch_norm = true
-weights = "w.safetensors"
-[training]
-epochs = 1
-lr = 1e-12
-threads = 1
-[evaluation]
-corrupt = "none"
+data = { name = "two_moons", count = 60 }
+network = { name = "MLP", hidden = [6], batch_norm = true, weights = "w.safetensors" }
+training = { epochs = 1, lr = 1e-12, threads = 1 }
+evaluation = { corrupt = "none" }
 """
 
 

@@ -13,6 +13,7 @@ from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.bench.task.objects import resolved
 from dissensus.numerics.lengthscales import Lengthscales
+from small_runs import trained
 
 pytestmark = pytest.mark.usefixtures("unreported")
 
@@ -66,9 +67,7 @@ def test_every_way_to_write_lengthscales_gives_the_same(written):
 
 def test_lengthscales_of_a_run_survive_saving_and_loading(tmp_path):
     task = load_task("lengthscales", size="smoke")
-    run = Run(tmp_path / "run", run_config(task, "forde-alpha40", 0))
-    run.begin()
-    run.train_alone()
+    run = trained(Run(tmp_path / "run", run_config(task, "forde-alpha40", 0)))
     x = run.data.standardiser(run.data.train.x)
     expected, found = ds.pca_lengthscales(x, 0.4), run.posterior().lengthscales
     torch.testing.assert_close(found.precision, expected.precision, rtol=1e-4, atol=1e-5)

@@ -13,22 +13,11 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 TASK = """
 methods = ["tradi", "tradi-diagonal"]
 baseline = "tradi-diagonal"
-[data]
-name = "two_moons"
-count = 60
-[network]
-name = "MLP"
-hidden = [4]
-[training]
-epochs = 1
-lr = 0.1
-[method.tradi]
-samples = 4
-training.lr = 0.2
-training.clip = 1.0
-[method.tradi-diagonal]
-covariance = "diagonal"
-training.lr = 0.3
+data = { name = "two_moons", count = 60 }
+network = { name = "MLP", hidden = [4] }
+training = { epochs = 1, lr = 0.1 }
+method.tradi = { samples = 4, training.lr = 0.2, training.clip = 1.0 }
+method.tradi-diagonal = { covariance = "diagonal", training.lr = 0.3 }
 """
 
 

@@ -1,12 +1,9 @@
 """`dissensus theory`: what its rows obey, and that every command writes its figure."""
 
-import sys
-
 import numpy as np
 import pytest
 import torch
 
-from dissensus.bench import cli
 from dissensus.bench.theory import studies
 from dissensus.reporting.estimates import slope_weights
 
@@ -19,36 +16,31 @@ PNG = b"\x89PNG\r\n\x1a\n"
      ("width", "--widths", "16,32", "--seeds", "2"), pytest.param(("regimes",), marks=pytest.mark.slow)],
     ids=lambda arguments: arguments[0],
 )  # fmt: skip
-def test_a_command_writes_its_figure(arguments, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["dissensus", "theory", *arguments, "--out", str(tmp_path)])
-    with pytest.raises(SystemExit) as done:
-        cli.main()
-    assert not done.value.code
+def test_a_command_writes_its_figure(arguments, tmp_path, command_line):
+    code, printed, _ = command_line("theory", *arguments, "--out", str(tmp_path))
+    assert code == 0
     assert (tmp_path / f"theory-{arguments[0]}.png").read_bytes().startswith(PNG)
-    printed = capsys.readouterr().out
     assert f"theory-{arguments[0]}.png" in printed
     if arguments[0] == "width":
         assert (tmp_path / f"{arguments[0]}.csv").read_text().startswith("setting,width,seed")
 
 
-def test_wrong_widths_are_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["dissensus", "theory", "kernels", "--widths", "64,wide"])
-    with pytest.raises(SystemExit) as done:
-        cli.main()
-    assert done.value.code == 2
-    assert "expected --widths as a whole number, got 'wide'" in capsys.readouterr().err
+def test_wrong_widths_are_one_line(command_line):
+    code, _, said = command_line("theory", "kernels", "--widths", "64,wide")
+    assert code == 2
+    assert "expected --widths as a whole number, got 'wide'" in said
 
 
 @pytest.mark.parametrize("command", ["kernels", "dynamics", "width", "regimes"])
-def test_a_file_in_place_of_the_folder_is_found_before_anything_is_computed(command, tmp_path, monkeypatch, capsys):
+def test_a_file_in_place_of_the_folder_is_found_before_anything_is_computed(
+    command, tmp_path, monkeypatch, command_line
+):
     (tmp_path / "file").write_text("")
     for work in ("kernels", "dynamics", "width", "regimes"):
         monkeypatch.setattr(studies, work, lambda *_, **__: pytest.fail("computed"))
-    monkeypatch.setattr(sys, "argv", ["dissensus", "theory", command, "--out", str(tmp_path / "file")])
-    with pytest.raises(SystemExit) as done:
-        cli.main()
-    assert done.value.code == 2
-    assert "expected a folder to write to, got" in capsys.readouterr().err
+    code, _, said = command_line("theory", command, "--out", str(tmp_path / "file"))
+    assert code == 2
+    assert "expected a folder to write to, got" in said
 
 
 def test_cross_member_kernels_of_independent_members_deviate_from_zero_as_one_over_the_root_of_the_width():

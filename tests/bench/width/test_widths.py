@@ -2,13 +2,13 @@
 
 import csv
 import sys
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 import torch
 
-from dissensus.bench import cli
 from dissensus.bench.run import processes
 from dissensus.bench.run.jobs import bench, run_all
 from dissensus.bench.run.provenance import command
@@ -355,14 +355,8 @@ def test_the_command_of_a_run_is_written_however_it_was_started(monkeypatch):
         assert command() == shown
 
 
-def test_the_command_line_runs_a_task_over_widths_and_refuses_what_it_has_no_use_for(monkeypatch, capsys, tmp_path):
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dissensus", "bench", "embedded-width", "--size", "smoke", *arguments])
-        with pytest.raises(SystemExit) as done:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(done.value.code or 0), captured.out, captured.err
-
+def test_the_command_line_runs_a_task_over_widths_and_refuses_what_it_has_no_use_for(command_line, tmp_path):
+    run = partial(command_line, "bench", "embedded-width", "--size", "smoke")
     code, _, err = run("--methods", "map")
     assert code == 2
     assert "expected no --methods, --baseline or --holm for a task over widths, got one" in err

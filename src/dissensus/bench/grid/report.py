@@ -17,13 +17,12 @@ from dissensus.bench.task.config import Task, run_config
 from dissensus.drawing.plots import colours
 from dissensus.numerics.checks import one_of, whole
 from dissensus.reporting import curves, scenes
-from dissensus.reporting.figures import svg, write_png
+from dissensus.reporting.figures import svg, write_files
 from dissensus.reporting.measures import Measure
 from dissensus.reporting.report import compared_by, rendered
 from dissensus.reporting.results import Results, table_text
 from dissensus.reporting.statistics import Family, compared, family
 from dissensus.reporting.tables import MeasureDraws, Row, Table, difference_table, draws_of, main_table, p_text
-from dissensus.storage.files import write_text
 
 SHOWN = ("accuracy", "nll", "ece", "noise/memorised", "noise/recovered", "rmse", "coverage90")
 QUALITY = "Quality over {label}: means over seeds; bands are 95 % intervals (seeds and test examples), cut where a panel ends."
@@ -114,11 +113,7 @@ def write_grid(
     }  # fmt: skip
     texts = {f"report.{end}": rendered(f"cells.{end}.j2", content) for end in ("md", "html")}
     texts["results.csv"] = rows_text(measured)
-    for name, (figure, _) in figures.items():
-        write_png(figure, folder / name)
-    for name, text in texts.items():
-        write_text(folder / name, text)
-    return said, [folder / name for name in (*figures, *texts)]
+    return said, write_files(folder, {name: figure for name, (figure, _) in figures.items()}, texts)
 
 
 def compared_cells(measured: Sequence[Measured], baseline: str) -> tuple[Family, list[Family]]:
@@ -190,7 +185,6 @@ def rows_text(measured: Sequence[Measured]) -> str:
     rows = [
         each.cell.at | origin | {key: repr(value) for key, value in evaluation.metrics.items()}
         for each in measured
-        for name, several in each.results.methods.items()
-        for origin, evaluation in zip(each.results.origins[name], several, strict=True)
+        for origin, evaluation in each.results.each()
     ]
     return table_text(list(dict.fromkeys(key for row in rows for key in row)), rows)

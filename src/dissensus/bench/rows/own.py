@@ -16,13 +16,12 @@ from dissensus.bench.rows.arrays import HINT, Learner
 from dissensus.bench.rows.learned import Asked, LearnedRows, TaskRows
 from dissensus.data import split_indices
 from dissensus.data.class_folders import image_folder, image_stack, subfolders
-from dissensus.data.npy import npz_arrays
+from dissensus.data.npy import npz_pair
 from dissensus.data.tabular import REGRESSION_SETS, read_uci_folder, regression_split, uci_regression
 from dissensus.numerics.checks import one_of
 from dissensus.numerics.randomness import same_random_state
 
 MADE = ("train", "test", "validation", "ood", "shift", "classes")  # keys that a function may return
-ARRAYS = (("images", "labels"), ("x", "y"))  # names in an .npz file
 
 
 def made_rows(name: str, asked: Asked, **options: Any) -> LearnedRows:
@@ -79,17 +78,6 @@ def npz_rows(asked: Asked, train_file: str, test_file: str, classes: int | None 
 
 def _read_npz(asked: Asked, learn: Learner, name: str, labelled: bool) -> TaskRows:
     return learn.rows(npz_pair(asked.path(name), labelled=labelled), name, labelled=labelled)
-
-
-def npz_pair(path: Path, *, labelled: bool = True) -> tuple[Any, Any]:
-    """(x, y) of an .npz file; y is None if it is absent and not needed."""
-    arrays = npz_arrays(path)
-    for inputs, targets in ARRAYS:
-        if inputs in arrays and (targets in arrays or not labelled):
-            return arrays[inputs], arrays.get(targets)
-    raise ValueError(
-        f"expected the keys images and labels, or x and y, got {sorted(arrays)} in {path}; rename the arrays"
-    )
 
 
 def folder_rows(
