@@ -204,6 +204,20 @@ def gpu_tables(found: list[dict[str, str]]) -> str:
     return "\n".join([*parts, f"*`python benchmarks/gpu.py --csv FILE`; {origins_of(found)}.*"])
 
 
+def latency_stages_table(found: list[dict[str, str]]) -> str:
+    """Microseconds by stage, one column for each case, predictions apart from steps."""
+    parts = []
+    for kind in ("prediction", "training"):
+        mine = [row for row in found if row["what"].startswith(kind)]
+        cases = dict.fromkeys((row["what"], row["network"]) for row in mine)
+        known = {(row["what"], row["network"], row["stage"]): row["us"] for row in mine}
+        stages = dict.fromkeys(row["stage"] for row in mine)
+        header = [f"{mine[0]['what'].partition(',')[0]}, µs"]
+        header += [f"{what.partition(', ')[2]}, {network}" for what, network in cases]
+        parts += [markdown(header, [[stage, *(known[*case, stage] for case in cases)] for stage in stages]), ""]
+    return "\n".join([*parts, f"*`python benchmarks/latency_stages.py --csv FILE`; medians; {origins_of(found)}.*"])
+
+
 def training_memory_table(found: list[dict[str, str]]) -> str:
     """Stated and taken memory."""
     header = ["run", "how it ran", "tensors stated, MiB", "taken", "reserved stated, MiB", "taken"]
@@ -508,6 +522,7 @@ PAGES: tuple[
 ] = (  # page, name, file, table of its rows
     ("results/speed.md", "gpu", "gpu_h200.csv", gpu_tables),
     ("results/speed.md", "training-memory", "training_memory.csv", training_memory_table),
+    ("results/speed.md", "latency-stages", "latency_stages_cpu.csv", latency_stages_table),
     ("results/speed.md", "bf16-repulsion", "bf16_repulsion.csv", bf16_repulsion_table),
     ("results/tracking.md", "mnist-ood", "mnist_ood.csv", mnist_ood.page),
     ("results/tracking.md", "tradi-schedule", "tradi_schedule.csv", tradi_schedule.page),
