@@ -111,6 +111,18 @@ def test_inputs_that_need_gradients_many_channels_and_single_precision_stay_torc
             nn.Conv2d(4, 4, 3, groups=2).to(device)(torch.randn(2, 4, 5, 5, device=device))
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape", "message"),
+    [
+        (nn.Conv2d(3, 4, 3), (2, 1, 9, 9), "to have 3 channels, but got 1"),
+        (nn.Conv2d(3, 4, 3, dilation=5), (2, 3, 9, 9), "can't be greater than actual input size"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused_by_torch(layer, shape, message: str, device: str) -> None:
+    with half(layer.to(device)), fused(), pytest.raises(RuntimeError, match=message):
+        layer(torch.randn(shape, device=device))
+
+
 def test_a_second_derivative_raises(device: str) -> None:
     layer, x = made("a first layer", device)
     with half(layer), fused():

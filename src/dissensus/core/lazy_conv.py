@@ -29,7 +29,7 @@ def convolution(
 ) -> Tensor:
     """As `torch.conv2d`, but on a GPU waiting if no gradients are recorded, and by own kernels for few channels."""
     x = settled(input)
-    narrow = takes_narrow(x, weight, bias, padding, groups)
+    narrow = takes_narrow(x, weight, bias, stride, padding, dilation, groups)
     if narrow and torch.is_grad_enabled():
         found: Tensor = _Narrow.apply(x, weight, bias, *_per_axis(stride, padding, dilation))  # type: ignore[no-untyped-call]
         return found
@@ -59,15 +59,22 @@ def _per_axis(*settings: Any) -> list[list[int]]:
     return [[each, each] if isinstance(each, int) else list(each) * (2 // len(each)) for each in settings]
 
 
-def takes_narrow(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Any, groups: int) -> bool:
+def takes_narrow(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
+) -> bool:
     """Whether a convolution has kernels of its own: few channels, in mixed precision, no derivative by x."""
-    if x.ndim != 4 or weight.ndim != 4 or x.shape[1] >= WIDE or weight[0].numel() > MOST or groups != 1:
+    if x.ndim != 4 or weight.ndim != 4 or groups != 1 or x.shape[1] >= WIDE or x.shape[1] != weight.shape[1]:
         return False
     plain = not (isinstance(padding, str) or x.requires_grad or x.is_inference() or weight.is_inference())
     given = [each for each in (x, weight, bias) if each is not None]
     alike = all(each.device == x.device and each.dtype in KINDS for each in given)
-    large = x.numel() // x.shape[1] * len(weight) >= LEAST
-    if not (plain and alike and large and x.device.type == DEVICE and torch.is_autocast_enabled(DEVICE)):
+    alike = alike and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
+    fits = weight.shape[1:].numel() <= MOST and x.numel() // x.shape[1] * len(weight) >= LEAST
+    if not (plain and alike and fits and x.device.type == DEVICE and torch.is_autocast_enabled(DEVICE)):
+        return False
+    how = zip(x.shape[2:], weight.shape[2:], *_per_axis(stride, padding, dilation), strict=True)
+    # What cannot be computed is for torch to refuse.
+    if any(min(step, pad + 1, size + 2 * pad - reach * (kernel - 1)) < 1 for size, kernel, step, pad, reach in how):
         return False
     bf16 = torch.get_autocast_dtype(DEVICE) == torch.bfloat16
     return bf16 and torch._C._functorch.peek_interpreter_stack() is None and works(x.device)
