@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import aims
 import bf16_predictions
 import bias_correlation
 import calibration
@@ -558,6 +559,7 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
         yield results / "node-bnn.md", name.replace("_", "-"), node_table(name)
     for page, name, table in measurements():
         yield docs / page, name, table
+    yield results / "speed.md", "aims", aims.page(rows)
     for page, name, file, table in PAGES:
         if found := rows(file):
             yield docs / page, name, table(found)
