@@ -11,6 +11,7 @@ import argparse
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,12 +39,13 @@ class Weight:
         return f"| {room} | {self.files} | {self.lines:,} | {plain:,} | {per_thousand:.1f} | {share:.1f} |"
 
 
+@cache
 def weigh(source: str) -> Weight:
     """The weight of one file's text."""
-    tree = ast.parse(source)
-    raises = sum(isinstance(node, ast.Raise) for node in ast.walk(tree))
-    docstrings = {line for node in ast.walk(tree) for line in docstring(node)}
-    guards = {line for node in ast.walk(tree) for line in guard(node)}
+    nodes = list(ast.walk(ast.parse(source)))
+    raises = sum(isinstance(node, ast.Raise) for node in nodes)
+    docstrings = {line for node in nodes for line in docstring(node)}
+    guards = {line for node in nodes for line in guard(node)}
     return Weight(1, len(source.splitlines()), len(docstrings), raises, len(guards))
 
 

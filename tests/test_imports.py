@@ -179,8 +179,6 @@ def weighing():
         import weight
     finally:
         del sys.path[0]
-    if not hasattr(weight.weigh, "cache_info"):
-        weight.weigh = functools.cache(weight.weigh)  # several tests weigh every file
     return weight
 
 
