@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from rows import Row, read_rows, write_rows
 from torch import Tensor, nn
+from turns import in_turns
 
 import dissensus as ds
 from dissensus.bench.run.provenance import commit, device_name
@@ -136,7 +136,7 @@ def prediction(given: argparse.Namespace) -> Iterator[Row]:
             runs = {name: runs[name] for name in ("loop over networks, float32", "predict, bf16")}
         reference = runs["loop over networks, float32"]()
         errors = {name: f"{float((run() - reference).abs().max()):.1e}" for name, run in runs.items()}
-        times = in_turns(runs, given.rounds if count <= 20_000 else 1, 1)
+        times = seconds(runs, given.rounds if count <= 20_000 else 1, 1)
         base = statistics.median(times["loop over networks, float32"])
         for name, found in times.items():
             row = timing(found, base)
@@ -277,24 +277,20 @@ def stepper(posterior: ds.Posterior, batch: Batch, length: int) -> tuple[Stepper
     return run, {"ran": step.way, "set_up_s": round(ready, 1), "reserved_gib": round(taken, 2)}
 
 
-def in_turns(runs: dict[Any, Stepper], rounds: int, count: int) -> dict[Any, list[float]]:
-    """Seconds of each run, `count` of them at a time, in an order that alternates."""
-    times: dict[Any, list[float]] = {name: [] for name in runs}
-    for number in range(1 + rounds):
-        for name in list(runs) if number % 2 else reversed(list(runs)):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(count):
-                runs[name]()
-            torch.cuda.synchronize()
-            times[name].append((time.perf_counter() - start) / count)
-    return {name: found[1:] for name, found in times.items()}
+def seconds(runs: dict[str, Stepper], rounds: int, count: int) -> dict[str, list[float]]:
+    """Of each run, `count` of them at a time, in turns; the first round is not counted."""
+
+    def several(run: Stepper) -> Stepper:
+        return lambda: [run() for _ in range(count)]
+
+    times = in_turns({name: several(run) for name, run in runs.items()}, rounds, uncounted=1)
+    return {name: [each / count for each in found] for name, found in times.items()}
 
 
 def compared(
     runs: dict[str, Stepper], made: dict[str, Row], base: str, rounds: int, count: int, run: str
 ) -> Iterator[Row]:
-    times = in_turns(runs, rounds, count)
+    times = seconds(runs, rounds, count)
     for name, found in times.items():
         yield {"name": name, "run": run, **made[name], **timing(found, statistics.median(times[base]))}
 

@@ -77,11 +77,8 @@ FIRST, LATER = 60.0, 25.0  # seconds that an answer may take on a GPU: that with
 TOLERANCE = {"ensemble": 1e-4, "ensemble predicts": 1e-5, "ensemble, one input": 1e-5, "single": 1e-4}
 TOLERANCE |= {"single, one input": 1e-5, "dropout predicts": 0.02, "dropout, one input": 0.02}
 TOLERANCE |= {"empirical kernel": 1e-3, "analytic kernel": 1e-8}  # of the largest entry
-ON_GPU = (
-    1e-4,
-    1e-3,
-    0.05,
-)  # instead: predictions; after training, of a ResNet: sums in other orders, training enlarges differences
+# On a GPU: of predictions, after training, and of ResNets after training, which enlarges differences of rounding.
+ON_GPU = (1e-4, 1e-3, 0.05)
 LAPLACE = 0.05  # ours are samples of functions, theirs the probit formula, each with the precision it chose
 
 

@@ -506,3 +506,11 @@ def test_a_trailing_axis_of_one_says_that_classes_come_first():
 
 def test_images_with_as_many_classes_as_rows_and_columns_are_taken():
     ds.Classification().check(torch.Size((2, 5, 5, 5)), torch.zeros(2, 5, 5, dtype=torch.int64))
+
+
+def test_a_label_that_torch_would_leave_out_is_refused() -> None:
+    outputs, y = torch.randn(3, 4), torch.tensor([0, -100, 2])
+    with pytest.raises(IndexError, match="out of bounds"):
+        ds.Classification().nll(outputs, y)
+    kept = ds.Classification().nll(outputs, y.clamp(min=0))
+    torch.testing.assert_close(kept, -outputs.log_softmax(1)[range(3), y.clamp(min=0)].mean())

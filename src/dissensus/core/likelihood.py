@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from dissensus.core.predictive import ClassificationPredictive, Predictive
 from dissensus.numerics.checks import number
 
+NO_LABEL = -(2**62)  # torch's own, -100, would leave rows out of a mean without a word
+
 
 class Likelihood(nn.Module, ABC):
     """Base class: p(y | outputs) of one member. Subclasses define `log_prob`, `describe` and `predictive`.
@@ -142,7 +144,7 @@ class Classification(Likelihood):
         plain = unweighted and self.ignore_index is None and not y.is_floating_point()
         if plain and type(self) is Classification:  # the same gradients without two changes of sign in every graph
             if outputs.ndim == 2 and y.device.type == "cpu":  # labels were checked, so all count: one operation less
-                return F.cross_entropy(full_precision(outputs), y.long())
+                return F.cross_entropy(full_precision(outputs), y.long(), ignore_index=NO_LABEL)
             return F.cross_entropy(full_precision(outputs), y.long(), reduction="none").mean()
         if self.class_weights is not None and y.is_floating_point():
             w = self._weight_of_classes(y.device, y.dtype)
