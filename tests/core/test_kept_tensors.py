@@ -81,7 +81,7 @@ def test_only_weights_are_kept_and_only_while_they_stay_the_same() -> None:
     w, other, made = torch.randn(2, 3, 4), torch.randn(3, 4), []
 
     def doubled(tensor: Tensor, what: str = "doubled") -> Tensor:
-        def make() -> Tensor:
+        def make(tensor: Tensor, _: None) -> Tensor:
             made.append(what)
             return 2 * tensor
 
@@ -117,3 +117,39 @@ def test_a_network_that_writes_to_a_cast_weight_gets_another_the_next_time() -> 
             assert torch.equal(mine, w.clone().to(HALF))
             mine.mul_(2)
     assert not kept.fresh()
+
+
+def test_what_follows_row_by_row_is_computed_once_for_all_members() -> None:
+    w, scale, common = torch.randn(3, 4, 2, 2), torch.randn(3, 4), torch.randn(4)
+    last = torch.randn(3, 4, 2, 5).movedim(-1, -2)  # the memory of rows need not be in order
+    made: list[torch.Size] = []
+
+    def scaled(w: Tensor, bias: None, scale: Tensor) -> tuple[Tensor, Tensor]:
+        made.append(w.shape)
+        return w * scale[:, None, None], 2 * scale
+
+    def found(*given: Tensor | None) -> tuple[Tensor, Tensor]:
+        return derived("scaled", given, scaled, by_rows=True)
+
+    kept = Kept([w, scale, common, last])
+    with keeping(kept, casts=False):
+        for _ in range(2):
+            for i in (1, 0, 2):
+                product, doubled = found(w[i], None, scale[i])
+                assert torch.equal(product, w[i] * scale[i][:, None, None])
+                assert torch.equal(doubled, 2 * scale[i])
+        assert made == [(12, 2, 2)]
+        for i in range(3):
+            assert torch.equal(found(last[i], None, scale[i])[0], last[i] * scale[i][:, None, None])
+        assert made[1:] == [(12, 5, 2)]
+        # Not the same rows of all: a tensor for itself, another member's, a transposed one.
+        found(w[1], None, common)
+        found(w[1], None, scale[0])
+        found(w[1].transpose(1, 2), None, scale[1])
+        assert made[2:] == [(4, 2, 2)] * 3
+    assert kept.fresh()
+    found_then = kept._made[0][0]
+    found_then.add_(1)  # by a network that writes to what it gets
+    assert not kept.fresh()
+    with keeping(kept, casts=False):
+        assert torch.equal(found(w[2], None, scale[2])[0], w[2] * scale[2][:, None, None])

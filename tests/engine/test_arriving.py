@@ -44,9 +44,29 @@ def test_checks_are_one_batch_late_but_for_the_first_and_those_at_once():
     assert done[-2:] == [3, 13]
     late.finish()
     assert len(done) == 8
-    at_once = LateChecks(at_once=True)
+    at_once = LateChecks(at_once=True, behind=3)
     at_once.add(torch.tensor(20), lambda value: done.append(int(value)))
     assert done[-1] == 20
+
+
+def test_checks_may_be_several_batches_late_but_few_if_inputs_are_large(monkeypatch: pytest.MonkeyPatch):
+    done: list[int] = []
+    late = LateChecks(at_once=False, behind=3)
+    for batch in range(6):
+        late.add(torch.tensor(batch), lambda value: done.append(int(value)))
+        late.turn()
+        assert done == list(range(max(1, batch - 2)))  # the first at once
+    late.finish()
+    assert done == list(range(6))
+    x = torch.zeros(5, device="meta")  # 20 bytes on a device other than the host
+    monkeypatch.setattr(arriving, "MOST", 45)
+    late.inputs(torch.zeros(5))
+    assert late.behind == 3
+    late.inputs(x)
+    assert late.behind == 2
+    monkeypatch.setattr(arriving, "MOST", 1)
+    late.inputs(x)
+    assert late.behind == 1
 
 
 def test_on_the_host_everything_is_there_already():
@@ -60,7 +80,9 @@ def test_on_the_host_everything_is_there_already():
 
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks are late from now on, as with a posterior on a GPU."""
-    monkeypatch.setattr("dissensus.engine.predicted.LateChecks", lambda at_once: LateChecks(at_once=False))
+    monkeypatch.setattr(
+        "dissensus.engine.predicted.LateChecks", lambda at_once, behind: LateChecks(at_once=False, behind=behind)
+    )
 
 
 class HostReads(TorchDispatchMode):
@@ -90,7 +112,7 @@ def test_between_two_batches_the_host_reads_nothing(call, make, monkeypatch):
     posterior.temperature.fill_(2.0)
     reads, due, lists = HostReads(), [], []
     late(monkeypatch)
-    monkeypatch.setattr(arriving, "_do", due.append)
+    monkeypatch.setattr(LateChecks, "_do", lambda checks, left: due.append(len(checks._due)))
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: lists.append(tensor))
     # Random states are compared on the host, where they are.
     monkeypatch.setattr(torch, "equal", lambda a, b: a.dtype == torch.uint8 or reads.found.append("equal"))
@@ -104,7 +126,7 @@ def test_between_two_batches_the_host_reads_nothing(call, make, monkeypatch):
         call(posterior, loader())
     assert reads.found == []
     assert lists == []
-    assert sum(len(each) for each in due) >= 6
+    assert due[-1] >= 6
 
 
 def test_a_member_that_predicts_nan_late_is_named_by_every_verb(monkeypatch):

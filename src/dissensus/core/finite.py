@@ -29,20 +29,27 @@ def flag_not_finite(tensors: Sequence[Tensor], flag: Tensor, one: Tensor) -> Non
 
 
 @torch.no_grad()
-def largest(own: Sequence[Tensor], shared: Sequence[Tensor], members: int) -> tuple[Tensor, Tensor]:
+def largest(
+    own: Sequence[Tensor], shared: Sequence[Tensor], members: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """((M,) largest absolute value in each member's own tensors (M, ...), () that of shared tensors); NaN if there is one.
 
     No branch in Python and no synchronisation, so it can be captured in a CUDA graph.
     """
-    rows = _norms([row for tensor in own if tensor.numel() for row in tensor.unbind()])
-    wholes = _norms([tensor for tensor in shared if tensor.numel()])
-    device = next((tensor.device for tensor in (*own, *shared)), None)
+    rows = _maxima([row for tensor in own if tensor.numel() for row in tensor.unbind()])
     mine = rows.reshape(-1, members).amax(0) if len(rows) else torch.zeros(members, device=device)
-    return mine, wholes.amax() if len(wholes) else torch.zeros((), device=device)
+    return mine, amax(shared, device)
 
 
-def _norms(tensors: list[Tensor]) -> Tensor:
-    """(T,) the largest absolute value of each tensor, NaN if it holds one, in a few kernels for all tensors."""
+@torch.no_grad()
+def amax(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """() the largest absolute value in tensors on this device, NaN if they hold one, 0 if they are empty."""
+    found = _maxima([tensor for tensor in tensors if tensor.numel()])
+    return found.amax() if len(found) else torch.zeros((), device=device)
+
+
+def _maxima(tensors: list[Tensor]) -> Tensor:
+    """(T,) that of each tensor, in a few kernels for all tensors."""
     return torch.stack(torch._foreach_norm(tensors, math.inf)) if tensors else torch.zeros(0)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core.exchange import ALONE
+from dissensus.core.finite import amax
 from dissensus.core.particles import Particles
 from dissensus.core.running import ONE_LANE, MemberLanes
 from dissensus.numerics.copying import copy_all
@@ -16,11 +17,15 @@ from dissensus.numerics.tree import Tensors
 
 
 class Gradients(NamedTuple):
-    """Results of one batch: losses (M,), gradients of their sum for each trained tensor, buffers (M, ...) afterwards."""
+    """Results of one batch: losses (M,), gradients of their sum for each trained tensor, buffers (M, ...) afterwards.
+
+    `largest`: (M,) the largest absolute value of each member's own gradients, NaN if there is one; None if nobody has looked.
+    """
 
     losses: Tensor
     gradients: Tensors
     buffers: Tensors
+    largest: Tensor | None = None
 
 
 class State(NamedTuple):
@@ -57,16 +62,31 @@ class State(NamedTuple):
 
 
 def stacks_for(particles: Particles, state: State, lanes: MemberLanes) -> Tensors:
-    """Stacks (M, ...) for own gradients that members in several lanes fill, each beside the work of the others."""
-    alone = lanes is not ONE_LANE and particles.exchange is ALONE and particles.members > 1
-    return {name: torch.empty_like(stack) for name, stack in state.own.items()} if alone else {}
+    """Stacks (M, ...) for own gradients and for buffers, which members in several lanes fill beside the work of the others."""
+    if lanes is ONE_LANE or particles.exchange is not ALONE or particles.members < 2:
+        return {}
+    buffers = {
+        name: each.new_empty((particles.members, *each.shape)) for name, each in state.member(0).buffers().items()
+    }
+    return {**buffers, **{name: torch.empty_like(stack) for name, stack in state.own.items()}}
 
 
 def placed(one: Gradients, stacks: Tensors, index: int) -> Gradients:
-    """A member's results, its own gradients copied into their rows of the stacks."""
-    rows = {name: stack[index] for name, stack in stacks.items() if name in one.gradients}
-    copy_all(list(rows.values()), [one.gradients[name] for name in rows])
-    return one._replace(gradients={**one.gradients, **rows})
+    """A member's results, copied into their rows of the stacks, and the largest () of its own gradients."""
+    if not stacks:
+        return one
+    rows = {name: stack[index] for name, stack in stacks.items()}
+    gradients = {name: rows[name] for name in one.gradients if name in rows}
+    buffers = {name: rows[name] for name, each in one.buffers.items() if _alike(each, rows[name])}
+    mine, given = {**gradients, **buffers}, {**one.gradients, **one.buffers}
+    copy_all(list(mine.values()), [given[name] for name in mine])
+    largest = amax(list(gradients.values()), one.losses.device)
+    return Gradients(one.losses, {**one.gradients, **gradients}, {**one.buffers, **buffers}, largest)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether a forward pass has left a buffer its shape and dtype."""
+    return (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
 def gathered(state: State, found: list[Gradients], stacks: Tensors) -> Gradients:
@@ -94,12 +114,18 @@ def gathered(state: State, found: list[Gradients], stacks: Tensors) -> Gradients
         else:
             given = [g for g in each if g is not None]
             gradients[name] = sum(given[1:], given[0])
-    buffers = {name: b.new_empty((len(found), *b.shape)) for name, b in found[0].buffers.items()}
-    for name, whole in buffers.items():
-        targets += whole.unbind()
-        sources += [one.buffers[name] for one in found]
+    buffers: Tensors = {}
+    for name, first in found[0].buffers.items():
+        placed_there = name in stacks and _alike(first, stacks[name][0])
+        buffers[name] = stacks[name] if placed_there else first.new_empty((len(found), *first.shape))
+        pairs = zip(buffers[name].unbind(), [one.buffers[name] for one in found], strict=True)
+        elsewhere = [(row, b) for row, b in pairs if row.data_ptr() != b.data_ptr()]
+        targets += [row for row, _ in elsewhere]
+        sources += [b for _, b in elsewhere]
     copy_all(targets, sources)  # few kernels for all tensors and members
-    return Gradients(torch.stack([one.losses for one in found]), gradients, buffers)
+    looked = [one.largest for one in found if one.largest is not None]
+    largest = torch.stack(looked) if stacks else None
+    return Gradients(torch.stack([one.losses for one in found]), gradients, buffers, largest)
 
 
 def _in_full(gradients: Tensors, like: Tensors) -> Tensors:

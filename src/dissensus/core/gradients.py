@@ -155,9 +155,10 @@ def looped_keeping_graphs(
     join()
     pulls = _cotangents_of_each(posterior, [z for _, z, _ in results])
     found, stacks = [], stacks_for(posterior.particles, state, lanes)
-    for i, (wanted, result) in enumerate(zip(leaves, results, strict=True)):
+    for i, wanted in enumerate(leaves):
         with lane(i):
-            one = _differentiated(posterior.particles.exchange.share, wanted, *result, pulls[i], halves[i])
+            # Taken off the list, so that what is left of its graph is freed for the next member in this lane.
+            one = _differentiated(posterior.particles.exchange.share, wanted, *results.pop(0), pulls[i], halves[i])
             found.append(placed(one, stacks, i))
     join()
     return gathered(state, found, stacks)

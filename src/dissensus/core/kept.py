@@ -8,7 +8,7 @@ copies at the end of the context, when graphs still read them.
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ class Kept:
             if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_inference() and tensor.numel():
                 self._weights.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
         self._found: dict[tuple[Any, ...], tuple[Any, list[tuple[Tensor, int]]]] = {}
+        self._made: list[tuple[Tensor, int]] = []  # all that was computed, with its version
         self._versions: dict[int, int] = {}  # of the weights in use, by address
 
     @property
@@ -39,32 +40,76 @@ class Kept:
         """Whether there are casts among what is kept."""
         return any(what[0] == "cast" for what, *_ in self._found)
 
-    def find(self, what: Hashable, tensors: Sequence[Tensor | None], make: Callable[[], Found]) -> Found:
-        """make(), or what it gave before; only if all of these tensors are weights, or parts of them."""
+    def find(
+        self, what: Hashable, tensors: Sequence[Tensor | None], make: Callable[..., Found], *, by_rows: bool = False
+    ) -> Found:
+        """make(*tensors), or what it gave before; only if all of these tensors are weights, or parts of them.
+
+        `by_rows`: that make gives a tuple of tensors, and each row of them follows from the same row of the tensors. If these
+        are one member's rows of stacks (M, N, ...), all members' are computed at once, from (M · N, ...): in one launch, not M.
+        """
         places = [None if tensor is None else _place(tensor) for tensor in tensors]
         addresses = [place[0] for place in places if place is not None]
         if not all(address in self._weights for address in addresses):
-            return make()
+            return make(*tensors)
         known, parts = self._found.get(key := (what, *places), (None, []))
         if known is not None and all(each._version == before for each, before in parts):
             return known  # type: ignore[no-any-return]
         if known is not None:  # changed since
-            return make()
+            return make(*tensors)
         with nullcontext() if _thread.beside is None else torch.cuda.stream(_thread.beside):
-            made = make()
-            self._found[key] = made, [(each, each._version) for each in pytree.tree_leaves(made)]
+            stacks = self._stacks(tensors) if by_rows else []
+            made: Any = make(*(stack and stack.whole.flatten(0, 1) for stack in stacks) if stacks else tensors)
+            rows = _by_rows(what, stacks, made) if stacks else {key: made}
+            self._found |= {each: (row, _with_versions(row)) for each, row in rows.items()}
+            self._made += _with_versions(made)
             self._versions |= {address: self._version(address) for address in addresses}
         for tensor in () if _thread.reader is None else pytree.tree_leaves(made):
             tensor.record_stream(_thread.reader)
-        return made
+        return rows[key]  # type: ignore[no-any-return]
 
     def fresh(self) -> bool:
         """Whether neither the weights nor what was computed from them has been written to since."""
-        intact = all(each._version == before for _, parts in self._found.values() for each, before in parts)
+        intact = all(each._version == before for each, before in self._made)
         return intact and all(self._version(address) == before for address, before in self._versions.items())
 
     def _version(self, address: int) -> int:
         return sum(tensor._version for tensor in self._weights[address])
+
+    def _stacks(self, tensors: Sequence[Tensor | None]) -> "list[_Stack | None]":
+        """For each tensor the weight whose row it is, if all of them are the same row; else nothing."""
+        found = [None if tensor is None else self._stack(tensor) for tensor in tensors]
+        rows = {(stack.row, len(stack.whole)) for stack in found if stack is not None}
+        complete = all(stack is not None or tensor is None for stack, tensor in zip(found, tensors, strict=True))
+        return found if complete and len(rows) == 1 else []
+
+    def _stack(self, tensor: Tensor) -> "_Stack | None":
+        """The weight (M, ...) whose row the tensor is."""
+        for whole in self._weights[tensor.untyped_storage().data_ptr()]:
+            alike = (whole.shape[1:], whole.stride()[1:], whole.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+            if whole.ndim == tensor.ndim + 1 and alike and whole.stride(0) > 0:
+                row, between = divmod(int(tensor.storage_offset() - whole.storage_offset()), whole.stride(0))
+                if between == 0 and 0 <= row < len(whole):
+                    return _Stack(whole, row)
+        return None
+
+
+class _Stack(NamedTuple):
+    whole: Tensor  # (M, ...)
+    row: int
+
+
+def _by_rows(what: Hashable, stacks: "list[_Stack | None]", made: tuple[Tensor, ...]) -> dict[tuple[Any, ...], Any]:
+    """What was computed from these stacks, (M · N, ...), as `find` will be asked for it: row by row."""
+    wholes = [stack and stack.whole for stack in stacks]
+    count = next(len(whole) for whole in wholes if whole is not None)
+    places = zip(*([None] * count if whole is None else map(_place, whole.unbind()) for whole in wholes), strict=True)
+    rows = zip(*(each.view(count, -1, *each.shape[1:]).unbind() for each in made), strict=True)
+    return {(what, *place): row for place, row in zip(places, rows, strict=True)}
+
+
+def _with_versions(tree: Any) -> list[tuple[Tensor, int]]:
+    return [(each, each._version) for each in pytree.tree_leaves(tree)]
 
 
 class _Thread(threading.local):
@@ -94,9 +139,14 @@ def keeping(kept: Kept, *, casts: bool, beside: torch.cuda.Stream | None = None)
         _thread.kept, _thread.beside, _thread.reader = before
 
 
-def derived(what: Hashable, tensors: Sequence[Tensor | None], make: Callable[[], Found]) -> Found:
-    """make(), or inside `keeping` what it gave before for the same weights; `what` names all that it depends on besides."""
-    return make() if _thread.kept is None else _thread.kept.find(what, tensors, make)
+def derived(
+    what: Hashable, tensors: Sequence[Tensor | None], make: Callable[..., Found], *, by_rows: bool = False
+) -> Found:
+    """make(*tensors), or inside `keeping` what it gave before for the same weights: see `Kept.find`.
+
+    `what` names all that it depends on besides.
+    """
+    return make(*tensors) if _thread.kept is None else _thread.kept.find(what, tensors, make, by_rows=by_rows)
 
 
 class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -118,7 +168,7 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         others = {name: each for name, each in kwargs.items() if each not in (None, False, dtype, source.device)}
         if others or type(source) not in (Tensor, nn.Parameter) or source.numel() < LEAST:
             return func(*args, **kwargs)
-        return self.kept.find(("cast", dtype), args[:1], lambda: func(*args, **kwargs))
+        return self.kept.find(("cast", dtype), args[:1], lambda source: func(source, **kwargs))
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

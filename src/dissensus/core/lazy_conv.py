@@ -131,11 +131,11 @@ class PendingConvolution(Pending):
             return torch.conv2d(x, weight, bias, *self.how)
         kind = self.facts[1]
 
-        def packed() -> tuple[Tensor, Tensor]:
+        def packed(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
             shift = weight.new_zeros(len(weight)) if bias is None else bias
             return self._packed(weight.to(kind)), shift.to(kind)
 
-        found = derived(("packed", kind), (weight, bias), packed)
+        found = derived(("packed", kind), (weight, bias), packed, by_rows=True)
         return self._rectified(*found, None)
 
     def folded(self, *norm: Any) -> tuple[Tensor, Tensor]:
@@ -143,12 +143,13 @@ class PendingConvolution(Pending):
         from dissensus.numerics import norms
 
         self.check_unchanged()
-        (_, weight, bias), kind = self.parts, self.facts[1]
-        return derived(
-            ("folded", norm[-1], kind),
-            (weight, bias, *norm[:-1]),
-            lambda: norms.folded(self._packed(weight), bias, *norm, dtype=kind),
-        )
+        (_, weight, bias), (*layer, eps), kind = self.parts, norm, self.facts[1]
+
+        def folded(weight: Tensor, bias: Tensor | None, *layer: Tensor) -> tuple[Tensor, Tensor]:
+            mean, variance, scale, shift = layer
+            return norms.folded(self._packed(weight), bias, mean, variance, scale, shift, eps, dtype=kind)
+
+        return derived(("folded", eps, kind), (weight, bias, *layer), folded, by_rows=True)
 
     def normalised(self, added: Tensor | None, *norm: Any) -> Tensor:
         """ReLU of the batch norm of this convolution, with a tensor added before ReLU."""

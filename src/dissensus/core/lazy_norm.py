@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -130,8 +130,11 @@ class PendingNorm(Pending):
     def computed(self, *, relu: bool) -> Tensor:
         x, weight, bias, mean, spread = self.parts
         if self.eps is None:
-            found: Tensor = _Norm.apply(x, weight, bias, self.added, mean, spread, relu)  # type: ignore[no-untyped-call]
-            return found
+            found: Any = _Norm.apply(x, weight, bias, self.added, mean, spread, relu)  # type: ignore[no-untyped-call]
+            if self.added is None:
+                given = (x, mean, spread, weight, bias)
+                found.again = Again(partial(_normalised, relu=relu), tuple(each.detach() for each in given))
+            return cast(Tensor, found)
         from dissensus.numerics import norms
 
         if relu and self.folds:
@@ -161,6 +164,21 @@ class PendingNorm(Pending):
         return PendingNorm(*self.parts, self.eps, other)
 
 
+class Again(NamedTuple):
+    """How a tensor is computed once more, by function(*tensors), so that a layer need not keep it until a second derivative.
+
+    The first of the tensors has its shape, dtype and layout. They are kept for other layers anyway.
+    """
+
+    function: Callable[..., Tensor]
+    tensors: tuple[Tensor | None, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Again | None":
+        """That of a tensor that nobody has changed."""
+        return getattr(tensor, "again", None) if tensor._version == 0 else None
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -178,7 +196,7 @@ class _Norm(torch.autograd.Function):
         g, saved = _like(gradients[0], ctx.saved_tensors[0]), ctx.saved_tensors
         if torch.is_grad_enabled():
             by_x, by_added, sums = _Pulled.apply(g, *saved, ctx.relu)  # type: ignore[no-untyped-call]
-            by_x.again = partial(_again, g.detach(), *saved, sums.detach(), relu=ctx.relu)
+            by_x.again = Again(partial(_input_gradient, relu=ctx.relu), (g.detach(), *saved, sums.detach()))
         else:
             by_x, by_added, sums = _first(g, *saved, relu=ctx.relu)
         by_w, by_b = sums.to(saved[4].dtype)
@@ -217,11 +235,16 @@ def _first(*given: Any, relu: bool) -> tuple[Tensor, Tensor, Tensor]:
     return norms.gradients(*given, relu=relu)
 
 
-def _again(*given: Any, relu: bool) -> Tensor:
-    """The input gradient once more: the layer before need not keep it until its second derivative."""
+def _input_gradient(*given: Any, relu: bool) -> Tensor:
     from dissensus.numerics import norms
 
     return norms.input_gradient(*given, relu=relu)
+
+
+def _normalised(x: Tensor, *layer: Tensor, relu: bool) -> Tensor:
+    from dissensus.numerics import norms
+
+    return norms.normalised(x, None, *layer, relu=relu)
 
 
 def _like(g: Tensor, x: Tensor) -> Tensor:

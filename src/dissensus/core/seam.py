@@ -71,7 +71,7 @@ def find(
         if not posterior.mixes:
             return found
         unmixed(found.gradients)
-        return found._replace(gradients=exchange.mixed(posterior.mix, found.gradients))
+        return found._replace(gradients=exchange.mixed(posterior.mix, found.gradients), largest=None)
 
 
 def add_gradients(parameters: Tensors, gradients: Tensors, *, share: Tensor | None = None) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dissensus.core.halves import half
-from dissensus.core.lazy_norm import thread, waiting
+from dissensus.core.lazy_norm import Again, thread, waiting
 from dissensus.core.pending import Pending, settled
 
 aten = torch.ops.aten
@@ -140,15 +140,16 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, w, b, ctx.stage, *ctx.how = inputs
-        ctx.save_for_backward(x, w)
+        _keep(ctx, x, w)
         ctx.bias = None if b is None else list(b.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (t,), (x, w) = gradients, ctx.saved_tensors
+        (t,), (w, *_) = gradients, ctx.saved_tensors
         for_x, for_w, for_b = ctx.needs_input_grad[:3]
         if ctx.stage.by_inputs_alone:
             for_w, for_b = (_leads_to_inputs(ctx, i) for i in (1, 2))
+        x = _kept(ctx, value=for_w)
         if not torch.is_grad_enabled():
             found = aten.convolution_backward(t, x, w, ctx.bias, *ctx.how, [for_x, for_w, for_b])
             return *found, *[None] * (1 + len(ctx.how))
@@ -180,18 +181,32 @@ class _Pulled(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         t, w, _, *ctx.how = inputs
-        # A fused batch norm computes it again, unless somebody has changed it: faster than memory fills up.
-        ctx.again = getattr(t, "again", None) if t._version == 0 else None
-        ctx.save_for_backward(*(() if ctx.again else (t,)), w)
+        _keep(ctx, t, w)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (u,), (*kept, w) = gradients, ctx.saved_tensors
+        (u,), (w, *_) = gradients, ctx.saved_tensors
         by_w = None
         if ctx.needs_input_grad[1]:
-            t = kept[0] if kept else ctx.again()
-            by_w = aten.convolution_backward(t, u, w, None, *ctx.how, [False, True, False])[1]
+            by_w = aten.convolution_backward(_kept(ctx), u, w, None, *ctx.how, [False, True, False])[1]
         return torch.convolution(u, w, None, *ctx.how), by_w, *[None] * (1 + len(ctx.how))
+
+
+def _keep(ctx: Any, tensor: Tensor, w: Tensor) -> None:
+    """Keeps w and the tensor, or, if it can be computed again, what that takes: faster than memory fills up."""
+    again = Again.of(tensor)
+    ctx.again = None if again is None else again.function
+    ctx.save_for_backward(w, *((tensor,) if again is None else again.tensors))
+
+
+def _kept(ctx: Any, *, value: bool = True) -> Tensor:
+    """The tensor; unless its value is wanted, one of its shape, dtype and layout may do."""
+    _, first, *others = ctx.saved_tensors
+    if ctx.again is None or not value:
+        return first  # type: ignore[no-any-return]
+    if torch.is_grad_enabled():
+        raise NotImplementedError("what a fused batch norm computes again has no derivatives")
+    return ctx.again(first, *others)  # type: ignore[no-any-return]
 
 
 def bent(input: Tensor, weight: Tensor) -> Tensor:

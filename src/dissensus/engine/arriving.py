@@ -1,11 +1,13 @@
 """Results and checks that the host reads late, so that a GPU never waits for it.
 
 A read of a value makes the host wait for the device, and the device then wait for its next batch. Values are copied while the
-device goes on, and read when it has the batch after theirs. So at most two batches are under way at a time.
+device goes on, and read when it has the batch after theirs, or, where nobody sees results before the end, a few batches more.
+So few batches are under way at a time.
 """
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +18,7 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 
 Item = TypeVar("Item")
+MOST = 2**28  # bytes of inputs on a device whose checks are waited for
 
 
 class Arriving:
@@ -39,15 +42,19 @@ class Arriving:
 
 
 class LateChecks:
-    """Checks in a run over batches, of values that the device computes: done one batch late, those of the first at once.
+    """Checks in a run over batches, of values that the device computes: done late, those of the first batch at once.
 
-    `at_once`: all of them at once, as where values are on the host, or where several processes must raise together.
+    Args:
+        at_once: all of them at once, as where values are on the host, or where several processes must raise together.
+        behind: batches by which they are late, fewer if inputs are large. With several, the device still has work while the
+            host prepares a batch that takes it longer, such as a smaller last one, which has no graph.
     """
 
-    def __init__(self, *, at_once: bool) -> None:
+    def __init__(self, *, at_once: bool, behind: int = 1) -> None:
         self.at_once = at_once
+        self.behind = behind
         self._new: list[tuple[Tensor, Callable[[Tensor], object]]] = []
-        self._due: list[tuple[Arriving, list[Callable[[Tensor], object]]]] = []
+        self._due: deque[tuple[Arriving, list[Callable[[Tensor], object]]]] = deque()
         self._first = True
 
     def add(self, values: Tensor, check: Callable[[Tensor], object]) -> None:
@@ -64,25 +71,23 @@ class LateChecks:
             if not float(values) < math.inf:
                 batches.check_finite(x, anywhere=True)  # raises, with the row
 
-        if not self.at_once:
+        size = sum(each.nbytes for each in batches.tensors(x) if each.device.type != "cpu")
+        if not self.at_once and size:
+            self.behind = max(1, min(self.behind, MOST // size))
             self.add(largest(x), check)
 
     def turn(self) -> None:
         """To be called after every batch."""
         if self.at_once:
             return
-        if self._first:
-            self.finish()
-        self._first = False
-        due, self._due = self._due, []
         self._send()
-        _do(due)
+        self._do(0 if self._first else self.behind)
+        self._first = False
 
     def finish(self) -> None:
         """Does all checks that are left."""
         self._send()
-        due, self._due = self._due, []
-        _do(due)
+        self._do(0)
 
     def _send(self) -> None:
         if self._new:
@@ -90,11 +95,12 @@ class LateChecks:
             self._new = []
             self._due.append((Arriving(values), [*checks]))
 
-
-def _do(due: list[tuple[Arriving, list[Callable[[Tensor], object]]]]) -> None:
-    for arriving, checks in due:
-        for values, check in zip(arriving.read(), checks, strict=True):
-            check(values)
+    def _do(self, left: int) -> None:
+        """Does the checks of all but so many batches."""
+        while len(self._due) > left:
+            arriving, checks = self._due.popleft()
+            for values, check in zip(arriving.read(), checks, strict=True):
+                check(values)
 
 
 class Timer:

@@ -89,7 +89,9 @@ class EagerStep:
             found = seam.find(self.posterior, batch, self.strategy, self.guard.look_unmixed)
         share = self._share(batch, number, found.losses.dtype)
         seam.add_gradients(self.guard.weights, found.gradients, share=share)
-        self.guard.look(found.losses, complete=number == self.accumulate)
+        # Of the only batch of a step, what was found on the way is what is in `.grad`.
+        known = found.largest if self.accumulate == 1 else None
+        self.guard.look(found.losses, complete=number == self.accumulate, known=known)
         self.guard.write(found.buffers)
         return found.losses
 

@@ -69,30 +69,37 @@ class Guard:
         mine = self._largest(gradients)[0]
         self._unmixed = mine if self._unmixed is None else torch.maximum(self._unmixed, mine)
 
-    def look(self, losses: Tensor | None, *, complete: bool) -> None:
-        """Checks losses, and gradients if the step is complete; raises Diverged if this step is checked at once."""
+    def look(self, losses: Tensor | None, *, complete: bool, known: Tensor | None = None) -> None:
+        """Checks losses, and gradients if the step is complete; raises Diverged if this step is checked at once.
+
+        `known`: (M,) the largest values of members' own gradients, if somebody has looked: these are not read again then.
+        """
         gradients = {n: g for n, p in self.weights.items() if (g := p.grad) is not None} if complete else {}
         particles = self.posterior.particles
+        if known is not None:
+            own = particles.own_parameters()
+            gradients = {name: each for name, each in gradients.items() if name not in own}
         if particles.divided:
             gradients = {name: here(gradient) for name, gradient in gradients.items()}
-        given = [*gradients.values()] if losses is None else [losses, *gradients.values()]
+        given = [*(each for each in (losses, known) if each is not None), *gradients.values()]
         exchange = particles.exchange
         if self.reads:
             flag_not_finite(given, self.halted, self._one)
             if exchange.any(self.halted.item() > 0):
-                self._note(losses, gradients)
+                self._note(losses, gradients, known)
                 self.halted.copy_(exchange.everywhere(self.bad).any())
                 self._raise_if_halted()
         elif given:
-            with self._aside():  # first, so that it also overlaps with the flag's kernel
-                self._note(losses, gradients)
+            with self._aside(losses, known):  # first, so that it also overlaps with the flag's kernel
+                self._note(losses, gradients, known)
             flag_not_finite(given, self.halted, self._one)
             exchange.agree(self.halted)
 
-    def _note(self, losses: Tensor | None, gradients: Mapping[str, Tensor]) -> None:
+    def _note(self, losses: Tensor | None, gradients: Mapping[str, Tensor], known: Tensor | None) -> None:
         """Records which values of which members are bad, unless an earlier step was bad."""
         nothing = torch.zeros_like(self.bad[0], dtype=torch.float32)
         mine, common = self._largest(gradients)
+        mine = mine if known is None else known
         of_losses = nothing if losses is None else losses.detach()
         before = nothing if self._unmixed is None else self._unmixed
         now = ~torch.stack([of_losses, before, mine, common.expand(len(nothing))]).isfinite()
@@ -107,10 +114,11 @@ class Guard:
         """Stores batch statistics (M, ...) after a batch, unless this or an earlier batch was bad."""
         if not buffers:
             return
-        if not self.reads:
-            before = self._kept or self._buffers()
-            buffers = _unless(self.halted, {name: each for name, each in buffers.items() if name in before}, before)
-        self.posterior.particles.write_buffers(buffers)
+        with self._aside(buffers):
+            if not self.reads:
+                before = self._kept or self._buffers()
+                buffers = _unless(self.halted, {name: each for name, each in buffers.items() if name in before}, before)
+            self.posterior.particles.write_buffers(buffers)
 
     def undo(self) -> None:
         """Restores the batch statistics from before the step's first batch if a later batch was bad."""
@@ -189,8 +197,9 @@ class Guard:
         own = particles.own_parameters().keys() | particles.own_buffers().keys()
         mine = [tensor for name, tensor in tensors.items() if name.partition("/")[0] in own]
         others = [tensor for name, tensor in tensors.items() if name.partition("/")[0] not in own]
-        found = largest(mine, others, particles.members)
-        return found[0].to(self.posterior.device), found[1].to(self.posterior.device)
+        device = self.posterior.device
+        found = largest(mine, others, particles.members, device)
+        return found[0].to(device), found[1].to(device)
 
     def _tensors(self) -> dict[str, Tensors]:
         """Kind ("weight", "buffer", "moment") -> floating-point tensors by name, which are checked."""
@@ -224,13 +233,15 @@ class Aside:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.forked = False
+        self.held: list[object] = []  # what it reads: memory that is freed earlier may be given to the current stream
 
-    def __call__(self) -> AbstractContextManager[object]:
-        """Inside, work goes to the side stream during a capture, else to the current one."""
+    def __call__(self, *reads: object) -> AbstractContextManager[object]:
+        """Inside, work, which reads these, goes to the side stream during a capture, else to the current one."""
         if self.stream is None or not torch.cuda.is_current_stream_capturing():
             return nullcontext()
         self.stream.wait_stream(torch.cuda.current_stream())
         self.forked = True
+        self.held += reads
         return torch.cuda.stream(self.stream)
 
     def join(self) -> None:
@@ -238,6 +249,7 @@ class Aside:
         if self.stream is not None and self.forked and torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().wait_stream(self.stream)
         self.forked = False
+        self.held.clear()
 
 
 def _unless(flag: Tensor, values: Tensors, before: Tensors) -> Tensors:

@@ -57,8 +57,8 @@ class Memory:
 
     @property
     def reserved(self) -> int:
-        """Bytes that torch takes from a GPU for that: members on different streams do not share memory."""
-        return self.at_once + self.taken.reserved - self.taken.alive
+        """Bytes that torch takes from a GPU for that: streams, and libraries in a graph, do not share memory."""
+        return self.at_once + self.taken.reserved - self.taken.alive + self.workspace
 
     @property
     def one_at_a_time(self) -> int:

@@ -25,6 +25,7 @@ from dissensus.engine.precision import PredictionPrecision, in_precision, predic
 log = logging.getLogger("dissensus")
 
 LITTLE = 2**26  # numbers
+BEHIND = 16  # batches, where the user's code does not run between them
 
 
 def predicted(
@@ -51,7 +52,8 @@ def predicted(
     portion = posterior.portion(drawn)
     count = batches.length(loader)
     # On a mesh an error must come with its batch, so that all processes raise it.
-    late = LateChecks(at_once=device.type != "cuda" or posterior.others is not None)
+    at_once = device.type != "cuda" or posterior.others is not None
+    late = LateChecks(at_once=at_once, behind=BEHIND if keeps_weights else 1)
 
     @contextmanager
     def context() -> Iterator[None]:
