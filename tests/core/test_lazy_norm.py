@@ -29,7 +29,9 @@ GPU = pytest.param(
 )
 
 
-def statistics(x, running_mean, running_var, momentum, eps):
+def statistics(x, running_mean, running_var, momentum, eps, *, counter=None):
+    if counter is not None:
+        counter.data.add_(1)  # as kernels do: torch does not see it
     over = [0, *range(2, x.ndim)]
     mean, var = x.mean(over), x.var(over, correction=0)
     if running_mean is not None:
@@ -202,11 +204,10 @@ def test_values_and_two_derivatives_are_those_of_torch(then: str, device: torch.
     assert near(found, results(plain, x, v), results(slow, x.double().cpu(), v.double().cpu()))
 
 
-def test_gradients_of_forde_are_those_of_torchs_layers(device: torch.device) -> None:
+@pytest.mark.parametrize("then", ["sum and relu", "relu", "nothing"])
+def test_gradients_of_forde_are_those_of_torchs_layers(then: str, device: torch.device) -> None:
     torch.manual_seed(0)
-    posterior = (
-        ds.FoRDE([network(THEN["sum and relu"], precision(device), device) for _ in range(2)]).to(device).train()
-    )
+    posterior = ds.FoRDE([network(THEN[then], precision(device), device) for _ in range(2)]).to(device).train()
     for parameter in posterior.parameters():
         if parameter.ndim == 5:
             parameter.data = parameter.data.movedim(-3, -1).contiguous().movedim(-1, -3)
@@ -219,6 +220,58 @@ def test_gradients_of_forde_are_those_of_torchs_layers(device: torch.device) -> 
     for part in ("gradients", "buffers"):
         for name, wanted in getattr(expected, part).items():
             torch.testing.assert_close(getattr(found, part)[name], wanted, **tolerance)
+
+
+def test_a_kernel_that_depends_on_the_input_finds_no_activation_that_is_computed_again(device: torch.device) -> None:
+    x = torch.randn(6, 5, 4, 3, dtype=precision(device), device=device).contiguous(memory_format=torch.channels_last)
+    x, norm = x.requires_grad_(), nn.BatchNorm2d(5).to(device, precision(device))
+    with lazy_norm.fused(), twice.differentiated_twice(of_any_size=True):
+        out = F.conv2d(F.relu(norm(x * 1)), x.mean(0)[None, :, :1, :1])
+        with pytest.raises(NotImplementedError, match="computes again"):
+            torch.autograd.grad(out.square().sum(), x, create_graph=True)
+
+
+class Counting(nn.Module):
+    """Layers that count batches: as torch does, one that is used twice, one whose momentum is its counter, and by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.mean = nn.BatchNorm2d(5), nn.BatchNorm2d(5), nn.BatchNorm2d(5, momentum=None)
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("before", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        x = F.relu(self.first(x)) * self.calls
+        x = self.mean(F.relu(self.twice(self.twice(x))))
+        self.before.add_(1)
+        self.before.mul_(2)
+        self.calls.add_(1)
+        return x
+
+
+def test_batches_are_counted_as_by_torchs_layers(device: torch.device) -> None:
+    plain = Counting().to(device, precision(device))
+    fast = copy.deepcopy(plain)
+    for _ in range(3):
+        x = torch.randn(6, 5, 4, 3, dtype=precision(device), device=device).contiguous(
+            memory_format=torch.channels_last
+        )
+        with lazy_norm.fused():
+            found = fast(x).detach()
+        torch.testing.assert_close(found, plain(x).detach())
+    counted = {name: int(each) for name, each in fast.named_buffers() if not each.ndim}
+    assert counted == {
+        "first.num_batches_tracked": 3,
+        "twice.num_batches_tracked": 6,
+        "mean.num_batches_tracked": 3,
+        "calls": 6,
+        "before": 14,
+    }
+    for name, buffer in fast.named_buffers():
+        torch.testing.assert_close(buffer, plain.get_buffer(name))
+    versions = [each._version for each in (fast.first.num_batches_tracked, plain.first.num_batches_tracked)]
+    assert versions[0] == versions[1]
 
 
 class Doubled(torch.autograd.Function):

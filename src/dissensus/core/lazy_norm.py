@@ -39,11 +39,13 @@ def fused() -> Iterator[None]:
             yield
     finally:
         thread.fusing = before
+        count_now()
 
 
 class _Thread(threading.local):
     norms = True  # whether batch norm may take other forms: not if its statistics span several processes
     fusing = False  # whether `fused` is active
+    counter: Tensor | None = None  # of batches, to be raised by one: by the batch norm that comes next
 
 
 thread = _Thread()
@@ -53,11 +55,28 @@ class _Waiting(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
             return waiting(*args, **(kwargs or {}))
+        count_now()
+        if func is Tensor.add_ and not kwargs and counts(*args):
+            thread.counter = args[0]
+            return args[0]
         if func is torch.conv2d:
             return convolution(*args, **(kwargs or {}))
         if func is F.linear and len(args) > 1:
             args = (args[0], half(args[1]), *args[2:])
         return func(*args, **(kwargs or {}))
+
+
+def counts(counter: Any, by: Any, *_: Any) -> bool:
+    """Whether an addition in place raises a number of batches by one, as batch norm does before it calls its function."""
+    whole = type(counter) is Tensor and counter.dtype == torch.int64 and counter.ndim == 0
+    return whole and counter.device.type == DEVICE and type(by) is int and by == 1
+
+
+def count_now() -> None:
+    """Raises the counter that waits, before anything else can look at it."""
+    counter, thread.counter = thread.counter, None
+    if counter is not None:
+        counter.add_(1)
 
 
 def waiting(
@@ -77,6 +96,8 @@ def waiting(
     given = [each for each in (weight, bias, running_mean, running_var) if each is not None]
     packed = all(each.is_contiguous() and each.device == input.device for each in given)  # as the kernels read them
     usable = weight is not None and bias is not None and known and packed and (training or not torch.is_grad_enabled())
+    if not training:
+        count_now()
     if (
         usable
         and not training
@@ -87,14 +108,16 @@ def waiting(
         return PendingNorm(input, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
     x = settled(input)
     if not usable or not takes(x):
+        count_now()
         return otherwise(x, running_mean, running_var, weight, bias, training, momentum, eps)
     if not training:
         return PendingNorm(x, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
     from dissensus.numerics import norms  # imports Triton
 
+    counter, thread.counter = thread.counter, None
     with torch.no_grad():
-        mean, rstd = norms.statistics(x, running_mean, running_var, momentum, eps)
-    for changed in (running_mean, running_var):
+        mean, rstd = norms.statistics(x, running_mean, running_var, momentum, eps, counter=counter)
+    for changed in (running_mean, running_var, counter):
         if changed is not None:
             torch.autograd.graph.increment_version(changed)
     return PendingNorm(x, cast(Tensor, weight), cast(Tensor, bias), mean, rstd)

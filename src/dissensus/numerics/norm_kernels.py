@@ -33,7 +33,7 @@ def tile(row, rows, channels, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
 
 @triton.jit
 def moments(
-    x, parts, rows, channels, P, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr
+    x, parts, rows, channels, P, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """parts (2, P, C): the mean and the sum of squares around it of every P-th tile."""
     first = tl.program_id(0)
@@ -44,7 +44,7 @@ def moments(
     pivot = tl.sum(v, 0) / count
     once = tl.where(there, v - pivot[None, :], 0.0)
     squared = once * once
-    for row in range((first + P) * ROWS, rows, P * ROWS):
+    for row in tl.range((first + P) * ROWS, rows, P * ROWS, num_stages=STAGES):
         at, there, _, _ = tile(row, rows, channels, ROWS, CHANNELS)
         apart = tl.where(there, tl.load(x + at, there, 0.0).to(T) - pivot[None, :], 0.0)
         count += tl.minimum(rows - row, ROWS)
@@ -66,10 +66,11 @@ def part(parts, k, c, known, channels, P, BLOCK: tl.constexpr):
 
 @triton.jit
 def joined(
-    parts, mean, rstd, running_mean, running_var, momentum, rows, channels, P,
-    EPS: tl.constexpr, RUNNING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    parts, mean, rstd, running_mean, running_var, counter, momentum, rows, channels, P,
+    EPS: tl.constexpr, RUNNING: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Mean and 1 / √(var + ε), from parts of `moments`; running statistics move towards them."""
+    """Mean and 1 / √(var + ε), from parts of `moments`; running statistics move towards them, and the counter goes up."""
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     known = c < channels
     number, tiles = tl.arange(0, BLOCK), tl.cdiv(rows, ROWS)
@@ -87,6 +88,9 @@ def joined(
         tl.store(running_mean + c, before + momentum * (m - before), known)
         before = tl.load(running_var + c, known, 0.0)
         tl.store(running_var + c, before + momentum * (around / (rows - 1) - before), known)
+    if COUNT:  # noqa: SIM102
+        if tl.program_id(0) == 0:
+            tl.store(counter, tl.load(counter) + 1)
 
 
 @triton.jit
@@ -137,7 +141,7 @@ def through(
 @triton.jit
 def gradient_parts(
     g, x, y, mean, rstd, weight, bias, parts, by_added, rows, channels, P,
-    ADDED: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
+    ADDED: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """parts (2, P, C) of Σ x̂ t and Σ t; with an added tensor also t, its gradient."""
     first = tl.program_id(0)
@@ -145,7 +149,7 @@ def gradient_parts(
     m, r = tl.load(mean + c, known, 0.0), tl.load(rstd + c, known, 0.0)
     scale, b = tl.load(weight + c, known, 0.0).to(T) * r, tl.load(bias + c, known, 0.0).to(T)
     of_xt, of_t = tl.zeros((ROWS, CHANNELS), T), tl.zeros((ROWS, CHANNELS), T)
-    for row in range(first * ROWS, rows, P * ROWS):
+    for row in tl.range(first * ROWS, rows, P * ROWS, num_stages=STAGES):
         at, there, _, _ = tile(row, rows, channels, ROWS, CHANNELS)
         centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
         t, _ = through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
@@ -176,7 +180,7 @@ def gradients(
 @triton.jit
 def second_parts(
     u, g, x, y, mean, rstd, weight, bias, parts, rows, channels, P,
-    ADDED: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
+    ADDED: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """parts (3, P, C) of Σ x̂ u, Σ u and Σ t u."""
     first = tl.program_id(0)
@@ -185,7 +189,7 @@ def second_parts(
     scale, b = tl.load(weight + c, known, 0.0).to(T) * r, tl.load(bias + c, known, 0.0).to(T)
     of_xu, of_u = tl.zeros((ROWS, CHANNELS), T), tl.zeros((ROWS, CHANNELS), T)
     of_tu = tl.zeros((ROWS, CHANNELS), T)
-    for row in range(first * ROWS, rows, P * ROWS):
+    for row in tl.range(first * ROWS, rows, P * ROWS, num_stages=STAGES):
         at, there, _, _ = tile(row, rows, channels, ROWS, CHANNELS)
         centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
         t, _ = through(g, y, at, there, centred, scale, b, ADDED, RELU, T)

@@ -15,15 +15,15 @@ CHANNELS = 64  # of a tile, at most
 # Numbers in a tile and warps of a program: small programs, which find room beside those of convolutions.
 TILE, WARPS = 1024, 2
 # The same of sums over rows, and the number of parts, times tiles of channels: enough to keep a GPU busy.
-MOMENTS = (2048, 2, 256)
-SUMS = (2048, 2, 256)
+SUMS = (1024, 1, 264)
+STAGES = 4  # tiles that a program reads before it needs them
 FEW = 8  # channels whose parts are summed by one program
 
 
 class Sizes:
     """Numbers of rows, channels and parts of a tensor, and how a kernel's grid covers it."""
 
-    def __init__(self, x: Tensor, sums: tuple[int, int, int]) -> None:
+    def __init__(self, x: Tensor) -> None:
         self.channels = x.shape[1]
         self.rows = x.numel() // self.channels
         double = x.dtype == torch.float64
@@ -32,8 +32,8 @@ class Sizes:
         wide = min(CHANNELS, triton.next_power_of_2(self.channels))
         self.tile = {"ROWS": TILE // wide, "CHANNELS": wide, "T": T, "num_warps": WARPS}
         self.all = (triton.cdiv(self.rows, TILE // wide), triton.cdiv(self.channels, wide))
-        long, warps, parts = sums
-        self.long = {"ROWS": long // wide, "CHANNELS": wide, "T": T, "num_warps": warps}
+        long, warps, parts = SUMS
+        self.long = {"ROWS": long // wide, "CHANNELS": wide, "T": T, "num_warps": warps, "STAGES": STAGES}
         self.parts = min(triton.cdiv(self.rows, long // wide), max(1, parts // self.all[1]))
         self.some = (self.parts, self.all[1])
         self.few = {"BLOCK": triton.next_power_of_2(self.parts), "CHANNELS": FEW}
@@ -50,19 +50,23 @@ class Sizes:
 
 
 def statistics(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float, eps: float
-) -> tuple[Tensor, Tensor]:
-    """(m, r) of x, each (C,); running statistics are updated in place."""
-    sizes = Sizes(x, MOMENTS)
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float, eps: float, *,
+    counter: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(m, r) of x, each (C,); running statistics are updated in place, and the counter () goes up by one."""
+    sizes = Sizes(x)
     parts = sizes.parts_of(x, 2)
     mean, rstd = parts.new_empty((2, sizes.channels)).unbind()
     # Triton passes numbers as float32: not good enough for the momentum of float64.
     running = running_mean is not None and running_var is not None and x.dtype != torch.float64
-    kept = (mean, rstd, running_mean if running else mean, running_var if running else mean, momentum)
+    kept = (mean, rstd, running_mean if running else mean, running_var if running else mean)
     numbers = (sizes.rows, sizes.channels, sizes.parts)
     kernels.moments[sizes.some](x, parts, *numbers, **sizes.long)
     grid = (triton.cdiv(sizes.channels, FEW),)
-    kernels.joined[grid](parts, *kept, *numbers, EPS=eps, RUNNING=running, ROWS=sizes.long["ROWS"], **sizes.few)
+    kernels.joined[grid](
+        parts, *kept, mean if counter is None else counter, momentum, *numbers,
+        EPS=eps, RUNNING=running, COUNT=counter is not None, ROWS=sizes.long["ROWS"], **sizes.few,
+    )  # fmt: skip
     if running_mean is not None and running_var is not None and not running:
         running_mean.lerp_(mean, momentum)
         running_var.lerp_((rstd**-2 - eps) * (sizes.rows / (sizes.rows - 1)), momentum)
@@ -74,7 +78,7 @@ def normalised(
     relu: bool, eps: float | None = None,
 ) -> Tensor:  # fmt: skip
     """y. With `eps`, spread is the variance; without it, r."""
-    sizes, y = Sizes(x, SUMS), torch.empty_like(x)
+    sizes, y = Sizes(x), torch.empty_like(x)
     kernels.normalised[sizes.all](
         x, x if added is None else added, y, mean, spread, weight, bias, sizes.rows, sizes.channels,
         EPS=eps or 0.0, ADDED=added is not None, RELU=relu, VARIANCE=eps is not None, **sizes.tile,
@@ -86,7 +90,7 @@ def gradients(
     g: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, *, relu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(J t, t, sums (2, C): Σ x̂ t and Σ t). y: given if a tensor was added before ReLU; without it t is not computed."""
-    sizes, added = Sizes(x, SUMS), y is not None
+    sizes, added = Sizes(x), y is not None
     parts, t = sizes.parts_of(x, 2), torch.empty_like(x) if added else g
     layer, numbers = (mean, rstd, weight, bias), (sizes.rows, sizes.channels)
     kernels.gradient_parts[sizes.some](
@@ -102,7 +106,7 @@ def input_gradient(
     relu: bool,
 ) -> Tensor:  # fmt: skip
     """J t, with the sums known."""
-    sizes, by_x = Sizes(x, SUMS), torch.empty_like(x)
+    sizes, by_x = Sizes(x), torch.empty_like(x)
     kernels.gradients[sizes.all](
         g, x, x if y is None else y, mean, rstd, weight, bias, sums, by_x, sizes.rows, sizes.channels,
         ADDED=y is not None, RELU=relu, **sizes.tile,
@@ -115,7 +119,7 @@ def second_gradients(
     bias: Tensor, sums: Tensor, *, relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Derivatives of ⟨u, J t⟩ + ⟨v, t⟩ by g, x and w; `sums` are those of `gradients`."""
-    sizes, added = Sizes(x, SUMS), y is not None
+    sizes, added = Sizes(x), y is not None
     parts, by_g, by_x = sizes.parts_of(x, 3), torch.empty_like(x), torch.empty_like(x)
     by_weight = sums.new_empty(sizes.channels)
     common = (g, x, x if y is None else y, mean, rstd, weight, bias)
