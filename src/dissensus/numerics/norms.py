@@ -15,8 +15,8 @@ CHANNELS = 64  # of a tile, at most
 # Numbers in a tile and warps of a program: small programs, which find room beside those of convolutions.
 TILE, WARPS = 1024, 2
 # The same of sums over rows, and the number of parts, times tiles of channels: enough to keep a GPU busy.
-SUMS = (1024, 1, 264)
-STAGES = 4  # tiles that a program reads before it needs them
+SUMS = (1024, 1, 256)
+STAGES = 4  # tiles that a program reads before it needs them; in float64 one, since they would not fit
 FEW = 8  # channels whose parts are summed by one program
 
 
@@ -33,7 +33,8 @@ class Sizes:
         self.tile = {"ROWS": TILE // wide, "CHANNELS": wide, "T": T, "num_warps": WARPS}
         self.all = (triton.cdiv(self.rows, TILE // wide), triton.cdiv(self.channels, wide))
         long, warps, parts = SUMS
-        self.long = {"ROWS": long // wide, "CHANNELS": wide, "T": T, "num_warps": warps, "STAGES": STAGES}
+        self.long = {"ROWS": long // wide, "CHANNELS": wide, "T": T, "num_warps": warps}
+        self.long["STAGES"] = 1 if double else STAGES
         self.parts = min(triton.cdiv(self.rows, long // wide), max(1, parts // self.all[1]))
         self.some = (self.parts, self.all[1])
         self.few = {"BLOCK": triton.next_power_of_2(self.parts), "CHANNELS": FEW}
