@@ -58,7 +58,8 @@ class Memory:
     @property
     def reserved(self) -> int:
         """Bytes that torch takes from a GPU for that: streams, and libraries in a graph, do not share memory."""
-        return self.at_once + self.taken.reserved - self.taken.alive + self.workspace
+        # Libraries allocate for each thread that computes, forward and backward; for one of them again within the graph.
+        return self.at_once + self.taken.reserved - self.taken.alive + self.workspace // 2
 
     @property
     def one_at_a_time(self) -> int:
