@@ -36,6 +36,10 @@ def over(key: str, below: str, **where: str) -> Callable[[list[Row]], list[float
     return found
 
 
+def apart(a: float, b: float) -> float:
+    return max(a, b) / min(a, b)
+
+
 GPU, CPU, PEERS = "gpu_h200.csv", "latency_cpu.csv", "peers_cpu.csv"
 STATED = {"reserved": "stated_reserved", "tensors": "stated_tensors"}
 AIMS = (
@@ -50,8 +54,8 @@ AIMS = (
         column("ratio", what="prediction", name="predict, bf16"), least=True),
     Aim("predictions in float32, times as fast", 1.5, GPU,
         column("ratio", what="prediction", name="predict, float32"), least=True),
-    Aim("memory taken over stated, within a tenth", 1.1, "training_memory.csv",
-        lambda rows: [max(float(row[key]) / float(row[stated]) for key, stated in STATED.items()) for row in rows]),
+    Aim("memory stated and taken, the larger over the smaller", 1.1, "training_memory.csv",
+        lambda rows: [max(apart(float(row[key]), float(row[stated])) for key, stated in STATED.items()) for row in rows]),
     Aim("MAP, one input, over the bare MLP", 0.15, CPU,
         column("over_ms", method="MAP", what="prediction of one input", network="MLP 784-200-200-200-10"), "ms"),
     Aim("MAP, one input, over the bare ResNet-20", 1.1, CPU,

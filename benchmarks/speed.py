@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rows import FACTS, made_on, read_rows, write_rows
+from rows import FACTS, Row, made_on, read_rows, write_rows
 from torch import Tensor, nn
 
 import dissensus as ds
@@ -74,7 +74,15 @@ def main() -> None:
                         rows.append(row)
                         print("  ".join(f"{k}={v}" for k, v in row.items() if k not in FACTS), flush=True)
     if options.csv:
-        write_rows(options.csv, [*read_rows(options.csv), *rows])
+        write_rows(options.csv, replaced([*read_rows(options.csv), *rows]))
+
+
+def replaced(rows: list[Row]) -> list[Row]:
+    """The rows, of several with the same case only the last, in the place of the first."""
+    return list({tuple(str(row[key]) for key in CASE): row for row in rows}.values())
+
+
+CASE = ("case", "members", "batch", "engine", "what")
 
 
 def measure(
