@@ -77,7 +77,7 @@ def placed(one: Gradients, stacks: Tensors, index: int) -> Gradients:
         return one
     rows = {name: stack[index] for name, stack in stacks.items()}
     gradients = {name: rows[name] for name in one.gradients if name in rows}
-    buffers = {name: rows[name] for name, each in one.buffers.items() if _alike(each, rows[name])}
+    buffers = {name: rows[name] for name, each in one.buffers.items() if name in rows and _alike(each, rows[name])}
     mine, given = {**gradients, **buffers}, {**one.gradients, **one.buffers}
     copy_all(list(mine.values()), [given[name] for name in mine])
     largest = amax(list(gradients.values()), one.losses.device)
@@ -116,8 +116,8 @@ def gathered(state: State, found: list[Gradients], stacks: Tensors) -> Gradients
             gradients[name] = sum(given[1:], given[0])
     buffers: Tensors = {}
     for name, first in found[0].buffers.items():
-        placed_there = name in stacks and _alike(first, stacks[name][0])
-        buffers[name] = stacks[name] if placed_there else first.new_empty((len(found), *first.shape))
+        in_place = name in stacks and _alike(first, stacks[name][0])
+        buffers[name] = stacks[name] if in_place else first.new_empty((len(found), *first.shape))
         pairs = zip(buffers[name].unbind(), [one.buffers[name] for one in found], strict=True)
         elsewhere = [(row, b) for row, b in pairs if row.data_ptr() != b.data_ptr()]
         targets += [row for row, _ in elsewhere]

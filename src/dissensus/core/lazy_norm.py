@@ -66,7 +66,7 @@ class _Waiting(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def counts(counter: Any, by: Any, *_: Any) -> bool:
+def counts(counter: Any, by: Any = None, *_: Any) -> bool:
     """Whether an addition in place raises a number of batches by one, as batch norm does before it calls its function."""
     whole = type(counter) is Tensor and counter.dtype == torch.int64 and counter.ndim == 0
     return whole and counter.device.type == DEVICE and type(by) is int and by == 1
@@ -199,7 +199,8 @@ class Again(NamedTuple):
     @staticmethod
     def of(tensor: Tensor) -> "Again | None":
         """That of a tensor that nobody has changed."""
-        return getattr(tensor, "again", None) if tensor._version == 0 else None
+        again: Again | None = getattr(tensor, "again", None)
+        return again if again is None or tensor._version == 0 else None
 
 
 class _Norm(torch.autograd.Function):
