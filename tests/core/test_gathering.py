@@ -11,6 +11,7 @@ import dissensus as ds
 import tiny
 from dissensus.core import seam
 from dissensus.core.batch import Batch
+from dissensus.core.finite import amax
 from dissensus.core.gradients import Gradients, looped, looped_keeping_graphs
 from dissensus.engine.eager import EagerStep
 
@@ -108,3 +109,23 @@ def test_gradients_that_are_mixed_are_looked_at_again() -> None:
     posterior = ds.SVGD([tiny.mlp().float() for _ in range(3)], data_size=10).train()
     given = Batch(torch.randn(5, 4), torch.randint(3, (5,)))
     assert seam.find(posterior, given, partial(looped, lanes=LANES)).largest is None
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")],
+        ),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+def test_the_largest_value_is_not_finite_if_one_number_is_not(bad: str, dtype: torch.dtype, device: str) -> None:
+    tensors = [torch.zeros(3, dtype=dtype, device=device), torch.zeros(70_001, dtype=dtype, device=device)]
+    assert amax(tensors, tensors[0].device) == 0
+    tensors[1][-1] = float(bad)
+    assert not amax(tensors, tensors[0].device).isfinite()
+    assert amax([], torch.device(device)) == 0

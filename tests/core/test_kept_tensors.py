@@ -153,3 +153,17 @@ def test_what_follows_row_by_row_is_computed_once_for_all_members() -> None:
     assert not kept.fresh()
     with keeping(kept, casts=False):
         assert torch.equal(found(w[2], None, scale[2])[0], w[2] * scale[2][:, None, None])
+
+
+def test_rows_of_one_number_are_packed_where_their_stacks_are_not() -> None:
+    flat, read = torch.randn(3, 7), []
+
+    def doubled(row: Tensor) -> tuple[Tensor]:
+        read.append(row.is_contiguous())  # as kernels read it
+        return (2 * row,)
+
+    cut = flat[:, 2:3]
+    with keeping(Kept([cut]), casts=False):
+        for i in range(3):
+            assert torch.equal(derived("doubled", (cut[i],), doubled, by_rows=True)[0], 2 * cut[i])
+    assert read == [True]

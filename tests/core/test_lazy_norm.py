@@ -9,6 +9,9 @@ import os
 import subprocess
 import sys
 import types
+from contextlib import nullcontext
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -204,8 +207,13 @@ def test_values_and_two_derivatives_are_those_of_torch(then: str, device: torch.
     assert near(found, results(plain, x, v), results(slow, x.double().cpu(), v.double().cpu()))
 
 
-@pytest.mark.parametrize("then", ["sum and relu", "relu", "nothing"])
-def test_gradients_of_forde_are_those_of_torchs_layers(then: str, device: torch.device) -> None:
+@pytest.mark.parametrize(("then", "again"), [("sum and relu", 0), ("relu", 4), ("nothing", 4)])
+def test_gradients_of_forde_are_those_of_torchs_layers(
+    then: str, again: int, device: torch.device, monkeypatch
+) -> None:
+    """Activations before convolutions are not kept but computed again, two of each network, unless something was added."""
+    calls, real = [], lazy_norm._normalised
+    monkeypatch.setattr(lazy_norm, "_normalised", lambda *given, relu: calls.append(relu) or real(*given, relu=relu))
     torch.manual_seed(0)
     posterior = ds.FoRDE([network(THEN[then], precision(device), device) for _ in range(2)]).to(device).train()
     for parameter in posterior.parameters():
@@ -216,19 +224,50 @@ def test_gradients_of_forde_are_those_of_torchs_layers(then: str, device: torch.
     expected = looped_keeping_graphs(posterior, batch)
     with lazy_norm.fused():
         found = looped_keeping_graphs(posterior, batch)
+    assert len(calls) == again
     tolerance = {"rtol": 1e-9, "atol": 1e-10} if device.type == "cpu" else {"rtol": 1e-3, "atol": 1e-4}
     for part in ("gradients", "buffers"):
         for name, wanted in getattr(expected, part).items():
             torch.testing.assert_close(getattr(found, part)[name], wanted, **tolerance)
 
 
-def test_a_kernel_that_depends_on_the_input_finds_no_activation_that_is_computed_again(device: torch.device) -> None:
+class Kerneled(nn.Module):
+    """The kernel of a convolution behind batch norm depends on the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.kernel, self.last = nn.BatchNorm2d(5), nn.Parameter(torch.randn(4, 5, 1, 1)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.norm(x * 1))
+        return self.last(F.conv2d(h, self.kernel * h.mean()).mean((2, 3)))
+
+
+class Clipped(nn.Module):
+    """An activation is changed past the version that torch counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv, self.last = nn.BatchNorm2d(5), nn.Conv2d(5, 4, 1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.norm(x * 1))
+        h.data.clamp_(max=0.5)
+        return self.last(self.conv(h).mean((2, 3)))
+
+
+@pytest.mark.parametrize("make", [Kerneled, Clipped])
+def test_activations_that_cannot_be_computed_again_are_kept(make, device: torch.device) -> None:
+    torch.manual_seed(0)
+    posterior = ds.FoRDE([make().to(device, precision(device)) for _ in range(2)]).to(device).train()
     x = torch.randn(6, 5, 4, 3, dtype=precision(device), device=device).contiguous(memory_format=torch.channels_last)
-    x, norm = x.requires_grad_(), nn.BatchNorm2d(5).to(device, precision(device))
-    with lazy_norm.fused(), twice.differentiated_twice(of_any_size=True):
-        out = F.conv2d(F.relu(norm(x * 1)), x.mean(0)[None, :, :1, :1])
-        with pytest.raises(NotImplementedError, match="computes again"):
-            torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    batch = Batch(x, torch.randint(3, (6,), device=device))
+    expected = looped_keeping_graphs(posterior, batch)
+    with lazy_norm.fused():
+        found = looped_keeping_graphs(posterior, batch)
+    tolerance = {"rtol": 1e-9, "atol": 1e-10} if device.type == "cpu" else {"rtol": 1e-3, "atol": 1e-4}
+    for name, wanted in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], wanted, **tolerance)
 
 
 class Counting(nn.Module):
@@ -250,18 +289,27 @@ class Counting(nn.Module):
         return x
 
 
-def test_batches_are_counted_as_by_torchs_layers(device: torch.device) -> None:
+@pytest.mark.parametrize("inside", [nullcontext, partial(twice.differentiated_twice, of_any_size=True)])
+def test_batches_are_counted_as_by_torchs_layers(inside, device: torch.device, monkeypatch) -> None:
+    norms, given = import_module("dissensus.numerics.norms"), []
+    real = norms.statistics
+
+    def noted(*args, counter=None):
+        given.append(counter is not None)
+        return real(*args, counter=counter)
+
+    monkeypatch.setattr(norms, "statistics", noted)
     plain = Counting().to(device, precision(device))
     fast = copy.deepcopy(plain)
     counters = [each.first.num_batches_tracked for each in (fast, plain)]
     before = [each._version for each in counters]
     for _ in range(3):
-        x = torch.randn(6, 5, 4, 3, dtype=precision(device), device=device).contiguous(
-            memory_format=torch.channels_last
-        )
-        with lazy_norm.fused():
+        x = torch.randn(6, 5, 4, 3, dtype=precision(device), device=device)
+        x = x.contiguous(memory_format=torch.channels_last)
+        with lazy_norm.fused(), inside():
             found = fast(x).detach()
         torch.testing.assert_close(found, plain(x).detach())
+    assert given == 3 * [True, True, True, False]  # by the kernel, unless the counter is read before
     counted = {name: int(each) for name, each in fast.named_buffers() if not each.ndim}
     assert counted == {
         "first.num_batches_tracked": 3,

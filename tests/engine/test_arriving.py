@@ -69,6 +69,16 @@ def test_checks_may_be_several_batches_late_but_few_if_inputs_are_large(monkeypa
     assert late.behind == 1
 
 
+def test_inputs_that_were_not_finite_raise_also_if_they_have_been_overwritten():
+    x = torch.zeros(3, 2)
+    arriving.check_inputs(torch.tensor(1.0), x)
+    with pytest.raises(ValueError, match="overwritten"):
+        arriving.check_inputs(torch.tensor(float("nan")), x)
+    x[1] = float("inf")
+    with pytest.raises(ValueError, match="row 1"):
+        arriving.check_inputs(torch.tensor(float("inf")), x)
+
+
 def test_on_the_host_everything_is_there_already():
     x = torch.randn(3)
     assert Arriving([x]).read()[0] is x

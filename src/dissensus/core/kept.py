@@ -59,7 +59,7 @@ class Kept:
             return make(*tensors)
         with nullcontext() if _thread.beside is None else torch.cuda.stream(_thread.beside):
             stacks = self._stacks(tensors) if by_rows else []
-            made: Any = make(*(stack and stack.whole.flatten(0, 1) for stack in stacks) if stacks else tensors)
+            made: Any = make(*(stack and stack.flat() for stack in stacks) if stacks else tensors)
             rows = _by_rows(what, stacks, made) if stacks else {key: made}
             self._found |= {each: (row, _with_versions(row)) for each, row in rows.items()}
             self._made += _with_versions(made)
@@ -97,6 +97,11 @@ class Kept:
 class _Stack(NamedTuple):
     whole: Tensor  # (M, ...)
     row: int
+
+    def flat(self) -> Tensor:
+        """(M · N, ...), packed as its rows are."""
+        found = self.whole.flatten(0, 1)
+        return found.contiguous() if found.ndim == 1 else found
 
 
 def _by_rows(what: Hashable, stacks: "list[_Stack | None]", made: tuple[Tensor, ...]) -> dict[tuple[Any, ...], Any]:

@@ -6,6 +6,7 @@ up to rounding (`numerics/norm_kernels.py`); between the layers nothing is round
 with running statistics, batch norm becomes part of the convolution before it (`core/lazy_conv.py`).
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dissensus.core.halves import half
@@ -25,6 +26,7 @@ from dissensus.numerics.fused import works
 LEAST = 2**15  # numbers in a tensor below which torch's own kernels are as fast
 KINDS = (torch.float32, torch.bfloat16, torch.float64)
 DEVICE = "cuda"  # "cpu" in tests that interpret the kernels
+DATA: Any = cast(Any, Tensor).data.__get__
 
 
 @contextmanager
@@ -59,6 +61,8 @@ class _Waiting(TorchFunctionMode):
         if func is Tensor.add_ and not kwargs and counts(*args):
             thread.counter = args[0]
             return args[0]
+        if func == DATA:  # what is written there has no version
+            vars(args[0]).pop("again", None)
         if func is torch.conv2d:
             return convolution(*args, **(kwargs or {}))
         if func is F.linear and len(args) > 1:
@@ -67,14 +71,23 @@ class _Waiting(TorchFunctionMode):
 
 
 def counts(counter: Any, by: Any = None, *_: Any) -> bool:
-    """Whether an addition in place raises a number of batches by one, as batch norm does before it calls its function."""
-    whole = type(counter) is Tensor and counter.dtype == torch.int64 and counter.ndim == 0
-    return whole and counter.device.type == DEVICE and type(by) is int and by == 1
+    """Whether an addition in place is that of torch's batch norm to its number of batches: its next call is its function."""
+    frame: Any = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__":  # of modes inside this one
+        frame = frame.f_back
+    mine = frame.f_code is nn.modules.batchnorm._BatchNorm.forward.__code__ and type(counter) is Tensor
+    alone = mine and torch._C._functorch.peek_interpreter_stack() is None
+    return alone and (counter.dtype, counter.device.type, by) == (torch.int64, DEVICE, 1)
 
 
 def count_now() -> None:
     """Raises the counter that waits, before anything else can look at it."""
     counter, thread.counter = thread.counter, None
+    raised(counter)
+
+
+def raised(counter: Tensor | None) -> None:
+    """Raises a counter by one, as torch does."""
     if counter is not None:
         counter.add_(1)
 
@@ -92,12 +105,14 @@ def waiting(
     otherwise: Callable[..., Tensor] = F.batch_norm,
 ) -> Tensor:
     """As `F.batch_norm`, but waiting if the kernels take this tensor; else `otherwise` of the same arguments."""
+    counter, thread.counter = thread.counter, None  # first: any call of torch would raise it
+    if counter is not None and (not training or counter.device != input.device):
+        counter.add_(1)
+        counter = None
     known = (running_mean is None) == (running_var is None) and (training or running_mean is not None)
     given = [each for each in (weight, bias, running_mean, running_var) if each is not None]
     packed = all(each.is_contiguous() and each.device == input.device for each in given)  # as the kernels read them
     usable = weight is not None and bias is not None and known and packed and (training or not torch.is_grad_enabled())
-    if not training:
-        count_now()
     if (
         usable
         and not training
@@ -108,13 +123,12 @@ def waiting(
         return PendingNorm(input, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
     x = settled(input)
     if not usable or not takes(x):
-        count_now()
+        raised(counter)
         return otherwise(x, running_mean, running_var, weight, bias, training, momentum, eps)
     if not training:
         return PendingNorm(x, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
     from dissensus.numerics import norms  # imports Triton
 
-    counter, thread.counter = thread.counter, None
     with torch.no_grad():
         mean, rstd = norms.statistics(x, running_mean, running_var, momentum, eps, counter=counter)
     for changed in (running_mean, running_var, counter):

@@ -77,12 +77,12 @@ class _Forms(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is F.batch_norm and thread.fusing:  # first: any call of torch would raise its counter
+            return waiting(*args, **kwargs, otherwise=batch_norm)
         if func not in FORMS or self.passes(*args[:1], **kwargs):
             return func(*args, **kwargs)
         args, kwargs = settled((args, kwargs)) if any(issubclass(each, Pending) for each in types) else (args, kwargs)
         if func is F.batch_norm:
-            if thread.fusing:
-                return waiting(*args, **kwargs, otherwise=batch_norm)
             return batch_norm(*args, **kwargs) if thread.norms else func(*args, **kwargs)
         if func is torch.prelu:
             return bent(*args, **kwargs)
@@ -112,6 +112,10 @@ def convolution(
         _per_axis(given[name], weight.ndim - 2) for name in ("stride", "padding", "dilation", "output_padding")
     )
     how = (stride, padding, dilation, SETTINGS[func] is TRANSPOSED, output_padding, given["groups"])
+    if (
+        not weight.is_leaf
+    ):  # if it depends on the inputs, its gradient is differentiated, too, by the convolution's input
+        vars(input).pop("again", None)
     x, w, *b = _lowered(input, weight, *(() if bias is None else (bias,)))
     found: Tensor = _Convolution.apply(x, w, b[0] if b else None, stage, *how)  # type: ignore[no-untyped-call]
     return found

@@ -66,15 +66,10 @@ class LateChecks:
 
     def inputs(self, x: Inputs) -> None:
         """Checks that x is finite, unless `at_once`: then the loader's batches are checked when they are read."""
-
-        def check(values: Tensor) -> None:
-            if not float(values) < math.inf:
-                batches.check_finite(x, anywhere=True)  # raises, with the row
-
         size = sum(each.nbytes for each in batches.tensors(x) if each.device.type != "cpu")
         if not self.at_once and size:
             self.behind = max(1, min(self.behind, MOST // size))
-            self.add(largest(x), check)
+            self.add(largest(x), lambda values: check_inputs(values, x))
 
     def turn(self) -> None:
         """To be called after every batch."""
@@ -137,6 +132,16 @@ def one_behind(items: Iterable[Item]) -> Iterator[Item]:
         if number == 0:
             yield waiting.pop()
     yield from waiting
+
+
+def check_inputs(found: Tensor, x: Inputs) -> None:
+    """Raises if what `largest` found in the inputs is not finite, if possible with their row."""
+    if not float(found) < math.inf:
+        batches.check_finite(x, anywhere=True)
+        raise ValueError(
+            "expected finite inputs, got NaN or infinity in a batch that has been overwritten since; clean the data (−inf is "
+            "allowed, for masks)"
+        )
 
 
 def largest(x: Inputs) -> Tensor:

@@ -114,11 +114,10 @@ class Guard:
         """Stores batch statistics (M, ...) after a batch, unless this or an earlier batch was bad."""
         if not buffers:
             return
-        with self._aside(buffers):
-            if not self.reads:
-                before = self._kept or self._buffers()
-                buffers = _unless(self.halted, {name: each for name, each in buffers.items() if name in before}, before)
-            self.posterior.particles.write_buffers(buffers)
+        if not self.reads:
+            before = self._kept or self._buffers()
+            buffers = _unless(self.halted, {name: each for name, each in buffers.items() if name in before}, before)
+        self.posterior.particles.write_buffers(buffers)
 
     def undo(self) -> None:
         """Restores the batch statistics from before the step's first batch if a later batch was bad."""

@@ -1,6 +1,5 @@
 """One draw of a posterior, run batch by batch: all numbers of an evaluation belong to the same functions."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -16,7 +15,7 @@ from dissensus.core.likelihood import Classification
 from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior, left_as_found
 from dissensus.core.predictive import Predictive
-from dissensus.engine.arriving import Arriving, Timer, largest
+from dissensus.engine.arriving import Arriving, Timer, check_inputs, largest
 from dissensus.engine.captured_function import CapturedFunction
 from dissensus.engine.precision import PredictionPrecision, in_precision, prediction_precision, warn_of_standing
 from dissensus.numerics.randomness import same_random_state
@@ -92,8 +91,7 @@ class Functions:
 
         def read() -> tuple[Answer, float]:
             maxima, most, *described = arriving.read()
-            if not float(most) < math.inf:
-                batches.check_finite(x, anywhere=True)  # raises, with the row
+            check_inputs(most, x)
             self.posterior.check_diverged([maxima])
             energy = described.pop(0) if with_energy else None
             return Answer(made(*described), energy), timer.seconds()
