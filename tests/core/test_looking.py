@@ -3,10 +3,13 @@
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
 import dissensus as ds
+from dissensus.core.looking import all_plain
+from dissensus.core.posterior import left_as_found
 
 
 def test_a_submodule_added_between_predictions_is_in_eval_mode_and_put_back() -> None:
@@ -44,3 +47,74 @@ def test_a_posterior_that_has_predicted_is_deleted_at_once() -> None:
         assert seen() is None
     finally:
         gc.enable()
+
+
+class Strict(nn.Module):
+    """Its mode is more than an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.modes = nn.Linear(3, 2), []
+
+    def train(self, mode: bool = True) -> "Strict":
+        self.modes.append(mode)
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class ByHand(nn.Linear):
+    def eval(self) -> "ByHand":
+        self.called = True
+        return super().eval()
+
+
+def watched_by_its_object() -> nn.Module:
+    layer = nn.Linear(3, 2)
+    layer.train = lambda mode=True: setattr(layer, "called", True) or nn.Linear.train(layer, mode)
+    return layer
+
+
+def test_networks_that_do_something_when_modes_change_are_asked_to_change_them() -> None:
+    strict, layer = Strict(), watched_by_its_object()
+    for network in (strict, layer):
+        posterior = ds.MAP(network).train()
+        strict.modes.clear()
+        layer.called = False
+        posterior.predict(torch.randn(4, 3))
+        assert network.training
+        assert posterior.training
+        assert {*strict.modes} == ({False} if network is strict else set())
+        assert layer.called == (network is layer)
+    assert not all_plain([ByHand(3, 2)])
+    assert not all_plain([torch.jit.script(nn.Linear(3, 2))])
+    assert not all_plain([torch.compile(nn.Linear(3, 2))])
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ds.MAP(normed()),
+        lambda: ds.DeepEnsemble([normed(), normed()]),
+        lambda: ds.MCDropout(normed()),
+        lambda: ds.NodeBNN(normed(), data_size=10),
+        lambda: ds.SWAG(normed()),
+    ],
+)
+def test_modes_inside_are_those_of_eval_and_afterwards_those_of_before(make) -> None:
+    posterior = make().train()
+    frozen = posterior.particles.templates[0].network[1]
+    frozen.training = False
+    parts = [*posterior.modules(), *posterior.particles.templates[0].modules()]
+    before = [part.training for part in parts]
+    assert all_plain(parts)
+    with left_as_found(posterior):
+        inside = [part.training for part in parts]
+    assert [part.training for part in parts] == before
+    posterior.eval()
+    assert inside == [part.training for part in parts]

@@ -1,11 +1,16 @@
 """Looking at a posterior's networks without leaving a trace: the context of every prediction."""
 
+from collections.abc import Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 
+from dissensus.core.particles import Particles
 from dissensus.numerics.randomness import look_ahead, restore, states
+from dissensus.numerics.tree import TensorTree
 
 _mode = attrgetter("training")
 
@@ -36,17 +41,37 @@ class Looking:
         torch._C._set_grad_enabled(False)
         if any(self.modes):
             try:
-                for module in (posterior, *particles.templates):
-                    module.eval()
+                if all_plain(self.parts):
+                    for part in self.parts:
+                        vars(part)["training"] = False
+                else:
+                    for module in (posterior, *particles.templates):
+                        module.eval()
             except BaseException:
                 self.__exit__()
                 raise
 
     def __exit__(self, *_: object) -> None:
         if self.modes != [*map(_mode, self.parts)]:
+            plain = all_plain(self.parts)
             for part, mode in zip(self.parts, self.modes, strict=True):
-                part.training = mode
+                if plain:
+                    vars(part)["training"] = mode
+                else:
+                    part.training = mode
         restore(self.random, self.posterior.device, mine=self.posterior.draws_itself)
         torch._C._set_grad_enabled(self.recorded)
         look_ahead(self.ahead)
         self.turn.__exit__(None, None, None)
+
+
+def all_plain(parts: Sequence[nn.Module]) -> bool:
+    """Whether a mode is nothing but an attribute of each: then it is set there, which takes a tenth of `eval()`'s time."""
+    held = all("training" in each and "train" not in each and "eval" not in each for each in map(vars, parts))
+    return held and all(map(_plain, {*map(type, parts)}))
+
+
+@cache
+def _plain(kind: type[nn.Module]) -> bool:
+    known = kind.train in (nn.Module.train, Particles.train, TensorTree.train) and kind.eval is nn.Module.eval
+    return known and kind.__setattr__ is nn.Module.__setattr__
