@@ -47,7 +47,7 @@ def fused() -> Iterator[None]:
 class _Thread(threading.local):
     norms = True  # whether batch norm may take other forms: not if its statistics span several processes
     fusing = False  # whether `fused` is active
-    counter: Tensor | None = None  # of batches, to be raised by one: by the batch norm that comes next
+    counter: Tensor | None = None  # of batches, to which the batch norm that comes next adds one
 
 
 thread = _Thread()
@@ -71,7 +71,7 @@ class _Waiting(TorchFunctionMode):
 
 
 def counts(counter: Any, by: Any = None, *_: Any) -> bool:
-    """Whether an addition in place is that of torch's batch norm to its number of batches: its next call is its function."""
+    """Whether torch's batch norm adds one to its number of batches: what it calls next is `F.batch_norm`."""
     frame: Any = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__":  # of modes inside this one
         frame = frame.f_back
@@ -81,13 +81,8 @@ def counts(counter: Any, by: Any = None, *_: Any) -> bool:
 
 
 def count_now() -> None:
-    """Raises the counter that waits, before anything else can look at it."""
+    """Adds one to the counter that waits, before anything else can look at it."""
     counter, thread.counter = thread.counter, None
-    raised(counter)
-
-
-def raised(counter: Tensor | None) -> None:
-    """Raises a counter by one, as torch does."""
     if counter is not None:
         counter.add_(1)
 
@@ -105,10 +100,7 @@ def waiting(
     otherwise: Callable[..., Tensor] = F.batch_norm,
 ) -> Tensor:
     """As `F.batch_norm`, but waiting if the kernels take this tensor; else `otherwise` of the same arguments."""
-    counter, thread.counter = thread.counter, None  # first: any call of torch would raise it
-    if counter is not None and (not training or counter.device != input.device):
-        counter.add_(1)
-        counter = None
+    counter, thread.counter = thread.counter, None  # first: any call of torch would count
     known = (running_mean is None) == (running_var is None) and (training or running_mean is not None)
     given = [each for each in (weight, bias, running_mean, running_var) if each is not None]
     packed = all(each.is_contiguous() and each.device == input.device for each in given)  # as the kernels read them
@@ -116,14 +108,17 @@ def waiting(
     if (
         usable
         and not training
+        and counter is None
         and isinstance(input, PendingConvolution)
         and input.found is None
         and works(input.device)
     ):
         return PendingNorm(input, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
     x = settled(input)
+    if counter is not None and not (usable and training and takes(x) and counter.device == x.device):
+        counter.add_(1)
+        counter = None
     if not usable or not takes(x):
-        raised(counter)
         return otherwise(x, running_mean, running_var, weight, bias, training, momentum, eps)
     if not training:
         return PendingNorm(x, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]

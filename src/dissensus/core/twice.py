@@ -77,7 +77,7 @@ class _Forms(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.batch_norm and thread.fusing:  # first: any call of torch would raise its counter
+        if func is F.batch_norm and thread.fusing:  # first: any call of torch would count
             return waiting(*args, **kwargs, otherwise=batch_norm)
         if func not in FORMS or self.passes(*args[:1], **kwargs):
             return func(*args, **kwargs)
@@ -112,9 +112,8 @@ def convolution(
         _per_axis(given[name], weight.ndim - 2) for name in ("stride", "padding", "dilation", "output_padding")
     )
     how = (stride, padding, dilation, SETTINGS[func] is TRANSPOSED, output_padding, given["groups"])
-    if (
-        not weight.is_leaf
-    ):  # if it depends on the inputs, its gradient is differentiated, too, by the convolution's input
+    # If the kernel depends on the inputs, its gradient is differentiated, too, by the convolution's input.
+    if not weight.is_leaf:
         vars(input).pop("again", None)
     x, w, *b = _lowered(input, weight, *(() if bias is None else (bias,)))
     found: Tensor = _Convolution.apply(x, w, b[0] if b else None, stage, *how)  # type: ignore[no-untyped-call]

@@ -58,7 +58,7 @@ class Memory:
     @property
     def reserved(self) -> int:
         """Bytes that torch takes from a GPU for that: streams, and libraries in a graph, do not share memory."""
-        # Libraries allocate for each thread that computes, forward and backward; for one of them again within the graph.
+        # Libraries allocate again within a graph, by measurements (benchmarks/training_memory.py) half as much.
         return self.at_once + self.taken.reserved - self.taken.alive + self.workspace // 2
 
     @property
