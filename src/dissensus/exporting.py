@@ -158,7 +158,7 @@ def _outputs_of(name: str, promise: nn.Module) -> Callable[[Predictive], dict[st
     """The outputs of a promise as a function of a predictive; None, with a warning, if it needs other inputs."""
     if isinstance(promise, Gate):
         gate = promise
-        return lambda predictive: {name: gate(predictive).accept}
+        return lambda predictive: {name: gate.decide(predictive).accept}
     if not isinstance(promise, Conformal) or any(promise.facts[each] for each in ("weighted", "randomised")) or (
         promise.facts["by"] == "group"
     ):  # fmt: skip

@@ -32,7 +32,6 @@ from dissensus.engine.memory import Memory, training_memory
 from dissensus.numerics.checks import number, one_of, whole
 from dissensus.surgery.normalization import enough_examples
 from dissensus.training import checks
-from dissensus.training.belonging import trained_state
 from dissensus.training.checkpoint import Resumed, is_there, restart, resume, write_checkpoint
 from dissensus.training.history import Best, Epoch, History
 from dissensus.training.length import Length
@@ -191,7 +190,7 @@ def fit(
                     scheduler.step()
                 judge = epoch.judge if posterior.goes_back and looks(posterior, index, epochs) else None
                 if judge is not None and best.better(judge):
-                    best = Best(judge, index, {k: v.detach().clone() for k, v in trained_state(posterior).items()})
+                    best = Best(judge, index, {k: v.detach().clone() for k, v in posterior.state_dict().items()})
                     history.best = index
                 bar.epoch(index, _line(epoch))
                 unwritten = checkpoint is not None

@@ -108,7 +108,7 @@ class Conformal(Promise):
 
     def _asked(self, x: Inputs | Predictive, weight: Tensor | None, group: Tensor | None) -> tuple[Predictive, Tensor]:
         """(predictive, (B or 1, P or K) thresholds)."""
-        posterior = self.posterior  # raises if it was dropped
+        posterior = self.posterior  # raises if its predictions have changed
         predictive = x if isinstance(x, Predictive) else posterior.predict(x)
         inputs = None if isinstance(x, Predictive) else posterior.transformed(x)  # as in calibration
         one = torch.ones(1)
