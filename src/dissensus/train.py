@@ -234,10 +234,12 @@ class _Run:
         """(M,) mean losses over the loader's batches, on the host; None if the epoch was interrupted (see `part`)."""
         posterior, start = self.posterior, time.perf_counter() - part.seconds
         total, first, left = part.total, part.batches, False
+        counted = first > 0 or self.division.several is not None  # of other rows nothing is known
         with ExitStack() as divided:
             for given in posterior.read(part.rest(loader, posterior.device, bar)):
                 if given.size == 0:
                     raise ValueError("expected batches with examples, got an empty one; remove it from the loader")
+                counted = counted or given.weight is None or bool(given.weight.any())
                 batch = posterior.take(given)
                 posterior.before_step(batch)
                 if part.batches == first:  # not before: the first member's first batch may set things up for all
@@ -264,6 +266,8 @@ class _Run:
         part.total, part.seconds = total, time.perf_counter() - start
         if left:
             return None
+        if not counted:
+            raise ValueError("expected examples of a weight above 0, got an epoch without any; pass other weights, or none")
         self.way = self.way if self.step is None else self.step.way
         checks.say_data_size(posterior, part.examples)
         return (total / part.batches).double().cpu()
