@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from dissensus.core import batch as batches
+from dissensus.core.clock import Watchers
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import log_prob_sum
@@ -83,7 +84,8 @@ def fit(
         epochs: total number of passes over the loader, including those of a resumed checkpoint.
         validation: another loader, or data. After each epoch the mixture's negative log-likelihood on it decides which
             state is kept. TRADI is evaluated at up to ten epochs, by the functions it would sample; methods that collect a
-            trajectory (SWAG, SWA, snapshots) keep the last state.
+            trajectory (SWAG, SWA, snapshots) keep the last state. Watchers do not change what is kept, and keep their records
+            of the whole run.
         optimizer: built on `posterior.parameters()` or `posterior.parameter_groups(lr)`; None uses the method's
             default with its schedule. Relative rates of that default (`NodeBNN.of_trained`) are measured on the first
             batch.
@@ -189,9 +191,9 @@ def fit(
                     scheduler.step(epoch.loss if score is None else score)
                 elif scheduler is not None:
                     scheduler.step()
-                judge = epoch.judge if posterior.goes_back and looks(posterior, index, epochs) else None
-                if judge is not None and best.better(judge):
-                    best = Best(judge, index, {k: v.detach().clone() for k, v in trained_state(posterior).items()})
+                judged = posterior.judged_by is not None and looks(posterior, index, epochs)
+                if judged and epoch.judge is not None and best.better(epoch.judge):
+                    best = Best(epoch.judge, index, _state_without_watchers(posterior))
                     history.best = index
                 bar.epoch(index, _line(epoch))
                 unwritten = checkpoint is not None
@@ -204,7 +206,9 @@ def fit(
                 write(best)
 
         if best.state is not None:
+            watchers, posterior.watchers = posterior.watchers, Watchers()  # whose records are those of the whole run
             posterior.load_state_dict(best.state)
+            posterior.watchers = watchers
         if draw:
             start = time.perf_counter()
             refresh(posterior, division.together(loader))
@@ -213,6 +217,11 @@ def fit(
         for each in (posterior, *posterior.watchers):
             each.mesh = division.mesh  # processes that trained together also predict together
         return history
+
+
+def _state_without_watchers(posterior: Posterior) -> dict[str, Tensor]:
+    state = trained_state(posterior)
+    return {name: each.detach().clone() for name, each in state.items() if not name.startswith("watchers.")}
 
 
 class _Run:

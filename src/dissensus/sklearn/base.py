@@ -179,7 +179,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         means = None
         if judging is not None and y.is_floating_point() and posterior.judged_by == "current":
             means = NearestMeans(posterior, judging, self.patience)
-        by_likelihood = judging is not None and means is None and posterior.goes_back
+        by_likelihood = judging is not None and means is None and posterior.judged_by is not None
         self.history_ = fit(
             posterior,
             batches,
