@@ -449,7 +449,11 @@ with_nan[4, 2] = math.nan
         (reals, [(x32, torch.zeros(6))], r"expected targets of shape \(6, 1\), got \(6,\)"),
         (reals, [(x32, with_nan[:, 2:3])], "expected finite targets, got NaN or infinity"),
         (reals, [(x32, torch.zeros(6, 1, dtype=torch.int64))], "expected real targets, got torch.int64"),
-        (classes, [(x32, labels, torch.zeros(6))] * 2, "expected examples of a weight above 0, got an epoch without any"),
+        (
+            classes,
+            [(x32, labels, torch.zeros(6))] * 2,
+            "expected a weight above 0 in an epoch, got none",
+        ),
     ],
 )
 def test_bad_data_is_one_clear_error_and_no_file(make, loader, text, tmp_path):

@@ -84,8 +84,7 @@ def fit(
         epochs: total number of passes over the loader, including those of a resumed checkpoint.
         validation: another loader, or data. After each epoch the mixture's negative log-likelihood on it decides which
             state is kept. TRADI is evaluated at up to ten epochs, by the functions it would sample; methods that collect a
-            trajectory (SWAG, SWA, snapshots) keep the last state. Watchers do not change what is kept, and keep their records
-            of the whole run.
+            trajectory (SWAG, SWA, snapshots) keep the last state. Watchers do not change the choice, and record the whole run.
         optimizer: built on `posterior.parameters()` or `posterior.parameter_groups(lr)`; None uses the method's
             default with its schedule. Relative rates of that default (`NodeBNN.of_trained`) are measured on the first
             batch.
@@ -191,9 +190,9 @@ def fit(
                     scheduler.step(epoch.loss if score is None else score)
                 elif scheduler is not None:
                     scheduler.step()
-                judged = posterior.judged_by is not None and looks(posterior, index, epochs)
-                if judged and epoch.judge is not None and best.better(epoch.judge):
-                    best = Best(epoch.judge, index, _state_without_watchers(posterior))
+                if looks(posterior, index, epochs) and epoch.judge is not None and best.better(epoch.judge):
+                    own = [(k, v) for k, v in trained_state(posterior).items() if not k.startswith("watchers.")]
+                    best = Best(epoch.judge, index, {k: v.detach().clone() for k, v in own})
                     history.best = index
                 bar.epoch(index, _line(epoch))
                 unwritten = checkpoint is not None
@@ -217,11 +216,6 @@ def fit(
         for each in (posterior, *posterior.watchers):
             each.mesh = division.mesh  # processes that trained together also predict together
         return history
-
-
-def _state_without_watchers(posterior: Posterior) -> dict[str, Tensor]:
-    state = trained_state(posterior)
-    return {name: each.detach().clone() for name, each in state.items() if not name.startswith("watchers.")}
 
 
 class _Run:
@@ -276,7 +270,7 @@ class _Run:
         if left:
             return None
         if not counted:
-            raise ValueError("expected examples of a weight above 0, got an epoch without any; pass other weights, or none")
+            raise ValueError("expected a weight above 0 in an epoch, got none; pass other weights, or leave them out")
         self.way = self.way if self.step is None else self.step.way
         checks.say_data_size(posterior, part.examples)
         return (total / part.batches).double().cpu()

@@ -75,7 +75,9 @@ def test_a_watched_run_keeps_its_best_epoch_and_its_watchers_their_records(inter
         assert mine
         assert tiny.largest_difference(mine, theirs) == 0
     assert watched.watchers["swag"].stored is not None
-    snapshots = [run.watchers["snapshot_ensemble"].predict(x).mean for run in (watched, whole)]  # drawn from the record alone
+    snapshots = [
+        run.watchers["snapshot_ensemble"].predict(x).mean for run in (watched, whole)
+    ]  # drawn from the record alone
     assert torch.equal(*snapshots)
 
 

@@ -77,10 +77,6 @@ def check_exchangeable(predictive: CategoricalPredictive, y: Tensor | None) -> N
 
 
 def check_name(name: str) -> None:
-    """Raises unless the name can be a key in `posterior.promises`, by torch's rules."""
-    try:
-        nn.ModuleDict({name: nn.Module()})
-    except (KeyError, TypeError):
-        raise ValueError(
-            f"expected a promise's name without dots that is no attribute of a module, got {name!r}; pass another name"
-        ) from None
+    """Raises unless the name can be a key in `posterior.promises`, a ModuleDict."""
+    if not name or "." in name or hasattr(nn.ModuleDict(), name):
+        raise ValueError(f"expected a name without dots that is no attribute of a module, got {name!r}; pass another")

@@ -22,13 +22,12 @@ def best_temperature(predictive: Predictive, y: Tensor, weight: Tensor | None = 
 
     `weight`: example weights, (N,) or of the shape of the log-probabilities.
     """
-    each_row = predictive.described()[0][:, :1].numel()
-    rows = max(1, NUMBERS // max(1, each_row))  # converted at once
+    rows = max(1, NUMBERS // max(1, predictive.described()[0][:, :1].numel()))  # converted at once
     parts = [slice(start, start + rows) for start in range(0, len(predictive), rows)]
 
-    def losses(log_temperature: float) -> Tensor:
-        at = math.exp(log_temperature)
-        return -torch.cat([predictive[part].to(torch.float64).tempered(at).log_prob(y[part]) for part in parts])
+    def losses(at: float) -> Tensor:
+        tempered = (predictive[part].to(torch.float64).tempered(math.exp(at)) for part in parts)
+        return -torch.cat([each.log_prob(y[part]) for each, part in zip(tempered, parts, strict=True)])
 
     like = losses(0.0)
     each = None if weight is None else spread(weight.to(like.device), like)

@@ -35,11 +35,8 @@ class Claim(NamedTuple):
 
     def p_value(self, near: float = 0.0) -> float:
         """p-value of "the true value is within ±near", from the interval, as if only seeds varied: never too small."""
-        half = (self.upper - self.lower) / 2
-        if not half > 0:
-            return 1.0
-        distance = max(abs(self.value) - near, 0.0) / half * student_quantile(LEVEL, self.freedom)
-        return student_tail(distance, self.freedom)
+        error = (self.upper - self.lower) / 2 / student_quantile(LEVEL, self.freedom)
+        return student_tail(max(abs(self.value) - near, 0.0) / error, self.freedom) if error > 0 else 1.0
 
     @property
     def freedom(self) -> int:
@@ -48,8 +45,8 @@ class Claim(NamedTuple):
     def widened(self, level: float) -> Self:
         """The claim with an interval of this level instead of 95 %, as if only seeds varied: never too narrow."""
         ratio = student_quantile(level, self.freedom) / student_quantile(LEVEL, self.freedom)
-        lower, upper = (self.value + ratio * (end - self.value) for end in (self.lower, self.upper))
-        return self._replace(lower=lower, upper=upper)
+        half = ratio * (self.upper - self.lower) / 2
+        return self._replace(lower=self.value - half, upper=self.value + half)
 
 
 class Words(NamedTuple):

@@ -33,8 +33,7 @@ def weighted_rows(table: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.nda
     rows = np.flatnonzero(weights)
     if not len(rows):  # older versions of scikit-learn do not look
         raise ValueError("expected a sample weight above 0, got only zeros; leave out the weights to count all rows")
-    weights = weights[rows]
-    return rows, weights, bool((weights == weights.round()).all() and weights.mean() <= COPIES)
+    return rows, weights[rows], bool((weights == weights.round()).all() and weights.sum() <= COPIES * len(rows))
 
 
 def ordered(table: Any, y: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from dissensus import metrics
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive
@@ -59,9 +59,7 @@ RANDOMISED = ("aps", "raps")  # scores that use u
 INTERVAL_SCORES = ("cqr", "residual")
 
 
-def class_scores(
-    predictive: CategoricalPredictive, facts: Mapping[str, Any], generator: torch.Generator | None
-) -> Tensor:
+def class_scores(predictive: CategoricalPredictive, facts: Mapping[str, Any], generator: Generator | None) -> Tensor:
     """(B, K) scores of all classes, computed in the same way for calibration rows and new ones."""
     u = torch.zeros(predictive.log_mean.shape[0], dtype=torch.float64)
     if facts["randomised"]:
