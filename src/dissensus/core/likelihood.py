@@ -263,9 +263,9 @@ def spread(weight: Tensor, like: Tensor) -> Tensor:
 def log_prob_sum(
     likelihood: Likelihood, predictive: Predictive, y: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """() the weighted sum of log-probabilities of targets that count, and () the sum of those weights."""
+    """() the weighted sum of log-probabilities of targets that count, and () the sum of those weights; both float64."""
     counted = likelihood.counted(y)
-    log_prob = predictive.log_prob(y if counted is None else torch.where(counted, y, 0))
+    log_prob = predictive.log_prob(y if counted is None else torch.where(counted, y, 0)).double()
     w = torch.ones_like(log_prob) if weight is None else spread(weight, log_prob)
     if counted is not None:
         w = w * counted

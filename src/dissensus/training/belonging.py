@@ -55,7 +55,8 @@ def misfits(
     yield from differences(state["run"], description(posterior, optimizer, scheduler))
     yield from _tensor_misfits(state["posterior"], posterior)
     if state["best"]["state"] is not None:
-        yield from _tensor_misfits(state["best"]["state"], posterior)
+        watching = {name: each for name, each in state["posterior"].items() if name.startswith("watchers.")}
+        yield from _tensor_misfits({**watching, **state["best"]["state"]}, posterior)
     if not all(isinstance(each, dict) for each in state["optimizer"]["state"].values()):
         yield "an optimizer's state that is not a dict"  # torch would accept it, and fail at the first step
 
