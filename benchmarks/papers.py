@@ -35,6 +35,7 @@ from dissensus.bench.task.config import Task, load_task, run_config
 NUMBERS = ("accuracy", "nll", "ece", "corrupt/accuracy", "corrupt/nll", "corrupt/ece")
 CHOICE = ("validation/corrupt/accuracy", "validation/corrupt/nll")  # of a sweep
 EVALUATION = 60.0  # seconds that a run needs after its last epoch, to forecast its end
+PATIENCE = 60.0  # seconds after which a second run may be stopped
 TELL = 30.0  # seconds between two lines about a run's progress
 Pair = tuple[str, int]
 
@@ -95,6 +96,7 @@ class Portion:
         self.task, self.arguments = task, arguments
         self.start = time.monotonic()
         self.running: dict[Pair, tuple[subprocess.Popen[bytes], float]] = {}
+        self.stopped = -PATIENCE  # when a run was last stopped
         self.told: dict[Pair, float] = {}  # when a run's progress was last printed
         self.lasted: dict[str, float] = {}  # seconds of the last finished run of each method
 
@@ -131,22 +133,26 @@ class Portion:
         given += ["--out", str(a.out), "--runs", str(a.runs), *(["--data", a.data] if a.data else [])]
         given += [*(f"--set={each}" for each in a.set), *(["--tables"] if a.tables else [])]
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // a.jobs))}
-        process = subprocess.Popen([sys.executable, __file__, *given], env=os.environ | threads)
+        process = subprocess.Popen([sys.executable, __file__, *given], env=threads | os.environ)
         self.running[pair] = (process, time.monotonic())
         print(f"{pair[0]}, seed {pair[1]}: begun", flush=True)
 
     def look(self) -> list[Pair]:
         """Looks after the running processes; returns the runs that failed or were stopped."""
-        lost = []
+        lost, now = [], time.monotonic()
+        needs = {pair: seconds for pair in self.running if (seconds := self.needs(pair)) is not None}
+        longest = max(needs, key=needs.__getitem__, default=None)
         for pair, (process, began) in list(self.running.items()):
-            code, needs = process.poll(), self.needs(pair)
-            if needs is not None and time.monotonic() - self.told.get(pair, began) > TELL:
-                self.told[pair] = time.monotonic()
-                print(f"{pair[0]}, seed {pair[1]}: {needs / 60:.1f} minutes more", flush=True)
-            if code is None and needs is not None and needs > self.seconds_left:
-                print(f"{pair[0]}, seed {pair[1]}: stopped, it needs {needs / 60:.1f} minutes more", flush=True)
+            if pair in needs and now - self.told.get(pair, began) > TELL:
+                self.told[pair] = now
+                print(f"{pair[0]}, seed {pair[1]}: {needs[pair] / 60:.1f} minutes more", flush=True)
+            # One at a time: without it the others may be fast enough.
+            if pair == longest and needs[pair] > self.seconds_left and now - self.stopped > PATIENCE:
+                print(f"{pair[0]}, seed {pair[1]}: stopped, it needs {needs[pair] / 60:.1f} minutes more", flush=True)
                 process.kill()
-                code = process.wait()
+                process.wait()
+                self.stopped = now
+            code = process.poll()
             if code is None:
                 continue
             del self.running[pair]
