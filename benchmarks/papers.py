@@ -2,7 +2,7 @@
 
     python benchmarks/papers.py --task cifar100-forde --methods deep_ensemble forde-pca --seeds 0 --size short \\
         --minutes 9 --jobs 2 --data DIR --out benchmarks/results/papers
-    python benchmarks/papers.py --collect benchmarks/results/papers     # papers.csv of all files there
+    python benchmarks/papers.py --collect benchmarks/results/papers     # papers.csv and pairs.csv of all files there
 
 DIR holds the data sets (docs/guides/data.md). A run whose file exists in OUT is skipped, so the same command continues a
 portion; `--jobs 2` trains two runs side by side on the GPU. A run that cannot end within the minutes is stopped as soon as
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import papers_page
 from rows import Row, write_rows
 
 from dissensus.bench.run import jobs
@@ -74,7 +75,7 @@ def parsed(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=Path, default=Path("runs/papers"), help="folder of the runs' own files")
     parser.add_argument("--set", action="append", default=[], help="override a value; results go to TASK-SIZE-changed")
     parser.add_argument("--tables", action="store_true", help="keep every corrupted image's prediction, too")
-    parser.add_argument("--collect", type=Path, metavar="OUT", help="only write papers.csv of the files there")
+    parser.add_argument("--collect", type=Path, metavar="OUT", help="only write the CSV files of what is there")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(given)
 
@@ -130,7 +131,15 @@ class Portion:
     def begin(self, pair: Pair) -> None:
         a = self.arguments
         given = ["--task", a.task, "--methods", pair[0], "--seeds", str(pair[1]), "--size", a.size, "--worker"]
-        given += ["--out", str(a.out), "--runs", str(a.runs), *(["--data", a.data] if a.data else [])]
+        given += [
+            "--jobs",
+            str(a.jobs),
+            "--out",
+            str(a.out),
+            "--runs",
+            str(a.runs),
+            *(["--data", a.data] if a.data else []),
+        ]
         given += [*(f"--set={each}" for each in a.set), *(["--tables"] if a.tables else [])]
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // a.jobs))}
         process = subprocess.Popen([sys.executable, __file__, *given], env=threads | os.environ)
@@ -201,7 +210,8 @@ def keep_run(task: Task, method: str, seed: int, arguments: argparse.Namespace) 
     row |= {"epochs": config.training["epochs"], "members": config.settings.get("members", 1)}
     row |= {"images": len(run.data.train.y), "severities": " ".join(map(str, evaluation.severities))}
     row |= {"train_seconds": evaluation.metrics["cost/train_seconds"], "seconds": ended - began}
-    row |= {"evaluation_seconds": ended - stages.get("evaluating", ended), "overrides": " ".join(arguments.set)}
+    row |= {"evaluation_seconds": ended - stages.get("evaluating", ended), "side_by_side": arguments.jobs}
+    row["overrides"] = " ".join(arguments.set)
     made = provenance(run.device)
     row |= {key: made[key] for key in ("commit", "dissensus", "python", "torch", "numpy", "device", "platform")}
     row["command"] = command(task, method, seed, arguments)
@@ -242,12 +252,13 @@ def command(task: Task, method: str, seed: int, arguments: argparse.Namespace) -
 
 
 def collect(out: Path) -> Path:
-    """Writes OUT/papers.csv: the rows of all files there, by folder, method and seed."""
+    """Writes OUT/papers.csv, the rows of all files there, and OUT/pairs.csv, each method against the task's baseline."""
     rows = []
     for path in sorted(out.glob("*/*.npz")):
         with np.load(path, allow_pickle=False) as kept:
             rows.append(json.loads(str(kept["row"])))
     write_rows(out / "papers.csv", rows)
+    write_rows(out / "pairs.csv", papers_page.pairs(out))
     return out / "papers.csv"
 
 

@@ -25,7 +25,7 @@ def papers(monkeypatch):
     import papers
 
     yield papers
-    for name in ("papers", "rows"):
+    for name in ("papers", "papers_page", "rows"):
         sys.modules.pop(name, None)
 
 
@@ -133,3 +133,46 @@ def test_a_run_that_cannot_end_in_time_is_stopped(papers, tmp_path, monkeypatch)
     assert process.killed
     portion.lasted["map"] = 301.0
     assert not portion.fits(("lit", 0))
+
+
+def test_intervals_count_images_once_however_many_seeds_share_them(papers):
+    rng = np.random.default_rng(1)
+    shared = rng.normal(0.1, 1.0, 4000)
+    found = papers.papers_page.bootstrap(np.stack([shared, shared, shared]))
+    assert found["difference"] == pytest.approx(shared.mean(), abs=1e-6)
+    half = 1.96 * shared.std() / 4000**0.5
+    assert (found["upper"] - found["lower"]) / 2 == pytest.approx(half, rel=0.15)  # 2,000 resamples: 4 % at one sigma
+    assert (found["seeds"], found["above"]) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ours", "low", "high", "said"),
+    [
+        (0.018, 0.011, 0.008, 0.014, "agrees"),
+        (0.018, 0.005, 0.002, 0.008, "weaker"),
+        (0.018, 0.005, -0.001, 0.011, "does not come out"),
+        (0.018, -0.01, -0.02, -0.005, "does not come out"),
+        (-0.024, -0.02, -0.03, -0.01, "agrees"),
+        (0.001, 0.0, -0.002, 0.002, "agrees"),
+        (0.001, 0.01, 0.008, 0.012, "does not come out"),
+    ],
+)
+def test_a_verdict_compares_a_difference_with_the_published_one(papers, wanted, ours, low, high, said):
+    assert papers.papers_page.verdict(wanted, ours, low, high, 0.001) == said
+
+
+def test_a_page_shows_what_was_run_and_the_command_of_the_rest(papers):
+    task = load_task("cifar100-forde")
+    base = {"task": task.name, "size": "short", "commit": "c", "torch": "t", "device": "d", "seconds": "300"}
+    numbers = dict.fromkeys(papers.NUMBERS, "0.5")
+    rows = [base | numbers | {"method": method, "seed": "0"} for method in ("deep_ensemble", "forde-pca")]
+    ours = {"difference": "0.011", "lower": "0.008", "upper": "0.014", "seeds": "1.0", "above": "1"}
+    pairs = [base | ours | {"method": "forde-pca", "metric": "corrupt/accuracy"}]
+    pairs += [base | ours | {"method": "forde-pca", "metric": "corrupt/nll"}]
+    text = papers.papers_page.page(task, rows, pairs)
+    line = next(line for line in text.splitlines() if line.startswith("| forde-pca"))
+    assert "50.0 (56.1)" in line
+    assert "cA +1.10 (+0.80 to +1.40; 1 of 1 seeds above 0), published +1.80: agrees" in line
+    assert "cNLL +0.011" in line
+    assert line.endswith("does not come out |")
+    assert "--methods map weight_rde function_rde feature_rde lit forde forde-tuned --seeds" in text

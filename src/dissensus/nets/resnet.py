@@ -48,6 +48,7 @@ class ResNet(nn.Module):
                 blocks.append(BasicBlock(previous, width, stride, learned_shortcut=depth in WIDE, skip=skip))
                 previous = width
             self.add_module(f"layer{i}", nn.Sequential(*blocks))
+        self.pool = MeanPool()
         self.linear = nn.Linear(previous, outputs)
         draw_convolutions(self)
         if zero_head:
@@ -58,7 +59,7 @@ class ResNet(nn.Module):
         x = F.relu(self.bn1(self.conv1(x)))
         for i in range(1, self.stages + 1):
             x = self.get_submodule(f"layer{i}")(x)
-        logits: Tensor = self.linear(x.mean((2, 3)))
+        logits: Tensor = self.linear(self.pool(x))
         return logits
 
 
@@ -83,6 +84,13 @@ class BasicBlock(nn.Module):
         out = F.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
         return F.relu(out if self.shortcut is None else out + self.shortcut(x))
+
+
+class MeanPool(nn.Module):
+    """(B, C, H, W) -> (B, C): the mean over positions; its output is the last layer's feature."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3))
 
 
 class PaddedShortcut(nn.Module):
