@@ -339,7 +339,8 @@ def test_an_exported_file_says_the_same_or_why_it_is_not_there(method, tmp_path)
         try:
             ds.export(posterior, tmp_path / "file.pt2", example=x)
         except ValueError as error:
-            assert str(error).startswith("expected ")
+            if not str(error).startswith("expected "):
+                raise
             continue
         found = torch.export.load(tmp_path / "file.pt2").module()(x)
         wanted = answers(posterior)

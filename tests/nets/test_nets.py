@@ -257,3 +257,10 @@ def test_wrong_arguments_are_refused():
         ds.nets.MLP(4, 2, parameterization="ntk", weight_variance=0.0)
     with pytest.raises(ValueError, match=r"expected depth of .*18, 20.* got 19"):
         ds.nets.ResNet(19)
+
+
+def test_a_zero_head_makes_all_classes_equally_probable():
+    network = ds.nets.ResNet(8, 5, zero_head=True)
+    assert network(torch.randn(2, 3, 16, 16)).abs().max() == 0
+    assert ds.nets.ResNet(**network.config).config["zero_head"]
+    assert "zero_head" not in ds.nets.ResNet(8, 5).config  # files of networks without one stay as they were
