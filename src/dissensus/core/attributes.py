@@ -105,7 +105,8 @@ def _attributes(network: nn.Module, *, modes: bool = False) -> dict[str, Any]:
         left_out = {*OWN, *made(part)}
         if hasattr(part, "plain_class"):  # of a layer that a method has cut
             left_out |= {*part.added, "plain_class", "read_past"}
-        values = {key: value for key, value in vars(part).items() if key not in left_out}
+        # Two underscores: the state of torch's machinery (`fully_shard`), which must not be looked into.
+        values = {k: v for k, v in vars(part).items() if k not in left_out and not k.startswith("__")}
         values["hooks"] = _Here([*part._forward_pre_hooks.values(), *part._forward_hooks.values()])
         values |= {"training": part.training} if modes else {}
         found |= {f"{path}.{key}" if path else key: _description(value, known) for key, value in values.items()}
