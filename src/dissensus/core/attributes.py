@@ -20,6 +20,7 @@ from dissensus.numerics.tree import all_parts
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 SAME = (*PLAIN, FunctionType, BuiltinFunctionType, type)  # what a copy shares with the original
 OWN = vars(nn.Module()).keys()
+FULLY_SHARD = ("__", "_fsdp", "_is_fsdp")  # how names of attributes begin that torch's `fully_shard` adds
 Known = dict[int, tuple[Any, Any]]  # id -> (description, the object, kept so that no other one gets its id)
 
 
@@ -40,7 +41,7 @@ def difference(networks: Sequence[nn.Module]) -> str | None:
 
 def saved_attributes(network: nn.Module) -> dict[str, Any]:
     """Name -> JSON description of attributes that have one; attributes of torch's layers are in their `extra_repr`."""
-    kept = _attributes(network)
+    kept = _attributes(network, hooks=False)
     for name, part in network.named_modules():
         if type(part).__module__.startswith("torch.nn.") and part.extra_repr():
             kept = {key: each for key, each in kept.items() if key.rpartition(".")[0] != name}
@@ -96,8 +97,8 @@ def unmade(network: nn.Module) -> dict[int, Any]:
     return {id(vars(part)[name]): torch.empty(0) for part in network.modules() for name in made(part)}
 
 
-def _attributes(network: nn.Module, *, modes: bool = False) -> dict[str, Any]:
-    """Name -> description of each attribute that is not registered; with `modes` also of layers in eval mode."""
+def _attributes(network: nn.Module, *, modes: bool = False, hooks: bool = True) -> dict[str, Any]:
+    """Name -> description of each attribute that is not registered, with `modes` and `hooks` of these, too."""
     registered = (*network.named_modules(), *network.named_parameters(), *network.named_buffers())
     known: Known = {id(each): (f"@{name}", each) for name, each in registered}
     found: dict[str, Any] = {}
@@ -105,9 +106,9 @@ def _attributes(network: nn.Module, *, modes: bool = False) -> dict[str, Any]:
         left_out = {*OWN, *made(part)}
         if hasattr(part, "plain_class"):  # of a layer that a method has cut
             left_out |= {*part.added, "plain_class", "read_past"}
-        # Two underscores: the state of torch's machinery (`fully_shard`), which must not be looked into.
-        values = {k: v for k, v in vars(part).items() if k not in left_out and not k.startswith("__")}
-        values["hooks"] = _Here([*part._forward_pre_hooks.values(), *part._forward_hooks.values()])
+        values = {k: v for k, v in vars(part).items() if k not in left_out and not k.startswith(FULLY_SHARD)}
+        if hooks:
+            values["hooks"] = _Here([*part._forward_pre_hooks.values(), *part._forward_hooks.values()])
         values |= {"training": part.training} if modes else {}
         found |= {f"{path}.{key}" if path else key: _description(value, known) for key, value in values.items()}
     return found

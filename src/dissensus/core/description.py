@@ -58,6 +58,6 @@ def in_short(line: str) -> str:
 
 def _layer(name: str, layer: nn.Module) -> str:
     # Only of torch's own layers: what others print may depend on the values or the device of their tensors.
-    room = type(layer).__module__
-    settings = room.startswith("torch.nn.modules.") and not room.endswith(".container")
-    return in_short(f"{name}: {type(layer).__name__}({layer.extra_repr() if settings else ''})")
+    kind = next(each for each in type(layer).__mro__ if not each.__module__.startswith("torch.distributed."))
+    settings = kind.__module__.startswith("torch.nn.modules.") and not kind.__module__.endswith(".container")
+    return in_short(f"{name}: {kind.__name__}({layer.extra_repr() if settings else ''})")
