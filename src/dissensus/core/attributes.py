@@ -43,10 +43,15 @@ def saved_attributes(network: nn.Module) -> dict[str, Any]:
     """Name -> JSON description of attributes that have one; attributes of torch's layers are in their `extra_repr`."""
     kept = _attributes(network, hooks=False)
     for name, part in network.named_modules():
-        if type(part).__module__.startswith("torch.nn.") and part.extra_repr():
+        if written_class(part).__module__.startswith("torch.nn.") and part.extra_repr():
             kept = {key: each for key, each in kept.items() if key.rpartition(".")[0] != name}
     found = json.loads(json.dumps(kept, default=lambda _: None))
     return {name: each for name, each in found.items() if each is not None}
+
+
+def written_class(part: nn.Module) -> type:
+    """The class of a layer as somebody wrote it; `fully_shard` derives others from it."""
+    return next(each for each in type(part).__mro__ if not each.__module__.startswith("torch.distributed."))
 
 
 def check_attributes(network: nn.Module, saved: Mapping[str, Any]) -> None:

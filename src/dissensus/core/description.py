@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from dissensus.core.attributes import saved_attributes
+from dissensus.core.attributes import saved_attributes, written_class
 from dissensus.core.likelihood import Likelihood
 from dissensus.numerics.plain import plain
 
@@ -58,6 +58,6 @@ def in_short(line: str) -> str:
 
 def _layer(name: str, layer: nn.Module) -> str:
     # Only of torch's own layers: what others print may depend on the values or the device of their tensors.
-    kind = next(each for each in type(layer).__mro__ if not each.__module__.startswith("torch.distributed."))
+    kind = written_class(layer)
     settings = kind.__module__.startswith("torch.nn.modules.") and not kind.__module__.endswith(".container")
     return in_short(f"{name}: {kind.__name__}({layer.extra_repr() if settings else ''})")
