@@ -170,7 +170,7 @@ def gains() -> str:
             "calibration.csv",
         ],
         [
-            "MNIST against letters, TRADI beside the one network it watches",
+            "MNIST against letters, TRADI beside a network of another run, trained as usual",
             "AUROC %",
             mean(of(letters, "method", "map"), "ood/notmnist/auroc", 100, 1),
             mean(of(letters, "method", "tradi"), "ood/notmnist/auroc", 100, 1),

@@ -62,7 +62,8 @@ def page() -> str:
         "",
         *table,
         "",
-        f"*`{command}`: mean over {seeds} seeds; intervals count seeds and test digits.{left} Commit {commit}, torch {torch}, "
+        f"*`{command}`: mean over {seeds} seeds; intervals count seeds and test digits, and are "
+        f"widened by Holm's adjustment for the claims on a question.{left} Commit {commit}, torch {torch}, "
         f"{device}.*",
     ])  # fmt: skip
 

@@ -23,6 +23,7 @@ import landscape
 import measured
 import mnist_ood
 import momentum
+import papers_page
 import peers_page
 import pretrained_page
 import scaling
@@ -576,6 +577,7 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
         yield results / "calibration.md", "calibration", calibration.page(found, rows(calibration.SETS))
     if found := [*rows("compose_speed_h200.csv"), *rows("compose_speed_cpu.csv")]:
         yield results / "composing.md", "compose-speed", compose_speed.page(found)
+    yield from papers_page.pages()
     yield from pretrained_page.pages(rows("pretrained.csv"), rows("pretrained_pairs.csv"))
     for task, table in task_results.pages():
         yield results / "standard.md", task, table

@@ -37,6 +37,13 @@ def test_every_generated_table_is_up_to_date(benchmarks):
     assert marked == {(path, name) for path, name, _ in made}
 
 
+def test_the_page_of_results_names_files_that_are_there():
+    folder = ROOT / "benchmarks" / "results"
+    named = set(re.findall(r"`([\w-]+\.(?:csv|json))`", (folder / "README.md").read_text()))
+    written_by_tasks = {"results.csv", "claims.csv"}
+    assert {name for name in named - written_by_tasks if not (folder / name).is_file()} == set()
+
+
 def test_rows_with_other_seeds_say_so(benchmarks):
     import tables
     from rows import paired, seeds_of

@@ -11,9 +11,10 @@ import tiny
 from dissensus import metrics
 from dissensus.data import Batches, Standardiser
 from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS, corrupt
-from dissensus.evaluation.corrupted import Corruptions
+from dissensus.evaluation.corrupted import Corruptions, corrupted_counts
 from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation, metric_text
+from dissensus.evaluation.functions import drawn_once
 from dissensus.reporting.measures import measures as of_report
 from dissensus.reporting.statistics import resampled
 
@@ -208,6 +209,20 @@ def test_corruption_metrics_pool_types_and_average_severities(batch_size):
         example = result.arrays[f"corrupt/example_{name}"]
         assert example.shape == (12,)
         assert float(example.mean()) == pytest.approx(result.metrics[f"corrupt/{name}"], abs=1e-9)
+
+
+def test_corrupted_predictions_are_kept_for_each_example():
+    posterior, (x, y) = ensemble(inputs=256), images()
+    spec = Corruptions(("fog", "contrast"), (1, 4), seed=3)
+    with drawn_once(posterior) as functions:
+        kept = corrupted_counts(functions, Batches(x, y, batch_size=5), spec).examples
+    assert kept.shape == (3, 2, 2, 12)
+    for t, s in ((0, 1), (1, 0)):
+        p = posterior.predict(corrupt(x, spec.types[t], spec.severities[s], seed=3))
+        rows = torch.arange(12)
+        expected = [p.mean.max(1).values, (p.mean.argmax(1) == y).float(), -p.log_mean[rows, y]]
+        for found, wanted in zip(kept[:, t, s], expected, strict=True):
+            torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-10, atol=1e-6)  # half precision
 
 
 def test_standardised_images_are_corrupted_as_pixels():

@@ -66,6 +66,16 @@ def test_pages_are_no_longer_than_agreed():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+def test_results_that_a_choice_links_have_the_methods_it_names():
+    """In the rows of docs/choose.md whose reason is a page of results."""
+    rows = re.findall(r"^\|[^|]*\|([^|]*)\| \[results\]\((\S+)\) \|$", (DOCS / "choose.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 2
+    for take, page in rows:
+        for method in re.findall(r"\[(\w+)\]\(methods/", take):
+            said = (DOCS / page).read_text().lower().replace(" ", "").replace("_", "")
+            assert method.lower() in said, f"{page} has no {method}"
+
+
 def test_pages_link_to_pages_that_are_there():
     for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
         links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))

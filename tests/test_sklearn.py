@@ -163,6 +163,9 @@ def test_held_out_rows_do_not_leak():
     assert not set(groups[train]) & set(groups[held])
     assert sorted([*train, *held]) == list(range(125))
     assert len(set(groups[held])) == 20
+    thrice = np.repeat(np.arange(100), 3)
+    train, held = split_rows(thrice, (0.2,), seed=0, labels=None, least=10)
+    assert not set(thrice[train]) & set(thrice[held])
     few = np.repeat(np.arange(4), 50)  # a table of four different rows
     train, held = split_rows(few, (0.2,), seed=0, labels=few, least=10)
     assert np.bincount(few[held]).tolist() == [10] * 4
@@ -213,6 +216,40 @@ def test_conformal_intervals_hold_what_they_promise():
     assert np.allclose((upper - lower) / deviation / 2, float(scores[32]))  # the ⌈41 · 0.8⌉-th smallest
     with pytest.raises(ValueError, match=r"40 calibration rows can promise, got 0.99, which needs 99"):
         quick.predict(new, interval=0.99)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_copies_of_a_row_are_not_both_trained_on_and_calibrated_on(copied):
+    """30 calibration rows at 0.9: one calibration covers Beta(28, 3), mean 28/31, sd 0.052; of 500 rows, 0.054."""
+    covered = []
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        x, noise = rng.normal(size=(600, 20)), rng.normal(size=600)
+        y, rows = x[:, 0] + noise, np.arange(100).repeat(3 if copied else 1)
+        network = {"method": "map", "hidden": 64, "epochs": 60, "lr": 1e-2}  # memorises its rows
+        fitted = Regressor(**network, conformal=0.3, random_state=seed).fit(
+            x[rows], y[rows], sample_weight=None if copied else np.full(100, 3)
+        )
+        _, lower, upper = fitted.predict(x[100:], interval=0.9)
+        covered.append(((lower <= y[100:]) & (y[100:] <= upper)).mean())
+    assert abs(np.mean(covered) - 28 / 31) < 4 * 0.054 / 5**0.5
+
+
+def test_weights_count_in_calibration_without_making_rows():
+    """Twenty of 40 calibration rows, each with a weight of one or three; equal weights change nothing."""
+    x, y = noisy(80, 0)
+    settings = {"method": "map", "hidden": (4,), "epochs": 1, "validation": 0.0, "conformal": 0.5, "random_state": 0}
+    weights = np.arange(80) % 2 * 2 + 1
+    plain, equal, some = (
+        Regressor(**settings).fit(x, y, sample_weight=each).posterior_.promises["conformal"]
+        for each in (None, np.full(80, 7), weights)
+    )
+    assert plain.rows == equal.rows == some.rows == 40
+    assert not plain.facts["weighted"]
+    assert not equal.facts["weighted"]
+    assert torch.equal(plain.mass, equal.mass)
+    steps = torch.diff(some.mass[:, 0], prepend=torch.zeros(1, dtype=torch.float64))
+    assert set(steps.round(decimals=3).tolist()) == {0.5, 1.5}  # the mean weight of all rows is 2
 
 
 def test_conformal_sets_and_intervals_are_saved(tmp_path):

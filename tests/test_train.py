@@ -449,6 +449,11 @@ with_nan[4, 2] = math.nan
         (reals, [(x32, torch.zeros(6))], r"expected targets of shape \(6, 1\), got \(6,\)"),
         (reals, [(x32, with_nan[:, 2:3])], "expected finite targets, got NaN or infinity"),
         (reals, [(x32, torch.zeros(6, 1, dtype=torch.int64))], "expected real targets, got torch.int64"),
+        (
+            classes,
+            [(x32, labels, torch.zeros(6))] * 2,
+            "expected a weight above 0 in an epoch, got none",
+        ),
     ],
 )
 def test_bad_data_is_one_clear_error_and_no_file(make, loader, text, tmp_path):
@@ -457,6 +462,10 @@ def test_bad_data_is_one_clear_error_and_no_file(make, loader, text, tmp_path):
     assert error.value.__cause__ is None
     assert error.value.__suppress_context__ or error.value.__context__ is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_single_batches_may_have_weights_of_0():
+    ds.fit(classes(), [(x32, labels, torch.zeros(6)), (x32, labels, torch.ones(6))], epochs=1, **QUIET)
 
 
 def test_a_generator_that_is_used_up_is_an_error_in_the_second_epoch():

@@ -67,7 +67,9 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def state(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    """Tensors by name, without the description that a posterior's state also holds."""
+    state = module.state_dict().items()
+    return {name: tensor.detach().clone() for name, tensor in state if not name.endswith("_extra_state")}
 
 
 def strides(module: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -27,7 +27,7 @@ from dissensus.numerics.checks import one_of
 from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.sizes import readable
 from dissensus.standing.conformal import Conformal
-from dissensus.standing.gate import Gate, uncertainty
+from dissensus.standing.gate import Gate
 from dissensus.standing.scores import INTERVAL_SCORES
 from dissensus.storage.atomic import write_whole
 from dissensus.storage.onnx_files import ONNX_FORMS, onnx_content, require_onnx, run_onnx
@@ -160,8 +160,8 @@ class _Refused(ValueError):
 def _outputs_of(name: str, promise: nn.Module) -> Callable[[Predictive, float], dict[str, Tensor]] | None:
     """The outputs of a promise as a function of (predictive, slack); None, with a warning, if it needs other inputs."""
     if isinstance(promise, Gate):
-        score, threshold = promise.score, torch.tensor(promise.threshold, dtype=torch.float64)
-        return lambda predictive, slack: {name: uncertainty(predictive, score)(predictive) < _raised(threshold, slack)}
+        gate, threshold = promise, torch.tensor(promise.threshold, dtype=torch.float64)
+        return lambda predictive, slack: {name: gate.decide(predictive).score < _raised(threshold, slack)}
     if not isinstance(promise, Conformal) or any(promise.facts[each] for each in ("weighted", "randomised")) or (
         promise.facts["by"] == "group"
     ):  # fmt: skip

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from dissensus.core import batch as batches
+from dissensus.core.clock import Watchers
 from dissensus.core.functions import DrawnFunctions
 from dissensus.core.inputs import check_loader
 from dissensus.core.likelihood import log_prob_sum
@@ -32,7 +33,6 @@ from dissensus.engine.memory import Memory, training_memory
 from dissensus.numerics.checks import number, one_of, whole
 from dissensus.surgery.normalization import enough_examples
 from dissensus.training import checks
-from dissensus.training.belonging import trained_state
 from dissensus.training.checkpoint import Resumed, is_there, restart, resume, write_checkpoint
 from dissensus.training.history import Best, Epoch, History
 from dissensus.training.length import Length
@@ -83,7 +83,7 @@ def fit(
         epochs: total number of passes over the loader, including those of a resumed checkpoint.
         validation: another loader, or data. After each epoch the mixture's negative log-likelihood on it decides which
             state is kept. TRADI is evaluated at up to ten epochs, by the functions it would sample; methods that collect a
-            trajectory (SWAG, SWA, snapshots) keep the last state.
+            trajectory (SWAG, SWA, snapshots) keep the last state. Watchers do not change the choice, and record the whole run.
         optimizer: built on `posterior.parameters()` or `posterior.parameter_groups(lr)`; None uses the method's
             default with its schedule. Relative rates of that default (`NodeBNN.of_trained`) are measured on the first
             batch.
@@ -189,9 +189,9 @@ def fit(
                     scheduler.step(epoch.loss if score is None else score)
                 elif scheduler is not None:
                     scheduler.step()
-                judge = epoch.judge if posterior.goes_back and looks(posterior, index, epochs) else None
-                if judge is not None and best.better(judge):
-                    best = Best(judge, index, {k: v.detach().clone() for k, v in trained_state(posterior).items()})
+                if looks(posterior, index, epochs) and epoch.judge is not None and best.better(epoch.judge):
+                    own = [(k, v) for k, v in posterior.state_dict().items() if not k.startswith("watchers.")]
+                    best = Best(epoch.judge, index, {k: v.detach().clone() for k, v in own})
                     history.best = index
                 bar.epoch(index, _line(epoch))
                 unwritten = checkpoint is not None
@@ -204,7 +204,9 @@ def fit(
                 write(best)
 
         if best.state is not None:
+            watchers, posterior.watchers = posterior.watchers, Watchers()  # whose records are those of the whole run
             posterior.load_state_dict(best.state)
+            posterior.watchers = watchers
         if draw:
             start = time.perf_counter()
             refresh(posterior, division.together(loader))
@@ -234,10 +236,12 @@ class _Run:
         """(M,) mean losses over the loader's batches, on the host; None if the epoch was interrupted (see `part`)."""
         posterior, start = self.posterior, time.perf_counter() - part.seconds
         total, first, left = part.total, part.batches, False
+        counted = first > 0 or self.division.several is not None  # of other rows nothing is known
         with ExitStack() as divided:
             for given in posterior.read(part.rest(loader, posterior.device, bar)):
                 if given.size == 0:
                     raise ValueError("expected batches with examples, got an empty one; remove it from the loader")
+                counted = counted or given.weight is None or bool(given.weight.any())
                 batch = posterior.take(given)
                 posterior.before_step(batch)
                 if part.batches == first:  # not before: the first member's first batch may set things up for all
@@ -264,6 +268,8 @@ class _Run:
         part.total, part.seconds = total, time.perf_counter() - start
         if left:
             return None
+        if not counted:
+            raise ValueError("expected a weight above 0 in an epoch, got none; pass other weights, or leave them out")
         self.way = self.way if self.step is None else self.step.way
         checks.say_data_size(posterior, part.examples)
         return (total / part.batches).double().cpu()

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.core.standing import Calibration, Promise
+from dissensus.core.standing import KINDS, Calibration, Promise
 from dissensus.core.summary import ClassificationSummary
-from dissensus.standing import KINDS
 
 x, y = torch.randn(12, 2, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
 LOADER = [(x[:8], y[:8]), (x[8:], y[8:])]
@@ -81,7 +80,7 @@ def test_what_stands_is_saved_copied_and_moved(tmp_path):
     ds.save(posterior, tmp_path)
     for other in (ds.load(tmp_path), copy.deepcopy(posterior)):
         assert other.calibration.facts == {"why": "a test"}
-        assert other.promises["sets"].facts == {"level": 0.9}
+        assert other.promises["sets"].facts == {"level": 0.9, "fitted_to": posterior.fingerprint()}
         assert torch.equal(other.promises["sets"].at, torch.tensor([0.1, 0.2]))
         assert other.promises["sets"].posterior is other
         assert torch.equal(other.predict(x).mean, posterior.predict(x).mean)
@@ -111,9 +110,9 @@ def test_what_stood_on_other_predictions_is_dropped_with_a_warning(change, calib
     change(posterior)
     assert not posterior.promises
     assert (posterior.calibration is not None) == calibrated
-    assert "changes the predictions and drops what was fitted to them (sets)" in caplog.text
-    assert calibrated or "drops the uniform calibration" in caplog.text
-    with pytest.raises(ValueError, match="was dropped"):
+    assert "since sets was fitted" in caplog.text or "has no uniform, sets, which is dropped" in caplog.text
+    assert calibrated or "drops the uniform calibration" in caplog.text or "has no uniform" in caplog.text
+    with pytest.raises(ValueError, match="expected a threshold fitted to the posterior's present predictions"):
         _ = promise.posterior
 
 

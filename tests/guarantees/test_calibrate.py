@@ -363,6 +363,19 @@ def test_scale_stretches_the_mixture_about_its_mean():
     torch.testing.assert_close(after.cdf(after.quantile(0.3)), torch.full_like(y, 0.3), atol=1e-9, rtol=0)
 
 
+def test_the_scale_of_float32_predictions_is_that_of_float64():
+    """The search is in float64 with a tolerance of 1e-5 in the logarithm; the factor is stored in float32."""
+    posterior, x, y = regression(n=200)
+    ds.calibrate(posterior, [(x, y)], "scale")
+    wide = float(posterior.calibration.factor)
+    posterior.float()
+    for seed in range(4):
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+        ds.calibrate(posterior, [(x[order].float(), y[order].float())], "scale")
+        assert posterior.calibration.factor.dtype == torch.float32
+        assert float(posterior.calibration.factor) == pytest.approx(wide, rel=2e-5)
+
+
 @pytest.mark.parametrize("outputs", often([2], [1]))
 def test_a_recalibrated_distribution_is_one(outputs):
     """Moments, density, quantiles, samples and coverage against each other and against integrals on a fine grid."""

@@ -126,7 +126,7 @@ def test_members_are_what_the_caller_built():
     posterior = ds.DeepEnsemble(nn.ModuleList(networks))
     for i, net in enumerate(networks):
         assert tiny.largest_difference(tiny.state(posterior.member(i)), tiny.state(net)) == 0
-    assert len(posterior.state_dict()) == len(networks[0].state_dict()) + 2  # and temperature, steps
+    assert len(posterior.state_dict()) == len(networks[0].state_dict()) + 3  # and temperature, steps, description
 
 
 def test_a_generator_of_networks_will_do():

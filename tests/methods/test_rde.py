@@ -312,6 +312,22 @@ def test_a_partial_batch_repels_by_features_no_more_than_a_full_one():
     torch.testing.assert_close(flat_gradients(with_prior) - flat_gradients(without), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("weight", [None, torch.tensor([2.0, 0.0, 1.0, 1.0, 0.5])])
+def test_a_cauchy_prior_on_outputs_adds_its_mean_over_examples(weight):
+    nets, (x, y) = networks(), tiny.points()
+    x, y = x[:5], y[:5]
+    given = {"data_size": 5, "repulsion": 0.0, "prior_scale": 0.3}
+    with_prior, without = (FunctionRDE(nets, output_prior=prior, **given) for prior in ("cauchy", "none"))
+    for each in (with_prior, without):
+        each.backward(x, y, weight)
+    w = torch.ones(5) if weight is None else weight
+    prior = sum((w * (1 + 0.3 * net(x) ** 2).log().sum(1)).sum() / w.sum() for net in nets)
+    found = torch.autograd.grad(prior, [parameter for net in nets for parameter in net.parameters()])
+    expected = torch.cat([g.flatten() for g in found]).reshape(len(nets), -1)
+    assert float(expected.abs().max()) > 1e-3
+    torch.testing.assert_close(flat_gradients(with_prior) - flat_gradients(without), expected, rtol=0, atol=1e-12)
+
+
 def test_the_strength_of_feature_repulsion_is_that_of_forde():
     nets, (x, y) = networks(), tiny.points()
 

@@ -7,7 +7,7 @@ import torch
 
 import dissensus as ds
 import tiny
-from dissensus.methods import MAP, SWA, SWAG, TRADI, SnapshotEnsemble, track
+from dissensus.methods import SWA, SWAG, TRADI, SnapshotEnsemble, track
 
 EPOCHS, STEPS = 8, 4
 
@@ -66,16 +66,11 @@ def test_validation_measures_and_cuts_nothing_off(build, expected):
     assert tiny.largest_difference(collected(validated), collected(run(None)[0])) == 0
 
 
-@pytest.mark.parametrize("method", [SWAG, SWA, SnapshotEnsemble, lambda m: track(m, [MAP, SWAG])])
+@pytest.mark.parametrize("method", [SWAG, SWA, SnapshotEnsemble])
 def test_patience_is_refused_where_no_epoch_is_best(method):
     x, y = tiny.points()
     with pytest.raises(ValueError, match=r"expected no patience for .*, got 2; it collects weights over the whole run"):
         ds.fit(made(method), batches(), epochs=2, validation=[(x, y)], patience=2, progress=False)
-
-
-def test_a_tracked_run_keeps_its_best_epoch_only_if_all_that_watch_can():
-    assert track(tiny.mlp(), [MAP, TRADI]).goes_back
-    assert not track(tiny.mlp(), [MAP, SWAG]).goes_back
 
 
 @each_method

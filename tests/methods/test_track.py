@@ -9,7 +9,18 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.methods import MAP, SWA, SWAG, TRADI, DeepEnsemble, GaussianPerturbation, MCDropout, branch, track
+from dissensus.methods import (
+    MAP,
+    SWA,
+    SWAG,
+    TRADI,
+    DeepEnsemble,
+    GaussianPerturbation,
+    MCDropout,
+    SnapshotEnsemble,
+    branch,
+    track,
+)
 
 
 def loader():
@@ -33,6 +44,50 @@ def test_every_posterior_is_what_it_would_have_been_alone():
         same = {k: v for k, v in tiny.state(alone).items() if not k.startswith("stored")}  # stored draws are random
         found = {k: v for k, v in tiny.state(together.watchers[name]).items() if not k.startswith("stored")}
         assert tiny.largest_difference(same, found) == 0
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_watched_run_keeps_its_best_epoch_and_its_watchers_their_records(interrupted, tmp_path):
+    start, epochs = tiny.mlp().double(), 8
+    x, y = tiny.points(24, seed=1)
+    methods = [partial(SWAG, rank=2, samples=3), TRADI, partial(SnapshotEnsemble, members=3), MAP]
+
+    def trained(posterior, validation, **keywords):
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.5)  # overfits: the best epoch is an early one
+        settings = {"epochs": epochs, "validation": validation, "progress": False, **keywords}
+        return ds.fit(posterior, loader(), optimizer=optimizer, **settings)
+
+    alone, watched, whole = MAP(copy.deepcopy(start)), *(track(copy.deepcopy(start), methods) for _ in range(2))
+    expected = trained(alone, [(x, y)])
+    assert expected.best < epochs - 1
+    if interrupted:
+        stopped, saved = track(copy.deepcopy(start), methods), {"checkpoint": tmp_path / "run.pt"}
+        trained(stopped, [(x, y)], **saved, callback=lambda epoch: epoch.epoch == epochs - 3)
+        history = trained(watched, [(x, y)], **saved)
+    else:
+        history = trained(watched, [(x, y)])
+    assert history.best == expected.best
+    assert torch.equal(watched.predict(x).mean, alone.predict(x).mean)
+    assert torch.equal(watched.watchers["map"].predict(x).mean, alone.predict(x).mean)
+    trained(whole, None)  # keeps the last epoch
+    for name in ("swag", "tradi", "snapshot_ensemble"):
+        mine, theirs = (tiny.state(run.watchers[name].recorder) for run in (watched, whole))
+        assert mine
+        assert tiny.largest_difference(mine, theirs) == 0
+    assert watched.watchers["swag"].stored is not None
+    snapshots = [
+        run.watchers["snapshot_ensemble"].predict(x).mean for run in (watched, whole)
+    ]  # drawn from the record alone
+    assert torch.equal(*snapshots)
+
+
+def test_patience_is_that_of_the_run_also_where_it_is_watched():
+    (x, y), start, lengths = tiny.points(24, seed=1), tiny.mlp().double(), []
+    for posterior in (MAP(copy.deepcopy(start)), track(copy.deepcopy(start), [partial(SWAG, start=0, every=1)])):
+        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.5)
+        settings = {"validation": [(x, y)], "patience": 1, "progress": False}
+        lengths.append(len(ds.fit(posterior, loader(), epochs=20, optimizer=optimizer, **settings)))
+    assert lengths[0] == lengths[1] < 20
 
 
 def test_a_run_is_unpacked_and_looked_up():

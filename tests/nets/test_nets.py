@@ -145,6 +145,15 @@ def test_a_wide_block_is_a_sum():
         ds.nets.WideResNet(16, 0)
 
 
+def test_one_width_is_one_hidden_layer():
+    assert ds.nets.MLP(4, 3, hidden=8).config == ds.nets.MLP(4, 3, hidden=(8,)).config
+    assert ds.nets.MLP(**ds.nets.MLP(4, 3, hidden=8).config).layers[0].out_features == 8
+    with pytest.raises(TypeError, match=r"expected hidden as a whole number, got 8\.0"):
+        ds.nets.MLP(4, 3, hidden=8.0)
+    with pytest.raises(ValueError, match="expected hidden of at least 1, got 0"):
+        ds.nets.MLP(4, 3, hidden=(8, 0))
+
+
 def test_an_mlp_with_skips_adds_what_came_in():
     plain, skipping = (ds.nets.MLP(4, 3, hidden=(5, 6, 6, 6), init="he", skip=skip) for skip in (False, True))
     assert not skipping.layers[4].branch[0].bias.any()  # drawn as the others are
@@ -248,3 +257,10 @@ def test_wrong_arguments_are_refused():
         ds.nets.MLP(4, 2, parameterization="ntk", weight_variance=0.0)
     with pytest.raises(ValueError, match=r"expected depth of .*18, 20.* got 19"):
         ds.nets.ResNet(19)
+
+
+def test_a_zero_head_makes_all_classes_equally_probable():
+    network = ds.nets.ResNet(8, 5, zero_head=True)
+    assert network(torch.randn(2, 3, 16, 16)).abs().max() == 0
+    assert ds.nets.ResNet(**network.config).config["zero_head"]
+    assert "zero_head" not in ds.nets.ResNet(8, 5).config  # files of networks without one stay as they were

@@ -138,6 +138,7 @@ def test_what_is_chosen_by_is_measured_on_validation_rows():
         clean=torch.tensor([1.0, 0.25, 0.0], dtype=torch.float64),
         example_accuracy=torch.ones(4),
         example_nll=torch.ones(4),
+        examples=torch.ones(3, 1, 1, 4),
     )
     found = with_choice(evaluation(rmse=1.0), counts).metrics
     assert found == {

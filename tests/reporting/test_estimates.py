@@ -54,3 +54,18 @@ def test_words_go_by_where_the_interval_lies(centre, word):
     (said,) = verdicts([claim], {"Which?": words, "Unasked?": words})
     assert said.startswith(f"Which? this one: {word}, {claim.text}")
     assert claim.text.startswith(f"{100 * centre:+.2f} (".replace("-", "−"))
+
+
+def test_the_interval_beside_a_word_is_adjusted_as_the_word_is():
+    """What one claim alone shows is not shown among two, and the interval is wider there."""
+    words = {"Which?": Words("above", "below", "neither", near=0.01, equal="equal")}
+    one = claim_of("Which?", "this one", np.array([[0.013], [0.02], [0.027]]), "points")  # half-width 0.0174
+    far = claim_of("Which?", "that one", np.array([[0.049], [0.05], [0.051]]), "points")  # half-width 0.0025
+    near = one._replace(value=0.0, lower=-0.009, upper=0.009)
+    assert "this one: neither, +2.00 (+0.26 … +3.74)" in verdicts([one], words)[0]
+    (said,) = verdicts([far, far._replace(about="this one", value=0.013, lower=0.0105, upper=0.0155)], words)
+    assert "that one: above, +5.00 (+4.75 … +5.25)" in said  # the first of two, and then only one is left to adjust for
+    assert "this one: above, +1.30 (+1.05 … +1.55)" in said
+    assert "equal, +0.00 (−0.90 … +0.90)" in verdicts([near], words)[0]
+    ratio = student_quantile(0.975, 2) / student_quantile(0.95, 2)
+    assert f"neither, +0.00 (−{0.9 * ratio:.2f} … +{0.9 * ratio:.2f})" in verdicts([near, near], words)[0]

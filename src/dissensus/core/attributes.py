@@ -103,6 +103,8 @@ def _attributes(network: nn.Module, *, modes: bool = False) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, part in network.named_modules():
         left_out = {*OWN, *made(part)}
+        if hasattr(part, "plain_class"):  # of a layer that a method has cut
+            left_out |= {*part.added, "plain_class", "read_past"}
         values = {key: value for key, value in vars(part).items() if key not in left_out}
         values["hooks"] = _Here([*part._forward_pre_hooks.values(), *part._forward_hooks.values()])
         values |= {"training": part.training} if modes else {}

@@ -69,7 +69,7 @@ class Clock(Ground):
 
     @final
     def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
-        """Sets the length of the whole run, for schedules and recorders; drops calibration and promises.
+        """Sets the length of the whole run, for schedules and recorders; drops the calibration.
 
         Call it in your own training loop only; `fit` calls it by itself.
 
@@ -125,6 +125,6 @@ class Clock(Ground):
         stepped = has_stepped(self, optimizer)
         if stepped:
             self.steps.add_(1)
-            if self.calibration is not None or self.promises:  # a user's loop that did not call `begin`
+            if self.calibration is not None:  # a user's loop that did not call `begin`
                 self.uncalibrate("training")
         return stepped

@@ -87,7 +87,7 @@ class Likelihood(nn.Module, ABC):
         return ((vectors * values.clamp(min=0.0)[..., None, :]) @ vectors.mT).movedim(-2, 1), None
 
     def config(self) -> dict[str, Any]:
-        """The keyword arguments that rebuild this likelihood."""
+        """All keyword arguments that rebuild this likelihood, as JSON values, defaults included."""
         return {}
 
     def nll(self, outputs: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -191,8 +191,7 @@ class Classification(Likelihood):
         )
 
     def config(self) -> dict[str, Any]:
-        given = {"ignore_index": self.ignore_index, "class_weights": self.class_weights}
-        return {name: value for name, value in given.items() if value is not None}
+        return {"ignore_index": self.ignore_index, "class_weights": self.class_weights}
 
     def check(self, output_shape: torch.Size, y: Tensor) -> None:
         _check_logits(output_shape)
@@ -264,9 +263,9 @@ def spread(weight: Tensor, like: Tensor) -> Tensor:
 def log_prob_sum(
     likelihood: Likelihood, predictive: Predictive, y: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """() the weighted sum of log-probabilities of targets that count, and () the sum of those weights."""
+    """() the weighted sum of log-probabilities of targets that count, and () the sum of those weights; both float64."""
     counted = likelihood.counted(y)
-    log_prob = predictive.log_prob(y if counted is None else torch.where(counted, y, 0))
+    log_prob = predictive.log_prob(y if counted is None else torch.where(counted, y, 0)).double()
     w = torch.ones_like(log_prob) if weight is None else spread(weight, log_prob)
     if counted is not None:
         w = w * counted

@@ -399,8 +399,6 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
     """
     inputs.check_loader(loader := posterior.whole(loader))
     for each in [posterior, *(watcher for watcher in posterior.watchers if watcher.ready)]:
-        if type(each).store_draw is not Posterior.store_draw:
-            each.drop_promises("a new draw")
         each.store_draw(loader)
 
 

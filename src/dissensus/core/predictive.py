@@ -89,9 +89,9 @@ class Predictive(ABC):
             )
         return type(parts[0])(*(torch.cat(each, dim=1) for each in zip(*(p.described() for p in parts), strict=True)))
 
-    def to(self, device: torch.device | str) -> Predictive:
-        """A copy on another device."""
-        return type(self)(*(tensor.to(device) for tensor in self.described()))
+    def to(self, target: torch.device | str | torch.dtype) -> Predictive:
+        """A copy on another device or in another precision."""
+        return type(self)(*(tensor.to(target) for tensor in self.described()))
 
     def __getitem__(self, index: int | slice | Tensor) -> Predictive:
         """The predictive for some of the inputs; an int selects one and keeps the batch axis."""

@@ -73,8 +73,7 @@ class RealTargets(Likelihood):
         return RegressionPredictive(*described)
 
     def config(self) -> dict[str, Any]:
-        given = {"targets": self.targets, "unit": self.unit}
-        return {name: value for name, value in given.items() if value is not None}
+        return {"targets": self.targets, "unit": self.unit}
 
     def check_targets(self, shape: torch.Size, y: Tensor) -> None:
         """Raises if y does not fit means of this shape, or the scale of the targets does not."""
@@ -139,8 +138,7 @@ class Regression(RealTargets):
         return self.in_units(outputs, self._variance(outputs))
 
     def config(self) -> dict[str, Any]:
-        own = {"noise": self.noise, **({"initial": self.initial} if self.noise == "learned" else {})}
-        return own | super().config()
+        return {"noise": self.noise, "initial": self.initial, **super().config()}
 
     def check(self, output_shape: torch.Size, y: Tensor) -> None:
         self.check_targets(output_shape, y)

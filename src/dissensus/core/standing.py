@@ -1,29 +1,39 @@
 """Calibration of a posterior's predictions, and promises (guarantees) about the calibrated predictions.
 
-Both are fitted to predictions on held-out rows and hold for these predictions only: training drops both, and a new
-calibration drops the promises fitted to the old one.
+Both are fitted to predictions on held-out rows. Training drops calibrations. A promise holds only for the predictions it was
+fitted to: it carries a fingerprint of weights, temperature and calibration, which is compared whenever it is used.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
 import logging
 from abc import ABC
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, final
 
+import torch
 from torch import Tensor, nn
 
+from dissensus.core.description import describe_likelihood, describe_network, differences
 from dissensus.core.particles import Particles
 from dissensus.core.predictive import Predictive
+from dissensus.numerics.checks import one_of
+from dissensus.numerics.divided import joined
+from dissensus.numerics.hashing import fingerprint
 from dissensus.numerics.tree import KnownParts
 
 log = logging.getLogger("dissensus")
+
+STATE = "_extra_state"  # torch's name for what a state holds besides tensors; here the model's description, as JSON bytes
+KINDS: dict[str, type[Fitted]] = {}  # all calibrations and promises, by their names in files
 
 
 class Fitted(nn.Module, ABC):
     """Base class of calibrations and promises: settings and buffers that are saved, moved and copied with the posterior.
 
-    Files name a class by its `kind`, listed in `KINDS` of `standing/__init__.py`; the constructor takes the saved values.
+    Files name a class by its `kind`; the constructor takes the saved values.
 
     Args:
         facts: all settings, as JSON values.
@@ -31,6 +41,11 @@ class Fitted(nn.Module, ABC):
     """
 
     kind: ClassVar[str]
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "kind" in vars(cls):
+            KINDS[cls.kind] = cls
 
     def __init__(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -92,11 +107,11 @@ class Promise(Fitted, ABC):
     @property
     @final
     def posterior(self) -> Any:
-        """The `Posterior` that it was fitted to."""
+        """The `Posterior` that it was fitted to; raises if its predictions have changed since."""
         if self._of is None or not any(each is self for each in self._of[0].promises.values()):
             raise ValueError(
-                f"expected a {self.kind} that still belongs to a posterior, got one that was dropped (by training, another "
-                "calibration or another of its name); fit it again"
+                f"expected a {self.kind} fitted to the posterior's present predictions, got one fitted to others (training, a "
+                "calibration or a new draw changed them, or another was fitted under its name); fit it again"
             )
         return self._of[0]
 
@@ -110,14 +125,45 @@ class Ground(nn.Module):
 
     temperature: Tensor  # () logits are divided by it; saved with the state
     calibration: Calibration | None
-    promises: nn.ModuleDict
     particles: Particles
 
     def __init__(self) -> None:
         super().__init__()
         self.register_module("calibration", None)
-        self.promises = nn.ModuleDict()
+        self._modules["promises"] = nn.ModuleDict()  # `promises` is a property
         self.known_parts = KnownParts()  # of what is looked at in a prediction
+
+    @property
+    @final
+    def promises(self) -> nn.ModuleDict:
+        """Name -> `Promise`, those that hold for the present predictions."""
+        self.drop_stale_promises()
+        return self._modules["promises"]  # type: ignore[return-value]
+
+    @final
+    def drop_stale_promises(self) -> None:
+        """Drops promises that were fitted to other predictions than the present ones, with a warning."""
+        if found := self.promises_as_stored():
+            present = self.fingerprint()
+            if stale := [name for name, each in found.items() if each.facts["fitted_to"] != present]:
+                log.warning("predictions have changed since %s was fitted to them; fit it again", ", ".join(stale))
+                self._modules["promises"] = nn.ModuleDict({n: each for n, each in found.items() if n not in stale})
+
+    @final
+    def promises_as_stored(self) -> dict[str, Promise]:
+        """All promises by name, also stale ones."""
+        return dict(self._modules["promises"].items())  # type: ignore[union-attr, operator]
+
+    @final
+    def fingerprint(self) -> str:
+        """What predictions depend on, in 16 digits: the tensors, temperature, calibration, and the likelihood's settings."""
+        left_out = {"steps", "promises", "watchers", *self._non_persistent_buffers_set}
+        own = {**self._parameters, **self._buffers, **self._modules}.items()
+        with self.particles.turn(), torch.no_grad():
+            tensors = [joined(each) for name, part in sorted(own) if name not in left_out for each in _tensors(part)]
+            calibration = None if self.calibration is None else self.calibration.config()
+            text = as_bytes([describe_likelihood(self.particles.likelihood), calibration])
+            return f"{fingerprint([text, *tensors]):016x}"
 
     @final
     def lens(self) -> Lens:
@@ -128,47 +174,91 @@ class Ground(nn.Module):
 
     @final
     def stand(self, name: str, promise: Promise) -> None:
-        """Adds a promise under this name; replaces an earlier one."""
+        """Adds a promise about the present predictions under this name; replaces an earlier one."""
+        promise.facts["fitted_to"] = self.fingerprint()
+        self._add(name, promise)
+
+    def _add(self, name: str, promise: Promise) -> None:
         promise._of = (self,)
-        self.promises[name] = promise.to(self.temperature.device)
+        self._modules["promises"][name] = promise.to(self.temperature.device)  # type: ignore[index, operator]
 
     @final
-    def recalibrate(self, temperature: float, calibration: Calibration | None, change: str = "a calibration") -> None:
-        """Sets temperature and calibration; promises fitted to the old ones are dropped with a warning."""
-        self.drop_promises(change)
+    def recalibrate(self, temperature: float, calibration: Calibration | None) -> None:
+        """Sets temperature and calibration; promises fitted to other ones are dropped with a warning."""
         with self.particles.turn():  # no other thread may predict in between
             self.temperature.fill_(temperature)
             self.calibration = calibration if calibration is None else calibration.to(self.temperature.device)
+        self.drop_stale_promises()
 
     @final
     def uncalibrate(self, change: str) -> None:
-        """Sets the temperature to 1 and drops calibration and promises, with warnings, because predictions change."""
+        """Sets the temperature to 1 and drops the calibration, with warnings, because predictions change."""
         if (before := float(self.temperature)) != 1.0:
             log.warning(
                 "%s sets the temperature back from %.3g to 1; call ds.temperature_scale afterwards", change, before
             )
         if self.calibration is not None:
             log.warning("%s drops the %s calibration; call ds.calibrate afterwards", change, self.calibration.kind)
-        self.recalibrate(1.0, None, change)
+        self.recalibrate(1.0, None)
 
     @final
-    def drop_promises(self, change: str, kept: Collection[str] = ()) -> None:
-        """Drops all promises except `kept`, with a warning if there were any, because predictions change."""
-        if dropped := [name for name in self.promises if name not in kept]:
-            log.warning(
-                "%s changes the predictions and drops what was fitted to them (%s); fit it again", change,
-                ", ".join(dropped),
-            )  # fmt: skip
-            self.promises = nn.ModuleDict({name: each for name, each in self.promises.items() if name in kept})
+    def fitted(self) -> dict[str, Any]:
+        """Calibration and promises as JSON values, without their tensors."""
+        return {
+            "calibration": None if self.calibration is None else self.calibration.config(),
+            "promises": {name: each.config() for name, each in self.promises_as_stored().items()},
+        }
+
+    @final
+    def restore_fitted(self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str = "") -> None:
+        """Builds the calibration and promises that `fitted` described, with their tensors from a state or file."""
+
+        def built(config: Mapping[str, Any], under: str) -> Any:
+            # They enter KINDS when their room is imported, which lies above this one.
+            importlib.import_module("dissensus.standing")
+            own = {name.removeprefix(under): tensor for name, tensor in tensors.items() if name.startswith(under)}
+            return KINDS[one_of("kind", config["kind"], KINDS)](config["facts"], own)
+
+        calibration, promises = saved.get("calibration"), saved.get("promises") or {}
+        self.calibration = None if calibration is None else built(calibration, f"{prefix}calibration.")
+        before = self.promises_as_stored()
+        self._modules["promises"] = nn.ModuleDict()
+        for name, config in promises.items():
+            same = name in before and before[name].config() == config  # keeps its functions of inputs, which no file holds
+            self._add(name, before[name] if same else built(config, f"{prefix}promises.{name}."))
+
+    def get_extra_state(self) -> Tensor:
+        """The model's description, which a state needs besides its tensors; bytes, since tools expect tensors in a state."""
+        described = {
+            "likelihood": describe_likelihood(self.particles.likelihood),
+            "network": describe_network(self.particles.template.network),
+            **self.fitted(),
+        }
+        return as_bytes(described)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Does nothing: `_load_from_state_dict` has read it, together with the tensors."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        # A new state is a new posterior: calibration and promises are dropped unless the state has the same. Gates are
-        # always dropped: a state holds only tensors, and a gate has none.
-        def there(part: str) -> bool:
-            return any(name.startswith(f"{prefix}{part}.") for name in state_dict)
-
-        if self.calibration is not None and not there("calibration"):
-            log.warning("load_state_dict drops the %s calibration: the state has none", self.calibration.kind)
-            self.calibration = None
-        self.drop_promises("load_state_dict", [name for name in self.promises if there(f"promises.{name}")])
+        # Before any tensor is read, so that a state of another model changes nothing.
+        if (described := state_dict.get(prefix + STATE)) is not None:
+            saved, mine = (json.loads(bytes(each.tolist())) for each in (described, self.get_extra_state()))
+            for part in ("likelihood", "network"):
+                if (found := next(differences(saved[part], mine[part]), None)) is not None:
+                    raise ValueError(f"expected the state of this model, got one of another {part}: {found}; build it alike")
+            lost = [mine["calibration"]["kind"]] if mine["calibration"] and not saved["calibration"] else []
+            if lost := [*lost, *(name for name in mine["promises"] if name not in saved["promises"])]:
+                log.warning("the loaded state has no %s, which is dropped", ", ".join(lost))
+            self.restore_fitted(saved, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _tensors(part: Any) -> list[Tensor]:
+    """The tensors in the state of a part: a tensor, a module or None."""
+    state = part.state_dict().items() if isinstance(part, nn.Module) else [("", part)]
+    return [each for _, each in sorted(state) if isinstance(each, Tensor)]
+
+
+def as_bytes(values: Any) -> Tensor:
+    """JSON values as a tensor of bytes."""
+    return torch.frombuffer(bytearray(json.dumps(values, sort_keys=True).encode()), dtype=torch.uint8)

@@ -59,12 +59,6 @@ class TrainingRules(Clock):
         for watcher in self.watchers:
             watcher.before_step(batch)
 
-    @property
-    @final
-    def goes_back(self) -> bool:
-        """Whether `fit` may return to the best epoch: not if the method collects statistics over several."""
-        return self.judged_by is not None and all(watcher.goes_back for watcher in self.watchers)
-
     def couple(self, z: Any) -> Any:
         """Cotangents v of z (member axis first, detached): adds Σ_i ⟨z_i, v_i⟩ to the objective."""
         raise NotImplementedError

@@ -108,6 +108,7 @@ class CorruptedCounts:
     clean: Tensor  # (3,) accuracy, nll and ece of the clean inputs: severity 0 of the curves
     example_accuracy: Tensor  # (N,) mean over types and severities, for intervals and tests
     example_nll: Tensor  # (N,)
+    examples: Tensor  # (3, T, S, N) float16: confidence, accuracy and nll of each example
     promised: dict[str, Tensor] = field(default_factory=dict)  # NAME/coverage, size, accepted, refused, risk (T, S)
 
     def metrics(self) -> dict[str, float]:
@@ -157,7 +158,7 @@ def corrupted_counts(
     types, severities = spec.types, tuple(spec.severities)
     table = torch.zeros(len(types), len(severities), 1 + 3 * BINS, dtype=torch.float64)  # of `_Outcome.sums`
     clean = torch.zeros(1 + 3 * BINS, dtype=torch.float64)
-    example_accuracy, example_nll, seen = [], [], 0
+    means, examples, seen = [], [], 0  # (3, B) and (3, T, S, B) of each batch
     promises = dict(functions.posterior.promises.items())
     promised = CorruptedPromises(promises)
 
@@ -177,7 +178,7 @@ def corrupted_counts(
         images, y, index = (each.to(functions.device) for each in batch)
         part = CorruptedPromises(promises, seed=int(batch[2][:1].sum()))  # from the first image's index
         undamaged = _outcome(functions.predict(images), y, functions.ignore_index).sums()
-        examples = torch.zeros(2, len(y), dtype=torch.float64)  # accuracy and nll, summed over types and severities
+        each = torch.zeros(3, len(types), len(severities), len(y), dtype=torch.float64)
         sums = torch.zeros_like(table)
         for t, name in enumerate(types):
             for s, severity in enumerate(severities):
@@ -186,15 +187,15 @@ def corrupted_counts(
                 part.add(t, s, predictive, damaged, y, functions.ignore_index)
                 outcome = _outcome(predictive, y, functions.ignore_index)
                 sums[t, s] = outcome.sums()
-                examples += outcome.per_example(len(y))
-        return undamaged, sums, examples / (len(types) * len(severities)), part.rows
+                each[:, t, s] = outcome.per_example(len(y))
+        return undamaged, sums, each, part.rows
 
-    for (_, y, _), (undamaged, sums, examples, rows) in functions.shared(work, numbered()):
+    for (_, y, _), (undamaged, sums, each, rows) in functions.shared(work, numbered()):
         seen += len(y)
         clean += undamaged
         table += sums
-        example_accuracy.append(examples[0])
-        example_nll.append(examples[1])
+        means.append(each.mean((1, 2)))
+        examples.append(each.half())
         promised.merge(rows)
         if tell is not None:
             tell(seen)
@@ -203,6 +204,7 @@ def corrupted_counts(
     nll, counts, confidence, correct = _separated(table)
     clean_nll, *bins = _separated(clean)
     total = bins[0].sum()
+    _, example_accuracy, example_nll = torch.cat(means, dim=1)
     return CorruptedCounts(
         types=types,
         severities=severities,
@@ -211,8 +213,9 @@ def corrupted_counts(
         confidence=confidence,
         correct=correct,
         clean=torch.stack([bins[2].sum() / total, clean_nll / total, ece_from_sums(*bins)]),
-        example_accuracy=torch.cat(example_accuracy),
-        example_nll=torch.cat(example_nll),
+        example_accuracy=example_accuracy,
+        example_nll=example_nll,
+        examples=torch.cat(examples, dim=-1),
         promised=promised.tables(),
     )
 
@@ -236,10 +239,10 @@ class _Outcome:
         return torch.cat([self.nll.sum()[None], *bin_sums(self.confidence, self.correct, BINS)])
 
     def per_example(self, examples: int) -> Tensor:
-        """(2, B) mean accuracy and mean nll of each example."""
-        values = torch.stack([self.correct, self.nll])
+        """(3, B) mean confidence, accuracy and nll of each example."""
+        values = torch.stack([self.confidence.double(), self.correct, self.nll])
         number = torch.bincount(self.example, minlength=examples).clamp(min=1)
-        return torch.zeros(2, examples, dtype=torch.float64).index_add(1, self.example, values) / number
+        return torch.zeros(3, examples, dtype=torch.float64).index_add(1, self.example, values) / number
 
 
 def _outcome(predictive: Predictive, y: Tensor, ignore_index: int | None) -> _Outcome:

@@ -92,7 +92,7 @@ def held_out(posterior: Posterior, loader: Iterable[Any]) -> Rows:
     check_loader(loader)
     view = copy.copy(posterior)  # a copy: other threads may use the calibrated posterior meanwhile
     view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
-    view._modules = {**posterior._modules, "calibration": None}
+    view._modules = {**posterior._modules, "calibration": None, "promises": torch.nn.ModuleDict()}
     weights: list[Tensor | None] = []
     predictive, y = predict(view, _checked_batches(view, loader, weights))
     counted = posterior.likelihood.counted(y)

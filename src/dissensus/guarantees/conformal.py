@@ -9,11 +9,11 @@ from torch import Tensor
 
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import CategoricalPredictive, Predictive
-from dissensus.guarantees.rows import CalibrationRows, calibration_rows
+from dissensus.guarantees.rows import CalibrationRows, calibration_rows, check_name
 from dissensus.numerics.checks import number, one_of, share, whole
 from dissensus.standing.conformal import Conformal, RowFunction
 from dissensus.standing.quantiles import cumulative, least_rows
-from dissensus.standing.scores import CLASS_SCORES, INTERVAL_SCORES, RANDOMISED, SETTINGS, interval_score
+from dissensus.standing.scores import CLASS_SCORES, INTERVAL_SCORES, RANDOMISED, SETTINGS, class_scores, interval_score
 
 log = logging.getLogger("dissensus")
 
@@ -52,16 +52,17 @@ def conformal(
             or infinite intervals.
         weight: for a known shift of the inputs: a function from inputs (B, ...) to density ratios (B,), new inputs over
             calibration rows, up to a factor. Sets grow, up to all classes, where calibration rows are rare.
-        randomised: "aps" and "raps" include the class at the border at random, so that the coverage equals the level. If
-            False they always include it, and the coverage is at least the level.
+        randomised: whether "aps" and "raps" include the class at the border at random. If False, the likeliest class is in
+            every set, so the coverage exceeds the level where the accuracy does.
         penalty, free: parameters of "raps" (0.01 for every rank above 5) and "disagreement" (1 deviation). Choose them on
             other rows.
-        seed: seed of the random numbers for the calibration rows of "aps" and "raps".
+        seed: seed of the random numbers for the calibration rows of a randomised score.
         name: key in `posterior.promises`.
 
     Raises:
         ValueError: fewer rows than the level needs; the message says how many.
     """
+    check_name(name)
     share("level", level, hint="pass for example 0.9")
     if not (by is None or callable(by)):
         one_of("by", by, ("class",), hint='pass "class" or a function of inputs')
@@ -128,8 +129,7 @@ def _scores(rows: CalibrationRows, facts: dict[str, Any], generator: torch.Gener
     predictive, y = rows.predictive, rows.y
     if not isinstance(predictive, CategoricalPredictive):
         return interval_score(predictive, y, facts["score"], facts["level"])
-    u = torch.rand(len(y), generator=generator, dtype=torch.float64).to(y.device)
-    return CLASS_SCORES[facts["score"]](predictive, u, facts["settings"]).gather(1, y.long()[:, None])
+    return class_scores(predictive, facts, generator).gather(1, y.long()[:, None])
 
 
 def _groups(rows: CalibrationRows, by: object) -> Tensor:

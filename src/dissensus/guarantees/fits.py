@@ -106,13 +106,14 @@ def histogram(rows: Rows) -> Lens:
 
 
 def scale(rows: Rows) -> Lens:
-    """The factor of the predictive deviation that minimises the mixture's NLL."""
+    """The factor of the predictive deviation that minimises the mixture's NLL, computed in float64 for a precise minimum."""
+    wide = rows._replace(predictive=rows.predictive.to(torch.float64))
 
-    def seen(log_factor: float) -> Lens:
-        factor = torch.tensor(math.exp(log_factor), device=rows.y.device)
+    def seen(rows: Rows, log_factor: float) -> Lens:
+        factor = torch.tensor(math.exp(log_factor), dtype=torch.float64)
         return Lens(1.0, made(DeviationScaling, rows, {"factor": factor}))
 
-    return seen(minimise(lambda at: rows.nll(seen(at)), -math.log(WIDEST), math.log(WIDEST)))
+    return seen(rows, minimise(lambda at: wide.nll(seen(wide, at)), -math.log(WIDEST), math.log(WIDEST)))
 
 
 def cumulative(rows: Rows) -> Lens:

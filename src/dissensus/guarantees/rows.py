@@ -6,7 +6,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
@@ -74,3 +74,9 @@ def check_exchangeable(predictive: CategoricalPredictive, y: Tensor | None) -> N
         )
     if y is not None and y.is_floating_point():
         raise ValueError("expected class indices, got soft labels; pass y.argmax(1)")
+
+
+def check_name(name: str) -> None:
+    """Raises unless the name can be a key in `posterior.promises`, a ModuleDict."""
+    if not name or "." in name or hasattr(nn.ModuleDict(), name):
+        raise ValueError(f"expected a name without dots that is no attribute of a module, got {name!r}; pass another")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import CategoricalPredictive, Predictive
-from dissensus.guarantees.rows import CalibrationRows, calibration_rows
+from dissensus.guarantees.rows import CalibrationRows, calibration_rows, check_name
 from dissensus.guarantees.sequence import Threshold, binomial_bound, errorless_rows, least_risk, safe_threshold
 from dissensus.numerics.checks import number, one_of, share
 from dissensus.standing.gate import Gate, uncertainty, wrong
@@ -54,6 +54,7 @@ def selective(
     Raises:
         ValueError: fewer rows than any promise needs; the message says how many.
     """
+    check_name(name)
     share("risk", risk, hint="pass for example 0.01")
     share("confidence", confidence, hint="pass for example 0.95")
     delta, least = 1 - confidence, errorless_rows(risk, 1 - confidence)
@@ -99,6 +100,7 @@ def ood_gate(
     Raises:
         ValueError: fewer rows than 1/false_alarm − 1.
     """
+    check_name(name)
     share("false_alarm", false_alarm, hint="pass for example 0.05")
     found, least = [], least_rows(1 - false_alarm)
     for rows in _equal_rows(posterior, loader, labelled=False):

@@ -43,6 +43,9 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
             the default of the authors' code. With logits the equation above holds for every likelihood.
         functional_prior: True estimates ∇ log p(F) by spectral Stein from networks drawn from the prior at every step;
             False applies the prior or the optimiser's weight decay to the weights.
+        output_prior: "cauchy" adds the mean over examples of Σ log(1 + a F²), over outputs F, to the loss, as in Trinh et
+            al. (ICLR 2024); "none" adds nothing.
+        prior_scale: a.
         annealing: a_t; None is constant 1.
         repulsion: factor of ∇ log q: "1/N" as above, "1/B" (stronger by N/B, as in FeatureRDE and FoRDE) or a number.
         batch_size: B in "1/B"; None is the largest batch seen in training.
@@ -62,6 +65,8 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         noise: float = 0.25,
         outputs: Literal["logits", "probabilities"] = "logits",
         functional_prior: bool = False,
+        output_prior: Literal["cauchy", "none"] = "none",
+        prior_scale: float = 1e-6,
         annealing: Annealing | None = None,
         repulsion: Repulsion = "1/N",
         batch_size: int | None = None,
@@ -86,6 +91,8 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         self.noise = number("noise", noise, above=0, hint="pass a standard deviation")
         self.outputs = one_of("outputs", outputs, ("logits", "probabilities"))
         self.functional_prior = functional_prior
+        self.output_prior = one_of("output_prior", output_prior, ("cauchy", "none"))
+        self.prior_scale = number("prior_scale", prior_scale, above=0, hint='output_prior="none" turns the prior off')
         self.annealing = annealing_or_constant(annealing)
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
@@ -94,7 +101,8 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
 
         def nll_and_outputs(member: Member) -> tuple[Tensor, Tensor]:
             outputs = batches.call(member.network, batch.x)
-            return member.likelihood.nll(outputs, batch.y, batch.weight), self._compared(outputs)
+            nll = member.likelihood.nll(outputs, batch.y, batch.weight)
+            return nll + self._output_penalty(outputs, batch.weight), self._compared(outputs)
 
         (nll, outputs), after = self.particles.call(nll_and_outputs, params, buffers)
         z = {"outputs": outputs_as_points(outputs, batch.weight)}
@@ -130,6 +138,14 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
     def _compared(self, outputs: Tensor) -> Tensor:
         outputs = full_precision(outputs)
         return outputs.softmax(1) if self.outputs == "probabilities" else outputs
+
+    def _output_penalty(self, outputs: Tensor, weight: Tensor | None) -> Tensor | float:
+        """() the weighted mean over examples of Σ log(1 + a F²); 0 without an output prior."""
+        if self.output_prior == "none":
+            return 0.0
+        each = (self.prior_scale * full_precision(outputs).square()).log1p().flatten(1).sum(1)  # (B,)
+        w = torch.ones_like(each) if weight is None else weight.to(each.dtype)
+        return (w * each).sum() / w.sum().clamp(min=torch.finfo(w.dtype).tiny)
 
     def _outputs(self, params: Tensors, buffers: Tensors, x: Inputs) -> Tensor:
         outputs, _ = self.particles.call(lambda member: batches.call(member.network, x), params, buffers)

@@ -211,7 +211,7 @@ class Laplace(SamplingPosterior):
 
     def _mean_log_prob(self, functions: DrawnFunctions, batches: Iterable[Batch]) -> float:
         """Mean over rows that count of the log-probability of targets under the functions' mixture."""
-        total = weight = torch.zeros((), device=self.device)
+        total = weight = torch.zeros((), dtype=torch.float64, device=self.device)
         with left_as_found(self):
             for batch in batches:
                 found, counted = log_prob_sum(self.likelihood, functions.predict(batch.x), batch.y, batch.weight)

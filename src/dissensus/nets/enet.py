@@ -11,9 +11,10 @@ CONTEXT = (1, 2, WIDE, 4, 1, 8, WIDE, 16)  # dilation of each bottleneck of a st
 class ENet(nn.Module):
     """ENet for segmentation of images of any size: (B, C, H, W) -> (B, outputs, H, W).
 
-    As in the paper: PReLU in the encoder, ReLU in the decoder, biases only in the last layer. An odd side is rounded up when
-    it is halved, and the decoder restores the earlier size: 180 rows become 90, 45 and 23 in the encoder. The decoder
-    unpools with `scatter`, which runs under vmap; torch's `max_unpool2d` does not.
+    Stages and blocks as in the paper: PReLU in the encoder, ReLU in the decoder, biases only in the last layer. Unlike the
+    authors' code, a block that changes the size works on a quarter of its input's channels (theirs: of its output's), the
+    decoder has dropout, and the last layer is 3×3 (theirs: 2×2). An odd side is rounded up when it is halved; the decoder
+    restores the earlier size, and unpools with `scatter`, which runs under vmap; torch's `max_unpool2d` does not.
 
     Args:
         outputs: number of classes.

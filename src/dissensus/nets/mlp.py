@@ -1,6 +1,6 @@
 """Multilayer perceptrons for vectors and flattened images."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dissensus.nets.blocks import Residual
 from dissensus.nets.ntk import NTKLinear
-from dissensus.numerics.checks import one_of
+from dissensus.numerics.checks import one_of, whole
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU}
 
@@ -18,7 +18,7 @@ class MLP(nn.Module):
 
     Args:
         inputs, outputs: numbers per example.
-        hidden: widths of the hidden layers.
+        hidden: widths of the hidden layers, or one width for one layer.
         batch_norm: adds batch normalisation to each hidden layer.
         dropout: one rate for all hidden layers, or one for each.
         init: "torch" for torch's default; "he" for weights N(0, 2/fan_in) and biases 0; "normal" for N(0, 1) throughout, a
@@ -33,7 +33,7 @@ class MLP(nn.Module):
         inputs: int,
         outputs: int,
         *,
-        hidden: Sequence[int] = (100, 100),
+        hidden: int | Sequence[int] = (100, 100),
         activation: Literal["relu", "tanh", "gelu", "silu"] = "relu",
         batch_norm: bool = False,
         dropout: float | Sequence[float] = 0.0,
@@ -44,6 +44,7 @@ class MLP(nn.Module):
         skip: bool = False,
     ) -> None:
         super().__init__()
+        hidden = [whole("hidden", width) for width in (hidden if isinstance(hidden, Iterable) else [hidden])]
         one_of("activation", activation, ACTIVATIONS)
         one_of("init", init, ("torch", "he", "normal"), hint='"torch" is torch\'s default')
         ntk = one_of("parameterization", parameterization, ("standard", "ntk")) == "ntk"
@@ -65,7 +66,7 @@ class MLP(nn.Module):
         self.config = {
             "inputs": inputs,
             "outputs": outputs,
-            "hidden": list(hidden),
+            "hidden": hidden,
             "activation": activation,
             "batch_norm": batch_norm,
             "dropout": dropout if isinstance(dropout, int | float) else rates,

@@ -25,12 +25,16 @@ class ResNet(nn.Module):
         outputs: number of outputs (logits or means).
         channels: input channels C.
         skip: adds shortcuts around blocks; False gives the same layers without them (a plain network).
+        zero_head: starts the last layer at zero, so that all classes are equally probable before training.
     """
 
-    def __init__(self, depth: int = 20, outputs: int = 10, *, channels: int = 3, skip: bool = True) -> None:
+    def __init__(
+        self, depth: int = 20, outputs: int = 10, *, channels: int = 3, skip: bool = True, zero_head: bool = False
+    ) -> None:
         super().__init__()
         one_of("depth", depth, sorted([*THIN, *WIDE]))
         self.config = {"depth": depth, "outputs": outputs, "channels": channels, "skip": skip}
+        self.config |= {"zero_head": True} if zero_head else {}
         widths: tuple[int, ...] = (16, 32, 64) if depth in THIN else (64, 128, 256, 512)
         counts: tuple[int, ...] = (THIN[depth],) * 3 if depth in THIN else WIDE[depth]
         self.conv1 = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
@@ -44,14 +48,18 @@ class ResNet(nn.Module):
                 blocks.append(BasicBlock(previous, width, stride, learned_shortcut=depth in WIDE, skip=skip))
                 previous = width
             self.add_module(f"layer{i}", nn.Sequential(*blocks))
+        self.pool = MeanPool()
         self.linear = nn.Linear(previous, outputs)
         draw_convolutions(self)
+        if zero_head:
+            nn.init.zeros_(self.linear.weight)
+            nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn1(self.conv1(x)))
         for i in range(1, self.stages + 1):
             x = self.get_submodule(f"layer{i}")(x)
-        logits: Tensor = self.linear(x.mean((2, 3)))
+        logits: Tensor = self.linear(self.pool(x))
         return logits
 
 
@@ -76,6 +84,13 @@ class BasicBlock(nn.Module):
         out = F.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
         return F.relu(out if self.shortcut is None else out + self.shortcut(x))
+
+
+class MeanPool(nn.Module):
+    """(B, C, H, W) -> (B, C): the mean over positions; its output is the last layer's feature."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3))
 
 
 class PaddedShortcut(nn.Module):

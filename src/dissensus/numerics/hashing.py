@@ -1,9 +1,15 @@
-"""SplitMix64 (Steele, Lea and Flood 2014) in integer tensors: random bits computed from a counter, without a state.
+"""Integer hashes in tensors: random bits computed from a counter, and the fingerprint of tensors' values.
+
+SplitMix64 (Steele, Lea and Flood 2014), without a state.
 
 A Weyl sequence through a 64-bit finaliser. The bits are the same on every device, under vmap and in a captured CUDA graph,
 unlike those of `torch.Generator`.
 """
 
+import functools
+from collections.abc import Iterable
+
+import torch
 from torch import Tensor
 
 
@@ -25,3 +31,31 @@ def signed(word: int) -> int:
 
 
 WEYL, _FIRST, _SECOND = (signed(word) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> int:
+    """64 bits that depend on every value and its place: the same on every device, and for equal values in a wider dtype."""
+    totals: dict[torch.device, Tensor] = {}
+    for number, tensor in enumerate(tensors):
+        flat = tensor.detach().reshape(-1)
+        words = narrow(flat).view(torch.int32) if flat.is_floating_point() else flat.long().view(torch.int32)
+        for part in words.split(PART):
+            total = (part * odd_numbers(part.device)[: len(part)]).sum() * signed((2 * number + 1) * _ODD % 2**64)
+            totals[part.device] = total + totals.get(part.device, 0)
+    return sum(int(total) for total in totals.values()) % 2**64
+
+
+def narrow(values: Tensor) -> Tensor:
+    """The values in float32 if that is exact, else in float64."""
+    single = values.float()
+    return single if values.dtype != torch.float64 or torch.equal(single.double(), values) else values
+
+
+@functools.cache
+def odd_numbers(device: torch.device) -> Tensor:
+    """As many different odd factors as a part has words: a changed word changes its product."""
+    return torch.arange(1, 2 * PART, 2, device=device).mul_(WEYL).to(torch.int32)
+
+
+PART = 1 << 20  # words that are multiplied at once
+_ODD = 0x94D049BB133111EB

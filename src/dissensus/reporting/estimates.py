@@ -3,13 +3,13 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from dissensus.metrics.student import MANY, student_quantile, student_tail
-from dissensus.reporting.spread import holm, spread_of
-from dissensus.reporting.statistics import LEVEL, SIGNIFICANT
+from dissensus.reporting.spread import holm_level, spread_of
+from dissensus.reporting.statistics import LEVEL
 
 Array = Any  # of numpy
 
@@ -35,14 +35,22 @@ class Claim(NamedTuple):
 
     def p_value(self, near: float = 0.0) -> float:
         """p-value of "the true value is within ±near", from the interval, as if only seeds varied: never too small."""
-        half, freedom = (self.upper - self.lower) / 2, self.seeds - 1 if self.seeds > 1 else MANY
-        if not half > 0:
-            return 1.0
-        return student_tail(max(abs(self.value) - near, 0.0) / half * student_quantile(LEVEL, freedom), freedom)
+        error = (self.upper - self.lower) / 2 / student_quantile(LEVEL, self.freedom)
+        return student_tail(max(abs(self.value) - near, 0.0) / error, self.freedom) if error > 0 else 1.0
+
+    @property
+    def freedom(self) -> int:
+        return self.seeds - 1 if self.seeds > 1 else MANY
+
+    def widened(self, level: float) -> Self:
+        """The claim with an interval of this level instead of 95 %, as if only seeds varied: never too narrow."""
+        ratio = student_quantile(level, self.freedom) / student_quantile(LEVEL, self.freedom)
+        half = ratio * (self.upper - self.lower) / 2
+        return self._replace(lower=self.value - half, upper=self.value + half)
 
 
 class Words(NamedTuple):
-    """Words for a claim above zero, below zero, and undecided; `equal`: for an interval within ±near."""
+    """Words for an interval above near, below −near, and neither; `equal`: within ±near."""
 
     above: str
     below: str
@@ -50,12 +58,10 @@ class Words(NamedTuple):
     near: float = 0.0
     equal: str = ""
 
-    def of(self, claim: Claim, p_value: float) -> str:
+    def of(self, claim: Claim) -> str:
         if -self.near < claim.lower and claim.upper < self.near:
             return self.equal
-        if p_value >= SIGNIFICANT:
-            return self.neither
-        return self.above if claim.value > 0 else self.below
+        return self.above if claim.lower > self.near else self.below if claim.upper < -self.near else self.neither
 
 
 def claim_of(question: str, about: str, values: Array, unit: str) -> Claim:
@@ -65,12 +71,12 @@ def claim_of(question: str, about: str, values: Array, unit: str) -> Claim:
 
 
 def verdicts(found: Sequence[Claim], words: Mapping[str, Words]) -> list[str]:
-    """One sentence per question: what its claims show after Holm's adjustment, with their numbers."""
+    """One sentence per question: what its claims show, with intervals widened by Holm's adjustment for their number."""
     said = []
     for question, each in words.items():
         mine = [claim for claim in found if claim.question == question]
-        adjusted = holm([claim.p_value(each.near) for claim in mine])
-        shown = [f"{c.about}: {each.of(c, p)}, {c.text} {c.unit}" for c, p in zip(mine, adjusted, strict=True)]
+        level = holm_level([claim.p_value(each.near) for claim in mine])
+        shown = [f"{c.about}: {each.of(c)}, {c.text} {c.unit}" for c in (claim.widened(level) for claim in mine)]
         said += [f"{question} {'; '.join(shown)}."] if shown else []
     return said
 

@@ -32,7 +32,7 @@ from dissensus.numerics.checks import number, share, whole
 from dissensus.numerics.plain import plain
 from dissensus.sklearn.judging import NearestMeans
 from dissensus.sklearn.methods import posterior_of
-from dissensus.sklearn.rows import checked_table, ordered, repeated, split_rows, taken
+from dissensus.sklearn.rows import checked_table, ordered, split_rows, taken, weighted_rows
 from dissensus.standing.conformal import Conformal
 from dissensus.standing.quantiles import least_rows
 from dissensus.storage import save as save_posterior
@@ -52,7 +52,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         members: number of networks, or of members of one network. None means 5 for methods built from several networks, and
             the method's default otherwise.
         settings: dict of further keywords of the method.
-        hidden: widths of the network's hidden layers.
+        hidden: widths of the network's hidden layers, or one width for one layer.
         network: a function (inputs, outputs) -> module that replaces the default network.
         likelihood: the likelihood of the outputs; None means `Classification()` or `HeteroscedasticRegression()`.
         epochs: most epochs; None means about 2,000 steps, within 20 to 200 epochs.
@@ -76,7 +76,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         *,
         members: int | None = None,
         settings: dict[str, Any] | None = None,
-        hidden: Sequence[int] = (128, 128),
+        hidden: int | Sequence[int] = (128, 128),
         network: Callable[[int, int], nn.Module] | None = None,
         likelihood: Likelihood | None = None,
         epochs: int | None = None,
@@ -124,9 +124,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         table = checked_table(self, X, reset=True)
         targets = self._targets(y)
         check_consistent_length(X, targets)
-        rows, weights = repeated(X, targets, sample_weight)
+        rows, weights, copies = weighted_rows(X, targets, sample_weight)
         order, groups = ordered(table, targets, rows)
-        rows, weights = rows[order], None if weights is None else weights[order]
+        rows, weights = rows[order], weights[order]
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         labels = targets[rows] if targets.dtype == np.int64 else None
         shares = (self.conformal, self.validation)
@@ -136,18 +136,20 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
                 f"expected at least {LEAST} rows to calibrate on, got {self.conformal:g} of {len(rows)}; pass more rows, or a "
                 "larger share as conformal="
             )
+        if copies:  # made after the split, so that no row is in two parts; calibration counts each row once
+            train, held = (part.repeat(weights[part].astype(np.int64)) for part in (train, held))
         self.encoder_ = TableEncoder.of(taken(table, rows[train]), categories=self.categories)
         self._measure(targets[rows[train]])
 
-        def batch_tensors(part: np.ndarray) -> list[Any]:
-            weight = None if weights is None else torch.from_numpy(weights[part]).float()
+        def batch_tensors(part: np.ndarray, *, weighted: bool = not copies) -> list[Any]:
+            weight = torch.from_numpy(weights[part] / weights.mean()).float() if weighted else None
             return [self.encoder_(taken(table, rows[part])), self._encoded(targets[rows[part]]), weight]
 
         with torch.random.fork_rng(devices=[] if self.device == "cpu" else None):
             torch.manual_seed(seed)
             self._train(batch_tensors(train), batch_tensors(held) if len(held) else None, seed)
             if len(calibrating):
-                x, y, weight = batch_tensors(calibrating)
+                x, y, weight = batch_tensors(calibrating, weighted=True)
                 rows_left = Batches(x.double(), y, weight=weight, batch_size=1024)
                 conformal(self.posterior_, rows_left, score=self._score)
         self._finish()
@@ -177,7 +179,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         means = None
         if judging is not None and y.is_floating_point() and posterior.judged_by == "current":
             means = NearestMeans(posterior, judging, self.patience)
-        by_likelihood = judging is not None and means is None and posterior.goes_back
+        by_likelihood = judging is not None and means is None and posterior.judged_by is not None
         self.history_ = fit(
             posterior,
             batches,

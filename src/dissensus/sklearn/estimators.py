@@ -150,6 +150,8 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
             assert isinstance(likelihood, RealTargets)
             likelihood.targets = None  # the targets so far had their mean subtracted
             likelihood.standardise(self.scale_)
+        for name, promise in self.posterior_.promises_as_stored().items():
+            self.posterior_.stand(name, promise)  # of residuals over deviations, which do not depend on units
 
     def _state(self) -> dict[str, Any]:
         return {"targets_2d": self.targets_2d_}

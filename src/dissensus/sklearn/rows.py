@@ -12,6 +12,8 @@ from sklearn.utils.validation import _check_sample_weight, validate_data
 from dissensus.data.frames import comparable, table_columns
 from dissensus.data.splits import split_indices
 
+COPIES = 10  # most copies of a row, on average: more are rows of their own, and higher weights are factors of the loss
+
 
 def checked_table(estimator: Any, x: Any, *, reset: bool) -> Any:
     """A DataFrame unchanged, anything else as an array; column names and number must equal those of the training rows."""
@@ -25,16 +27,13 @@ def checked_table(estimator: Any, x: Any, *, reset: bool) -> Any:
     return array if reset or names is None else dict(zip(names, array.T, strict=True))
 
 
-def repeated(table: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, np.ndarray | None]:
-    """(training rows, their weights): weight 0 drops a row, small whole weights repeat it."""
-    rows = np.arange(len(y))
-    if sample_weight is None:
-        return rows, None
+def weighted_rows(table: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, np.ndarray, bool]:
+    """(rows of a weight above 0, these weights, whether the weights are numbers of copies: whole and small)."""
     weights = _check_sample_weight(sample_weight, table if hasattr(table, "shape") else y, ensure_non_negative=True)
-    if (weights == weights.round()).all() and weights.sum() <= 10 * len(rows):
-        return rows.repeat(weights.astype(np.int64)), None
-    kept = weights > 0
-    return rows[kept], weights[kept] / weights[kept].mean()
+    rows = np.flatnonzero(weights)
+    if not len(rows):  # older versions of scikit-learn do not look
+        raise ValueError("expected a sample weight above 0, got only zeros; leave out the weights to count all rows")
+    return rows, weights[rows], bool((weights == weights.round()).all() and weights.sum() <= COPIES * len(rows))
 
 
 def ordered(table: Any, y: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -53,11 +52,11 @@ def split_rows(
 ) -> list[np.ndarray]:
     """[training rows, rows of the first share, …], disjoint; shares of fewer than `least` rows are empty.
 
-    Equal rows stay in one part, so that no training row is also a validation row; unless most rows have equals, as in
-    tables with few categories.
+    Equal rows stay in one part, so that no training row is also a validation row; unless rows have more than `COPIES` equals
+    on average, as in tables with few categories.
     """
     count = int(groups.max()) + 1
-    if 2 * count < len(groups):
+    if COPIES * count < len(groups):
         groups, count = np.arange(len(groups)), len(groups)
     first = np.zeros(count, dtype=np.int64)
     first[groups[::-1]] = np.arange(len(groups))[::-1]

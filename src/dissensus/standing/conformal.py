@@ -11,7 +11,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.core.standing import Promise
 from dissensus.standing.quantiles import loosened, quantile
-from dissensus.standing.scores import CLASS_SCORES, ends
+from dissensus.standing.scores import CLASS_SCORES, class_scores, ends
 
 RowFunction = Callable[[Any], Tensor]  # inputs (B, ...) -> one number per row, (B,)
 
@@ -75,12 +75,7 @@ class Conformal(Promise):
             raise ValueError(
                 f"expected {self.facts['outputs']} classes per row, got {predictive!r}; use its own posterior"
             )
-        u = torch.zeros(predictive.log_mean.shape[0], dtype=torch.float64)  # the class at the threshold is included
-        if self.facts["randomised"]:
-            device = "cpu" if generator is None else generator.device
-            u = torch.rand(len(predictive), dtype=torch.float64, generator=generator, device=device)
-        u = u.to(predictive.log_mean.device)
-        return CLASS_SCORES[self.score](predictive, u, self.facts["settings"]) <= loosened(thresholds)
+        return class_scores(predictive, self.facts, generator) <= loosened(thresholds)
 
     def interval(
         self, x: Inputs | Predictive, *, weight: Tensor | None = None, group: Tensor | None = None
@@ -108,7 +103,7 @@ class Conformal(Promise):
 
     def _asked(self, x: Inputs | Predictive, weight: Tensor | None, group: Tensor | None) -> tuple[Predictive, Tensor]:
         """(predictive, (B or 1, P or K) thresholds)."""
-        posterior = self.posterior  # raises if it was dropped
+        posterior = self.posterior  # raises if its predictions have changed
         predictive = x if isinstance(x, Predictive) else posterior.predict(x)
         inputs = None if isinstance(x, Predictive) else posterior.transformed(x)  # as in calibration
         one = torch.ones(1)

@@ -35,8 +35,11 @@ class Gate(Promise):
 
     def forward(self, x: Inputs | Predictive) -> Gated:
         """`gate(x)`: `Gated` for a batch of inputs, or for the posterior's `Predictive` of one."""
-        posterior = self.posterior  # raises if it was dropped
-        predictive = x if isinstance(x, Predictive) else posterior.predict(x)
+        posterior = self.posterior  # raises if its predictions have changed
+        return self.decide(x if isinstance(x, Predictive) else posterior.predict(x))
+
+    def decide(self, predictive: Predictive) -> Gated:
+        """The result for a predictive, without asking whether it is the posterior's present one."""
         score = uncertainty(predictive, self.score)(predictive)
         return Gated(score < self.threshold, score, predictive)
 

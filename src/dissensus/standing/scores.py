@@ -3,7 +3,8 @@
 With any score the conformal guarantee holds; a better one gives smaller sets. Classes:
 
 - `lac`: −log p̄_k, with the same order as 1 − p̄_k (Sadinle, Lei & Wasserman 2019): the smallest sets on average;
-- `aps`: the mass of the likelier classes plus u p̄_k (Romano, Sesia & Candès, NeurIPS 2020): larger sets for hard inputs;
+- `aps`: the mass of the likelier classes plus u p̄_k (Romano, Sesia & Candès, NeurIPS 2020): larger sets for hard inputs.
+  u is random if the score is randomised, else 0, so that the likeliest class is in every set;
 - `raps`: the same plus penalty · max(0, rank_k − free) (Angelopoulos et al., ICLR 2021): fewer very large sets;
 - `disagreement`: −log(p̄_k + penalty · σ_k), σ_k the standard deviation of p_k over members: a class is in the set if some
   members give it a high probability, so sets grow where members disagree. With one member it equals `lac`.
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from dissensus import metrics
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive
@@ -56,6 +57,15 @@ CLASS_SCORES: dict[str, Callable[[CategoricalPredictive, Tensor, Mapping[str, An
 SETTINGS: dict[str, dict[str, float]] = {"raps": {"penalty": 0.01, "free": 5}, "disagreement": {"penalty": 1.0}}
 RANDOMISED = ("aps", "raps")  # scores that use u
 INTERVAL_SCORES = ("cqr", "residual")
+
+
+def class_scores(predictive: CategoricalPredictive, facts: Mapping[str, Any], generator: Generator | None) -> Tensor:
+    """(B, K) scores of all classes, computed in the same way for calibration rows and new ones."""
+    u = torch.zeros(predictive.log_mean.shape[0], dtype=torch.float64)
+    if facts["randomised"]:
+        device = "cpu" if generator is None else generator.device
+        u = torch.rand(len(predictive), dtype=torch.float64, generator=generator, device=device)
+    return CLASS_SCORES[facts["score"]](predictive, u.to(predictive.log_mean.device), facts["settings"])
 
 
 def ends(predictive: Predictive, score: str, level: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,20 +1,23 @@
 """Saving and loading posteriors as config.json and posterior.safetensors, files that cannot contain code."""
 
 import copy
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.core.attributes import difference, saved_attributes
+from dissensus.core.clock import Watchers
+from dissensus.core.description import structure
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.regression import RealTargets
-from dissensus.core.standing import Fitted
+from dissensus.core.standing import STATE
 from dissensus.data.inputs import KINDS as INPUT_KINDS
 from dissensus.data.inputs import as_input_transform
 from dissensus.nets import NETS
@@ -24,10 +27,9 @@ from dissensus.numerics.divided import here, joined
 from dissensus.numerics.layout import fits, kept_strides, laid_out, rows
 from dissensus.numerics.plain import plain
 from dissensus.numerics.randomness import same_random_state
-from dissensus.standing import KINDS
 from dissensus.storage.atomic import write_whole
 from dissensus.storage.sealed import CONFIG, FORMAT, SAVE_AGAIN, TENSORS, opened, sealed
-from dissensus.storage.skeletons import build, build_parts, class_fields, method_of, structure
+from dissensus.storage.skeletons import LIKELIHOODS, build, build_parts, class_fields, method_of
 
 
 def save(
@@ -60,8 +62,10 @@ def save(
             f"expected members that differ only in registered tensors, got a difference in "
             f"'{difference(templates) or 'modes'}'; a file describes one network for all members: register it as a buffer"
         )
+    posterior.drop_stale_promises()
+    posterior = without_watchers(posterior)
     with posterior.particles.turn():
-        tensors, ties = unique_tensors(posterior, without="watchers.")
+        tensors, ties = unique_tensors(posterior)
         # The method that has cut the watched network.
         base = posterior.base[0] if posterior.base and posterior.cuts else None
         network = posterior.given()  # with its tensors, because a layer's description may read them
@@ -81,12 +85,15 @@ def save(
         "tied": ties,
         "strides": strides_of(tensors),
         "kept": kept_as_is(posterior),
-        **standing_on(posterior),
+        **posterior.fitted(),
         **transforms_of(posterior, inputs, classes),
     }
     if posterior.others is not None and not posterior.others.is_first:
         return  # all processes have the same posterior, and the first one writes it
     data, text = sealed(tensors, plain(config))
+    # What cannot be read back is not written.
+    own = None if type(posterior.likelihood) in LIKELIHOODS.values() else posterior.likelihood
+    rebuilt(json.loads(text), tensors, network, own, type(posterior), Path(folder))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole({folder / TENSORS: data, folder / CONFIG: text.encode()})
@@ -116,34 +123,51 @@ def load(
     """
     if network is not None and not isinstance(network, nn.Module):
         raise TypeError(f"expected an nn.Module as network, got {type(network).__name__}; pass one network object")
-    config, tensors = opened(Path(folder))
+    return rebuilt(*opened(Path(folder)), network, likelihood, method, Path(folder))
+
+
+def rebuilt(
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    network: nn.Module | None,
+    likelihood: Likelihood | None,
+    method: type[Posterior] | None,
+    folder: Path,
+) -> Posterior:
+    """The posterior that a file's config and tensors describe; other arguments as in `load`."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     kind = method_of(config, method)
     # building layers draws random numbers that are overwritten
-    with reading(Path(folder) / TENSORS, SAVE_AGAIN), same_random_state(torch.device("cpu")):
+    with reading(folder / TENSORS, SAVE_AGAIN), same_random_state(torch.device("cpu")):
         strides = saved_strides(config, shapes)
         posterior = build(kind, config, shapes, *build_parts(config, shapes, network, likelihood))
         keep_as_was(posterior, config["kept"])
-        put_standing(posterior, config, tensors)
+        posterior.restore_fitted(config, tensors)
         put_transforms(posterior, config)
     if unique_tensors(posterior)[1] != config["tied"]:
         raise other_ties()
     lying = {name: laid_out(tensor, strides[name]) for name, tensor in tensors.items()}
     fill(posterior, lying | {name: lying[source] for name, source in config["tied"].items() if source in lying})
+    for promise in posterior.promises_as_stored().values():
+        promise.facts.setdefault("fitted_to", posterior.fingerprint())  # files of earlier versions do not say it
     return posterior.eval()
 
 
-def unique_tensors(module: nn.Module, *, without: str = "\n") -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(name -> tensor, other name -> name) of a module's state: tied tensors are stored once.
+def without_watchers(posterior: Posterior) -> Posterior:
+    """The same posterior as it is saved: its watchers are saved one by one."""
+    view = copy.copy(posterior)
+    view._modules = {**posterior._modules, "watchers": Watchers()}
+    return view
 
-    `without`: prefix of names to leave out; watchers of a posterior are saved separately.
-    """
+
+def unique_tensors(posterior: Posterior) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(name -> tensor, other name -> name) of a posterior's state: tied tensors are stored once."""
     tensors: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
-    for name, tensor in module.state_dict().items():
-        if name.startswith(without):
-            continue
+    for name, tensor in posterior.state_dict().items():
+        if name == STATE:
+            continue  # the config says it
         if not isinstance(tensor, Tensor):
             raise TypeError(
                 f"expected only tensors in the state_dict, got {type(tensor).__name__} in '{name}'; remove it from the state"
@@ -193,29 +217,6 @@ def keep_as_was(posterior: Posterior, saved: Mapping[str, list[str]]) -> None:
         groups[name].how = "loop"
 
 
-def standing_on(posterior: Posterior) -> dict[str, Any]:
-    """The config entries of the posterior's calibration and promises; {} if it has none."""
-    promises = {name: cast(Fitted, promise).config() for name, promise in posterior.promises.items()}
-    calibration = posterior.calibration
-    return {
-        **({} if calibration is None else {"calibration": calibration.config()}),
-        **({"promises": promises} if promises else {}),
-    }
-
-
-def put_standing(posterior: Posterior, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Restores the saved calibration and promises."""
-
-    def revived(saved: Mapping[str, Any], prefix: str) -> Any:
-        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        return KINDS[one_of("kind", saved["kind"], KINDS)](saved["facts"], own)
-
-    if (saved := config.get("calibration")) is not None:
-        posterior.calibration = revived(saved, "calibration.")
-    for name, saved in config.get("promises", {}).items():
-        posterior.stand(name, revived(saved, f"promises.{name}."))
-
-
 def transforms_of(posterior: Posterior, inputs: Any, classes: Sequence[str] | None) -> dict[str, Any]:
     """The config entries of inputs and classes: the arguments, else the posterior's own."""
     found: dict[str, Any] = {}
@@ -262,7 +263,7 @@ def other_ties() -> ValueError:
 
 def fill(posterior: Posterior, tensors: dict[str, Tensor]) -> None:
     """Overwrites the posterior's state with exactly these tensors, dtypes included."""
-    expected = posterior.state_dict()
+    expected = {name: tensor for name, tensor in posterior.state_dict().items() if name != STATE}
     for name in sorted(expected.keys() | tensors.keys()):
         wanted, found = _described(expected.get(name)), _described(tensors.get(name))
         if wanted != found:

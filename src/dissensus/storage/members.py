@@ -13,7 +13,7 @@ from dissensus.methods import MAP
 from dissensus.numerics.damage import reading
 from dissensus.numerics.layout import laid_out
 from dissensus.numerics.randomness import same_random_state
-from dissensus.storage.folder import fill, load, other_ties, put_standing, put_transforms, saved_strides, unique_tensors
+from dissensus.storage.folder import fill, load, other_ties, put_transforms, saved_strides, unique_tensors
 from dissensus.storage.sealed import SAVE_AGAIN, TENSORS, opened
 from dissensus.storage.skeletons import build_parts
 
@@ -43,7 +43,7 @@ def read_members(
     for index in range(config["arguments"]["members"]):
         member = MAP(template, likelihood=meaning)
         with reading(folder / TENSORS, SAVE_AGAIN):
-            put_standing(member, {**config, "promises": {}}, tensors)
+            member.restore_fitted({**config, "promises": {}}, tensors)
         put_transforms(member, config)
         yield _member(member, index, tensors, strides)
 

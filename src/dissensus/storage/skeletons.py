@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dissensus.core.attributes import check_attributes, unmade
+from dissensus.core.description import in_short, structure
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.core.regression import HeteroscedasticRegression, Regression
@@ -88,7 +89,7 @@ def build_network(saved: dict[str, Any], network: nn.Module | None, shapes: Tens
         raise ValueError("expected a network to load into, got none; pass network=, built like the saved one")
     with torch.device("meta"):  # no memory is allocated before sizes are compared with the file
         sketch = NETS[name](**arguments) if network is None else network
-    ours, theirs = structure(sketch), [_in_short(line) for line in saved["structure"]]
+    ours, theirs = structure(sketch), [in_short(line) for line in saved["structure"]]
     if ours != theirs:
         pairs = itertools.zip_longest(ours, theirs, fillvalue="(nothing)")
         mine, other = next((a.removeprefix(": "), b.removeprefix(": ")) for a, b in pairs if a != b)
@@ -164,14 +165,3 @@ def build_likelihood(saved: dict[str, Any]) -> Likelihood:
             f"expected the likelihood {saved['name']!r} as an argument, got none; pass likelihood={saved['name']}(...)"
         )
     return LIKELIHOODS[saved["name"]](**saved["arguments"])
-
-
-def structure(network: nn.Module) -> list[str]:
-    """One line per layer with its settings; two networks must agree in it to exchange tensors."""
-    lines = (f"{name}: {type(module).__name__}({module.extra_repr()})" for name, module in network.named_modules())
-    return [_in_short(line) for line in lines]
-
-
-def _in_short(line: str) -> str:
-    """A layer's line without text that only newer torch versions add (that a norm layer has a bias, which all had before)."""
-    return line.replace(", bias=True", "") if "affine=" in line else line

@@ -10,12 +10,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from dissensus.core.description import describe_likelihood, describe_network, differences
 from dissensus.core.posterior import Posterior
+from dissensus.core.standing import STATE
 from dissensus.numerics.plain import plain
 
 log = logging.getLogger("dissensus")
 
-STANDING = re.compile(r"(watchers\.\d+\.)*(calibration|promises)\.")  # fitted to predictions: training drops them
+# What a state says of calibrations and promises, which training drops, and its description, which is compared as such.
+FITTED = re.compile(rf"(watchers\.\d+\.)*((calibration|promises)\.|{STATE}$)")
 STORED = re.compile(r"(watchers\.\d+\.)*(stored|curvature)\.")  # draws of an earlier run: not needed to continue
 HOW = {
     "params",
@@ -33,10 +36,11 @@ MOVING = {"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "
 
 
 def description(posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
-    """Description of a run: method, settings, likelihood, optimiser with its tensors, kind of schedule."""
+    """Description of a run: method, settings, network, likelihood, optimiser with its tensors, kind of schedule."""
     return {
         "posterior": _json(posterior.identity),
-        "likelihood": [type(posterior.likelihood).__name__, _json(posterior.likelihood.config)],
+        "likelihood": describe_likelihood(posterior.likelihood),
+        "network": describe_network(posterior.particles.template.network),
         "prior": None if posterior.prior is None else plain(posterior.prior.config()),
         "optimizer": type(optimizer).__name__,
         "parameters": [[_form(p) for p in group["params"]] for group in optimizer.param_groups],
@@ -44,19 +48,15 @@ def description(posterior: Posterior, optimizer: Optimizer, scheduler: LRSchedul
     }
 
 
-def trained_state(posterior: Posterior) -> dict[str, Tensor]:
-    """The posterior's state without calibration and promises, which further training would drop."""
-    return {name: tensor for name, tensor in posterior.state_dict().items() if not STANDING.match(name)}
-
-
 def misfits(
     state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None
 ) -> Iterator[str]:
     """Descriptions of what in a checkpoint's state does not belong to this run; empty if all of it does."""
-    yield from _differences(state["run"], description(posterior, optimizer, scheduler))
+    yield from differences(state["run"], description(posterior, optimizer, scheduler))
     yield from _tensor_misfits(state["posterior"], posterior)
     if state["best"]["state"] is not None:
-        yield from _tensor_misfits(state["best"]["state"], posterior)
+        watching = {name: each for name, each in state["posterior"].items() if name.startswith("watchers.")}
+        yield from _tensor_misfits({**watching, **state["best"]["state"]}, posterior)
     if not all(isinstance(each, dict) for each in state["optimizer"]["state"].values()):
         yield "an optimizer's state that is not a dict"  # torch would accept it, and fail at the first step
 
@@ -100,22 +100,9 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in HOW} | rate
 
 
-def _differences(theirs: Any, mine: Any, where: str = "") -> Iterator[str]:
-    """ "key theirs, not mine" for the leaves in which two descriptions differ; keys in only one of them are ignored."""
-    if isinstance(theirs, dict) and isinstance(mine, dict):
-        for key in mine:
-            if key in theirs:
-                yield from _differences(theirs[key], mine[key], key)
-    elif isinstance(theirs, list) and isinstance(mine, list) and len(theirs) == len(mine):
-        for a, b in zip(theirs, mine, strict=True):
-            yield from _differences(a, b, where)
-    elif theirs != mine:
-        yield f"{where} {theirs}, not {mine}"
-
-
 def _tensor_misfits(saved: dict[str, Any], posterior: Posterior) -> Iterator[str]:
-    mine = trained_state(posterior)
-    for name in [name for name in {**mine, **saved} if not STORED.match(name)]:
+    mine = posterior.state_dict()
+    for name in [name for name in {**mine, **saved} if not STORED.match(name) and not FITTED.match(name)]:
         if name not in saved:
             yield f"without the tensor {name}"
         elif name not in mine:

@@ -23,7 +23,6 @@ from dissensus.storage.atomic import replacing
 from dissensus.training.belonging import (
     description,
     misfits,
-    trained_state,
     warn_of_overruled,
     without_misfit_draws,
 )
@@ -186,7 +185,7 @@ def _put(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, sche
 def _state(posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
     """Everything that training changes."""
     return {
-        "posterior": trained_state(posterior),
+        "posterior": posterior.state_dict(),
         "optimizer": optimizer.state_dict(),
         "scheduler": scheduler.state_dict() if scheduler is not None else None,
         "random": torch.get_rng_state(),

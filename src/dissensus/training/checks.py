@@ -31,7 +31,7 @@ def check_run(
         raise ValueError("expected an optimizer with the scheduler, got none; pass both")
     if scheduler is not None and (isinstance(scheduler, type) or not hasattr(scheduler, "step")):
         raise TypeError(f"expected a scheduler, got {scheduler!r}; build one on the optimizer")
-    if patience is not None and not posterior.goes_back:
+    if patience is not None and posterior.judged_by is None:
         raise ValueError(
             f"expected no patience for {type(posterior).__name__}, got {patience}; it collects weights over the whole run: "
             "leave patience out"

@@ -14,10 +14,10 @@ LOOKS = 10  # most looks in a run: a look costs a draw
 def looks(posterior: Posterior, epoch: int, epochs: int) -> bool:
     """Whether validation may keep the state after this epoch, counted from 0.
 
-    If functions are drawn for it, only at most ten evenly spaced epochs of the last quarter, including the last one.
+    No epoch of a trajectory; if functions are drawn, up to ten evenly spaced ones of the last quarter, including the last.
     """
     first, every = evenly_spaced(epochs, LOOKS) if posterior.judged_by == "draw" else (0, 1)
-    return posterior.ready and epoch >= first and (epoch - first) % every == 0
+    return posterior.judged_by is not None and posterior.ready and epoch >= first and (epoch - first) % every == 0
 
 
 def look(posterior: Posterior, epoch: int, epochs: int, validation: Iterable[Any]) -> DrawnFunctions | None:

@@ -13,7 +13,7 @@ from dissensus.evaluation.predictions import Predictions
 from dissensus.numerics.damage import damaged
 from dissensus.storage.files import read_json, read_tensors, write_json, write_tensors
 
-COUNTS = ("nll", "counts", "confidence", "correct", "clean", "example_accuracy", "example_nll")
+COUNTS = ("nll", "counts", "confidence", "correct", "clean", "example_accuracy", "example_nll", "examples")
 PROMISED = "promised/"  # prefix of the names of promises' tables
 FACTS = ("kind", "score", "ood", "shift", "corruptions", "severities", "notes")
 

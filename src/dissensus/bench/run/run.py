@@ -59,8 +59,9 @@ from dissensus.storage.files import read_toml, write_json, write_text
 from dissensus.train import fit
 from dissensus.training.history import Epoch
 
+ON_DEVICE = 1 << 31  # bytes: training rows up to this size lie on the device, where a batch is made faster
 Tell = Callable[[str], object]
-CHECKPOINT_SECONDS = 10.0  # between two checkpoints of a training: a stopped run loses at most this
+CHECKPOINT_SECONDS = 30.0  # between two checkpoints of a training: a stopped run loses at most this
 
 
 def silent(text: str) -> None:
@@ -150,7 +151,7 @@ class Run(Folder):
 
     def loader(self, rows: TaskRows, *, shuffle: bool = False) -> Batches:
         training, scenes = self.config.training, self.kind == "segmentation"
-        if scenes and shuffle:  # augmented on the device: on a processor scaling images takes as long as a step
+        if shuffle and (scenes or rows.x.nbytes <= ON_DEVICE):
             rows = TaskRows(rows.x.to(self.device), rows.y.to(self.device))
         asked = self.config.evaluation.get("batch_size", 4 if scenes else 250)
         augment = training.get("augment", "none") if shuffle else "none"

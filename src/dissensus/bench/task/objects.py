@@ -11,10 +11,13 @@
 To add one, add a line: the name of a method's argument, and its constructors by name.
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from dissensus.bench.rows.loaders import AUGMENTATIONS
 from dissensus.core.empcov import EmpCov
@@ -36,8 +39,13 @@ def cyclic(cycles: int = 5, *, steps: int | None = None, weight: float = 1.0) ->
 
 
 def pca(inputs: Any, alpha: float = 1.0, **options: Any) -> Lengthscales | None:
-    """The result of `pca_lengthscales`; None for alpha = 0, which is exactly the identity."""
-    return None if alpha == 0 else pca_lengthscales(inputs, alpha, **options)
+    """The result of `pca_lengthscales`, computed on a GPU if there is one; None for alpha = 0, exactly the identity."""
+    if alpha == 0:
+        return None
+    rows = copy.copy(inputs)  # `Batches`
+    rows.x = inputs.x.to("cuda" if torch.cuda.is_available() else "cpu")
+    found = pca_lengthscales(rows, alpha, **options)
+    return Lengthscales(found.eigenvectors.cpu(), found.precision.cpu(), torch.as_tensor(found.remainder).cpu())
 
 
 pca.__signature__ = inspect.signature(pca_lengthscales)  # type: ignore[attr-defined]
