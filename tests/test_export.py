@@ -13,6 +13,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
+from dissensus import exporting
 from dissensus.engine.tracing import random_operations, trace
 from test_contract import METHODS
 
@@ -202,3 +203,138 @@ def test_several_inputs_keep_their_names(named, tmp_path):
         given = pair(batch)
         found = in_onnxruntime(tmp_path / "m.onnx", **(given if named else {"x0": given[0], "x1": given[1]}))
         check(found, posterior.predict(given))
+
+
+def plain():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def labelled(rows=60):
+    return inputs(rows), torch.arange(rows) % 3
+
+
+def test_an_ensemble_in_half_precision_is_exported_and_leaves_torch_as_it_was(tmp_path):
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([plain() for _ in range(3)]).bfloat16()
+    x = inputs(5).bfloat16()
+    ds.export(posterior, tmp_path / "m.pt2", example=x)  # what runs members at once fails inside a vmap
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+    nn.Linear(2, 2)  # draws its weights, which that vmap would refuse
+    found = torch.export.load(tmp_path / "m.pt2").module()(inputs(7).bfloat16())
+    rounding = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(found["mean"], posterior.predict(inputs(7).bfloat16()).mean, rtol=0, atol=8 * rounding)
+
+
+def test_a_refused_export_leaves_torch_as_it_was(tmp_path, monkeypatch):
+    posterior = ds.DeepEnsemble([plain() for _ in range(2)]).bfloat16()
+    monkeypatch.setattr(exporting, "ROUNDINGS", 0.0)  # members in turn round differently from those at once
+    monkeypatch.setattr(exporting, "CLOSE", 0.0)
+    with pytest.raises(ValueError, match="expected mean as in predict, got"):
+        ds.export(posterior, tmp_path / "m.pt2", example=inputs(64).bfloat16())
+    nn.Linear(2, 2)
+    assert not list(tmp_path.iterdir())
+
+
+class Tampered(nn.Module):
+    """A module whose truth value of the first row is another."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        found = self.module(x)
+        first = torch.ones_like(found["gate"], dtype=torch.int64).cumsum(0) == 1
+        return found | {"gate": found["gate"] ^ first}
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_a_gate_checked_on_few_rows_may_differ_only_where_the_score_is_at_the_threshold(near, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    posterior = ds.MAP(plain()).eval()
+    x, y = labelled()
+    gate = ds.ood_gate(posterior, [(x, y)], false_alarm=0.2, name="gate")
+    score = float(gate(x[:1]).score)
+    gate.threshold = score * (1 + 1e-7 if near else 1.01)
+    monkeypatch.setattr(exporting, "trace", lambda module, *rest: trace(Tampered(module), *rest))
+    if near:
+        ds.export(posterior, tmp_path / "m.pt2", example=x[:2])
+        return
+    for rows in (1, 2):
+        with pytest.raises(
+            ValueError, match=rf"expected gate as in predict, got \d of {max(rows, 2)} values that differ"
+        ):
+            ds.export(posterior, tmp_path / "m.pt2", example=x[:rows])
+
+
+class Summed(nn.Module):
+    """Inputs by any names, added up with other weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, **x):
+        return self.layer(sum(i * each for i, each in enumerate(x.values(), start=1)))
+
+
+@pytest.mark.parametrize("runtime", [True, False])
+@pytest.mark.parametrize(
+    ("names", "inside"),
+    [
+        (["mean", "std"], ["input_mean", "input_std"]),
+        (["x", "total", "input_total"], ["input_x", "input_total", "input_input_total"]),
+        (["val_0", "linear"], ["val_0", "linear"]),  # which torch may give to inner values
+    ],
+)
+def test_names_in_an_onnx_file_are_those_of_inputs_and_outputs(names, inside, runtime, tmp_path, monkeypatch, caplog):
+    onnx = pytest.importorskip("onnx")
+    torch.manual_seed(0)
+    posterior = ds.MAP(Summed())
+    _, y = labelled(30)
+    x = {name: torch.randn(30, 4) for name in names}
+    ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+    ds.conformal(posterior, [(x, y)], level=0.5, name="x")
+    with monkeypatch.context() as patch:
+        if not runtime:
+            patch.setitem(sys.modules, "onnxruntime", None)
+        ds.export(posterior, tmp_path / "m.onnx", example={name: each[:3] for name, each in x.items()})
+    graph = onnx.load(tmp_path / "m.onnx").graph
+    assert [value.name for value in graph.input] == inside
+    assert [value.name for value in graph.output] == [*MOMENTS, "x"]
+    assert (", ".join(inside) in caplog.text) == (names != inside)
+    found = in_onnxruntime(tmp_path / "m.onnx", **dict(zip(inside, x.values(), strict=True)))
+    check(found, posterior.predict(x))
+
+
+@pytest.mark.parametrize("score", ["aps", "raps"])
+def test_sets_by_sorted_classes_are_in_onnx_files(score, tmp_path):
+    torch.manual_seed(0)
+    posterior = ds.MAP(plain()).eval()
+    sets = ds.conformal(posterior, [labelled()], level=0.7, score=score, name="sets")
+    ds.export(posterior, tmp_path / "m.onnx", example=inputs(3))
+    found = in_onnxruntime(tmp_path / "m.onnx", x=inputs(50))["sets"]
+    assert torch.equal(found, sets.set(inputs(50)))
+    assert 0 < float(found.float().mean()) < 1
+
+
+class Bessel(nn.Linear):
+    """An operation that ONNX does not have."""
+
+    def forward(self, x):
+        return torch.special.i0(super().forward(x))
+
+
+def test_an_operation_that_onnx_lacks_is_named_in_one_line(tmp_path):
+    with pytest.raises(ValueError, match=r"i0.*write \.pt2$") as error:
+        ds.export(ds.MAP(Bessel(4, 3)).eval(), tmp_path / "m.onnx", example=inputs(3))
+    assert not re.search(r"\x1b|\n|Next steps", str(error.value))
+
+
+def test_promises_with_the_name_of_an_output_are_refused(tmp_path):
+    x = inputs(60)
+    posterior = ds.MAP(nn.Linear(4, 1), likelihood=ds.Regression()).eval()
+    ds.conformal(posterior, [(x, x[:, :1])], name="width")
+    ds.ood_gate(posterior, [(x, x[:, :1])], false_alarm=0.2, name="width_lower")
+    with pytest.raises(ValueError, match="expected a promise of another name than an output's, got 'width_lower'"):
+        ds.export(posterior, tmp_path / "m.pt2", example=x[:3])

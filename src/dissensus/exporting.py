@@ -5,8 +5,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.core.running import first_line
+from dissensus.core.splitting import tensors_of
 from dissensus.engine.tracing import random_operations, trace
 from dissensus.methods.parts.node_functions import NodeFunctions
 from dissensus.numerics.checks import one_of
@@ -30,13 +30,15 @@ from dissensus.standing.conformal import Conformal
 from dissensus.standing.gate import Gate
 from dissensus.standing.scores import INTERVAL_SCORES
 from dissensus.storage.atomic import write_whole
-from dissensus.storage.onnx_files import onnx_content, require_onnx, run_onnx
+from dissensus.storage.onnx_files import ONNX_FORMS, onnx_content, require_onnx, run_onnx
 from dissensus.surgery.factored import Factored
 from dissensus.version import __version__
 
 log = logging.getLogger("dissensus")
 
-CLOSE = 1e-5  # tolerance between the file's outputs and those of `predict`, times the largest output if that is above 1
+# Tolerance between the file's outputs and those of `predict`, times the largest output if that is above 1: this, or in half
+# precision that many roundings of the weights' dtype.
+CLOSE, ROUNDINGS = 1e-5, 16
 
 
 def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) -> None:
@@ -62,16 +64,16 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
     module = ExportedPosterior(expect_posterior(posterior))
     x = _two_or_more(batches.to(module.raw(example), posterior.device))
     wanted = {rows: _predicted(posterior, module, _rows(x, rows)) for rows in (batches.size(x), 1)}
-    if posterior.classes is not None and len(posterior.classes) != (outputs := wanted[1]["mean"].shape[1]):
+    if posterior.classes is not None and len(posterior.classes) != (outputs := wanted[1]["mean"][0].shape[1]):
         raise ValueError(f"expected the names of {outputs} classes, got {len(posterior.classes)}; name every output")
     _state_size(path, module.predictor)
-    with _on_host(posterior, module, x) as (module, x):
-        failed = []
+    with posterior.particles.turn(), torch.no_grad():  # nobody else uses the network while it is traced, on the host
+        module, x, failed = module.cpu(), batches.to(x, torch.device("cpu")), list[str]()
         for prepare in (_members_at_once, _members_in_turn):
             prepare(module.predictor)
             try:
                 module(x)  # creates tensors that depend on the shape of x, such as masks, outside of the graph
-                program = trace(module, x)
+                program = trace(module, x, ONNX_FORMS if path.suffix == ".onnx" else None)
                 _check_drawn(random_operations(program))
                 for rows, numbers in wanted.items():
                     _check_same(program.module()(*batches.tensors(_rows(x, rows))), numbers, path)
@@ -80,7 +82,10 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
             except (_Refused, ImportError):
                 raise
             except Exception as error:
-                failed.append(first_line(error))
+                root: BaseException = error
+                while root.__cause__ is not None:  # exporters wrap it in advice on how to debug them
+                    root = root.__cause__
+                failed.append(first_line(root))
         else:
             hint = "simplify its forward" + (", or write .pt2" if path.suffix == ".onnx" else "")
             raise ValueError(f"expected a network and a calibration that can be exported, got: {failed[-1]}; {hint}")
@@ -107,22 +112,16 @@ class ExportedPosterior(nn.Module):
             "unit": getattr(posterior.likelihood, "unit", None),
             "inputs": None if self.inputs is None else {"kind": self.inputs.kind, **self.inputs.config()},  # type: ignore[attr-defined]
         }
-        self.promises: dict[str, Callable[[Predictive], dict[str, Tensor]]] = {}
+        self.promises: dict[str, Callable[[Predictive, float], dict[str, Tensor]]] = {}
         self.said: dict[str, str] = {}
         for name, promise in posterior.promises.items():
-            if name in MOMENTS:
-                raise ValueError(
-                    f"expected a promise with a name that is no other output's, got {name!r}; fit it with another name="
-                )
             if (told := _outputs_of(name, promise)) is not None:
                 self.promises[name], self.said[name] = told, str(promise.describe())  # type: ignore[operator]
 
     def raw(self, example: Any) -> Inputs:
         """The example as tensors, in the form of the file's inputs."""
-        if self.inputs is None:
-            return batches.inputs_of(example)
-        found: Inputs = self.inputs.raw(example)  # type: ignore[attr-defined]
-        return found
+        raw: Callable[[Any], Inputs] = getattr(self.inputs, "raw", batches.inputs_of)
+        return raw(example)
 
     def ready(self, x: Inputs) -> Inputs:
         """The file's inputs, transformed to the network's."""
@@ -134,11 +133,15 @@ class ExportedPosterior(nn.Module):
     def forward(self, x: Inputs) -> dict[str, Tensor]:
         return self.outputs(self.predictor.predictive(self.ready(x)))
 
-    def outputs(self, predictive: Predictive) -> dict[str, Tensor]:
-        """The file's outputs for a predictive, by name."""
+    def outputs(self, predictive: Predictive, slack: float = 0.0) -> dict[str, Tensor]:
+        """The file's outputs for a predictive, by name; thresholds of sets and gates are raised by a share `slack`."""
         found = {name: getattr(predictive, name) for name in MOMENTS}
-        for promised in self.promises.values():
-            found |= promised(predictive)
+        for name, promised in self.promises.items():
+            if found.keys() & (more := promised(predictive, slack)):
+                raise ValueError(
+                    f"expected a promise of another name than an output's, got {name!r}; fit it with another name="
+                )
+            found |= more
         return found
 
     def facts(self, x: Inputs) -> dict[str, Any]:
@@ -154,11 +157,11 @@ class _Refused(ValueError):
     """An error that no other way of tracing would avoid."""
 
 
-def _outputs_of(name: str, promise: nn.Module) -> Callable[[Predictive], dict[str, Tensor]] | None:
-    """The outputs of a promise as a function of a predictive; None, with a warning, if it needs other inputs."""
+def _outputs_of(name: str, promise: nn.Module) -> Callable[[Predictive, float], dict[str, Tensor]] | None:
+    """The outputs of a promise as a function of (predictive, slack); None, with a warning, if it needs other inputs."""
     if isinstance(promise, Gate):
-        gate = promise
-        return lambda predictive: {name: gate.decide(predictive).accept}
+        gate, threshold = promise, torch.tensor(promise.threshold, dtype=torch.float64)
+        return lambda predictive, slack: {name: gate.decide(predictive).score < _raised(threshold, slack)}
     if not isinstance(promise, Conformal) or any(promise.facts[each] for each in ("weighted", "randomised")) or (
         promise.facts["by"] == "group"
     ):  # fmt: skip
@@ -166,13 +169,22 @@ def _outputs_of(name: str, promise: nn.Module) -> Callable[[Predictive], dict[st
         return None
     fixed, thresholds = copy.copy(promise), promise.thresholds(torch.ones(1, dtype=torch.float64))
 
-    def asked(predictive: Predictive, *_: object) -> tuple[Predictive, Tensor]:
-        return predictive, thresholds.to(predictive.mean.device)
+    def outputs(predictive: Predictive, slack: float) -> dict[str, Tensor]:
+        intervals = promise.score in INTERVAL_SCORES
+        at = _raised(thresholds, 0.0 if intervals else slack).to(predictive.mean.device)
+        fixed._asked = lambda *_: (predictive, at)  # type: ignore[method-assign]
+        if intervals:
+            return dict(zip((f"{name}_lower", f"{name}_upper"), fixed.interval(predictive), strict=True))
+        return {name: fixed.set(predictive)}
 
-    fixed._asked = asked  # type: ignore[method-assign,assignment]
-    if promise.score in INTERVAL_SCORES:
-        return lambda predictive: dict(zip((f"{name}_lower", f"{name}_upper"), fixed.interval(predictive), strict=True))
-    return lambda predictive: {name: fixed.set(predictive)}
+    return outputs
+
+
+def _raised(values: Tensor, slack: float, least: float = 0.01) -> Tensor:
+    """The values, raised by this share of the largest finite one or of `least`; truth values are left as they are."""
+    if not slack or values.dtype == torch.bool:
+        return values
+    return values + slack * values.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp(min=least)
 
 
 def _rows(x: Inputs, rows: int) -> Inputs:
@@ -184,8 +196,11 @@ def _two_or_more(x: Inputs) -> Inputs:
     return x if batches.size(x) > 1 else batches.apply(x, lambda tensor: tensor.repeat(2, *[1] * (tensor.ndim - 1)))
 
 
-def _predicted(posterior: Posterior, module: ExportedPosterior, x: Inputs) -> dict[str, Tensor]:
-    """Outputs of `predict` and of the promises, by name; raises if a second call gives other values."""
+def _predicted(posterior: Posterior, module: ExportedPosterior, x: Inputs) -> dict[str, tuple[Tensor, Tensor]]:
+    """(least, most) of the outputs of `predict` and of the promises, by name; raises if a second call gives other values.
+
+    Of sets and gates, only a score that equals its threshold up to rounding may fall on either side.
+    """
     view, x = copy.copy(posterior), module.ready(x)
     view.inputs = None
     with same_random_state(posterior.device):
@@ -200,15 +215,10 @@ def _predicted(posterior: Posterior, module: ExportedPosterior, x: Inputs) -> di
             "ds.refresh(posterior, training_loader) first (a network that draws random numbers in eval mode cannot be "
             "exported)"
         )
-    return module.outputs(first)
-
-
-@contextmanager
-def _on_host(posterior: Posterior, module: ExportedPosterior, x: Inputs) -> Iterator[tuple[ExportedPosterior, Inputs]]:
-    """The module and x on the host, where they are traced; the network is locked meanwhile."""
-    host = torch.device("cpu")
-    with posterior.particles.turn(), torch.no_grad():
-        yield module.to(host), batches.to(x, host)
+    rounding = max((torch.finfo(p.dtype).eps for p in posterior.parameters() if p.is_floating_point()), default=0.0)
+    close = max(CLOSE, ROUNDINGS * rounding)
+    least, most = (module.outputs(first, slack) for slack in (-close, close))
+    return {name: (_raised(least[name], -close, 1.0).cpu(), _raised(most[name], close, 1.0).cpu()) for name in least}
 
 
 def _members_at_once(predictor: Predictor) -> None:
@@ -231,12 +241,8 @@ def _members_in_turn(predictor: Predictor) -> None:
 
 def _own_kernels(particles: Particles) -> bool:
     """Whether members have their own convolutions, which are faster one after the other."""
-    layers = {
-        f"{name}.weight"
-        for name, part in particles.template.named_modules()
-        if isinstance(part, nn.modules.conv._ConvNd)
-    }
-    return not layers.isdisjoint([*particles.own_parameters(), *particles.own_buffers()])
+    own, parts = tensors_of(particles.own), particles.template.named_modules()
+    return any(isinstance(part, nn.modules.conv._ConvNd) and f"{name}.weight" in own for name, part in parts)
 
 
 def _check_drawn(found: list[str]) -> None:
@@ -247,19 +253,15 @@ def _check_drawn(found: list[str]) -> None:
         )
 
 
-def _check_same(found: dict[str, Tensor], wanted: dict[str, Tensor], path: Path) -> None:
-    for name, number in wanted.items():
-        made, number = torch.as_tensor(found[name]).cpu(), number.cpu()
-        if made.shape != number.shape:
-            raise ValueError(f"expected {name} of shape {tuple(number.shape)} in {path}, got {tuple(made.shape)}")
-        if made.dtype == torch.bool:
-            # A score equal to the threshold up to rounding may fall on either side.
-            off, limit = float((made != number).sum()), max(1.0, 0.02 * number.numel())
-        else:
-            off = float(torch.where(made == number, 0.0, (made - number).abs()).max())  # both may be infinite
-            limit = CLOSE * max(1.0, float(number.abs().nan_to_num(0.0, 0.0, 0.0).max()))
-        if not off <= limit:
-            raise ValueError(f"expected {name} as in predict, got differences up to {off:.2g} in {path}")
+def _check_same(found: dict[str, Tensor], wanted: dict[str, tuple[Tensor, Tensor]], path: Path) -> None:
+    for name, (least, most) in wanted.items():
+        made = torch.as_tensor(found[name]).cpu()
+        if made.shape != least.shape:
+            raise ValueError(f"expected {name} of shape {tuple(least.shape)} in {path}, got {tuple(made.shape)}")
+        if wrong := int((~((least <= made) & (made <= most))).sum()):
+            raise ValueError(
+                f"expected {name} as in predict, got {wrong} of {made.numel()} values that differ in {path}"
+            )
 
 
 def _state_size(path: Path, predictor: Predictor) -> None:
@@ -291,6 +293,9 @@ def _pt2_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, wante
 def _onnx_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, wanted: dict[int, Any]) -> bytes:
     """The file's content; if onnxruntime is installed, its outputs are compared with `wanted`."""
     names = list(x) if isinstance(x, dict) else [f"x{i}" for i in range(len(x))] if isinstance(x, tuple) else ["x"]
+    while not wanted[1].keys().isdisjoint(names):  # in an ONNX file a name is that of one value
+        names = [f"input_{name}" for name in names]
+        log.warning("outputs have the names of inputs, which are called %s in the file", ", ".join(names))
     content, random = onnx_content(program, names, list(wanted[1]), facts)
     _check_drawn(random)
     for rows, numbers in wanted.items():

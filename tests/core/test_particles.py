@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import warnings
 
 import pytest
 import torch
@@ -621,3 +622,23 @@ def test_networks_without_values_are_refused_in_one_line(build):
         build(lambda: nn.LazyLinear(2))
     with torch.device("meta"), pytest.raises(ValueError, match=message):
         build(lambda: nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("kind", ["script", "trace"])
+@pytest.mark.parametrize("part", [False, True])
+def test_scripted_and_traced_networks_and_parts_say_why_they_do_not_work(kind, part):
+    def net():
+        layer = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer versions of torch advise against torch.jit
+            made = torch.jit.script(layer) if kind == "script" else torch.jit.trace(layer, torch.zeros(2, 4))
+        return nn.Sequential(made, nn.Linear(3, 3)) if part else made
+
+    told = (
+        f"expected a network of Python modules, got {'0' if part else 'one'} of torch.jit, which .*; pass the one that"
+    )
+    for build in (ds.MAP, ds.SWAG, lambda net: ds.DeepEnsemble([net, net]), lambda net: ds.NodeBNN(net, data_size=9)):
+        with pytest.raises(TypeError, match=told):
+            build(net())
+    with pytest.raises(TypeError, match=told):
+        ds.DeepEnsemble(net, members=2)

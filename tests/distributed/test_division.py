@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from workers import workers
 
 import dissensus as ds
@@ -495,3 +495,105 @@ def different(which):
 def test_what_differs_between_processes_is_an_error_in_all_of_them(which, told):
     for text in workers().run(2, different, which):
         assert text[: len(told)] == told, text
+
+
+class Stream:
+    """So many batches, read again in every epoch, and no length."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        x, y = tiny.points()
+        return iter([(x, y)] * self.batches)
+
+
+class Promising(Stream):
+    """One batch fewer than its length says."""
+
+    def __len__(self):
+        return self.batches + 1
+
+
+class Streamed(IterableDataset):
+    """A stream of rows with a length, as torch's loaders take it."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        x, y = tiny.points()
+        return zip(x[: self.rows], y[: self.rows], strict=True)
+
+
+def unequal(which, axes, given):
+    """What two processes are told whose loaders yield other numbers of batches."""
+    mesh = ds.distributed.mesh(*axes, batches=given)
+    fewer, (x, y) = 1 if mesh.rank else 0, tiny.points()
+    loader = {
+        "stream": Stream(4 - fewer),
+        "empty stream": Stream(1 - fewer),
+        "list": [(x, y)] * (4 - fewer),
+        "wrong length": Promising(3),
+        "rows": DataLoader(Streamed(12 - 4 * fewer), batch_size=4),
+    }[which]
+    posterior = ds.DeepEnsemble([plain() for _ in range(2)]).double()
+    return said(ds.fit, posterior, loader, epochs=2, mesh=mesh, progress=False)
+
+
+UNEQUAL = {
+    "stream": "ValueError: expected as many batches on all ranks, and as many as len(loader), got 3 on some",
+    "empty stream": "ValueError: expected as many batches on all ranks, and as many as len(loader), got 0 on some",
+    "list": "ValueError: expected the same number of batches on all ranks, got different ones on ranks 1 and 0",
+    "wrong length": "ValueError: expected as many batches on all ranks, and as many as len(loader), got 3 on some",
+    "rows": "ValueError: expected as many batches on all ranks, and as many as len(loader), got 2 on some",
+}
+
+
+@pytest.mark.parametrize(
+    ("which", "mesh", "given"),
+    [
+        *(("stream", axes, "whole") for axes in ((2, 1), (1, 2))),
+        *((which, (1, 2), "parts") for which in ("stream", "empty stream", "list", "rows")),
+        ("wrong length", (2, 1), "whole"),
+    ],
+)
+def test_a_process_with_fewer_batches_is_an_error_in_all_of_them_at_once(which, mesh, given):
+    for text in workers().run(2, unequal, which, mesh, given):
+        assert text.startswith(UNEQUAL[which]), text
+
+
+def streamed(mesh):
+    """As `trained`, from a loader without a length."""
+    posterior = METHODS["deep_ensemble"](small).double()
+    made = None if mesh is None else ds.distributed.mesh(*mesh)
+    torch.manual_seed(1)
+    history = ds.fit(posterior, Stream(3), epochs=2, mesh=made, progress=False)
+    return result(posterior, history, tiny.points()[0])
+
+
+@pytest.mark.parametrize("which", ["members", "data"])
+def test_loaders_without_a_length_train_to_the_result_of_one_process(which):
+    torch.manual_seed(0)
+    expected = streamed(None)
+    for rank in workers().run(2, streamed, MESHES[which]):
+        assert off(rank, expected) < 1e-8
+
+
+def standardised():
+    """What two processes are told that measure their targets on other numbers of parts."""
+    mesh = ds.distributed.mesh(1, 2, batches="parts")
+    x = torch.randn(3, 4, dtype=torch.float64)
+    posterior = ds.MAP(nn.Linear(4, 1), likelihood=ds.Regression()).double()
+    settings = {"epochs": 1, "targets": "standardised", "mesh": mesh, "progress": False}
+    return said(ds.fit, posterior, [(x, x[:, :1])] * (3 - mesh.rank), **settings)
+
+
+def test_processes_with_other_numbers_of_parts_do_not_wait_for_each_other_to_measure_targets():
+    for text in workers().run(2, standardised):
+        assert text.startswith(
+            "ValueError: expected parts of a batch with as many rows in every process, got [3, 0]"
+        ), text

@@ -90,9 +90,15 @@ def member_index(index: int, members: int) -> int:
 
 
 def check_initialised(network: nn.Module) -> None:
-    """Raises if this is not a network, or one with lazy tensors or tensors on the meta device."""
+    """Raises if this is not a network, or one with lazy tensors, tensors on the meta device, or parts of TorchScript."""
     if not isinstance(network, nn.Module):
         raise TypeError(f"expected an nn.Module, got {type(network).__name__}; pass the network object itself")
+    for name, part in network.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            what = f"{name or 'one'} of torch.jit, which runs only with its own weights"
+            raise TypeError(
+                f"expected a network of Python modules, got {what}; pass the one that was scripted or traced"
+            )
     for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
         if nn.parameter.is_lazy(tensor) or tensor.is_meta:
             raise ValueError(

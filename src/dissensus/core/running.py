@@ -17,6 +17,7 @@ from dissensus.core.modes import plain_attention
 from dissensus.core.products import small_products, without_onednn
 from dissensus.core.stacking import StackedLinear, has_own_convolution
 from dissensus.core.turns import has_attention
+from dissensus.numerics.foreign import torch_left_as_found
 from dissensus.numerics.randomness import random_state
 from dissensus.numerics.tree import Tensors
 
@@ -109,8 +110,8 @@ class Ways:
     """Named implementations of one function, fastest first: one that fails is dropped for the next, and `note` gets the reason.
 
     vmap and the compiler can fail in many ways, and no such failure may end a training run, except running out of memory.
-    The random state is restored before the next attempt. If the last one fails, too, the error is the caller's own: it is
-    raised, and no implementation is dropped.
+    The random state, and torch's own, are restored before the next attempt. If the last one fails, too, the error is the
+    caller's own: it is raised, and no implementation is dropped.
     """
 
     def __init__(self, note: Callable[..., object], **ways: Callable[..., Any]) -> None:
@@ -129,7 +130,8 @@ class Ways:
         for name in others:
             restore = random_state()
             try:
-                result = self.ways[name](*args)
+                with torch_left_as_found():
+                    result = self.ways[name](*args)
                 break
             except torch.OutOfMemoryError:
                 raise
@@ -144,7 +146,7 @@ class Ways:
         return result
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error's message, for the log."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
 

@@ -20,7 +20,7 @@ from dissensus.distributed.alike import check_alike, check_batches, check_rows, 
 from dissensus.distributed.alone import Undivided
 from dissensus.distributed.exchanging import MeshExchange, Share
 from dissensus.distributed.joining import connected, start
-from dissensus.distributed.loading import OwnRows, Parts, Together, check_even, check_sampler
+from dissensus.distributed.loading import InStep, OwnRows, Parts, Together, check_even, check_sampler
 from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.mesh import mesh as make_mesh
 from dissensus.distributed.sharing import check_dealt
@@ -186,11 +186,10 @@ class Division(Undivided):
             check_sampler(sampler, self.mesh.data)
             check_dealt(self.mesh.data, sampler)
         self.parts = sampler is not None or self.mesh.batches == "parts"
-        if self.parts:
-            return Parts(loader, self.posterior)
         rows = self.mesh.data.size > 1 and self.posterior.inputs is None and getattr(loader, "divisible", False)
-        self._own = OwnRows(loader, self.mesh.data) if rows else None
-        return self._own or loader
+        self._own = OwnRows(loader, self.mesh.data) if rows and not self.parts else None
+        read = Parts(loader, self.posterior) if self.parts else self._own or loader
+        return read if self.several is None else InStep(read, loader, self.mesh)
 
     @property
     def loaders(self) -> int:  # type: ignore[override]

@@ -1,14 +1,17 @@
 """Loaders on a mesh: every process reads the same whole batches, or each rank of the data axis reads its own part."""
 
 from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
-from dissensus.core.batch import Batch, apply, sampler_of
+from dissensus.core.batch import Batch, apply, length, sampler_of
 from dissensus.core.posterior import Posterior
 from dissensus.distributed.mesh import Axis, Mesh
+from dissensus.distributed.sharing import check_same
 
 
 def check_sampler(sampler: Any, axis: Axis) -> None:
@@ -24,6 +27,33 @@ def check_even(sizes: list[int]) -> None:
     """Raises where ranks have other numbers of rows."""
     if len({*sizes}) > 1:
         raise ValueError(f"expected parts of a batch with as many rows in every process, got {sizes}; make them even")
+
+
+class InStep:
+    """Batches of a loader, as many on every rank: where one has none left, the others would wait for it in the next step.
+
+    Lengths are compared once. If loaders have none, ranks tell each other before every step whether they have a batch.
+    """
+
+    def __init__(self, batches: Iterable[Any], loader: Any, mesh: Mesh) -> None:
+        stream = isinstance(getattr(loader, "dataset", None), IterableDataset)  # of which a length may be a guess
+        self.batches, self.mesh, self.length = batches, mesh, None if stream else length(loader)
+        check_same(mesh.objects(self.length), "number of batches", "make the loaders equally long")
+
+    def __iter__(self) -> Iterator[Any]:
+        left, mesh = iter(self.batches), self.mesh
+        for number in count():
+            batch = next(left, None)
+            over, wanted = batch is None, number == self.length
+            if self.length is None:
+                ended = int(mesh.members.sum(mesh.data.sum(torch.tensor(int(over), device=mesh.device))))
+                over, wanted = ended > 0, ended == mesh.size
+            if over != wanted:
+                which = "as many batches on all ranks, and as many as len(loader)"
+                raise ValueError(f"expected {which}, got {number} on some; make the loaders equally long")
+            if over:
+                return
+            yield batch
 
 
 class Parts:
@@ -84,10 +114,13 @@ class Together:
         return len(self.parts)
 
     def __iter__(self) -> Iterator[Batch]:
-        device, axis = self.mesh.device, self.mesh.data
-        for batch in self.parts:
-            size = batch.size
-            check_even(axis.objects(size))
+        device, axis, left = self.mesh.device, self.mesh.data, iter(self.parts)
+        while True:
+            batch = next(left, None)
+            size = 0 if batch is None else batch.size
+            check_even(axis.objects(size))  # also where a rank has none left
+            if batch is None:
+                return
 
             def gathered(tensor: Tensor, size: int = size) -> Tensor:
                 if not tensor.ndim or len(tensor) != size:

@@ -4,8 +4,7 @@ vmap fixes the batch size of many layers to that of the example: its rules for c
 sizes as numbers. Inside `BatchFree`, such layers run outside of vmap with members × batch as their batch, or are written out.
 """
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
+from dissensus.numerics.foreign import torch_left_as_found
 from dissensus.numerics.tree import TensorTree
 
 CONVOLUTIONS = (
@@ -68,26 +68,21 @@ class Traced(nn.Module):
             _forget(self.module)
 
 
-def trace(module: nn.Module, x: Inputs) -> ExportedProgram:
+def trace(module: nn.Module, x: Inputs, forms: Mapping[Any, Callable[..., Any]] | None = None) -> ExportedProgram:
     """The graph of module(x), made only of torch's operations; the first axis of every tensor in x may have any length.
 
-    `x`: at least two examples, since torch treats an axis of length one as fixed.
+    Args:
+        x: at least two examples, since torch treats an axis of length one as fixed.
+        forms: torch operation -> function that computes it by others, for a file's format that lacks it.
     """
     given = tuple(batches.tensors(x))
     size = Dim("batch", min=1)
     shapes = (tuple({0: size} for _ in given),)
-    # torch logs and prints whole graphs if tracing fails; this is silenced, because the caller tries another way or raises.
-    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch._export")]
-    levels = [each.level for each in loggers]
-    for each in loggers:
-        each.setLevel(logging.CRITICAL)
-    try:
+    # torch logs and prints whole graphs if tracing fails; the caller tries another way or raises.
+    with torch_left_as_found("torch.fx.experimental.symbolic_shapes", "torch._export"):
         # Strict is the default of older torch versions, and refuses most modules.
         exported = torch.export.export(Traced(module, x).eval(), given, dynamic_shapes=shapes, strict=False)
-        return exported.run_decompositions({})  # type: ignore[no-any-return]  # turns remaining vmap operations into plain ones
-    finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)
+        return exported.run_decompositions(forms or {})  # type: ignore[no-any-return]  # remaining vmap operations become plain
 
 
 def _forget(module: nn.Module) -> None:

@@ -3,24 +3,23 @@
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from dissensus.numerics.foreign import torch_left_as_found
+
 log = logging.getLogger("dissensus")
 
 RANDOM = (
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-    "Bernoulli",
-    "Multinomial",
-    "Dropout",
-)
+    "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout",
+)  # fmt: skip
+# ONNX's TopK, which sorts, is always stable: equal values stay in their order.
+ONNX_FORMS = {
+    torch.ops.aten.sort.stable: lambda x, *, stable=None, dim=-1, descending=False: torch.sort(x, dim, descending)
+}
 
 
 def require_onnx() -> None:
@@ -38,18 +37,26 @@ def onnx_content(
     program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], facts: Mapping[str, Any]
 ) -> tuple[bytes, list[str]]:
     """(the file's bytes, kinds of nodes that draw random numbers); inputs and outputs get these names, axis 0 is "batch"."""
-    named = {f"output {name}": name for name in outputs}  # torch also names inner values "mean"
-    with _quiet():
+    import onnx
+
+    given, found = [f"input {name}" for name in inputs], [f"output {name}" for name in outputs]  # torch has no spaces
+    with torch_left_as_found("torch.onnx"):  # which logs missing packages
         made = torch.onnx.export(
-            program, dynamo=True, input_names=list(inputs), output_names=list(named), verbose=False, optimize=True
+            program, dynamo=True, input_names=given, output_names=found, verbose=False, optimize=True
         )
     model: Any = made.model_proto  # type: ignore[union-attr]
     _strip(model)
-    _rename(model.graph, named)
+    _rename(model.graph, dict(zip([*given, *found], [*inputs, *outputs], strict=True)))
     for name, value in facts.items():
         entry = model.metadata_props.add()
         entry.key, entry.value = name, value if isinstance(value, str) else json.dumps(value)
-    return model.SerializeToString(), sorted({node.op_type for node in _nodes(model)} & {*RANDOM})
+    content = model.SerializeToString()
+    written = onnx.load_from_string(content)
+    onnx.checker.check_model(written)  # among others, that every value has one name
+    for wanted, values in ((inputs, written.graph.input), (outputs, written.graph.output)):
+        if (names := [value.name for value in values]) != [*wanted]:
+            raise ValueError(f"expected the names {', '.join(wanted)} in the file, got {', '.join(names)}")
+    return content, sorted({node.op_type for node in _nodes(written)} & {*RANDOM})
 
 
 def run_onnx(content: bytes, x: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
@@ -103,15 +110,3 @@ def _inside(nodes: Iterable[Any]) -> Iterator[Any]:
         for attribute in node.attribute:
             for graph in (attribute.g, *attribute.graphs):
                 waiting += graph.node
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Inside, torch's ONNX exporter does not log missing packages."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
