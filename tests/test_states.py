@@ -17,7 +17,9 @@ from dissensus.training.checkpoint import resume, write_checkpoint
 from dissensus.training.history import Best, History
 
 x, y = tiny.points(40)
-values = torch.stack([x.sum(1), x[:, 0] - x[:, 1], x[:, 0] * x[:, 1]], 1)  # (40, 3): three outputs, as there are classes
+values = torch.stack(
+    [x.sum(1), x[:, 0] - x[:, 1], x[:, 0] * x[:, 1]], 1
+)  # (40, 3): three outputs, as there are classes
 CLASSES = (None, "temperature", "vector", "isotonic", "histogram")
 VALUES = (None, "temperature", "scale", "isotonic")
 PROMISES = {

@@ -38,7 +38,7 @@ log = logging.getLogger("dissensus")
 
 # Tolerance between the file's outputs and those of `predict`, times the largest output if that is above 1: this, or in half
 # precision that many roundings of the weights' dtype.
-CLOSE, ROUNDINGS = 1e-5, 16
+CLOSE, ROUNDINGS = 1e-5, 4
 
 
 def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) -> None:
@@ -108,6 +108,7 @@ class ExportedPosterior(nn.Module):
         self.about = {
             "dissensus": __version__,
             "method": posterior.name,
+            "model": posterior.description(),
             "classes": None if posterior.classes is None else list(posterior.classes),
             "unit": getattr(posterior.likelihood, "unit", None),
             "inputs": None if self.inputs is None else {"kind": self.inputs.kind, **self.inputs.config()},  # type: ignore[attr-defined]

@@ -68,7 +68,10 @@ OTHERS = {
     "members": (lambda: ds.DeepEnsemble(nets(2)), "members 3, not 2"),
     "prior": (lambda: ensemble(weight_prior_std=1.0, data_size=24), "weight_prior_std None, not 1.0"),
     "dtype": (lambda: ensemble().float(), r"float64.*, not float32"),
-    "likelihood": (lambda: ensemble(likelihood=ds.Regression(noise=1.0)), "likelihood.name Classification, not Regression"),
+    "likelihood": (
+        lambda: ensemble(likelihood=ds.Regression(noise=1.0)),
+        "likelihood.name Classification, not Regression",
+    ),
     "network": (lambda: ds.DeepEnsemble(nets(outputs=5)), r"network.layers .*out_features=3.*, not .*out_features=5"),
 }
 

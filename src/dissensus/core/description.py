@@ -48,7 +48,9 @@ def differences(theirs: Any, mine: Any, where: str = "") -> Iterator[str]:
 
 def structure(network: nn.Module) -> list[str]:
     """One line per layer with its settings; two networks must agree in it to exchange tensors."""
-    return [in_short(f"{name}: {type(layer).__name__}({layer.extra_repr()})") for name, layer in network.named_modules()]
+    return [
+        in_short(f"{name}: {type(layer).__name__}({layer.extra_repr()})") for name, layer in network.named_modules()
+    ]
 
 
 def in_short(line: str) -> str:

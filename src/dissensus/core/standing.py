@@ -26,7 +26,9 @@ from dissensus.numerics.tree import KnownParts
 
 log = logging.getLogger("dissensus")
 
-STATE = "_extra_state"  # torch's name for what a state holds besides tensors; here the model's description, as JSON bytes
+STATE = (
+    "_extra_state"  # torch's name for what a state holds besides tensors; here the model's description, as JSON bytes
+)
 KINDS: dict[str, type[Fitted]] = {}  # all calibrations and promises, by their names in files
 
 
@@ -224,17 +226,20 @@ class Ground(nn.Module):
         before = self.promises_as_stored()
         self._modules["promises"] = nn.ModuleDict()
         for name, config in promises.items():
-            same = name in before and before[name].config() == config  # keeps its functions of inputs, which no file holds
+            same = (
+                name in before and before[name].config() == config
+            )  # keeps its functions of inputs, which no file holds
             self._add(name, before[name] if same else built(config, f"{prefix}promises.{name}."))
+
+    @final
+    def description(self) -> dict[str, Any]:
+        """The model besides its tensors and the method's settings, as JSON values."""
+        network = describe_network(self.particles.template.network)
+        return {"likelihood": describe_likelihood(self.particles.likelihood), "network": network, **self.fitted()}
 
     def get_extra_state(self) -> Tensor:
         """The model's description, which a state needs besides its tensors; bytes, since tools expect tensors in a state."""
-        described = {
-            "likelihood": describe_likelihood(self.particles.likelihood),
-            "network": describe_network(self.particles.template.network),
-            **self.fitted(),
-        }
-        return as_bytes(described)
+        return as_bytes(self.description())
 
     def set_extra_state(self, state: Tensor) -> None:
         """Does nothing: `_load_from_state_dict` has read it, together with the tensors."""
@@ -242,10 +247,12 @@ class Ground(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         # Before any tensor is read, so that a state of another model changes nothing.
         if (described := state_dict.get(prefix + STATE)) is not None:
-            saved, mine = (json.loads(bytes(each.tolist())) for each in (described, self.get_extra_state()))
+            saved, mine = json.loads(bytes(described.tolist())), self.description()
             for part in ("likelihood", "network"):
                 if (found := next(differences(saved[part], mine[part]), None)) is not None:
-                    raise ValueError(f"expected the state of this model, got one of another {part}: {found}; build it alike")
+                    raise ValueError(
+                        f"expected the state of this model, got one of another {part}: {found}; build it alike"
+                    )
             lost = [mine["calibration"]["kind"]] if mine["calibration"] and not saved["calibration"] else []
             if lost := [*lost, *(name for name in mine["promises"] if name not in saved["promises"])]:
                 log.warning("the loaded state has no %s, which is dropped", ", ".join(lost))

@@ -39,7 +39,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
     for number, tensor in enumerate(tensors):
         flat = tensor.detach().reshape(-1)
         words = narrow(flat).view(torch.int32) if flat.is_floating_point() else flat.long().view(torch.int32)
-        for part in words.split(PART):
+        for part in torch.split(words, PART):  # bounds the memory of products
             total = (part * odd_numbers(part.device)[: len(part)]).sum() * signed((2 * number + 1) * _ODD % 2**64)
             totals[part.device] = total + totals.get(part.device, 0)
     return sum(int(total) for total in totals.values()) % 2**64
