@@ -148,7 +148,8 @@ def judge(key: str, row: Row, task: Task, method: str) -> str:
     ours, low, high = (float(row[name]) for name in ("difference", "lower", "upper"))
     digits += 1
     text = f"{factor * ours:+.{digits}f} ({factor * low:+.{digits}f} to {factor * high:+.{digits}f}; "
-    text += f"{row['above']} of {float(row['seeds']):.0f} seeds above 0)"
+    seeds, above = round(float(row["seeds"])), int(row["above"])
+    text += f"{above if ours > 0 else seeds - above} of {seeds} seeds {'above' if ours > 0 else 'below'} 0)"
     if key not in theirs.get(method, {}) or key not in theirs.get(base, {}):
         return text
     wanted = theirs[method][key].value - theirs[base][key].value
