@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.numerics.tree import all_parts
+from dissensus.numerics.tree import all_parts, made
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 SAME = (*PLAIN, FunctionType, BuiltinFunctionType, type)  # what a copy shares with the original
@@ -84,11 +84,6 @@ def _plain(value: Any) -> Any:
     if type(value) is dict:
         return [(_plain(key), _plain(each)) for key, each in value.items()]
     raise TypeError
-
-
-def made(part: nn.Module) -> list[str]:
-    """Names of tensors that hooks (old weight norm and spectral norm, pruning) compute from parameters in every forward."""
-    return [name for name in vars(part) if f"{name}_g" in part._parameters or f"{name}_orig" in part._parameters]
 
 
 def unmade(network: nn.Module) -> dict[int, Any]:

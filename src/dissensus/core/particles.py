@@ -212,12 +212,11 @@ class Particles(nn.Module):
                 )
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Particles":
-        self._rows.drop()
+        self._rows.drop()  # only to free their memory
         return super()._apply(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """Also loads states that store a tensor once instead of M rows, and, if the rows are equal, the reverse."""
-        self._rows.drop()
         as_stored(state_dict, prefix, own=self.own, shared=self.shared, members=self.members)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -271,15 +270,15 @@ class Particles(nn.Module):
             copy_all(targets, [*(buffers[name] for name in mine), *means])
 
     def rows(self, varying: Tensors | None = None) -> Rows:
-        """Tensors that differ between functions, with the function axis first."""
-        return Rows(self.own_parameters(), self.changing_buffers(), varying or {})
+        """Tensors that differ between functions, with the function axis first.
 
-    def changing_buffers(self) -> Tensors:
-        """Buffers (M, ...) that training changes: own ones, and shared ones copied for each of several members."""
-        if self.members == 1 or not self.training:
-            return self.own_buffers()
-        shared = {name: b for name, b in self.shared_buffers().items() if name not in self._frozen}
-        return {**{name: b.expand(self.members, *b.shape) for name, b in shared.items()}, **self.own_buffers()}
+        Buffers are those that training changes: own ones, and shared ones copied for each of several members.
+        """
+        own, buffers = named_tensors(self.own)
+        if self.members > 1 and self.training:
+            shared = {name: b for name, b in self.shared_buffers().items() if name not in self._frozen}
+            buffers = {**{name: b.expand(self.members, *b.shape) for name, b in shared.items()}, **buffers}
+        return Rows(own, buffers, varying or {})
 
     def each(
         self, function: Callable[..., Any], *args: Any, varying: Tensors | None = None, how: How | None = None

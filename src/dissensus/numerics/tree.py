@@ -18,34 +18,30 @@ _children, _parameters, _buffers = map(attrgetter, ("_modules", "_parameters", "
 class TensorTree(nn.Module):
     """Named tensors as parameters and buffers of nested empty modules, so that `state_dict` looks like the network's.
 
-    A training step needs the names a dozen times, and walking over the modules costs more than small layers, so the names are
-    cached until a tensor is planted, converted or loaded.
+    Only names are kept between calls, together with what they were found from: nodes and keys. Tensors are read every time, so
+    that those of `torch.func.functional_call` are seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+        self._known = _Names()
 
     def named(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(parameters, buffers) by name; do not modify the dicts."""
-        if self._known is None:
-            self._known = dict(self.named_parameters()), dict(self.named_buffers())
-        return self._known
+        """(parameters, buffers) by name; pruned and parametrised ones are computed as in a layer."""
+        if torch.compiler.is_dynamo_compiling():
+            return dict(self.named_parameters()), dict(self.named_buffers())
+        return self._known(self)
+
+    @property
+    def made(self) -> list[str]:
+        """Names of the tensors that are computed from others, as of the last `named`."""
+        return [path + leaf for path, _, leaf in self._known.made]
 
     def train(self, mode: bool = True) -> Self:
         self.training = mode  # not of every node: nothing runs here, and there are as many as layers
         return self
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        self._known = None  # conversion replaces buffers
-        return super()._apply(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._known = None  # load_state_dict(assign=True) replaces all of them
-        super()._load_from_state_dict(*args, **kwargs)
-
     def plant(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
-        self._known = None
         *path, leaf = name.split(".")
         node: nn.Module = self
         for part in path:
@@ -56,6 +52,49 @@ class TensorTree(nn.Module):
             node.register_parameter(leaf, tensor)
         else:
             node.register_buffer(leaf, tensor, persistent=persistent)
+
+
+class _Names:
+    """The names of a tree's tensors, found again only where it has other nodes or keys than before."""
+
+    def __init__(self) -> None:
+        self.below: list[nn.Module] = []  # not the tree itself, which would then be deleted late
+        self.seen: list[list[Any]] = []
+        self.names: tuple[list[str], ...] = ()
+        self.made: list[tuple[str, nn.Module, str]] = []
+
+    def __reduce__(self) -> tuple[type["_Names"], tuple[()]]:
+        return _Names, ()  # neither copied nor saved
+
+    def __call__(self, tree: TensorTree) -> tuple[Tensors, Tensors]:
+        seen, tensors = _look([tree, *self.below])
+        if seen != self.seen:
+            found = parts(tree)
+            self.below = [node for _, node in found[1:]]
+            self.names = tuple(
+                [path + leaf for path, node in found for leaf in registered(node)] for registered in (_parameters, _buffers)
+            )
+            self.made = [(path, node, leaf) for path, node in found for leaf in made(node)]
+            self.seen, tensors = _look([tree, *self.below])
+        parameters, buffers = map(dict, map(zip, self.names, tensors))
+        for path, node, leaf in self.made:
+            for hook in node._forward_pre_hooks.values():
+                hook(node, ())
+            parameters[path + leaf] = getattr(node, leaf)
+        return parameters, buffers
+
+
+def _look(nodes: Sequence[nn.Module]) -> tuple[list[list[Any]], list[list[Any]]]:
+    """(children, names of parameters, names of buffers) of the nodes, and (parameters, buffers)."""
+    flat, parameters, buffers = chain.from_iterable, [*map(_parameters, nodes)], [*map(_buffers, nodes)]
+    seen = [[*flat(map(dict.values, map(_children, nodes)))], [*flat(parameters)], [*flat(buffers)]]
+    return seen, [[*flat(map(dict.values, parameters))], [*flat(map(dict.values, buffers))]]
+
+
+def made(part: nn.Module) -> list[str]:
+    """Names of tensors computed from parameters: by hooks in every forward (old weight norm, pruning), or parametrised ones."""
+    named = [name for name in vars(part) if f"{name}_g" in part._parameters or f"{name}_orig" in part._parameters]
+    return [*named, *(part._modules.get("parametrizations") or ())]
 
 
 def found_quickly(module: nn.Module, *names: str) -> None:
