@@ -94,7 +94,8 @@ def _look(nodes: Sequence[nn.Module]) -> tuple[list[list[Any]], list[list[Any]]]
 def made(part: nn.Module) -> list[str]:
     """Names of tensors computed from parameters: by hooks in every forward (old weight norm, pruning), or parametrised ones."""
     named = [name for name in vars(part) if f"{name}_g" in part._parameters or f"{name}_orig" in part._parameters]
-    return [*named, *(part._modules.get("parametrizations") or ())]
+    parametrised = part._modules.get("parametrizations")
+    return [*named, *parametrised] if isinstance(parametrised, nn.ModuleDict) else named
 
 
 def found_quickly(module: nn.Module, *names: str) -> None:
