@@ -26,7 +26,7 @@ from dissensus.core.particles import Particles, Rows
 from dissensus.core.running import ONE_LANE, MemberLanes, mapped
 from dissensus.numerics.divided import is_divided
 from dissensus.numerics.randomness import random_state
-from dissensus.numerics.tree import Tensors, TensorTree, named_tensors
+from dissensus.numerics.tree import Tensors, computed, named_tensors
 
 
 class Objective(Protocol):
@@ -237,12 +237,11 @@ def state_of(posterior: Objective) -> State:
     """The posterior's tensors, detached."""
     particles = posterior.particles
     (own, changing, _), (shared, common) = particles.rows(), named_tensors(particles.shared)
-    for tree in (particles.own, particles.shared):
-        if isinstance(tree, TensorTree) and tree.made:
-            raise ValueError(
-                f"expected stored tensors to train, got '{tree.made[0]}', pruned or parametrised in the stack of all members; "
-                "prune or parametrise the networks first, then build the posterior"
-            )
+    for name in (*computed(particles.own), *computed(particles.shared)):
+        raise ValueError(
+            f"expected stored tensors to train, got '{name}', pruned or parametrised in the stack of all members; prune or "
+            "parametrise the networks first, then build the posterior"
+        )
     trained: tuple[Tensors, Tensors] = {}, {}
     frozen: tuple[Tensors, Tensors] = {}, {}
     for i, tensors in enumerate((own, shared)):

@@ -4,6 +4,7 @@ Attributes are restored after every call. A training call may change some that i
 member's state. Each member then runs in its own template, and its state is stored as batch statistics are, once per step.
 """
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -17,8 +18,10 @@ from torch._C import _functorch
 from dissensus.core.attributes import OWN
 from dissensus.numerics.tree import KnownParts, parts
 
-HOLDERS = (list, dict, set, deque, tuple, Tensor)
-MOST = 10_000  # entries of a list or dict; longer ones are not looked at
+HOLDERS = (list, dict, set, deque, Tensor)
+# Larger ones are not looked at: entries of a list or dict, numbers in a tensor
+MOST_ENTRIES, MOST_NUMBERS = 10_000, 2**22
+MISSING = object()
 
 
 class OneAtATime(RuntimeError):
@@ -32,7 +35,7 @@ class Written:
         self.known, self.found = KnownParts(), [nn.Module()]
         self.unread = unread  # what training sets before it reads it; None before the first such call
         self.state = {*state}  # names of the attributes that are state
-        self.waiting: list[tuple[_Holder, Any]] = []  # what the last training call has changed of it
+        self.waiting: list[tuple[dict[str, Any], str, Any]] = []  # the state that the last training call has left
 
     def __reduce__(self) -> tuple[type["Written"], tuple[Any, ...]]:
         return Written, (self.unread, self.state)
@@ -52,104 +55,101 @@ class Written:
         at_once = any(each.key() == _functorch.TransformType.Vmap for each in stack)
         if at_once and any(map(_foreign, chain.from_iterable(map(dict.values, self.hooks)))):
             raise OneAtATime("hooks would see all members at once")
-        trains, read = template.network.training, set[str]()
-        traced = watched if trains and self.unread is None else ()
-        kinds, holders = [type(part) for _, part in traced], _holders(watched)
+        trains, read, lent = template.network.training, set[str](), _Lent(self.found)
+        kinds = [(path, part, type(part)) for path, part in watched if trains and self.unread is None]
         self.waiting = [] if trains else self.waiting
+        given = [(path, vars(part), vars(part).copy()) for path, part in watched]
+        for path, now, before in given:
+            now.update((key, lent(path + key, each)) for key, each in before.items() if isinstance(each, HOLDERS))
         try:
-            for path, part in traced:
-                _set_class(part, _traced(type(part), path, read, set()))
+            for path, part, kind in kinds:
+                object.__setattr__(part, "__class__", _traced(kind, path, read, set()))
             result = function(*args, **keywords)
         finally:
-            for (_, part), kind in zip(traced, kinds, strict=True):
-                _set_class(part, kind)
-            changed = [(name, each, after) for each in holders for name, after in each.restore().items()]
+            for _, part, kind in kinds:
+                object.__setattr__(part, "__class__", kind)
+            inside = lent.changed()
+            changed = {path + key: (now, key, each) for path, now, b in given for key, each in lent.back(path, now, b)}
         if trains:
-            if self.unread is None:
-                self.unread = {name for name, each, _ in changed if each.path is not None and name not in read}
-            self.state |= (now := {name for name, _, _ in changed} - self.unread)
-            if now and alone and at_once:
-                raise OneAtATime(f"forward reads and changes {min(now)}")
-            self.waiting += [(each, after) for name, each, after in changed if name in now and alone]  # runs may be nested
+            self.unread = changed.keys() - read - inside if self.unread is None else self.unread
+            self.state |= (state := changed.keys() - self.unread)
+            if state and alone and at_once:
+                raise OneAtATime(f"forward reads and changes {min(state)}")
+            self.waiting += [changed[name] for name in state if alone]  # besides that of an inner run
         return result
 
     def store(self) -> None:
         """Stores the state that the last training call has left."""
-        for holder, after in self.waiting:
-            holder.fill(after)
+        for attributes, name, value in self.waiting:
+            attributes[name] = value
         self.waiting = []
 
 
-class _Holder:
-    """A module's attributes, or a list, dict, set or tensor among them, with its contents before a call."""
+class _Lent:
+    """Copies for the time of a call of what attributes hold and a forward may change in place."""
 
-    def __init__(self, name: str, held: Any, path: str | None = None) -> None:
-        """`path`: that of the module."""
-        self.name, self.held, self.path = name, held, path
-        self.version = held._version if isinstance(held, Tensor) else None
-        self.before = self.contents()
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+        self.copies: dict[int, tuple[str, Any, Any]] = {}  # id -> (name, object, its copy)
 
-    def contents(self) -> Any:
-        return self.held.copy() if self.version is None else self.held.detach().clone()
-
-    def restore(self) -> dict[str, Any]:
-        """Restores the contents; name -> what they were, of those that had changed."""
-        held, before = self.held, self.before
-        if self.version is not None:
-            same = held._version == self.version
-        elif isinstance(held, dict):
-            same = held.keys() == before.keys() and all(map(is_, held.values(), map(before.get, held)))
+    def __call__(self, name: str, value: Any) -> Any:
+        """A copy of the value, which holds copies; the value itself if it is registered, or not to be copied."""
+        if id(value) in self.copies:
+            return self.copies[id(value)][2]
+        if isinstance(value, Tensor):
+            made = value.detach().clone() if self._is_plain(value) else value
+        elif name.rpartition(".")[2] in OWN or len(value) > MOST_ENTRIES:
+            return value
         else:
-            same = held == before if isinstance(held, set) else len(held) == len(before) and all(map(is_, held, before))
-        if same:
-            return {}
-        after = self.contents()
-        for key in held.keys() - before.keys() if self.path is not None else ():
-            del held[key]
-        self.fill(before)
-        if self.path is None:
-            return {self.name: after}
-        return {self.path + k: {k: v} for k, v in after.items() if k not in before or before[k] is not v}
+            made = copy.copy(value)
+        self.copies[id(value)] = name, value, made
+        if isinstance(value, dict | list | deque):
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(each, HOLDERS):
+                    made[key] = self(name, each)
+        return made
 
-    @torch.no_grad()
-    def fill(self, contents: Any) -> None:
-        if self.version is not None:
-            self.held.copy_(contents)
-            return
-        if self.path is None:
-            self.held.clear()
-        (self.held.update if isinstance(self.held, dict | set) else self.held.extend)(contents)
+    def changed(self) -> set[str]:
+        """Names of the attributes that hold something which the call has changed in place."""
+        found = [(name, id(value)) for name, value, made in self.copies.values() if self._differs(value, made)]
+        self.names, self.ids = {name for name, _ in found}, {each for _, each in found}
+        return self.names
 
+    def back(self, path: str, now: dict[str, Any], before: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Restores a module's attributes; returns those that the call has changed, with their values after it."""
+        if not self.copies and len(now) == len(before) and all(map(is_, now.values(), before.values())):
+            return []
+        found = []
+        for key, each in now.items():
+            value = before.get(key, MISSING)
+            if each is not self._copy_of(value) or path + key in self.names or id(value) in self.ids:
+                found.append((key, each))
+        for key in now.keys() - before.keys():
+            del now[key]
+        now.update(before)
+        return found
 
-def _holders(watched: Sequence[tuple[str, nn.Module]]) -> list[_Holder]:
-    """The attributes of these modules, and what they hold."""
-    found = [_Holder("", vars(part), path) for path, part in watched]
-    waiting = [(each.path + k, v) for each in found for k, v in each.held.items() if k not in OWN and isinstance(v, HOLDERS)]
-    seen: set[int] = set()
-    for name, each in waiting:  # which grows
-        if id(each) not in seen and not isinstance(each, nn.Parameter):
-            seen.add(id(each))
-            if isinstance(each, Tensor):
-                found += [_Holder(name, each)] if _usual(each) else []
-            elif len(each) <= MOST:
-                found += [] if isinstance(each, tuple) else [_Holder(name, each)]
-                inside = each.values() if isinstance(each, dict) else each
-                waiting += [(name, value) for value in inside if isinstance(value, HOLDERS)]
-    return found
+    def _copy_of(self, value: Any) -> Any:
+        return self.copies[id(value)][2] if id(value) in self.copies else value
 
+    def _differs(self, value: Any, made: Any) -> bool:
+        if isinstance(value, Tensor):
+            return made is not value and made._version > 0
+        if isinstance(value, set) or len(value) != len(made):
+            return bool(value != made)
+        pairs = ((each, made.get(key, MISSING)) for key, each in value.items()) if isinstance(value, dict) else zip(value, made, strict=True)
+        return any(now is not self._copy_of(each) for each, now in pairs)
 
-def _usual(tensor: Tensor) -> bool:
-    """Whether the tensor has a version and values, and not those of a function transform."""
-    return not (tensor.is_inference() or tensor.is_meta or _functorch.is_functorch_wrapped_tensor(tensor))
+    def _is_plain(self, tensor: Tensor) -> bool:
+        """Whether the tensor is neither registered nor one that cannot be copied."""
+        usual = not (tensor.requires_grad or tensor.is_inference() or _functorch.is_functorch_wrapped_tensor(tensor))
+        registered = (tensor is each for part in self.modules for each in part._buffers.values())
+        return usual and tensor.numel() <= MOST_NUMBERS and not any(registered)
 
 
 def _foreign(what: Any) -> bool:
     """Whether a class of layers, or a hook, may write attributes: torch's and the library's own do not."""
     return not str(getattr(what, "__module__", "")).startswith(("torch.", "dissensus."))
-
-
-def _set_class(part: nn.Module, kind: type[nn.Module]) -> None:
-    object.__setattr__(part, "__class__", kind)
 
 
 def _traced(kind: type[nn.Module], path: str, read: set[str], written: set[str]) -> type[nn.Module]:

@@ -32,11 +32,6 @@ class TensorTree(nn.Module):
             return dict(self.named_parameters()), dict(self.named_buffers())
         return self._known(self)
 
-    @property
-    def made(self) -> list[str]:
-        """Names of the tensors that are computed from others, as of the last `named`."""
-        return [path + leaf for path, _, leaf in self._known.made]
-
     def train(self, mode: bool = True) -> Self:
         self.training = mode  # not of every node: nothing runs here, and there are as many as layers
         return self
@@ -96,6 +91,11 @@ def made(part: nn.Module) -> list[str]:
     named = [name for name in vars(part) if f"{name}_g" in part._parameters or f"{name}_orig" in part._parameters]
     parametrised = part._modules.get("parametrizations")
     return [*named, *parametrised] if isinstance(parametrised, nn.ModuleDict) else named
+
+
+def computed(module: nn.Module) -> list[str]:
+    """Names of a tree's tensors that are pruned or parametrised in the tree, as of the last `named_tensors`."""
+    return [path + leaf for path, _, leaf in module._known.made] if isinstance(module, TensorTree) else []
 
 
 def found_quickly(module: nn.Module, *names: str) -> None:
