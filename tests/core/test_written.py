@@ -172,9 +172,9 @@ class AddsLastFeatures(Net):
         return h if last is None else h + last.detach().mean(0)
 
 
-STATELESS = [KeepsFeatures, KeepsFeaturesInPlaceOfNone, HookOnLayer, CounterNotRead]
+STATELESS = [KeepsFeatures, KeepsFeaturesInPlaceOfNone, CounterNotRead]
 # Written, read and not needed: as good as stateless, but nobody can know.
-HARMLESS = [HookIntoDict, AppendsToList, MaskByShape, MaskOnce]
+HARMLESS = [HookOnLayer, HookIntoDict, AppendsToList, MaskByShape, MaskOnce]
 STATEFUL = [CounterRead, CounterInDict, CountsFromTheThirdStep, Average, AverageInPlace, AddsLastFeatures]
 KINDS = [*STATELESS, *HARMLESS, *STATEFUL, CounterInEval]
 METHODS: dict[str, Callable[..., ds.Posterior]] = {
@@ -278,3 +278,104 @@ def test_copies_states_and_files_have_the_same_predictions_or_it_is_said(
             same(predicted(other), expected)
     for name, each in vars(fresh).items():  # files describe the network as it was built
         assert getattr(made(kind), name, None) is None or repr(getattr(made(kind), name)) == repr(each)
+
+
+SEEN: dict[str, Tensor] = {}
+
+
+def closure_and_its_list() -> tuple[Callable[..., None], list[Tensor]]:
+    seen: list[Tensor] = []
+    return lambda layer, inputs, output: seen.append(output), seen
+
+
+def function_and_its_global() -> tuple[Callable[..., None], dict[str, Tensor]]:
+    SEEN.clear()
+    return lambda layer, inputs, output: SEEN.update(a=output), SEEN
+
+
+@pytest.mark.parametrize("make", [closure_and_its_list, function_and_its_global])
+def test_hooks_keep_what_each_member_has_computed_outside_of_the_network(make: Callable[[], tuple]) -> None:
+    torch.manual_seed(0)
+    hook, seen = make()
+    networks = [made(Net) for _ in range(3)]
+    for network in networks:
+        network.a.register_forward_hook(hook)
+    posterior = ds.DeepEnsemble(networks)
+    x, y = tiny.points()
+    posterior.train().backward(x, y)
+    posterior.predict(x)
+    kept = list(seen.values() if isinstance(seen, dict) else seen)
+    expected = [F.linear(x, each.a.weight, each.a.bias) for each in networks]
+    same(kept[-1].detach(), expected[-1].detach())
+    for each in kept:
+        each.sum().item()  # not a tensor of vmap
+    copy.deepcopy(posterior)
+
+
+def test_hooks_that_keep_no_tensors_leave_members_vectorised() -> None:
+    calls: list[int] = []
+    networks = [made(Net) for _ in range(3)]
+    for network in networks:
+        network.a.register_forward_hook(lambda *_: calls.append(1))
+    posterior = ds.DeepEnsemble(networks)
+    posterior.predict(tiny.points()[0])
+    assert calls
+    assert posterior.particles.how == "vectorised"
+
+
+def test_features_of_the_callers_own_call_stay_and_can_be_copied_and_saved(tmp_path) -> None:
+    torch.manual_seed(0)
+    network = made(KeepsFeatures)
+    posterior = fit(ds.MAP(network))
+    assert not hasattr(network, "features")
+    x, _ = tiny.points()
+    expected = network.eval()(x).softmax(1)
+    features = network.features
+    assert features.grad_fn is not None
+    for other in (posterior, copy.deepcopy(posterior), saved_and_loaded(posterior, tmp_path)):
+        same(other.predict(x).mean, expected.detach())
+    assert network.features is features
+
+
+def saved_and_loaded(posterior: ds.Posterior, folder) -> ds.Posterior:
+    ds.save(posterior, folder)
+    return ds.load(folder, network=made(type(posterior.particles.template.network)))
+
+
+def test_members_that_keep_features_stay_vectorised() -> None:
+    posterior = fit(ds.DeepEnsemble([made(KeepsFeatures) for _ in range(3)]))
+    assert posterior.particles.how == "vectorised"
+    assert len(posterior.particles.templates) == 1
+
+
+@pytest.mark.parametrize("kind", [CounterRead, Average, AverageInPlace, MaskByShape])
+@pytest.mark.parametrize("method", ["MAP", "DeepEnsemble"])
+def test_a_resumed_run_says_what_its_checkpoint_does_not_hold(kind: type[Net], method: str, tmp_path, caplog) -> None:
+    caplog.set_level(logging.WARNING, logger="dissensus")
+    posterior, resumed = (METHODS[method](lambda: made(kind)) for _ in range(2))
+    fit(posterior, epochs=2, checkpoint=tmp_path / "run.pt")
+    assert "not the attribute" in caplog.text
+    fit(resumed, epochs=STEPS, checkpoint=tmp_path / "run.pt")
+
+
+@pytest.mark.parametrize("method", ["MAP", "DeepEnsemble", "SWAG"])
+def test_a_resumed_run_of_a_network_that_keeps_features_is_the_whole_run(method: str, tmp_path) -> None:
+    def run(epochs: int, folder: str) -> ds.Posterior:
+        torch.manual_seed(0)
+        posterior = METHODS[method](lambda: made(KeepsFeatures))
+        return fit(posterior, epochs=epochs, checkpoint=tmp_path / folder)
+
+    whole = run(STEPS, "whole.pt")
+    run(2, "part.pt")
+    resumed = run(STEPS, "part.pt")
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        same(a.detach(), b.detach())
+
+
+def test_attributes_set_by_the_caller_between_calls_are_read() -> None:
+    network, (x, _) = made(CounterRead).eval(), tiny.points()
+    posterior = ds.MAP(network)
+    for step in (3, 7):
+        network.step = step
+        same(posterior.predict(x).mean, network(x).softmax(1).detach())
+        assert network.step == step

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.numerics.tree import all_parts, made
+from dissensus.numerics.tree import TensorTree, all_parts, made
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 SAME = (*PLAIN, FunctionType, BuiltinFunctionType, type)  # what a copy shares with the original
@@ -63,7 +63,7 @@ def plain_attributes(module: nn.Module) -> list[Any] | None:
     found: list[Any] = []
     for part in all_parts(module):
         found += part, type(part), [*part._parameters], [*part._buffers]
-        for name, value in vars(part).items():
+        for name, value in () if isinstance(part, TensorTree) else vars(part).items():
             if name in OWN:
                 if name.endswith("_hooks") and value:
                     return None

@@ -58,7 +58,7 @@ class Particles(nn.Module):
         self._settle()
         self._places: dict[int, Places] = {}  # of our own templates, by number
         self._written = defaultdict[int, Written](Written)  # by number of the template
-        self._parts, self._rows = trees.KnownParts(), KeptRows()
+        self._rows = KeptRows()
         self.fully = is_fully_sharded(self.template.network)  # divided by torch, which gathers layers itself
         self._frozen = {*frozen}  # tensors stored once because no member trains them
         self._said: set[str] = set()
@@ -311,9 +311,14 @@ class Particles(nn.Module):
         `varying`: further tensors (V, ...), such as masks, one row per function of one stored member, passed before args.
         """
         if varying is None and self.held and not self.training and not self.divided:
-            template = self.templates[0]
-            with self.turn(), self.runner.running(), trees.KeptTensors(self._parts(template)):
-                return stacked([self._written[0].run(template, True, function, template, *args)])
+            template, written = self.templates[0], self._written[0]
+
+            def keeping() -> Any:
+                with trees.KeptTensors(written.found):
+                    return function(template, *args)
+
+            with self.turn(), self.runner.running():
+                return stacked([written.run(template, True, keeping)])
         if varying is None and (how or self.how) == "loop" and self._rows.serve(self):
             return self._rows.one_by_one(self, function, *args)
         shared, common = named_tensors(self.shared)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import is_
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ HOLDERS = (list, dict, set, deque, Tensor)
 # Larger ones are not looked at: entries of a list or dict, numbers in a tensor
 MOST_ENTRIES, MOST_NUMBERS = 10_000, 2**22
 MISSING = object()
+Attribute = tuple[dict[str, Any], str, Any]  # a module's attributes, the name of one, and its value
 
 
 class OneAtATime(RuntimeError):
@@ -35,7 +37,7 @@ class Written:
         self.known, self.found = KnownParts(), [nn.Module()]
         self.unread = unread  # what training sets before it reads it; None before the first such call
         self.state = {*state}  # names of the attributes that are state
-        self.waiting: list[tuple[dict[str, Any], str, Any]] = []  # the state that the last training call has left
+        self.waiting: list[Attribute] = []  # the state that the last training call has left
 
     def __reduce__(self) -> tuple[type["Written"], tuple[Any, ...]]:
         return Written, (self.unread, self.state)
@@ -53,14 +55,17 @@ class Written:
             return function(*args, **keywords)
         stack = _functorch.get_interpreter_stack() or ()
         at_once = any(each.key() == _functorch.TransformType.Vmap for each in stack)
-        if at_once and any(map(_foreign, chain.from_iterable(map(dict.values, self.hooks)))):
-            raise OneAtATime("hooks would see all members at once")
-        trains, read, lent = template.network.training, set[str](), _Lent(self.found)
-        kinds = [(path, part, type(part)) for path, part in watched if trains and self.unread is None]
+        outside = [(each, each.copy()) for each in _reached(watched)] if at_once else []
+        trains, lent = template.network.training, _Lent(self.found)
+        first = trains and self.unread is None
+        kinds = [(path, part, type(part)) for path, part in watched if first and _foreign(type(part))]
+        read: set[str] = set()
         self.waiting = [] if trains else self.waiting
-        given = [(path, vars(part), vars(part).copy()) for path, part in watched]
+        given = [(path, now := vars(part), now.copy()) for path, part in watched]
         for path, now, before in given:
-            now.update((key, lent(path + key, each)) for key, each in before.items() if isinstance(each, HOLDERS))
+            for key, each in before.items():
+                if key not in OWN and isinstance(each, HOLDERS):
+                    now[key] = lent(path + key, each)
         try:
             for path, part, kind in kinds:
                 object.__setattr__(part, "__class__", _traced(kind, path, read, set()))
@@ -68,10 +73,17 @@ class Written:
         finally:
             for _, part, kind in kinds:
                 object.__setattr__(part, "__class__", kind)
-            inside = lent.changed()
-            changed = {path + key: (now, key, each) for path, now, b in given for key, each in lent.back(path, now, b)}
+            changed = lent.take_back(given)
+        for each, before in outside:
+            if any(map(_is_batched, each.values() if isinstance(each, dict) else each)):
+                each.clear()
+                (each.extend if isinstance(each, list) else each.update)(before)
+                raise OneAtATime("a hook or a forward keeps tensors of all members outside of the network")
         if trains:
-            self.unread = changed.keys() - read - inside if self.unread is None else self.unread
+            if self.unread is None:  # only of what was traced is it known
+                traced = [vars(part) for _, part, _ in kinds]
+                known = {name for name, (now, _, _) in changed.items() if any(now is each for each in traced)}
+                self.unread = known - read - lent.changed
             self.state |= (state := changed.keys() - self.unread)
             if state and alone and at_once:
                 raise OneAtATime(f"forward reads and changes {min(state)}")
@@ -91,6 +103,7 @@ class _Lent:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
         self.copies: dict[int, tuple[str, Any, Any]] = {}  # id -> (name, object, its copy)
+        self.changed: set[str] = set()  # names of attributes that hold something which the call has changed
 
     def __call__(self, name: str, value: Any) -> Any:
         """A copy of the value, which holds copies; the value itself if it is registered, or not to be copied."""
@@ -98,7 +111,7 @@ class _Lent:
             return self.copies[id(value)][2]
         if isinstance(value, Tensor):
             made = value.detach().clone() if self._is_plain(value) else value
-        elif name.rpartition(".")[2] in OWN or len(value) > MOST_ENTRIES:
+        elif len(value) > MOST_ENTRIES:
             return value
         else:
             made = copy.copy(value)
@@ -109,24 +122,20 @@ class _Lent:
                     made[key] = self(name, each)
         return made
 
-    def changed(self) -> set[str]:
-        """Names of the attributes that hold something which the call has changed in place."""
-        found = [(name, id(value)) for name, value, made in self.copies.values() if self._differs(value, made)]
-        self.names, self.ids = {name for name, _ in found}, {each for _, each in found}
-        return self.names
-
-    def back(self, path: str, now: dict[str, Any], before: dict[str, Any]) -> list[tuple[str, Any]]:
-        """Restores a module's attributes; returns those that the call has changed, with their values after it."""
-        if not self.copies and len(now) == len(before) and all(map(is_, now.values(), before.values())):
-            return []
-        found = []
-        for key, each in now.items():
-            value = before.get(key, MISSING)
-            if each is not self._copy_of(value) or path + key in self.names or id(value) in self.ids:
-                found.append((key, each))
-        for key in now.keys() - before.keys():
-            del now[key]
-        now.update(before)
+    def take_back(self, given: Sequence[tuple[str, dict[str, Any], dict[str, Any]]]) -> dict[str, Attribute]:
+        """Restores the attributes (path, those now, those before) of modules; returns those that the call has changed."""
+        inside = {id(value): name for name, value, made in self.copies.values() if self._differs(value, made)}
+        self.changed, found = {*inside.values()}, {}
+        for path, now, before in given:
+            if not self.copies and len(now) == len(before) and all(map(is_, now.values(), before.values())):
+                continue
+            for key, each in now.items():
+                value = before.get(key, MISSING)
+                if each is not self._copy_of(value) or path + key in self.changed or id(value) in inside:
+                    found[path + key] = now, key, each
+            for key in now.keys() - before.keys():
+                del now[key]
+            now.update(before)
         return found
 
     def _copy_of(self, value: Any) -> Any:
@@ -148,8 +157,25 @@ class _Lent:
 
 
 def _foreign(what: Any) -> bool:
-    """Whether a class of layers, or a hook, may write attributes: torch's and the library's own do not."""
-    return not str(getattr(what, "__module__", "")).startswith(("torch.", "dissensus."))
+    """Whether this class or function may write attributes of layers: torch's and the library's own do not."""
+    return not str(what.__module__).startswith(("torch.", "dissensus."))
+
+
+def _reached(modules: Sequence[tuple[str, nn.Module]]) -> list[Any]:
+    """Lists and dicts outside of the modules that their hooks and forwards know: variables, and attributes of objects."""
+    found: list[Any] = []
+    for _, part in modules:
+        for each in (*part._forward_hooks.values(), *part._forward_pre_hooks.values(), type(part).forward):
+            function = getattr(each, "__func__", each)
+            found += vars(each.__self__).values() if isinstance(each, MethodType) else ()
+            if isinstance(function, FunctionType) and _foreign(function):
+                found += [cell.cell_contents for cell in function.__closure__ or ()]
+                found += map(function.__globals__.get, function.__code__.co_names)
+    return [each for each in found if isinstance(each, list | dict)]
+
+
+def _is_batched(value: Any) -> bool:
+    return isinstance(value, Tensor) and _functorch.is_batchedtensor(value)
 
 
 def _traced(kind: type[nn.Module], path: str, read: set[str], written: set[str]) -> type[nn.Module]:
