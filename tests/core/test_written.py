@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import dissensus as ds
 import tiny
@@ -379,3 +380,52 @@ def test_attributes_set_by_the_caller_between_calls_are_read() -> None:
         network.step = step
         same(posterior.predict(x).mean, network(x).softmax(1).detach())
         assert network.step == step
+
+
+class SharesList(Net):
+    """A layer appends to the list that the network sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = []
+        self.inner = Appends(self.extra)
+
+    def between(self, h: Tensor) -> Tensor:
+        self.extra.clear()
+        self.inner(h)
+        return h + sum(self.extra)
+
+
+class Appends(nn.Module):
+    def __init__(self, extra: list[Tensor]) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def forward(self, h: Tensor) -> None:
+        self.extra.append(h.square())
+
+
+class AverageTimesFeatures(AverageInPlace):
+    """The backward pass needs the average as it was in the forward pass."""
+
+    def between(self, h: Tensor) -> Tensor:
+        super().between(h)
+        return h * (1 + self.mean)
+
+
+@pytest.mark.parametrize("method", ["MAP", "DeepEnsemble"])
+@pytest.mark.parametrize("kind", [SharesList, AverageTimesFeatures])
+def test_what_layers_share_and_what_the_backward_pass_needs_is_there(kind: type[Net], method: str) -> None:
+    test_training_and_predictions_are_those_of_a_plain_loop(kind, method, "auto")
+
+
+def test_pruned_and_normed_networks_have_no_state() -> None:
+    def network() -> nn.Module:
+        layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        prune.l1_unstructured(layers[0], "weight", amount=0.5)
+        torch.nn.utils.spectral_norm(layers[2])
+        return layers
+
+    posterior = fit(ds.DeepEnsemble([network() for _ in range(2)]))
+    assert not posterior.particles.state
+    assert posterior.particles.how == "vectorised"

@@ -4,30 +4,29 @@ Attributes are restored after every call. A training call may change some that i
 member's state. Each member then runs in its own template, and its state is stored as batch statistics are, once per step.
 """
 
-import copy
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import is_
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch
+from torch.utils import _pytree as pytree
 
 from dissensus.core.attributes import OWN
-from dissensus.numerics.tree import KnownParts, parts
+from dissensus.numerics.tree import KnownParts, made, parts
 
-HOLDERS = (list, dict, set, deque, Tensor)
-# Larger ones are not looked at: entries of a list or dict, numbers in a tensor
-MOST_ENTRIES, MOST_NUMBERS = 10_000, 2**22
+MOST = 10_000  # entries of a list or dict; longer ones are not looked at
+NESTED = (list, dict, tuple, Tensor)
 MISSING = object()
+Named = Sequence[tuple[str, nn.Module]]  # with paths
 Attribute = tuple[dict[str, Any], str, Any]  # a module's attributes, the name of one, and its value
 
 
 class OneAtATime(RuntimeError):
-    """A forward or a hook may keep tensors of vmap, which mean nothing after it."""
+    """A forward or a hook keeps tensors of vmap, which mean nothing after it."""
 
 
 class Written:
@@ -55,37 +54,28 @@ class Written:
             return function(*args, **keywords)
         stack = _functorch.get_interpreter_stack() or ()
         at_once = any(each.key() == _functorch.TransformType.Vmap for each in stack)
-        outside = [(each, each.copy()) for each in _reached(watched)] if at_once else []
-        trains, lent = template.network.training, _Lent(self.found)
-        first = trains and self.unread is None
-        kinds = [(path, part, type(part)) for path, part in watched if first and _foreign(type(part))]
-        read: set[str] = set()
+        outside = [(each, each.copy()) for each in (_outside(watched) if at_once else ())]
+        trains, read = template.network.training, _Reads()
         self.waiting = [] if trains else self.waiting
-        given = [(path, now := vars(part), now.copy()) for path, part in watched]
-        for path, now, before in given:
-            for key, each in before.items():
-                if key not in OWN and isinstance(each, HOLDERS):
-                    now[key] = lent(path + key, each)
+        lent = _Lent(watched, self.found)
         try:
-            for path, part, kind in kinds:
-                object.__setattr__(part, "__class__", _traced(kind, path, read, set()))
+            if trains and self.unread is None:
+                read.trace(watched)
             result = function(*args, **keywords)
         finally:
-            for _, part, kind in kinds:
-                object.__setattr__(part, "__class__", kind)
-            changed = lent.take_back(given)
+            read.end()
+            changed = lent.take_back()
         for each, before in outside:
-            if any(map(_is_batched, each.values() if isinstance(each, dict) else each)):
+            if any(map(_is_batched, _values(each))):
                 each.clear()
                 (each.extend if isinstance(each, list) else each.update)(before)
                 raise OneAtATime("a hook or a forward keeps tensors of all members outside of the network")
         if trains:
-            if self.unread is None:  # only of what was traced is it known
-                traced = [vars(part) for _, part, _ in kinds]
-                known = {name for name, (now, _, _) in changed.items() if any(now is each for each in traced)}
-                self.unread = known - read - lent.changed
+            if self.unread is None:
+                computed = {path + name for path, part in watched for name in made(part)}
+                self.unread = {name for name in changed if read.first.get(name)} - lent.inside | computed
             self.state |= (state := changed.keys() - self.unread)
-            if state and alone and at_once:
+            if state and alone and (at_once or _capturing()):
                 raise OneAtATime(f"forward reads and changes {min(state)}")
             self.waiting += [changed[name] for name in state if alone]  # besides that of an inner run
         return result
@@ -98,97 +88,117 @@ class Written:
 
 
 class _Lent:
-    """Copies for the time of a call of what attributes hold and a forward may change in place."""
+    """The attributes of modules before a call. Lists, dicts and plain tensors are lent as copies: it may change them in place."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, watched: Named, modules: Sequence[nn.Module]) -> None:
+        self.before = [(path, now := vars(part), now.copy()) for path, part in watched]
         self.modules = modules
-        self.copies: dict[int, tuple[str, Any, Any]] = {}  # id -> (name, object, its copy)
-        self.changed: set[str] = set()  # names of attributes that hold something which the call has changed
+        self.copies: dict[int, Any] = {}  # id of a list, dict or tensor -> its copy
+        self.inside: set[str] = set()  # names of attributes that were changed in place
+        for _, now, before in self.before:
+            for key, each in before.items():
+                if key not in OWN and isinstance(each, list | dict | Tensor):
+                    now[key] = self._copy(each)
 
-    def __call__(self, name: str, value: Any) -> Any:
-        """A copy of the value, which holds copies; the value itself if it is registered, or not to be copied."""
-        if id(value) in self.copies:
-            return self.copies[id(value)][2]
-        if isinstance(value, Tensor):
-            made = value.detach().clone() if self._is_plain(value) else value
-        elif len(value) > MOST_ENTRIES:
-            return value
-        else:
-            made = copy.copy(value)
-        self.copies[id(value)] = name, value, made
-        if isinstance(value, dict | list | deque):
-            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-                if isinstance(each, HOLDERS):
-                    made[key] = self(name, each)
-        return made
-
-    def take_back(self, given: Sequence[tuple[str, dict[str, Any], dict[str, Any]]]) -> dict[str, Attribute]:
-        """Restores the attributes (path, those now, those before) of modules; returns those that the call has changed."""
-        inside = {id(value): name for name, value, made in self.copies.values() if self._differs(value, made)}
-        self.changed, found = {*inside.values()}, {}
-        for path, now, before in given:
-            if not self.copies and len(now) == len(before) and all(map(is_, now.values(), before.values())):
+    def take_back(self) -> dict[str, Attribute]:
+        """Restores the attributes; returns those that the call has changed, by name."""
+        found: dict[str, Attribute] = {}
+        for path, now, before in self.before:
+            if not self.copies and _same(now, before):
                 continue
             for key, each in now.items():
                 value = before.get(key, MISSING)
-                if each is not self._copy_of(value) or path + key in self.changed or id(value) in inside:
+                lent = self.copies.get(id(value), value)
+                if each is not lent or (lent is not value and self._differs(value, lent)):
                     found[path + key] = now, key, each
+                    self.inside |= {path + key} if each is lent else set()
             for key in now.keys() - before.keys():
                 del now[key]
             now.update(before)
         return found
 
-    def _copy_of(self, value: Any) -> Any:
-        return self.copies[id(value)][2] if id(value) in self.copies else value
+    def _copy(self, value: Any) -> Any:
+        if id(value) not in self.copies and (isinstance(value, Tensor) or len(value) <= MOST):
+            flat = not isinstance(value, Tensor) and not any(isinstance(each, NESTED) for each in _values(value))
+            self.copies[id(value)] = value.copy() if flat else pytree.tree_map(self._leaf, value)
+        return self.copies.get(id(value), value)
 
-    def _differs(self, value: Any, made: Any) -> bool:
-        if isinstance(value, Tensor):
-            return made is not value and made._version > 0
-        if isinstance(value, set) or len(value) != len(made):
-            return bool(value != made)
-        pairs = ((each, made.get(key, MISSING)) for key, each in value.items()) if isinstance(value, dict) else zip(value, made, strict=True)
-        return any(now is not self._copy_of(each) for each, now in pairs)
+    def _leaf(self, each: Any) -> Any:
+        """A copy of a tensor that is neither registered nor part of a graph or a transform."""
+        if not isinstance(each, Tensor) or each.requires_grad or each.is_inference():
+            return each
+        registered = (buffer for part in self.modules for buffer in part._buffers.values())
+        if _functorch.is_functorch_wrapped_tensor(each) or any(each is buffer for buffer in registered):
+            return each
+        return self.copies.setdefault(id(each), each.detach().clone())
 
-    def _is_plain(self, tensor: Tensor) -> bool:
-        """Whether the tensor is neither registered nor one that cannot be copied."""
-        usual = not (tensor.requires_grad or tensor.is_inference() or _functorch.is_functorch_wrapped_tensor(tensor))
-        registered = (tensor is each for part in self.modules for each in part._buffers.values())
-        return usual and tensor.numel() <= MOST_NUMBERS and not any(registered)
-
-
-def _foreign(what: Any) -> bool:
-    """Whether this class or function may write attributes of layers: torch's and the library's own do not."""
-    return not str(what.__module__).startswith(("torch.", "dissensus."))
+    def _differs(self, value: Any, lent: Any) -> bool:
+        if not isinstance(value, Tensor) and _same(value, lent):
+            return False
+        (leaves, form), (now, other) = pytree.tree_flatten(value), pytree.tree_flatten(lent)
+        same = (b is self.copies.get(id(a), a) and (b is a or not b._version) for a, b in zip(leaves, now, strict=False))
+        return form != other or not all(same)
 
 
-def _reached(modules: Sequence[tuple[str, nn.Module]]) -> list[Any]:
-    """Lists and dicts outside of the modules that their hooks and forwards know: variables, and attributes of objects."""
+class _Reads:
+    """Finds out which attributes of a caller's modules are read before they are set, while it traces them."""
+
+    def __init__(self) -> None:
+        self.kinds: list[tuple[str, nn.Module, type[nn.Module]]] = []
+        self.first: dict[str, bool] = {}  # name of an attribute -> whether it was set first
+
+    def trace(self, watched: Named) -> None:
+        for path, part in watched:
+            if _foreign(kind := type(part)):
+                self.kinds.append((path, part, kind))
+                object.__setattr__(part, "__class__", self._traced(kind, path))
+
+    def end(self) -> None:
+        for _, part, kind in self.kinds:
+            object.__setattr__(part, "__class__", kind)
+
+    def _traced(self, kind: type[nn.Module], path: str) -> type[nn.Module]:
+        def get(part: nn.Module, name: str) -> Any:
+            self.first.setdefault(path + name, False)
+            return kind.__getattribute__(part, name)
+
+        def put(part: nn.Module, name: str, value: Any) -> None:
+            self.first.setdefault(path + name, True)
+            kind.__setattr__(part, name, value)
+
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        return type(kind)(kind.__name__, (kind,), {"__getattribute__": get, "__setattr__": put, **names})
+
+
+def _outside(watched: Named) -> list[Any]:
+    """Lists and dicts that hooks and forwards know from outside of the network, as variables."""
     found: list[Any] = []
-    for _, part in modules:
+    for _, part in watched:
         for each in (*part._forward_hooks.values(), *part._forward_pre_hooks.values(), type(part).forward):
-            function = getattr(each, "__func__", each)
-            found += vars(each.__self__).values() if isinstance(each, MethodType) else ()
-            if isinstance(function, FunctionType) and _foreign(function):
-                found += [cell.cell_contents for cell in function.__closure__ or ()]
-                found += map(function.__globals__.get, function.__code__.co_names)
+            if isinstance(each, FunctionType) and _foreign(each):
+                found += [cell.cell_contents for cell in each.__closure__ or ()]
+                found += map(each.__globals__.get, each.__code__.co_names)
     return [each for each in found if isinstance(each, list | dict)]
+
+
+def _same(now: Any, before: Any) -> bool:
+    """Whether lists or dicts hold the same objects."""
+    return len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, _values(now), _values(before)))
+
+
+def _values(holder: Any) -> Any:
+    return holder.values() if isinstance(holder, dict) else holder
 
 
 def _is_batched(value: Any) -> bool:
     return isinstance(value, Tensor) and _functorch.is_batchedtensor(value)
 
 
-def _traced(kind: type[nn.Module], path: str, read: set[str], written: set[str]) -> type[nn.Module]:
-    """The class, but adding to `read` the names of attributes that are read before they are set."""
+def _capturing() -> bool:
+    """Whether a CUDA graph is captured, which would repeat this call's state."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
-    def get(self: nn.Module, name: str) -> Any:
-        if name not in written:
-            read.add(path + name)
-        return kind.__getattribute__(self, name)
 
-    def put(self: nn.Module, name: str, value: Any) -> None:
-        written.add(name)
-        kind.__setattr__(self, name, value)
-
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind)(kind.__name__, (kind,), {"__getattribute__": get, "__setattr__": put, **names})
+def _foreign(what: Any) -> bool:
+    """Whether this class or function may write attributes of layers: torch's and the library's own do not."""
+    return not str(what.__module__).startswith(("torch.", "dissensus."))
