@@ -428,4 +428,4 @@ def test_pruned_and_normed_networks_have_no_state() -> None:
 
     posterior = fit(ds.DeepEnsemble([network() for _ in range(2)]))
     assert not posterior.particles.state
-    assert posterior.particles.how == "vectorised"
+    assert posterior.particles.templates.__len__() == 1

@@ -45,7 +45,7 @@ class KeptRows:
             try:
                 for tensors in self.rows(particles, places.names):
                     assign(places, tensors)
-                    found.append(particles._written[0].run(template, True, function, template, *args))
+                    found.append(particles._written[0].run(template, function, template, *args))
             finally:
                 assign(places, before)
             return stacked(found)

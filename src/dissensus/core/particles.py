@@ -9,7 +9,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -27,7 +26,6 @@ from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_tree
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
 from dissensus.core.written import Written
-from dissensus.numerics import tree as trees
 from dissensus.numerics.copying import copies, copy_all
 from dissensus.numerics.divided import is_divided, joined_all
 from dissensus.numerics.tree import OwnTensors, Places, Tensors, TensorTree, call_with, found_quickly, named_tensors
@@ -265,15 +263,16 @@ class Particles(nn.Module):
         # Read on the host, which neither vmap nor a CUDA graph can do: both then fall back to the plain loop.
         number = 0 if len(self.templates) == 1 else int(buffers[NUMBER])
         template = self.templates[number]
-        run = partial(self._written[number].run, template, len(self.templates) >= self.members)
+        written, alone = self._written[number], len(self.templates) >= self.members
         if isinstance(params, OwnTensors) and not buffers:
-            return run(params.run, function, template, *args), {}
+            return written.run_itself(template, function, *args), {}
         if template.training:  # batch norm writes its statistics in place, so it gets copies
             buffers = copies(buffers)
         whole = self.put_together({**params, **buffers})
         if number not in self._places and not self.held:  # found once, except in the caller's module, which may change
             self._places[number] = Places(template)
-        return run(call_with, template, whole, function, *args, places=self._places.get(number))  # type: ignore[no-any-return]
+        places = self._places.get(number)
+        return written.run(template, call_with, template, whole, function, *args, places=places, alone=alone)  # type: ignore[no-any-return]
 
     def put_together(self, tensors: Tensors) -> Tensors:
         """One member's tensors, whole where processes have parts of them."""
@@ -311,14 +310,8 @@ class Particles(nn.Module):
         `varying`: further tensors (V, ...), such as masks, one row per function of one stored member, passed before args.
         """
         if varying is None and self.held and not self.training and not self.divided:
-            template, written = self.templates[0], self._written[0]
-
-            def keeping() -> Any:
-                with trees.KeptTensors(written.found):
-                    return function(template, *args)
-
             with self.turn(), self.runner.running():
-                return stacked([written.run(template, True, keeping)])
+                return stacked([self._written[0].run_itself(self.templates[0], function, *args)])
         if varying is None and (how or self.how) == "loop" and self._rows.serve(self):
             return self._rows.one_by_one(self, function, *args)
         shared, common = named_tensors(self.shared)

@@ -16,12 +16,11 @@ from torch._C import _functorch
 from torch.utils import _pytree as pytree
 
 from dissensus.core.attributes import OWN
-from dissensus.numerics.tree import KnownParts, made, parts
+from dissensus.numerics.tree import KnownParts, keeping_tensors, made, parts
 
 MOST = 10_000  # entries of a list or dict; longer ones are not looked at
-NESTED = (list, dict, tuple, Tensor)
 MISSING = object()
-Named = Sequence[tuple[str, nn.Module]]  # with paths
+Named = Sequence[tuple[str, nn.Module]]  # modules with their paths
 Attribute = tuple[dict[str, Any], str, Any]  # a module's attributes, the name of one, and its value
 
 
@@ -41,7 +40,13 @@ class Written:
     def __reduce__(self) -> tuple[type["Written"], tuple[Any, ...]]:
         return Written, (self.unread, self.state)
 
-    def run(self, template: Any, alone: bool, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    def run_itself(self, template: Any, function: Callable[..., Any], *args: Any) -> Any:
+        """function(template, *args) with the template's own tensors, which are restored, too."""
+        return self.run(template, lambda: keeping_tensors(self.found, function, template, *args))
+
+    def run(
+        self, template: Any, function: Callable[..., Any], *args: Any, alone: bool = True, **keywords: Any
+    ) -> Any:
         """function(*args, **keywords), which runs the template; `alone`: whether no other member runs in it."""
         if torch.compiler.is_dynamo_compiling():
             return function(*args, **keywords)
@@ -54,28 +59,27 @@ class Written:
             return function(*args, **keywords)
         stack = _functorch.get_interpreter_stack() or ()
         at_once = any(each.key() == _functorch.TransformType.Vmap for each in stack)
-        outside = [(each, each.copy()) for each in (_outside(watched) if at_once else ())]
-        trains, read = template.network.training, _Reads()
+        outside = [(each, each.copy()) for each in (_known_outside(watched) if at_once else ())]
+        trains, lent = template.network.training, _Lent(watched, self.found)
         self.waiting = [] if trains else self.waiting
-        lent = _Lent(watched, self.found)
         try:
             if trains and self.unread is None:
-                read.trace(watched)
+                lent.trace(watched)
             result = function(*args, **keywords)
         finally:
-            read.end()
             changed = lent.take_back()
         for each, before in outside:
-            if any(map(_is_batched, _values(each))):
+            if any(isinstance(value, Tensor) and _functorch.is_batchedtensor(value) for value in _values(each)):
                 each.clear()
                 (each.extend if isinstance(each, list) else each.update)(before)
                 raise OneAtATime("a hook or a forward keeps tensors of all members outside of the network")
         if trains:
             if self.unread is None:
-                computed = {path + name for path, part in watched for name in made(part)}
-                self.unread = {name for name in changed if read.first.get(name)} - lent.inside | computed
+                self.unread = {name for name in changed if lent.first.get(name)}
+                self.unread |= {path + name for path, part in watched for name in made(part)}
             self.state |= (state := changed.keys() - self.unread)
-            if state and alone and (at_once or _capturing()):
+            # A CUDA graph would repeat what this call has read.
+            if state and alone and (at_once or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())):
                 raise OneAtATime(f"forward reads and changes {min(state)}")
             self.waiting += [changed[name] for name in state if alone]  # besides that of an inner run
         return result
@@ -88,20 +92,29 @@ class Written:
 
 
 class _Lent:
-    """The attributes of modules before a call. Lists, dicts and plain tensors are lent as copies: it may change them in place."""
+    """The attributes of modules before a call. Lists, dicts and plain tensors are lent as copies, to be changed in place."""
 
     def __init__(self, watched: Named, modules: Sequence[nn.Module]) -> None:
         self.before = [(path, now := vars(part), now.copy()) for path, part in watched]
-        self.modules = modules
-        self.copies: dict[int, Any] = {}  # id of a list, dict or tensor -> its copy
-        self.inside: set[str] = set()  # names of attributes that were changed in place
+        self.modules, self.kinds = modules, list[tuple[nn.Module, type[nn.Module]]]()
+        self.copies: dict[int, Any] = {}  # by id of the list, dict or tensor
+        self.first: dict[str, bool] = {}  # name of a traced attribute -> whether it was set before it was read
         for _, now, before in self.before:
             for key, each in before.items():
                 if key not in OWN and isinstance(each, list | dict | Tensor):
                     now[key] = self._copy(each)
 
+    def trace(self, watched: Named) -> None:
+        """Notes which attributes of a caller's modules are read, and which are set, first."""
+        for path, part in watched:
+            if _foreign(kind := type(part)):
+                self.kinds.append((part, kind))
+                object.__setattr__(part, "__class__", _traced(kind, path, self.first))
+
     def take_back(self) -> dict[str, Attribute]:
         """Restores the attributes; returns those that the call has changed, by name."""
+        for part, kind in self.kinds:
+            object.__setattr__(part, "__class__", kind)
         found: dict[str, Attribute] = {}
         for path, now, before in self.before:
             if not self.copies and _same(now, before):
@@ -111,7 +124,7 @@ class _Lent:
                 lent = self.copies.get(id(value), value)
                 if each is not lent or (lent is not value and self._differs(value, lent)):
                     found[path + key] = now, key, each
-                    self.inside |= {path + key} if each is lent else set()
+                    self.first[path + key] = each is not lent and self.first.get(path + key, False)
             for key in now.keys() - before.keys():
                 del now[key]
             now.update(before)
@@ -119,16 +132,16 @@ class _Lent:
 
     def _copy(self, value: Any) -> Any:
         if id(value) not in self.copies and (isinstance(value, Tensor) or len(value) <= MOST):
-            flat = not isinstance(value, Tensor) and not any(isinstance(each, NESTED) for each in _values(value))
-            self.copies[id(value)] = value.copy() if flat else pytree.tree_map(self._leaf, value)
+            deep = isinstance(value, Tensor) or any(isinstance(e, list | dict | tuple | Tensor) for e in _values(value))
+            self.copies[id(value)] = pytree.tree_map(self._leaf, value) if deep else value.copy()
         return self.copies.get(id(value), value)
 
     def _leaf(self, each: Any) -> Any:
-        """A copy of a tensor that is neither registered nor part of a graph or a transform."""
+        """A copy, if this is a tensor that is neither registered nor part of a graph or a transform."""
         if not isinstance(each, Tensor) or each.requires_grad or each.is_inference():
             return each
-        registered = (buffer for part in self.modules for buffer in part._buffers.values())
-        if _functorch.is_functorch_wrapped_tensor(each) or any(each is buffer for buffer in registered):
+        registered = (tensor for part in self.modules for tensor in part._buffers.values())
+        if _functorch.is_functorch_wrapped_tensor(each) or any(each is tensor for tensor in registered):
             return each
         return self.copies.setdefault(id(each), each.detach().clone())
 
@@ -140,38 +153,21 @@ class _Lent:
         return form != other or not all(same)
 
 
-class _Reads:
-    """Finds out which attributes of a caller's modules are read before they are set, while it traces them."""
+def _traced(kind: type[nn.Module], path: str, first: dict[str, bool]) -> type[nn.Module]:
+    def get(part: nn.Module, name: str) -> Any:
+        first.setdefault(path + name, False)
+        return kind.__getattribute__(part, name)
 
-    def __init__(self) -> None:
-        self.kinds: list[tuple[str, nn.Module, type[nn.Module]]] = []
-        self.first: dict[str, bool] = {}  # name of an attribute -> whether it was set first
+    def put(part: nn.Module, name: str, value: Any) -> None:
+        first.setdefault(path + name, True)
+        kind.__setattr__(part, name, value)
 
-    def trace(self, watched: Named) -> None:
-        for path, part in watched:
-            if _foreign(kind := type(part)):
-                self.kinds.append((path, part, kind))
-                object.__setattr__(part, "__class__", self._traced(kind, path))
-
-    def end(self) -> None:
-        for _, part, kind in self.kinds:
-            object.__setattr__(part, "__class__", kind)
-
-    def _traced(self, kind: type[nn.Module], path: str) -> type[nn.Module]:
-        def get(part: nn.Module, name: str) -> Any:
-            self.first.setdefault(path + name, False)
-            return kind.__getattribute__(part, name)
-
-        def put(part: nn.Module, name: str, value: Any) -> None:
-            self.first.setdefault(path + name, True)
-            kind.__setattr__(part, name, value)
-
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        return type(kind)(kind.__name__, (kind,), {"__getattribute__": get, "__setattr__": put, **names})
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind)(kind.__name__, (kind,), {"__getattribute__": get, "__setattr__": put, **names})
 
 
-def _outside(watched: Named) -> list[Any]:
-    """Lists and dicts that hooks and forwards know from outside of the network, as variables."""
+def _known_outside(watched: Named) -> list[Any]:
+    """Lists and dicts outside of the network that its hooks and forwards know as variables."""
     found: list[Any] = []
     for _, part in watched:
         for each in (*part._forward_hooks.values(), *part._forward_pre_hooks.values(), type(part).forward):
@@ -188,15 +184,6 @@ def _same(now: Any, before: Any) -> bool:
 
 def _values(holder: Any) -> Any:
     return holder.values() if isinstance(holder, dict) else holder
-
-
-def _is_batched(value: Any) -> bool:
-    return isinstance(value, Tensor) and _functorch.is_batchedtensor(value)
-
-
-def _capturing() -> bool:
-    """Whether a CUDA graph is captured, which would repeat this call's state."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _foreign(what: Any) -> bool:

@@ -220,22 +220,15 @@ def assign(places: Places, tensors: Iterable[Tensor]) -> None:
     deque(map(dict.__setitem__, places.registries, places.keys, tensors), maxlen=0)
 
 
-class KeptTensors:
-    """Afterwards these modules have their tensors again, if a forward has assigned others, as after `call_with`."""
-
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        parts = () if torch.compiler.is_dynamo_compiling() else parts
-        self.registered: list[dict[str, Any]] = [
-            *filter(None, map(_parameters, parts)),
-            *filter(None, map(_buffers, parts)),
-        ]
-        self.before = [*map(dict.copy, self.registered)]
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        deque(map(dict.update, self.registered, self.before), maxlen=0)
+def keeping_tensors(modules: Sequence[nn.Module], function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args); afterwards the modules have their tensors again, if a forward has assigned others, as after `call_with`."""
+    modules = () if torch.compiler.is_dynamo_compiling() else modules
+    registered = [*filter(None, map(_parameters, modules)), *filter(None, map(_buffers, modules))]
+    before = [*map(dict.copy, registered)]
+    try:
+        return function(*args)
+    finally:
+        deque(map(dict.update, registered, before), maxlen=0)
 
 
 class OwnTensors(Tensors):
@@ -244,15 +237,7 @@ class OwnTensors(Tensors):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.buffers: Tensors = {}
-        self.kept = [(registered, registered.copy()) for registered in _collect(module, self, self.buffers)]
-
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """function(*args); afterwards the module has these again, if its forward has assigned others, as after `call_with`."""
-        try:
-            return function(*args)
-        finally:
-            for registered, before in self.kept:
-                registered.update(before)
+        _collect(module, self, self.buffers)
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -264,20 +249,16 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tenso
     return found
 
 
-def _collect(module: nn.Module, parameters: Tensors, buffers: Tensors) -> list[dict[str, Any]]:
-    """Puts the module's tensors by name into the two; returns the dicts in which it has registered them."""
-    found: list[dict[str, Any]] = []
+def _collect(module: nn.Module, parameters: Tensors, buffers: Tensors) -> None:
+    """Puts the module's tensors by name into the two."""
     seen: set[int] = set()
     for path, part in parts(module):
         registries: Any = (parameters, part._parameters), (buffers, part._buffers)
         for into, registered in registries:
-            if registered:  # most have none
-                found.append(registered)
-                for leaf, tensor in registered.items():
-                    if tensor is not None and id(tensor) not in seen:
-                        seen.add(id(tensor))
-                        into[path + leaf] = tensor
-    return found
+            for leaf, tensor in registered.items() if registered else ():  # most have none
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    into[path + leaf] = tensor
 
 
 def buffers_by_name(module: nn.Module) -> dict[str, Tensor]:
