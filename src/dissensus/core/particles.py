@@ -227,8 +227,8 @@ class Particles(nn.Module):
         if state := sorted(self.state - self._said):
             self._said.update(state)
             log.warning(
-                "a state holds tensors only, not the attribute %s, which forward changes in training: wherever it is loaded, the "
-                "attribute is as in a new network; register it as a buffer",
+                "a state holds tensors only, not the attribute %s, which forward reads and changes in training: where the state "
+                "is loaded, it is that of a new network; register it as a buffer",
                 ", ".join(state),
             )
         super()._save_to_state_dict(*args, **kwargs)

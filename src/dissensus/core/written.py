@@ -44,9 +44,7 @@ class Written:
         """function(template, *args) with the template's own tensors, which are restored, too."""
         return self.run(template, lambda: keeping_tensors(self.found, function, template, *args))
 
-    def run(
-        self, template: Any, function: Callable[..., Any], *args: Any, alone: bool = True, **keywords: Any
-    ) -> Any:
+    def run(self, template: Any, function: Callable[..., Any], *args: Any, alone: bool = True, **keywords: Any) -> Any:
         """function(*args, **keywords), which runs the template; `alone`: whether no other member runs in it."""
         if torch.compiler.is_dynamo_compiling():
             return function(*args, **keywords)
@@ -79,7 +77,11 @@ class Written:
                 self.unread |= {path + name for path, part in watched for name in made(part)}
             self.state |= (state := changed.keys() - self.unread)
             # A CUDA graph would repeat what this call has read.
-            if state and alone and (at_once or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())):
+            if (
+                state
+                and alone
+                and (at_once or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()))
+            ):
                 raise OneAtATime(f"forward reads and changes {min(state)}")
             self.waiting += [changed[name] for name in state if alone]  # besides that of an inner run
         return result
@@ -149,7 +151,9 @@ class _Lent:
         if not isinstance(value, Tensor) and _same(value, lent):
             return False
         (leaves, form), (now, other) = pytree.tree_flatten(value), pytree.tree_flatten(lent)
-        same = (b is self.copies.get(id(a), a) and (b is a or not b._version) for a, b in zip(leaves, now, strict=False))
+        same = (
+            b is self.copies.get(id(a), a) and (b is a or not b._version) for a, b in zip(leaves, now, strict=False)
+        )
         return form != other or not all(same)
 
 
@@ -163,7 +167,8 @@ def _traced(kind: type[nn.Module], path: str, first: dict[str, bool]) -> type[nn
         kind.__setattr__(part, name, value)
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind)(kind.__name__, (kind,), {"__getattribute__": get, "__setattr__": put, **names})
+    meta: Any = type(kind)
+    return meta(kind.__name__, (kind,), {"__getattribute__": get, "__setattr__": put, **names})  # type: ignore[no-any-return]
 
 
 def _known_outside(watched: Named) -> list[Any]:

@@ -67,7 +67,8 @@ class _Names:
             found = parts(tree)
             self.below = [node for _, node in found[1:]]
             self.names = tuple(
-                [path + leaf for path, node in found for leaf in registered(node)] for registered in (_parameters, _buffers)
+                [path + leaf for path, node in found for leaf in registered(node)]
+                for registered in (_parameters, _buffers)
             )
             self.made = [(path, node, leaf) for path, node in found for leaf in made(node)]
             self.seen, tensors = _look([tree, *self.below])
@@ -221,7 +222,7 @@ def assign(places: Places, tensors: Iterable[Tensor]) -> None:
 
 
 def keeping_tensors(modules: Sequence[nn.Module], function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args); afterwards the modules have their tensors again, if a forward has assigned others, as after `call_with`."""
+    """function(*args); afterwards the modules have their tensors again if a forward has assigned others."""
     modules = () if torch.compiler.is_dynamo_compiling() else modules
     registered = [*filter(None, map(_parameters, modules)), *filter(None, map(_buffers, modules))]
     before = [*map(dict.copy, registered)]
