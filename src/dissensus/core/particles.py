@@ -227,8 +227,8 @@ class Particles(nn.Module):
         if state := sorted(self.state - self._said):
             self._said.update(state)
             log.warning(
-                "a state holds tensors only, not the attribute %s, which forward reads and changes in training: where the state "
-                "is loaded, it is that of a new network; register it as a buffer",
+                "a state holds tensors only, not the attribute %s, which forward reads and changes in training: wherever it is "
+                "loaded, the attribute is that of a new network; register it as a buffer",
                 ", ".join(state),
             )
         super()._save_to_state_dict(*args, **kwargs)
@@ -282,6 +282,8 @@ class Particles(nn.Module):
         """Stores buffers (M, ...) after a run, and state in attributes; shared buffers get the mean over members."""
         for written in self._written.values():
             written.store()
+        if not buffers:
+            return
         # Each member has updated its copy of a shared buffer by its own activations; the mean weighs them equally.
         own, shared = self.own_buffers(), self.shared_buffers()
         with torch.no_grad():
@@ -340,7 +342,8 @@ class Particles(nn.Module):
     def run(self, one: Callable[[Rows], Any], rows: Rows, count: int, *, how: How | None = None) -> Any:
         """one(row) for each of `count` rows, stacked; the runner chooses vmap or a loop."""
         with self.turn(), self.runner.running():
-            return self.runner.run(one, rows, count, device=self.device, how=how)
+            device = next((each.device for each in rows.own.values()), None) or self.device
+            return self.runner.run(one, rows, count, device=device, how=how)
 
     def at(self, index: int) -> tuple[Tensors, Tensors]:
         """(parameters, buffers) of one member, for `call`."""

@@ -40,24 +40,31 @@ class Written:
     def __reduce__(self) -> tuple[type["Written"], tuple[Any, ...]]:
         return Written, (self.unread, self.state)
 
+    def watched(self, template: nn.Module) -> Named:
+        """The template's modules that may write attributes: the caller's own, or all, if there are hooks."""
+        if torch.compiler.is_dynamo_compiling():
+            return ()
+        if (found := self.known(template)) is not self.found:
+            self.found, self.all = found, parts(template)
+            self.foreign = [(path, part) for path, part in self.all if _foreign(type(part)) or "forward" in vars(part)]
+            self.hooks = [*chain.from_iterable((part._forward_hooks, part._forward_pre_hooks) for part in found)]
+        return self.all if any(self.hooks) else self.foreign
+
+    def lent(self, template: nn.Module) -> "_Lent | None":
+        """For several runs in eval mode: `take_back` restores the attributes after each. None if there are none to restore."""
+        return _Lent(watched, self.found) if (watched := self.watched(template)) else None
+
     def run_itself(self, template: Any, function: Callable[..., Any], *args: Any) -> Any:
         """function(template, *args) with the template's own tensors, which are restored, too."""
         return self.run(template, lambda: keeping_tensors(self.found, function, template, *args))
 
     def run(self, template: Any, function: Callable[..., Any], *args: Any, alone: bool = True, **keywords: Any) -> Any:
         """function(*args, **keywords), which runs the template; `alone`: whether no other member runs in it."""
-        if torch.compiler.is_dynamo_compiling():
+        if not (watched := self.watched(template)):
             return function(*args, **keywords)
-        if (found := self.known(template)) is not self.found:
-            self.found, self.all = found, parts(template)
-            self.foreign = [(path, part) for path, part in self.all if _foreign(type(part)) or "forward" in vars(part)]
-            self.hooks = [*chain.from_iterable((part._forward_hooks, part._forward_pre_hooks) for part in found)]
-        watched = self.all if any(self.hooks) else self.foreign
-        if not watched:
-            return function(*args, **keywords)
-        stack = _functorch.get_interpreter_stack() or ()
-        at_once = any(each.key() == _functorch.TransformType.Vmap for each in stack)
-        outside = [(each, each.copy()) for each in (_known_outside(watched) if at_once else ())]
+        stack = _functorch.get_interpreter_stack()
+        at_once = stack is not None and any(each.key() == _functorch.TransformType.Vmap for each in stack)
+        outside = [(each, each.copy()) for each in _known_outside(self.hooks)] if at_once else ()
         trains, lent = template.network.training, _Lent(watched, self.found)
         self.waiting = [] if trains else self.waiting
         try:
@@ -70,20 +77,17 @@ class Written:
             if any(isinstance(value, Tensor) and _functorch.is_batchedtensor(value) for value in _values(each)):
                 each.clear()
                 (each.extend if isinstance(each, list) else each.update)(before)
-                raise OneAtATime("a hook or a forward keeps tensors of all members outside of the network")
+                raise OneAtATime("a hook keeps tensors of all members outside of the network")
         if trains:
             if self.unread is None:
                 self.unread = {name for name in changed if lent.first.get(name)}
                 self.unread |= {path + name for path, part in watched for name in made(part)}
             self.state |= (state := changed.keys() - self.unread)
-            # A CUDA graph would repeat what this call has read.
-            if (
-                state
-                and alone
-                and (at_once or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()))
-            ):
-                raise OneAtATime(f"forward reads and changes {min(state)}")
-            self.waiting += [changed[name] for name in state if alone]  # besides that of an inner run
+            if state and alone:
+                # A CUDA graph would repeat what this call has read.
+                if at_once or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+                    raise OneAtATime(f"forward reads and changes {min(state)}")
+                self.waiting += map(changed.__getitem__, state)  # besides that of an inner run
         return result
 
     def store(self) -> None:
@@ -98,9 +102,14 @@ class _Lent:
 
     def __init__(self, watched: Named, modules: Sequence[nn.Module]) -> None:
         self.before = [(path, now := vars(part), now.copy()) for path, part in watched]
-        self.modules, self.kinds = modules, list[tuple[nn.Module, type[nn.Module]]]()
+        self.modules = modules
+        self.kinds: list[tuple[nn.Module, type[nn.Module]]] = []  # of modules that are traced
         self.copies: dict[int, Any] = {}  # by id of the list, dict or tensor
         self.first: dict[str, bool] = {}  # name of a traced attribute -> whether it was set before it was read
+        self._lend()
+
+    def _lend(self) -> None:
+        self.copies.clear()
         for _, now, before in self.before:
             for key, each in before.items():
                 if key not in OWN and isinstance(each, list | dict | Tensor):
@@ -113,13 +122,13 @@ class _Lent:
                 self.kinds.append((part, kind))
                 object.__setattr__(part, "__class__", _traced(kind, path, self.first))
 
-    def take_back(self) -> dict[str, Attribute]:
-        """Restores the attributes; returns those that the call has changed, by name."""
+    def take_back(self, *, again: bool = False) -> dict[str, Attribute]:
+        """Restores the attributes; returns those that the call has changed, by name. `again`: lends them again."""
         for part, kind in self.kinds:
             object.__setattr__(part, "__class__", kind)
         found: dict[str, Attribute] = {}
         for path, now, before in self.before:
-            if not self.copies and _same(now, before):
+            if not self.copies and len(now) == len(before) and all(map(is_, now.values(), before.values())):
                 continue
             for key, each in now.items():
                 value = before.get(key, MISSING)
@@ -130,6 +139,8 @@ class _Lent:
             for key in now.keys() - before.keys():
                 del now[key]
             now.update(before)
+        if again and self.copies:
+            self._lend()
         return found
 
     def _copy(self, value: Any) -> Any:
@@ -171,14 +182,13 @@ def _traced(kind: type[nn.Module], path: str, first: dict[str, bool]) -> type[nn
     return meta(kind.__name__, (kind,), {"__getattribute__": get, "__setattr__": put, **names})  # type: ignore[no-any-return]
 
 
-def _known_outside(watched: Named) -> list[Any]:
-    """Lists and dicts outside of the network that its hooks and forwards know as variables."""
+def _known_outside(hooks: Sequence[dict[int, Any]]) -> list[Any]:
+    """Lists and dicts outside of the network that its hooks know as variables."""
     found: list[Any] = []
-    for _, part in watched:
-        for each in (*part._forward_hooks.values(), *part._forward_pre_hooks.values(), type(part).forward):
-            if isinstance(each, FunctionType) and _foreign(each):
-                found += [cell.cell_contents for cell in each.__closure__ or ()]
-                found += map(each.__globals__.get, each.__code__.co_names)
+    for each in chain.from_iterable(map(dict.values, hooks)):
+        if isinstance(each, FunctionType):
+            found += [cell.cell_contents for cell in each.__closure__ or ()]
+            found += map(each.__globals__.get, each.__code__.co_names)
     return [each for each in found if isinstance(each, list | dict)]
 
 
@@ -191,6 +201,6 @@ def _values(holder: Any) -> Any:
     return holder.values() if isinstance(holder, dict) else holder
 
 
-def _foreign(what: Any) -> bool:
-    """Whether this class or function may write attributes of layers: torch's and the library's own do not."""
-    return not str(what.__module__).startswith(("torch.", "dissensus."))
+def _foreign(kind: type[nn.Module]) -> bool:
+    """Whether layers of this class may write attributes: torch's and the library's own do not."""
+    return not kind.__module__.startswith(("torch.", "dissensus."))

@@ -53,38 +53,46 @@ class _Names:
     """The names of a tree's tensors, found again only where it has other nodes or keys than before."""
 
     def __init__(self) -> None:
-        self.below: list[nn.Module] = []  # not the tree itself, which would then be deleted late
-        self.seen: list[list[Any]] = []
-        self.names: tuple[list[str], ...] = ()
+        self.root: dict[str, Any] | None = None  # of the tree, which itself would be deleted late
+        self.all: list[dict[str, Any]] = []  # registries of all nodes
         self.made: list[tuple[str, nn.Module, str]] = []
 
     def __reduce__(self) -> tuple[type["_Names"], tuple[()]]:
         return _Names, ()  # neither copied nor saved
 
     def __call__(self, tree: TensorTree) -> tuple[Tensors, Tensors]:
-        seen, tensors = _look([tree, *self.below])
-        if seen != self.seen:
-            found = parts(tree)
-            self.below = [node for _, node in found[1:]]
-            self.names = tuple(
-                [path + leaf for path, node in found for leaf in registered(node)]
-                for registered in (_parameters, _buffers)
-            )
-            self.made = [(path, node, leaf) for path, node in found for leaf in made(node)]
-            self.seen, tensors = _look([tree, *self.below])
-        parameters, buffers = map(dict, map(zip, self.names, tensors))
+        if self.root is not tree._modules or self.sizes != [*map(len, self.all)] or self.below != self._children():
+            self._find(tree)
+        try:
+            tensors = [*map(dict.__getitem__, self.registries, self.keys)]
+        except KeyError:
+            self._find(tree)
+            tensors = [*map(dict.__getitem__, self.registries, self.keys)]
+        parameters = dict(zip(self.names, tensors, strict=False))
+        buffers = dict(zip(self.others, tensors[len(self.names) :], strict=True)) if self.others else {}
         for path, node, leaf in self.made:
             for hook in node._forward_pre_hooks.values():
                 hook(node, ())
             parameters[path + leaf] = getattr(node, leaf)
         return parameters, buffers
 
+    def _children(self) -> list[nn.Module | None]:
+        return [*chain.from_iterable(map(dict.values, self.inner))]
 
-def _look(nodes: Sequence[nn.Module]) -> tuple[list[list[Any]], list[list[Any]]]:
-    """(children, names of parameters, names of buffers) of the nodes, and (parameters, buffers)."""
-    flat, parameters, buffers = chain.from_iterable, [*map(_parameters, nodes)], [*map(_buffers, nodes)]
-    seen = [[*flat(map(dict.values, map(_children, nodes)))], [*flat(parameters)], [*flat(buffers)]]
-    return seen, [[*flat(map(dict.values, parameters))], [*flat(map(dict.values, buffers))]]
+    def _find(self, tree: TensorTree) -> None:
+        found = parts(tree)
+        self.root = tree._modules
+        self.all = [registered(node) for _, node in found for registered in (_children, _parameters, _buffers)]
+        self.sizes = [*map(len, self.all)]
+        self.inner = [node._modules for _, node in found if node._modules]
+        self.below = self._children()
+        places = [
+            [(path + key, registered(node), key) for path, node in found for key in registered(node)]
+            for registered in (_parameters, _buffers)
+        ]
+        self.names, self.others = ([name for name, _, _ in each] for each in places)
+        self.registries, self.keys = ([place[i] for place in chain(*places)] for i in (1, 2))
+        self.made = [(path, node, leaf) for path, node in found for leaf in made(node)]
 
 
 def made(part: nn.Module) -> list[str]:
