@@ -358,6 +358,28 @@ def test_what_would_lose_gradients_raises(then: str, device: torch.device) -> No
         made(x)
 
 
+UNSEEN = {
+    "data": lambda x: x.data,
+    "data of a view": lambda x: x.permute(0, 2, 3, 1).data,
+    "numpy": lambda x: torch.from_numpy(x.numpy()),
+}
+
+
+@pytest.mark.parametrize("changed", ["input", "added"])
+@pytest.mark.parametrize("by", UNSEEN)
+def test_a_result_read_after_its_input_was_changed_unseen_is_that_from_before(by: str, changed: str, device) -> None:
+    if by == "numpy" and device.type == "cuda":
+        pytest.skip("an array shares no memory of a GPU")
+    x = torch.randn(6, 5, 4, 3, device=device).contiguous(memory_format=torch.channels_last)
+    other, norm = torch.randn_like(x), nn.BatchNorm2d(5).to(device)
+    expected = F.relu(norm(x) + other)
+    with lazy_norm.fused():
+        waits = norm(x) + other
+        UNSEEN[by](x if changed == "input" else other).mul_(3)
+        found = F.relu(waits)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("changed", ["input", "added"])
 def test_a_result_read_after_its_input_was_changed_in_place_raises(changed: str, device: torch.device) -> None:
     x = torch.randn(6, 5, 4, 3, device=device).contiguous(memory_format=torch.channels_last)

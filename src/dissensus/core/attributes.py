@@ -7,7 +7,7 @@ own template. Files hold the attributes that are meaningful in other processes, 
 import hashlib
 import json
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.numerics.tree import all_parts
+from dissensus.numerics.tree import TensorTree, all_parts, made
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 SAME = (*PLAIN, FunctionType, BuiltinFunctionType, type)  # what a copy shares with the original
@@ -31,12 +31,12 @@ class _Here:
     value: Any
 
 
-def difference(networks: Sequence[nn.Module]) -> str | None:
-    """Name of an attribute, hook or mode in which networks of one architecture may differ; None if they are equal."""
+def difference(networks: Sequence[nn.Module], but: Collection[str] = ()) -> str | None:
+    """Name of an attribute, but not of these, hook or mode in which networks may differ; None if they are equal."""
     training = all(network.training for network in networks)  # in eval mode all layers are in eval mode anyway
     first, *others = (_attributes(network, modes=training) for network in networks)
     names = (name for other in others for name in {**first, **other} if first.get(name) != other.get(name))
-    return next(names, None)
+    return next((name for name in names if name not in but), None)
 
 
 def saved_attributes(network: nn.Module) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def plain_attributes(module: nn.Module) -> list[Any] | None:
     found: list[Any] = []
     for part in all_parts(module):
         found += part, type(part), [*part._parameters], [*part._buffers]
-        for name, value in vars(part).items():
+        for name, value in () if isinstance(part, TensorTree) else vars(part).items():
             if name in OWN:
                 if name.endswith("_hooks") and value:
                     return None
@@ -92,14 +92,13 @@ def _plain(value: Any) -> Any:
     raise TypeError
 
 
-def made(part: nn.Module) -> list[str]:
-    """Names of tensors that hooks (old weight norm and spectral norm, pruning) compute from parameters in every forward."""
-    return [name for name in vars(part) if f"{name}_g" in part._parameters or f"{name}_orig" in part._parameters]
-
-
-def unmade(network: nn.Module) -> dict[int, Any]:
-    """A memo for `copy.deepcopy`, which refuses tensors with a graph: tensors made by hooks are empty until the next call."""
-    return {id(vars(part)[name]): torch.empty(0) for part in network.modules() for name in made(part)}
+def unmade(module: nn.Module) -> dict[int, Any]:
+    """A memo for `copy.deepcopy`, which refuses tensors with a graph: those that a forward has left are copied without it."""
+    held: list[Any] = [value for part in module.modules() for name, value in vars(part).items() if name not in OWN]
+    for value in held:  # which grows
+        if type(value) in (list, tuple, dict):
+            held += value.values() if isinstance(value, dict) else value
+    return {id(each): each.detach().clone() for each in held if isinstance(each, Tensor) and not each.is_leaf}
 
 
 def _attributes(network: nn.Module, *, modes: bool = False, hooks: bool = True) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from dissensus.core.particles import Particles, Rows
 from dissensus.core.running import ONE_LANE, MemberLanes, mapped
 from dissensus.numerics.divided import is_divided
 from dissensus.numerics.randomness import random_state
-from dissensus.numerics.tree import Tensors, named_tensors
+from dissensus.numerics.tree import Tensors, computed, named_tensors
 
 
 class Objective(Protocol):
@@ -236,13 +236,18 @@ def _differentiated(
 def state_of(posterior: Objective) -> State:
     """The posterior's tensors, detached."""
     particles = posterior.particles
-    own, (shared, common) = particles.own_parameters(), named_tensors(particles.shared)
+    (own, changing, _), (shared, common) = particles.rows(), named_tensors(particles.shared)
+    for name in (*computed(particles.own), *computed(particles.shared)):
+        raise ValueError(
+            f"expected stored tensors to train, got '{name}', pruned or parametrised in the stack of all members; prune or "
+            "parametrise the networks first, then build the posterior"
+        )
     trained: tuple[Tensors, Tensors] = {}, {}
     frozen: tuple[Tensors, Tensors] = {}, {}
     for i, tensors in enumerate((own, shared)):
         for name, tensor in tensors.items():
             (trained if tensor.requires_grad else frozen)[i][name] = tensor.detach()
-    return State(*trained, *frozen, particles.changing_buffers(), common)
+    return State(*trained, *frozen, changing, common)
 
 
 def inner(a: Any, b: Any) -> Tensor:

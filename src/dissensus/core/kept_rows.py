@@ -34,7 +34,7 @@ class KeptRows:
     def serve(self, particles: Any) -> bool:
         """Whether these particles can run by `one_by_one` now: in eval mode, in one template and with tensors to cut."""
         alone = particles.held or particles.divided or particles.runner.lanes or len(particles.templates) > 1
-        return not (alone or particles.training) and any(named_tensors(particles.own)) and _may_keep()
+        return not (alone or particles.training) and bool(particles.own._modules) and _may_keep()
 
     def one_by_one(self, particles: Any, function: Callable[..., Any], *args: Any) -> Any:
         """function(member, *args) of every member, stacked; afterwards the template has its own tensors again."""
@@ -42,12 +42,17 @@ class KeptRows:
         with particles.turn(), particles.runner.running():
             self.places = places = self.places or Places(template)
             before = [*map(dict.__getitem__, places.registries, places.keys)]
+            lent = particles._written[0].lent(template)
             try:
                 for tensors in self.rows(particles, places.names):
                     assign(places, tensors)
                     found.append(function(template, *args))
+                    if lent is not None:
+                        lent.take_back(again=True)
             finally:
                 assign(places, before)
+                if lent is not None:
+                    lent.take_back()
             return stacked(found)
 
     def rows(self, particles: Any, names: Sequence[str]) -> list[list[Tensor]]:

@@ -20,13 +20,13 @@ from torch.overrides import TorchFunctionMode
 
 from dissensus.core.halves import half
 from dissensus.core.lazy_conv import PendingConvolution, convolution
-from dissensus.core.pending import Pending, settled
+from dissensus.core.pending import Pending, compute_waiting, settled
 from dissensus.numerics.fused import works
 
 LEAST = 2**15  # numbers in a tensor below which torch's own kernels are as fast
 KINDS = (torch.float32, torch.bfloat16, torch.float64)
 DEVICE = "cuda"  # "cpu" in tests that interpret the kernels
-DATA: Any = cast(Any, Tensor).data.__get__
+UNSEEN = {cast(Any, Tensor).data.__get__, Tensor.numpy, Tensor.untyped_storage}
 
 
 @contextmanager
@@ -61,8 +61,9 @@ class _Waiting(TorchFunctionMode):
         if func is Tensor.add_ and not kwargs and counts(*args):
             thread.counter = args[0]
             return args[0]
-        if func == DATA:  # what is written there has no version
+        if func in UNSEEN:  # what is written there has no version
             vars(args[0]).pop("again", None)
+            compute_waiting()
         if func is torch.conv2d:
             return convolution(*args, **(kwargs or {}))
         if func is F.linear and len(args) > 1:

@@ -6,6 +6,7 @@ results; modules that vmap does not support (`nn.LSTM`, data-dependent control f
 
 import copy
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -24,7 +25,7 @@ from dissensus.core.running import How, Rows, Runner, loop, stacked
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
-from dissensus.numerics import tree as trees
+from dissensus.core.written import Written
 from dissensus.numerics.copying import copies, copy_all
 from dissensus.numerics.divided import is_divided, joined_all
 from dissensus.numerics.tree import OwnTensors, Places, Tensors, TensorTree, call_with, found_quickly, named_tensors
@@ -33,6 +34,7 @@ __all__ = ["How", "Member", "Particles", "Rows", "loop", "member_index"]
 
 log = logging.getLogger("dissensus")
 Part = TypeVar("Part", bound=nn.Module)
+Result = TypeVar("Result")
 
 
 class Particles(nn.Module):
@@ -53,7 +55,8 @@ class Particles(nn.Module):
         self.training = self.template.training
         self._settle()
         self._places: dict[int, Places] = {}  # of our own templates, by number
-        self._parts, self._rows = trees.KnownParts(), KeptRows()
+        self._written = defaultdict[int, Written](Written)  # by number of the template
+        self._rows = KeptRows()
         self.fully = is_fully_sharded(self.template.network)  # divided by torch, which gathers layers itself
         self._frozen = {*frozen}  # tensors stored once because no member trains them
         self._said: set[str] = set()
@@ -150,8 +153,8 @@ class Particles(nn.Module):
         return turn(self.templates[0].network)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Particles":
-        for template in self.templates:
-            memo.update(unmade(template))
+        for part in (*self.templates, self.own, self.shared):
+            memo.update(unmade(part))
         return copied(self, memo, self.template.network)
 
     def apart(self) -> "Particles":
@@ -212,12 +215,26 @@ class Particles(nn.Module):
                 )
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Particles":
-        self._rows.drop()
+        self._rows.drop()  # only to free their memory
         return super()._apply(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
+
+    @property
+    def state(self) -> set[str]:
+        """Names of the networks' plain attributes that training reads and changes."""
+        return {name.removeprefix(PREFIX) for written in self._written.values() for name in written.state}
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if state := sorted(self.state - self._said):
+            self._said.update(state)
+            log.warning(
+                "a state holds tensors only, not the attribute %s, which forward reads and changes in training: wherever it is "
+                "loaded, the attribute is that of a new network; register it as a buffer",
+                ", ".join(state),
+            )
+        super()._save_to_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """Also loads states that store a tensor once instead of M rows, and, if the rows are equal, the reverse."""
-        self._rows.drop()
         as_stored(state_dict, prefix, own=self.own, shared=self.shared, members=self.members)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -246,21 +263,27 @@ class Particles(nn.Module):
         # Read on the host, which neither vmap nor a CUDA graph can do: both then fall back to the plain loop.
         number = 0 if len(self.templates) == 1 else int(buffers[NUMBER])
         template = self.templates[number]
+        written, alone = self._written[number], len(self.templates) >= self.members
         if isinstance(params, OwnTensors) and not buffers:
-            return params.run(function, template, *args), {}
+            return written.run_itself(template, function, *args), {}
         if template.training:  # batch norm writes its statistics in place, so it gets copies
             buffers = copies(buffers)
         whole = self.put_together({**params, **buffers})
         if number not in self._places and not self.held:  # found once, except in the caller's module, which may change
             self._places[number] = Places(template)
-        return call_with(template, whole, function, *args, places=self._places.get(number))  # type: ignore[no-any-return]
+        places = self._places.get(number)
+        return written.run(template, call_with, template, whole, function, *args, places=places, alone=alone)  # type: ignore[no-any-return]
 
     def put_together(self, tensors: Tensors) -> Tensors:
         """One member's tensors, whole where processes have parts of them."""
         return joined_all(tensors) if self.divided and not self.fully else tensors
 
     def write_buffers(self, buffers: Tensors) -> None:
-        """Stores buffers (M, ...) after a run; shared buffers get the mean over members."""
+        """Stores buffers (M, ...) after a run, and state in attributes; shared buffers get the mean over members."""
+        for written in self._written.values():
+            written.store()
+        if not buffers:
+            return
         # Each member has updated its copy of a shared buffer by its own activations; the mean weighs them equally.
         own, shared = self.own_buffers(), self.shared_buffers()
         with torch.no_grad():
@@ -271,15 +294,15 @@ class Particles(nn.Module):
             copy_all(targets, [*(buffers[name] for name in mine), *means])
 
     def rows(self, varying: Tensors | None = None) -> Rows:
-        """Tensors that differ between functions, with the function axis first."""
-        return Rows(self.own_parameters(), self.changing_buffers(), varying or {})
+        """Tensors that differ between functions, with the function axis first.
 
-    def changing_buffers(self) -> Tensors:
-        """Buffers (M, ...) that training changes: own ones, and shared ones copied for each of several members."""
-        if self.members == 1 or not self.training:
-            return self.own_buffers()
-        shared = {name: b for name, b in self.shared_buffers().items() if name not in self._frozen}
-        return {**{name: b.expand(self.members, *b.shape) for name, b in shared.items()}, **self.own_buffers()}
+        Buffers are those that training changes: own ones, and shared ones copied for each of several members.
+        """
+        own, buffers = named_tensors(self.own)
+        if self.members > 1 and self.training:
+            shared = {name: b for name, b in self.shared_buffers().items() if name not in self._frozen}
+            buffers = {**{name: b.expand(self.members, *b.shape) for name, b in shared.items()}, **buffers}
+        return Rows(own, buffers, varying or {})
 
     def each(
         self, function: Callable[..., Any], *args: Any, varying: Tensors | None = None, how: How | None = None
@@ -289,9 +312,8 @@ class Particles(nn.Module):
         `varying`: further tensors (V, ...), such as masks, one row per function of one stored member, passed before args.
         """
         if varying is None and self.held and not self.training and not self.divided:
-            template = self.templates[0]
-            with self.turn(), self.runner.running(), trees.KeptTensors(self._parts(template)):
-                return stacked([function(template, *args)])
+            with self.turn(), self.runner.running():
+                return stacked([self._written[0].run_itself(self.templates[0], function, *args)])
         if varying is None and (how or self.how) == "loop" and self._rows.serve(self):
             return self._rows.one_by_one(self, function, *args)
         shared, common = named_tensors(self.shared)
@@ -301,15 +323,27 @@ class Particles(nn.Module):
             return self.call(function, {**shared, **row.own}, {**common, **row.buffers}, *inner)
 
         count = self.members if not varying else len(next(iter(varying.values())))
-        result, buffers = self.run(one, self.rows(varying), count, how=how)
+        result, buffers = self.separating(lambda: self.run(one, self.rows(varying), count, how=how))
         if self.training and varying is None:
             self.write_buffers(buffers)
         return result
 
+    def separating(self, run: Callable[[], Result]) -> Result:
+        """run(), and once more with a template for each member if forward has state in attributes of the one for all."""
+        result = run()
+        if not self._written[0].state or len(self.templates) >= self.members:
+            return result
+        self.templates = (self.template, *(emptied(self.template) for _ in range(1, self.members)))
+        self.own.plant(NUMBER, torch.arange(self.members, device=self.device), persistent=False)  # type: ignore[operator]
+        self._settle()
+        log.info("members run one after the other: their forward reads and changes %s", ", ".join(sorted(self.state)))
+        return run()
+
     def run(self, one: Callable[[Rows], Any], rows: Rows, count: int, *, how: How | None = None) -> Any:
         """one(row) for each of `count` rows, stacked; the runner chooses vmap or a loop."""
         with self.turn(), self.runner.running():
-            return self.runner.run(one, rows, count, device=self.device, how=how)
+            device = next((each.device for each in rows.own.values()), None) or self.device
+            return self.runner.run(one, rows, count, device=device, how=how)
 
     def at(self, index: int) -> tuple[Tensors, Tensors]:
         """(parameters, buffers) of one member, for `call`."""

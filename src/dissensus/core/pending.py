@@ -3,6 +3,8 @@
 `fused()` in `core/lazy_norm.py` makes them. torch's Python functions see an ordinary tensor.
 """
 
+import threading
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -33,6 +35,20 @@ FACTS: dict[Any, Callable[["Pending"], Any]] = {
 }
 
 
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.waiting: weakref.WeakSet[Pending] = weakref.WeakSet()
+
+
+_thread = _Thread()
+
+
+def compute_waiting() -> None:
+    """Computes every tensor that waits, before something that it is computed from is changed unseen."""
+    for each in [each for each in _thread.waiting if each.found is None]:
+        each.value()
+
+
 class Unfused(RuntimeError):
     """A network reads a waiting tensor in a way that would lose gradients; it must run without `fused`."""
 
@@ -56,6 +72,7 @@ class Pending(Tensor):
         self: Pending = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         self.facts, self.graph, self.found = (shape, dtype, device), torch.is_grad_enabled(), None
         self.read = [(each, each._version) for each in read if each is not None and not isinstance(each, Pending)]
+        _thread.waiting.add(self)
         return self
 
     @abstractmethod

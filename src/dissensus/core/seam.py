@@ -40,7 +40,7 @@ def loss(posterior: Objective, batch: Batch) -> Tensor:
         return posterior.member_loss({**shared, **row.own}, {**common, **row.buffers}, batch)
 
     with _turn(posterior):
-        losses, z, buffers = particles.run(one, particles.rows(), particles.members)
+        losses, z, buffers = particles.separating(lambda: particles.run(one, particles.rows(), particles.members))
         particles.write_buffers(buffers)
         return objective(posterior, losses, z)
 
@@ -66,7 +66,7 @@ def find(
     exchange = posterior.particles.exchange
     with _turn(posterior), posterior.particles.runner.running():
         with exchange.running(posterior, batch):
-            found = (strategy or automatic)(posterior, batch)
+            found = posterior.particles.separating(lambda: (strategy or automatic)(posterior, batch))
         found = cast(Gradients, exchange.completed(posterior, found))
         if not posterior.mixes:
             return found

@@ -112,9 +112,7 @@ class Guard:
 
     def write(self, buffers: Tensors) -> None:
         """Stores batch statistics (M, ...) after a batch, unless this or an earlier batch was bad."""
-        if not buffers:
-            return
-        if not self.reads:
+        if buffers and not self.reads:
             before = self._kept or self._buffers()
             buffers = _unless(self.halted, {name: each for name, each in buffers.items() if name in before}, before)
         self.posterior.particles.write_buffers(buffers)

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.numerics.foreign import torch_left_as_found
-from dissensus.numerics.tree import TensorTree
 
 CONVOLUTIONS = (
     F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
@@ -59,13 +58,9 @@ class Traced(nn.Module):
         self.several = isinstance(like, tuple | list)
 
     def forward(self, *x: Tensor) -> Any:
-        _forget(self.module)  # torch replaces the parameters by its own tensors
         given: Any = dict(zip(self.names, x, strict=True)) if self.names else x if self.several else x[0]
-        try:
-            with torch.no_grad(), BatchFree():
-                return self.module(given)
-        finally:
-            _forget(self.module)
+        with torch.no_grad(), BatchFree():
+            return self.module(given)
 
 
 def trace(module: nn.Module, x: Inputs, forms: Mapping[Any, Callable[..., Any]] | None = None) -> ExportedProgram:
@@ -83,13 +78,6 @@ def trace(module: nn.Module, x: Inputs, forms: Mapping[Any, Callable[..., Any]] 
         # Strict is the default of older torch versions, and refuses most modules.
         exported = torch.export.export(Traced(module, x).eval(), given, dynamic_shapes=shapes, strict=False)
         return exported.run_decompositions(forms or {})  # type: ignore[no-any-return]  # remaining vmap operations become plain
-
-
-def _forget(module: nn.Module) -> None:
-    """Clears the caches of tensor trees."""
-    for part in module.modules():
-        if isinstance(part, TensorTree):
-            part._known = None
 
 
 def random_operations(exported: ExportedProgram) -> list[str]:

@@ -18,34 +18,25 @@ _children, _parameters, _buffers = map(attrgetter, ("_modules", "_parameters", "
 class TensorTree(nn.Module):
     """Named tensors as parameters and buffers of nested empty modules, so that `state_dict` looks like the network's.
 
-    A training step needs the names a dozen times, and walking over the modules costs more than small layers, so the names are
-    cached until a tensor is planted, converted or loaded.
+    Only names are kept between calls, together with what they were found from: nodes and keys. Tensors are read every time, so
+    that those of `torch.func.functional_call` are seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+        self._known = _Names()
 
     def named(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(parameters, buffers) by name; do not modify the dicts."""
-        if self._known is None:
-            self._known = dict(self.named_parameters()), dict(self.named_buffers())
-        return self._known
+        """(parameters, buffers) by name; pruned and parametrised ones are computed as in a layer."""
+        if torch.compiler.is_dynamo_compiling():
+            return dict(self.named_parameters()), dict(self.named_buffers())
+        return self._known(self)
 
     def train(self, mode: bool = True) -> Self:
         self.training = mode  # not of every node: nothing runs here, and there are as many as layers
         return self
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        self._known = None  # conversion replaces buffers
-        return super()._apply(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._known = None  # load_state_dict(assign=True) replaces all of them
-        super()._load_from_state_dict(*args, **kwargs)
-
     def plant(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
-        self._known = None
         *path, leaf = name.split(".")
         node: nn.Module = self
         for part in path:
@@ -56,6 +47,64 @@ class TensorTree(nn.Module):
             node.register_parameter(leaf, tensor)
         else:
             node.register_buffer(leaf, tensor, persistent=persistent)
+
+
+class _Names:
+    """The names of a tree's tensors, found again only where it has other nodes or keys than before."""
+
+    def __init__(self) -> None:
+        self.root: dict[str, Any] | None = None  # of the tree, which itself would be deleted late
+        self.all: list[dict[str, Any]] = []  # registries of all nodes
+        self.made: list[tuple[str, nn.Module, str]] = []
+
+    def __reduce__(self) -> tuple[type["_Names"], tuple[()]]:
+        return _Names, ()  # neither copied nor saved
+
+    def __call__(self, tree: TensorTree) -> tuple[Tensors, Tensors]:
+        if self.root is not tree._modules or self.sizes != [*map(len, self.all)] or self.below != self._children():
+            self._find(tree)
+        try:
+            tensors = [*map(dict.__getitem__, self.registries, self.keys)]
+        except KeyError:
+            self._find(tree)
+            tensors = [*map(dict.__getitem__, self.registries, self.keys)]
+        parameters = dict(zip(self.names, tensors, strict=False))
+        buffers = dict(zip(self.others, tensors[len(self.names) :], strict=True)) if self.others else {}
+        for path, node, leaf in self.made:
+            for hook in node._forward_pre_hooks.values():
+                hook(node, ())
+            parameters[path + leaf] = getattr(node, leaf)
+        return parameters, buffers
+
+    def _children(self) -> list[nn.Module | None]:
+        return [*chain.from_iterable(map(dict.values, self.inner))]
+
+    def _find(self, tree: TensorTree) -> None:
+        found = parts(tree)
+        self.root = tree._modules
+        self.all = [registered(node) for _, node in found for registered in (_children, _parameters, _buffers)]
+        self.sizes = [*map(len, self.all)]
+        self.inner = [node._modules for _, node in found if node._modules]
+        self.below = self._children()
+        places = [
+            [(path + key, registered(node), key) for path, node in found for key in registered(node)]
+            for registered in (_parameters, _buffers)
+        ]
+        self.names, self.others = ([name for name, _, _ in each] for each in places)
+        self.registries, self.keys = ([place[i] for place in chain(*places)] for i in (1, 2))
+        self.made = [(path, node, leaf) for path, node in found for leaf in made(node)]
+
+
+def made(part: nn.Module) -> list[str]:
+    """Names of tensors computed from parameters: by hooks in every forward (old weight norm, pruning), or parametrised ones."""
+    named = [name for name in vars(part) if f"{name}_g" in part._parameters or f"{name}_orig" in part._parameters]
+    parametrised = part._modules.get("parametrizations")
+    return [*named, *parametrised] if isinstance(parametrised, nn.ModuleDict) else named
+
+
+def computed(module: nn.Module) -> list[str]:
+    """Names of a tree's tensors that are pruned or parametrised in the tree, as of the last `named_tensors`."""
+    return [path + leaf for path, _, leaf in module._known.made] if isinstance(module, TensorTree) else []
 
 
 def found_quickly(module: nn.Module, *names: str) -> None:
@@ -180,22 +229,15 @@ def assign(places: Places, tensors: Iterable[Tensor]) -> None:
     deque(map(dict.__setitem__, places.registries, places.keys, tensors), maxlen=0)
 
 
-class KeptTensors:
-    """Afterwards these modules have their tensors again, if a forward has assigned others, as after `call_with`."""
-
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        parts = () if torch.compiler.is_dynamo_compiling() else parts
-        self.registered: list[dict[str, Any]] = [
-            *filter(None, map(_parameters, parts)),
-            *filter(None, map(_buffers, parts)),
-        ]
-        self.before = [*map(dict.copy, self.registered)]
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        deque(map(dict.update, self.registered, self.before), maxlen=0)
+def keeping_tensors(modules: Sequence[nn.Module], function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args); afterwards the modules have their tensors again if a forward has assigned others."""
+    modules = () if torch.compiler.is_dynamo_compiling() else modules
+    registered = [*filter(None, map(_parameters, modules)), *filter(None, map(_buffers, modules))]
+    before = [*map(dict.copy, registered)]
+    try:
+        return function(*args)
+    finally:
+        deque(map(dict.update, registered, before), maxlen=0)
 
 
 class OwnTensors(Tensors):
@@ -204,15 +246,7 @@ class OwnTensors(Tensors):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.buffers: Tensors = {}
-        self.kept = [(registered, registered.copy()) for registered in _collect(module, self, self.buffers)]
-
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """function(*args); afterwards the module has these again, if its forward has assigned others, as after `call_with`."""
-        try:
-            return function(*args)
-        finally:
-            for registered, before in self.kept:
-                registered.update(before)
+        _collect(module, self, self.buffers)
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -224,20 +258,16 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tenso
     return found
 
 
-def _collect(module: nn.Module, parameters: Tensors, buffers: Tensors) -> list[dict[str, Any]]:
-    """Puts the module's tensors by name into the two; returns the dicts in which it has registered them."""
-    found: list[dict[str, Any]] = []
+def _collect(module: nn.Module, parameters: Tensors, buffers: Tensors) -> None:
+    """Puts the module's tensors by name into the two."""
     seen: set[int] = set()
     for path, part in parts(module):
         registries: Any = (parameters, part._parameters), (buffers, part._buffers)
         for into, registered in registries:
-            if registered:  # most have none
-                found.append(registered)
-                for leaf, tensor in registered.items():
-                    if tensor is not None and id(tensor) not in seen:
-                        seen.add(id(tensor))
-                        into[path + leaf] = tensor
-    return found
+            for leaf, tensor in registered.items() if registered else ():  # most have none
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    into[path + leaf] = tensor
 
 
 def buffers_by_name(module: nn.Module) -> dict[str, Tensor]:

@@ -57,10 +57,12 @@ def save(
         classes: names of the classes, in the order of the outputs, for reports. None: the posterior's own.
         unit: unit of a regression's targets, for reports.
     """
-    if len(templates := [member.network for member in expect_posterior(posterior).particles.templates]) > 1:
+    templates = [member.network for member in expect_posterior(posterior).particles.templates]
+    state = posterior.particles.state
+    if len(templates) > 1 and ((other := difference(templates, but=state)) or not state):
         raise ValueError(
             f"expected members that differ only in registered tensors, got a difference in "
-            f"'{difference(templates) or 'modes'}'; a file describes one network for all members: register it as a buffer"
+            f"'{other or 'modes'}'; a file describes one network for all members: register it as a buffer"
         )
     posterior.drop_stale_promises()
     posterior = without_watchers(posterior)
@@ -77,7 +79,7 @@ def save(
         "likelihood": {"name": type(posterior.likelihood).__name__, "arguments": _arguments(posterior, targets, unit)},
         "network": {
             "structure": structure(network),
-            "attributes": saved_attributes(network),
+            "attributes": {name: each for name, each in saved_attributes(network).items() if name not in state},
             "name": type(network).__name__ if type(network) in NETS.values() else None,
             "arguments": network.config if type(network) in NETS.values() else None,
             **({"cut": True} if posterior.cuts else {}),

@@ -128,14 +128,14 @@ def watched(layers: Sequence[Noded]) -> AbstractContextManager[None]:
 
 @contextmanager
 def _given(layers: Sequence[nn.Module], attribute: str, values: Iterable[Any]) -> Iterator[None]:
-    """Inside, the layers have these values of an attribute; afterwards it is None."""
+    """Inside, the layers have these values of an attribute; afterwards that of their class."""
     for layer, value in zip(layers, values, strict=True):
         vars(layer)[attribute] = value  # avoids nn.Module.__setattr__, which costs as much as a kernel launch
     try:
         yield
     finally:
         for layer in layers:
-            vars(layer)[attribute] = None
+            vars(layer).pop(attribute, None)
 
 
 def written_into(layer: Noded) -> bool:

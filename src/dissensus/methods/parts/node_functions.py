@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from dissensus.core.modes import eval_mode
 from dissensus.core.particles import Member, Particles, Rows, member_index
 from dissensus.core.predictive import Predictive
 from dissensus.core.splitting import tensors_of
-from dissensus.numerics.tree import TensorTree, all_parts
+from dissensus.numerics.tree import Tensors, TensorTree, all_parts, named_tensors
 from dissensus.surgery.conversion import DENSE, folded
 from dissensus.surgery.factored import Factors, Kernel, folded_kernel, takes_kernel
 from dissensus.surgery.nodes import Site, by_layer, placed, standing
@@ -44,6 +44,7 @@ class NodeFunctions(DrawnFunctions):
         layers = [particles.template.network.get_submodule(site.layer) for site in sites]
         particles.how = "vectorised" if all(isinstance(layer, DENSE) for layer in layers) else "loop"
         self._standing: list[dict[str, Factors | Kernel]] | None = None
+        self._standing_on: Tensors = {}  # what it was made from
         self._parts: tuple[Particles, list[nn.Module]] | None = None
 
     @classmethod
@@ -83,9 +84,10 @@ class NodeFunctions(DrawnFunctions):
     @property
     def standing(self) -> list[dict[str, Factors | Kernel]]:
         """For each function: layer -> its factors or folded kernel."""
-        if self._standing is None:
-            kernels = {name: tensor for name, tensor in tensors_of(self.drawn).items() if name != "latents"}
-            self._standing = []
+        drawn = named_tensors(self.drawn)[1]
+        if self._standing is None or any(drawn[name] is not each for name, each in self._standing_on.items()):
+            kernels = {name: tensor for name, tensor in drawn.items() if name != "latents"}
+            self._standing, self._standing_on = [], drawn
             for i, latents in enumerate(self.latents):
                 found: dict[str, Factors | Kernel] = {**by_layer(self.sites, latents)}
                 for number, name in enumerate(found):
@@ -94,10 +96,6 @@ class NodeFunctions(DrawnFunctions):
                         found[name] = Kernel(weight[i], None if bias is None else bias[i])
                 self._standing.append(found)
         return self._standing
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        self._standing = None
-        return super()._apply(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
 
     def each(self, function: Callable[..., Any], *args: Any) -> Any:
         particles = self.particles

@@ -1,0 +1,206 @@
+"""What a forward writes into plain attributes (features that it keeps, counters, caches) is not configuration.
+
+Attributes are restored after every call. A training call may change some that it has read, such as a counter: they are the
+member's state. Each member then runs in its own template, and its state is stored as batch statistics are, once per step.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import is_
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _functorch
+from torch.utils import _pytree as pytree
+
+from dissensus.core.attributes import OWN
+from dissensus.numerics.tree import KnownParts, keeping_tensors, made, parts
+
+MOST = 10_000  # entries of a list or dict; longer ones are not looked at
+MISSING = object()
+Named = Sequence[tuple[str, nn.Module]]  # modules with their paths
+Attribute = tuple[dict[str, Any], str, Any]  # a module's attributes, the name of one, and its value
+
+
+class OneAtATime(RuntimeError):
+    """A forward or a hook keeps tensors of vmap, which mean nothing after it."""
+
+
+class Written:
+    """Runs a template, restores its attributes, and finds out which of them are state."""
+
+    def __init__(self, unread: set[str] | None = None, state: Iterable[str] = ()) -> None:
+        self.known, self.found = KnownParts(), [nn.Module()]
+        self.unread = unread  # what training sets before it reads it; None before the first such call
+        self.state = {*state}  # names of the attributes that are state
+        self.waiting: list[Attribute] = []  # the state that the last training call has left
+
+    def __reduce__(self) -> tuple[type["Written"], tuple[Any, ...]]:
+        return Written, (self.unread, self.state)
+
+    def watched(self, template: nn.Module) -> Named:
+        """The template's modules that may write attributes: the caller's own, or all, if there are hooks."""
+        if torch.compiler.is_dynamo_compiling():
+            return ()
+        if (found := self.known(template)) is not self.found:
+            self.found, self.all = found, parts(template)
+            self.foreign = [(path, part) for path, part in self.all if _foreign(type(part)) or "forward" in vars(part)]
+            self.hooks = [*chain.from_iterable((part._forward_hooks, part._forward_pre_hooks) for part in found)]
+        return self.all if any(self.hooks) else self.foreign
+
+    def lent(self, template: nn.Module) -> "_Lent | None":
+        """For several runs in eval mode: `take_back` restores the attributes after each. None if there are none to restore."""
+        return _Lent(watched, self.found) if (watched := self.watched(template)) else None
+
+    def run_itself(self, template: Any, function: Callable[..., Any], *args: Any) -> Any:
+        """function(template, *args) with the template's own tensors, which are restored, too."""
+        return self.run(template, lambda: keeping_tensors(self.found, function, template, *args))
+
+    def run(self, template: Any, function: Callable[..., Any], *args: Any, alone: bool = True, **keywords: Any) -> Any:
+        """function(*args, **keywords), which runs the template; `alone`: whether no other member runs in it."""
+        if not (watched := self.watched(template)):
+            return function(*args, **keywords)
+        stack = _functorch.get_interpreter_stack()
+        at_once = stack is not None and any(each.key() == _functorch.TransformType.Vmap for each in stack)
+        outside = [(each, each.copy()) for each in _known_outside(self.hooks)] if at_once else ()
+        trains, lent = template.network.training, _Lent(watched, self.found)
+        self.waiting = [] if trains else self.waiting
+        try:
+            if trains and self.unread is None:
+                lent.trace(watched)
+            result = function(*args, **keywords)
+        finally:
+            changed = lent.take_back()
+        for each, before in outside:
+            if any(isinstance(value, Tensor) and _functorch.is_batchedtensor(value) for value in _values(each)):
+                each.clear()
+                (each.extend if isinstance(each, list) else each.update)(before)
+                raise OneAtATime("a hook keeps tensors of all members outside of the network")
+        if trains:
+            if self.unread is None:
+                self.unread = {name for name in changed if lent.first.get(name)}
+                self.unread |= {path + name for path, part in watched for name in made(part)}
+            self.state |= (state := changed.keys() - self.unread)
+            if state and alone:
+                # A CUDA graph would repeat what this call has read.
+                if at_once or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+                    raise OneAtATime(f"forward reads and changes {min(state)}")
+                self.waiting += map(changed.__getitem__, state)  # besides that of an inner run
+        return result
+
+    def store(self) -> None:
+        """Stores the state that the last training call has left."""
+        for attributes, name, value in self.waiting:
+            attributes[name] = value
+        self.waiting = []
+
+
+class _Lent:
+    """The attributes of modules before a call. Lists, dicts and plain tensors are lent as copies, to be changed in place."""
+
+    def __init__(self, watched: Named, modules: Sequence[nn.Module]) -> None:
+        self.before = [(path, now := vars(part), now.copy()) for path, part in watched]
+        self.modules = modules
+        self.kinds: list[tuple[nn.Module, type[nn.Module]]] = []  # of modules that are traced
+        self.copies: dict[int, Any] = {}  # by id of the list, dict or tensor
+        self.first: dict[str, bool] = {}  # name of a traced attribute -> whether it was set before it was read
+        self._lend()
+
+    def _lend(self) -> None:
+        self.copies.clear()
+        for _, now, before in self.before:
+            for key, each in before.items():
+                if key not in OWN and isinstance(each, list | dict | Tensor):
+                    now[key] = self._copy(each)
+
+    def trace(self, watched: Named) -> None:
+        """Notes which attributes of a caller's modules are read, and which are set, first."""
+        for path, part in watched:
+            if _foreign(kind := type(part)):
+                self.kinds.append((part, kind))
+                object.__setattr__(part, "__class__", _traced(kind, path, self.first))
+
+    def take_back(self, *, again: bool = False) -> dict[str, Attribute]:
+        """Restores the attributes; returns those that the call has changed, by name. `again`: lends them again."""
+        for part, kind in self.kinds:
+            object.__setattr__(part, "__class__", kind)
+        found: dict[str, Attribute] = {}
+        for path, now, before in self.before:
+            if not self.copies and len(now) == len(before) and all(map(is_, now.values(), before.values())):
+                continue
+            for key, each in now.items():
+                value = before.get(key, MISSING)
+                lent = self.copies.get(id(value), value)
+                if each is not lent or (lent is not value and self._differs(value, lent)):
+                    found[path + key] = now, key, each
+                    self.first[path + key] = each is not lent and self.first.get(path + key, False)
+            for key in now.keys() - before.keys():
+                del now[key]
+            now.update(before)
+        if again and self.copies:
+            self._lend()
+        return found
+
+    def _copy(self, value: Any) -> Any:
+        if id(value) not in self.copies and (isinstance(value, Tensor) or len(value) <= MOST):
+            deep = isinstance(value, Tensor) or any(isinstance(e, list | dict | tuple | Tensor) for e in _values(value))
+            self.copies[id(value)] = pytree.tree_map(self._leaf, value) if deep else value.copy()
+        return self.copies.get(id(value), value)
+
+    def _leaf(self, each: Any) -> Any:
+        """A copy, if this is a tensor that is neither registered nor part of a graph or a transform."""
+        if not isinstance(each, Tensor) or each.requires_grad or each.is_inference():
+            return each
+        registered = (tensor for part in self.modules for tensor in part._buffers.values())
+        if _functorch.is_functorch_wrapped_tensor(each) or any(each is tensor for tensor in registered):
+            return each
+        return self.copies.setdefault(id(each), each.detach().clone())
+
+    def _differs(self, value: Any, lent: Any) -> bool:
+        if not isinstance(value, Tensor) and _same(value, lent):
+            return False
+        (leaves, form), (now, other) = pytree.tree_flatten(value), pytree.tree_flatten(lent)
+        same = (
+            b is self.copies.get(id(a), a) and (b is a or not b._version) for a, b in zip(leaves, now, strict=False)
+        )
+        return form != other or not all(same)
+
+
+def _traced(kind: type[nn.Module], path: str, first: dict[str, bool]) -> type[nn.Module]:
+    def get(part: nn.Module, name: str) -> Any:
+        first.setdefault(path + name, False)
+        return kind.__getattribute__(part, name)
+
+    def put(part: nn.Module, name: str, value: Any) -> None:
+        first.setdefault(path + name, True)
+        kind.__setattr__(part, name, value)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    meta: Any = type(kind)
+    return meta(kind.__name__, (kind,), {"__getattribute__": get, "__setattr__": put, **names})  # type: ignore[no-any-return]
+
+
+def _known_outside(hooks: Sequence[dict[int, Any]]) -> list[Any]:
+    """Lists and dicts outside of the network that its hooks know as variables."""
+    found: list[Any] = []
+    for each in chain.from_iterable(map(dict.values, hooks)):
+        if isinstance(each, FunctionType):
+            found += [cell.cell_contents for cell in each.__closure__ or ()]
+            found += map(each.__globals__.get, each.__code__.co_names)
+    return [each for each in found if isinstance(each, list | dict)]
+
+
+def _same(now: Any, before: Any) -> bool:
+    """Whether lists or dicts hold the same objects."""
+    return len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, _values(now), _values(before)))
+
+
+def _values(holder: Any) -> Any:
+    return holder.values() if isinstance(holder, dict) else holder
+
+
+def _foreign(kind: type[nn.Module]) -> bool:
+    """Whether layers of this class may write attributes: torch's and the library's own do not."""
+    return not kind.__module__.startswith(("torch.", "dissensus."))
