@@ -426,8 +426,8 @@ def times(factor):
 
 
 OTHERS = {
-    "a number": (Scaled(1.0), Scaled(9.0), "factor = 1.0, got 9.0"),
-    "a tensor": (Scaled(torch.ones(4)), Scaled(torch.zeros(4)), "factor = Tensor"),
+    "a number": (Scaled(1.0), Scaled(9.0), "factor 1.0, not 9.0"),
+    "a tensor": (Scaled(torch.ones(4)), Scaled(torch.zeros(4)), "factor Tensor"),
     "a function": (Scaled(1.0), Scaled(1.0, torch.sin), "act"),
     "a closure": (Scaled(1.0, times(2.0)), Scaled(1.0, times(3.0)), "act"),
     "deep inside": (nn.Sequential(Scaled(1.0)), nn.Sequential(Scaled(9.0)), "0.factor"),
@@ -439,7 +439,7 @@ def test_a_network_of_other_attributes_is_refused(name, tmp_path):
     network, other, what = OTHERS[name]
     posterior = ds.MAP(network)
     ds.save(posterior, tmp_path)
-    with pytest.raises(ValueError, match=f"the saved attribute {what}"):
+    with pytest.raises(ValueError, match=f"the saved attributes, got another: {what}"):
         ds.load(tmp_path, other)
     x = torch.randn(5, 4)
     assert torch.equal(ds.load(tmp_path, copy.deepcopy(network)).predict(x).mean, posterior.predict(x).mean)

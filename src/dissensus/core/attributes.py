@@ -7,7 +7,7 @@ own template. Files hold the attributes that are meaningful in other processes, 
 import hashlib
 import json
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -50,18 +50,9 @@ def saved_attributes(network: nn.Module) -> dict[str, Any]:
 
 
 def written_class(part: nn.Module) -> type:
-    """The class of a layer as somebody wrote it; `fully_shard` derives others from it."""
-    return next(each for each in type(part).__mro__ if not each.__module__.startswith("torch.distributed."))
-
-
-def check_attributes(network: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Raises if an attribute differs from the saved one; None means that forward has not set it yet."""
-    for name, mine in saved_attributes(network).items():
-        if mine != "None" and saved.get(name, mine) != mine:
-            raise ValueError(
-                f"expected a network with the saved attribute {name} = {saved[name]}, got {mine}; build the network like the "
-                "saved one, or set the attribute first"
-            )
+    """The class of a layer as somebody wrote it; methods that cut it, and `fully_shard`, derive others from that."""
+    kind = getattr(part, "plain_class", type(part))
+    return next(each for each in kind.__mro__ if not each.__module__.startswith("torch.distributed."))
 
 
 def plain_attributes(module: nn.Module) -> list[Any] | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core import inputs, noise, seam
 from dissensus.core.batch import Batch, Inputs
+from dissensus.core.description import describe_network
 from dissensus.core.errors import Diverged
 from dissensus.core.finite import diverged, diverged_members, member_maxima
 from dissensus.core.functions import DrawnFunctions, Portion, Predictor
@@ -61,6 +62,7 @@ class Posterior(TrainingRules, ABC):
             raise TypeError(
                 f"expected a network, got the posterior {type(network).__name__}; pass the network inside it"
             )
+        self.network_at_first = describe_network(network)
         where = next((each.device for each in particles.parameters()), None)  # a network may be on a GPU already
         self.register_buffer("temperature", torch.ones((), device=where))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=where))

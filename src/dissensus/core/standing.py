@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from dissensus.core.description import describe_likelihood, describe_network, differences
+from dissensus.core.description import describe_likelihood, differences
 from dissensus.core.particles import Particles
 from dissensus.core.predictive import Predictive
 from dissensus.numerics.checks import one_of
@@ -128,6 +128,7 @@ class Ground(nn.Module):
     temperature: Tensor  # () logits are divided by it; saved with the state
     calibration: Calibration | None
     particles: Particles
+    network_at_first: dict[str, Any]  # the description of the network when the posterior was built
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,8 +235,8 @@ class Ground(nn.Module):
     @final
     def description(self) -> dict[str, Any]:
         """The model besides its tensors and the method's settings, as JSON values."""
-        network = describe_network(self.particles.template.network)
-        return {"likelihood": describe_likelihood(self.particles.likelihood), "network": network, **self.fitted()}
+        likelihood = describe_likelihood(self.particles.likelihood)
+        return {"likelihood": likelihood, "network": self.network_at_first, **self.fitted()}
 
     def get_extra_state(self) -> Tensor:
         """The model's description, which a state needs besides its tensors; bytes, since tools expect tensors in a state."""

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.core.attributes import difference, saved_attributes
+from dissensus.core.attributes import difference
 from dissensus.core.clock import Watchers
-from dissensus.core.description import structure
+from dissensus.core.description import describe_network, structure
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, expect_posterior
@@ -79,7 +79,7 @@ def save(
         "likelihood": {"name": type(posterior.likelihood).__name__, "arguments": _arguments(posterior, targets, unit)},
         "network": {
             "structure": structure(network),
-            "attributes": {name: each for name, each in saved_attributes(network).items() if name not in state},
+            "attributes": posterior.network_at_first["attributes"],
             "name": type(network).__name__ if type(network) in NETS.values() else None,
             "arguments": network.config if type(network) in NETS.values() else None,
             **({"cut": True} if posterior.cuts else {}),
@@ -93,9 +93,11 @@ def save(
     if posterior.others is not None and not posterior.others.is_first:
         return  # all processes have the same posterior, and the first one writes it
     data, text = sealed(tensors, plain(config))
-    # What cannot be read back is not written.
+    # What cannot be read back is not written. This network may have attributes that training has changed.
+    config = json.loads(text)
+    config["network"]["attributes"] = describe_network(network)["attributes"]
     own = None if type(posterior.likelihood) in LIKELIHOODS.values() else posterior.likelihood
-    rebuilt(json.loads(text), tensors, network, own, type(posterior), Path(folder))
+    rebuilt(config, tensors, network, own, type(posterior), Path(folder))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole({folder / TENSORS: data, folder / CONFIG: text.encode()})

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dissensus.core.attributes import check_attributes, unmade
-from dissensus.core.description import in_short, structure
+from dissensus.core.attributes import unmade
+from dissensus.core.description import describe_network, differences, in_short, structure
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.core.regression import HeteroscedasticRegression, Regression
@@ -98,7 +98,11 @@ def build_network(saved: dict[str, Any], network: nn.Module | None, shapes: Tens
             "one"
         )
     if network is not None:
-        check_attributes(network, saved["attributes"])
+        said = {name: each for name, each in saved["attributes"].items() if each != "None"}  # of earlier versions
+        if found := [*differences(said, describe_network(network)["attributes"])]:
+            raise ValueError(
+                f"expected a network with the saved attributes, got another: {found[0]}; build it like that one"
+            )
         return copy.deepcopy(network, unmade(network))
     # Names and shapes are checked when the tensors are filled in; a method that cuts the network stores other tensors. Here
     # the network must only not be far larger than the file.

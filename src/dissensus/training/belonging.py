@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dissensus.core.description import describe_likelihood, describe_network, differences
+from dissensus.core.description import describe_likelihood, differences
 from dissensus.core.posterior import Posterior
 from dissensus.core.standing import STATE
 from dissensus.numerics.plain import plain
@@ -40,7 +40,7 @@ def description(posterior: Posterior, optimizer: Optimizer, scheduler: LRSchedul
     return {
         "posterior": _json(posterior.identity),
         "likelihood": describe_likelihood(posterior.likelihood),
-        "network": describe_network(posterior.particles.template.network),
+        "network": posterior.network_at_first,
         "prior": None if posterior.prior is None else plain(posterior.prior.config()),
         "optimizer": type(optimizer).__name__,
         "parameters": [[_form(p) for p in group["params"]] for group in optimizer.param_groups],
