@@ -101,13 +101,18 @@ class TextKeys(dict[Any, Any]):
         super().__setitem__(key, value)
 
 
+def _load_dict(unpickler: Any) -> None:
+    values = unpickler.pop_mark()  # first: it replaces the list that `append` appends to
+    unpickler.append(TextKeys(values))
+
+
 class BatchUnpickler(pickle._Unpickler):  # the one in Python: its memo is a dict, and its instructions can be replaced
     """Reads plain data and `StandIn`s; nothing is imported, and nothing is called but `StandIn`."""
 
     dispatch: ClassVar[dict[int, Any]] = {
         **{code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in REFUSED},
         pickle.EMPTY_DICT[0]: lambda self: self.append(TextKeys()),
-        pickle.DICT[0]: lambda self: self.append(TextKeys(self.pop_mark())),
+        pickle.DICT[0]: _load_dict,
     }
 
     def find_class(self, module: str, name: str) -> type[StandIn]:

@@ -6,7 +6,7 @@ No code in the file is run, nothing larger than the network needs is read, and e
 import logging
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from dissensus.core.statistics import statistics_layers
-from dissensus.data.locate import FOLDER_VARIABLE
 from dissensus.data.npy import npz_arrays
+from dissensus.numerics.checks import first_names
 from dissensus.numerics.damage import reading
 from dissensus.training.checkpoint import check_archive
 
@@ -25,22 +25,6 @@ ENTRIES = ("state_dict", "model")  # keys of the state dict in a checkpoint; the
 WRAPPER = "module."  # prefix that nn.DataParallel adds to every name
 # A file may be larger than the network: one member of an ensemble is saved with the storage of all members.
 ROOM, TIMES = 2**28, 32
-SHOWN = 20  # most names in an error
-
-
-def located(name: str, folders: Sequence[Path]) -> Path:
-    """The file of that name: an absolute path, or a file in the first folder that has it."""
-    path = Path(name).expanduser()
-    for place in [path] if path.is_absolute() else [folder / path for folder in folders]:
-        if place.is_file():
-            return place
-    looked = (
-        "there" if path.is_absolute() else f"in {' or '.join(map(str, folders)) or 'any folder, since none is known'}"
-    )
-    raise FileNotFoundError(
-        f"expected network.weights = {name!r} to be a file, got none {looked}; put it into the folder of --data (or "
-        f"{FOLDER_VARIABLE}) or beside the task file, or write its absolute path"
-    )
 
 
 def load_weights(network: nn.Module, path: Path) -> None:
@@ -63,7 +47,9 @@ def check_fits(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path
     """Raises if names, shapes or kinds of dtypes differ from the network's, or if a number is not finite."""
     missing, extra = [k for k in expected if k not in state], [k for k in state if k not in expected]
     if missing or extra:
-        parts = [f"without {_names(missing)}"] * bool(missing) + [f"with unexpected {_names(extra)}"] * bool(extra)
+        parts = [f"without {first_names(missing)}"] * bool(missing) + [f"with unexpected {first_names(extra)}"] * bool(
+            extra
+        )
         raise ValueError(
             f"expected the tensors of the network in {path}, got a file {' and '.join(parts)}; save the state_dict() "
             "of a network built with the same arguments"
@@ -118,7 +104,7 @@ def _torch(path: Path, limit: int) -> dict[str, Tensor]:
             if asked
             else "its pickle is damaged"
         ) from error
-    entries = f"the entries {_names(list(map(str, loaded)))}" if isinstance(loaded, Mapping) else type(loaded).__name__
+    entries = f"the entries {first_names(loaded)}" if isinstance(loaded, Mapping) else type(loaded).__name__
     for key in ENTRIES:
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
             log.info("of %s in %s %s is read", entries, path, key)
@@ -137,11 +123,6 @@ def _numpy(path: Path, limit: int) -> dict[str, Tensor]:
 def _safetensors(path: Path, limit: int) -> dict[str, Tensor]:
     with safe_open(path, framework="pt") as file:  # no larger than the file: nothing is compressed
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-
-
-def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 READERS: dict[str, Callable[[Path, int], dict[str, Tensor]]] = {
