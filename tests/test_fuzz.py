@@ -10,6 +10,7 @@ import resource
 import time
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from dissensus.bench.run.gather import results_of_runs
 from dissensus.bench.run.jobs import belonging_together
 from dissensus.bench.run.run import Run
 from dissensus.bench.run.watch import FILE, read_looks
+from dissensus.bench.run.weights import load_weights
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.data import formats, tabular
 from dissensus.data.corruption import published
@@ -244,6 +246,13 @@ READERS = {
         written(set=in_memory(lambda file: savemat(file, MAT, do_compression=True))),
         lambda folder: formats.read_mat(folder / "set"),
     ),
+    **{
+        f"weights in torch's {form} form": Reader(
+            written(**{"w.pt": in_memory(partial(torch.save, net().state_dict(), _use_new_zipfile_serialization=new))}),
+            lambda folder: load_weights(net(), folder / "w.pt"),
+        )
+        for form, new in (("old", False), ("new", True))
+    },
     "uci": Reader(uci, lambda folder: tabular.read_uci_folder(folder, 0)),
     "tabular": Reader(
         written(set=in_memory(lambda file: np.savez(file, **TABLE))),
@@ -335,9 +344,12 @@ def test_a_config_that_lies_under_a_checksum_that_fits_is_one_clear_error(make, 
 # ---------------------------------------------------------------------------------------------------- large promises
 
 
-def doubled(levels: int) -> bytes:
-    """A pickle of a list in a list in a list, each twice in the next."""
-    return b"\x80\x02]q\0" + b"".join(b"](h%ch%ceq%c" % (i, i, i + 1) for i in range(levels)) + b"."
+def doubled(first: bytes, step: bytes) -> bytes:
+    """Instructions of a pickle: an object in an object in an object, each twice in the next."""
+    return first + b"q\0" + b"".join(step % (i, i, i + 1) for i in range(60))
+
+
+LISTS, TUPLES = doubled(b"]", b"](h%ch%ceq%c"), doubled(b")", b"h%ch%c\x86q%c")
 
 
 HEADER = b"{'descr': '|u1', 'fortran_order': False, 'shape': (9999999999999,)}".ljust(117) + b"\n"
@@ -354,7 +366,11 @@ BOMBS = {
     "lzma in an npz": ("npz", {"images.npy": bytes(10)}, zipfile.ZIP_LZMA),
     "memo of gigabytes": ("pickle", b"\x80\x02}r\xff\xff\xff\x7f."),
     "nested tuples as a key": ("pickle", b"\x80\x02}" + b")" + b"\x85" * 300_000 + b"K\1s."),
-    "lists that double": ("pickle", b"\x80\x02}(U\4data" + doubled(60)[2:-1] + b"U\6labels" + doubled(60)[2:-1] + b"u."),
+    "tuples that double as a key": ("pickle", b"\x80\x02}" + TUPLES + b"K\1s."),
+    "nested tuples in a set": ("pickle", b"\x80\x04\x8f(" + b")" + b"\x85" * 300_000 + b"\x90."),
+    "nested tuples in a dict": ("pickle", b"(" + b")" + b"\x85" * 300_000 + b"K\1d."),
+    "bytearray of gigabytes": ("pickle", b"\x80\x05\x96" + (1 << 35).to_bytes(8, "little") + b"."),
+    "lists that double": ("pickle", b"\x80\x02}(U\4data" + LISTS + b"U\6labels" + LISTS + b"u."),
     "mat that unpacks": ("mat", None),
     "toml without an end": ("toml", b"a = " + b"[" * 100_000),
 }  # fmt: skip

@@ -198,13 +198,14 @@ def test_cifar_binary_of_the_wrong_length_is_refused(tmp_path, size):
         read_cifar_binary(tmp_path / "batch.bin")
 
 
+@pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("fortran", [False, True])
-def test_cifar_batches_of_python_2_are_read(tmp_path, rows, fortran):
+def test_cifar_batches_of_python_2_are_read(tmp_path, rows, fortran, older):
     raw = python2_batch(rows, {b"fine_labels": [3, 1, 99, 5], b"coarse_labels": [0, 1, 2, 19]}, fortran)
     np.testing.assert_array_equal(
         pickle.loads(raw, encoding="latin1")["data"], rows
     )  # the hand-made file is a true one
-    (tmp_path / "batch").write_bytes(raw)
+    (tmp_path / "batch").write_bytes(b"(" + raw[4:-2] + b"d." if older else raw)  # protocols 0 and 1 end a dict so
     images, fine = read_cifar_python(tmp_path / "batch", labels="fine_labels")
     np.testing.assert_array_equal(images.reshape(4, -1), rows)
     assert fine.tolist() == [3, 1, 99, 5]

@@ -30,7 +30,7 @@ from dissensus.bench.task.schema import CALIBRATION
 from dissensus.bench.task.variants import check_read, counted_by
 from dissensus.bench.theory.cli import app as theory
 from dissensus.methods import METHODS
-from dissensus.surgery.conversion import first_names
+from dissensus.numerics.checks import first_names
 from dissensus.version import __version__
 
 app = typer.Typer(

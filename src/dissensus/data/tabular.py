@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.data.locate import FOLDER_VARIABLE, data_folder
+from dissensus.data.locate import find_place
 from dissensus.data.npy import npz_arrays
 from dissensus.data.standardise import Standardiser
 from dissensus.numerics.checks import one_of
@@ -83,7 +83,7 @@ def uci_regression(
         FileNotFoundError: the files are missing.
     """
     one_of("name", name, REGRESSION_SETS, hint="read other folders with read_uci_folder")
-    path = regression_folder(name, folder)
+    path = regression_folder(folder, name)
     x, y, train, test = read_uci_folder(path, split)
     if x.shape != REGRESSION_SETS[name]:
         raise ValueError(
@@ -92,10 +92,10 @@ def uci_regression(
     return regression_split(*map(torch.from_numpy, (x, y, train, test)), dtype=dtype)
 
 
-def regression_folder(name: str, folder: str | Path | None = None) -> Path:
-    """The folder with the files of a regression set; FileNotFoundError lists the possible places."""
-    subs = (f"UCI_Datasets/{name}/data/", f"{name}/data/", f"{name}/", "")
-    return _found(folder, [f"{sub}data.txt" for sub in subs], "with the index_*.txt and n_splits.txt beside it").parent
+def regression_folder(folder: str | Path | None, *names: str) -> Path:
+    """The folder with the files of the first regression set found; FileNotFoundError lists the possible places."""
+    subs = [*(sub for name in names for sub in (f"UCI_Datasets/{name}/data/", f"{name}/data/", f"{name}/")), ""]
+    return find_place(folder, [f"{sub}data.txt" for sub in subs], "data.txt, index_*.txt and n_splits.txt").parent
 
 
 def regression_split(
@@ -145,7 +145,7 @@ def uci_classification(
         FileNotFoundError: the file is missing.
     """
     one_of("name", name, CLASSIFICATION_SETS, hint="read other files with read_tabular_npz")
-    path = _found(folder, [f"uci_classification/{name}.npz", f"{name}.npz"], "with the arrays x, y and class_names")
+    path = find_place(folder, [f"uci_classification/{name}.npz", f"{name}.npz"], "arrays x, y and class_names")
     table = read_tabular_npz(path, name=name, dtype=dtype)
     rows, features, classes, _ = CLASSIFICATION_SETS[name]
     if (*table.x.shape, len(table.classes)) != (rows, features, classes):
@@ -189,20 +189,6 @@ def read_uci_folder(path: str | Path, split: int) -> tuple[np.ndarray, np.ndarra
     train = _indices(path / f"index_train_{split}.txt", len(data))
     test = _indices(path / f"index_test_{split}.txt", len(data))
     return data[:, features], data[:, target[0]], train, test
-
-
-def _found(folder: str | Path | None, places: list[str], beside: str) -> Path:
-    root = data_folder(folder)
-    got = f"folder=None and no {FOLDER_VARIABLE} in the environment"
-    if root is not None:
-        for place in places:
-            if (root / place).is_file():
-                return root / place
-        got = f"none in {root}"
-    raise FileNotFoundError(
-        f"expected one of {', '.join(places)} {beside}, got {got}; "
-        f"put it there, or pass the folder as folder= or {FOLDER_VARIABLE}"
-    )
 
 
 def _numbers_in(path: Path, *, rank: Literal[1, 2]) -> np.ndarray:

@@ -15,6 +15,11 @@ def is_array(value: object) -> bool:
     return isinstance(value, Tensor) or hasattr(value, "__array__")
 
 
+def as_array(values: Any) -> np.ndarray:
+    """Values as a NumPy array on the host."""
+    return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
+
+
 def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Any:
     """An array, Series or DataFrame as a tensor on the host; other values are returned unchanged.
 

@@ -70,3 +70,9 @@ def one_of(
         listed = ", ".join(map(str, names if shown is None else shown))
         raise ValueError(f"expected {name} of {listed}, got {value!r}; {advice}")
     return value
+
+
+def first_names(names: Iterable[Any], most: int = 8) -> str:
+    """The names, separated by commas; if there are more than `most`, the first ones and the number of the others."""
+    found = [str(name) for name in names]
+    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")

@@ -20,6 +20,7 @@ from dissensus.core.prior import NORM_LAYERS
 from dissensus.core.running import first_line
 from dissensus.core.turns import turn
 from dissensus.nets.ntk import NTKLinear
+from dissensus.numerics.checks import first_names
 from dissensus.surgery.account import Account
 from dissensus.surgery.order import Followed
 
@@ -242,8 +243,3 @@ def _cut_class(kind: type[Cut], plain_class: type[nn.Module]) -> type[nn.Module]
 def _blank(kind: type[Cut], plain_class: type[nn.Module]) -> nn.Module:
     made = _cut_class(kind, plain_class)
     return made.__new__(made)
-
-
-def first_names(names: Sequence[str]) -> str:
-    """The names; only the first ones if there are many."""
-    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")

@@ -211,9 +211,9 @@ def check_archive(path: Path) -> None:
             raise ValueError("its entries are larger than the file")
         if (damaged := archive.testzip()) is not None:  # torch does not check the checksums it writes
             raise ValueError(f"{damaged} is damaged")
-        values = [archive.read(entry) for entry in entries if entry.filename.endswith("data.pkl")]
+        values = [archive.read(entry) for entry in entries if entry.filename.lower().endswith("data.pkl")]
         if any(b"bytearray" in each for each in values):  # torch's reader would allocate one of any length
-            raise ValueError("a bytearray, which no checkpoint contains")
+            raise ValueError("it asks for a bytearray")
 
 
 def check_tensors(state: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 from dissensus.bench.rows.learned import TaskRows
 from dissensus.bench.rows.loaders import AUGMENTATIONS, standardised_batches
 from dissensus.bench.rows.sets import LastData, task_data
-from dissensus.bench.rows.sources import FOREIGN, GAP, SHIFTED, present, rows_elsewhere
+from dissensus.bench.rows.sources import FOREIGN, GAP, SHIFTED, present
 from uci_files import write_uci_files
 
 
@@ -93,7 +93,7 @@ def test_a_task_may_say_how_many_classes_there_are_where_the_training_rows_lack_
 
 
 def test_the_gap_of_the_regression_is_between_its_clusters():
-    x, y, _ = rows_elsewhere("gap", SHIFTED, None, noise=0.25)
+    x, y, _ = SHIFTED["gap"](None, noise=0.25)
     assert float(x.min()) >= 2.5
     assert float(x.max()) <= 4.5
     noise = (y - x * x.sin()).std()
@@ -186,7 +186,7 @@ def test_a_set_that_is_not_there_says_what_to_put_where(tmp_path):
         task_data({"name": "cifar10"}, str(tmp_path))
     assert present("cifar10", str(tmp_path)) == "not found"
     assert present("digits", None) == "shipped"
-    assert rows_elsewhere("digits", FOREIGN, None).x.shape == (2000, 1, 28, 28)
+    assert FOREIGN["digits"](None).x.shape == (2000, 1, 28, 28)
 
 
 def test_batches_repeat_with_torchs_generator_so_that_runs_can_go_on():

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 import dissensus as ds
+from dissensus.bench.rows.learned import find_file
 from dissensus.bench.rows.sets import LastData
 from dissensus.bench.run import jobs
 from dissensus.bench.run import weights as module
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.weights import load_weights, located
+from dissensus.bench.run.weights import load_weights
 from dissensus.bench.task.config import load_task, run_config
 
 
@@ -94,6 +95,9 @@ def test_shapes_kinds_and_numbers_that_do_not_fit_are_errors(tmp_path):
             load_weights(net(), tmp_path / "w.pt")
 
 
+REFUSED = r"expected a (state dict|whole .pt file) of plain tensors .* got .* asks for "
+
+
 class Bomb:
     def __reduce__(self):
         return (print, ("run",))
@@ -107,7 +111,7 @@ class Wide:
 @pytest.mark.parametrize("value", [Bomb(), Wide(), {"a": Bomb()}])
 def test_a_pickle_that_asks_for_more_than_tensors_is_refused_and_not_run(tmp_path, capsys, value):
     torch.save(value, tmp_path / "w.pt")
-    with pytest.raises(ValueError, match=r"expected a state dict of plain tensors in .* got one that asks for"):
+    with pytest.raises(ValueError, match=REFUSED):
         load_weights(net(), tmp_path / "w.pt")
     (tmp_path / "w.pt").write_bytes(pickle.dumps(value))
     with pytest.raises(ValueError, match=r"expected a whole .pt file"):
@@ -153,12 +157,12 @@ def test_a_wrapper_is_taken_off_once_and_only_where_every_name_has_it(tmp_path, 
 @pytest.mark.parametrize("value", [Bomb(), Wide(), {"state_dict": {"a": Bomb()}}])
 def test_the_old_form_is_refused_too_where_it_asks_for_more_than_tensors(tmp_path, capsys, value):
     torch.save(value, tmp_path / "w.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match=r"expected a state dict of plain tensors in .* got one that asks for"):
+    with pytest.raises(ValueError, match=REFUSED):
         load_weights(net(), tmp_path / "w.pt")
     whole = io.BytesIO()
     torch.save(net().state_dict(), whole)  # the new form behind the old one: torch.load reads what stands first
     (tmp_path / "w.pt").write_bytes((tmp_path / "w.pt").read_bytes() + whole.getvalue())
-    with pytest.raises(ValueError, match=r"expected a state dict of plain tensors in .* got one that asks for"):
+    with pytest.raises(ValueError, match=REFUSED):
         load_weights(net(), tmp_path / "w.pt")
     assert capsys.readouterr().out == ""
 
@@ -180,7 +184,7 @@ def test_every_cut_of_a_file_of_the_old_form_is_one_error(tmp_path):
     whole = (tmp_path / "w.pt").read_bytes()
     for end in (0, 3, 30, 200, len(whole) // 2, len(whole) - 1):
         (tmp_path / "w.pt").write_bytes(whole[:end])
-        with pytest.raises(ValueError, match=r"expected a whole .pt file"):
+        with pytest.raises(ValueError, match=r"expected a (whole .pt file|state dict) of plain tensors"):
             load_weights(net(), tmp_path / "w.pt")
 
 
@@ -204,7 +208,7 @@ def test_what_unpacks_to_more_than_the_network_needs_is_refused_before_it_is_unp
         for entry in whole.namelist():
             packed.writestr(entry, whole.read(entry))
     assert (tmp_path / "packed.pt").stat().st_size < 10_000
-    with pytest.raises(ValueError, match=r"expected at most .* bytes for this network"):
+    with pytest.raises(ValueError, match=r"its entries are larger than the file"):
         load_weights(net(), tmp_path / "packed.pt")
 
 
@@ -240,16 +244,15 @@ def test_the_folder_of_the_data_comes_before_that_of_the_task(tmp_path):
     for folder in (first, second):
         folder.mkdir()
     (second / "w.pt").touch()
-    assert located("w.pt", [first, second]) == second / "w.pt"
+    assert find_file("w.pt", [first, second]) == second / "w.pt"
     (first / "w.pt").touch()
-    assert located("w.pt", [first, second]) == first / "w.pt"
-    assert located(str(second / "w.pt"), [first]) == second / "w.pt"
-    with pytest.raises(
-        FileNotFoundError, match=r"expected network.weights = 'v.pt' to be a file, got none in .*data or"
-    ):
-        located("v.pt", [first, second])
-    with pytest.raises(FileNotFoundError, match="since none is known"):
-        located("v.pt", [])
+    assert find_file("w.pt", [first, second]) == first / "w.pt"
+    assert find_file(str(second / "w.pt"), [first]) == second / "w.pt"
+    for folders, places in (([first, second], ".*data/v.pt or .*task/v.pt"), ([], "v.pt")):
+        with pytest.raises(
+            FileNotFoundError, match=rf"expected network.weights = 'v.pt' at {places}, got nothing there"
+        ):
+            find_file("v.pt", folders, "network.weights = ")
 
 
 TASK = """
@@ -338,7 +341,7 @@ def test_an_archive_with_its_pickle_in_capitals_is_looked_at_too(tmp_path):
         whole = zipfile.ZipFile(buffer)
         for entry in whole.namelist():
             renamed.writestr(entry.replace("data.pkl", "DATA.PKL"), whole.read(entry))
-    with pytest.raises(ValueError, match=r"asks for __?builtin(s|__).bytearray"):
+    with pytest.raises(ValueError, match=r"asks for a bytearray"):
         load_weights(net(), tmp_path / "w.pt")
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dissensus.bench.rows.learned import SetKind, TaskRows
 from dissensus.data.formats import pixels
+from dissensus.numerics.arrays import as_array
 from dissensus.numerics.lengthscales import check_finite_rows
 
 HINT = 'write likelihood = "regression" in the task, or number the classes'
@@ -23,7 +24,7 @@ class Learner:
         x, y = self._pair(train, what)
         self.classes: tuple[str, ...] = ()
         if kind == "classification":
-            values = _array(y)
+            values = as_array(y)
             if values.dtype.kind in "USOb":
                 self.levels = sorted(set(values.tolist()) if classes is None else classes)
                 self.classes = tuple(map(str, self.levels))
@@ -53,7 +54,7 @@ class Learner:
         return given, None
 
     def _values(self, y: Any, what: str) -> Tensor:
-        values = _array(y)
+        values = as_array(y)
         if values.dtype.kind not in "fiu" or values.ndim not in (1, 2):
             raise ValueError(
                 f"expected numbers (N,) or (N, D) as y of {what}, got {values.dtype} {values.shape}; {HINT}"
@@ -64,7 +65,7 @@ class Learner:
         return found
 
     def _labels(self, y: Any, what: str) -> Tensor:
-        values = _array(y)
+        values = as_array(y)
         if values.shape == (len(values), 1):
             values = values[:, 0]
         if values.ndim != 1 or values.dtype.kind == "f":
@@ -90,13 +91,9 @@ def _count(labels: np.ndarray, what: str) -> int:
     return int(labels.max()) + 1 if labels.dtype.kind in "iu" else 0
 
 
-def _array(values: Any) -> np.ndarray:
-    return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
-
-
 def _inputs(x: Any, what: str) -> Tensor:
     """Images (N, C, H, W) uint8, or numbers (N, …); floating numbers keep their precision, others become float64."""
-    values = _array(x)
+    values = as_array(x)
     if values.dtype == np.uint8 and values.ndim in (3, 4):
         return torch.from_numpy(pixels(values, what))
     if values.dtype.kind not in "fiub" or values.ndim < 2 or not values.size:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -43,16 +43,20 @@ class Asked(NamedTuple):
 
     def path(self, name: str) -> Path:
         """A file or folder: an absolute path, or a name in the data folder, beside the task, or in the current folder."""
-        asked = Path(name).expanduser()
         places = [data_folder(self.folder), Path(self.beside) if self.beside else None, Path()]
-        tried = [asked] if asked.is_absolute() else [place / asked for place in places if place is not None]
-        for path in tried:
-            if path.exists():
-                return path
-        raise FileNotFoundError(
-            f"expected {name!r} at {' or '.join(map(str, dict.fromkeys(tried)))}, got nothing there; correct its name in the "
-            f"task, or pass its folder as --data or {FOLDER_VARIABLE}"
-        )
+        return find_file(name, [place for place in places if place is not None])
+
+
+def find_file(name: str, folders: Sequence[Path], what: str = "") -> Path:
+    """An absolute path, or the name in the first folder that has it, or in the current folder if there are no folders."""
+    tried = [folder / Path(name).expanduser() for folder in folders or [Path()]]
+    for path in tried:
+        if path.exists():
+            return path
+    raise FileNotFoundError(
+        f"expected {what}{name!r} at {' or '.join(map(str, dict.fromkeys(tried)))}, got nothing there; correct its name in "
+        f"the task, put it beside the task, or pass its folder as --data or {FOLDER_VARIABLE}"
+    )
 
 
 class LearnedRows(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 from dissensus.bench.fitting import fitting
 from dissensus.bench.names import listed
 from dissensus.bench.rows.learned import Asked, Root, SetKind, TaskRows
-from dissensus.bench.rows.sources import FOREIGN, SHIFTED, image_file, rows_elsewhere, task_set
+from dissensus.bench.rows.sources import FOREIGN, SHIFTED, image_file, task_set
 from dissensus.data import noisy_labels, split_indices
 from dissensus.data.standardise import Standardiser
 from dissensus.numerics.checks import one_of
@@ -127,7 +127,7 @@ def task_data(
                     "rename a file"
                 )
             file = Path(each).suffix in FILES
-            rows = read(each, key == "shift") if file else rows_elsewhere(each, known, folder, **options)
+            rows = read(each, key == "shift") if file else known[one_of("a set", each, known)](folder, **options)
             _check_like(training, rows, each, named)
             found[Path(each).stem] = rows
         return found

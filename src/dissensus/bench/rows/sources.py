@@ -1,9 +1,9 @@
 """The data sets of tasks by name: SETS for training, FOREIGN for OOD detection, SHIFTED for distribution shift."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -32,7 +32,6 @@ from dissensus.data.images import ImageSet
 from dissensus.data.locate import locate
 from dissensus.data.street_scenes import bdd_anomaly, camvid, streethazards
 from dissensus.data.tabular import REGRESSION_SETS, regression_folder
-from dissensus.numerics.checks import one_of
 
 
 class TaskSet(NamedTuple):
@@ -51,11 +50,6 @@ def task_set(name: str) -> TaskSet:
     if imported(name):
         return TaskSet(partial(made_rows, name), None, "your own function", "your file", own=True)
     return SETS[name]
-
-
-def rows_elsewhere(name: str, known: Mapping[str, Callable[..., TaskRows]], folder: Root, **options: Any) -> TaskRows:
-    """A set of FOREIGN or SHIFTED by name; options: those of the training set."""
-    return known[one_of("a set", name, known)](folder, **options)
 
 
 def image_file(asked: Asked, name: str, labelled: bool) -> TaskRows:
@@ -98,19 +92,6 @@ def _test_images(name: str, folder: Root) -> TaskRows:
 
 def _task_rows(images: ImageSet) -> TaskRows:
     return TaskRows(images.images, images.labels)
-
-
-# ------------------------------------------------------------------------------------------- tables
-
-
-def _uci_folder(folder: Root) -> Path:
-    """The folder of the first set that exists."""
-    for name in REGRESSION_SETS:
-        try:
-            return regression_folder(name, folder)
-        except FileNotFoundError:
-            continue
-    raise FileNotFoundError
 
 
 # ------------------------------------------------------------------------------------------- toys
@@ -268,7 +249,7 @@ SETS: dict[str, TaskSet] = {
         uci_rows,
         "regression",
         f"data.set of {', '.join(REGRESSION_SETS)}, or your own folder in this layout; data.split",
-        _uci_folder,
+        lambda folder: regression_folder(folder, *REGRESSION_SETS),
         own=True,
     ),
 }

@@ -16,10 +16,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from dissensus import storage
 from dissensus.bench.fitting import fitting
 from dissensus.bench.own import code_digest, imported
+from dissensus.bench.rows.learned import find_file
 from dissensus.bench.rows.loaders import standardised_batches
 from dissensus.bench.rows.sets import TaskData
 from dissensus.bench.rows.sources import task_set
-from dissensus.bench.run.weights import load_weights, located
+from dissensus.bench.run.weights import load_weights
 from dissensus.bench.task.config import RunConfig
 from dissensus.bench.task.networks import NetworkMaker, maker
 from dissensus.bench.task.objects import as_options, resolved, written
@@ -132,7 +133,7 @@ def network(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()) 
         known |= {"channels": data.train.x.shape[1], "size": data.train.x.shape[2]}
     made = built(config.network["name"], make, settings, known)
     if weights is not None:
-        load_weights(made, located(weights, folders))
+        load_weights(made, find_file(weights, folders, "network.weights = "))
     return made
 
 
@@ -220,7 +221,7 @@ def own_parts(config: RunConfig, load: Callable[[], TaskData] | None) -> dict[st
 def weights_digest(config: RunConfig, folders: Sequence[Path]) -> dict[str, str]:
     """The checksum of a run's file of initial weights, for its provenance; empty if there is none."""
     weights = config.network.get("weights")
-    return {} if weights is None else {"weights_sha256": sha256(located(weights, folders))}
+    return {} if weights is None else {"weights_sha256": sha256(find_file(weights, folders, "network.weights = "))}
 
 
 def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.optim.Optimizer | None, LambdaLR | None]:

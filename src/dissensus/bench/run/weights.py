@@ -4,54 +4,27 @@ No code in the file is run, nothing larger than the network needs is read, and e
 """
 
 import logging
-import mmap
-import pickletools
-import zipfile
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from dissensus.core.statistics import statistics_layers
-from dissensus.data.locate import FOLDER_VARIABLE
 from dissensus.data.npy import npz_arrays
+from dissensus.numerics.checks import first_names
 from dissensus.numerics.damage import reading
+from dissensus.training.checkpoint import check_archive
 
 log = logging.getLogger("dissensus")
 
 ENTRIES = ("state_dict", "model")  # keys of the state dict in a checkpoint; the first that exists is read
 WRAPPER = "module."  # prefix that nn.DataParallel adds to every name
-# torch.save's form before 1.6: a number, the version, sizes, the object and its storages' names, a pickle each; then numbers.
-MAGIC, OLD_PICKLES = 0x1950A86A20F9469CFC6C, 4
 # A file may be larger than the network: one member of an ensemble is saved with the storage of all members.
 ROOM, TIMES = 2**28, 32
-PICKLE = 2**24  # most bytes of names and shapes, enough for some 100,000 tensors
-SHOWN = 20  # most names in an error
-# The names allowed in a state dict's pickle, beside torch's storages. `weights_only` allows more, such as bytearray(10**12).
-PICKLED = {
-    "collections OrderedDict",
-    "torch._utils _rebuild_tensor_v2",
-    "torch._utils _rebuild_parameter",
-    "torch.nn.parameter Parameter",
-}
-
-
-def located(name: str, folders: Sequence[Path]) -> Path:
-    """The file of that name: an absolute path, or a file in the first folder that has it."""
-    path = Path(name).expanduser()
-    for place in [path] if path.is_absolute() else [folder / path for folder in folders]:
-        if place.is_file():
-            return place
-    looked = (
-        "there" if path.is_absolute() else f"in {' or '.join(map(str, folders)) or 'any folder, since none is known'}"
-    )
-    raise FileNotFoundError(
-        f"expected network.weights = {name!r} to be a file, got none {looked}; put it into the folder of --data (or "
-        f"{FOLDER_VARIABLE}) or beside the task file, or write its absolute path"
-    )
 
 
 def load_weights(network: nn.Module, path: Path) -> None:
@@ -60,10 +33,13 @@ def load_weights(network: nn.Module, path: Path) -> None:
         raise ValueError(f"expected weights in a file {', '.join(READERS)}, got {path}; save them as one of these")
     expected = network.state_dict()
     limit = ROOM + TIMES * sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
-    check_size(path, path.stat().st_size, limit)
+    if (size := path.stat().st_size) > limit:
+        raise ValueError(
+            f"expected at most {limit:,} bytes for this network in {path}, got {size:,}; save its state_dict() alone"
+        )
     with reading(path, "save state_dict() again", kind=f"a whole {path.suffix} file of plain tensors at"):
         state = uncounted(network) | unwrapped(READERS[path.suffix](path, limit), expected, path)
-    check_fits(state, expected, path)
+        check_fits(state, expected, path)
     network.load_state_dict(state)
 
 
@@ -71,7 +47,9 @@ def check_fits(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path
     """Raises if names, shapes or kinds of dtypes differ from the network's, or if a number is not finite."""
     missing, extra = [k for k in expected if k not in state], [k for k in state if k not in expected]
     if missing or extra:
-        parts = [f"without {_names(missing)}"] * bool(missing) + [f"with unexpected {_names(extra)}"] * bool(extra)
+        parts = [f"without {first_names(missing)}"] * bool(missing) + [f"with unexpected {first_names(extra)}"] * bool(
+            extra
+        )
         raise ValueError(
             f"expected the tensors of the network in {path}, got a file {' and '.join(parts)}; save the state_dict() "
             "of a network built with the same arguments"
@@ -109,34 +87,24 @@ def uncounted(network: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def check_size(path: Path, size: int, limit: int) -> None:
-    if size > limit:
-        raise ValueError(
-            f"expected at most {limit:,} bytes for this network in {path}, got {size:,}; save its state_dict() alone"
-        )
-
-
 def _torch(path: Path, limit: int) -> dict[str, Tensor]:
     with open(path, "rb") as file:
         packed = file.read(4) == b"PK\3\4"  # torch.save's form since 1.6, recognised as torch.load does
     if packed:
-        with zipfile.ZipFile(path) as archive:
-            check_size(path, sum(entry.file_size for entry in archive.infolist()), limit)
-            for entry in archive.infolist():
-                # torch ignores the case of the pickle's name and takes the first match: so check all of them
-                if not entry.filename.lower().endswith("data.pkl"):
-                    continue
-                check_size(path, entry.file_size, PICKLE)
-                _check_pickle(archive.open(entry).read(), path)
-    else:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            whole: Any = mapped  # reads like a file, without using memory
-            if MAGIC not in [argument for _, argument, _ in pickletools.genops(whole)]:
-                raise ValueError("neither of torch.save's forms")
-            for _ in range(OLD_PICKLES):  # each begins where the last one ended
-                _check_pickle(whole, path)
-    loaded = torch.load(path, map_location="cpu", weights_only=True)
-    entries = f"the entries {_names(list(map(str, loaded)))}" if isinstance(loaded, Mapping) else type(loaded).__name__
+        check_archive(path)
+    elif b"bytearray" in path.read_bytes():  # as in `check_archive`
+        raise ValueError("it asks for a bytearray")
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        asked = re.search(r"GLOBAL (\S+)", str(error))
+        raise ValueError(
+            f"expected a state dict of plain tensors in {path}, got one that asks for {asked[1]}; save network.state_dict() "
+            "alone"
+            if asked
+            else "its pickle is damaged"
+        ) from error
+    entries = f"the entries {first_names(loaded)}" if isinstance(loaded, Mapping) else type(loaded).__name__
     for key in ENTRIES:
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
             log.info("of %s in %s %s is read", entries, path, key)
@@ -147,18 +115,6 @@ def _torch(path: Path, limit: int) -> dict[str, Tensor]:
     return {str(name): tensor for name, tensor in loaded.items()}
 
 
-def _check_pickle(pickled: Any, path: Path) -> None:
-    for operation, argument, _ in pickletools.genops(pickled):
-        if "GLOBAL" not in operation.name:
-            continue
-        module, _, last = str(argument).partition(" ")
-        if argument not in PICKLED and not (module in ("torch", "torch.cuda") and last.endswith("Storage")):
-            raise ValueError(
-                f"expected a state dict of plain tensors in {path}, got one that asks for "
-                f"{str(argument).replace(' ', '.')}; save network.state_dict() alone"
-            )
-
-
 def _numpy(path: Path, limit: int) -> dict[str, Tensor]:
     arrays = npz_arrays(path, limit)
     return {name: torch.from_numpy(array.astype(array.dtype.newbyteorder("="))) for name, array in arrays.items()}
@@ -167,11 +123,6 @@ def _numpy(path: Path, limit: int) -> dict[str, Tensor]:
 def _safetensors(path: Path, limit: int) -> dict[str, Tensor]:
     with safe_open(path, framework="pt") as file:  # no larger than the file: nothing is compressed
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-
-
-def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 READERS: dict[str, Callable[[Path, int], dict[str, Tensor]]] = {

@@ -11,8 +11,8 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.particles import Member, Particles
 from dissensus.core.statistics import statistics_layers
+from dissensus.numerics.checks import first_names
 from dissensus.numerics.randomness import same_random_state
-from dissensus.surgery.conversion import first_names
 from dissensus.surgery.nodes import Noded, Site, by_layer, standing, watched, written_into
 
 log = logging.getLogger("dissensus")
