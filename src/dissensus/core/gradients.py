@@ -236,7 +236,8 @@ def _differentiated(
 def state_of(posterior: Objective) -> State:
     """The posterior's tensors, detached."""
     particles = posterior.particles
-    (own, changing, _), (shared, common) = particles.rows(), named_tensors(particles.shared)
+    shared, common = named_tensors(particles.shared)
+    own, changing, _ = particles.rows(common=common)
     for name in (*computed(particles.own), *computed(particles.shared)):
         raise ValueError(
             f"expected stored tensors to train, got '{name}', pruned or parametrised in the stack of all members; prune or "

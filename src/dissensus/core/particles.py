@@ -293,14 +293,15 @@ class Particles(nn.Module):
             means = (self.exchange.averaged(buffers[name]) for name in common)
             copy_all(targets, [*(buffers[name] for name in mine), *means])
 
-    def rows(self, varying: Tensors | None = None) -> Rows:
-        """Tensors that differ between functions, with the function axis first.
+    def rows(self, varying: Tensors | None = None, common: Tensors | None = None) -> Rows:
+        """Tensors that differ between functions, with the function axis first; `common`: the shared buffers, if known.
 
         Buffers are those that training changes: own ones, and shared ones copied for each of several members.
         """
         own, buffers = named_tensors(self.own)
         if self.members > 1 and self.training:
-            shared = {name: b for name, b in self.shared_buffers().items() if name not in self._frozen}
+            common = self.shared_buffers() if common is None else common
+            shared = {name: b for name, b in common.items() if name not in self._frozen}
             buffers = {**{name: b.expand(self.members, *b.shape) for name, b in shared.items()}, **buffers}
         return Rows(own, buffers, varying or {})
 
@@ -323,7 +324,7 @@ class Particles(nn.Module):
             return self.call(function, {**shared, **row.own}, {**common, **row.buffers}, *inner)
 
         count = self.members if not varying else len(next(iter(varying.values())))
-        result, buffers = self.separating(lambda: self.run(one, self.rows(varying), count, how=how))
+        result, buffers = self.separating(lambda: self.run(one, self.rows(varying, common), count, how=how))
         if self.training and varying is None:
             self.write_buffers(buffers)
         return result

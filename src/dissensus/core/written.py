@@ -48,11 +48,12 @@ class Written:
             self.found, self.all = found, parts(template)
             self.foreign = [(path, part) for path, part in self.all if _foreign(type(part)) or "forward" in vars(part)]
             self.hooks = [*chain.from_iterable((part._forward_hooks, part._forward_pre_hooks) for part in found)]
+            self.seen: list[Any] = []
         return self.all if any(self.hooks) else self.foreign
 
     def lent(self, template: nn.Module) -> "_Lent | None":
         """For several runs in eval mode: `take_back` restores the attributes after each. None if there are none to restore."""
-        return _Lent(watched, self.found) if (watched := self.watched(template)) else None
+        return _Lent(self, watched) if (watched := self.watched(template)) else None
 
     def run_itself(self, template: Any, function: Callable[..., Any], *args: Any) -> Any:
         """function(template, *args) with the template's own tensors, which are restored, too."""
@@ -62,10 +63,8 @@ class Written:
         """function(*args, **keywords), which runs the template; `alone`: whether no other member runs in it."""
         if not (watched := self.watched(template)):
             return function(*args, **keywords)
-        stack = _functorch.get_interpreter_stack()
-        at_once = stack is not None and any(each.key() == _functorch.TransformType.Vmap for each in stack)
-        outside = [(each, each.copy()) for each in _known_outside(self.hooks)] if at_once else ()
-        trains, lent = template.network.training, _Lent(watched, self.found)
+        outside = [(each, each.copy()) for each in _known_outside(self.hooks)] if any(self.hooks) else ()
+        trains, lent = template.network.training, _Lent(self, watched)
         self.waiting = [] if trains else self.waiting
         try:
             if trains and self.unread is None:
@@ -85,6 +84,8 @@ class Written:
             self.state |= (state := changed.keys() - self.unread)
             if state and alone:
                 # A CUDA graph would repeat what this call has read.
+                stack = _functorch.get_interpreter_stack() or ()
+                at_once = any(each.key() == _functorch.TransformType.Vmap for each in stack)
                 if at_once or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
                     raise OneAtATime(f"forward reads and changes {min(state)}")
                 self.waiting += map(changed.__getitem__, state)  # besides that of an inner run
@@ -100,20 +101,25 @@ class Written:
 class _Lent:
     """The attributes of modules before a call. Lists, dicts and plain tensors are lent as copies, to be changed in place."""
 
-    def __init__(self, watched: Named, modules: Sequence[nn.Module]) -> None:
-        self.before = [(path, now := vars(part), now.copy()) for path, part in watched]
-        self.modules = modules
+    def __init__(self, written: Written, watched: Named) -> None:
+        self.modules = written.found
         self.kinds: list[tuple[nn.Module, type[nn.Module]]] = []  # of modules that are traced
         self.copies: dict[int, Any] = {}  # by id of the list, dict or tensor
         self.first: dict[str, bool] = {}  # name of a traced attribute -> whether it was set before it was read
+        if len(written.seen) != len(watched):
+            written.seen = [(path, vars(part), {}, []) for path, part in watched]
+        for i, (path, now, before, _) in enumerate(written.seen):
+            if len(now) != len(before) or not all(map(is_, now.values(), before.values())):
+                keys = [key for key, each in now.items() if key not in OWN and isinstance(each, list | dict | Tensor)]
+                written.seen[i] = path, now, now.copy(), keys
+        self.before = written.seen.copy()
         self._lend()
 
     def _lend(self) -> None:
         self.copies.clear()
-        for _, now, before in self.before:
-            for key, each in before.items():
-                if key not in OWN and isinstance(each, list | dict | Tensor):
-                    now[key] = self._copy(each)
+        for _, now, before, keys in self.before:
+            for key in keys:
+                now[key] = self._copy(before[key])
 
     def trace(self, watched: Named) -> None:
         """Notes which attributes of a caller's modules are read, and which are set, first."""
@@ -127,8 +133,8 @@ class _Lent:
         for part, kind in self.kinds:
             object.__setattr__(part, "__class__", kind)
         found: dict[str, Attribute] = {}
-        for path, now, before in self.before:
-            if not self.copies and len(now) == len(before) and all(map(is_, now.values(), before.values())):
+        for path, now, before, keys in self.before:
+            if not keys and len(now) == len(before) and all(map(is_, now.values(), before.values())):
                 continue
             for key, each in now.items():
                 value = before.get(key, MISSING)

@@ -61,14 +61,14 @@ class _Names:
         return _Names, ()  # neither copied nor saved
 
     def __call__(self, tree: TensorTree) -> tuple[Tensors, Tensors]:
-        if self.root is not tree._modules or self.sizes != [*map(len, self.all)] or self.below != self._children():
+        if self.root is not tree._modules or self.size != sum(map(len, self.all)) or self.below != self._children():
             self._find(tree)
         try:
             tensors = [*map(dict.__getitem__, self.registries, self.keys)]
         except KeyError:
             self._find(tree)
             tensors = [*map(dict.__getitem__, self.registries, self.keys)]
-        parameters = dict(zip(self.names, tensors, strict=False))
+        parameters = dict(zip(self.names, tensors, strict=False)) if self.names else {}
         buffers = dict(zip(self.others, tensors[len(self.names) :], strict=True)) if self.others else {}
         for path, node, leaf in self.made:
             for hook in node._forward_pre_hooks.values():
@@ -83,7 +83,7 @@ class _Names:
         found = parts(tree)
         self.root = tree._modules
         self.all = [registered(node) for _, node in found for registered in (_children, _parameters, _buffers)]
-        self.sizes = [*map(len, self.all)]
+        self.size = sum(map(len, self.all))
         self.inner = [node._modules for _, node in found if node._modules]
         self.below = self._children()
         places = [
@@ -163,26 +163,22 @@ class KnownParts:
     """
 
     def __init__(self) -> None:
-        self.known: tuple[list[nn.Module | None], list[nn.Module], list[nn.Module]] | None = None
+        self.inner: list[dict[str, nn.Module | None]] = []  # the children of those that have some
+        self.leaves: list[dict[str, nn.Module | None]] = []  # and of the others
+        self.known: tuple[list[nn.Module | None], list[nn.Module]] | None = None
 
     def __reduce__(self) -> tuple[type["KnownParts"], tuple[()]]:
         return KnownParts, ()  # neither copied nor saved
 
     def __call__(self, *modules: nn.Module | None, trees: bool = True) -> list[nn.Module]:
         """The modules may be None, but not change with `trees`."""
-        if self.known is not None:
-            before, opened, found = self.known
-            if before == _reached(modules, opened):
-                return found
-        found = all_parts(*modules, trees=trees)
-        opened = [part for part in found if trees or not isinstance(part, TensorTree)]
-        self.known = _reached(modules, opened), opened, found
-        return found
-
-
-def _reached(modules: Sequence[nn.Module | None], opened: Sequence[nn.Module]) -> list[nn.Module | None]:
-    """These modules, and the children of the others."""
-    return [*modules, *chain.from_iterable(map(dict.values, map(_children, opened)))]
+        now = [*modules, *chain.from_iterable(map(dict.values, self.inner))]
+        if self.known is None or self.known[0] != now or any(self.leaves):
+            found = all_parts(*modules, trees=trees)
+            children = [part._modules for part in found if trees or not isinstance(part, TensorTree)]
+            self.inner, self.leaves = [*filter(None, children)], [each for each in children if not each]
+            self.known = [*modules, *chain.from_iterable(map(dict.values, self.inner))], found
+        return self.known[1]
 
 
 def parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
