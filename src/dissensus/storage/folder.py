@@ -79,7 +79,7 @@ def save(
         "likelihood": {"name": type(posterior.likelihood).__name__, "arguments": _arguments(posterior, targets, unit)},
         "network": {
             "structure": structure(network),
-            "attributes": posterior.network_at_first["attributes"],
+            **posterior.network_at_first,
             "name": type(network).__name__ if type(network) in NETS.values() else None,
             "arguments": network.config if type(network) in NETS.values() else None,
             **({"cut": True} if posterior.cuts else {}),

@@ -98,8 +98,11 @@ def build_network(saved: dict[str, Any], network: nn.Module | None, shapes: Tens
             "one"
         )
     if network is not None:
-        said = {name: each for name, each in saved["attributes"].items() if each != "None"}  # of earlier versions
-        if found := [*differences(said, describe_network(network)["attributes"])]:
+        present, said = describe_network(network)["attributes"], saved["attributes"]
+        if "layers" not in saved:  # files of earlier versions, which described less
+            said = {name: each for name, each in said.items() if each != "None"}
+            present = {name: each for name, each in present.items() if name in said}
+        if found := [*differences(said, present)]:
             raise ValueError(
                 f"expected a network with the saved attributes, got another: {found[0]}; build it like that one"
             )
