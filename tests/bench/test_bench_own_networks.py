@@ -135,10 +135,10 @@ def test_a_report_of_runs_imports_nothing(module, tmp_path):
         (
             "no_such_package_here:Net",
             [],
-            "got 'no_such_package_here:Net' .ModuleNotFoundError.*install its package, or put its file beside the task",
+            "got 'no_such_package_here:Net' .ModuleNotFoundError.*install it, or put its file beside the task",
         ),
-        ("{}:", [], "as package.module:name, got"),
-        (":Own", [], "as package.module:name, got ':Own'"),
+        ("{}:", [], "as module:name, got"),
+        (":Own", [], "as module:name, got ':Own'"),
     ],
 )
 def test_a_network_that_cannot_be_had_is_one_error_and_nothing_is_written(module, tmp_path, name, overrides, message):

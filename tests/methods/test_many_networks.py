@@ -215,7 +215,7 @@ PAIRS = [
 def test_the_page_says_what_composes(base, watcher, tmp_path):
     said, build = table()[base, watcher], partial(ds.track, BASES[base](), [WATCHERS[watcher]])
     if said == "no":
-        with pytest.raises(ValueError, match="expected networks with an ordinary last layer for Laplace"):
+        with pytest.raises(ValueError, match="expected an ordinary last layer for Laplace"):
             build()
         return
     assert said == "yes"

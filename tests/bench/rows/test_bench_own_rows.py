@@ -259,7 +259,7 @@ def test_classes_of_a_table_are_its_words_or_numbers(tmp_path):
         (
             {"kind": [*"ab" * 59, "c", "d"]},
             'target = "kind"\ntest_file = "test.csv"',
-            r"classes of the training rows \(a, b, c, d\)",
+            r"the training classes \(a, b, c, d\)",
         ),
         ({}, 'target = "kind"\ndrop = ["prices"]', "expected a column to drop of .*got 'prices'; did you mean 'price'"),
         ({}, 'target = "kind"\ntest_file = "none.csv"', "expected 'none.csv' at"),
@@ -283,7 +283,7 @@ def test_only_columns_that_number_rows_are_left_out_of_a_csv(tmp_path):
     assert list(read(",a\n1.5,2\n2.5,3\n")) == ["Unnamed: 0", "a"]
     assert list(read(",a\n1,2\n1,3\n")) == ["Unnamed: 0", "a"]
     for shifted in ("y,a,b\n1,2,3,\n4,5,6,\n", "y,a\nr1,2,3\nr2,4,5\n"):  # y would be what a is
-        with pytest.raises(ValueError, match=r"as many values as names in every row of .*t.csv, got one value more"):
+        with pytest.raises(ValueError, match=r"a name for each column of .*t.csv, got one too few"):
             read(shifted)
 
 

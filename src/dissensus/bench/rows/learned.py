@@ -49,10 +49,8 @@ class Asked(NamedTuple):
         for path in tried:
             if path.exists():
                 return path
-        raise FileNotFoundError(
-            f"expected {name!r} at {' or '.join(map(str, dict.fromkeys(tried)))}, got nothing there; correct its name in the "
-            f"task, or pass its folder as --data or {FOLDER_VARIABLE}"
-        )
+        wanted = f"{name!r} at {' or '.join(map(str, dict.fromkeys(tried)))}"
+        raise FileNotFoundError(f"expected {wanted}, got nothing there; pass its folder as --data or {FOLDER_VARIABLE}")
 
 
 class LearnedRows(NamedTuple):
