@@ -130,7 +130,7 @@ def test_a_report_of_runs_imports_nothing(module, tmp_path):
         ("{}:any_keyword", [], r"expected 2 outputs of .*any_keyword.*shape \(2, 7\); set .*num_classes = 2"),
         ("{}:any_keyword", ["network.hiden=3"], r"expected settings that fit the network .*hiden.*correct them"),
         ("{}:number", [], "expected a network from .*number, got int; name a class of nn.Module"),
-        ("{}:built", [], "expected a class or function that makes a network, got .*built', which is Linear"),
+        ("{}:built", [], "expected a class or function that makes a network, got Linear as .*built'"),
         ("{}:Nope", [], "can be imported, .*AttributeError.*; correct the name, or the file"),
         (
             "no_such_package_here:Net",

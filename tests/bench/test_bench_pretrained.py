@@ -130,7 +130,7 @@ def test_images_are_standardised_as_those_of_imagenet(tmp_path):
     white = data.standardiser(torch.full((1, 3, 2, 2), 255, dtype=torch.uint8))
     expected = [(1 - 0.485) / 0.229, (1 - 0.456) / 0.224, (1 - 0.406) / 0.225]
     assert white[0, :, 0, 0].tolist() == pytest.approx(expected, rel=1e-6)
-    for name, got in (("digits", r"got inputs \(1, "), ("two_moons", r"got inputs \(2,")):
+    for name, got in (("digits", r"got inputs of shape \(1, "), ("two_moons", r"got inputs of shape \(2,")):
         with pytest.raises(ValueError, match=got):
             task_data({"name": name, "standardise": "imagenet", "validation": 0}, tmp_path)
 

@@ -158,7 +158,7 @@ def test_the_best_precision_is_found_far_away_too(curvature, scale):
 def test_a_prior_that_nothing_is_known_of_is_a_clear_error(curvature, what):
     found, _ = curvature
     getattr(found, what).zero_()
-    with pytest.raises(ValueError, match=r"expected finite non-zero weights and curvature .* pass prior_precision="):
+    with pytest.raises(ValueError, match=r"expected finite non-zero weights and curvature, .* pass prior_precision="):
         found.best_precision()
 
 

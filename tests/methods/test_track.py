@@ -169,9 +169,7 @@ def test_what_has_nothing_to_draw_from_yet_is_not_refreshed():
 
 
 def test_methods_that_copy_the_network_are_refused():
-    with pytest.raises(
-        TypeError, match="expected methods that can record another posterior's weights, got DeepEnsemble"
-    ):
+    with pytest.raises(TypeError, match="expected methods that can record another's weights, got DeepEnsemble"):
         track(tiny.mlp(), [TRADI, lambda _, **keywords: DeepEnsemble([tiny.mlp(), tiny.mlp()], **keywords)])
 
 

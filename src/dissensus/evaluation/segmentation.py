@@ -214,10 +214,8 @@ def pixel_ood(
         size, classes, *place = answer.predictive.mean.shape
         expected = (size, *place)
         if mask.is_floating_point() or mask.shape != expected:
-            got = f"{mask.dtype} {tuple(mask.shape)}"
-            raise ValueError(
-                f"expected a mask of shape {expected} in {name!r}, got {got}; pass 1 or True at OOD pixels"
-            )
+            got = f"{mask.dtype} {tuple(mask.shape)}; pass True or 1 at OOD pixels, False or 0 elsewhere"
+            raise ValueError(f"expected a mask of shape {expected} in {name!r}, got {got}")
         mask = mask.to(functions.device)
         for row in range(len(mask)):
             energy = None if answer.energy is None else answer.energy[:, row : row + 1]

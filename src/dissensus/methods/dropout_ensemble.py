@@ -54,7 +54,7 @@ class DropoutEnsemble(EmbeddedPosterior):
         rest = [name for name in call_order(list(found), followed) if name not in stems]
         if not rest:
             got = ", ".join(stems) or "one"
-            raise ValueError(f"expected two or more linear or convolutional layers, got {got}; pass a deeper network")
+            raise ValueError(f"expected at least two linear or convolutional layers, got only {got}; pass more")
         for name in stems:
             account.left[name] = "a first layer: network inputs are not dropped"
         law = Modulation.bernoulli(keep, 1 / keep)

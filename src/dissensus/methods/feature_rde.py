@@ -182,9 +182,7 @@ def share_head(stacked: Particles, *, layer: str, head: str) -> None:
         one_of(what, name, known, hint="name a submodule")
     inside = {id(parameter) for parameter in network.get_submodule(head).parameters()}
     if not inside:
-        raise ValueError(
-            f"expected a head with parameters to share, got '{head}', which has none; name the last linear layer"
-        )
+        raise ValueError(f"expected a head with parameters to share, got '{head}', which has none; name another layer")
     owners = [(name, id(parameter) in inside) for name, parameter in network.named_parameters(remove_duplicate=False)]
     tied = [name for name, within in owners if within and not name.startswith(f"{head}.")]
     if tied:

@@ -59,7 +59,7 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         if lengthscales is not None and not isinstance(lengthscales, Lengthscales):
-            raise TypeError(f"expected Lengthscales, got {type(lengthscales).__name__}; use pca_lengthscales(inputs)")
+            raise TypeError(f"expected Lengthscales, got {type(lengthscales).__name__}; make pca_lengthscales(inputs)")
         super().__init__(modules, gradient=gradient, examples=examples, likelihood=likelihood, **prior)
         self.bandwidth = one_of("bandwidth", bandwidth, BANDWIDTHS)
         self.repel(repulsion, batch_size)

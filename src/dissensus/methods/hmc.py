@@ -109,7 +109,7 @@ class HMC(SamplingPosterior):
         energy = Potential(self, batch)
         self._check_budget(energy.start.shape[1], batch.size)
         if not torch.equal(*(energy(energy.start)[0] for _ in range(2))):
-            raise ValueError("expected equal outputs for equal inputs, got a network that draws; remove its randomness")
+            raise ValueError("expected equal outputs for equal inputs, got random numbers; remove its randomness")
         seed = next_seed() if self.seed is None else self.seed
         numbers = range(self.first_chain, self.first_chain + self.particles.members)
         self.chains = sample_chains(

@@ -41,11 +41,11 @@ def distributions(values: Tensor, *, class_axis: int, log: bool) -> Tensor:
     if _some(off):
         place = _first(off)
         remedy = "apply log_softmax first" if log else "apply softmax first"
-        got = f"{total[place].item():.6g} at {_name(place)}"
-        raise ValueError(f"expected {name} that sum to one over axis {class_axis}, got {got}; {remedy}")
+        got = f"{total[place].item():.6g} at {_name(place)}; {remedy}"
+        raise ValueError(f"expected {name} that sum to one over axis {class_axis} (tolerance {TOLERANCE}), got {got}")
     if not log and _some(values < -TOLERANCE):
         place = _first((values < -TOLERANCE).any(class_axis))
-        raise ValueError(f"expected probabilities of at least zero, got less at {_name(place)}; apply softmax")
+        raise ValueError(f"expected probabilities of at least zero, got a negative one at {_name(place)}; use softmax")
     leading = values.shape[: class_axis - 1]
     return values.movedim(class_axis, -1).reshape(*leading, -1, values.shape[class_axis])
 

@@ -172,10 +172,8 @@ def _of_inputs(training: TaskRows, how: str) -> Standardiser:
     if how == "training":
         return _of_numbers(training.x)
     if how != "none" and not (images and (how == "unit" or training.x.shape[1] == 3)):
-        wanted, got = "images" + " of 3 channels" * (how == "imagenet"), tuple(training.x.shape[1:])
-        raise ValueError(
-            f'expected {wanted} for data.standardise = "{how}", got inputs {got}; choose "training" or "none"'
-        )
+        got = f'inputs of shape {tuple(training.x.shape[1:])}; choose "training" or "none"'
+        raise ValueError(f'expected {"RGB " * (how == "imagenet")}images for data.standardise = "{how}", got {got}')
     if how == "imagenet":
         mean, std = (torch.tensor(each, dtype=torch.float64)[:, None, None] for each in IMAGENET)
         return Standardiser(mean, std)
@@ -213,4 +211,5 @@ def _check_like(training: TaskRows, rows: TaskRows, name: str, classes: tuple[st
     if (rows.x.dtype == torch.uint8) != (
         training.x.dtype == torch.uint8
     ):  # pixels are read as x / 255, numbers are not
-        raise ValueError(f"expected {training.x.dtype} in {name!r}, as in training, got {rows.x.dtype}; convert one")
+        got = f"{rows.x.dtype}; save pixels as uint8 in all files, or numbers in all"
+        raise ValueError(f"expected inputs of the training set's dtype, {training.x.dtype}, in {name!r}, got {got}")

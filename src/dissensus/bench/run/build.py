@@ -74,13 +74,14 @@ def check_complete(config: RunConfig, *, converted: bool = False) -> None:
     weights = converted or "weights" in config.network
     if weights and count > 1:
         advice = f"leave the weights out, or {'the method' if key == 'members' else key}"
-        raise ValueError(f"expected one network with weights, got {config.method} with {count} equal {key}; {advice}")
+        got = f"{config.method}, whose {count} {key} would all start equal"
+        raise ValueError(f"expected one network with weights from a file, got {got}; {advice}")
     if training["epochs"] == 0 and not weights:
-        got = f"none with training.epochs = 0: {config.method} would stay random"
-        raise ValueError(f"expected network.weights, got {got}; set epochs to 1 or more, or name a file of weights")
+        got = "none: the network would stay random; set epochs to 1 or more, or name a file of weights"
+        raise ValueError(f"expected network.weights for {config.method} with training.epochs = 0, got {got}")
     if training.get("patience") is not None and method.judged_by is None:
-        got = f"{training['patience']} with {config.method}, which records the whole run"
-        raise ValueError(f"expected no training.patience, got {got}; leave it out, or run that method in another task")
+        got = f"{training['patience']}; leave it out, or run that method in a separate task"
+        raise ValueError(f"expected no training.patience for {config.method}, which collects a trajectory, got {got}")
 
 
 def required(method: type[Posterior]) -> list[str]:
@@ -194,8 +195,8 @@ def try_method(config: RunConfig, load: Callable[[], TaskData], *, folders: Sequ
             storage.save(made, Path(folder) / "posterior")
             saved(Path(folder), config, load)
         except Exception as error:  # whatever its config() and skeleton() raise
-            advice = "let config() hold the arguments that skeleton() passes to its constructor"
-            raise ValueError(f"expected {config.method} to be saved and loaded, got {error}; {advice}") from error
+            got = f"an error ({error}); let config() hold the arguments that skeleton() passes to its constructor"
+            raise ValueError(f"expected {config.method} to be saved and loaded, got {got}") from error
 
 
 def own_parts(config: RunConfig, load: Callable[[], TaskData] | None) -> dict[str, str]:

@@ -139,10 +139,8 @@ def check_outputs(last: LastLayer, made: Tensor, outputs: Tensor) -> None:
     """Raises if the network's outputs differ from the layer's (axes of length one may be dropped)."""
     same = made.shape == outputs.shape or made.squeeze(last.channels).shape == outputs.shape
     if not same or not torch.equal(made.reshape(outputs.shape), outputs):
-        advice = "remove what changes them (a softmax belongs to the likelihood), or name the right layer with layer="
-        raise ValueError(
-            f"expected a network that returns the outputs of its last layer '{last.name}', got others; {advice}"
-        )
+        got = "others; remove what changes them (a softmax belongs to the likelihood), or name the right layer: layer="
+        raise ValueError(f"expected a network that returns the outputs of its last layer '{last.name}', got {got}")
 
 
 def _weighing(layer: nn.Module) -> bool:

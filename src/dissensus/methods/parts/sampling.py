@@ -196,10 +196,8 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
             raise ValueError(f"expected the parameters that {type(self).__name__} was built with, got {got}")
         thawed = [name for name, p in found.items() if p.requires_grad and name not in self.trained.stored]
         if thawed:
-            got = f"'{thawed[0]}', which was frozen then; set requires_grad first, then build the posterior"
-            raise ValueError(
-                f"expected the same trainable parameters as when {type(self).__name__} was built, got {got}"
-            )
+            built = f"as when {type(self).__name__} was built, got '{thawed[0]}', which was frozen then"
+            raise ValueError(f"expected the same trainable parameters {built}; build the posterior afterwards")
 
     def config(self) -> dict[str, Any]:
         return {
