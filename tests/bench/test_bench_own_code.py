@@ -144,7 +144,7 @@ def test_rows_of_ones_own_are_shuffled_once_and_standardised_by_training_rows(mi
         (
             '"train":',
             '"training":',
-            r"expected a dict with .train. and .test., each \(x, y\), from .*make_data, got \['test',",
+            r"expected a dict with .train. and .test., each \(x, y\), from .*make_data, got .*'training'\]",
         ),
         ('"ood":', '"odd":', r"expected a key of what .*make_data returns of train, .*got 'odd'; did you mean 'ood'"),
         ("(x[rows:], y[rows:])", "(x[rows:], y[rows:] + 5)", "expected labels from 0 to 1 in 'the test rows of .*got"),

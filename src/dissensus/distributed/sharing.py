@@ -231,7 +231,7 @@ class Interleaved(Joined):
         check_same([each for each, _ in everyone], "sampler and set", DATA)
         if (found := [rank for _, rank in everyone]) != [*range(about[0])]:
             got = f"{found} of {about[0]}"
-            advice = "build them by DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank)"
+            advice = "use DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank, shuffle=False)"
             raise ValueError(f"expected samplers of ranks 0 to {self.ranks.size - 1}, got {got}; {advice}")
         check_dealt(self.ranks, self.sampler)
         left, rows = iter(self.loader), about[1]
@@ -285,7 +285,7 @@ def check_same(several: Iterable[object], what: str, remedy: str) -> None:
     first, *others = several
     for rank, other in enumerate(others, start=1):
         if other != first:
-            raise ValueError(f"expected the same {what} on all ranks, got others on rank {rank} than on 0; {remedy}")
+            raise ValueError(f"expected the same {what} on all ranks, got unequal ones on ranks {rank} and 0; {remedy}")
 
 
 def _sendable(error: Exception | None) -> Exception | None:
