@@ -103,7 +103,7 @@ def test_what_a_method_is_said_to_be_is_a_whole_sentence():
         (("bench", "moons", "--seeds", "none"), "--seeds"),
         (("bench", "moons", "--sizes", "smoke"), "--size"),
         (("bench", "moons", "--out", "taken"), "expected a folder to write to"),
-        (("bench", "mine.toml"), "an existing .toml file, got 'mine.toml'"),
+        (("bench", "mine.toml"), "a .toml file, got 'mine.toml'"),
         (("train", "moons", "--method", "mapp"), "did you mean 'map'"),
         (("evaluate", "nothing"), "expected a run folder"),
         (("report", "nothing"), "expected a run folder"),

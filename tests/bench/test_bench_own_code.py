@@ -144,14 +144,14 @@ def test_rows_of_ones_own_are_shuffled_once_and_standardised_by_training_rows(mi
         (
             '"train":',
             '"training":',
-            r'expected a dict with "train" and "test", each \(x, y\), from .*make_data, got dict with',
+            r"expected a dict with .train. and .test., each \(x, y\), from .*make_data, got .*'training'\]",
         ),
         ('"ood":', '"odd":', r"expected a key of what .*make_data returns of train, .*got 'odd'; did you mean 'ood'"),
         ("(x[rows:], y[rows:])", "(x[rows:], y[rows:] + 5)", "expected labels from 0 to 1 in 'the test rows of .*got"),
         (".long()", ".float()", 'expected class labels .*float32.*; write likelihood = "regression" in the task'),
         ("x[:20] + far", "x[:20, :1]", r"expected inputs of shape \(2,\) in 'far', as in the training set"),
         ("far=5.0", "near=5.0", "expected settings that fit the data of .*unexpected keyword argument 'far'"),
-        ("(x[rows:], y[rows:])", "(x[rows:], y[rows + 1:])", "expected a target for each of 60 rows in test of"),
+        ("(x[rows:], y[rows:])", "(x[rows:], y[rows + 1:])", "expected 60 targets in test of"),
         ("strength=0.1, **keywords", "strenght=0.1", "expected a keyword of .*DeepEnsemble of .*got 'likelihood'"),
         ("**super().config(), ", "", "expected .*DeepEnsemble to be saved and loaded, got an error .*members"),
         (
@@ -288,7 +288,7 @@ def test_a_module_of_another_task_or_an_older_one_is_never_taken_for_this_ones(m
     for name in (f"{mine}.py", "task.toml"):
         (other / name).write_text((tmp_path / name).read_text())
     second = run_config(load_task(str(other / "task.toml")), "deep_ensemble", 0)
-    with pytest.raises(ValueError, match="which Python finds first; rename your file"):
+    with pytest.raises(ValueError, match="found first; rename your file"):
         _ = Run(tmp_path / "run", second).data
     path = tmp_path / f"{mine}.py"
     path.write_text(path.read_text().replace("rows=60", "rows=30"))

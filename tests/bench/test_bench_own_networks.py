@@ -130,15 +130,15 @@ def test_a_report_of_runs_imports_nothing(module, tmp_path):
         ("{}:any_keyword", [], r"expected 2 outputs of .*any_keyword.*shape \(2, 7\); set .*num_classes = 2"),
         ("{}:any_keyword", ["network.hiden=3"], r"expected settings that fit the network .*hiden.*correct them"),
         ("{}:number", [], "expected a network from .*number, got int; name a class of nn.Module"),
-        ("{}:built", [], "expected a class or function that makes a network, got .*built', which is Linear"),
+        ("{}:built", [], "expected a class or function that makes a network, got Linear as .*built'"),
         ("{}:Nope", [], "can be imported, .*AttributeError.*; correct the name, or the file"),
         (
             "no_such_package_here:Net",
             [],
-            "got 'no_such_package_here:Net' .ModuleNotFoundError.*install its package, or put its file beside the task",
+            "got 'no_such_package_here:Net' .ModuleNotFoundError.*install it, or put its file beside the task",
         ),
-        ("{}:", [], "as package.module:name, got"),
-        (":Own", [], "as package.module:name, got ':Own'"),
+        ("{}:", [], "as module:name, got"),
+        (":Own", [], "as module:name, got ':Own'"),
     ],
 )
 def test_a_network_that_cannot_be_had_is_one_error_and_nothing_is_written(module, tmp_path, name, overrides, message):

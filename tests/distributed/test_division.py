@@ -316,7 +316,7 @@ def test_what_cannot_be_divided_is_said_in_one_line():
         "expected a plain network, got DistributedDataParallel; pass net.module",
         "expected the same batches in every process, got different ones; ",
         "expected a sampler of the mesh's data axis, rank ",
-        "expected z of each member with a row for each example, or independent of the examples, got shape (2, 1, 4)",
+        "expected z of each member with a row for each example, got shape (2, 1, 4)",
         "expected engine on a mesh of auto, loop, vectorised, got 'compiled'",
         "expected one process, got rank ",
     ]
@@ -483,9 +483,9 @@ def different(which):
 @pytest.mark.parametrize(
     ("which", "told"),
     {
-        "optimizer": "ValueError: expected 'particles.shared.network.0.weight' to be the same in all processes after an epoch",
-        "buffer": "ValueError: expected 'particles.shared.network.seen' to be the same in all processes after an epoch",
-        "rows": "ValueError: expected a network whose output for a row does not depend on the other rows of a batch",
+        "optimizer": "ValueError: expected 'particles.shared.network.0.weight' to be the same in all processes",
+        "buffer": "ValueError: expected 'particles.shared.network.seen' to be the same in all processes",
+        "rows": "ValueError: expected outputs that do not depend on other rows of a batch",
         "order": "ValueError: expected the same batches in every process, got different",
         "validation": "ValueError: expected labels in 0…2, got 9",
         "uneven parts": "ValueError: expected parts of a batch with as many rows in every process",
@@ -547,7 +547,7 @@ def unequal(which, axes, given):
 UNEQUAL = {
     "stream": "ValueError: expected as many batches on all ranks, and as many as len(loader), got 3 on some",
     "empty stream": "ValueError: expected as many batches on all ranks, and as many as len(loader), got 0 on some",
-    "list": "ValueError: expected the same number of batches on all ranks, got different ones on ranks 1 and 0",
+    "list": "ValueError: expected the same number of batches on all ranks, got unequal ones on ranks 1 and 0",
     "wrong length": "ValueError: expected as many batches on all ranks, and as many as len(loader), got 3 on some",
     "rows": "ValueError: expected as many batches on all ranks, and as many as len(loader), got 2 on some",
 }

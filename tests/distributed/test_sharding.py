@@ -239,12 +239,12 @@ def test_what_cannot_be_divided_says_so():
 
 
 WORDS = [
-    "expected networks that lie whole in a process, got divided ones, and WeightRDE compares all members' weights",
+    "expected undivided networks for WeightRDE",
     "expected engine of divided networks, which run one after the other",
     "expected mesh(members=1) for divided networks",
     "expected weights that lie whole in a process, got divided ones, which LastSnapshots cannot record",
-    "expected networks that lie whole in a process for Laplace",
-    "expected networks that lie whole in a process for FeatureRDE",
+    "expected undivided networks for Laplace",
+    "expected undivided networks for FeatureRDE",
 ]
 
 

@@ -113,7 +113,7 @@ def test_labels_that_do_not_count_are_not_attacked():
         ({"epsilons": [0.2, 0.1]}, "ascending epsilons"),
         ({"epsilons": [0.0, 0.1]}, "epsilons above 0"),
         ({"names": ["pdg"]}, "did you mean 'pgd'"),
-        ({"names": []}, "at least one attack"),
+        ({"names": []}, "expected attacks and ascending"),
         ({"steps": 0}, "expected steps of at least 1"),
         ({"fool_steps": -1}, "expected fool_steps"),
     ],

@@ -152,9 +152,9 @@ def test_what_was_seen_is_told():
 
 def test_single_networks_and_wrong_types_are_errors():
     x, y = points()
-    with pytest.raises(ValueError, match="stores several members, got MAP with one"):
+    with pytest.raises(ValueError, match="several stored members, got MAP with one"):
         member_distances(ds.MAP(mlp()).double(), x, y)
-    with pytest.raises(ValueError, match="stores several members, got MCDropout"):
+    with pytest.raises(ValueError, match="several stored members, got MCDropout"):
         member_distances(ds.MCDropout(mlp(0.1)).double(), x, y)
     with pytest.raises(TypeError, match="expected a posterior, got Sequential"):
         member_distances(mlp(), x, y)

@@ -142,5 +142,5 @@ def test_two_arrays_of_one_shape_may_be_a_regressions_data():
     sets = {"data": (x + 9, x), "alone": x + 9, "batches": [x[:25] + 9, x[25:] + 9]}
     found = ds.evaluate(posterior, (x, x), ood=sets, progress=False).arrays
     assert {len(found[f"ood/{name}/score/variance"]) for name in sets} == {40}
-    with pytest.raises(ValueError, match="a list of 2 arrays of one shape"):
+    with pytest.raises(ValueError, match="got 2 arrays of one shape"):
         ds.evaluate(posterior, (x, x), ood={"far": [x + 9, x]}, progress=False)

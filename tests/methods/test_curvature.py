@@ -158,7 +158,7 @@ def test_the_best_precision_is_found_far_away_too(curvature, scale):
 def test_a_prior_that_nothing_is_known_of_is_a_clear_error(curvature, what):
     found, _ = curvature
     getattr(found, what).zero_()
-    with pytest.raises(ValueError, match=r"expected finite non-zero weights and curvature .* pass prior_precision="):
+    with pytest.raises(ValueError, match=r"expected finite non-zero weights and curvature, .* pass prior_precision="):
         found.best_precision()
 
 
@@ -193,7 +193,7 @@ def test_it_stays_in_float64(curvature):
     [("full", 1000, 2049, 'structure="kron"'), ("kron", 10, 20_000, "a narrower layer")],
 )
 def test_a_matrix_that_is_too_large_is_refused_before_it_is_made(structure, classes, features, words):
-    with pytest.raises(ValueError, match=f"expected at most 11,585 rows in a matrix of the {structure}.*{words}"):
+    with pytest.raises(ValueError, match=f"expected at most 11,585 rows in a {structure} curvature.*{words}"):
         CurvatureSums(structure, classes, features, torch.device("cpu"))
 
 

@@ -562,7 +562,7 @@ def test_bad_input_is_a_clear_error():
         FoRDE([])
     with pytest.raises(ValueError, match="got members 0 and 1 equal"):
         FoRDE([nets[0], copy.deepcopy(nets[0])])
-    with pytest.raises(TypeError, match="expected Lengthscales, got Tensor; make them with pca_lengthscales"):
+    with pytest.raises(TypeError, match="expected Lengthscales, got Tensor; make pca_lengthscales"):
         FoRDE(nets, lengthscales=torch.eye(4))
     with pytest.raises(ValueError, match="expected bandwidth of reference, sample, algorithm, got 'median'"):
         FoRDE(nets, bandwidth="median")

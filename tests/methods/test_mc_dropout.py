@@ -287,7 +287,7 @@ def test_dropout_that_forward_never_calls_is_an_error():
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x)
 
-    with pytest.raises(ValueError, match=r"calls its dropout modules \(drop\), got none called"):
+    with pytest.raises(ValueError, match=r"calls its dropout modules, got none of drop called"):
         ds.MCDropout(Idle()).predict(torch.zeros(2, 4))
 
 

@@ -871,7 +871,7 @@ def test_bad_layers_and_heads_are_clear_errors():
             self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
             self.head.weight = self.body.weight
 
-    with pytest.raises(ValueError, match=r"got 'body.weight' tied to one of 'head'"):
+    with pytest.raises(ValueError, match=r"got 'body.weight' tied to 'head'"):
         FeatureRDE([Tied(), Tied()], layer="body", head="head")
     frozen = networks(2)
     for net in frozen:

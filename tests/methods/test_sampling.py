@@ -201,7 +201,7 @@ def test_a_step_that_is_refused_is_not_counted(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_network_without_anything_to_train_is_refused(method):
-    with pytest.raises(ValueError, match="expected a network with trainable parameters, got none"):
+    with pytest.raises(ValueError, match=f"expected trainable parameters for {method.__name__}, got none"):
         method(tiny.mlp().requires_grad_(False))
 
 

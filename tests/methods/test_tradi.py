@@ -513,16 +513,16 @@ def test_validation_looks_at_the_network_in_training():
 
 def test_drawing_before_anything_was_observed_is_refused():
     posterior, (x, _) = TRADI(network().double()), tiny.points()
-    with pytest.raises(ValueError, match="expected observed steps to sample from, got none; train with fit, or call"):
+    with pytest.raises(ValueError, match="expected observed steps, got none; train with fit, or call"):
         posterior.predict(x)
-    with pytest.raises(ValueError, match="expected observed steps to sample from, got none"):
+    with pytest.raises(ValueError, match="expected observed steps, got none"):
         ds.refresh(posterior, [tiny.points()])
 
 
 def test_observing_before_backward_is_refused():
     posterior = TRADI(network())
     optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"expected gradients in .grad, got none; call observe after backward"):
+    with pytest.raises(ValueError, match=r"expected gradients in .grad, got none; call observe after the step"):
         posterior.observe(optimizer)
     assert int(posterior.filters.observed) == 0
 
@@ -574,10 +574,10 @@ def test_arguments_that_make_no_sense_are_refused(keywords, message):
 
 
 def test_one_number_for_two_noises_is_refused():
-    with pytest.raises(TypeError, match=r"expected state_noise as two variances .* got 0.0001; pass two numbers"):
+    with pytest.raises(TypeError, match=r"expected state_noise as two variances .* got 0.0001; pass both"):
         TRADI(network(), state_noise=1e-4)
 
 
 def test_a_network_with_nothing_to_track_is_refused():
-    with pytest.raises(ValueError, match="expected a network with trainable weights outside normalisation layers"):
+    with pytest.raises(ValueError, match="expected trainable weights outside norm layers"):
         TRADI(nn.Sequential(nn.BatchNorm1d(3)))

@@ -55,5 +55,5 @@ def test_draws_keep_their_other_axes_and_constants_count_as_converged():
 
 
 def test_too_few_draws_are_refused():
-    with pytest.raises(ValueError, match="at least four"):
+    with pytest.raises(ValueError, match="S ≥ 4"):
         metrics.split_rhat(torch.randn(4, 3))

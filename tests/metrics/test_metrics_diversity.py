@@ -175,5 +175,5 @@ def test_untrained_regression_members_are_worth_m_as_well():
     assert metrics.effective_members_regression(means, y).item() == pytest.approx(4, abs=4 * 4 * math.sqrt(6 / 20000))
     constant = metrics.effective_members_regression(means, torch.ones(20000)).item()
     assert constant == pytest.approx(4, abs=4 * 4 * math.sqrt(6 / 20000))
-    with pytest.raises(ValueError, match="put the members on the first axis"):
+    with pytest.raises(ValueError, match="put the members on axis 0"):
         metrics.effective_members_regression(means.T, y)

@@ -175,7 +175,7 @@ def test_per_image_metrics_skip_images_with_one_kind_of_pixel():
 
 def test_per_image_metrics_say_what_is_wrong():
     score = torch.zeros(2, 3, 3)
-    with pytest.raises(ValueError, match="expected an image with both OOD and other pixels, got none among 2"):
+    with pytest.raises(ValueError, match="expected an image with both OOD and other pixels, got none of 2"):
         metrics.per_image_ood(score, torch.zeros(2, 3, 3, dtype=torch.bool))
     with pytest.raises(TypeError, match=r"expected a boolean mask in ood, got torch\.int64"):
         metrics.per_image_ood(score, torch.zeros(2, 3, 3, dtype=torch.long))

@@ -57,7 +57,7 @@ def test_weighted_calibration_and_selection_are_those_of_repeated_examples():
 
 def test_what_is_no_weight_is_named():
     inside, outside, (a, b) = drawn(0)
-    with pytest.raises(ValueError, match=r"expected the weights of score_ood of shape \(..., 50\), got \(4, 70\)"):
+    with pytest.raises(ValueError, match=r"expected the weights of score_ood \(..., 50\), got \(4, 70\)"):
         metrics.auroc(inside, outside, weights=(a, a))
     with pytest.raises(ValueError, match="at least zero with a positive sum"):
         metrics.auroc(inside, outside, weights=(-a, b))

@@ -147,7 +147,7 @@ def test_reports_show_the_published_numbers_also_from_run_folders(undrawn, tmp_p
         ("[reference]\nsource = 3", "expected str"),
         ("[reference.mapp]\nnll = 1.0", "did you mean 'map'"),
         ('[reference.map]\nnll = "low"', "as a number, got 'low'"),
-        ("[reference.map]\nnll = [1.0, 0.1, 0.1]", "a number, or one and its error"),
+        ("[reference.map]\nnll = [1.0, 0.1, 0.1]", "a number or \\[value, error\\]"),
         ("[reference]\nmap = 3", "expected a table"),
     ],
 )

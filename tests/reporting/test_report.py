@@ -335,7 +335,7 @@ def test_bad_input_is_one_clear_error(tmp_path):
         report({"a": 3}, tmp_path)
     with pytest.raises(ValueError, match="expected evaluations of one kind"):
         report({"a": classification(), "b": regression()}, tmp_path)
-    with pytest.raises(ValueError, match="ending in"):
+    with pytest.raises(ValueError, match=r"a \.csv, \.md, \.html or \.tex file"):
         report({"a": regression()}, tmp_path / "mine.pdf")
 
 

@@ -140,7 +140,7 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="expected targets for 6 inputs"):
         theory.ensemble_dynamics(X, Y[:5], kernels=KERNELS, members=2, gamma=1)
     dynamics = given(members=2, gamma=1)
-    with pytest.raises(ValueError, match=r"expected initial outputs of shape \(2, 6, 1\), got \(3, 6, 1\)"):
+    with pytest.raises(ValueError, match=r"expected initial outputs \(2, 6, 1\), got \(3, 6, 1\)"):
         dynamics.members(torch.zeros(3, 6, 1), [0], learning_rate=0.1)
     with pytest.raises(ValueError, match="expected whole numbers of steps"):
         dynamics.members(torch.zeros(2, 6, 1), [0.5], learning_rate=0.1, descent="steps")

@@ -299,10 +299,10 @@ def test_kernels_of_relu_without_biases_grow_with_the_square_of_the_inputs_whate
 def test_inputs_whose_squares_no_float_holds_are_refused(activation):
     x = torch.full((2, 4), 1e200, dtype=torch.float64)
     layers = nn.Sequential(nn.Linear(4, 8), ACTIVATIONS[activation](), nn.Linear(8, 1))
-    with pytest.raises(ValueError, match=r"expected inputs whose squares fit into float64, got .*; scale the inputs"):
+    with pytest.raises(ValueError, match=r"expected inputs whose squares fit float64, got .*; scale them"):
         theory.kernel(layers, x, weight_variance=2.0)
     one = Modulation.constant(1.0)
-    with pytest.raises(ValueError, match="expected inputs whose squares fit into float64"):
+    with pytest.raises(ValueError, match="expected inputs whose squares fit float64"):
         theory.embedded_kernels(x, depth=1, activation=activation, u=one, v=one, weight_variance=2.0)
 
 

@@ -147,23 +147,17 @@ def checked(posterior: Posterior, x: Tensor, y: Tensor) -> Batch:
     """The batch; raises if it cannot be attacked."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         what = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(
-            f"expected one floating-point tensor of inputs, got {what}, which has no gradient; pass images as x / 255, or the "
-            "embedded inputs to a network without its embedding"
-        )
+        advice = "pass images as x / 255, or embedded inputs to a network without its embedding"
+        raise ValueError(f"expected one floating-point tensor of inputs, got {what}, which has no gradient; {advice}")
     batch = Batch.of((x, y), anywhere=True)
     shape = posterior.output_shape(x)
     if not isinstance(posterior.likelihood, Classification) or len(shape) != 2:
-        raise ValueError(
-            f"expected a classification with logits (B, C) to attack, got {type(posterior.likelihood).__name__} of outputs "
-            f"{tuple(shape)}; attack a posterior of classes"
-        )
+        got = f"{type(posterior.likelihood).__name__} of outputs {tuple(shape)}"
+        raise ValueError(f"expected a classification with logits (B, C), got {got}; attack a posterior of classes")
     posterior.check_batch(batch._replace(y=batch.y.cpu()))  # values are read on the host only
     counted = posterior.likelihood.counted(batch.y)
     if batch.y.is_floating_point() or not (counted is None or bool(counted.all())):
-        raise ValueError(
-            "expected one class index per input, got soft or ignored labels; pass y.argmax(1), or remove ignored rows"
-        )
+        raise ValueError("expected one class index per input, got soft or ignored labels; use y.argmax(1) or drop rows")
     return batch
 
 

@@ -43,10 +43,8 @@ class Ball:
             edges = (ends[0] - mean) * unit, (ends[1] - mean) * unit
         room = ROUNDING * (high - low) * unit
         if not (low < high and bool(((x >= edges[0] - room) & (x <= edges[1] + room)).all())):
-            raise ValueError(
-                f"expected inputs within bounds {bounds}, got values from {float(x.min()):g} to {float(x.max()):g}; pass "
-                "standardiser= if inputs are standardised, other bounds=, or bounds=None"
-            )
+            got, advice = f"{float(x.min()):g} to {float(x.max()):g}", "pass standardiser=, other bounds= or None"
+            raise ValueError(f"expected inputs within bounds {bounds}, got values from {got}; {advice}")
         # An input that is outside by rounding is allowed.
         low_, high_ = torch.minimum(edges[0], x), torch.maximum(edges[1], x)
         return cls(x, radius, one_of("norm", norm, ("inf", "2")), unit, low_, high_)

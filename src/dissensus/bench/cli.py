@@ -96,9 +96,7 @@ def bench_command(
     check_read(set_, chosen or loaded.methods)
     if "widths" in loaded.settings:
         if methods is not None or baseline is not None or holm:
-            raise ValueError(
-                "expected no --methods, --baseline or --holm for a task over widths, got one; leave it out"
-            )
+            raise ValueError("expected no --methods, --baseline or --holm for a task over widths, got one; omit it")
         from dissensus.bench.width.report import bench_widths  # loads matplotlib
 
         said, files = bench_widths(loaded, seeds=seeds, out=out, source=data, jobs=jobs_, tell=tell)

@@ -40,11 +40,9 @@ def own_object(name: str, what: str, beside: str = "") -> Any:
         if str(error).startswith("expected"):
             raise
         missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
-        remedy = "install its package, or put its file beside the task or into the current folder"
-        raise ValueError(
-            f"expected {what} that can be imported, as package.module:name, got {name!r} ({type(error).__name__}: {error}); "
-            f"{remedy if missing else 'correct the name, or the file'}"
-        ) from error
+        got = f"{name!r} ({type(error).__name__}: {error})"
+        remedy = "install it, or put its file beside the task" if missing else "correct the name, or the file"
+        raise ValueError(f"expected {what} that can be imported, as module:name, got {got}; {remedy}") from error
 
 
 def code_digest(name: str, beside: str = "") -> str:
@@ -99,9 +97,7 @@ def _check_is(name: str, path: Path) -> None:
         return
     got = getattr(module, "__file__", None) or "a built-in module"
     if not (os.path.exists(got) and os.path.samefile(path, got)):
-        raise ValueError(
-            f"expected the module {name!r} of {path}, got {got}, which Python finds first; rename your file"
-        )
+        raise ValueError(f"expected the module {name!r} of {path}, got {got}, found first; rename your file")
     now = path.read_bytes()
     if _read.setdefault(module, now) != now:
         raise ValueError(f"expected {path} as it was imported, got a file changed since; restart Python")

@@ -18,10 +18,8 @@ def check_batches(mesh: Mesh, batch: Batch, *, parts: bool) -> None:
     mine = mark(batch)
     others = mesh.members.objects(mine) if parts else mesh.objects(mine)
     if any(other != mine for other in others):
-        raise ValueError(
-            "expected the same batches in every process, got different ones; give shuffling loaders the same seed, or, "
-            'where each rank of the data axis reads its own rows, pass mesh(..., batches="parts")'
-        )
+        advice = 'give shuffling loaders one seed, or pass mesh(..., batches="parts")'
+        raise ValueError(f"expected the same batches in every process, got different ones; {advice}")
 
 
 @torch.no_grad()
@@ -32,10 +30,8 @@ def check_alike(mesh: Mesh, posterior: Posterior) -> None:
     mine = {name: repr(float(each)) for name, each in plain.items()}  # "nan" is "nan"
     for other in mesh.objects(mine):
         if off := [name for name, value in mine.items() if other.get(name) != value]:
-            raise ValueError(
-                f"expected '{off[0]}' to be the same in all processes after an epoch, got different values; use the same "
-                f"optimizer and callbacks everywhere; of a network that keeps sums of the rows it sees, {UNDIVIDED}"
-            )
+            advice = f"use the same optimizer and callbacks everywhere; if the network sums over rows, {UNDIVIDED}"
+            raise ValueError(f"expected '{off[0]}' to be the same in all processes, got different values; {advice}")
 
 
 def check_rows(posterior: Posterior, batch: Batch) -> None:
@@ -53,10 +49,7 @@ def check_rows(posterior: Posterior, batch: Batch) -> None:
     # Rounding is far below; what mixes rows is far above.
     close = (alone - among).abs() <= 0.01 * among.abs().max()
     if not (posterior.draws_itself or bool((close | among.isnan()).all())):
-        raise ValueError(
-            "expected a network whose output for a row does not depend on the other rows of a batch, got one that mixes "
-            f"them, and processes of the data axis see some rows each; {UNDIVIDED}"
-        )
+        raise ValueError(f"expected outputs that do not depend on other rows of a batch, got some that do; {UNDIVIDED}")
 
 
 def rows_of(x: Inputs, size: int, rows: slice) -> Inputs:

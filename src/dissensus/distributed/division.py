@@ -274,24 +274,16 @@ class Division(Undivided):
 def check_divisible(mesh: Mesh, posterior: Posterior) -> None:
     """Raises where a posterior cannot train on this mesh."""
     if any(isinstance(part, DistributedDataParallel) for part in posterior.particles.template.modules()):
-        raise ValueError(
-            "expected a plain network, got DistributedDataParallel; pass net.module: fit divides batches and sums gradients "
-            "itself"
-        )
+        raise ValueError("expected a plain network, got DistributedDataParallel; pass net.module: fit sums gradients")
     if mesh.members.size > posterior.particles.members:
-        raise ValueError(
-            f"expected at most {posterior.particles.members} ranks for {posterior.particles.members} members, got "
-            f"{mesh.members.size}; pass mesh(data={mesh.size}), which divides batches"
-        )
+        count = posterior.particles.members
+        got = f"{mesh.members.size}; pass mesh(data={mesh.size}), which divides batches"
+        raise ValueError(f"expected at most {count} ranks for {count} members, got {got}")
     if posterior.particles.divided and posterior.mixes:
-        raise NotImplementedError(
-            f"expected networks that lie whole in a process, got divided ones, and {type(posterior).__name__} compares all "
-            "members' weights; leave shard out"
-        )
+        kind = type(posterior).__name__
+        raise NotImplementedError(f"expected undivided networks for {kind}, got divided ones; leave shard out")
     if posterior.particles.divided and mesh.members.size > 1:
         raise ValueError(f"expected mesh(members=1) for divided networks, got {mesh!r}; they divide batches alone")
     if not posterior.particles.divided and any(map(is_divided, posterior.parameters())):
-        raise ValueError(
-            "expected networks that were divided before the posterior was built, got one divided since; use "
-            "ds.distributed.shard(network, mesh) or fully_shard(network) first"
-        )
+        advice = "use ds.distributed.shard(network, mesh) or fully_shard(network) first"
+        raise ValueError(f"expected networks divided before the posterior was built, got one divided since; {advice}")

@@ -176,9 +176,7 @@ class MeshExchange(Exchange):
     def _all_rows(self, leaf: Tensor, axis: int, per_row: int) -> Tensor:
         here = self.taken.here.stop - self.taken.here.start
         if leaf.shape[axis] != here * per_row:
-            raise ValueError(
-                f"expected z of each member with a row for each of {here} examples, got shape {tuple(leaf.shape)}; {UNDIVIDED}"
-            )
+            raise ValueError(f"expected z with a row for each of {here} examples, got {tuple(leaf.shape)}; {UNDIVIDED}")
         rows = leaf.movedim(axis, 0)
         rows = rows.reshape(here, per_row, *rows.shape[1:])
         return self.mesh.data.gather(rows, self.taken.size).flatten(0, 1).movedim(0, axis)
@@ -187,10 +185,8 @@ class MeshExchange(Exchange):
         """Raises where what members are compared in has no rows, but is not the same in processes that see other rows."""
         largest, smallest = self.mesh.data.largest(leaf.double().clone()), -self.mesh.data.largest(-leaf.double())
         if not torch.allclose(largest, smallest, rtol=1e-6, atol=1e-9, equal_nan=True):
-            raise ValueError(
-                "expected z of each member with a row for each example, or independent of the examples, got shape "
-                f"{tuple(leaf.shape)}, which depends on them; {UNDIVIDED}"
-            )
+            got = f"shape {tuple(leaf.shape)}, which depends on the examples"
+            raise ValueError(f"expected z of each member with a row for each example, got {got}; {UNDIVIDED}")
 
     def mixed(self, mix: Callable[[Tensors], Tensors], gradients: Tensors) -> Tensors:
         if not self.apart:

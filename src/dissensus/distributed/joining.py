@@ -82,7 +82,5 @@ def check_seen(folder: Path, *, seconds: float = 10.0) -> None:
         if rank == 0:
             mark.unlink(missing_ok=True)
     if blind := [f"{number} ({host})" for number, (seen, host) in enumerate(found) if not seen]:
-        raise ValueError(
-            f"expected a folder that all ranks share, got {folder}, which rank {', '.join(blind)} does not share with rank 0; "
-            "choose one on a file system that all machines mount"
-        )
+        got = f"{folder}, which rank {', '.join(blind)} does not share with rank 0"
+        raise ValueError(f"expected a folder that all ranks share, got {got}; choose one that all machines mount")

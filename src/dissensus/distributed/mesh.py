@@ -230,9 +230,7 @@ def mesh(
         members, data = left, data or 1
     data = left if data is None else data
     if members * data != size:
-        raise ValueError(
-            f"expected a mesh of {size} processes, got {members} × {data} (members × data); let them multiply to {size}"
-        )
+        raise ValueError(f"expected a mesh of {size} processes, got {members} × {data} (members × data); change one")
     if not connected():
         return Mesh(Axis(), Axis(), statistics=statistics, batches=batches)
     kind = "cuda" if "nccl" in str(distributed.get_backend()) else "cpu"

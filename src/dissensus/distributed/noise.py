@@ -108,20 +108,16 @@ def grown(two: torch.Size, three: torch.Size) -> tuple[int | None, int]:
     axes = [axis for axis, (a, b) in enumerate(zip(two, three, strict=False)) if a != b]
     axis, per_row = axes[0], three[axes[0]] - two[axes[0]]
     if len(two) != len(three) or len(axes) > 1 or two[axis] != 2 * per_row:
-        raise ValueError(
-            f"expected noise and z with a row for each example, got shapes {tuple(two)} for two and {tuple(three)} for three "
-            "examples; divide only members: mesh(data=1)"
-        )
+        got, advice = f"{tuple(two)} for two and {tuple(three)} for three examples", "divide only members: mesh(data=1)"
+        raise ValueError(f"expected noise and z with a row for each example, got {got}; {advice}")
     return axis, per_row
 
 
 def plan(two: list[Draw], three: list[Draw]) -> list[Draw]:
     """The draws of a run, with their axes, from those of two runs."""
     if [each.func for each in two] != [each.func for each in three]:
-        raise ValueError(
-            "expected a network whose random operations do not depend on the batch, got one where they do; train it on one "
-            'process, or pass fit(ranks="independent")'
-        )
+        advice = 'train on one process, or pass fit(ranks="independent")'
+        raise ValueError(f"expected random operations that do not depend on the batch, got some that do; {advice}")
     for small, large in zip(two, three, strict=True):
         small.axis, small.per_row = grown(small.shape, large.shape)
     return two

@@ -209,10 +209,8 @@ class Joined:
             if not parts:
                 return
             if len(parts) < sum(bool(packed) for _, packed in everyone):
-                raise ValueError(
-                    'expected different rows on every rank, since the mesh has batches="parts", got the same on two; pass each '
-                    'rank its own rows, or mesh(batches="whole")'
-                )
+                advice = 'pass each its own, or mesh(batches="whole")'
+                raise ValueError(f'expected different rows on every rank for batches="parts", got the same; {advice}')
             yield pytree.tree_map(lambda *each: torch.cat(each), *parts.values())
 
 
@@ -232,10 +230,9 @@ class Interleaved(Joined):
         everyone = exchanged(self.ranks, lambda: (about, self.sampler.rank), "samplers")
         check_same([each for each, _ in everyone], "sampler and set", DATA)
         if (found := [rank for _, rank in everyone]) != [*range(about[0])]:
-            raise ValueError(
-                f"expected samplers of ranks 0 to {self.ranks.size - 1}, got {found} of {about[0]}; build them by "
-                "DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank, shuffle=False)"
-            )
+            got = f"{found} of {about[0]}"
+            advice = "use DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank, shuffle=False)"
+            raise ValueError(f"expected samplers of ranks 0 to {self.ranks.size - 1}, got {got}; {advice}")
         check_dealt(self.ranks, self.sampler)
         left, rows = iter(self.loader), about[1]
         for _ in range(about[2]):
@@ -253,10 +250,8 @@ def check_dealt(ranks: Ranks, sampler: Any) -> None:
     each = exchanged(ranks, lambda: [*sampler], "rows of samplers")
     order = [row for turn in zip_longest(*each) for row in turn][: len(sampler.dataset)]
     if len({*order}) < len(order) or not (getattr(sampler, "shuffle", False) or order == sorted(order)):
-        raise ValueError(
-            f"expected samplers that deal out rows in turns, as torch's DistributedSampler does, got {type(sampler).__name__}; "
-            "use that one, or give each rank rows of its own with mesh(batches='parts')"
-        )
+        advice = "use DistributedSampler, or give each rank its own rows with mesh(batches='parts')"
+        raise ValueError(f"expected samplers that deal out rows in turns, got {type(sampler).__name__}; {advice}")
 
 
 def exchanged(ranks: Ranks, make: Callable[[], Found], what: str) -> list[Found]:
@@ -290,9 +285,7 @@ def check_same(several: Iterable[object], what: str, remedy: str) -> None:
     first, *others = several
     for rank, other in enumerate(others, start=1):
         if other != first:
-            raise ValueError(
-                f"expected the same {what} on all ranks, got different ones on ranks {rank} and 0; {remedy}"
-            )
+            raise ValueError(f"expected the same {what} on all ranks, got unequal ones on ranks {rank} and 0; {remedy}")
 
 
 def _sendable(error: Exception | None) -> Exception | None:

@@ -57,10 +57,8 @@ class AttackCurves:
         whole("steps", self.steps)
         whole("fool_steps", self.fool_steps, least=0)
         if not self.names or not self.epsilons or [0, *self.epsilons] != sorted({0, *self.epsilons}):
-            raise ValueError(
-                f"expected at least one attack and ascending epsilons above 0, got {[*self.names]} at {[*self.epsilons]}; "
-                "leave out 0, which is always measured, or pass None for no attacks"
-            )
+            got = f"{[*self.names]} at {[*self.epsilons]}"
+            raise ValueError(f"expected attacks and ascending epsilons above 0, got {got}; 0 is always measured")
 
     def apply(self, name: str, epsilon: float, posterior: Posterior, draw: Draw, x: Tensor, y: Tensor) -> Tensor:
         """The inputs after one attack on this posterior."""

@@ -45,10 +45,8 @@ class Corruptions:
 
     def __post_init__(self) -> None:
         if isinstance(self.names, str) and self.names not in ("all", "benchmark"):
-            raise ValueError(
-                f'expected "all", "benchmark" or a list of corruptions, got {self.names!r}; '
-                f"pass [{self.names!r}] for one, of {', '.join(_known().CORRUPTIONS)}"
-            )
+            advice = f"pass a list with some of {', '.join(_known().CORRUPTIONS)}"
+            raise ValueError(f'expected "all", "benchmark" or a list of corruptions, got {self.names!r}; {advice}')
         if not self.types or not self.severities:
             raise ValueError("expected at least one corruption and one severity, got none; pass None to leave them out")
         probe = torch.zeros(0, 1, 32, 32)
@@ -166,10 +164,8 @@ def corrupted_counts(
         first = 0
         for x, y, _ in functions.posterior.read(loader, anywhere=True):
             if not is_image(x):
-                raise ValueError(
-                    f"expected images (B, 1 or 3, H, W) to corrupt, got {[tuple(t.shape) for t in batches.tensors(x)]}; "
-                    "pass corrupt=None"
-                )
+                got = [tuple(t.shape) for t in batches.tensors(x)]
+                raise ValueError(f"expected images (B, 1 or 3, H, W) to corrupt, got {got}; pass corrupt=None")
             check_hard(y, functions)
             yield x, y, torch.arange(first, first + len(y))  # type: ignore[misc]
             first += len(y)

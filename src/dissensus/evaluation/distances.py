@@ -51,10 +51,7 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
     """
     particles = expect_posterior(posterior).particles
     if particles.members < 2:
-        raise ValueError(
-            f"expected a posterior that stores several members, got {type(posterior).__name__} with one; "
-            "pass a posterior with at least two stored members"
-        )
+        raise ValueError(f"expected several stored members, got {type(posterior).__name__} with one; pass an ensemble")
     x, y, _ = posterior.take(posterior.batch((x, y), anywhere=True))
 
     def outputs_and_gradient(member: Member) -> tuple[Tensor, Tensor]:
@@ -81,9 +78,8 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
     elif isinstance(predictive, RegressionPredictive):
         effective = metrics.effective_members_regression(predictive.members, y)
     else:
-        raise TypeError(
-            f"expected members with probabilities or means, got {type(predictive).__name__}; use one of the likelihoods here"
-        )
+        kind = type(predictive).__name__
+        raise TypeError(f"expected members with probabilities or means, got {kind}; use one of dissensus's likelihoods")
     return MemberDistances(
         weight=float(mean_distance(own)) if own else 0.0,
         function=float(mean_distance(outputs)) / outputs[0].numel() ** 0.5,

@@ -82,9 +82,8 @@ def evaluate(
         attack = attack and replace(attack, standardiser=attack.standardiser or pixels)
     for keyword, sets in (("ood", ood), ("shift", shift)):
         if sets is not None and not isinstance(sets, Mapping):
-            raise TypeError(
-                f"expected {keyword} as a dict of loaders by name, got {type(sets).__name__}; pass {keyword}={{'name': loader}}"
-            )
+            got = type(sets).__name__
+            raise TypeError(f"expected {keyword} as a dict of loaders, got {got}; pass {keyword}={{'name': loader}}")
     raw, real = posterior.inputs is not None, isinstance(posterior.likelihood, RealTargets)
 
     def read_by_all(given: Any) -> Any:
@@ -120,9 +119,7 @@ def evaluate(
             test = predictions(functions, loader_again, picture=picture)
             like, outputs = test.shapes, test.predictive.mean.shape[1:].numel()
             if classes is not None and len(classes) != outputs:
-                raise ValueError(
-                    f"expected the names of {outputs} classes, got {len(classes)}; pass one name per output"
-                )
+                raise ValueError(f"expected {outputs} class names, got {len(classes)}; pass one name per output")
             found = evaluation_of(
                 test,
                 ood={n: predictions(functions, o, name=n, labelled=False, like=like) for n, o in ood.items()},
@@ -279,10 +276,8 @@ def _kind_of_predictions(functions: Functions, loader: Iterable[Any]) -> tuple[P
     elif isinstance(predictive, RegressionPredictive):
         kind = "regression"
     else:
-        raise TypeError(
-            f"expected a ClassificationPredictive or RegressionPredictive, got {type(predictive).__name__}; "
-            "let the likelihood's predictive() return one of them, or call dissensus.metrics by hand"
-        )
+        got, advice = type(predictive).__name__, "return one of them from the likelihood's predictive()"
+        raise TypeError(f"expected a ClassificationPredictive or RegressionPredictive, got {got}; {advice}")
     return kind, chain([first], left)
 
 

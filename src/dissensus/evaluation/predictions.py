@@ -130,9 +130,7 @@ def predictions(
         answers.append(answer)
         targets.append(y if labelled else torch.empty(0))
     if not answers:
-        raise ValueError(
-            f"expected at least one batch in {name!r}, got none; is it empty, or a generator that can be read only once?"
-        )
+        raise ValueError(f"expected batches in {name!r}, got none; is it empty, or a generator that is used up?")
     energies = [answer.energy for answer in answers if answer.energy is not None]
     timed = seconds[1:] or seconds  # the first batch includes one-time setup
     return Predictions(
@@ -154,10 +152,7 @@ def foreign_loader(given: Any, *, real: bool) -> Any:
     """
     bare = isinstance(given, list) and all(map(is_array, given)) and len({each.shape[1:] for each in given}) == 1
     if bare and real and len(given) in (2, 3) and len({each.shape for each in given}) == 1:
-        raise ValueError(
-            f"expected foreign inputs x, or (x, y), got a list of {len(given)} arrays of one shape, which may be batches of x "
-            "or data; pass x alone"
-        )
+        raise ValueError(f"expected foreign inputs x, or (x, y), got {len(given)} arrays of one shape; pass x alone")
     return [with_targets(each) for each in given] if bare else with_targets(given)
 
 
@@ -186,10 +181,8 @@ def checked_shapes(x: Inputs, like: Shapes | None, name: str) -> Shapes:
     """The shapes of one input; raises if they differ from those of a test set whose inputs all have one shape."""
     shapes = shapes_of(x)
     if like is not None and shapes != like:
-        raise ValueError(
-            f"expected inputs of shape {_shown(like)} in {name!r}, as in the test set, got {_shown(shapes)}; "
-            "resize them or convert their channels first"
-        )
+        got = f"{_shown(shapes)}; resize them or convert their channels first"
+        raise ValueError(f"expected inputs of shape {_shown(like)} in {name!r}, as in the test set, got {got}")
     return shapes
 
 

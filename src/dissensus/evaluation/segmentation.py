@@ -95,9 +95,7 @@ class PixelSums:
         iou = metrics.intersection_over_union(self.confusion.matrix).tolist()
         names = range(len(iou)) if classes is None else classes
         if len(names) != len(iou):
-            raise ValueError(
-                f"expected the names of {len(iou)} classes, got {len(names)}; pass one name per output of the network"
-            )
+            raise ValueError(f"expected {len(iou)} class names, got {len(names)}; pass one name per output")
         return {
             "accuracy": float(self.confusion.accuracy()),
             "nll": self.nll / self.pixels,
@@ -216,10 +214,8 @@ def pixel_ood(
         size, classes, *place = answer.predictive.mean.shape
         expected = (size, *place)
         if mask.is_floating_point() or mask.shape != expected:
-            raise ValueError(
-                f"expected a mask of shape {expected} in {name!r}, got {mask.dtype} of shape {tuple(mask.shape)}; "
-                "pass True or 1 at OOD pixels, False or 0 elsewhere, another number at void pixels"
-            )
+            got = f"{mask.dtype} {tuple(mask.shape)}; pass True or 1 at OOD pixels, False or 0 elsewhere"
+            raise ValueError(f"expected a mask of shape {expected} in {name!r}, got {got}")
         mask = mask.to(functions.device)
         for row in range(len(mask)):
             energy = None if answer.energy is None else answer.energy[:, row : row + 1]
@@ -237,10 +233,8 @@ def pixel_ood(
     for (_, mask, _), (part, foreign, classes) in functions.shared(work, read, functions.device):
         voids |= set(torch.unique(mask).tolist()) - {0, 1}
         if len(voids) > 1 or voids & (set(range(classes)) - {functions.ignore_index}):
-            raise ValueError(
-                f"expected masks of 0, 1 and one void number in {name!r}, got {sorted(voids)}, as in class labels; pass 1 at "
-                "OOD pixels, 0 elsewhere, the likelihood's ignore_index or 255 at void pixels"
-            )
+            advice = "pass 1 at OOD pixels, 0 elsewhere, the likelihood's ignore_index or 255 at void pixels"
+            raise ValueError(f"expected masks of 0, 1 and one void number in {name!r}, got {sorted(voids)}; {advice}")
         rankings = {each: ranking.merge(part[each]) for each, ranking in rankings.items()}
         bins = bins.merge(foreign)
     if not rankings[score].images:

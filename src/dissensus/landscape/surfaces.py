@@ -120,9 +120,7 @@ def directions(
         posterior, loader, together: as in `plane`.
     """
     if whole("points", points) % 2 == 0:
-        raise ValueError(
-            f"expected an odd number of points, got {points}; pass {points + 1}, so that the member is in the middle"
-        )
+        raise ValueError(f"expected an odd number of points, got {points}; pass {points + 1} to centre the member")
     anchors = Anchors(posterior, (member,), loader, statistics)
     generator = torch.Generator().manual_seed(seed)
     anchors.append(anchors.filter_noise(generator))

@@ -61,10 +61,9 @@ class BatchEnsemble(EmbeddedPosterior):
     ) -> None:
         whole("members", members)
         if not isinstance(modulation, Modulation):
-            raise TypeError(
-                f"expected a modulation, got {modulation!r}; pass Modulation.sign() for independent members, or "
-                "Modulation.normal(1, 0.1) to start close to a pretrained network"
-            )
+            near = "or Modulation.normal(1, 0.1) to start close to a pretrained network"
+            advice = f"pass Modulation.sign() for independent members, {near}"
+            raise TypeError(f"expected a modulation, got {modulation!r}; {advice}")
         one_of("form", form, ("wen", "talk"))
         if modulation_lr is not None:
             number("modulation_lr", modulation_lr, least=0, hint="None takes the weights' rate")

@@ -151,10 +151,8 @@ class DroppedFunctions(DrawnFunctions):
             with torch.no_grad():
                 particles.call(run, *particles.at(0))
             if not met:
-                raise ValueError(
-                    f"expected a network whose forward calls its dropout modules ({', '.join(self.sites)}), got none called; "
-                    "without dropout all functions would be equal: call the modules in forward"
-                )
+                got = f"none of {', '.join(self.sites)} called: all functions would be equal"
+                raise ValueError(f"expected a network whose forward calls its dropout modules, got {got}")
             self._met[shapes] = met
         return self._met[shapes]
 

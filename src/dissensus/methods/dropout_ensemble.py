@@ -53,10 +53,8 @@ class DropoutEnsemble(EmbeddedPosterior):
         stems = ends(list(found), followed)[0]
         rest = [name for name in call_order(list(found), followed) if name not in stems]
         if not rest:
-            raise ValueError(
-                "expected at least two linear or convolutional layers to drop units between, got only "
-                f"{', '.join(stems) or 'one'}; masks act on hidden units: pass a deeper network"
-            )
+            got = ", ".join(stems) or "one"
+            raise ValueError(f"expected at least two linear or convolutional layers, got only {got}; pass more")
         for name in stems:
             account.left[name] = "a first layer: network inputs are not dropped"
         law = Modulation.bernoulli(keep, 1 / keep)

@@ -163,10 +163,8 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
                     finally:
                         handle.remove()
                 if after_layer and not any(after_layer):
-                    raise ValueError(
-                        f"expected a layer that runs before the head '{self.head}', got '{self.layer}', which runs after it; "
-                        "name the layer that feeds the head"
-                    )
+                    got = f"'{self.layer}', which runs after it; name the layer that feeds the head"
+                    raise ValueError(f"expected a layer that runs before the head '{self.head}', got {got}")
                 return seen[0].shape
 
             with left_as_found(self):
@@ -184,27 +182,17 @@ def share_head(stacked: Particles, *, layer: str, head: str) -> None:
         one_of(what, name, known, hint="name a submodule")
     inside = {id(parameter) for parameter in network.get_submodule(head).parameters()}
     if not inside:
-        raise ValueError(
-            f"expected a head with parameters to share, got '{head}', which has none; name the last linear layer"
-        )
+        raise ValueError(f"expected a head with parameters to share, got '{head}', which has none; name another layer")
     owners = [(name, id(parameter) in inside) for name, parameter in network.named_parameters(remove_duplicate=False)]
     tied = [name for name, within in owners if within and not name.startswith(f"{head}.")]
     if tied:
-        raise ValueError(
-            f"expected a head whose parameters no other layer uses, got '{tied[0]}' tied to one of '{head}'; untie them first"
-        )
+        raise ValueError(f"expected a head that shares no parameters, got '{tied[0]}' tied to '{head}'; untie them")
     if stacked.divided:
-        raise NotImplementedError(
-            "expected networks that lie whole in a process for FeatureRDE, got divided ones; leave shard out"
-        )
+        raise NotImplementedError("expected undivided networks for FeatureRDE, got divided ones; leave shard out")
     stacked.store_once([name for name in stacked.own_parameters() if name.startswith(f"network.{head}.")])
     encoders = [p.detach().reshape(len(p), -1) for p in stacked.own.parameters() if p.requires_grad]
     if not encoders:
-        raise ValueError(
-            f"expected encoders with trainable parameters, got them all in the head '{head}'; name a smaller head, or set "
-            "requires_grad on the layers before it"
-        )
+        got = f"them all in the head '{head}'"
+        raise ValueError(f"expected encoders with trainable parameters, got {got}; name a smaller head, or thaw layers")
     if len(torch.unique(torch.cat(encoders, dim=1), dim=0)) < stacked.members:  # rows of (M, P)
-        raise ValueError(
-            "expected encoders that start at different weights, got equal ones; initialise each network instead of copying one"
-        )
+        raise ValueError("expected encoders that start at different weights, got equal ones; initialise each network")

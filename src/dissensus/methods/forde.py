@@ -59,9 +59,7 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         if lengthscales is not None and not isinstance(lengthscales, Lengthscales):
-            raise TypeError(
-                f"expected Lengthscales, got {type(lengthscales).__name__}; make them with pca_lengthscales(inputs)"
-            )
+            raise TypeError(f"expected Lengthscales, got {type(lengthscales).__name__}; make pca_lengthscales(inputs)")
         super().__init__(modules, gradient=gradient, examples=examples, likelihood=likelihood, **prior)
         self.bandwidth = one_of("bandwidth", bandwidth, BANDWIDTHS)
         self.repel(repulsion, batch_size)
@@ -98,10 +96,8 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
         super().check_batch(batch)
         dimension = input_dimension(batch.x)
         if self.particles.everywhere > 1 and self.eigenvectors is not None and len(self.eigenvectors) != dimension:
-            raise ValueError(
-                f"expected lengthscales of {dimension} dimensions for these inputs, got {len(self.eigenvectors)}; "
-                "make them from inputs of the same shape: pca_lengthscales(inputs)"
-            )
+            got = f"{len(self.eigenvectors)}; make them from such inputs: pca_lengthscales(inputs)"
+            raise ValueError(f"expected lengthscales of {dimension} dimensions for these inputs, got {got}")
 
     def config(self) -> dict[str, Any]:
         shape = None if self.eigenvectors is None else list(self.eigenvectors.shape)

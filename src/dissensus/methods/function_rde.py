@@ -75,9 +75,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
     ) -> None:
         super().__init__(modules, likelihood=likelihood, **prior)
         if outputs == "probabilities" and not isinstance(self.likelihood, Classification):
-            raise ValueError(
-                'expected outputs="logits" with this likelihood, got "probabilities"; only classification has probabilities'
-            )
+            raise ValueError('expected outputs="logits", got "probabilities"; only classification has probabilities')
         if functional_prior and self.prior is None:
             raise ValueError("expected a prior with functional_prior=True, got none; pass weight_prior_std= or prior=")
         self.score = one_of("score", score, scores.MATRICES)
@@ -189,9 +187,8 @@ class InputBuffers(nn.Module):
         values = list(x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else [x])
         if not values or not all(isinstance(value, Tensor) for value in values):
             wrong = next((value for value in values if not isinstance(value, Tensor)), x)
-            raise TypeError(
-                f"expected inputs as a tensor, tuple or dict of tensors, got {type(wrong).__name__}; pass tensors (n, ...)"
-            )
+            kind = type(wrong).__name__
+            raise TypeError(f"expected inputs as a tensor, tuple or dict of tensors, got {kind}; pass tensors (n, ...)")
         batches.check_finite(x, anywhere=True)
         for i, value in enumerate(values):
             if value.ndim == 0 or len(value) == 0:

@@ -109,10 +109,7 @@ class HMC(SamplingPosterior):
         energy = Potential(self, batch)
         self._check_budget(energy.start.shape[1], batch.size)
         if not torch.equal(*(energy(energy.start)[0] for _ in range(2))):
-            raise ValueError(
-                "expected a network with equal outputs for equal inputs in eval mode, got one that draws random numbers; "
-                "remove its randomness"
-            )
+            raise ValueError("expected equal outputs for equal inputs, got random numbers; remove its randomness")
         seed = next_seed() if self.seed is None else self.seed
         numbers = range(self.first_chain, self.first_chain + self.particles.members)
         self.chains = sample_chains(
@@ -152,11 +149,9 @@ class HMC(SamplingPosterior):
         gradients = (self.warmup + self.samples * self.every) * self.leapfrog
         cost = 6.0 * gradients * self.particles.members * examples * parameters
         if cost > self.budget:
-            raise ValueError(
-                f"expected chains of at most {self.budget:.0e} operations, got about {cost:.0e}: {self.particles.members} "
-                f"chains × {gradients:,} gradients × {examples:,} examples × {parameters:,} weights × 6; use a smaller "
-                "network, less data or fewer samples, or raise budget"
-            )
+            work = f"{gradients:,} gradients × {examples:,} examples × {parameters:,} weights × 6"
+            got = f"about {cost:.0e}: {self.particles.members} chains × {work}"
+            raise ValueError(f"expected at most {self.budget:.0e} operations, got {got}; do less, or raise budget")
 
 
 class Potential:

@@ -86,10 +86,8 @@ class Laplace(SamplingPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         if getattr(likelihood, "class_weights", None) is not None:
-            raise ValueError(
-                "expected a likelihood without class_weights, got some: Laplace needs the curvature of log p, not of a "
-                "weighted loss; train with class_weights and MAP, then pass the network with Classification()"
-            )
+            advice = "train with class_weights and MAP, then pass the network with Classification()"
+            raise ValueError(f"expected a likelihood without class_weights, got some; {advice}")
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
         self.structure: Structure = one_of("structure", structure, get_args(Structure))
         self.covariance = one_of("covariance", covariance, ("rows", "joint"))
@@ -187,9 +185,7 @@ class Laplace(SamplingPosterior):
 
         scores = [score(factor) for factor in FACTORS]
         if any(map(math.isnan, scores)):
-            raise ValueError(
-                "expected held-out rows that count, each time they are read, got none; pass a loader with data"
-            )
+            raise ValueError("expected held-out rows that count, got none on a later reading; pass a loader with data")
         use(FACTORS[scores.index(max(scores))])
 
     def _look_at(self, batch: Batch, rows: float) -> None:
@@ -318,10 +314,7 @@ class Laplace(SamplingPosterior):
 
     def _fitted(self) -> list[Curvature]:
         if self.curvature is None:
-            raise ValueError(
-                "expected a fitted Laplace, got one that has seen no data; call fit_posthoc(loader) with the network's "
-                "training data"
-            )
+            raise ValueError("expected a fitted Laplace, got one that has seen no data; call fit_posthoc(loader)")
         return list(self.curvature)  # type: ignore[arg-type]
 
     def config(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from dissensus.core.posterior import left_as_found
 from dissensus.core.prior import GaussianPrior, PriorKeywords, prior_of, under
 from dissensus.core.running import first_line
 from dissensus.methods.parts.deviations import still_growing
-from dissensus.methods.parts.networks import cut_again
+from dissensus.methods.parts.networks import cut_again, networks_to_cut
 from dissensus.methods.parts.node_batches import repeated_inputs
 from dissensus.methods.parts.node_latents import raw_std
 from dissensus.methods.parts.sampling import SamplingPosterior, by_network
@@ -86,16 +86,10 @@ class MeanFieldVI(SamplingPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        if isinstance(networks, Particles):
-            raise TypeError(
-                "expected a network or a list of networks, got the members of another posterior; MeanFieldVI changes "
-                "layers: train it on its own"
-            )
         number("init_std", init_std, above=0)
         if prior.get("prior") is None and prior.get("weight_prior_std") is None:
             prior["weight_prior_std"] = 1.0
-        one = isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
-        each: Any = [networks] if one else networks
+        each, one = networks_to_cut(networks)
         cut = [perturbed_copy(network) for network in each]
         latents, first = TensorTree(), cut[0][0]
         trained = {name: p for name, p in first.named_parameters() if p.requires_grad}
@@ -150,10 +144,8 @@ class MeanFieldVI(SamplingPosterior):
         covered = {name.removeprefix(PREFIX) for name in self.with_prior()}
         if not covered.issuperset(self.spread):
             lost = next(name for name in self.spread if name not in covered)
-            raise ValueError(
-                f"expected a Gaussian prior on every tensor with a learned deviation, got none on '{lost}', whose "
-                "deviation would grow without bound; call use_prior(GaussianPrior(std))"
-            )
+            advice = "its deviation would grow without bound: call use_prior(GaussianPrior(std))"
+            raise ValueError(f"expected a Gaussian prior on every learned deviation, got none on '{lost}'; {advice}")
         shapes = tuple(tensor.shape[1:] for tensor in batches.tensors(batch.x))
         if shapes not in self._apart and batches.size(batch.x):
             with left_as_found(self):

@@ -114,10 +114,7 @@ class NodeBNN(NodePosterior):
         )
         self.rate = one_of("rate", rate, ("curvature", None))
         if rate is not None and latent_lr is not None:
-            raise ValueError(
-                f"expected latent_lr=None with rate={rate!r}, which measures all rates, got {latent_lr}; leave it out, or pass "
-                "rate=None"
-            )
+            raise ValueError(f"expected latent_lr=None with rate={rate!r}, got {latent_lr}; leave out one of them")
         self.mode, self.bias_latent, self.gamma = mode, bias_latent, gamma
         self.prior_std, self.init_std, self.init_spread = prior_std, init_std, init_spread
         self.bound = one_of("bound", bound, get_args(Bound))

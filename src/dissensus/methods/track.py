@@ -43,27 +43,18 @@ def track(
     if not methods or not all(map(callable, methods)):
         raise TypeError(f"expected methods, got {methods!r}; pass classes or functions of the network, [TRADI, SWAG]")
     if isinstance(base, Posterior) and (likelihood is not None or prior):
-        raise ValueError(
-            "expected no likelihood or prior with a posterior, got one; leave it out: the posterior's own is used"
-        )
+        raise ValueError("expected no likelihood or prior with a posterior, which has its own, got one; leave it out")
     run = base if isinstance(base, Posterior) else MAP(base, likelihood=likelihood, **prior)
     if list(run.particles.template.latents.parameters()):
-        raise ValueError(
-            f"expected a posterior whose functions are its networks, got {type(run).__name__}, which also trains latents; "
-            "train it without track"
-        )
+        raise ValueError(f"expected a posterior without latents, got {type(run).__name__}; train it without track")
     watchers = [method(run.particles, likelihood=run.likelihood) for method in methods]
     for watcher in watchers:
         if not isinstance(watcher, Posterior) or watcher.particles is not run.particles:
-            raise TypeError(
-                f"expected methods that can record another posterior's weights, got {type(watcher).__name__}, which cannot; "
-                "train it on its own"
-            )
+            kind = type(watcher).__name__
+            raise TypeError(f"expected methods that can record another's weights, got {kind}; train it on its own")
         if run.cuts and isinstance(watcher, Laplace):
-            raise ValueError(
-                f"expected networks with an ordinary last layer for Laplace, got layers changed by {type(run).__name__}; fit "
-                "it afterwards: Laplace([run.member(i) for i in range(members)]).fit_posthoc(loader)"
-            )
+            advice = "fit it afterwards: Laplace([run.member(i) for i in range(members)]).fit_posthoc(loader)"
+            raise ValueError(f"expected an ordinary last layer for Laplace, got {type(run).__name__}'s; {advice}")
         watcher.use_prior(run.prior, data_size=run.data_size)
         watcher.base = (run,)
     run.watchers.extend(watchers)
@@ -81,10 +72,7 @@ def branch(posterior: Posterior, optimizer: Optimizer) -> tuple[Posterior, Optim
     """
     held = {id(parameter) for parameter in posterior.parameters()}
     if not all(id(p) in held for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError(
-            "expected an optimizer of only the posterior's parameters, got one that also holds others; build it on "
-            "posterior.parameters()"
-        )
+        raise ValueError("expected an optimizer of posterior.parameters() only, got other tensors; leave them out")
     other: tuple[Posterior, Optimizer] = copy.deepcopy((posterior, optimizer))
     # A scheduler wraps the original optimiser's step; the copy must not call that wrapper.
     other[1].__dict__.pop("step", None)

@@ -90,9 +90,7 @@ class TRADI(RecordingPosterior):
         }
         self._norms = norm_parameters(self.network)
         if not self.recorded().stored:
-            raise ValueError(
-                "expected a network with trainable weights outside normalisation layers, got none; set requires_grad on some"
-            )
+            raise ValueError("expected trainable weights outside norm layers, got none; set requires_grad on some")
         self.recorder = KalmanRecorder(self.recorded, self.settings)
 
     def recorded(self) -> Weights:
@@ -176,10 +174,7 @@ class KalmanRecorder(Recorder):
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
         if not self.ready:
-            raise ValueError(
-                "expected observed steps to sample from, got none; train with fit, or call observe(optimizer) after "
-                "optimizer.step()"
-            )
+            raise ValueError("expected observed steps, got none; train with fit, or call observe(optimizer) each step")
         means, variances = self.weights.lifted(self.filters.mean), self.weights.lifted(self.filters.variance)
         rows = self.weights.rows()
 
@@ -242,7 +237,5 @@ def fan_in(parameters: Mapping[str, Tensor]) -> dict[str, int]:
 def _filter_noise(name: str, pair: tuple[float, float], *, above: float = -math.inf) -> list[float]:
     """The variances of the mean's and the variance's filter."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise TypeError(
-            f"expected {name} as two variances (mean's filter, variance's filter), got {pair!r}; pass two numbers"
-        )
+        raise TypeError(f"expected {name} as two variances (mean's filter, variance's filter), got {pair!r}; pass both")
     return [float(number(name, value, above=above, least=0)) for value in pair]

@@ -128,10 +128,8 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torchmetrics":
             raise
-        raise ImportError(
-            f"expected torchmetrics for dissensus.metrics.{name}, got none; pip install 'dissensus[torchmetrics]'",
-            name="torchmetrics",
-        ) from error
+        message = f"expected torchmetrics for dissensus.metrics.{name}, got none; pip install 'dissensus[torchmetrics]'"
+        raise ImportError(message, name="torchmetrics") from error
 
 
 def __dir__() -> list[str]:

@@ -148,9 +148,7 @@ def mcnemar(first_correct: Tensor, second_correct: Tensor) -> McNemar:
 def _examples(tensors: Sequence[Tensor]) -> int:
     lengths = {len(t) for t in tensors}
     if len(lengths) != 1 or 0 in lengths:
-        raise ValueError(
-            f"expected tensors of one length above zero, got {sorted(lengths)}; put the examples on every first axis"
-        )
+        raise ValueError(f"expected tensors of one length above zero, got {sorted(lengths)}; put examples on axis 0")
     return lengths.pop()
 
 

@@ -47,9 +47,7 @@ def effective_sample_size(draws: Tensor) -> Tensor:
 def _halves(draws: Tensor) -> Tensor:
     """(2 M, S / 2, …) both halves of every chain, in float64; the middle draw of an odd number is dropped."""
     if draws.ndim < 2 or draws.shape[1] < 4:
-        raise ValueError(
-            f"expected draws (M, S, …) with at least four of each chain, got {tuple(draws.shape)}; put the chains first"
-        )
+        raise ValueError(f"expected draws (M, S, …) with S ≥ 4, got {tuple(draws.shape)}; put the chains first")
     no_nan(draws, "draws")
     n = draws.shape[1] // 2
     return torch.cat([draws[:, :n], draws[:, -n:]]).detach().double()

@@ -41,15 +41,11 @@ def distributions(values: Tensor, *, class_axis: int, log: bool) -> Tensor:
     if _some(off):
         place = _first(off)
         remedy = "apply log_softmax first" if log else "apply softmax first"
-        raise ValueError(
-            f"expected {name} that sum to one over axis {class_axis} (tolerance {TOLERANCE}), "
-            f"got {total[place].item():.6g} at {_name(place)}; {remedy}"
-        )
+        got = f"{total[place].item():.6g} at {_name(place)}; {remedy}"
+        raise ValueError(f"expected {name} that sum to one over axis {class_axis} (tolerance {TOLERANCE}), got {got}")
     if not log and _some(values < -TOLERANCE):
         place = _first((values < -TOLERANCE).any(class_axis))
-        raise ValueError(
-            f"expected probabilities of at least zero, got a negative one at {_name(place)}; apply softmax"
-        )
+        raise ValueError(f"expected probabilities of at least zero, got a negative one at {_name(place)}; use softmax")
     leading = values.shape[: class_axis - 1]
     return values.movedim(class_axis, -1).reshape(*leading, -1, values.shape[class_axis])
 
@@ -76,10 +72,8 @@ def same_shape(**tensors: Tensor) -> list[Tensor]:
         raise ValueError(f"expected at least one example in {first_name}, got shape {tuple(first.shape)}; pass data")
     for name, tensor in tensors.items():
         if tensor.shape != first.shape:
-            raise ValueError(
-                f"expected {name} of the shape {tuple(first.shape)} of {first_name}, got {tuple(tensor.shape)}; "
-                "reshape them to one shape"
-            )
+            wanted = f"the shape {tuple(first.shape)} of {first_name}"
+            raise ValueError(f"expected {name} of {wanted}, got {tuple(tensor.shape)}; reshape them to one shape")
         no_nan(tensor, name)
     return [tensor.detach().double() for tensor in tensors.values()]
 
@@ -89,9 +83,7 @@ def gaussians(mean: Tensor, variance: Tensor, *, zero: bool = False) -> tuple[Te
     mean, variance = same_shape(mean=mean, variance=variance)
     if (variance < 0 if zero else variance <= 0).any():
         bound = "at least zero" if zero else "above zero"
-        raise ValueError(
-            f"expected variances {bound}, got {variance.min().item():.6g}; pass variances, not their logarithms"
-        )
+        raise ValueError(f"expected variances {bound}, got {variance.min().item():.6g}; pass variances, not logarithms")
     return mean, variance
 
 
@@ -107,10 +99,8 @@ def targets_of(means: Tensor, y: Tensor) -> Tensor:
     """Targets in float64, of the shape `shape` of members' means (M, *shape)."""
     y = tensor_of(y, torch.float64)
     if means.ndim == 0 or means.shape[1:] != y.shape:
-        raise ValueError(
-            f"expected means of shape (M, {', '.join(map(str, y.shape))}) for these targets, got {tuple(means.shape)}; "
-            "put the members on the first axis"
-        )
+        wanted = f"(M, {', '.join(map(str, y.shape))})"
+        raise ValueError(f"expected means of shape {wanted}, got {tuple(means.shape)}; put the members on axis 0")
     return same_shape(y=y)[0]
 
 
@@ -140,9 +130,8 @@ def class_indices(
     """Flat labels, and the mask of places that are not void (None without ignore_index)."""
     y = tensor_of(y)
     if tuple(y.shape) != tuple(shape):
-        raise ValueError(
-            f"expected {name} of shape {tuple(shape)}, got {tuple(y.shape)}; pass class indices, not one-hot rows"
-        )
+        got = tuple(y.shape)
+        raise ValueError(f"expected {name} of shape {tuple(shape)}, got {got}; pass class indices, not one-hot rows")
     if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
         raise TypeError(f"expected integer class indices in {name}, got {y.dtype}; pass {name}.long()")
     labels = y.detach().long()
@@ -151,10 +140,8 @@ def class_indices(
     if bad.any():
         place = _first(bad)
         remedy = "pass ignore_index if it marks void" if ignore_index is None else f"only {ignore_index} marks void"
-        raise ValueError(
-            f"expected class indices from 0 to {classes - 1} in {name}, got {labels[place].item()} at {_name(place)}; "
-            f"{remedy}"
-        )
+        found = f"{labels[place].item()} at {_name(place)}"
+        raise ValueError(f"expected class indices from 0 to {classes - 1} in {name}, got {found}; {remedy}")
     return labels.flatten(), None if ignore_index is None else keep.flatten()
 
 

@@ -49,10 +49,8 @@ def mixture_total_variation_values(
     both = [(means, variances), (reference_means, reference_variances)]
     pairs = [same_shape(means=m, variances=v) for m, v in both]
     if pairs[0][0].shape[1:] != pairs[1][0].shape[1:]:
-        raise ValueError(
-            f"expected means of the same N inputs and D outputs, got {tuple(means.shape)} and "
-            f"{tuple(reference_means.shape)}; predict both on the same inputs"
-        )
+        got = f"{tuple(means.shape)} and {tuple(reference_means.shape)}"
+        raise ValueError(f"expected means of the same N inputs and D outputs, got {got}; predict both on one x")
     lowest = torch.cat([m - 6 * v.sqrt() for m, v in pairs]).amin(0)  # (N, D)
     highest = torch.cat([m + 6 * v.sqrt() for m, v in pairs]).amax(0)
     least = torch.cat([v for _, v in pairs]).amin(0).sqrt()
@@ -78,9 +76,7 @@ def _density(y: Tensor, means: Tensor, variances: Tensor) -> Tensor:
 
 def _both(probabilities: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
     if probabilities.shape != reference.shape:
-        raise ValueError(
-            f"expected probabilities of the same shape, got {tuple(probabilities.shape)} and {tuple(reference.shape)}; "
-            "predict both on the same inputs"
-        )
+        got = f"{tuple(probabilities.shape)} and {tuple(reference.shape)}"
+        raise ValueError(f"expected probabilities of the same shape, got {got}; predict both on the same inputs")
     mine, theirs = (not_empty(distributions(each, class_axis=1, log=False)) for each in (probabilities, reference))
     return mine, theirs

@@ -143,9 +143,8 @@ def per_image_ood(
         if mask.dtype != torch.bool:
             raise TypeError(f"expected a boolean mask in {name}, got {mask.dtype}; pass for example labels == index")
         if mask.shape != score.shape:
-            raise ValueError(
-                f"expected {name} of shape {tuple(score.shape)}, got {tuple(mask.shape)}; pass one entry per pixel"
-            )
+            got = tuple(mask.shape)
+            raise ValueError(f"expected {name} of shape {tuple(score.shape)}, got {got}; pass one entry per pixel")
     no_nan(score if void is None else score.masked_fill(void, 0), "score")
     results = []
     for i in range(len(score)):
@@ -155,9 +154,7 @@ def per_image_ood(
             counts = _counts(score_in, score_ood)
             results.append(torch.stack([counts.auroc(), counts.aupr(), counts.fpr(recall, rule)]))
     if not results:
-        raise ValueError(
-            f"expected an image with both OOD and other pixels, got none among {len(score)}; check the mask in ood"
-        )
+        raise ValueError(f"expected an image with both OOD and other pixels, got none of {len(score)}; check ood")
     means = torch.stack(results).mean(0)
     return PerImageOOD(means[0], means[1], means[2], len(results))
 

@@ -137,9 +137,7 @@ class ScoreHistogram(NamedTuple):
 
     def _ranked(self) -> RankedCounts:
         if not (self.in_counts.any() and self.ood_counts.any()):
-            raise ValueError(
-                "expected in-distribution and OOD scores, got none of at least one kind; update with both first"
-            )
+            raise ValueError("expected in-distribution and OOD scores, got none of one kind; update with both first")
         used = (self.in_counts + self.ood_counts) > 0
         return RankedCounts(self.in_counts[used].flip(0), self.ood_counts[used].flip(0))
 

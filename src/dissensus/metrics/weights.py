@@ -9,9 +9,7 @@ from torch import Tensor
 def weighted(weights: Tensor, count: int, name: str = "weights") -> Tensor:
     """Checked weights (..., N) in float64: one per example, non-negative, with a positive sum."""
     if weights.ndim == 0 or weights.shape[-1] != count:
-        raise ValueError(
-            f"expected {name} of shape (..., {count}), got {tuple(weights.shape)}; pass one weight per example"
-        )
+        raise ValueError(f"expected {name} (..., {count}), got {tuple(weights.shape)}; pass one weight per example")
     weights = weights.detach().double()
     total = weights.sum(-1)
     if not (weights.amin() >= 0) or not ((total > 0) & total.isfinite()).all():

@@ -32,9 +32,7 @@ def write_report(results: Results, path: str | Path) -> list[Path]:
     """Writes results.csv, report.md and report.html into the folder `path`, or one file by its suffix; returns the paths."""
     path = Path(path)
     if path.suffix and path.suffix not in SUFFIXES and not path.is_dir():
-        raise ValueError(
-            f"expected a folder or a file ending in .csv, .md, .html or .tex, got {path}; choose one of them"
-        )
+        raise ValueError(f"expected a folder or a .csv, .md, .html or .tex file, got {path}; choose one of them")
     targets = {path.suffix: path} if one_file(path) else {end: path / name for end, name in NAMES.items()}
     if not speaks():  # the first process of a mesh writes
         return list(targets.values())

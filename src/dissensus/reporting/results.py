@@ -73,18 +73,15 @@ class Results:
 def results_of_evaluations(evaluations: Mapping[str, Evaluation | Sequence[Evaluation]], title: str) -> Results:
     """Results from evaluations by name: one Evaluation, or a list with one per seed."""
     if not isinstance(evaluations, Mapping):
-        raise TypeError(
-            f"expected a dict of name -> Evaluation, got {type(evaluations).__name__}; pass {{'map': evaluate(...), ...}}"
-        )
+        got = type(evaluations).__name__
+        raise TypeError(f"expected a dict of name -> Evaluation, got {got}; pass {{'map': evaluate(...), ...}}")
     if not evaluations:
         raise ValueError("expected a dict of name -> Evaluation, got an empty one; pass {'map': evaluate(...), ...}")
     methods: dict[str, list[Evaluation]] = {}
     for name, value in evaluations.items():
         several = [value] if not isinstance(value, Sequence) else list(value)
         if not several or not all(isinstance(each, Evaluation) for each in several):
-            raise TypeError(
-                f"expected an Evaluation for {name!r}, got {type(value).__name__}; pass the result of evaluate"
-            )
+            raise TypeError(f"expected an Evaluation for {name!r}, got {type(value).__name__}; pass evaluate's result")
         methods[str(name)] = several
     kinds = sorted({each.kind for several in methods.values() for each in several})
     if len(kinds) > 1:

@@ -179,10 +179,8 @@ def activation_of(given: str | nn.Module | Activation) -> Activation:
     if isinstance(given, nn.Softplus) and given.beta == 1:
         return ACTIVATIONS["softplus"]
     what = repr(given) if isinstance(given, str) else type(given).__name__
-    raise ValueError(
-        f"expected an activation of {', '.join(ACTIVATIONS)}, got {what}; "
-        "name one of them, or pass theory.Smooth(function) for your own smooth function"
-    )
+    advice = "name one of them, or pass theory.Smooth(function)"
+    raise ValueError(f"expected an activation of {', '.join(ACTIVATIONS)}, got {what}; {advice}")
 
 
 def is_expanded(layer: nn.Module) -> bool:

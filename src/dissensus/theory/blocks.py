@@ -125,10 +125,8 @@ def posterior_blocks(
     own = {n: p for n, p in particles.own_parameters().items() if n.startswith("network.")}
     trained = {name: p for name, p in shared.items() if p.requires_grad}
     if not trained or particles.members < 2:
-        raise TypeError(
-            f"expected members that share weights, got {type(posterior).__name__} with {particles.members} member(s) and "
-            f"{len(trained)} shared tensors; pass a BatchEnsemble or a DropoutEnsemble, or each network to empirical_ntk"
-        )
+        got = f"{type(posterior).__name__} with {particles.members} member(s) and {len(trained)} shared tensors"
+        raise TypeError(f"expected members that share weights, got {got}; pass a BatchEnsemble or a DropoutEnsemble")
     rest = {name: p.detach() for name, p in shared.items() if name not in trained}
     buffers, fixed = particles.shared_buffers(), {n: p for n, p in own.items() if not p.requires_grad}
 

@@ -80,15 +80,11 @@ def spectrum(theta: Tensor) -> tuple[Tensor, Tensor]:
     theta = theta.to(torch.float64)
     square = theta.ndim == 2 and theta.shape[0] == theta.shape[1]
     if not square or not torch.allclose(theta, theta.T, rtol=0, atol=1e-5 * float(theta.abs().max())):
-        raise ValueError(
-            f"expected a symmetric kernel, got another of shape {tuple(theta.shape)}; pass the kernel of x with itself"
-        )
+        raise ValueError(f"expected a symmetric kernel, got {tuple(theta.shape)}; pass the kernel of x with itself")
     values, vectors = torch.linalg.eigh((theta + theta.T) / 2)
     if float(values.min()) < -1e-5 * max(float(values.max()), 0.0) or float(values.max()) < 0:
-        raise ValueError(
-            f"expected a kernel without negative eigenvalues, got {float(values.min()):.3g} beside "
-            f"{float(values.max()):.3g}; pass a tangent kernel"
-        )
+        got = f"{float(values.min()):.3g} beside {float(values.max()):.3g}"
+        raise ValueError(f"expected a kernel without negative eigenvalues, got {got}; pass a tangent kernel")
     return values.clamp(min=0), vectors
 
 

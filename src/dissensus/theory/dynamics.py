@@ -87,9 +87,7 @@ class EnsembleDynamics:
         """
         expected = (self.members_count, *self._targets.shape)
         if initial.shape != expected:
-            raise ValueError(
-                f"expected initial outputs of shape {expected}, got {tuple(initial.shape)}; put members first"
-            )
+            raise ValueError(f"expected initial outputs {expected}, got {tuple(initial.shape)}; put members first")
         on_train = initial.to(torch.float64)
         on_points = on_train if at_points is None else at_points.to(torch.float64)
         n = self._kernels[1].gp_same.shape[0]

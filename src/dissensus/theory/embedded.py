@@ -104,7 +104,5 @@ def laws_of(laws: Modulation | Sequence[Modulation], depth: int, name: str) -> l
     """One law for each hidden layer."""
     given = [laws] * depth if isinstance(laws, Modulation) else list(laws)
     if len(given) != depth or not all(isinstance(law, Modulation) for law in given):
-        raise ValueError(
-            f"expected one Modulation or {depth} for {name}, got {laws!r}; pass Modulation.sign(), or a list"
-        )
+        raise ValueError(f"expected one Modulation or {depth} for {name}, got {laws!r}; pass Modulation.sign()")
     return given

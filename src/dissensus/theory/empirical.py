@@ -49,10 +49,8 @@ def empirical_ntk(
         raise ValueError("expected parameters that require gradients, got none; call module.requires_grad_()")
     mixing = [each for each in module.modules() if isinstance(each, _MIXES)]
     if any(each.training or getattr(each, "running_mean", each) is None for each in mixing):
-        raise ValueError(
-            "expected batch norm and dropout in eval mode, with running statistics, got others; call module.eval(), so that "
-            "each input's outputs depend on this input only"
-        )
+        got = "others; call module.eval(), so that each input's outputs depend on this input only"
+        raise ValueError(f"expected batch norm and dropout in eval mode, with running statistics, got {got}")
     network, some = Flat(module), torch.cat([x1[:2], second[-2:]])
     with exact_convolutions():
         outputs = check_rows(network, some)
@@ -61,10 +59,8 @@ def empirical_ntk(
             for way in WAYS[name]:
                 if way is PLAIN or agrees(way, network, some, outputs):
                     return way(network, x1, second, outputs=outputs, result=result, memory=memory)
-    raise ValueError(
-        f"expected a network for which method={method!r} works, got one where it fails or disagrees with plain "
-        "autograd; pass method='auto'"
-    )
+    got = "one where it fails or disagrees with plain autograd"
+    raise ValueError(f"expected a network for which method={method!r} works, got {got}; pass method='auto'")
 
 
 class Flat(nn.Module):
@@ -86,10 +82,8 @@ def check_rows(network: Flat, x: Tensor) -> int:
         together, alone = network(x), torch.cat([network(row) for row in x[:, None]])
     atol = 10 * torch.finfo(alone.dtype).eps ** 0.5 * float(alone.abs().max())
     if together.shape != alone.shape or not torch.allclose(together, alone, rtol=0, atol=atol, equal_nan=True):
-        raise ValueError(
-            "expected outputs that do not depend on other inputs of the batch, got different ones for a single input; put "
-            "the batch axis first, and remove batch statistics and random numbers"
-        )
+        advice = "put the batch axis first, and remove batch statistics and random numbers"
+        raise ValueError(f"expected the same outputs for an input alone and in a batch, got different ones; {advice}")
     return alone.shape[1]
 
 

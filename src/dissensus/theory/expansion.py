@@ -56,10 +56,9 @@ def _check_smooth(table: Tensor, weights: Tensor) -> None:
     share = energy[..., half:].sum(-1) / energy.sum(-1).clamp(min=1e-300)
     worst = float(share.max())
     if not worst < TAIL:
-        raise ValueError(
-            f"expected a smooth activation, got one with a share {worst:.1e} of its expansion beyond degree {half}, more than "
-            f"{TAIL:.0e}; pass smaller weight variances, or 'relu' or 'leaky_relu', which have closed forms"
-        )
+        got = f"a share {worst:.1e} of its expansion beyond degree {half}"
+        advice = "pass smaller weight variances, or 'relu' or 'leaky_relu', which have closed forms"
+        raise ValueError(f"expected a smooth activation, got {got}, above {TAIL:.0e}; {advice}")
 
 
 @lru_cache(maxsize=8)

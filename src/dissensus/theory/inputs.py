@@ -27,10 +27,8 @@ def checked_pair(x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor]:
             row = int((~x.isfinite()).nonzero()[0, 0])
             raise ValueError(f"expected finite inputs, got NaN or infinity in row {row}; clean the data")
     if x1.shape[1:] != second.shape[1:]:
-        raise ValueError(
-            f"expected examples of one shape, got {tuple(x1.shape[1:])} and {tuple(second.shape[1:])}; "
-            "pass inputs of the same shape"
-        )
+        got = f"{tuple(x1.shape[1:])} and {tuple(second.shape[1:])}"
+        raise ValueError(f"expected examples of one shape, got {got}; pass inputs of the same shape")
     first = x1.detach()
     return first, first if second is x1 else second.detach()
 
@@ -44,17 +42,14 @@ def check_some(x: batches.Inputs) -> None:
 def check_kernels(*kernels: Tensor) -> None:
     """Raises if a kernel overflowed float64."""
     if not all(bool(kernel.isfinite().all()) for kernel in kernels):
-        raise ValueError(
-            "expected inputs whose squares fit into float64, got a kernel of NaN or infinity; scale the inputs down"
-        )
+        raise ValueError("expected inputs whose squares fit float64, got a kernel of NaN or infinity; scale them down")
 
 
 def check_budget(needed: int, memory: int, what: str, do: str) -> None:
     """Raises, before anything is computed, if `needed` bytes exceed `memory`."""
     if needed > memory:
-        raise ValueError(
-            f"expected {what} within {readable(memory)}, got {readable(needed)}; {do}, or pass memory={needed}"
-        )
+        got = f"{readable(needed)}; {do}, or pass memory={needed}"
+        raise ValueError(f"expected {what} within {readable(memory)}, got {got}")
 
 
 def variance_of(name: str, value: float) -> float:

@@ -30,6 +30,7 @@ from dissensus.theory.covariances import (
 )
 from dissensus.theory.inputs import check_budget, check_kernels, checked_pair, variance_of
 
+MEASURE = "measure the network with theory.empirical_ntk"
 KNOWN = "Linear, Conv2d, Flatten, AvgPool2d, AdaptiveAvgPool2d(1), nets.Residual and activations"
 READ = (nn.Sequential, MLP, nn.Linear, NTKLinear, nn.Conv2d, nn.Flatten, nn.AvgPool2d, nn.AdaptiveAvgPool2d, Residual)
 TEMPORARIES = 8  # tensors of a covariance's size in memory at a time
@@ -145,15 +146,11 @@ def _check_described(network: nn.Module) -> None:
     for name, part in network.named_modules():
         written = not part.forward.__module__.startswith(("torch.", "dissensus.")) and isinstance(part, READ)
         if part._forward_hooks or part._forward_pre_hooks or is_parametrized(part) or written:
-            raise ValueError(
-                f"expected plain layers, got hooks, a parametrization or another forward in "
-                f"{name or 'the network'!r}; remove them, or measure the network with theory.empirical_ntk"
-            )
+            got = f"hooks, a parametrization or another forward in {name or 'the network'!r}"
+            raise ValueError(f"expected plain layers, got {got}; remove them, or {MEASURE}")
     held = [id(p) for _, p in network.named_parameters(remove_duplicate=False)]
     if len(held) != len(set(held)):
-        raise ValueError(
-            "expected separate weights for each layer, got one in two places; measure with theory.empirical_ntk"
-        )
+        raise ValueError(f"expected separate weights for each layer, got one in two places; {MEASURE}")
 
 
 def _steps(network: nn.Module) -> Iterator[nn.Module]:
@@ -236,15 +233,10 @@ def _moments(layer: nn.Linear | NTKLinear | nn.Conv2d, fan_in: int, law: _Law) -
 def _residual(layer: Residual, units: Units, law: _Law, width: int) -> Units:
     branch = _through(list(_steps(layer.branch)), units, law, width=width)
     if branch.weighted == units.weighted or not branch.gaussian:
-        raise ValueError(
-            "expected a Residual whose branch ends in Linear or Conv2d, got another last layer; "
-            "end it so: only fresh weights make the branch independent of its input"
-        )
+        raise ValueError("expected a Residual whose branch ends in Linear or Conv2d, got another last layer; add one")
     if branch.cross.shape != units.cross.shape:
-        raise ValueError(
-            f"expected a branch that keeps the image's size, got {tuple(branch.cross.shape[:2])} from "
-            f"{tuple(units.cross.shape[:2])}; pad its convolutions"
-        )
+        got = f"{tuple(branch.cross.shape[:2])} from {tuple(units.cross.shape[:2])}"
+        raise ValueError(f"expected a branch that keeps the image's size, got {got}; pad its convolutions")
     return replace(
         units,
         cross=units.cross + branch.cross,
@@ -258,14 +250,8 @@ def _activation(layer: nn.Module, units: Units) -> Units:
     try:
         activation = activation_of(layer)
     except ValueError:
-        raise ValueError(
-            f"expected layers with a known kernel, got {type(layer).__name__}; norm layers and dropout have none here: leave "
-            f"it out, or measure the network with theory.empirical_ntk. Known layers: {KNOWN}, which are "
-            f"{', '.join(ACTIVATIONS)}"
-        ) from None
+        advice = f"leave it out, or {MEASURE}. Known layers: {KNOWN}, which are {', '.join(ACTIVATIONS)}"
+        raise ValueError(f"expected layers with a known kernel, got {type(layer).__name__}; {advice}") from None
     if not units.gaussian:
-        raise ValueError(
-            f"expected a Linear or Conv2d right before {type(layer).__name__}, got none; "
-            "add one: activations need Gaussian inputs"
-        )
+        raise ValueError(f"expected a Linear or Conv2d right before {type(layer).__name__}, got none; add one")
     return activated(units, activation)

@@ -113,9 +113,8 @@ def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = Non
     """
     modulations: dict[str, Tensor] | None = getattr(posterior, "modulations", None)
     if modulations is None:
-        raise TypeError(
-            f"expected an embedded ensemble, got {type(posterior).__name__}; pass a BatchEnsemble or a DropoutEnsemble"
-        )
+        got = type(posterior).__name__
+        raise TypeError(f"expected an embedded ensemble, got {got}; pass a BatchEnsemble or a DropoutEnsemble")
     embedded: Any = posterior
     members, gamma = posterior.particles.members, float(embedded.gamma)
     correlation, between = wide_limit(posterior, modulations) if members > 1 else (0.0, 0.0)

@@ -38,9 +38,7 @@ def gp_predict(
     one_of("kind", kind, ("nngp", "ntk"))
     number("noise", noise, least=0, hint="it is a standard deviation")
     if len(y) != len(x) or y.ndim not in (1, 2):
-        raise ValueError(
-            f"expected targets of shape ({len(x)},) or ({len(x)}, D), got {tuple(y.shape)}; pass one target per input"
-        )
+        raise ValueError(f"expected {len(x)} targets, (N,) or (N, D), got {tuple(y.shape)}; pass one target per input")
     targets = (y if y.ndim == 2 else y[:, None]).to(torch.float64)
     train, towards, own = kernel(x, None), kernel(points, x), kernel(points, None)
     solved, cross = (train.nngp, towards.nngp) if kind == "nngp" else (train.ntk, towards.ntk)
@@ -64,8 +62,7 @@ def _cholesky(matrix: Tensor, ridge: float) -> Tensor:
     scale = float(matrix.diagonal().mean())
     if int(trouble) or smallest <= 1e-14 * scale:
         suggested = 1e-8 * scale + max(0.0, -smallest)
-        raise ValueError(
-            f"expected a positive definite kernel, got a smallest eigenvalue of {smallest:.2g} with {ridge:.2g} on the "
-            f"diagonal; pass jitter={suggested:.1g}, a noise above 0, or inputs that differ"
-        )
+        got = f"a smallest eigenvalue of {smallest:.2g} with {ridge:.2g} on the diagonal"
+        advice = f"pass jitter={suggested:.1g}, a noise above 0, or inputs that differ"
+        raise ValueError(f"expected a positive definite kernel, got {got}; {advice}")
     return factor

@@ -51,8 +51,8 @@ def test_an_axis_may_have_values_of_its_own(load):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("= [0.1, 0.5]", "= 0.1", "expected a list of values for method.mc_dropout.rate"),
-        ('label = "dropout rate"', "values = [1]", "expected a list of values for method.mc_dropout.rate"),
+        ("= [0.1, 0.5]", "= 0.1", "expected a method.mc_dropout.rate for each of"),
+        ('label = "dropout rate"', "values = [1]", "expected a method.mc_dropout.rate for each of"),
         ('label = "dropout rate"', 'lable = "rate"', "expected a key of .grid.rate.*'lable'"),
         ('"data.label_noise" = [0.0, 0.2]', "log = true", "expected a setting in .grid.noise., got none"),
         ("samples = 3", "rate = 0.3", "expected method.mc_dropout.rate in .grid.rate. only"),

@@ -92,7 +92,7 @@ def test_numbers_of_a_region_are_means_over_it():
 def test_predictions_of_another_grid_are_one_error(shape):
     found = line(torch.zeros(1, 1), window=(0.0, 3.0), intervals=((0.0, 1.0), (2.0, 3.0)), points=31)
     means = torch.randn(*shape)
-    with pytest.raises(ValueError, match=r"expected predictions at the 31 points of the grid, got Regression.*--again"):
+    with pytest.raises(ValueError, match=r"expected predictions at all grid points, got Regression.*--again"):
         with_grid(NOTHING, RegressionPredictive(means, torch.ones_like(means)), found, torch.zeros(1, 1))
 
 

@@ -96,6 +96,6 @@ def test_several_networks_train_on_their_own():
 
 def test_several_networks_do_not_start_from_one_file():
     sets = ["network.name=MLP", "network.inputs=2", "network.outputs=2"]
-    with pytest.raises(ValueError, match=r"got swag, whose 4 networks would all start equal .* or networks"):
+    with pytest.raises(ValueError, match=r"got swag, whose 4 networks would all start equal; .* or networks"):
         converted_config("swag", [*sets, "method.networks=4"])
     assert converted_config("swag", [*sets, "method.networks=1"]).settings == {"networks": 1}

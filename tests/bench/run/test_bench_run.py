@@ -174,7 +174,7 @@ def test_the_precision_of_predictions_belongs_to_the_run(tmp_path):
     ):
         moons("map", "evaluation.precision=float16", folder=tmp_path / "third")
     calibrated = ("evaluation.precision=bf16", "calibration.method=temperature", "data.calibration=20")
-    with pytest.raises(ValueError, match=r"expected predictions in float32 for \[calibration\]"):
+    with pytest.raises(ValueError, match=r"expected float32 predictions for \[calibration\]"):
         moons("map", *calibrated, folder=tmp_path / "fourth").begin()
 
 

@@ -72,10 +72,7 @@ def _axis(name: str, table: Mapping[str, Any], task: Task) -> Axis:
     values = table.get("values", next(iter(settings.values())))
     for key, several in settings.items():
         if not isinstance(several, list) or not isinstance(values, list) or len(several) != len(values):
-            raise ValueError(
-                f"expected a list of values for {key} in [grid.{name}], as long as that of the axis, {values!r}, "
-                f"got {several!r}; give one for each cell"
-            )
+            raise ValueError(f"expected a {key} for each of {values!r} in [grid.{name}], got {several!r}; pass a list")
         _check_alone(key, task.settings, f"[grid.{name}]")
     numbers = [float(number(f"grid.{name}: a value of the axis", each)) for each in values]
     return Axis(name, str(table.get("label", name)), bool(table.get("log", False)), numbers, settings)

@@ -41,9 +41,7 @@ class Learner:
             return TaskRows(inputs, empty if self.classes else empty[:, None].double())
         targets = self._values(y, what) if self.kind == "regression" else self._labels(y, what)
         if len(targets) != len(inputs):
-            raise ValueError(
-                f"expected a target for each of {len(inputs)} rows in {what}, got {len(targets)}; pass one target per row"
-            )
+            raise ValueError(f"expected {len(inputs)} targets in {what}, got {len(targets)}; pass one per row")
         return TaskRows(inputs, targets)
 
     def _pair(self, given: Any, what: str, *, labelled: bool = True) -> tuple[Any, Any]:
@@ -56,9 +54,8 @@ class Learner:
     def _values(self, y: Any, what: str) -> Tensor:
         values = as_array(y)
         if values.dtype.kind not in "fiu" or values.ndim not in (1, 2):
-            raise ValueError(
-                f"expected numbers (N,) or (N, D) as y of {what}, got {values.dtype} {values.shape}; {HINT}"
-            )
+            got = f"{values.dtype} {values.shape}"
+            raise ValueError(f"expected numbers (N,) or (N, D) as y of {what}, got {got}; {HINT}")
         found = torch.from_numpy(np.require(values, np.float64, ["C", "W"]))
         found = found[:, None] if found.ndim == 1 else found
         check_finite_rows(found, what=f"targets of {what}")
@@ -72,16 +69,12 @@ class Learner:
             raise ValueError(f"expected class labels (N,) as y of {what}, got {values.dtype} {values.shape}; {HINT}")
         if self.levels is None:
             if values.dtype.kind not in "iu":
-                raise ValueError(
-                    f"expected whole numbers as labels of {what}, as in the training rows, got {values.dtype}; label all alike"
-                )
+                raise ValueError(f"expected whole numbers as labels of {what}, got {values.dtype}; label all alike")
             return torch.from_numpy(values.astype(np.int64))
         place = {level: i for i, level in enumerate(self.levels)}
         if strange := [value for value in dict.fromkeys(values.tolist()) if value not in place]:
-            raise ValueError(
-                f"expected the classes of the training rows ({', '.join(self.classes)}) in {what}, got {strange[0]!r} too; "
-                "add training rows of it, or remove its rows"
-            )
+            known = f"the training classes ({', '.join(self.classes)})"
+            raise ValueError(f"expected {known} in {what}, got {strange[0]!r} too; train on it too, or remove its rows")
         return torch.tensor([place[value] for value in values.tolist()], dtype=torch.int64)
 
 
@@ -97,10 +90,8 @@ def _inputs(x: Any, what: str) -> Tensor:
     if values.dtype == np.uint8 and values.ndim in (3, 4):
         return torch.from_numpy(pixels(values, what))
     if values.dtype.kind not in "fiub" or values.ndim < 2 or not values.size:
-        raise ValueError(
-            f"expected uint8 images (N, C, H, W) or numbers (N, D) as x of {what}, got {values.dtype} {values.shape}; "
-            "convert them"
-        )
+        got = f"{values.dtype} {values.shape}"
+        raise ValueError(f"expected x of {what} as uint8 (N, C, H, W) or numbers (N, D), got {got}; convert it")
     wanted = values.dtype if values.dtype in (np.float32, np.float64) else np.dtype(np.float64)
     found = torch.from_numpy(np.require(values, wanted.newbyteorder("="), ["C", "W"]))
     check_finite_rows(found.flatten(1), what=f"inputs of {what}")

@@ -30,10 +30,8 @@ def made_rows(name: str, asked: Asked, **options: Any) -> LearnedRows:
     with fitting(f"the data of {name}"), _seeded(asked.seed):
         found = make(**options)
     if not isinstance(found, Mapping) or not {"train", "test"} <= found.keys():
-        raise ValueError(
-            f'expected a dict with "train" and "test", each (x, y), from {name}, got {type(found).__name__}'
-            f"{f' with {sorted(map(str, found))}' if isinstance(found, Mapping) else ''}; return both"
-        )
+        got = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+        raise ValueError(f'expected a dict with "train" and "test", each (x, y), from {name}, got {got}; return both')
     for key in found:
         one_of(f"a key of what {name} returns", key, MADE)
     learn = Learner(asked.kind, found["train"], f"train of {name}", found.get("classes"))
@@ -133,9 +131,7 @@ def table_rows(
         if column is None:
             one_of(f"the target, a column of {name}", target, columns)
         if missing := int(column.isna().sum()):
-            raise ValueError(
-                f"expected a target in every row of {name}, got {missing} without {target}; drop these rows"
-            )
+            raise ValueError(f"expected {target} in every row of {name}, got {missing} without; drop these rows")
         values = column.to_numpy()
         if asked.kind == "regression":
             return np.asarray(values, dtype=np.float64)
@@ -173,18 +169,13 @@ def read_table(path: Path) -> Any:
     try:
         import pandas
     except ImportError as error:
-        raise ValueError(
-            f"expected pandas to read {path}, got none; install it: pip install 'dissensus[sklearn]'"
-        ) from error
+        raise ValueError(f"expected pandas to read {path}, got none; pip install 'dissensus[sklearn]'") from error
     readers: dict[str, Callable[..., Any]] = {".csv": pandas.read_csv, ".parquet": pandas.read_parquet}
     one_of("a table's file, by its suffix,", path.suffix, readers)
     with fitting(f"{path}", wanted="a table in", remedy="save it again"):
         frame = readers[path.suffix](path)
     if path.suffix == ".csv" and list(frame.index) != list(range(len(frame))):  # pandas makes the first values an index
-        raise ValueError(
-            f"expected as many values as names in every row of {path}, got one value more; name the first column too, or "
-            "remove the commas at the ends of rows"
-        )
+        raise ValueError(f"expected a name for each column of {path}, got one too few; name all, or drop final commas")
     names = list(frame.columns)
     while (
         names

@@ -122,10 +122,7 @@ def task_data(
             _check_like(training, rows, each, named)
         for each in dict.fromkeys(listed(settings.get(key, []))):
             if Path(each).stem in found:
-                raise ValueError(
-                    f"expected sets of different names in data.{key}, got two that would be called {Path(each).stem!r}; "
-                    "rename a file"
-                )
+                raise ValueError(f"expected different names in data.{key}, got {Path(each).stem!r} twice; rename one")
             file = Path(each).suffix in FILES
             rows = read(each, key == "shift") if file else known[one_of("a set", each, known)](folder, **options)
             _check_like(training, rows, each, named)
@@ -175,10 +172,8 @@ def _of_inputs(training: TaskRows, how: str) -> Standardiser:
     if how == "training":
         return _of_numbers(training.x)
     if how != "none" and not (images and (how == "unit" or training.x.shape[1] == 3)):
-        raise ValueError(
-            f'expected images{" of 3 channels" * (how == "imagenet")} for data.standardise = "{how}", got inputs of shape '
-            f'{tuple(training.x.shape[1:])}; choose "training" or "none"'
-        )
+        got = f'inputs of shape {tuple(training.x.shape[1:])}; choose "training" or "none"'
+        raise ValueError(f'expected {"RGB " * (how == "imagenet")}images for data.standardise = "{how}", got {got}')
     if how == "imagenet":
         mean, std = (torch.tensor(each, dtype=torch.float64)[:, None, None] for each in IMAGENET)
         return Standardiser(mean, std)
@@ -208,19 +203,13 @@ def _check_like(training: TaskRows, rows: TaskRows, name: str, classes: tuple[st
     outside = (rows.y < 0) | (rows.y >= len(classes))
     if classes and outside.any():
         row = int(outside.nonzero()[0, 0])
-        raise ValueError(
-            f"expected labels from 0 to {len(classes) - 1} in {name!r}, as many classes as the training set has, got "
-            f"{int(rows.y[row])} in row {row}; number classes equally in all files (npz tasks: set data.classes)"
-        )
+        got, advice = f"{int(rows.y[row])} in row {row}", "number classes as in training (npz tasks: set data.classes)"
+        raise ValueError(f"expected labels from 0 to {len(classes) - 1} in {name!r}, got {got}; {advice}")
     if rows.x.shape[1:] != training.x.shape[1:]:
-        raise ValueError(
-            f"expected inputs of shape {tuple(training.x.shape[1:])} in {name!r}, as in the training set, "
-            f"got {tuple(rows.x.shape[1:])}; choose another set, or resize its images first"
-        )
+        shapes = f"{tuple(training.x.shape[1:])} in {name!r}, as in the training set, got {tuple(rows.x.shape[1:])}"
+        raise ValueError(f"expected inputs of shape {shapes}; choose another set, or resize its images first")
     if (rows.x.dtype == torch.uint8) != (
         training.x.dtype == torch.uint8
     ):  # pixels are read as x / 255, numbers are not
-        raise ValueError(
-            f"expected inputs of the training set's dtype, {training.x.dtype}, in {name!r}, got {rows.x.dtype}; save "
-            "pixels as uint8 in all files, or numbers in all"
-        )
+        got = f"{rows.x.dtype}; save pixels as uint8 in all files, or numbers in all"
+        raise ValueError(f"expected inputs of the training set's dtype, {training.x.dtype}, in {name!r}, got {got}")

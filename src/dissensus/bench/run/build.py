@@ -74,20 +74,15 @@ def check_complete(config: RunConfig, *, converted: bool = False) -> None:
     key, count = counted(config)
     weights = converted or "weights" in config.network
     if weights and count > 1:
-        raise ValueError(
-            f"expected one network with weights from a file, got {config.method}, whose {count} {key} would all start equal "
-            f"and learn the same; leave the weights out, or {'the method' if key == 'members' else key}"
-        )
+        advice = f"leave the weights out, or {'the method' if key == 'members' else key}"
+        got = f"{config.method}, whose {count} {key} would all start equal"
+        raise ValueError(f"expected one network with weights from a file, got {got}; {advice}")
     if training["epochs"] == 0 and not weights:
-        raise ValueError(
-            f"expected network.weights for {config.method} with training.epochs = 0, got none; the network would stay "
-            "random: set epochs to 1 or more, or name a file of weights"
-        )
+        got = "none: the network would stay random; set epochs to 1 or more, or name a file of weights"
+        raise ValueError(f"expected network.weights for {config.method} with training.epochs = 0, got {got}")
     if training.get("patience") is not None and method.judged_by is None:
-        raise ValueError(
-            f"expected no training.patience for {config.method}, which collects a trajectory over the whole run, got "
-            f"{training['patience']}; leave it out, or run that method in a separate task"
-        )
+        got = f"{training['patience']}; leave it out, or run that method in a separate task"
+        raise ValueError(f"expected no training.patience for {config.method}, which collects a trajectory, got {got}")
 
 
 def required(method: type[Posterior]) -> list[str]:
@@ -168,10 +163,8 @@ def try_network(config: RunConfig, load: Callable[[], TaskData], *, folders: Seq
             outputs = batches.call(made, x)
         wanted = output_count(config, data)
         if outputs.ndim < 2 or outputs.shape[1] != wanted:
-            raise ValueError(
-                f"expected {wanted} outputs of {name} for these data, got a tensor of shape {tuple(outputs.shape)}; set "
-                f"their number in [network], for example network.num_classes = {wanted}"
-            )
+            advice = f"set their number in [network], for example network.num_classes = {wanted}"
+            raise ValueError(f"expected {wanted} outputs of {name}, got shape {tuple(outputs.shape)}; {advice}")
 
 
 def saved(folder: Path, config: RunConfig, load: Callable[[], TaskData]) -> Posterior:
@@ -203,10 +196,8 @@ def try_method(config: RunConfig, load: Callable[[], TaskData], *, folders: Sequ
             storage.save(made, Path(folder) / "posterior")
             saved(Path(folder), config, load)
         except Exception as error:  # whatever its config() and skeleton() raise
-            raise ValueError(
-                f"expected {config.method} to be saved and loaded, got an error ({error}); let config() hold the arguments "
-                "that skeleton() passes to its constructor"
-            ) from error
+            got = f"an error ({error}); let config() hold the arguments that skeleton() passes to its constructor"
+            raise ValueError(f"expected {config.method} to be saved and loaded, got {got}") from error
 
 
 def own_parts(config: RunConfig, load: Callable[[], TaskData] | None) -> dict[str, str]:

@@ -69,19 +69,15 @@ def to_do(posterior: Posterior) -> str | None:
 def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
     """The config of a conversion, as for a run; raises for settings that are unknown, missing or not read."""
     if counted_by(method_class(method)) == "members":
-        raise ValueError(
-            f"expected a method of one network, got {method}, whose members would all be equal; choose one of "
-            f"{', '.join(name for name, kind in METHODS.items() if counted_by(kind) != 'members')}"
-        )
+        one = ", ".join(name for name, kind in METHODS.items() if counted_by(kind) != "members")
+        raise ValueError(f"expected a method of one network, got {method} with equal members; choose one of {one}")
     settings: Settings = {**UNREAD, "methods": [method], "network": {}, "method": {method: {}}}
     # The network's name first: the other keys of its section depend on it.
     for override in sorted(overrides, key=lambda each: each.partition("=")[0].strip() != "network.name"):
         key = override.partition("=")[0].strip()
         if key.partition(".")[0] not in SECTIONS or key == "network.weights":
-            raise ValueError(
-                f"expected a value of {', '.join(SECTIONS)} for --set, got {override!r}; a conversion reads only these, and "
-                "the file of weights is an argument"
-            )
+            got = f"{override!r}; a conversion reads only these, and the file of weights is an argument"
+            raise ValueError(f"expected a value of {', '.join(SECTIONS)} for --set, got {got}")
         settings = overridden(settings, override, sections=SECTIONS)
     check_read(overrides, [method])
     check_task(settings, "the command line")

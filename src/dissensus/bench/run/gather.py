@@ -37,10 +37,8 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
         config, made = run.config, run.provenance
         other = seen.setdefault((config.method, config.seed), run)
         if other is not run:  # it is unclear which of them counts
-            raise ValueError(
-                f"expected one run of each method and seed in a report, got {config.method} with seed {config.seed} in "
-                f"{other.folder} and in {run.folder}; name one of them, or make one report for each folder"
-            )
+            what = f"{config.method} with seed {config.seed} in {other.folder} and in {run.folder}"
+            raise ValueError(f"expected one run of each method and seed in a report, got {what}; name one of them")
         origin = {"task": config.task, "size": config.size, "method": config.method, "seed": config.seed}
         origin |= {key: made.get(key, "") for key in ("commit", "dissensus", "torch", "device")}
         methods.setdefault(config.method, []).append(evaluation)

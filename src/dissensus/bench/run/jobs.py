@@ -141,10 +141,7 @@ def begun(
             run.begin()
     ranks.wait()
     if not all((run.folder / "config.toml").is_file() for run in runs):
-        raise FileNotFoundError(
-            f"expected a folder that all processes see, got {out}, which only the first sees; choose an --out on a shared "
-            "file system"
-        )
+        raise FileNotFoundError(f"expected a folder that all processes see, got {out}; choose a shared --out")
     return runs
 
 
@@ -174,9 +171,7 @@ def report_runs(
     evaluations = []
     for run in runs:
         if not (run.folder / "metrics.json").is_file():
-            raise FileNotFoundError(
-                f"expected {run.folder / 'metrics.json'}, got none; run `dissensus evaluate {run.folder}` first"
-            )
+            raise FileNotFoundError(f"expected a result in {run.folder}; run `dissensus evaluate {run.folder}` first")
         evaluations.append(run.measure())
     with belonging_together(run.folder for run in runs):
         results = results_of_runs(runs, evaluations).compared_with(baseline, holm=holm)

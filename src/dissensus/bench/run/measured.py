@@ -131,9 +131,7 @@ def with_grid(evaluation: Evaluation, predictive: Predictive, geometry: Geometry
     probabilities in nats, averaged over the region.
     """
     if len(predictive) != len(geometry.positions) or predictive.mean.ndim != 2:
-        raise ValueError(
-            f"expected predictions at the {len(geometry.positions)} points of the grid, got {predictive}; evaluate with --again"
-        )
+        raise ValueError(f"expected predictions at all grid points, got {predictive}; evaluate with --again")
     arrays = {"positions": geometry.positions, "seen": geometry.seen[:POINTS], "targets": targets[:POINTS]}
     if isinstance(predictive, ClassificationPredictive):
         quantity, values = "entropy", predictive.total  # (n,)

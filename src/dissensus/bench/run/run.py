@@ -95,16 +95,12 @@ class Run(Folder):
         if self.config.calibration:
             check_calibration(self.config.calibration, self.config.data, self.kind)
             if self.config.precision != "float32":
-                raise ValueError(
-                    "expected predictions in float32 for [calibration], which is fitted to such, got evaluation.precision = "
-                    f'"{self.config.precision}"; leave one of the two out'
-                )
+                got = f'evaluation.precision = "{self.config.precision}"'
+                raise ValueError(f"expected float32 predictions for [calibration], got {got}; leave one out")
         checked_score(self.config.evaluation.get("score"), self.kind, members=2)
         build.check_complete(self.config)
         if self.kind != "classification" and "curves_every" in self.config.evaluation:
-            raise ValueError(
-                f"expected classes for evaluation.curves_every, got a {self.kind}; leave the key out of the task"
-            )
+            raise ValueError(f"expected classes for evaluation.curves_every, got a {self.kind}; leave the key out")
         with same_random_state(self.device):
             build.try_network(self.config, lambda: self.data, folders=self.folders)
             build.try_method(self.config, lambda: self.data, folders=self.folders)

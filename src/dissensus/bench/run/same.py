@@ -20,9 +20,7 @@ def check_same(folder: Path, asked: Mapping[str, Any], there: Mapping[str, Any])
         if mine.get(key) != other.get(key) and not key.startswith("reference.") and key != "folder":
             asked_for = f"with {key} = {mine[key]!r}" if key in mine else f"without {key}"
             found = f"with {other[key]!r}" if key in other else "without it"
-            raise ValueError(
-                f"expected {folder} to hold a run {asked_for}, got one {found}; choose another --out, or delete that folder"
-            )
+            raise ValueError(f"expected {folder} to hold a run {asked_for}, got one {found}; choose another --out")
 
 
 def withdraw(folder: Path) -> None:

@@ -139,9 +139,7 @@ def read_task(name: str) -> Settings:
     if name.endswith(".toml") and Path(name).is_file():
         raw = Path(name).read_bytes()
     elif {".", "/", "\\"} & set(name):  # characters of a path, which no shipped task has
-        raise FileNotFoundError(
-            f"expected a task of `dissensus list` or an existing .toml file, got {name!r}; correct the path"
-        )
+        raise FileNotFoundError(f"expected a task of `dissensus list` or a .toml file, got {name!r}; correct the path")
     else:
         raw = (_folder() / f"{one_of('a task', name, task_names())}.toml").read_bytes()
     try:
@@ -154,9 +152,7 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
     """The config of a run: one method or variant with one seed."""
     check_methods([method], task.settings)
     if "grid" in task.settings:  # settings differ between cells, and there is no cell here
-        raise ValueError(
-            f"expected a task without [grid], or a cell of one, got {task.name}; run it by `dissensus bench`"
-        )
+        raise ValueError(f"expected a task without [grid], or a cell of one, got {task.name}; use `dissensus bench`")
     tables = {section: copy.deepcopy(task.settings.get(section, {})) for section in SECTIONS}
     data = {key: seed if value == SEED and key != "name" else value for key, value in tables["data"].items()}
     if (rows := tables["calibration"].pop("rows", None)) is not None:
@@ -213,10 +209,8 @@ def check_validation(data: Settings, training: Settings, evaluation: Settings) -
     }
     for key, asked in asking.items():
         if asked and data.get("validation") == 0:
-            raise ValueError(
-                f"expected validation rows for {key}, got data.validation = 0; hold some out, or "
-                f"{f'set {key} = false' if asked is True else f'leave {key} out'}"
-            )
+            advice = f"set {key} = false" if asked is True else f"leave {key} out"
+            raise ValueError(f"expected validation rows for {key}, got data.validation = 0; hold some out, or {advice}")
 
 
 def overridden(
@@ -267,10 +261,8 @@ def overridden(
         owners = [f"method.{each}" for each in path[1:-2] or map(base_name, running)]
         of_object = len(path) > 1 and path[-2] in OBJECTS
         if of_object and (section == "likelihood" or any(path[-2] in known.get(each, {}) for each in owners)):
-            raise ValueError(
-                f"expected {section} as a whole, got {override!r}; write --set '{section}={{NAME=…}}' with one of "
-                f"{forms(path[-2])}"
-            )
+            advice = f"write --set '{section}={{NAME=…}}' with one of {forms(path[-2])}"
+            raise ValueError(f"expected {section} as a whole, got {override!r}; {advice}")
 
         def read(each: str) -> bool:  # a key of the named section, or a key that is read
             first, *rest = each.split(".")

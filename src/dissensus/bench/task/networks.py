@@ -17,8 +17,5 @@ def maker(name: str, beside: str = "") -> NetworkMaker:
         return NETS[one_of("network.name (or package.module:name)", name, NETS)]
     found = own_object(name, "a network", beside)
     if not callable(found) or isinstance(found, nn.Module):
-        raise ValueError(
-            f"expected a class or function that makes a network, got {name!r}, which is {type(found).__name__}; "
-            "name a class or a function"
-        )
+        raise ValueError(f"expected a class or function that makes a network, got {type(found).__name__} as {name!r}")
     return found  # type: ignore[no-any-return]

@@ -133,10 +133,8 @@ class Written:
     def made(self, **run: Any) -> Any:
         """Builds the object; `run`: the arguments of SUPPLIED, for constructors that take them."""
         if missing := self.supplied - run.keys():
-            raise ValueError(
-                f"expected settings that need no data ({', '.join(missing)}) here, got {self.keyword} {self.name}; convert "
-                "without it, then train with it in a task"
-            )
+            what = f"({', '.join(missing)}) here, got {self.keyword} {self.name}"
+            raise ValueError(f"expected settings that need no data {what}; convert without it, then train with it")
         try:
             return self.make(**{key: run[key] for key in self.supplied}, **self.arguments)
         except TypeError as error:
@@ -202,10 +200,8 @@ def _parted(keyword: str, value: Any) -> tuple[str, Any]:
     elif isinstance(value, Mapping) and len(value) == 1:
         ((name, given),) = value.items()
     if not isinstance(name, str):
-        raise ValueError(
-            f"expected {keyword} by one name, got {name!r}; write {keyword} = NAME or {{ NAME = arguments }}, with a name "
-            f"of {', '.join(OBJECTS[keyword])}"
-        )
+        advice = f"write {keyword} = NAME or {{ NAME = arguments }}, with a name of {', '.join(OBJECTS[keyword])}"
+        raise ValueError(f"expected {keyword} by one name, got {name!r}; {advice}")
     return one_of(keyword, name, OBJECTS[keyword]), given
 
 

@@ -34,9 +34,7 @@ def number_with_error(what: str, value: Any) -> list[float]:
     """A published number, or a list of a number and its error."""
     pair = value if isinstance(value, list) else [value]
     if len(pair) not in (1, 2):
-        raise ValueError(
-            f"expected a number, or one and its error, for {what}, got {value}; write 0.95 or [0.95, 0.01]"
-        )
+        raise ValueError(f"expected {what} as a number or [value, error], got {value}; write 0.95 or [0.95, 0.01]")
     return [number(what, each) for each in pair]
 
 

@@ -31,10 +31,7 @@ def method_class(name: str, beside: str = "") -> type[Posterior]:
         return METHODS[base]
     found = own_object(base, "a method", beside)
     if not (isinstance(found, type) and issubclass(found, Posterior)):
-        raise ValueError(
-            f"expected a class derived from dissensus.Posterior or one of its methods, got {base!r}, which is {found!r}; "
-            "name the method's class"
-        )
+        raise ValueError(f"expected a class derived from dissensus.Posterior, got {base!r}, which is {found!r}")
     if not hasattr(found, "name"):
         raise ValueError(f'expected a name in the class {base}, got none; write name = "…" in it, for saved files')
     return found
@@ -84,9 +81,7 @@ def check_methods(methods: Sequence[str], settings: Mapping[str, Any]) -> None:
             continue
         variants = [each for each in tables if "-" in each]
         hint = f"; known variants are {', '.join(variants)}" if variants else ""
-        raise ValueError(
-            f"expected a table [method.{name}] for the variant, got none; add it with the variant's settings{hint}"
-        )
+        raise ValueError(f"expected a table [method.{name}] for the variant, got none; add it{hint}")
 
 
 def check_read(overrides: Sequence[str], running: Collection[str]) -> None:
@@ -95,7 +90,5 @@ def check_read(overrides: Sequence[str], running: Collection[str]) -> None:
     for override in overrides:
         path = setting_path(override.partition("=")[0], read)
         if path[0] == "method" and len(path) > 2 and path[1].partition("-")[0] in METHODS and path[1] not in read:
-            raise ValueError(
-                f"expected a setting of the methods that run ({', '.join(running)}), got {override!r}; choose "
-                f"{path[1]}, or leave it out"
-            )
+            known = f"the methods that run ({', '.join(running)})"
+            raise ValueError(f"expected a setting of {known}, got {override!r}; choose {path[1]}, or leave it out")

@@ -105,10 +105,8 @@ class Curvature(nn.Module):
         """The prior precision that maximises the evidence: the only root of Σ λ/(λ + δ) = δ ‖mean‖², by bisection."""
         square, most = float(self.mean.square().sum()), float(self.eigenvalues.max())
         if not (square > 0 and most > 0 and math.isfinite(square) and math.isfinite(most)):
-            raise ValueError(
-                f"expected finite non-zero weights and curvature to choose a prior precision from, got ‖W‖² = {square:g} "
-                f"and a largest eigenvalue of {most:g}; pass prior_precision="
-            )
+            got = f"‖W‖² = {square:g} and a largest eigenvalue of {most:g}"
+            raise ValueError(f"expected finite non-zero weights and curvature, got {got}; pass prior_precision=")
 
         def excess(log_precision: float) -> float:  # decreases with the precision
             precision = math.exp(log_precision)
@@ -176,10 +174,8 @@ def _sides(structure: Structure, classes: int, features: int) -> list[int]:
     sides = {"full": [classes * features], "kron": [classes, features]}[structure]
     if 8 * max(sides) ** 2 > LARGEST:
         remedy = 'pass structure="kron"' if structure == "full" else "put a narrower layer last"
-        raise ValueError(
-            f"expected at most {math.isqrt(LARGEST // 8):,} rows in a matrix of the {structure} curvature (1 GiB),"
-            f" got {max(sides):,}; {remedy}"
-        )
+        most = f"{math.isqrt(LARGEST // 8):,} rows"
+        raise ValueError(f"expected at most {most} in a {structure} curvature (1 GiB), got {max(sides):,}; {remedy}")
     return sides
 
 

@@ -145,14 +145,10 @@ def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) 
     except (RuntimeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise ValueError(
-            f"expected a network that can be differentiated twice, got one that cannot ({first_line(error)}); write custom "
-            "functions with setup_context and a differentiable backward, leave activation checkpointing out, and run recurrent "
-            "layers without their fused kernels (torch.backends.cudnn.flags(enabled=False))"
-        ) from error
+        got = f"one that cannot ({first_line(error)})"
+        advice = "write custom functions with setup_context, and leave checkpointing and fused recurrent kernels out"
+        raise ValueError(f"expected a network that can be differentiated twice, got {got}; {advice}") from error
     # Zero gradients are allowed (heads may start at zero); weights outside the graph have None.
     if all(tensor.grad is None for tensor in params.values()):
-        raise ValueError(
-            "expected input gradients that depend on the trained weights, got some that do not: members would not repel "
-            "each other; remove no_grad, detach and numpy from the network's forward, or compute such features beforehand"
-        )
+        advice = "remove no_grad, detach and numpy from the network's forward"
+        raise ValueError(f"expected input gradients that depend on the trained weights, got some that do not; {advice}")

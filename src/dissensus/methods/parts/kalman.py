@@ -92,10 +92,7 @@ class WeightFilters(nn.Module):
         """The weights of each parameter group that have gradients; none if there is no drift."""
         weights = list(self.weights.values())
         if all(weight.grad is None for weight in weights):
-            raise ValueError(
-                "expected gradients in .grad, got none; call observe after backward and optimizer.step(), and zero "
-                "gradients before backward, not after the step"
-            )
+            raise ValueError("expected gradients in .grad, got none; call observe after the step, before zero_grad")
         place = {id(weight): index for index, weight in enumerate(weights)}
         moved = []
         for group in optimizer.param_groups:
@@ -104,10 +101,7 @@ class WeightFilters(nn.Module):
                 gradients = [here(p.grad) for p in held if p.grad is not None]
                 moved.append(_Moved(-rate if group.get("maximize") else rate, [place[id(p)] for p in held], gradients))
         if not moved:
-            raise ValueError(
-                "expected an optimizer over the network's parameters, got one over other tensors; build it on "
-                "posterior.parameters()"
-            )
+            raise ValueError("expected an optimizer of the network, got one of others; pass it posterior.parameters()")
         return moved if self.drift == "gradient" else []
 
     def _rate(self, rate: float | Tensor) -> float:

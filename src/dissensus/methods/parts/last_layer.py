@@ -83,9 +83,7 @@ def last_layer(network: nn.Module, x: Inputs, name: str | None = None) -> LastLa
             handle.remove()
     found = called[-1] if called else name or ""
     if fault := _fault(network, found, called):
-        raise ValueError(
-            f"expected outputs that are linear in the weights of the last layer, got {fault}, or name another with layer="
-        )
+        raise ValueError(f"expected outputs linear in the last layer's weights, got {fault}, or name another: layer=")
     under = f"{found}." if found else ""
     own = {f"{under}{key}": p for key, p in layers[found].named_parameters(recurse=False)}
     return LastLayer(found, layers[found], own)
@@ -113,19 +111,15 @@ def gather(gathered: CurvatureSums, network: nn.Module, likelihood: Likelihood, 
     with watching(last) as seen, batches.unchanged(x):
         outputs = batches.call(network, x)
     if len(seen) != 1:  # the layer was found with the first batch
-        raise ValueError(
-            f"expected a last layer that is called once per batch, got '{last.name}' called {len(seen)} times; outputs are "
-            "then not linear in its weights: give the network one last layer"
-        )
+        got = f"'{last.name}' called {len(seen)} times"
+        raise ValueError(f"expected a last layer that is called once per batch, got {got}; use separate layers")
     features, made = seen[0]
     if not bool(outputs.isfinite().all()):
         raise ValueError("expected finite outputs, got NaN or infinity; check the network's weights")
     check_outputs(last, made, outputs)
     if last.channels == -1 and made.ndim > 2 and type(likelihood).curvature is not Regression.curvature:
-        raise ValueError(
-            f"expected outputs (B, C) of the last layer '{last.name}', got {tuple(made.shape)}, where axis 1 is not the "
-            "class axis; for outputs at several positions, use a 1×1 convolution"
-        )
+        got = f"{tuple(made.shape)}; for outputs at several positions, use a 1×1 convolution"
+        raise ValueError(f"expected outputs (B, C) of the last layer '{last.name}', got {got}")
     counted = likelihood.counted(y)
     log_prob = likelihood.log_prob(outputs.double(), y)
     w = torch.ones_like(log_prob) if weight is None else spread(weight, log_prob)
@@ -145,10 +139,8 @@ def check_outputs(last: LastLayer, made: Tensor, outputs: Tensor) -> None:
     """Raises if the network's outputs differ from the layer's (axes of length one may be dropped)."""
     same = made.shape == outputs.shape or made.squeeze(last.channels).shape == outputs.shape
     if not same or not torch.equal(made.reshape(outputs.shape), outputs):
-        raise ValueError(
-            f"expected a network that returns the outputs of its last layer '{last.name}', got others: they are changed "
-            "afterwards; remove that (a softmax belongs to the likelihood), or name the right layer with layer="
-        )
+        got = "others; remove what changes them (a softmax belongs to the likelihood), or name the right layer: layer="
+        raise ValueError(f"expected a network that returns the outputs of its last layer '{last.name}', got {got}")
 
 
 def _weighing(layer: nn.Module) -> bool:

@@ -67,11 +67,18 @@ def made_members(modules: Sequence[nn.Module] | Callable[[], nn.Module], members
     """The given networks, or `members` networks made by the given function."""
     makes = callable(modules) and not isinstance(modules, nn.Module)
     if makes != (members is not None):
-        raise ValueError(
-            f"expected a list of networks, or a function that makes one and members=, got members={members} with "
-            f"{type(modules).__name__}; pass DeepEnsemble([a, b, c]) or DeepEnsemble(make, members=3)"
-        )
+        got = f"members={members} with {type(modules).__name__}"
+        advice = "pass DeepEnsemble([a, b, c]) or DeepEnsemble(make, members=3)"
+        raise ValueError(f"expected a list of networks, or a function that makes one and members=, got {got}; {advice}")
     return [modules() for _ in range(whole("members", members))] if callable(modules) and makes else modules  # type: ignore[return-value]
+
+
+def networks_to_cut(networks: Any) -> tuple[list[nn.Module], bool]:
+    """(networks, whether one was given by itself) for a method that changes layers."""
+    if isinstance(networks, Particles):
+        raise TypeError("expected networks, got the members of another posterior; train this method on its own")
+    one = isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
+    return [networks] if one else list(networks), one
 
 
 def stack_members(

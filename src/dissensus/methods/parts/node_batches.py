@@ -99,10 +99,8 @@ def examine_layers(
     passed, written = look(3)
     unmet = [name for name in names if name not in passed]
     if len(unmet) == len(names):
-        raise ValueError(
-            f"expected a network that calls its layers, got {type(network).__name__}, which calls no layer with latents, so "
-            "latents would have no effect; call the layers, or name others with layers=[...]"
-        )
+        got = f"{type(network).__name__}, which calls no layer with latents"
+        raise ValueError(f"expected a network that calls its layers, got {got}; name others with layers=[...]")
     if unmet and not again:
         log.warning(
             "latents have no effect in %s, which forward does not call in eval mode; if it only reads their weights, exclude "

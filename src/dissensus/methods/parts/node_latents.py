@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles
-from dissensus.methods.parts.networks import stack_members
+from dissensus.methods.parts.networks import networks_to_cut, stack_members
 from dissensus.numerics.flat import wide
 from dissensus.numerics.tree import TensorTree
 from dissensus.surgery.modulation import Modulation
@@ -77,19 +77,13 @@ def with_latents(
 
     `start`: the distribution of μ at the start. `where`: arguments of `with_nodes` that choose the nodes with latents.
     """
-    if isinstance(networks, Particles):
-        raise TypeError(
-            "expected a network or a list of networks, got the members of another posterior; this method changes layers: "
-            "train it on its own"
-        )
-    held = isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
-    given: Sequence[Any] = [networks] if held else list(networks)  # type: ignore[arg-type]
+    given, one = networks_to_cut(networks)
     cut = [with_nodes(each, **where) for each in given]
     likes = (each.network.get_submodule(each.sites[0].layer).get_parameter("weight") for each in cut)
     latents = [
         starting_latents(like, components, each.latents, std, start) for each, like in zip(cut, likes, strict=True)
     ]
-    if held:
+    if one:
         return Particles.hold(cut[0].network, likelihood or Classification(), latents[0]), cut[0]
     return stack_members([each.network for each in cut], likelihood, latents), cut[0]
 

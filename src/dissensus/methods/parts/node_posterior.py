@@ -241,12 +241,9 @@ class NodePosterior(StoringPosterior):
         if shapes not in self._checked and batches.size(x):
             with left_as_found(self):
                 if not self.draws_itself and (tables := node_batches.tables_beside(particles, x, self._whole)):
-                    raise ValueError(
-                        f"expected inputs with a row for each example, got tensors of shapes {tables} with "
-                        f"{batches.size(x)} examples, one of them without such rows; {type(self).__name__} repeats examples: "
-                        "keep a table in the network as a buffer, compute pairwise inputs in forward, or use another "
-                        "batch size"
-                    )
+                    advice = "keep a table as a buffer, compute pairwise inputs in forward, or use another batch size"
+                    got = f"tensors of shapes {tables} with {batches.size(x)} examples, one of them without such rows"
+                    raise ValueError(f"expected inputs with a row for each example, got {got}; {advice}")
                 node_batches.examine_layers(particles, self.sites, x, whole=self._whole, like=self.mean, again=again)
             self._checked.add(shapes)
 

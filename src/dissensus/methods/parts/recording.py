@@ -90,10 +90,8 @@ class SnapshotRecorder(Recorder):
         if None not in self.snapshots.given.values():
             return
         if epochs == 1:
-            raise ValueError(
-                "expected start and every for one epoch of unknown length, got None: the snapshots cannot be planned; pass "
-                "both, or call begin(steps_per_epoch, 1) first"
-            )
+            advice = "pass both, or call begin(steps_per_epoch, 1) first"
+            raise ValueError(f"expected start and every for one epoch of unknown length, got None; {advice}")
         self.snapshots.wait()
 
     def observe(self, optimizer: Optimizer) -> None:
@@ -103,9 +101,7 @@ class SnapshotRecorder(Recorder):
     def taken(self) -> int:
         """Number of snapshots so far; raises if there are none."""
         if not self.ready:
-            raise ValueError(
-                f"expected at least one snapshot of the weights, got none after {int(self.snapshots.observed)} observed "
-                "steps; train with fit, or call observe(optimizer) after optimizer.step() (the first snapshot is at observe "
-                f"call {self.snapshots.start}, from 0)"
-            )
+            got = f"none after {int(self.snapshots.observed)} observed steps (the first is at call {self.snapshots.start})"
+            advice = "train with fit, or call observe(optimizer) after optimizer.step()"
+            raise ValueError(f"expected at least one snapshot of the weights, got {got}; {advice}")
         return int(self.snapshots.taken)

@@ -71,18 +71,14 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         super().__init__(networks, likelihood=likelihood, latents=latents, **prior)
         check_whole(self.network)  # samples run in copies
         if self.particles.divided and not self.by_parts:
-            raise NotImplementedError(
-                f"expected networks that lie whole in a process for {type(self).__name__}, got divided ones; leave shard out"
-            )
+            kind = type(self).__name__
+            raise NotImplementedError(f"expected undivided networks for {kind}, got divided ones; leave shard out")
         self.samples = whole("samples", samples, hint="20 is a usual number")
         self.stored = None
         self.built_with = weights.parameters(self.particles)
         self.trained = self.built_with.only(lambda _, parameter: parameter.requires_grad)
         if not self.trained.stored and not self.samples_frozen:
-            raise ValueError(
-                f"expected a network with trainable parameters, got none; {type(self).__name__} samples only those: set "
-                "requires_grad on some"
-            )
+            raise ValueError(f"expected trainable parameters for {type(self).__name__}, got none; set requires_grad")
 
     @abstractmethod
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
@@ -196,16 +192,12 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         found, known = weights.parameters(self.particles).stored, self.built_with.stored
         changed = [name for name in {**found, **known} if found.get(name) is not known.get(name)]
         if changed:
-            raise ValueError(
-                f"expected the parameters that {type(self).__name__} was built with, got '{changed[0]}' added, removed or "
-                "replaced since; change the network first, then build the posterior"
-            )
+            got = f"'{changed[0]}' added, removed or replaced since; change the network first, then build the posterior"
+            raise ValueError(f"expected the parameters that {type(self).__name__} was built with, got {got}")
         thawed = [name for name, p in found.items() if p.requires_grad and name not in self.trained.stored]
         if thawed:
-            raise ValueError(
-                f"expected the same trainable parameters as when {type(self).__name__} was built, got '{thawed[0]}', which was "
-                "frozen then; set requires_grad first, then build the posterior"
-            )
+            built = f"as when {type(self).__name__} was built, got '{thawed[0]}', which was frozen then"
+            raise ValueError(f"expected the same trainable parameters {built}; build the posterior afterwards")
 
     def config(self) -> dict[str, Any]:
         return {
