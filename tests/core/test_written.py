@@ -428,4 +428,13 @@ def test_pruned_and_normed_networks_have_no_state() -> None:
 
     posterior = fit(ds.DeepEnsemble([network() for _ in range(2)]))
     assert not posterior.particles.state
-    assert posterior.particles.templates.__len__() == 1
+    assert len(posterior.particles.templates) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["vectorised+compiled", "loop+compiled"])
+@pytest.mark.parametrize("kind", [KeepsFeatures, CounterRead])
+def test_compiled_members_keep_no_attributes_and_count_as_plain_ones(kind: type[Net], engine: str) -> None:
+    for method in ("MAP", "DeepEnsemble"):
+        torch._dynamo.reset()
+        test_training_and_predictions_are_those_of_a_plain_loop(kind, method, engine)

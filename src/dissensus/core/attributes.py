@@ -85,11 +85,13 @@ def _plain(value: Any) -> Any:
 
 def unmade(module: nn.Module) -> dict[int, Any]:
     """A memo for `copy.deepcopy`, which refuses tensors with a graph: those that a forward has left are copied without it."""
-    held: list[Any] = [value for part in module.modules() for name, value in vars(part).items() if name not in OWN]
-    for value in held:  # which grows
-        if type(value) in (list, tuple, dict):
-            held += value.values() if isinstance(value, dict) else value
-    return {id(each): each.detach().clone() for each in held if isinstance(each, Tensor) and not each.is_leaf}
+    waiting: list[Any] = [value for part in module.modules() for name, value in vars(part).items() if name not in OWN]
+    held: dict[int, Any] = {}
+    for value in waiting:  # which grows
+        if id(value) not in held and type(value) in (list, tuple, dict):
+            waiting += value.values() if isinstance(value, dict) else value
+        held[id(value)] = value
+    return {at: each.detach().clone() for at, each in held.items() if isinstance(each, Tensor) and not each.is_leaf}
 
 
 def _attributes(network: nn.Module, *, modes: bool = False, hooks: bool = True) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from dissensus.core.running import How, Rows, Runner, loop, stacked
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
-from dissensus.core.written import Written
+from dissensus.core.written import OneAtATime, Written
 from dissensus.numerics.copying import copies, copy_all
 from dissensus.numerics.divided import is_divided, joined_all
 from dissensus.numerics.tree import OwnTensors, Places, Tensors, TensorTree, call_with, found_quickly, named_tensors
@@ -339,6 +339,16 @@ class Particles(nn.Module):
         self._settle()
         log.info("members run one after the other: their forward reads and changes %s", ", ".join(sorted(self.state)))
         return run()
+
+    def run_compiled(self, run: Callable[[], Result]) -> Result:
+        """run(), in which compiled code runs members; raises if they have state, which that would not keep apart."""
+        pairs = [(self._written[i], self._written[i].lent(template)) for i, template in enumerate(self.templates)]
+        try:
+            return run()
+        finally:
+            for written, lent in pairs:
+                if lent is not None and lent.take_back().keys() - (written.unread or set()):
+                    raise OneAtATime("forward changes attributes")
 
     def run(self, one: Callable[[Rows], Any], rows: Rows, count: int, *, how: How | None = None) -> Any:
         """one(row) for each of `count` rows, stacked; the runner chooses vmap or a loop."""

@@ -59,7 +59,7 @@ def _loud(run: Strategy) -> Strategy:
         config = torch._dynamo.config
         name = "recompile" if hasattr(config, "fail_on_recompile_limit_hit") else "cache"  # the latter before torch 2.7
         with config.patch({f"fail_on_{name}_limit_hit": True}):
-            return run(posterior, batch)
+            return posterior.particles.run_compiled(lambda: run(posterior, batch))
 
     return loud
 
