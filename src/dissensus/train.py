@@ -236,7 +236,7 @@ class _Run:
         """(M,) mean losses over the loader's batches, on the host; None if the epoch was interrupted (see `part`)."""
         posterior, start = self.posterior, time.perf_counter() - part.seconds
         total, first, left = part.total, part.batches, False
-        counted = first > 0 or self.division.several is not None  # of other rows nothing is known
+        counted = posterior.prior is not None or first > 0 or self.division.several is not None  # trained, or unknown
         with ExitStack() as divided:
             for given in posterior.read(part.rest(loader, posterior.device, bar)):
                 if given.size == 0:

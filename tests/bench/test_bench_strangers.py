@@ -50,7 +50,7 @@ def task(tmp_path):
         ({"old": "methods", "new": "size = 3\nmethods"}, "expected a table for .*: size"),
         ({"old": '"MLP"', "new": '["MLP"]'}, "expected str for .*network.name"),
         ({"old": '"two_moons"', "new": "{}"}, "expected str for .*data.name"),
-        ({"old": "[6]", "new": '"six"'}, "expected list for .*network.hidden, got 'six'"),
+        ({"old": "[6]", "new": '"six"'}, "expected int or list for .*network.hidden, got 'six'"),
         ({"old": "count = 40", "new": "count = [4]"}, "expected int for .*data.count"),
         (
             {"more": '[method.deep_ensemble]\nmembers = "3"'},
@@ -67,12 +67,18 @@ def test_a_value_of_a_wrong_type_is_named(task, change, text):
         run_config(load_task(path, size="smoke"), "map", 0)
 
 
-@pytest.mark.parametrize("hidden", ['["a"]', "[-1]", f"[{10**30}]", "[[]]"])
-def test_settings_that_a_network_cannot_take_are_an_error_about_the_task(task, hidden):
+@pytest.mark.parametrize(
+    ("hidden", "text"),
+    [
+        ('["a"]', "expected hidden as a whole number, got 'a'"),
+        ("[-1]", "expected hidden of at least 1, got -1"),
+        (f"[{10**30}]", r"expected settings that fit the network MLP, got others .*; correct them in the task"),
+        ("[[]]", r"expected hidden as a whole number, got \[\]"),
+    ],
+)
+def test_settings_that_a_network_cannot_take_are_one_clear_error(task, hidden, text):
     config = run_config(load_task(task("[6]", hidden), size="smoke"), "map", 0)
-    with pytest.raises(
-        ValueError, match=r"expected settings that fit the network MLP, got others .*; correct them in the task"
-    ):
+    with pytest.raises((ValueError, TypeError), match=text):
         build.network(config, task_data(config.data))
 
 
