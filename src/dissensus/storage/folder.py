@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dissensus.core.attributes import difference, saved_attributes
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.own_templates import state_names
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.regression import RealTargets
@@ -56,7 +57,7 @@ def save(
         unit: unit of a regression's targets, for reports.
     """
     templates = [member.network for member in expect_posterior(posterior).particles.templates]
-    state = posterior.particles.state
+    state = state_names(posterior.particles)
     if len(templates) > 1 and ((other := difference(templates, but=state)) or not state):
         raise ValueError(
             f"expected members that differ only in registered tensors, got a difference in "
