@@ -640,8 +640,8 @@ def test_what_was_fitted_in_float32_is_said_where_predictions_are_in_bf16(caplog
     posterior, loader = ensemble(), [rows()]
     evaluate(posterior, loader, precision="bf16")
     assert not caplog.records
-    ds.conformal(posterior, loader, level=0.8)
     posterior.temperature.fill_(2.0)
+    ds.conformal(posterior, loader, level=0.8)
     ds.predict(posterior, loader)
     evaluate(posterior, loader)
     assert not caplog.records

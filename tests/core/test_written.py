@@ -12,6 +12,7 @@ from torch.nn.utils import prune
 
 import dissensus as ds
 import tiny
+from dissensus.core.own_templates import state_names
 
 STEPS = 4
 
@@ -268,7 +269,7 @@ def test_copies_states_and_files_have_the_same_predictions_or_it_is_said(
     other = METHODS[method](lambda: made(kind))
     said = "not the attribute" in caplog.text
     assert said == (kind not in STATELESS) or kind is CountsFromTheThirdStep
-    assert said == bool(posterior.particles.state)
+    assert said == bool(state_names(posterior.particles))
     if kind not in STATEFUL and kind is not CounterInEval:
         same(predicted(loaded), expected)
     elif method in ("MAP", "DeepEnsemble", "BatchEnsemble"):
@@ -427,7 +428,7 @@ def test_pruned_and_normed_networks_have_no_state() -> None:
         return layers
 
     posterior = fit(ds.DeepEnsemble([network() for _ in range(2)]))
-    assert not posterior.particles.state
+    assert not state_names(posterior.particles)
     assert len(posterior.particles.templates) == 1
 
 

@@ -136,7 +136,7 @@ def test_frames_stay_frames_up_to_the_transform(tmp_path):
 def test_names_must_be_as_many_as_outputs(both, tmp_path):
     posterior, _ = both
     ds.save(posterior, tmp_path, classes=["cat", "dog"])
-    with pytest.raises(ValueError, match="names of 3 classes"):
+    with pytest.raises(ValueError, match="expected 3 class names, got 2"):
         ds.evaluate(ds.load(tmp_path, network()), READY)
 
 

@@ -1,5 +1,6 @@
 """The regime of an embedded ensemble: what its modulations foretell, and the largest stable rate of the network at hand."""
 
+import copy
 import math
 
 import pytest
@@ -92,7 +93,7 @@ def test_a_rate_of_the_modulations_own_is_taken_as_it_is():
 def test_descent_below_the_rate_never_climbs_and_at_three_times_it_diverges(law):
     posterior, x = ensemble(LAWS[law]), inputs()
     y = torch.randn(16, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    rate, start = theory.regime(posterior, x).rate, tiny.state(posterior)
+    rate, start = theory.regime(posterior, x).rate, copy.deepcopy(posterior.state_dict())
 
     stable = descent(posterior, x, y, 0.8 * rate, 30)
     posterior.load_state_dict(start)

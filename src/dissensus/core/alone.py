@@ -1,5 +1,6 @@
-"""Some of several members, or one, as particles of their own, for code that handles one network at a time."""
+"""Some of several members, or one, as particles of their own, and particles laid out otherwise."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -55,6 +56,14 @@ def some(particles: Particles, rows: slice) -> Particles:
     mine = Particles(*particles.templates, own=own, shared=particles.shared, members=rows.stop - rows.start)
     mine.runner = particles.runner  # with what it has found out about the network
     return mine
+
+
+def share(particles: Particles, names: Iterable[str]) -> None:
+    """Stores these tensors once for all members, as frozen ones, to match the layout of a file."""
+    particles._frozen |= {name for name in names if name in tensors_of(particles.own)}
+    particles.store_once(particles._frozen)
+    for name in particles._frozen & particles.shared_parameters().keys():
+        particles.shared_parameters()[name].requires_grad_(False)
 
 
 def on(particles: Particles, device: torch.device) -> Particles:

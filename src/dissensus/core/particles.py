@@ -7,7 +7,7 @@ results; modules that vmap does not support (`nn.LSTM`, data-dependent control f
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, TypeVar
@@ -21,11 +21,12 @@ from dissensus.core.fully import check_its_own, check_whole, is_fully_sharded, s
 from dissensus.core.kept_rows import KeptRows
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX, Member, blanks, check_initialised, emptied, emptied_if_possible, member_index
+from dissensus.core.own_templates import separating, warn_of_state
 from dissensus.core.running import How, Rows, Runner, loop, stacked
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
-from dissensus.core.written import OneAtATime, Written
+from dissensus.core.written import Written
 from dissensus.numerics.copying import copies, copy_all
 from dissensus.numerics.divided import is_divided, joined_all
 from dissensus.numerics.tree import OwnTensors, Places, Tensors, TensorTree, call_with, found_quickly, named_tensors
@@ -34,7 +35,6 @@ __all__ = ["How", "Member", "Particles", "Rows", "loop", "member_index"]
 
 log = logging.getLogger("dissensus")
 Part = TypeVar("Part", bound=nn.Module)
-Result = TypeVar("Result")
 
 
 class Particles(nn.Module):
@@ -183,13 +183,6 @@ class Particles(nn.Module):
         frozen = {name for name, p in self.parameters_by_name().items() if not p.requires_grad}
         return list(frozen_norms(self.template, frozen))
 
-    def share(self, names: Iterable[str]) -> None:
-        """Stores these tensors once for all members, as frozen ones, to match the layout of a file."""
-        self._frozen |= {name for name in names if name in tensors_of(self.own)}
-        self.store_once(self._frozen)
-        for name in self._frozen & self.shared_parameters().keys():
-            self.shared_parameters()[name].requires_grad_(False)
-
     def store_once(self, names: Collection[str]) -> None:
         """Stores only the first member's copy of these tensors, for all members."""
         own, shared = tensors_of(self.own), tensors_of(self.shared)
@@ -205,32 +198,12 @@ class Particles(nn.Module):
         """Name of a tensor stored once for all members -> whether the reason is that no member trains it."""
         return {name: name in self._frozen for name in tensors_of(self.shared)}
 
-    def check_frozen(self) -> None:
-        """Raises if a tensor that is stored once because it was frozen is trained now: members would share it."""
-        for name, parameter in self.shared_parameters().items() if self._frozen else ():
-            if parameter.requires_grad and name in self._frozen:
-                raise ValueError(
-                    f"expected '{name}' to stay frozen, as when the members were built, got requires_grad=True; members share "
-                    "one copy of it: set requires_grad first, then build the posterior"
-                )
-
     def _apply(self, *args: Any, **kwargs: Any) -> "Particles":
         self._rows.drop()  # only to free their memory
         return super()._apply(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
 
-    @property
-    def state(self) -> set[str]:
-        """Names of the networks' plain attributes that training reads and changes."""
-        return {name.removeprefix(PREFIX) for written in self._written.values() for name in written.state}
-
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        if state := sorted(self.state - self._said):
-            self._said.update(state)
-            log.warning(
-                "a state holds tensors only, not the attribute %s, which forward reads and changes in training: wherever it is "
-                "loaded, the attribute is that of a new network; register it as a buffer",
-                ", ".join(state),
-            )
+        warn_of_state(self)
         super()._save_to_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -324,31 +297,10 @@ class Particles(nn.Module):
             return self.call(function, {**shared, **row.own}, {**common, **row.buffers}, *inner)
 
         count = self.members if not varying else len(next(iter(varying.values())))
-        result, buffers = self.separating(lambda: self.run(one, self.rows(varying, common), count, how=how))
+        result, buffers = separating(self, lambda: self.run(one, self.rows(varying, common), count, how=how))
         if self.training and varying is None:
             self.write_buffers(buffers)
         return result
-
-    def separating(self, run: Callable[[], Result]) -> Result:
-        """run(), and once more with a template for each member if forward has state in attributes of the one for all."""
-        result = run()
-        if not self._written[0].state or len(self.templates) >= self.members:
-            return result
-        self.templates = (self.template, *(emptied(self.template) for _ in range(1, self.members)))
-        self.own.plant(NUMBER, torch.arange(self.members, device=self.device), persistent=False)  # type: ignore[operator]
-        self._settle()
-        log.info("members run one after the other: their forward reads and changes %s", ", ".join(sorted(self.state)))
-        return run()
-
-    def run_compiled(self, run: Callable[[], Result]) -> Result:
-        """run(), in which compiled code runs members; raises if they have state, which that would not keep apart."""
-        pairs = [(self._written[i], self._written[i].lent(template)) for i, template in enumerate(self.templates)]
-        try:
-            return run()
-        finally:
-            for written, lent in pairs:
-                if lent is not None and lent.take_back().keys() - (written.unread or set()):
-                    raise OneAtATime("forward changes attributes")
 
     def run(self, one: Callable[[Rows], Any], rows: Rows, count: int, *, how: How | None = None) -> Any:
         """one(row) for each of `count` rows, stacked; the runner chooses vmap or a loop."""

@@ -18,7 +18,8 @@ from torch import Tensor, distributed
 from dissensus.core.batch import Batch
 from dissensus.core.exchange import ALONE
 from dissensus.core.gradients import Gradients, Objective, Strategy, inner, looped, objective, vectorised
-from dissensus.core.particles import Rows
+from dissensus.core.own_templates import separating
+from dissensus.core.particles import Particles, Rows
 from dissensus.core.running import Ways
 from dissensus.core.turns import PROCESS
 from dissensus.numerics.tree import Tensors
@@ -40,7 +41,7 @@ def loss(posterior: Objective, batch: Batch) -> Tensor:
         return posterior.member_loss({**shared, **row.own}, {**common, **row.buffers}, batch)
 
     with _turn(posterior):
-        losses, z, buffers = particles.separating(lambda: particles.run(one, particles.rows(), particles.members))
+        losses, z, buffers = separating(particles, lambda: particles.run(one, particles.rows(), particles.members))
         particles.write_buffers(buffers)
         return objective(posterior, losses, z)
 
@@ -66,7 +67,7 @@ def find(
     exchange = posterior.particles.exchange
     with _turn(posterior), posterior.particles.runner.running():
         with exchange.running(posterior, batch):
-            found = posterior.particles.separating(lambda: (strategy or automatic)(posterior, batch))
+            found = separating(posterior.particles, lambda: (strategy or automatic)(posterior, batch))
         found = cast(Gradients, exchange.completed(posterior, found))
         if not posterior.mixes:
             return found
@@ -101,7 +102,7 @@ def _turn(posterior: Objective) -> AbstractContextManager[object]:
     """
     check_trainable(posterior)
     _check_alone(posterior)
-    posterior.particles.check_frozen()
+    _check_frozen(posterior.particles)
     return _in_process(posterior) if posterior.coupled else posterior.particles.turn()
 
 
@@ -121,6 +122,16 @@ def check_trainable(posterior: Objective) -> None:
             "expected gradients to be recorded, got torch.inference_mode(), which prevents training; leave it (to compute "
             "only a loss, use torch.no_grad())"
         )
+
+
+def _check_frozen(particles: Particles) -> None:
+    """Raises if a tensor that is stored once because it was frozen is trained now: members would share it."""
+    for name, parameter in particles.shared_parameters().items() if particles._frozen else ():
+        if parameter.requires_grad and name in particles._frozen:
+            raise ValueError(
+                f"expected '{name}' to stay frozen, as when the members were built, got requires_grad=True; members share "
+                "one copy of it: set requires_grad first, then build the posterior"
+            )
 
 
 def _check_alone(posterior: Objective) -> None:

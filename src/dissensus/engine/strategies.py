@@ -22,6 +22,7 @@ from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import Gradients, Objective, State, Strategy
 from dissensus.core.lazy_norm import fused
+from dissensus.core.own_templates import run_compiled
 from dissensus.core.running import Ways
 from dissensus.engine.graphs import Lanes
 from dissensus.numerics.tree import Tensors
@@ -59,7 +60,7 @@ def _loud(run: Strategy) -> Strategy:
         config = torch._dynamo.config
         name = "recompile" if hasattr(config, "fail_on_recompile_limit_hit") else "cache"  # the latter before torch 2.7
         with config.patch({f"fail_on_{name}_limit_hit": True}):
-            return posterior.particles.run_compiled(lambda: run(posterior, batch))
+            return run_compiled(posterior.particles, lambda: run(posterior, batch))
 
     return loud
 

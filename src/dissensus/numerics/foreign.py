@@ -7,6 +7,14 @@ from contextlib import contextmanager
 import torch
 from torch._C import _functorch as functorch
 
+# How the innermost level of functorch is closed. Its own function for all of them closes one too many in torch 2.11.
+CLOSE = {
+    functorch.TransformType.Vmap: functorch._vmap_decrement_nesting,
+    functorch.TransformType.Grad: functorch._grad_decrement_nesting,
+    functorch.TransformType.Jvp: functorch._jvp_decrement_nesting,
+    functorch.TransformType.Functionalize: functorch._func_decrement_nesting,
+}
+
 
 @contextmanager
 def torch_left_as_found(*silent: str) -> Iterator[None]:
@@ -24,7 +32,8 @@ def torch_left_as_found(*silent: str) -> Iterator[None]:
         with torch._C._PreserveDispatchKeyGuard():
             yield
     finally:
-        functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        while functorch.get_dynamic_layer_stack_depth() > depth:
+            CLOSE[functorch.peek_interpreter_stack().key()]()
         while torch._C._len_torch_function_stack() > functions:
             torch._C._pop_torch_function_stack()
         while torch._C._len_torch_dispatch_stack() > dispatches:

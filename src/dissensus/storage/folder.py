@@ -14,6 +14,7 @@ from dissensus.core.attributes import difference
 from dissensus.core.clock import Watchers
 from dissensus.core.description import describe_network, structure
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.own_templates import state_names
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.regression import RealTargets
@@ -58,7 +59,7 @@ def save(
         unit: unit of a regression's targets, for reports.
     """
     templates = [member.network for member in expect_posterior(posterior).particles.templates]
-    state = posterior.particles.state
+    state = state_names(posterior.particles)
     if len(templates) > 1 and ((other := difference(templates, but=state)) or not state):
         raise ValueError(
             f"expected members that differ only in registered tensors, got a difference in "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dissensus.core.alone import share
 from dissensus.core.attributes import unmade
 from dissensus.core.description import describe_network, differences, in_short, structure
 from dissensus.core.likelihood import Classification, Likelihood
@@ -78,7 +79,7 @@ def build(
         posterior = method.skeleton(cut.particles, config["arguments"], likelihood)
         posterior.base = (cut,)
     shared = "particles.shared."
-    posterior.particles.share(name.removeprefix(shared) for name in shapes if name.startswith(shared))
+    share(posterior.particles, (name.removeprefix(shared) for name in shapes if name.startswith(shared)))
     return posterior
 
 
