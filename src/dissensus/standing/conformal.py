@@ -1,7 +1,6 @@
 """Conformal: sets of classes and intervals that contain the truth with a guaranteed probability."""
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -44,10 +43,6 @@ class Conformal(Promise):
         for name, tensor in self._buffers.items():
             self._buffers[name] = None if tensor is None else tensor.to(fn(tensor).device)
         return self
-
-    def _load_from_state_dict(self, *args: Any, **keywords: Any) -> None:
-        self.__dict__.pop("_unweighted", None)  # a cache for the old scores
-        super()._load_from_state_dict(*args, **keywords)
 
     def set(
         self,
@@ -125,8 +120,8 @@ class Conformal(Promise):
 
     def thresholds(self, weight: Tensor, group: Tensor | None = None) -> Tensor:
         """(B, P), or (B, K) per class: the largest score in the set, for rows with these weights (B,) and groups (B,)."""
-        device = self.scores.device
-        each = self._quantiles(weight) if self.facts["weighted"] else self._unweighted.to(device)  # (G, B, P)
+        weight = weight if self.facts["weighted"] else torch.ones(1, dtype=torch.float64)
+        each = self._quantiles(weight)  # (G, B, P)
         if self.facts["by"] == "class":
             return each[..., 0].T
         if group is None:
@@ -136,11 +131,6 @@ class Conformal(Promise):
         index = torch.where(same.any(1), same.int().argmax(1), len(each))
         rows = torch.arange(len(index), device=each.device)
         return torch.cat([each, unseen]).expand(-1, len(index), -1)[index, rows]
-
-    @cached_property
-    def _unweighted(self) -> Tensor:
-        """(G, 1, P) the thresholds without weights."""
-        return self._quantiles(torch.ones(1, dtype=torch.float64))
 
     def _quantiles(self, weight: Tensor) -> Tensor:
         """(G, B, P) thresholds of every group for rows with these weights (B,)."""

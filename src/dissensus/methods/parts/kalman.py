@@ -4,7 +4,8 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from operator import is_not
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,7 @@ class WeightFilters(nn.Module):
             self.means.plant(name, torch.zeros_like(weight, dtype=dtype).detach())
             self.variances.plant(name, torch.zeros_like(weight, dtype=dtype).detach())
         self._cached: _State | None = None
+        self._named: list[Tensor] = []  # the tensors it was made of
         self._rates: dict[int, tuple[Tensor | None, int, float]] = {}
         self._clock = (0, 0.0, 0.0)  # step, P of the mean, P of the variance
 
@@ -139,8 +141,10 @@ class WeightFilters(nn.Module):
 
     def _state(self, weights: list[Tensor]) -> "_State":
         """The filters' tensors, laid out in memory like the weights, so that copies between them are fused."""
-        if self._cached is None or not self._cached.fits(weights):
-            means, variances = self.mean, self.variance
+        means, variances = self.means.named()[1], self.variances.named()[1]
+        named = [*means.values(), *variances.values()]
+        if self._cached is None or any(map(is_not, named, self._named)) or not self._cached.fits(weights):
+            self._named = named
             dtype = next(iter(means.values())).dtype
             self._cached = _State(
                 [here(means[name]) for name in self.weights],
@@ -155,15 +159,6 @@ class WeightFilters(nn.Module):
                 for buffer, view in zip(buffers, block.views, strict=True):
                     buffer.data = view.copy_(buffer)  # from now on the named tensor is this part of the block
         return self._cached
-
-    def _apply(self, *args: Any, **kwargs: Any) -> "WeightFilters":
-        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self._cached = None  # the tensors may have been replaced
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._cached = None
 
 
 class _Moved(NamedTuple):

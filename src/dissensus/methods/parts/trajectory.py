@@ -11,6 +11,22 @@ from dissensus.numerics.checks import whole
 TAIL = 0.75  # recording starts after this share of a run, when training has settled
 
 
+class OnHost:
+    """A tensor's values on the host. They are read again if the tensor is another one, or was written by others since."""
+
+    def __init__(self) -> None:
+        self.known: tuple[Tensor | None, int, Any] = (None, 0, None)
+
+    def read(self, tensor: Tensor) -> Any:
+        if self.known[0] is not tensor or self.known[1] != tensor._version:
+            self.note(tensor, tensor.tolist())
+        return self.known[2]
+
+    def note(self, tensor: Tensor, values: Any) -> None:
+        """These are the tensor's values now."""
+        self.known = tensor, tensor._version, values
+
+
 class Count(nn.Module):
     """A count kept as a tensor, which is saved with the state, and as an int, which is read without waiting for a device."""
 
@@ -19,26 +35,19 @@ class Count(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("value", torch.zeros((), dtype=torch.int64))
-        self._host: int | None = None  # None: read it from the tensor, which may have been loaded
+        self._host = OnHost()
 
     def __int__(self) -> int:
-        if self._host is None:
-            self._host = int(self.value)
-        return self._host
+        return self._host.read(self.value)  # type: ignore[no-any-return]
 
     def add(self) -> int:
         """Adds one and returns the count."""
-        number = self.__dict__["_host"] = int(self) + 1  # bypasses nn.Module's slow attribute setter
-        self.value.add_(1)
+        number = int(self) + 1
+        self._host.note(self.value.add_(1), number)
         return number
 
     def reset(self) -> None:
         self.value.zero_()
-        self._host = None
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._host = None
-        super()._load_from_state_dict(*args, **kwargs)
 
 
 class Snapshots(nn.Module):
@@ -63,7 +72,7 @@ class Snapshots(nn.Module):
         self.taken = Count()
         # start, every, and the run they were planned for: its first observe call and its number of steps, 0 for none
         self.register_buffer("plan", torch.tensor([start or 0, every or 1, 0, 0]))
-        self._host: list[int] | None = None  # the plan on the host, as in Count
+        self._host = OnHost()
         self._waiting = False  # for `begin`, in a run whose length is known after its first epoch
 
     @property
@@ -118,16 +127,13 @@ class Snapshots(nn.Module):
         return due
 
     def _planned(self) -> list[int]:
-        if self._host is None:
-            self._host = self.plan.tolist()
-        return self._host
+        return self._host.read(self.plan)  # type: ignore[no-any-return]
 
     def _lay_out(self, *plan: int) -> None:
-        self._host = list(plan)
-        self.plan.copy_(torch.tensor(plan))
+        self._host.note(self.plan.copy_(torch.tensor(plan)), list(plan))
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._host, self._waiting = None, False
+        self._waiting = False  # a state is not in the middle of a run
         super()._load_from_state_dict(*args, **kwargs)
 
 
