@@ -26,7 +26,7 @@ from dissensus.core.particles import Particles, Rows
 from dissensus.core.running import ONE_LANE, MemberLanes, mapped
 from dissensus.numerics.divided import is_divided
 from dissensus.numerics.randomness import random_state
-from dissensus.numerics.tree import Tensors, computed, named_tensors
+from dissensus.numerics.tree import Tensors, computed_names, named_tensors
 
 
 class Objective(Protocol):
@@ -238,7 +238,7 @@ def state_of(posterior: Objective) -> State:
     particles = posterior.particles
     shared, common = named_tensors(particles.shared)
     own, changing, _ = particles.rows(common=common)
-    for name in (*computed(particles.own), *computed(particles.shared)):
+    for name in (*computed_names(particles.own), *computed_names(particles.shared)):
         raise ValueError(
             f"expected stored tensors to train, got '{name}', pruned or parametrised in the stack of all members; prune or "
             "parametrise the networks first, then build the posterior"

@@ -42,7 +42,7 @@ class KeptRows:
         with particles.turn(), particles.runner.running():
             self.places = places = self.places or Places(template)
             before = [*map(dict.__getitem__, places.registries, places.keys)]
-            lent = particles._written[0].lent(template)
+            lent = particles._written[0].lend(template)
             try:
                 for tensors in self.rows(particles, places.names):
                     assign(places, tensors)

@@ -1,4 +1,4 @@
-"""Members with state in plain attributes (`core.written`), which each run in their own template."""
+"""Members with state in plain attributes (`core.forward_attributes`), which each run in their own template."""
 
 import logging
 from collections.abc import Callable
@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from dissensus.core.forward_attributes import OneAtATime
 from dissensus.core.member import PREFIX, emptied
 from dissensus.core.splitting import NUMBER
-from dissensus.core.written import OneAtATime
 
 log = logging.getLogger("dissensus")
 Result = TypeVar("Result")
@@ -19,7 +19,7 @@ def state_names(particles: Any) -> set[str]:
     return {name.removeprefix(PREFIX) for written in particles._written.values() for name in written.state}
 
 
-def separating(particles: Any, run: Callable[[], Result]) -> Result:
+def run_separately(particles: Any, run: Callable[[], Result]) -> Result:
     """run(), and once more with a template for each member if forward has state in attributes of the one for all."""
     result = run()
     if not particles._written[0].state or len(particles.templates) >= particles.members:
@@ -35,7 +35,7 @@ def separating(particles: Any, run: Callable[[], Result]) -> Result:
 def run_compiled(particles: Any, run: Callable[[], Result]) -> Result:
     """run(), in which compiled code runs members; raises if they have state, which that would not keep apart."""
     pairs = [(particles._written[i], each) for i, each in enumerate(particles.templates)]
-    lent = [(written, written.lent(template)) for written, template in pairs]
+    lent = [(written, written.lend(template)) for written, template in pairs]
     try:
         return run()
     finally:

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from dissensus.core.attributes import difference, unmade
 from dissensus.core.exchange import ALONE, Exchange
+from dissensus.core.forward_attributes import ForwardAttributes
 from dissensus.core.fully import check_its_own, check_whole, is_fully_sharded, stay_divided
 from dissensus.core.kept_rows import KeptRows
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX, Member, blanks, check_initialised, emptied, emptied_if_possible, member_index
-from dissensus.core.own_templates import separating, warn_of_state
+from dissensus.core.own_templates import run_separately, warn_of_state
 from dissensus.core.running import How, Rows, Runner, loop, stacked
 from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
 from dissensus.core.statistics import frozen_norms
 from dissensus.core.turns import copied, turn
-from dissensus.core.written import Written
 from dissensus.numerics.copying import copies, copy_all
 from dissensus.numerics.divided import is_divided, joined_all
 from dissensus.numerics.tree import OwnTensors, Places, Tensors, TensorTree, call_with, found_quickly, named_tensors
@@ -55,7 +55,7 @@ class Particles(nn.Module):
         self.training = self.template.training
         self._settle()
         self._places: dict[int, Places] = {}  # of our own templates, by number
-        self._written = defaultdict[int, Written](Written)  # by number of the template
+        self._written = defaultdict[int, ForwardAttributes](ForwardAttributes)  # by number of the template
         self._rows = KeptRows()
         self.fully = is_fully_sharded(self.template.network)  # divided by torch, which gathers layers itself
         self._frozen = {*frozen}  # tensors stored once because no member trains them
@@ -297,7 +297,7 @@ class Particles(nn.Module):
             return self.call(function, {**shared, **row.own}, {**common, **row.buffers}, *inner)
 
         count = self.members if not varying else len(next(iter(varying.values())))
-        result, buffers = separating(self, lambda: self.run(one, self.rows(varying, common), count, how=how))
+        result, buffers = run_separately(self, lambda: self.run(one, self.rows(varying, common), count, how=how))
         if self.training and varying is None:
             self.write_buffers(buffers)
         return result

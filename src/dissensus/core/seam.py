@@ -18,7 +18,7 @@ from torch import Tensor, distributed
 from dissensus.core.batch import Batch
 from dissensus.core.exchange import ALONE
 from dissensus.core.gradients import Gradients, Objective, Strategy, inner, looped, objective, vectorised
-from dissensus.core.own_templates import separating
+from dissensus.core.own_templates import run_separately
 from dissensus.core.particles import Particles, Rows
 from dissensus.core.running import Ways
 from dissensus.core.turns import PROCESS
@@ -41,7 +41,7 @@ def loss(posterior: Objective, batch: Batch) -> Tensor:
         return posterior.member_loss({**shared, **row.own}, {**common, **row.buffers}, batch)
 
     with _turn(posterior):
-        losses, z, buffers = separating(particles, lambda: particles.run(one, particles.rows(), particles.members))
+        losses, z, buffers = run_separately(particles, lambda: particles.run(one, particles.rows(), particles.members))
         particles.write_buffers(buffers)
         return objective(posterior, losses, z)
 
@@ -67,7 +67,7 @@ def find(
     exchange = posterior.particles.exchange
     with _turn(posterior), posterior.particles.runner.running():
         with exchange.running(posterior, batch):
-            found = separating(posterior.particles, lambda: (strategy or automatic)(posterior, batch))
+            found = run_separately(posterior.particles, lambda: (strategy or automatic)(posterior, batch))
         found = cast(Gradients, exchange.completed(posterior, found))
         if not posterior.mixes:
             return found

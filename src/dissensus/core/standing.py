@@ -205,7 +205,7 @@ class Ground(nn.Module):
         self.recalibrate(1.0, None)
 
     @final
-    def fitted(self) -> dict[str, Any]:
+    def describe_fitted(self) -> dict[str, Any]:
         """Calibration and promises as JSON values, without their tensors."""
         return {
             "calibration": None if self.calibration is None else self.calibration.config(),
@@ -214,7 +214,7 @@ class Ground(nn.Module):
 
     @final
     def restore_fitted(self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Builds the calibration and promises that `fitted` described, with their tensors from a state or file."""
+        """Builds the calibration and promises that `describe_fitted` describes, with their tensors from a state or file."""
 
         def built(config: Mapping[str, Any], under: str) -> Any:
             # They enter KINDS when their room is imported, which lies above this one.
@@ -236,7 +236,7 @@ class Ground(nn.Module):
     def description(self) -> dict[str, Any]:
         """The model besides its tensors and the method's settings, as JSON values."""
         likelihood = describe_likelihood(self.particles.likelihood)
-        return {"likelihood": likelihood, "network": self.network_at_first, **self.fitted()}
+        return {"likelihood": likelihood, "network": self.network_at_first, **self.describe_fitted()}
 
     def get_extra_state(self) -> Tensor:
         """The model's description, which a state needs besides its tensors; bytes, since tools expect tensors in a state."""

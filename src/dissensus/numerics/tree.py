@@ -102,7 +102,7 @@ def made(part: nn.Module) -> list[str]:
     return [*named, *parametrised] if isinstance(parametrised, nn.ModuleDict) else named
 
 
-def computed(module: nn.Module) -> list[str]:
+def computed_names(module: nn.Module) -> list[str]:
     """Names of a tree's tensors that are pruned or parametrised in the tree, as of the last `named_tensors`."""
     return [path + leaf for path, _, leaf in module._known.made] if isinstance(module, TensorTree) else []
 

@@ -88,7 +88,7 @@ def save(
         "tied": ties,
         "strides": strides_of(tensors),
         "kept": kept_as_is(posterior),
-        **posterior.fitted(),
+        **posterior.describe_fitted(),
         **transforms_of(posterior, inputs, classes),
     }
     if posterior.others is not None and not posterior.others.is_first:
@@ -98,7 +98,7 @@ def save(
     config = json.loads(text)
     config["network"]["attributes"] = describe_network(network)["attributes"]
     own = None if type(posterior.likelihood) in LIKELIHOODS.values() else posterior.likelihood
-    rebuilt(config, tensors, network, own, type(posterior), Path(folder))
+    rebuild(config, tensors, network, own, type(posterior), Path(folder))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole({folder / TENSORS: data, folder / CONFIG: text.encode()})
@@ -128,10 +128,10 @@ def load(
     """
     if network is not None and not isinstance(network, nn.Module):
         raise TypeError(f"expected an nn.Module as network, got {type(network).__name__}; pass one network object")
-    return rebuilt(*opened(Path(folder)), network, likelihood, method, Path(folder))
+    return rebuild(*opened(Path(folder)), network, likelihood, method, Path(folder))
 
 
-def rebuilt(
+def rebuild(
     config: dict[str, Any],
     tensors: dict[str, Tensor],
     network: nn.Module | None,

@@ -28,7 +28,7 @@ class OneAtATime(RuntimeError):
     """A forward or a hook keeps tensors of vmap, which mean nothing after it."""
 
 
-class Written:
+class ForwardAttributes:
     """Runs a template, restores its attributes, and finds out which of them are state."""
 
     def __init__(self, unread: set[str] | None = None, state: Iterable[str] = ()) -> None:
@@ -37,10 +37,10 @@ class Written:
         self.state = {*state}  # names of the attributes that are state
         self.waiting: list[Attribute] = []  # the state that the last training call has left
 
-    def __reduce__(self) -> tuple[type["Written"], tuple[Any, ...]]:
-        return Written, (self.unread, self.state)
+    def __reduce__(self) -> tuple[type["ForwardAttributes"], tuple[Any, ...]]:
+        return ForwardAttributes, (self.unread, self.state)
 
-    def watched(self, template: nn.Module) -> Named:
+    def modules_to_watch(self, template: nn.Module) -> Named:
         """The template's modules that may write attributes: the caller's own, or all, if there are hooks."""
         if torch.compiler.is_dynamo_compiling():
             return ()
@@ -51,9 +51,9 @@ class Written:
             self.seen: list[Any] = []
         return self.all if any(self.hooks) else self.foreign
 
-    def lent(self, template: nn.Module) -> "_Lent | None":
+    def lend(self, template: nn.Module) -> "_Lent | None":
         """For several runs in eval mode: `take_back` restores the attributes after each. None if there are none to restore."""
-        return _Lent(self, watched) if (watched := self.watched(template)) else None
+        return _Lent(self, watched) if (watched := self.modules_to_watch(template)) else None
 
     def run_itself(self, template: Any, function: Callable[..., Any], *args: Any) -> Any:
         """function(template, *args) with the template's own tensors, which are restored, too."""
@@ -61,7 +61,7 @@ class Written:
 
     def run(self, template: Any, function: Callable[..., Any], *args: Any, alone: bool = True, **keywords: Any) -> Any:
         """function(*args, **keywords), which runs the template; `alone`: whether no other member runs in it."""
-        if not (watched := self.watched(template)):
+        if not (watched := self.modules_to_watch(template)):
             return function(*args, **keywords)
         outside = [(each, each.copy()) for each in _known_outside(self.hooks)] if any(self.hooks) else ()
         trains, lent = template.network.training, _Lent(self, watched)
@@ -101,7 +101,7 @@ class Written:
 class _Lent:
     """The attributes of modules before a call. Lists, dicts and plain tensors are lent as copies, to be changed in place."""
 
-    def __init__(self, written: Written, watched: Named) -> None:
+    def __init__(self, written: ForwardAttributes, watched: Named) -> None:
         self.modules = written.found
         self.kinds: list[tuple[nn.Module, type[nn.Module]]] = []  # of modules that are traced
         self.copies: dict[int, Any] = {}  # by id of the list, dict or tensor
