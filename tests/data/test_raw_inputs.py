@@ -110,12 +110,12 @@ def test_a_table_is_encoded_in_plain_operations_as_the_encoder_does():
 
 
 @pytest.mark.parametrize(
-    "given", [SCALE, ds.data.Standardiser.of_rows(torch.randn(4, 2)), ds.data.TableEncoder.of(np.eye(3))]
+    "given", [SCALE, ds.data.Standardiser.of_rows(torch.arange(8.0).reshape(4, 2)), ds.data.TableEncoder.of(np.eye(3))]
 )
 def test_transforms_are_json(given):
     transform = as_input_transform(given)
     again = type(transform)(**transform.config())
-    x = IMAGES if transform.kind == "image" else np.eye(3) if transform.kind == "table" else torch.randn(3, 2)
+    x = IMAGES if transform.kind == "image" else np.eye(3) if transform.kind == "table" else torch.ones(3, 2)
     assert torch.equal(transform(x), again(x))
 
 
