@@ -1,7 +1,6 @@
 """Foreign machinery, such as torch's exporters and compilers: it may fail halfway, and leaves no trace in torch."""
 
 import logging
-from typing import Any
 
 import torch
 from torch._C import _functorch as functorch
@@ -30,8 +29,8 @@ class torch_left_as_found:
         self.functions, self.dispatches = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
         for logger, _ in self.levels:
             logger.setLevel(logging.CRITICAL)
-        self.keys: Any = torch._C._PreserveDispatchKeyGuard()
-        self.keys.__enter__()
+        self.keys = torch._C._PreserveDispatchKeyGuard()
+        self.keys.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: object) -> None:
         self.keys.__exit__(*error)
