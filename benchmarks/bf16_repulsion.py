@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import dissensus as ds
-from dissensus.core import seam
+from dissensus.core import objective
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import cotangents, state_of
 
@@ -60,7 +60,7 @@ def study(activation: str, normed: bool, steps: int, seed: int, device: torch.de
         for _ in range(after):
             at = torch.randint(len(x), (SIZE,), device=device)
             optimizer.zero_grad()
-            seam.backward(posterior, Batch(x[at], y[at]))
+            objective.backward(posterior, Batch(x[at], y[at]))
             optimizer.step()
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             exact = found(posterior, batch, nullcontext)

@@ -33,9 +33,9 @@ from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.records import read_predictions
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
+from dissensus.calibration.calibration_fits import OF_CLASSES, Rows, best_lens
+from dissensus.core.calibrated import Lens
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive
-from dissensus.core.standing import Lens
-from dissensus.guarantees.fits import OF_CLASSES, Rows, best_lens
 from dissensus.metrics import paired_bootstrap, paired_test
 from dissensus.metrics.calibration import confidence_ece
 

@@ -18,14 +18,14 @@ from statistics import fmean
 from finished import comparison_rows, finished
 from rows import Row, by_key, markdown, origin_of, seeds_of, write_rows
 
+from dissensus.bench.report.comparisons import SIGNIFICANT
+from dissensus.bench.report.figure_sections import segmented
+from dissensus.bench.report.intervals import spread_of
+from dissensus.bench.report.published_numbers import published
+from dissensus.bench.report.report_figures import write_png
+from dissensus.bench.report.results import Results
+from dissensus.bench.report.tables import differences, draws_of, p_text
 from dissensus.bench.task.config import read_task
-from dissensus.reporting.figures import write_png
-from dissensus.reporting.reference import published
-from dissensus.reporting.results import Results
-from dissensus.reporting.scenes import segmented
-from dissensus.reporting.spread import spread_of
-from dissensus.reporting.statistics import SIGNIFICANT
-from dissensus.reporting.tables import differences, draws_of, p_text
 
 HERE = Path(__file__).parent
 NUMBERS, PAIRS = "camvid_ood.csv", "camvid_ood_pairs.csv"

@@ -24,13 +24,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import dissensus as ds
+from dissensus.bench.report.comparisons import SIGNIFICANT
+from dissensus.bench.report.intervals import holm
+from dissensus.bench.report.tables import p_text
 from dissensus.bench.run.provenance import provenance
-from dissensus.core.optimisation import plateau_linear
-from dissensus.evaluation.corrupted import Corruptions
+from dissensus.core.parameter_groups import plateau_linear
+from dissensus.evaluation.corruption_curves import Corruptions
 from dissensus.methods.parts.trajectory import constant_tail
-from dissensus.reporting.spread import holm
-from dissensus.reporting.statistics import SIGNIFICANT
-from dissensus.reporting.tables import p_text
 
 NETWORKS = 5
 FUNCTIONS = 50

@@ -42,7 +42,7 @@ class Deep(nn.Module):
         while frame is not None:
             names.append((frame.f_code.co_filename, frame.f_code.co_name))
             frame = frame.f_back  # type: ignore[assignment]
-        fits = [i for i, (file, name) in enumerate(names) if name == "fit" and file.endswith("train.py")]
+        fits = [i for i, (file, name) in enumerate(names) if name == "fit" and file.endswith("training/fit.py")]
         if fits:
             Deep.seen.append(sum(file.startswith(SOURCE) for file, _ in names[: fits[0]]))
         return self.layers(x)

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from rows import made_on, read_rows, write_rows
 
-from dissensus.bench.rows.loaders import standardised_batches
-from dissensus.bench.rows.sets import task_data
+from dissensus.bench.rows.task_loaders import standardised_batches
+from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run.build import optimizer, posterior
+from dissensus.bench.run_widths import EMBEDDED, INDEPENDENT, GridCell, cells
 from dissensus.bench.task.config import load_task
-from dissensus.bench.width.grid import EMBEDDED, INDEPENDENT, GridCell, cells
 from dissensus.core.errors import Diverged
 from dissensus.predict import predict
 from dissensus.theory import largest_eigenvalue
-from dissensus.train import fit
+from dissensus.training.fit import fit
 
 RATES = (0.3, 1.0, 3.0, 10.0)
 FACTORS, MEMBERS = [0.25, 1.0, 4.0], 8

@@ -17,12 +17,10 @@ from rows import markdown, paired, read_rows
 from scipy.stats import spearmanr
 
 import dissensus as ds
+from dissensus.bench.report.estimates import Claim
+from dissensus.bench.report.results import table_rows
 from dissensus.bench.run.provenance import ORIGIN
-from dissensus.bench.width.claims import width_verdicts
-from dissensus.bench.width.grid import TEXTS
-from dissensus.bench.width.report import accuracy_table
-from dissensus.reporting.estimates import Claim
-from dissensus.reporting.results import table_rows
+from dissensus.bench.run_widths import TEXTS, accuracy_table, width_verdicts
 
 ROOT = Path(__file__).parents[1]
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"

@@ -33,10 +33,10 @@ from rows import Row, made_on, write_rows
 from torch import Tensor
 
 import dissensus
+from dissensus.bench.report.comparisons import Compared, compared, resampled
+from dissensus.bench.report.intervals import Spread
+from dissensus.bench.report.measures import Measure, measures
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.reporting.measures import Measure, measures
-from dissensus.reporting.spread import Spread
-from dissensus.reporting.statistics import Compared, compared, resampled
 
 SEEDS = (2, 3, 5, 10)
 NOISES = (0.0, 0.3, 1.0, 3.0, math.inf)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from rows import Row
 
+from dissensus.bench.report.comparisons import Family
+from dissensus.bench.report.results import Results
 from dissensus.bench.run import jobs
-from dissensus.bench.run.gather import results_of_runs
+from dissensus.bench.run.collect_runs import results_of_runs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
-from dissensus.reporting.results import Results
-from dissensus.reporting.statistics import Family
 
 
 def finished(folder: Path) -> Results:

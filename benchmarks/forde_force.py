@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from dissensus import Lengthscales
-from dissensus.drawing.plots import INK, PALETTE, STYLE
-from dissensus.numerics.kernels import BANDWIDTHS, Bandwidth, batch_log_density, directions
+from dissensus.numerics.rbf_kernels import BANDWIDTHS, Bandwidth, batch_log_density, directions
+from dissensus.plots.charts import INK, PALETTE, STYLE
 
 DIMENSIONS = 24
 

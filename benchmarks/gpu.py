@@ -31,13 +31,13 @@ from turns import in_turns
 
 import dissensus as ds
 from dissensus.bench.run.provenance import commit, device_name
-from dissensus.core import seam
+from dissensus.core import objective
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import Gradients, Strategy
 from dissensus.data import Batches
 from dissensus.engine import build_step
-from dissensus.engine.eager import autocast
-from dissensus.engine.optimisers import lay_out
+from dissensus.engine.eager_step import autocast
+from dissensus.engine.fast_optimisers import lay_out
 from dissensus.engine.strategies import Looped, strategy
 
 DEVICE = torch.device("cuda")
@@ -303,7 +303,7 @@ def timing(seconds: list[float], base: float) -> Row:
 
 def found(posterior: ds.Posterior, batch: Batch, run: Strategy, precision: torch.dtype | None) -> Gradients:
     with autocast(DEVICE, precision):
-        return seam.find(posterior, batch, run)
+        return objective.find(posterior, batch, run)
 
 
 def deviation(ours: Gradients, theirs: Gradients) -> str:

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import dissensus as ds
-from dissensus.bench.run.weights import load_weights
+from dissensus.bench.report.report_figures import write_png
+from dissensus.bench.run.initial_weights import load_weights
 from dissensus.data.images import ImageSet
-from dissensus.drawing.panels import surfaces
-from dissensus.reporting.figures import write_png
+from dissensus.plots.method_panels import surfaces
 
 MEAN, STD = (torch.tensor(v).view(3, 1, 1) for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -22,13 +22,13 @@ from rows import Row, write_rows
 
 import dissensus as ds
 from dissensus.core import batch as batches
-from dissensus.core import held, kept_rows, posterior
-from dissensus.core.functions import DrawnFunctions
-from dissensus.core.looking import Looking
+from dissensus.core import gradients, particles, posterior
+from dissensus.core.drawn_functions import DrawnFunctions
+from dissensus.core.inference_context import Looking
 from dissensus.core.posterior import Posterior
 from dissensus.data import Batches
-from dissensus.engine.guard import Guard
-from dissensus.numerics.tree import KeptTensors
+from dissensus.engine.step_guard import Guard
+from dissensus.utils.tensor_tree import KeptTensors
 
 Owner = tuple[Any, str]  # what has the function, and its name there
 PREDICTION: dict[str, Sequence[Owner]] = {
@@ -39,13 +39,13 @@ PREDICTION: dict[str, Sequence[Owner]] = {
     "tensors put into place and back": (
         (KeptTensors, "__init__"),
         (KeptTensors, "__exit__"),
-        (kept_rows.KeptRows, "rows"),
-        (kept_rows, "assign"),
+        (particles.KeptRows, "rows"),
+        (particles, "assign"),
     ),
     "calls around the networks": ((DrawnFunctions, "predict"), (Posterior, "checked")),
 }
 STEP: dict[str, Sequence[Owner]] = {
-    "backward pass": ((held, "_derivatives"),),
+    "backward pass": ((gradients, "_derivatives"),),
     "a look for NaN": ((Guard, "look"),),
     "counting the step": ((Guard, "observe"),),
     "checks of the batch": ((Posterior, "take"), (batches, "check_finite")),

@@ -14,12 +14,12 @@ from pathlib import Path
 from finished import finished
 from rows import Row, by_key, interval, made_by, markdown, read_rows, seeds_of, summary, write_rows
 
+from dissensus.bench.report.measures import measures
+from dissensus.bench.report.published_numbers import published, reference_sentences
+from dissensus.bench.report.results import Results
 from dissensus.bench.run.jobs import bench
 from dissensus.bench.task.config import load_task, read_task
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.reporting.measures import measures
-from dissensus.reporting.reference import published, reference_sentences
-from dissensus.reporting.results import Results
 
 COLUMNS = {  # metric -> (column, factor, digits)
     "accuracy": ("accuracy %", 100, 2),

@@ -29,8 +29,8 @@ from turns import in_turns
 import dissensus as ds
 from dissensus.bench.run.provenance import provenance
 from dissensus.core.batch import Batch
-from dissensus.core.statistics import statistics_layers
 from dissensus.engine import build_step
+from dissensus.utils.batch_norm_stats import statistics_layers
 
 SAMPLES = 4
 FUNCTIONS = 32

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from rows import Row, markdown, origins_of, read_rows, summary
 
+from dissensus.bench.report.published_numbers import Published, published
 from dissensus.bench.task.config import Task, load_task
-from dissensus.reporting.reference import Published, published
 
 RESULTS = Path(__file__).parent / "results" / "papers"
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "papers.md"

@@ -25,12 +25,12 @@ from typing import Any
 from finished import finished
 from rows import write_rows
 
-from dissensus.drawing import plots
+from dissensus.bench.report import figure_sections
+from dissensus.bench.report.prose import claims
+from dissensus.bench.report.results import Results, Swept
+from dissensus.bench.report.setting_sweep import GROUPS, accuracies
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
-from dissensus.reporting import scenes
-from dissensus.reporting.claims import claims
-from dissensus.reporting.results import Results, Swept
-from dissensus.reporting.sweep import GROUPS, accuracies
+from dissensus.plots import charts
 
 ROOT = Path(__file__).parents[1]
 ORIGIN = ("task", "size", "method", "seed", "alpha", "commit", "dissensus", "torch", "device")
@@ -116,10 +116,10 @@ def grouped_severities(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 def figures_of(results: Results, task: str) -> dict[str, Any]:
     """File name -> figure, of the first seed where seeds differ."""
     first = {name: several[0] for name, several in results.methods.items()}
-    palette = plots.colours(list(first))
+    palette = charts.colours(list(first))
     made = {
-        task: scenes.looked_at(first, palette) or scenes.swept(results, palette),
-        f"{task}-distances": scenes.over_training(results, palette),
+        task: figure_sections.looked_at(first, palette) or figure_sections.swept(results, palette),
+        f"{task}-distances": figure_sections.over_training(results, palette),
     }
     return {name: section[2][0][1] for name, section in made.items() if section is not None}
 

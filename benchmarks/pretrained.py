@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save, save_file
 import dissensus as ds
 from dissensus.bench.run.jobs import run_all
 from dissensus.bench.task.config import load_task
-from dissensus.storage.atomic import temporary_name
+from dissensus.storage.atomic_files import temporary_name
 
 PUBLISHED = {f"resnet{depth}": {"name": "ResNet", "depth": depth} for depth in (20, 32, 56)}
 OURS = {"vgg16": {"name": "VGG16"}, "wrn16-2": {"name": "WideResNet", "depth": 16, "width": 2}}

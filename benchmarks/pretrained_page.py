@@ -4,7 +4,7 @@
 
 The files are those that benchmarks/pretrained.py packs. Intervals in the CSV file of pairs are of paired bootstraps over the
 8,000 test images, each image's numbers averaged over the seeds that both methods have: they count images alone. Those of the
-page count the seeds as well, by the library's own formula (dissensus.reporting.spread).
+page count the seeds as well, by the library's own formula (dissensus.bench.report.intervals).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from rows import FACTS, Row, markdown, read_rows, write_rows
 from safetensors.torch import load
 from torch import Tensor
 
+from dissensus.bench.report.comparisons import LEVEL, SIGNIFICANT
+from dissensus.bench.report.intervals import holm, spread_of
 from dissensus.metrics import paired_test
 from dissensus.metrics.bootstrap import comparison, resample_counts
 from dissensus.metrics.calibration import confidence_ece
-from dissensus.metrics.student import student_quantile
-from dissensus.reporting.spread import holm, spread_of
-from dissensus.reporting.statistics import LEVEL, SIGNIFICANT
+from dissensus.metrics.student_t import student_quantile
 
 ROOT = Path(__file__).parents[1]
 RESULTS, FIGURE = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures" / "pretrained.png"

@@ -18,10 +18,10 @@ import numpy as np
 from finished import finished
 from rows import Row, write_rows
 
-from dissensus.drawing import plots
-from dissensus.reporting import scenes
-from dissensus.reporting.figures import write_png
-from dissensus.reporting.results import Results
+from dissensus.bench.report import figure_sections
+from dissensus.bench.report.report_figures import write_png
+from dissensus.bench.report.results import Results
+from dissensus.plots import charts
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"
@@ -94,7 +94,7 @@ def rows_of(results: Results) -> list[Row]:
 
 def write_figures(results: Results, task: str, folder: Path) -> None:
     """Error and NLL against severity, means over seeds; and what the latents of the first seed do to images."""
-    palette = plots.colours(list(results.methods))
+    palette = charts.colours(list(results.methods))
     for key, label in (("accuracy", "Error"), ("nll", "NLL (nats)")):
         values = {}
         for name, several in results.methods.items():
@@ -102,9 +102,9 @@ def write_figures(results: Results, task: str, folder: Path) -> None:
             clean, damaged = (np.mean([each.numpy() for each in part], axis=0) for part in zip(*found, strict=True))
             values[name] = (1 - clean, 1 - damaged) if key == "accuracy" else (clean, damaged)
         severities = next(iter(results.methods.values()))[0].severities
-        figure = plots.corruption_curves(severities, values, label=label, percent=key == "accuracy", palette=palette)
+        figure = charts.corruption_curves(severities, values, label=label, percent=key == "accuracy", palette=palette)
         write_png(figure, folder / f"{task}-{'error' if key == 'accuracy' else key}.png")
-    made = scenes.corrupted_by_itself({name: several[0] for name, several in results.methods.items()})
+    made = figure_sections.corrupted_by_itself({name: several[0] for name, several in results.methods.items()})
     for title, figure in made[2] if made else ():
         write_png(figure, folder / f"{task}-{title.rsplit(' ', 1)[1]}.png")
 

@@ -36,10 +36,10 @@ import uci_page
 from particles_toy import grouped_severities, sentences
 from rows import by_key, grouped, markdown, origins_of, paired, read_rows, seeds_of
 
-from dissensus.bench.capacity import capacities
+from dissensus.bench.capacity_table import capacities
+from dissensus.bench.report.comparisons import SIGNIFICANT
+from dissensus.bench.report.intervals import holm
 from dissensus.bench.task import schema
-from dissensus.reporting.spread import holm
-from dissensus.reporting.statistics import SIGNIFICANT
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

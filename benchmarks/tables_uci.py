@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from rows import Row, made_by, markdown, paired, read_rows, summary, write_rows
 
+from dissensus.bench.report.comparisons import SIGNIFICANT
+from dissensus.bench.report.intervals import holm
 from dissensus.bench.run.provenance import provenance
 from dissensus.data.tabular import REGRESSION_SETS, read_uci_folder, regression_folder
-from dissensus.reporting.spread import holm
-from dissensus.reporting.statistics import SIGNIFICANT
 
 RESULTS = Path(__file__).parent / "results"
 LEVEL = 0.9

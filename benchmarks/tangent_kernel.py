@@ -234,7 +234,7 @@ def resnet(folder: str) -> list[dict[str, object]]:
     torch.manual_seed(0)
     x = torch.randn(100, 3, 32, 32)
     if folder:
-        from dissensus.bench.rows.sources import SETS
+        from dissensus.bench.rows.named_sets import SETS
 
         images = SETS["cifar10"].make(folder)[1].x[:100].float() / 255
         x = (images - images.mean((0, 2, 3), keepdim=True)) / images.std((0, 2, 3), keepdim=True)

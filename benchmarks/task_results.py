@@ -20,15 +20,14 @@ from typing import NamedTuple
 from finished import comparison_rows, finished
 from rows import Row, markdown, origin_of, read_rows, seeds_of, write_rows
 
-from dissensus.bench.grid.axes import cells_of
-from dissensus.bench.grid.report import begin_cells
-from dissensus.bench.run.gather import results_of_runs
+from dissensus.bench.report.comparisons import SIGNIFICANT, Compared, compared, family
+from dissensus.bench.report.intervals import spread_of
+from dissensus.bench.report.results import Results
+from dissensus.bench.report.tables import draws_of, p_text
+from dissensus.bench.run.collect_runs import results_of_runs
 from dissensus.bench.run.run import Run
+from dissensus.bench.run_grid import begin_cells, cells_of
 from dissensus.bench.task.config import load_task, read_task
-from dissensus.reporting.results import Results
-from dissensus.reporting.spread import spread_of
-from dissensus.reporting.statistics import SIGNIFICANT, Compared, compared, family
-from dissensus.reporting.tables import draws_of, p_text
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "results" / "tasks"

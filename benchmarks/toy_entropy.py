@@ -25,12 +25,12 @@ import torch
 from rows import Row, by_key, made_by, made_on, markdown, read_rows, summary, write_rows
 
 from dissensus.bench.run import build
+from dissensus.bench.run.prediction_splits import geometry_of
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.splits import geometry_of
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.core.errors import Diverged
-from dissensus.storage.files import write_text
-from dissensus.train import fit
+from dissensus.storage.run_files import write_text
+from dissensus.training.fit import fit
 from dissensus.training.history import Epoch
 
 ROOT = Path(__file__).parents[1]
@@ -232,7 +232,7 @@ def figure(rows: list[Row]) -> Any:
     """Entropy off the data over steps, one line a case, mean over seeds; above, where the poster is."""
     from matplotlib.figure import Figure
 
-    from dissensus.drawing.plots import colours
+    from dissensus.plots.charts import colours
 
     cases = by_key(rows, "case")
     palette, drawn = colours(list(cases)), Figure(figsize=(9, 4.6), layout="constrained")

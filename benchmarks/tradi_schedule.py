@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import dissensus as ds
 from dissensus import metrics
-from dissensus.core.optimisation import plateau_linear
+from dissensus.core.parameter_groups import plateau_linear
 from dissensus.core.posterior import left_as_found, refresh
 from dissensus.data.splits import split_indices
 from dissensus.methods.parts.trajectory import constant_tail

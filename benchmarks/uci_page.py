@@ -7,8 +7,8 @@ from itertools import product
 
 from rows import Row, interval, made_by, markdown, paired, summary
 
-from dissensus.reporting.spread import holm
-from dissensus.reporting.statistics import SIGNIFICANT
+from dissensus.bench.report.comparisons import SIGNIFICANT
+from dissensus.bench.report.intervals import holm
 
 PROTEIN = "protein-tertiary-structure"
 ORDER = ("map", "swag", "tradi", "tradi-diagonal", "mc_dropout", "deep_ensemble")

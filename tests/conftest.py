@@ -33,7 +33,9 @@ def undrawn(monkeypatch):
     They are drawn in test_report.py, and for whole tasks in test_bench_run.py, test_bench_particle_tasks.py and
     test_widths.py.
     """
-    monkeypatch.setattr("dissensus.reporting.figures.svg", lambda figure, prefix: f'<svg id="{prefix}"></svg>')
+    monkeypatch.setattr(
+        "dissensus.bench.report.report_figures.svg", lambda figure, prefix: f'<svg id="{prefix}"></svg>'
+    )
 
 
 @pytest.fixture
@@ -54,5 +56,5 @@ def command_line(monkeypatch, capsys):
 def unreported():
     """Benches without reports: runs and their files are looked at."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dissensus.reporting.report.write_report", lambda results, path: [])
+        patch.setattr("dissensus.bench.report.html_report.write_report", lambda results, path: [])
         yield

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.core.functions import MemberFunctions
+from dissensus.core.drawn_functions import MemberFunctions
 from dissensus.core.particles import Particles
-from dissensus.numerics.tree import TensorTree
+from dissensus.utils.tensor_tree import TensorTree
 
 
 class ScaledLinear(nn.Module):

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.core.functions import MemberFunctions
+from dissensus.core.drawn_functions import MemberFunctions
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import Posterior
-from dissensus.methods.parts.sampling import SamplingPosterior
-from dissensus.numerics.tree import TensorTree
+from dissensus.methods.parts.sampling_posterior import SamplingPosterior
+from dissensus.utils.tensor_tree import TensorTree
 
 
 class Rank1Linear(nn.Module):

@@ -10,8 +10,8 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus import attacks
-from dissensus.attacks.aim import Adversarial, Aim, Look
-from dissensus.attacks.ball import Ball
+from dissensus.attacks.attack_loss import Adversarial, Aim, Look
+from dissensus.attacks.constraint import Ball
 from dissensus.data import Standardiser
 from thinning import often
 

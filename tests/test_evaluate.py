@@ -9,14 +9,14 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus import metrics
+from dissensus.bench.report.comparisons import resampled
+from dissensus.bench.report.measures import measures as of_report
 from dissensus.data import Batches, Standardiser
 from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS, corrupt
-from dissensus.evaluation.corrupted import Corruptions, corrupted_counts
+from dissensus.evaluation.corruption_curves import Corruptions, corrupted_counts
 from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation, metric_text
-from dissensus.evaluation.functions import drawn_once
-from dissensus.reporting.measures import measures as of_report
-from dissensus.reporting.statistics import resampled
+from dissensus.evaluation.fixed_draw import drawn_once
 
 
 def rows(count: int = 60, classes: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

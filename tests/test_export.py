@@ -13,7 +13,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus import exporting
+from dissensus import export_model
 from dissensus.engine.tracing import random_operations, trace
 from test_contract import METHODS
 
@@ -227,8 +227,8 @@ def test_an_ensemble_in_half_precision_is_exported_and_leaves_torch_as_it_was(tm
 
 def test_a_refused_export_leaves_torch_as_it_was(tmp_path, monkeypatch):
     posterior = ds.DeepEnsemble([plain() for _ in range(2)]).bfloat16()
-    monkeypatch.setattr(exporting, "ROUNDINGS", 0.0)  # members in turn round differently from those at once
-    monkeypatch.setattr(exporting, "CLOSE", 0.0)
+    monkeypatch.setattr(export_model, "ROUNDINGS", 0.0)  # members in turn round differently from those at once
+    monkeypatch.setattr(export_model, "CLOSE", 0.0)
     with pytest.raises(ValueError, match="expected mean as in predict, got"):
         ds.export(posterior, tmp_path / "m.pt2", example=inputs(64).bfloat16())
     nn.Linear(2, 2)
@@ -256,7 +256,7 @@ def test_a_gate_checked_on_few_rows_may_differ_only_where_the_score_is_at_the_th
     gate = ds.ood_gate(posterior, [(x, y)], false_alarm=0.2, name="gate")
     score = float(gate(x[:1]).score)
     gate.threshold = score * (1 + 1e-7 if near else 1.01)
-    monkeypatch.setattr(exporting, "trace", lambda module, *rest: trace(Tampered(module), *rest))
+    monkeypatch.setattr(export_model, "trace", lambda module, *rest: trace(Tampered(module), *rest))
     if near:
         ds.export(posterior, tmp_path / "m.pt2", example=x[:2])
         return

@@ -20,18 +20,17 @@ import torch
 from scipy.io import savemat
 
 import dissensus as ds
+from dissensus.bench.report.html_report import report_content
 from dissensus.bench.run import records
-from dissensus.bench.run.gather import results_of_runs
+from dissensus.bench.run.collect_runs import results_of_runs
+from dissensus.bench.run.initial_weights import load_weights
 from dissensus.bench.run.jobs import belonging_together
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.watch import FILE, read_looks
-from dissensus.bench.run.weights import load_weights
+from dissensus.bench.run.training_watch import FILE, read_looks
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.data import formats, tabular
-from dissensus.data.corruption import published
-from dissensus.evaluation.corrupted import CorruptedCounts
-from dissensus.evaluation.distances import MemberDistances
-from dissensus.reporting.report import report_content
+from dissensus.data import file_formats, numpy_files, tabular
+from dissensus.evaluation.corruption_curves import CorruptedCounts
+from dissensus.evaluation.member_distances import MemberDistances
 from dissensus.training.checkpoint import resume, write_checkpoint
 from dissensus.training.history import Best, Epoch, History
 from mutations import mutated
@@ -221,30 +220,32 @@ READERS = {
     "load laplace": Reader(saved(laplace), ds.load),
     "summarise": Reader(saved(ensemble), lambda folder: ds.summarise(folder, [(x, y)])),
     "resume": Reader(checkpoint, resumed),
-    "idx": Reader(written(images=IDX), lambda folder: formats.read_idx(folder / "images")),
-    "idx.gz": Reader(written(images=gzip.compress(IDX)), lambda folder: formats.read_idx(folder / "images")),
+    "idx": Reader(written(images=IDX), lambda folder: file_formats.read_idx(folder / "images")),
+    "idx.gz": Reader(written(images=gzip.compress(IDX)), lambda folder: file_formats.read_idx(folder / "images")),
     "npz": Reader(
-        written(set=in_memory(lambda file: np.savez(file, **IMAGES))), lambda folder: formats.read_npz(folder / "set")
+        written(set=in_memory(lambda file: np.savez(file, **IMAGES))),
+        lambda folder: file_formats.read_npz(folder / "set"),
     ),
     "npz compressed": Reader(
         written(set=in_memory(lambda file: np.savez_compressed(file, **IMAGES))),
-        lambda folder: formats.read_npz(folder / "set"),
+        lambda folder: file_formats.read_npz(folder / "set"),
     ),
     "cifar binary": Reader(
-        written(batch=b"\1" + ROWS[0].tobytes()), lambda folder: formats.read_cifar_binary(folder / "batch")
+        written(batch=b"\1" + ROWS[0].tobytes()), lambda folder: file_formats.read_cifar_binary(folder / "batch")
     ),
     **{
         f"cifar pickle {protocol}": Reader(
-            written(batch=pickle.dumps(CIFAR, protocol)), lambda folder: formats.read_cifar_python(folder / "batch")
+            written(batch=pickle.dumps(CIFAR, protocol)),
+            lambda folder: file_formats.read_cifar_python(folder / "batch"),
         )
         for protocol in (3, 4)
     },
     "mat": Reader(
-        written(set=in_memory(lambda file: savemat(file, MAT))), lambda folder: formats.read_mat(folder / "set")
+        written(set=in_memory(lambda file: savemat(file, MAT))), lambda folder: file_formats.read_mat(folder / "set")
     ),
     "mat compressed": Reader(
         written(set=in_memory(lambda file: savemat(file, MAT, do_compression=True))),
-        lambda folder: formats.read_mat(folder / "set"),
+        lambda folder: file_formats.read_mat(folder / "set"),
     ),
     **{
         f"weights in torch's {form} form": Reader(
@@ -258,7 +259,7 @@ READERS = {
         written(set=in_memory(lambda file: np.savez(file, **TABLE))),
         lambda folder: tabular.read_tabular_npz(folder / "set", name="set"),
     ),
-    "published": Reader(published_set, lambda folder: published.read_array(folder / "fog.npy", (3, 4))),
+    "published": Reader(published_set, lambda folder: numpy_files.read_array(folder / "fog.npy", (3, 4))),
     "task": Reader(written(**{"task.toml": TASK}), task),
     "run": Reader(run_folder, read_run),
     "report": Reader(run_folder, reported, weight=0.1),
@@ -392,10 +393,10 @@ def test_a_small_file_cannot_take_much_time_or_memory(name, tmp_path):
         path.write_bytes(content if isinstance(content, bytes) else in_memory(content))
     assert path.stat().st_size < 1_000_000
     read = {
-        "idx": formats.read_idx,
-        "npz": formats.read_npz,
-        "pickle": formats.read_cifar_python,
-        "mat": formats.read_mat,
+        "idx": file_formats.read_idx,
+        "npz": file_formats.read_npz,
+        "pickle": file_formats.read_cifar_python,
+        "mat": file_formats.read_mat,
         "toml": lambda path: load_task(str(path)),
     }[kind]
     before = peak_memory(reset=True)

@@ -7,7 +7,7 @@ import torch
 
 import dissensus as ds
 import tiny
-from dissensus.storage import skeletons
+from dissensus.storage import blueprints
 from small_cut import ScaledEnsemble
 
 
@@ -23,9 +23,9 @@ def trained(tmp_path):
 
 def test_a_method_that_cuts_layers_is_loaded_around_the_plain_network(trained, tmp_path):
     posterior, plain, x, _ = trained
-    assert skeletons.structure(posterior.given()) == skeletons.structure(plain)
-    assert skeletons.structure(posterior.member(0)) != skeletons.structure(plain)  # the function, as it is
-    assert json.loads((tmp_path / "config.json").read_text())["network"]["structure"] == skeletons.structure(plain)
+    assert blueprints.structure(posterior.given()) == blueprints.structure(plain)
+    assert blueprints.structure(posterior.member(0)) != blueprints.structure(plain)  # the function, as it is
+    assert json.loads((tmp_path / "config.json").read_text())["network"]["structure"] == blueprints.structure(plain)
     before = tiny.state(plain)
     loaded = ds.load(tmp_path, plain, method=ScaledEnsemble)
     assert tiny.largest_difference(before, tiny.state(plain)) == 0
@@ -56,12 +56,12 @@ def test_a_network_of_the_library_that_was_cut_is_built_again(tmp_path):
 
 def test_a_cut_network_far_larger_than_its_file_is_not_built():
     with torch.device("meta"):
-        lines = skeletons.structure(ds.nets.MLP(4, 3, hidden=(5000,)))
+        lines = blueprints.structure(ds.nets.MLP(4, 3, hidden=(5000,)))
     saved = {"name": "MLP", "arguments": {"inputs": 4, "outputs": 3, "hidden": [5000]}, "structure": lines, "cut": True}
     with pytest.raises(
         ValueError, match="expected a network of at most 64 times the 12 numbers in the file, got 40003"
     ):
-        skeletons.build_network(saved, None, {"a": (3, 4)})
+        blueprints.build_network(saved, None, {"a": (3, 4)})
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -70,7 +70,7 @@ def test_members_that_are_no_plain_networks_are_summarised_as_a_whole(trained, t
     posterior, plain, x, y = trained
     keywords = {"method": ScaledEnsemble}
     if known:
-        monkeypatch.setitem(skeletons.METHODS, ScaledEnsemble.name, ScaledEnsemble)
+        monkeypatch.setitem(blueprints.METHODS, ScaledEnsemble.name, ScaledEnsemble)
         ds.save(posterior, tmp_path)
         keywords = {}
     found, _ = ds.summarise(tmp_path, [(x, y)], network=plain, **keywords)

@@ -11,8 +11,8 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.products import on_arm
-from dissensus.core.turns import turn
+from dissensus.core.locks import turn
+from dissensus.kernels.cpu_products import on_arm
 from thinning import often
 
 THREADS = 8
@@ -304,11 +304,11 @@ def test_a_network_that_draws_itself_leaves_the_stream_as_found():
 
 
 def test_locks_go_with_their_networks_and_are_not_copied():
-    from dissensus.core import turns
+    from dissensus.core import locks
 
     network = tiny.mlp()
     with turn(network):
-        assert id(network) in turns._turns
+        assert id(network) in locks._turns
     posterior, shapes = copy.deepcopy(ds.MAP(network)), []
     thread = threading.Thread(target=lambda: shapes.append(posterior.predict(tiny.points()[0].float()).mean.shape))
     with turn(network):
@@ -320,7 +320,7 @@ def test_locks_go_with_their_networks_and_are_not_copied():
     assert shapes == [(12, 3)]
     key = id(network)
     del network
-    assert key not in turns._turns
+    assert key not in locks._turns
 
 
 INSIDE = threading.Event()  # not of the network, which is copied

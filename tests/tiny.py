@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 from dissensus.core import batch as batches
-from dissensus.core.functions import MemberFunctions
+from dissensus.core.drawn_functions import MemberFunctions
 
 
 def points(n: int = 12, inputs: int = 4, classes: int = 3, *, seed: int = 0) -> tuple[Tensor, Tensor]:

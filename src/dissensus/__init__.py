@@ -20,17 +20,20 @@ from dissensus.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from dissensus import attacks, data, distributed, landscape, metrics, nets, sklearn, theory
-    from dissensus.core.empcov import EmpCov
-    from dissensus.evaluation.attacked import AttackCurves
-    from dissensus.evaluation.convergence import Convergence, convergence
-    from dissensus.evaluation.corrupted import Corruptions
-    from dissensus.evaluation.distances import DistancesOverTraining, MemberDistances, member_distances
+    from dissensus.calibration.calibrate import Calibrated, calibrate, temperature_scale
+    from dissensus.calibration.conformal import conformal
+    from dissensus.calibration.conformal_sets import Conformal
+    from dissensus.calibration.gate import Gate
+    from dissensus.calibration.selective import ood_gate, selective
+    from dissensus.evaluation.attack_curves import AttackCurves
+    from dissensus.evaluation.chain_convergence import Convergence, convergence
+    from dissensus.evaluation.corruption_curves import Corruptions
     from dissensus.evaluation.evaluate import evaluate
     from dissensus.evaluation.evaluation import Evaluation
-    from dissensus.exporting import export
-    from dissensus.guarantees.calibrate import Calibrated, calibrate, temperature_scale
-    from dissensus.guarantees.conformal import conformal
-    from dissensus.guarantees.selective import ood_gate, selective
+    from dissensus.evaluation.member_distances import DistancesOverTraining, MemberDistances, member_distances
+    from dissensus.export_model import export
+    from dissensus.layers.capacity import Capacity, capacity
+    from dissensus.layers.modulation import Modulation
     from dissensus.methods import (
         HMC,
         LIT,
@@ -58,50 +61,47 @@ if TYPE_CHECKING:
         branch,
         track,
     )
-    from dissensus.methods.parts.recording import RecordingPosterior
+    from dissensus.methods.parts.empcov_prior import EmpCov
+    from dissensus.methods.parts.recording_posterior import RecordingPosterior
     from dissensus.numerics.annealing import Annealing
     from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
-    from dissensus.standing.conformal import Conformal
-    from dissensus.standing.gate import Gate
     from dissensus.storage import load, save
-    from dissensus.surgery.capacity import Capacity, capacity
-    from dissensus.surgery.modulation import Modulation
-    from dissensus.train import fit
+    from dissensus.training.fit import fit
     from dissensus.training.history import Epoch, History
 
 # Name -> module, imported on first use. All other names of `__all__` are in `dissensus.methods`.
 _HOMES = {
     "Annealing": "numerics.annealing",
-    "AttackCurves": "evaluation.attacked",
-    "Calibrated": "guarantees.calibrate",
-    "Capacity": "surgery.capacity",
-    "Conformal": "standing.conformal",
-    "Convergence": "evaluation.convergence",
-    "Corruptions": "evaluation.corrupted",
-    "DistancesOverTraining": "evaluation.distances",
-    "EmpCov": "core.empcov",
+    "AttackCurves": "evaluation.attack_curves",
+    "Calibrated": "calibration.calibrate",
+    "Capacity": "layers.capacity",
+    "Conformal": "calibration.conformal_sets",
+    "Convergence": "evaluation.chain_convergence",
+    "Corruptions": "evaluation.corruption_curves",
+    "DistancesOverTraining": "evaluation.member_distances",
+    "EmpCov": "methods.parts.empcov_prior",
     "Epoch": "training.history",
     "Evaluation": "evaluation.evaluation",
-    "Gate": "standing.gate",
+    "Gate": "calibration.gate",
     "History": "training.history",
     "Lengthscales": "numerics.lengthscales",
-    "MemberDistances": "evaluation.distances",
-    "Modulation": "surgery.modulation",
-    "RecordingPosterior": "methods.parts.recording",
-    "calibrate": "guarantees.calibrate",
-    "capacity": "surgery.capacity",
-    "conformal": "guarantees.conformal",
-    "convergence": "evaluation.convergence",
+    "MemberDistances": "evaluation.member_distances",
+    "Modulation": "layers.modulation",
+    "RecordingPosterior": "methods.parts.recording_posterior",
+    "calibrate": "calibration.calibrate",
+    "capacity": "layers.capacity",
+    "conformal": "calibration.conformal",
+    "convergence": "evaluation.chain_convergence",
     "evaluate": "evaluation.evaluate",
-    "export": "exporting",
-    "fit": "train",
+    "export": "export_model",
+    "fit": "training.fit",
     "load": "storage",
-    "member_distances": "evaluation.distances",
-    "ood_gate": "guarantees.selective",
+    "member_distances": "evaluation.member_distances",
+    "ood_gate": "calibration.selective",
     "pca_lengthscales": "numerics.lengthscales",
     "save": "storage",
-    "selective": "guarantees.selective",
-    "temperature_scale": "guarantees.calibrate",
+    "selective": "calibration.selective",
+    "temperature_scale": "calibration.calibrate",
 }
 _ROOMS = ("attacks", "data", "distributed", "landscape", "metrics", "nets", "sklearn", "theory")
 

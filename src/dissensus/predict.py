@@ -18,9 +18,9 @@ from dissensus.core.predictive import Predictive
 from dissensus.core.summary import RunningSummary, SummaryPredictive
 from dissensus.engine.memory import readable
 from dissensus.engine.precision import PredictionPrecision
-from dissensus.engine.predicted import predicted
-from dissensus.numerics.arrays import tensor_of
-from dissensus.numerics.checks import number, whole
+from dissensus.engine.prediction_loop import predicted
+from dissensus.utils.arrays import tensor_of
+from dissensus.utils.checks import number, whole
 
 log = logging.getLogger("dissensus")
 
@@ -84,7 +84,9 @@ def summarise(
     """
     loader = _as_loader(posterior, loader)
     if not isinstance(posterior, Posterior):
-        from dissensus.storage.members import read_members  # imports all methods, which `import dissensus` avoids
+        from dissensus.storage.member_streaming import (
+            read_members,  # imports all methods, which `import dissensus` avoids
+        )
 
         members = read_members(Path(posterior), network, likelihood=likelihood, method=method)
         return _summarise_stored(members, loader, precision)

@@ -36,7 +36,7 @@ def report(
         Paths of the files written.
     """
     # Here, so that matplotlib and jinja2 are loaded only for a report.
-    from dissensus.reporting.report import write_report
-    from dissensus.reporting.results import results_of_evaluations
+    from dissensus.bench.report.html_report import write_report
+    from dissensus.bench.report.results import results_of_evaluations
 
     return write_report(results_of_evaluations(evaluations, title).compared_with(baseline, holm=holm), Path(path))

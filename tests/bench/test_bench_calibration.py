@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 import dissensus as ds
 from dissensus.bench.cli import app
+from dissensus.bench.report.measures import measures
 from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
 from dissensus.metrics import ece
-from dissensus.reporting.measures import measures
 
 TASK = """
 methods = ["map", "node_bnn"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dissensus.bench.capacity import capacities
+from dissensus.bench.capacity_table import capacities
 
 # nodes: the talk on node noise and spec of its networks, Σ in_channels; parameters: torchvision's, and those of the papers
 PUBLISHED = {

@@ -9,10 +9,10 @@ import torch
 
 import dissensus as ds
 from dissensus.bench.cli import list_command
-from dissensus.bench.own import code_digest, own_object
 from dissensus.bench.run.jobs import bench, report_runs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config
+from dissensus.bench.user_code import code_digest, own_object
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -205,7 +205,7 @@ def test_a_method_that_is_no_name_of_ours_is_offered_no_far_one():
 
 
 def test_a_watched_training_is_not_shared_with_an_own_loss(mine, tmp_path):
-    from dissensus.bench.run.together import shares
+    from dissensus.bench.run.shared_training import shares
 
     path = tmp_path / f"{mine}.py"
     path.write_text(MINE.replace("(ds.DeepEnsemble)", "(ds.MAP)").replace("modules", "module"))
@@ -259,7 +259,7 @@ def test_rows_that_are_other_ones_now_are_noticed_and_random_ones_are_the_same_a
 
 def test_a_digest_follows_what_is_used_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr("dissensus.bench.own._added", [])
+    monkeypatch.setattr("dissensus.bench.user_code._added", [])
     name = f"used_{re.sub('[^a-z0-9]', '_', tmp_path.name)}"
     top, helper = tmp_path / f"{name}.py", tmp_path / f"{name}_helper.py"
 
@@ -298,7 +298,7 @@ def test_a_module_of_another_task_or_an_older_one_is_never_taken_for_this_ones(m
 
 def test_what_a_module_imports_and_folders_without_init_are_this_tasks_too(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr("dissensus.bench.own._added", [])
+    monkeypatch.setattr("dissensus.bench.user_code._added", [])
     mark = re.sub("[^a-z0-9]", "_", tmp_path.name)
     for task in "ab":
         (tmp_path / task / f"nets_{mark}").mkdir(parents=True)

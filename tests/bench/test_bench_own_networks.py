@@ -12,7 +12,7 @@ from dissensus.bench.run.convert import convert
 from dissensus.bench.run.jobs import bench, report_runs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
-from dissensus.bench.task.networks import maker
+from dissensus.bench.task.objects import maker
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dissensus.bench.report.published_numbers import published
 from dissensus.bench.run.build import check_complete
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS
-from dissensus.evaluation.corrupted import Corruptions
-from dissensus.reporting.reference import published
+from dissensus.evaluation.corruption_curves import Corruptions
 
 ROOT = Path(__file__).parents[2]
 TABLES = ("cifar10-forde", "cifar100-forde")

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from dissensus.bench.rows.geometry import GEOMETRIES
-from dissensus.bench.rows.sets import LastData, task_data
+from dissensus.bench.report.prose import claims
+from dissensus.bench.report.results import Results
+from dissensus.bench.rows.low_dimensional import GEOMETRIES
+from dissensus.bench.rows.task_rows import LastData, task_data
 from dissensus.bench.run import jobs
 from dissensus.bench.run.build import optimizer, posterior
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.bench.task.objects import value_of
 from dissensus.data.corruptions import BENCHMARK
-from dissensus.reporting.claims import claims
-from dissensus.reporting.results import Results
 
 TASKS = (
     *("toy-regression", "toy-classification", "toy-regression-small", "toy-classification-small"),
@@ -51,7 +51,9 @@ def benched(tmp_path_factory):
         folder = tmp_path_factory.mktemp(name)
         with pytest.MonkeyPatch.context() as patch:
             if name not in DRAWN:
-                patch.setattr("dissensus.reporting.figures.svg", lambda figure, prefix: f'<svg id="{prefix}"></svg>')
+                patch.setattr(
+                    "dissensus.bench.report.report_figures.svg", lambda figure, prefix: f'<svg id="{prefix}"></svg>'
+                )
             results, _ = jobs.bench(load_task(name, size="smoke"), out=folder)
         return folder, results
 

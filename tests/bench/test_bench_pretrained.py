@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 import dissensus as ds
-from dissensus.bench.rows.sets import task_data
+from dissensus.bench.report.measures import measures
+from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run import jobs
-from dissensus.bench.run.measured import with_calibration
+from dissensus.bench.run.extra_measures import with_calibration
 from dissensus.bench.run.records import read_predictions
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.metrics import ece
-from dissensus.reporting.measures import measures
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TASK = """

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from dissensus import metrics
-from dissensus.bench.run.gather import results_of_runs
+from dissensus.bench.report.html_report import write_report
+from dissensus.bench.run.collect_runs import results_of_runs
 from dissensus.bench.run.jobs import bench, run_all
-from dissensus.bench.run.together import shares
+from dissensus.bench.run.shared_training import shares
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.reporting.report import write_report
 
 TASKS = ("reference-posterior", "reference-digits", "reference-uci", "bimodal")
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from PIL import Image
 
-from dissensus.bench.rows.loaders import AUGMENTATIONS, standardised_batches
-from dissensus.bench.rows.sets import task_data
-from dissensus.bench.run.images import read_picture, resized, write_maps
+from dissensus.bench.rows.task_loaders import AUGMENTATIONS, standardised_batches
+from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run.jobs import bench, run_all
-from dissensus.bench.run.pixels import shown_rows
+from dissensus.bench.run.pixel_splits import shown_rows
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.together import shares
+from dissensus.bench.run.segment_images import read_picture, resized, write_maps
+from dissensus.bench.run.shared_training import shares
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.data import VOID, segmentation_folder
 from small_scenes import write, write_camvid, write_scenes

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from dissensus import attacks
-from dissensus.bench.rows.loaders import standardised_batches
+from dissensus.bench.rows.task_loaders import standardised_batches
 from dissensus.bench.run import build
 from dissensus.bench.run.jobs import bench, run_all
 from dissensus.bench.task.config import SIZES, load_task, run_config
-from dissensus.bench.task.networks import maker
+from dissensus.bench.task.objects import maker
 from dissensus.nets import Residual
 
 TASKS = ("node-corruptions", "remedies")

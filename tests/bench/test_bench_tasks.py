@@ -5,12 +5,12 @@ import struct
 import numpy as np
 import pytest
 
-from dissensus.bench.run.gather import results_of_runs
+from dissensus.bench.report.html_report import write_report
+from dissensus.bench.run.collect_runs import results_of_runs
 from dissensus.bench.run.jobs import bench, run_all
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.together import companions, shares
+from dissensus.bench.run.shared_training import companions, shares
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.reporting.report import write_report
 from uci_files import write_uci_files
 
 pytestmark = pytest.mark.usefixtures("undrawn")

@@ -2,9 +2,9 @@
 
 import torch
 
-from dissensus.bench.printing import print_results
+from dissensus.bench.report.results import results_of_evaluations
+from dissensus.bench.terminal import print_results
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.reporting.results import results_of_evaluations
 
 
 def evaluation(seed: int, count: int = 40) -> Evaluation:

@@ -11,7 +11,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.attributes import saved_attributes
+from dissensus.utils.module_state import saved_attributes
 
 
 class Net(nn.Module):

@@ -9,7 +9,7 @@ from torch.distributions import MultivariateNormal
 
 import dissensus as ds
 import tiny
-from dissensus.core.empcov import EmpCov
+from dissensus.methods.parts.empcov_prior import EmpCov
 
 
 def test_it_is_the_density_of_the_inputs_covariance():

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 import dissensus as ds
 import tiny
-from dissensus.core import seam
+from dissensus.core import objective
 from dissensus.core.batch import Batch
-from dissensus.core.finite import amax
 from dissensus.core.gradients import Gradients, looped, looped_keeping_graphs
-from dissensus.engine.eager import EagerStep
+from dissensus.engine.eager_step import EagerStep
+from dissensus.utils.nonfinite import amax
 
 LANES = (lambda index: nullcontext(), lambda: None)  # two functions of their own, as with streams
 
@@ -108,7 +108,7 @@ def test_a_member_whose_gradient_is_not_finite_is_named_and_nothing_changes(bad:
 def test_gradients_that_are_mixed_are_looked_at_again() -> None:
     posterior = ds.SVGD([tiny.mlp().float() for _ in range(3)], data_size=10).train()
     given = Batch(torch.randn(5, 4), torch.randint(3, (5,)))
-    assert seam.find(posterior, given, partial(looped, lanes=LANES)).largest is None
+    assert objective.find(posterior, given, partial(looped, lanes=LANES)).largest is None
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dissensus as ds
-from dissensus.core import halves
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import Gradients, looped, looped_keeping_graphs
-from dissensus.core.lazy_norm import fused
+from dissensus.kernels import cast_weights
+from dissensus.kernels.fused_norm import fused
 
 GPU = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -20,7 +20,7 @@ GPU = pytest.param(
 
 @pytest.fixture(params=["cpu", GPU])
 def device(request, monkeypatch) -> str:
-    monkeypatch.setattr(halves, "DEVICE", request.param)
+    monkeypatch.setattr(cast_weights, "DEVICE", request.param)
     return request.param
 
 
@@ -117,7 +117,7 @@ def test_gradients_have_the_bits_of_autocast(network, method: str, device: str, 
     posterior = METHODS[method](network).to(device).train()
     batch = Batch(torch.randn(6, 3, 5, 5, device=device), torch.arange(6, device=device) % 4)
     made = []
-    monkeypatch.setattr(halves.Halves, "__init__", _noting(made, halves.Halves.__init__))
+    monkeypatch.setattr(cast_weights.Halves, "__init__", _noting(made, cast_weights.Halves.__init__))
     plain = found(posterior, batch, at_once=False)
     assert not made
     ours = found(posterior, batch, at_once=True)
@@ -138,7 +138,7 @@ def _noting(made: list, init):
 
 
 def test_in_single_precision_and_outside_of_fused_layers_nothing_is_cast(device: str, monkeypatch) -> None:
-    monkeypatch.setattr(halves.Halves, "__init__", lambda self, *args: pytest.fail("expected no copies"))
+    monkeypatch.setattr(cast_weights.Halves, "__init__", lambda self, *args: pytest.fail("expected no copies"))
     posterior = ds.DeepEnsemble([Plain() for _ in range(2)]).to(device).train()
     batch = Batch(torch.randn(6, 3, 5, 5, device=device), torch.arange(6, device=device) % 4)
     with fused():
@@ -149,14 +149,14 @@ def test_in_single_precision_and_outside_of_fused_layers_nothing_is_cast(device:
 def test_one_copy_serves_all_uses_and_gradients_come_back_in_half_precision(device: str) -> None:
     weight = torch.randn(4, 5, device=device, requires_grad=True)
     x = torch.randn(3, 5, device=device)
-    with torch.autocast(device, dtype=torch.bfloat16), halves.halved({"w": weight}, usable=True) as its:
-        first, second = halves.half(weight), halves.half(weight)
+    with torch.autocast(device, dtype=torch.bfloat16), cast_weights.halved({"w": weight}, usable=True) as its:
+        first, second = cast_weights.half(weight), cast_weights.half(weight)
         assert first.data_ptr() == second.data_ptr()
         assert first.dtype == torch.bfloat16
         loss = F.linear(x, first).sum()
-        other = halves.half(torch.randn(4, 5))
+        other = cast_weights.half(torch.randn(4, 5))
         assert other.dtype == torch.float32
-    assert halves.half(weight) is weight
+    assert cast_weights.half(weight) is weight
     its.wanted = True
     (g,) = torch.autograd.grad(loss, [weight], allow_unused=True)
     assert g is None

@@ -14,7 +14,7 @@ import tiny
 from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.engine import strategies
-from dissensus.numerics.tree import OwnTensors
+from dissensus.utils.tensor_tree import OwnTensors
 
 X, Y = tiny.points(12)
 

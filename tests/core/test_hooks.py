@@ -5,9 +5,8 @@ import re
 from pathlib import Path
 
 import dissensus as ds
-from dissensus.core.clock import Clock
 from dissensus.core.posterior import Posterior
-from dissensus.core.training_rules import TrainingRules
+from dissensus.core.trainable import Clock, TrainingRules
 
 PAGE = Path(__file__).parents[2] / "docs" / "developing" / "adding-a-method.md"
 HOOKS = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)

@@ -7,10 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dissensus as ds
 import tiny
-from dissensus.core import kept as module
-from dissensus.core.kept import Kept, derived, keeping
 from dissensus.core.posterior import left_as_found
-from dissensus.engine.eager import autocast
+from dissensus.engine.eager_step import autocast
+from dissensus.kernels import weight_cache as module
+from dissensus.kernels.weight_cache import Kept, derived, keeping
 
 CPU, HALF = torch.device("cpu"), torch.bfloat16
 

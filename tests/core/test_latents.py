@@ -9,11 +9,11 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core import gradients, seam
+from dissensus.core import gradients, objective
 from dissensus.core.batch import Batch
 from dissensus.core.particles import Particles
 from dissensus.engine.strategies import strategy
-from dissensus.numerics.tree import TensorTree
+from dissensus.utils.tensor_tree import TensorTree
 from small_methods import NodeNoise, Rank1Ensemble
 
 
@@ -69,7 +69,7 @@ def test_gradients_reach_latents_and_weights(way, shared, monkeypatch):
         posterior.particles.how = "loop"
         posterior.loss(x, y).backward()
     else:
-        losses = seam.backward(posterior, Batch(x, y), getattr(gradients, way))
+        losses = objective.backward(posterior, Batch(x, y), getattr(gradients, way))
         assert losses.shape == (3,)
     own, common = posterior.particles.own_parameters(), posterior.particles.shared_parameters()
     summed, statistics = {}, []

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.core.looking import all_plain
+from dissensus.core.inference_context import all_plain
 from dissensus.core.posterior import left_as_found
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dissensus.core.modes import eval_mode
+from dissensus.utils.torch_modes import eval_mode
 
 
 def test_modes_come_back_one_by_one():

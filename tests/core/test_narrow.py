@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dissensus.core import lazy_conv
-from dissensus.core.lazy_norm import fused
+from dissensus.kernels import fused_conv
+from dissensus.kernels.fused_norm import fused
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [
@@ -24,15 +24,15 @@ DEVICES = [
 
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch) -> str:
-    monkeypatch.setattr(lazy_conv, "LEAST", 0)
+    monkeypatch.setattr(fused_conv, "LEAST", 0)
     if request.param == "cpu":
         import triton.language as tl
 
-        from dissensus.numerics import narrow
+        from dissensus.kernels import triton_first_conv
 
-        monkeypatch.setattr(narrow, "HALF", tl.float32)
-        monkeypatch.setattr(lazy_conv, "DEVICE", "cpu")
-        monkeypatch.setattr(lazy_conv, "works", lambda device: True)
+        monkeypatch.setattr(triton_first_conv, "HALF", tl.float32)
+        monkeypatch.setattr(fused_conv, "DEVICE", "cpu")
+        monkeypatch.setattr(fused_conv, "works", lambda device: True)
     return request.param
 
 
@@ -60,11 +60,13 @@ def half(layer: nn.Conv2d) -> torch.autocast:
 
 def counted(monkeypatch) -> list[int]:
     """A list that grows with every use of the kernels."""
-    from dissensus.numerics import narrow
+    from dissensus.kernels import triton_first_conv
 
     calls: list[int] = []
-    run = narrow.convolution
-    monkeypatch.setattr(narrow, "convolution", lambda *args, **kwargs: (calls.append(1), run(*args, **kwargs))[1])
+    run = triton_first_conv.convolution
+    monkeypatch.setattr(
+        triton_first_conv, "convolution", lambda *args, **kwargs: (calls.append(1), run(*args, **kwargs))[1]
+    )
     return calls
 
 
@@ -102,7 +104,9 @@ def test_without_gradients_bias_and_relu_are_part_of_the_kernel(device: str, mon
 
 def test_inputs_that_need_gradients_many_channels_and_single_precision_stay_torchs(device: str, monkeypatch) -> None:
     layer, x = made("a first layer", device)
-    monkeypatch.setattr("dissensus.numerics.narrow.convolution", lambda *_, **__: pytest.fail("expected torch's"))
+    monkeypatch.setattr(
+        "dissensus.kernels.triton_first_conv.convolution", lambda *_, **__: pytest.fail("expected torch's")
+    )
     with fused():
         assert layer(x).dtype == torch.float32
         with half(layer):

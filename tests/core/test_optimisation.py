@@ -12,8 +12,8 @@ from torch.optim import SGD, Adam, AdamW
 import dissensus as ds
 import tiny
 from dissensus.bench.run import build
-from dissensus.core import optimisation
-from dissensus.core.optimisation import Group
+from dissensus.core import parameter_groups
+from dissensus.core.parameter_groups import Group
 
 MESSAGE = (
     "expected an optimizer over the posterior's parameters, got one over other tensors; ensembles copy their networks"
@@ -49,8 +49,8 @@ def test_methods_that_hold_the_callers_network_take_an_optimizer_over_it(method)
 
 def test_an_optimizer_is_looked_at_once_not_at_every_step(monkeypatch):
     looked = []
-    real = optimisation.check_optimizer
-    monkeypatch.setattr(optimisation, "check_optimizer", lambda *a: looked.append(1) or real(*a))
+    real = parameter_groups.check_optimizer
+    monkeypatch.setattr(parameter_groups, "check_optimizer", lambda *a: looked.append(1) or real(*a))
     posterior = tiny.ensemble(tiny.mlp)
     optimizer = SGD(posterior.parameters(), lr=0.1)
     for _ in range(4):
@@ -139,11 +139,11 @@ def test_weights_that_are_set_by_hand_are_observed():
 def test_what_was_looked_at_keeps_nothing_alive_and_is_not_pickled():
     posterior = ds.MAP(tiny.mlp().double())
     step(posterior, SGD(posterior.parameters(), lr=0.1))
-    count = len(optimisation._shown)
+    count = len(parameter_groups._shown)
     pickle.loads(pickle.dumps(posterior))
     del posterior
     gc.collect()
-    assert len(optimisation._shown) < count
+    assert len(parameter_groups._shown) < count
 
 
 def test_a_compiled_step_may_observe():

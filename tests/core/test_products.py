@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.core import products
 from dissensus.core.batch import Batch
-from dissensus.core.products import small_products, without_onednn
+from dissensus.kernels import cpu_products
+from dissensus.kernels.cpu_products import small_products, without_onednn
 
 DENSE = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
 
@@ -88,4 +88,4 @@ def test_results_are_the_same_to_rounding() -> None:
         found.append([losses, *(parameter.grad.clone() for parameter in posterior.parameters())])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-    assert products.SMALL == 2**19
+    assert cpu_products.SMALL == 2**19

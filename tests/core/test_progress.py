@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dissensus as ds
-from dissensus.core import progress
+from dissensus.utils import progress
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.running import Rows, Ways, at_once, loop
+from dissensus.core.member_runner import Rows, Ways, at_once, loop
 
 
 def ways(noted, **functions):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.core.standing import KINDS, Calibration, Promise
+from dissensus.core.calibrated import KINDS, Calibration, Promise
 from dissensus.core.summary import ClassificationSummary
 
 x, y = torch.randn(12, 2, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3

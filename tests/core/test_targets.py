@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dissensus as ds
-from dissensus.reporting.measures import measures
+from dissensus.bench.report.measures import measures
 
 SCALE = {"mean": [1000.0, -3.0], "std": [200.0, 0.5]}
 

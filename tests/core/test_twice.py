@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dissensus as ds
-from dissensus.core import gradients as strategies
-from dissensus.core import twice
+from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import Gradients
-from dissensus.core.twice import differentiated_twice
-from dissensus.engine.graphs import Graph
+from dissensus.engine.cuda_graphs import Graph
 from dissensus.engine.strategies import strategy
+from dissensus.kernels import double_backward
+from dissensus.kernels.double_backward import differentiated_twice
 from dissensus.nets import ENet
 
 IN_A_LOOP = ("cumulative", "third derivatives")  # torch has no vmap for them
-STRATEGIES = [strategies.vectorised, strategies.looped, strategies.looped_keeping_graphs]
+STRATEGIES = [gradients.vectorised, gradients.looped, gradients.looped_keeping_graphs]
 
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
-    monkeypatch.setattr(twice, "SMALL", 0)
+    monkeypatch.setattr(double_backward, "SMALL", 0)
 
 
 def flat(axes: int, *layers: nn.Module) -> tuple[nn.Module, tuple[int, ...]]:
@@ -116,9 +116,9 @@ def test_all_results_are_those_of_torchs_own_derivatives(name, strategy):
 
 @pytest.mark.parametrize("name", ["dense", "2d"])
 def test_the_oldest_torch_gives_the_same_with_its_own_batch_norm(name, monkeypatch):
-    monkeypatch.setattr(twice, "VMAP_TAKES_NONE", False)
-    for each in (strategies.vectorised, strategies.looped):
-        monkeypatch.setattr(twice._PulledNorm, "apply", refusing_vmap(twice._PulledNorm.apply))
+    monkeypatch.setattr(double_backward, "VMAP_TAKES_NONE", False)
+    for each in (gradients.vectorised, gradients.looped):
+        monkeypatch.setattr(double_backward._PulledNorm, "apply", refusing_vmap(double_backward._PulledNorm.apply))
         ours, torchs = compared(NETWORKS[name], each)
         torch.testing.assert_close(ours, torchs, rtol=1e-10, atol=1e-10)
 
@@ -127,7 +127,7 @@ def refusing_vmap(apply):
     """The function, which must not run inside of vmap."""
 
     def refusing(*given: object) -> object:
-        assert not twice._in_vmap()
+        assert not double_backward._in_vmap()
         return apply(*given)
 
     return refusing
@@ -139,7 +139,7 @@ def test_the_repulsion_is_not_small_beside_the_loss():
     networks = [NETWORKS["2d"]()[0].double() for _ in range(2)]
     x, y = torch.randn(6, 2, 5, 6, dtype=torch.float64), torch.arange(6) % 3
     both = [
-        strategies.looped(made, Batch(x, y)) for made in (ds.FoRDE(networks, repulsion=1.0), ds.DeepEnsemble(networks))
+        gradients.looped(made, Batch(x, y)) for made in (ds.FoRDE(networks, repulsion=1.0), ds.DeepEnsemble(networks))
     ]
     for name, gradient in both[0].gradients.items():
         if name.endswith("0.weight"):
@@ -154,14 +154,14 @@ def test_segmentation_with_unpooling_gives_the_same():
     for forms in (differentiated_twice, nullcontext):
         posterior._forms = forms
         torch.manual_seed(1)
-        found.append(strategies.looped_keeping_graphs(posterior, Batch(x, y)))
+        found.append(gradients.looped_keeping_graphs(posterior, Batch(x, y)))
     torch.testing.assert_close(*found, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["2d", "transposed", "dropout"])
 def test_mixed_precision_is_as_exact_as_torchs_own(name):
     (exact, _), (ours, torchs) = (
-        compared(NETWORKS[name], strategies.looped, torch.float32, precision) for precision in (None, torch.bfloat16)
+        compared(NETWORKS[name], gradients.looped, torch.float32, precision) for precision in (None, torch.bfloat16)
     )
     for key, gradient in exact.gradients.items():
         near, other = ((each.gradients[key] - gradient).norm() for each in (ours, torchs))
@@ -213,7 +213,7 @@ def test_there_are_fewer_operations_and_no_kernels_as_large_as_images():
     for forms in (differentiated_twice, nullcontext):
         posterior._forms = forms
         with Counting() as seen[forms]:
-            strategies.looped_keeping_graphs(posterior, batch)
+            gradients.looped_keeping_graphs(posterior, batch)
     ours, torchs = seen[differentiated_twice], seen[nullcontext]
     assert (ours.largest, torchs.largest) == (3, 6)
     assert sum(ours.counts.values()) < 0.6 * sum(torchs.counts.values())
@@ -251,7 +251,9 @@ def has_third_derivative() -> bool:
 def test_what_has_no_written_form_takes_torchs_own_and_says_so(make, caplog, monkeypatch):
     if make is not ScaledByInputs and not has_third_derivative():
         pytest.skip("torch itself has no third derivative of batch norm")
-    monkeypatch.setattr(twice, "SMALL", 20)  # layers have 24 numbers, and 8 for the two examples that it is tried on
+    monkeypatch.setattr(
+        double_backward, "SMALL", 20
+    )  # layers have 24 numbers, and 8 for the two examples that it is tried on
     torch.manual_seed(0)
     posterior = ds.FoRDE([make().double() for _ in range(2)])
     posterior.particles.how = "loop"
@@ -267,7 +269,7 @@ def test_what_has_no_written_form_takes_torchs_own_and_says_so(make, caplog, mon
 
 
 def test_small_layers_on_a_processor_are_torchs_own(monkeypatch):
-    monkeypatch.setattr(twice, "SMALL", 6 * 4 + 1)
+    monkeypatch.setattr(double_backward, "SMALL", 6 * 4 + 1)
     torch.manual_seed(0)
     network, x = NETWORKS["dense"]()[0], torch.randn(7, 4)
     kinds = []

@@ -16,7 +16,7 @@ from skimage.filters import gaussian
 
 from dissensus.data.corruption.blur import disk
 from dissensus.data.corruption.jpeg import jpeg_compression
-from dissensus.data.corruption.linear import box_matrix, gaussian_matrix, zoom_matrix
+from dissensus.data.corruption.separable_maps import box_matrix, gaussian_matrix, zoom_matrix
 from dissensus.data.corruptions import RECIPES, corrupt
 
 SEVERITIES = [1, 2, 3, 4, 5]

@@ -19,7 +19,7 @@ from PIL import Image
 from skimage.filters import gaussian
 
 from dissensus.data.corruption import blur, digital, noise, spatter, weather
-from dissensus.data.corruption.draws import Draws, image_keys
+from dissensus.data.corruption.image_draws import Draws, image_keys
 from dissensus.data.corruptions import RECIPES, corrupt
 
 

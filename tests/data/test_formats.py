@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
-from dissensus.data.formats import read_cifar_binary, read_cifar_python, read_idx, read_mat, read_npz
-from dissensus.data.npy import npz_arrays
+from dissensus.data.file_formats import read_cifar_binary, read_cifar_python, read_idx, read_mat, read_npz
+from dissensus.data.numpy_files import npz_arrays
 
 IDX_CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
 STRUCT_CODES = {"u1": "B", "i1": "b", "i2": "h", "i4": "i", "f4": "f", "f8": "d"}

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from dissensus.data.frames import TableEncoder
+from dissensus.data.table_encoding import TableEncoder
 
 pd = pytest.importorskip("pandas")
 

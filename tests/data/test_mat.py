@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
-from dissensus.data.formats import read_mat
-from dissensus.data.untrusted import matlab_arrays
+from dissensus.data.file_formats import read_mat
+from dissensus.data.untrusted_files import matlab_arrays
 
 TYPES = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8"]
 

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 import dissensus as ds
-from dissensus.data.inputs import RowInputs, TableInputs, as_input_transform
+from dissensus.data.input_transforms import RowInputs, TableInputs, as_input_transform
 
 IMAGES = torch.randint(0, 256, (5, 3, 6, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 SCALE = ds.data.Standardiser.of_channels(IMAGES)

@@ -5,7 +5,7 @@ import torch
 from sklearn.preprocessing import StandardScaler
 
 from dissensus.data import Standardiser
-from dissensus.data.inputs import RowInputs, as_input_transform
+from dissensus.data.input_transforms import RowInputs, as_input_transform
 
 
 def test_rows_agree_with_scikit_learn():

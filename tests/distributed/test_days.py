@@ -14,9 +14,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from workers import workers
 
 import dissensus as ds
-from dissensus.distributed.joining import check_seen
-from dissensus.distributed.leaving import SLACK, Leaving
-from dissensus.distributed.watch import STATUS, Watch
+from dissensus.distributed.hang_detector import STATUS, Watch
+from dissensus.distributed.init import check_seen
+from dissensus.distributed.preemption import SLACK, Leaving
 
 
 def hanging(kind):

@@ -13,7 +13,7 @@ from workers import workers
 import dissensus as ds
 import test_contract
 import tiny
-from dissensus.training.ranks import read_ranks
+from dissensus.training.distributed_checkpoint import read_ranks
 from thinning import often
 
 MESHES = {"members": (2, 1), "data": (1, 2), "both": (2, 2)}

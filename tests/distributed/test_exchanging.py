@@ -10,7 +10,7 @@ from workers import workers
 
 import dissensus as ds
 import tiny
-from dissensus.core.exchange import ALONE
+from dissensus.core.collectives import ALONE
 
 P = 4 * 5 + 5 + 5 * 3 + 3  # parameters of a member without batch norm
 NUMBER, FLAG = 8, 4  # bytes of a float64, and of the flag by which processes agree that all is finite

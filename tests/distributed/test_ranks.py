@@ -7,7 +7,7 @@ from workers import workers
 
 import dissensus as ds
 import tiny
-from dissensus.training.ranks import newest, read_ranks, write_ranks
+from dissensus.training.distributed_checkpoint import newest, read_ranks, write_ranks
 from thinning import often
 
 

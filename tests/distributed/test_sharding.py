@@ -11,7 +11,7 @@ from workers import workers
 
 import dissensus as ds
 import tiny
-from dissensus.numerics import divided
+from dissensus.utils import dtensor
 from thinning import often
 
 X, Y = tiny.points(26)
@@ -61,16 +61,16 @@ def fit(name, divide=True, path=None, epochs=3, optimizer="adam", **settings):
         posterior, loader, epochs=epochs, optimizer=made, mesh=mesh, validation=[(X[:7], Y[:7]), (X[7:9], Y[7:9])],
         progress=False, checkpoint=path, engine="loop", **settings,
     )  # fmt: skip
-    weights = {id(p): divided.here(p).nbytes for name, p in posterior.named_parameters() if "network." in name}
+    weights = {id(p): dtensor.here(p).nbytes for name, p in posterior.named_parameters() if "network." in name}
     states = [t for p, state in made.state.items() if id(p) in weights for t in state.values() if t.ndim]
-    whole = divided.joined_all(posterior.state_dict())
+    whole = dtensor.joined_all(posterior.state_dict())
     predictive, _ = ds.predict(posterior, [(X[i : i + 9], Y[i : i + 9]) for i in (0, 9, 18)])  # more batches than ranks
     return (
         whole,
         [(e.loss, e.validation) for e in history.epochs],
         predictive.mean,
         sum(weights.values()),
-        sum(divided.here(t).nbytes for t in states),
+        sum(dtensor.here(t).nbytes for t in states),
     )
 
 
@@ -109,7 +109,7 @@ def twice(divide=True):
     posterior = BUILD["map"](mesh if divide else None)
     for _ in range(2):
         ds.fit(posterior, [(X, Y)], epochs=2, mesh=mesh, progress=False)
-    return divided.joined_all(posterior.state_dict())
+    return dtensor.joined_all(posterior.state_dict())
 
 
 def test_a_divided_posterior_is_trained_again():
@@ -118,7 +118,7 @@ def test_a_divided_posterior_is_trained_again():
 
 def most_whole():
     """(bytes of the weights of one member, the most that were put together at a time in training and prediction)"""
-    alive, most, joined = {}, [0], divided.joined
+    alive, most, joined = {}, [0], dtensor.joined
 
     def counting(tensor):
         found = joined(tensor)
@@ -130,12 +130,12 @@ def most_whole():
 
     mesh = ds.distributed.mesh(members=1)
     posterior = BUILD["deep_ensemble"](mesh)
-    divided.joined = counting
+    dtensor.joined = counting
     try:
         ds.fit(posterior, [(X, Y)], epochs=2, validation=[(X, Y)], mesh=mesh, progress=False)
         posterior.predict(X)
     finally:
-        divided.joined = joined
+        dtensor.joined = joined
     return sum(p.nbytes for p in network(None).parameters()), most[0]
 
 
@@ -149,7 +149,7 @@ def save(name, folder):
     posterior = BUILD[name](mesh)
     ds.fit(posterior, [(X[:13], Y[:13]), (X[13:], Y[13:])], epochs=4, mesh=mesh, progress=False)
     ds.save(posterior, folder)
-    return divided.joined_all(posterior.state_dict()), posterior.predict(X).mean
+    return dtensor.joined_all(posterior.state_dict()), posterior.predict(X).mean
 
 
 @pytest.mark.parametrize("name", often(["swag"], ["deep_ensemble", "node_bnn", "tradi"]))
@@ -187,7 +187,7 @@ def of_table(method, divide):
         return str(error)
     torch.manual_seed(2)
     state, *rest = test_division.result(posterior, history, x)
-    return divided.joined_all(state), *rest
+    return dtensor.joined_all(state), *rest
 
 
 # Those of the table whose line there makes steps before `fit` does, with random gradients that are others of parts
@@ -253,7 +253,7 @@ def diverging():
     posterior = ds.DeepEnsemble(several(mesh))
     if mesh.rank == 1:  # in this rank's part of one member alone
         with torch.no_grad():
-            divided.here(posterior.particles.own_parameters()["network.4.weight"])[1].fill_(float("inf"))
+            dtensor.here(posterior.particles.own_parameters()["network.4.weight"])[1].fill_(float("inf"))
     try:
         ds.fit(posterior, [(X, Y)], epochs=1, mesh=mesh, progress=False)
     except ds.Diverged as error:

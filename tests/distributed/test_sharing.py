@@ -15,10 +15,10 @@ from workers import workers
 import dissensus as ds
 import test_contract
 import tiny
-from dissensus.core.functions import MemberFunctions
-from dissensus.core.running import Runner
+from dissensus.core.drawn_functions import MemberFunctions
+from dissensus.core.member_runner import Runner
 from dissensus.data import Batches
-from dissensus.evaluation.corrupted import Corruptions
+from dissensus.evaluation.corruption_curves import Corruptions
 from thinning import often
 
 N, BATCH = 90, 16  # 6 batches, the last one of 10: no multiple of 4

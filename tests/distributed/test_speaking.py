@@ -12,7 +12,7 @@ from torch import distributed, nn
 from workers import workers
 
 import dissensus as ds
-from dissensus.bench import ranks
+from dissensus.bench import torchrun_ranks
 from dissensus.data import Batches
 
 
@@ -59,11 +59,16 @@ def test_independent_processes_speak_for_themselves(tmp_path):
 
 def of_a_bench(trainings):
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), ranks.only_the_first_prints():
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), torchrun_ranks.only_the_first_prints():
         print("a table")
         logging.getLogger("dissensus").warning("a remark")
-    ranks.wait()
-    return ranks.rank(), list(ranks.dealt(trainings)), ranks.shared(len(trainings)), out.getvalue()
+    torchrun_ranks.wait()
+    return (
+        torchrun_ranks.rank(),
+        list(torchrun_ranks.dealt(trainings)),
+        torchrun_ranks.shared(len(trainings)),
+        out.getvalue(),
+    )
 
 
 @pytest.mark.parametrize(("trainings", "dealt", "shared"), [("abc", ["ac", "b"], False), ("a", ["a", ""], True)])
@@ -76,9 +81,9 @@ def test_a_bench_deals_out_trainings_or_shares_each(trainings, dealt, shared):
 
 
 def test_a_bench_on_one_process_waits_for_nobody():
-    assert (ranks.rank(), ranks.size(), ranks.mesh()) == (0, 1, None)
-    assert ranks.dealt([1, 2]) == [1, 2]
-    assert not ranks.shared(0)
-    ranks.leave_but_the_first()
-    ranks.connect()
+    assert (torchrun_ranks.rank(), torchrun_ranks.size(), torchrun_ranks.mesh()) == (0, 1, None)
+    assert torchrun_ranks.dealt([1, 2]) == [1, 2]
+    assert not torchrun_ranks.shared(0)
+    torchrun_ranks.leave_but_the_first()
+    torchrun_ranks.connect()
     assert not distributed.is_initialized()

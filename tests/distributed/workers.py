@@ -77,7 +77,7 @@ def workers() -> Workers:
 def _start(number: int) -> tuple[Any, Any]:
     context = multiprocessing.get_context("forkserver")
     # What every process would import by itself, torch's compiler among it, which its dispatch modes ask for.
-    ours = ("dissensus.train", "dissensus.methods", "test_contract")
+    ours = ("dissensus.training.fit", "dissensus.methods", "test_contract")
     heavy = ("torch._dynamo", *(f"torch.distributed.{part}" for part in ("device_mesh", "checkpoint", "fsdp")), *ours)
     context.set_forkserver_preload(list(heavy))
     mine, theirs = context.Pipe()

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import dissensus as ds
-from dissensus.reporting.results import results_of_evaluations
+from dissensus.bench.report.results import results_of_evaluations
 
 
 def drawn(figure) -> Figure:

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
-from dissensus.engine import arriving
-from dissensus.engine.arriving import Arriving, LateChecks, Timer, largest, one_behind
+from dissensus.engine import async_checks
+from dissensus.engine.async_checks import Arriving, LateChecks, Timer, largest, one_behind
 
 CPU = torch.device("cpu")
 
@@ -59,24 +59,24 @@ def test_checks_may_be_several_batches_late_but_few_if_inputs_are_large(monkeypa
     late.finish()
     assert done == list(range(6))
     x = torch.zeros(5, device="meta")  # 20 bytes on a device other than the host
-    monkeypatch.setattr(arriving, "MOST", 45)
+    monkeypatch.setattr(async_checks, "MOST", 45)
     late.inputs(torch.zeros(5))
     assert late.behind == 3
     late.inputs(x)
     assert late.behind == 2
-    monkeypatch.setattr(arriving, "MOST", 1)
+    monkeypatch.setattr(async_checks, "MOST", 1)
     late.inputs(x)
     assert late.behind == 1
 
 
 def test_inputs_that_were_not_finite_raise_also_if_they_have_been_overwritten():
     x = torch.zeros(3, 2)
-    arriving.check_inputs(torch.tensor(1.0), x)
+    async_checks.check_inputs(torch.tensor(1.0), x)
     with pytest.raises(ValueError, match="overwritten"):
-        arriving.check_inputs(torch.tensor(float("nan")), x)
+        async_checks.check_inputs(torch.tensor(float("nan")), x)
     x[1] = float("inf")
     with pytest.raises(ValueError, match="row 1"):
-        arriving.check_inputs(torch.tensor(float("inf")), x)
+        async_checks.check_inputs(torch.tensor(float("inf")), x)
 
 
 def test_on_the_host_everything_is_there_already():
@@ -91,7 +91,7 @@ def test_on_the_host_everything_is_there_already():
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks are late from now on, as with a posterior on a GPU."""
     monkeypatch.setattr(
-        "dissensus.engine.predicted.LateChecks", lambda at_once, behind: LateChecks(at_once=False, behind=behind)
+        "dissensus.engine.prediction_loop.LateChecks", lambda at_once, behind: LateChecks(at_once=False, behind=behind)
     )
 
 

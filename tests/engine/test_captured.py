@@ -10,10 +10,10 @@ from torch.overrides import TorchFunctionMode
 
 import dissensus as ds
 from dissensus.core.batch import Batch
-from dissensus.engine import captured, graphs, plan
-from dissensus.engine.captured import CapturedStep
-from dissensus.engine.constants import Constants
-from dissensus.engine.eager import EagerStep
+from dissensus.engine import captured_step, cuda_graphs, plan
+from dissensus.engine.captured_step import CapturedStep
+from dissensus.engine.eager_step import EagerStep
+from dissensus.engine.graph_constants import Constants
 from dissensus.engine.strategies import strategy
 
 
@@ -49,8 +49,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: Capturing())
-    monkeypatch.setattr(captured, "make_capturable", lambda optimizer, device: lambda: None)
-    for module in (graphs, plan):
+    monkeypatch.setattr(captured_step, "make_capturable", lambda optimizer, device: lambda: None)
+    for module in (cuda_graphs, plan):
         monkeypatch.setattr(module, "Constants", lambda: Constants("cpu"))
     FakeGraph.replays = 0
 

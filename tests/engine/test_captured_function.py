@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.core import kept
+from dissensus.core.member_runner import ONE_LANE
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import left_as_found
-from dissensus.core.running import ONE_LANE
 from dissensus.data import Batches
-from dissensus.engine import captured_function, graphs
-from dissensus.engine.captured_function import CapturedFunction
+from dissensus.engine import captured_prediction, cuda_graphs
+from dissensus.engine.captured_prediction import CapturedFunction
 from dissensus.engine.precision import in_precision
+from dissensus.kernels import weight_cache
 
 
 def networks(count: int = 3) -> list[nn.Module]:
@@ -99,12 +99,12 @@ class Repeated:
 
 @pytest.fixture
 def graphs_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_function, "DEVICE", "cpu")
-    monkeypatch.setattr(graphs, "Graph", Repeated)
+    monkeypatch.setattr(captured_prediction, "DEVICE", "cpu")
+    monkeypatch.setattr(cuda_graphs, "Graph", Repeated)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(graphs.Lanes, "for_members", lambda self, count: ONE_LANE)
-    monkeypatch.setattr(kept, "LEAST", 1)
+    monkeypatch.setattr(cuda_graphs.Lanes, "for_members", lambda self, count: ONE_LANE)
+    monkeypatch.setattr(weight_cache, "LEAST", 1)
 
 
 @pytest.mark.usefixtures("graphs_on_the_host")

@@ -7,8 +7,8 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core.particles import Member, Particles
-from dissensus.engine.clipping import clip_members
-from dissensus.numerics.tree import TensorTree
+from dissensus.engine.eager_step import clip_members
+from dissensus.utils.tensor_tree import TensorTree
 
 
 @pytest.mark.parametrize("largest", [1e-3, 0.5, 1e3])

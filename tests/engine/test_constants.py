@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 import dissensus as ds
-from dissensus.engine.constants import Constants, NotConstant, reason
+from dissensus.engine.graph_constants import Constants, NotConstant, reason
 from dissensus.engine.tracing import BatchFree
-from dissensus.numerics import fused
+from dissensus.kernels import multi_tensor
 
 
 class Makes(nn.Module):
@@ -111,10 +111,10 @@ def test_what_is_trained_or_on_the_device_already_is_left_alone() -> None:
 
 
 def test_what_the_library_itself_makes_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "works", lambda device: True)
+    monkeypatch.setattr(multi_tensor, "works", lambda device: True)
     constants = Constants("cpu")
     with constants.watching():
-        assert fused.Chunks().find([torch.zeros(3)], on="cpu")
+        assert multi_tensor.Chunks().find([torch.zeros(3)], on="cpu")
         posterior = ds.MAP(nn.Linear(3, 2))
         posterior.predict(torch.zeros(2, 3))
     assert constants.kept == []

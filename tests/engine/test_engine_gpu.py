@@ -18,7 +18,7 @@ from dissensus.core.batch import Batch
 from dissensus.core.posterior import left_as_found
 from dissensus.data import Batches
 from dissensus.engine import CapturedStep, EagerStep
-from dissensus.engine.captured_function import CapturedFunction
+from dissensus.engine.captured_prediction import CapturedFunction
 from dissensus.engine.precision import in_precision
 
 pytestmark = [

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from dissensus.engine.graphs import MOST_GRAPHS, Captured, Graph
+from dissensus.engine.cuda_graphs import MOST_GRAPHS, Captured, Graph
 
 EMPTY = (
     "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong device or stream."

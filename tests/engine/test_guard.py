@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
-from dissensus.engine.eager import EagerStep
-from dissensus.engine.guard import Guard
+from dissensus.engine.eager_step import EagerStep
+from dissensus.engine.step_guard import Guard
 
 NAN = float("nan")
 QUIET = {"epochs": 1, "progress": False}

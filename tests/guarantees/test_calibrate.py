@@ -13,10 +13,10 @@ from sklearn.isotonic import IsotonicRegression
 from torch import nn
 
 import dissensus as ds
-from dissensus.core.standing import Lens
+from dissensus.calibration.calibrate import held_out
+from dissensus.calibration.calibration_fits import best_lens
+from dissensus.core.calibrated import Lens
 from dissensus.core.summary import ClassificationSummary
-from dissensus.guarantees.calibrate import held_out
-from dissensus.guarantees.fits import best_lens
 from dissensus.metrics import ece
 from dissensus.numerics.isotonic import between_knots, isotonic_knots
 from thinning import often

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.standing.conformal import Conformal, covered
-from dissensus.standing.scores import CLASS_SCORES
+from dissensus.calibration.conformal_scores import CLASS_SCORES
+from dissensus.calibration.conformal_sets import Conformal, covered
 
 CLASSES = 5
 
@@ -204,7 +204,7 @@ def test_randomised_sets_are_mapies_on_the_same_scores(monkeypatch):
     _, sets = theirs.predict_set(new.softmax(1).numpy(), conformity_score_params={"include_last_label": "randomized"})
     # Their uniforms; they take 1 − u.
     drawn = lambda n, **settings: torch.from_numpy(1 - np.random.RandomState(3).uniform(size=n))  # noqa: E731
-    monkeypatch.setattr("dissensus.guarantees.conformal.torch.rand", drawn)
+    monkeypatch.setattr("dissensus.calibration.conformal.torch.rand", drawn)
     ours = ds.conformal(classifier(), rows(x, y), level=0.9, score="aps", randomised=True).set(new)
     assert torch.equal(ours, torch.from_numpy(sets[:, :, 0]))
 

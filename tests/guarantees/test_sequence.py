@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dissensus.guarantees.sequence import (
+from dissensus.calibration.risk_tests import (
     binomial_bound,
     binomial_tail,
     errorless_rows,

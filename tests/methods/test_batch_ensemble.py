@@ -10,8 +10,8 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
-from dissensus.methods.parts.embedded import collapse_note
-from dissensus.surgery.conversion import Cut
+from dissensus.layers.conversion import Cut
+from dissensus.methods.parts.embedded_posterior import collapse_note
 
 SIGN, NEUTRAL, AROUND = ds.Modulation.sign(), ds.Modulation.constant(1.0), ds.Modulation.normal(1.0, 0.5)
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.methods.parts import curvature as curvatures
-from dissensus.methods.parts.curvature import Curvature, CurvatureSums, decomposed
+from dissensus.methods.parts import last_layer_curvature as curvatures
+from dissensus.methods.parts.last_layer_curvature import Curvature, CurvatureSums, decomposed
 
 N, D, C = 32, 4, 3
 

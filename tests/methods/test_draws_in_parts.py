@@ -9,7 +9,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.methods.parts import sampling
+from dissensus.methods.parts import sampling_posterior
 from dissensus.numerics.randomness import own_generator
 from thinning import often
 
@@ -34,7 +34,9 @@ def trained(method, members):
 
 
 def with_room_for_two(posterior, monkeypatch):
-    monkeypatch.setattr(sampling, "free_bytes", lambda device: int(2 * posterior.drawn_bytes() * 2.1 / (5 * 0.45)))
+    monkeypatch.setattr(
+        sampling_posterior, "free_bytes", lambda device: int(2 * posterior.drawn_bytes() * 2.1 / (5 * 0.45))
+    )
     return posterior
 
 
@@ -56,7 +58,7 @@ def test_parts_have_the_functions_of_their_samples_network_by_network(method, me
     drawn = posterior.draw()
     assert (drawn.members, drawn.networks) == (5 * members, members)
     whole = {name: torch.cat([part[name] for part in samples], dim=1) for name in samples[0]}
-    monkeypatch.setattr(sampling, "free_bytes", lambda device: None)
+    monkeypatch.setattr(sampling_posterior, "free_bytes", lambda device: None)
     families = posterior._families(whole)  # the same samples at once
     posterior._refresh(families.each, loader)
     torch.testing.assert_close(drawn(x), posterior.functions_of(families)(x), rtol=0, atol=1e-12)

@@ -8,7 +8,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus import theory
-from dissensus.surgery.conversion import Cut
+from dissensus.layers.conversion import Cut
 
 AROUND = ds.Modulation.normal(1.0, 0.5)
 

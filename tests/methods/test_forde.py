@@ -14,8 +14,8 @@ import tiny
 from dissensus.core import gradients as strategies
 from dissensus.core.batch import Batch
 from dissensus.methods import LIT, FoRDE
-from dissensus.numerics.kernels import BANDWIDTHS, input_gradient_log_density
 from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
+from dissensus.numerics.rbf_kernels import BANDWIDTHS, input_gradient_log_density
 from thinning import often
 
 STRATEGIES = [strategies.vectorised, strategies.looped, strategies.looped_keeping_graphs]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 import tiny
-from dissensus.core import gradients as strategies
+from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.methods import LIT
 from dissensus.methods.lit import squared_cosines
@@ -33,7 +33,7 @@ def penalty(g: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "strategy", [strategies.vectorised, strategies.looped, strategies.looped_keeping_graphs], ids=lambda s: s.__name__
+    "strategy", [gradients.vectorised, gradients.looped, gradients.looped_keeping_graphs], ids=lambda s: s.__name__
 )
 def test_gradients_are_those_of_loss_and_penalty(strategy):
     nets, (x, y) = networks(), tiny.points()

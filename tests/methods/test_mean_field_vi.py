@@ -8,7 +8,7 @@ from torch import distributions, nn
 
 import dissensus as ds
 import tiny
-from dissensus.methods.parts.sampling import SamplingPosterior
+from dissensus.methods.parts.sampling_posterior import SamplingPosterior
 
 SIZED = {"data_size": 24}
 

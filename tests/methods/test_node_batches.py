@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dissensus as ds
-from dissensus.surgery.nodes import Noded
+from dissensus.layers.nodes import Noded
 
 
 def build(net, **keywords):

@@ -9,10 +9,10 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.statistics import statistics_layers
+from dissensus.layers.frozen_norm import FrozenNorm
 from dissensus.methods.parts.node_functions import NodeFunctions
 from dissensus.methods.parts.node_latents import cross_entropy, entropy_bound, for_examples, surrogate_kl
-from dissensus.surgery.frozen_norm import FrozenNorm
+from dissensus.utils.batch_norm_stats import statistics_layers
 from thinning import often
 
 

@@ -11,10 +11,11 @@ import dissensus as ds
 import tiny
 from dissensus.core import gradients as strategies
 from dissensus.core.batch import Batch
-from dissensus.core.empcov import EmpCov
 from dissensus.methods import FeatureRDE, FunctionRDE, WeightRDE
-from dissensus.methods.parts.strength import Strength
-from dissensus.numerics import kernels, scores
+from dissensus.methods.parts.empcov_prior import EmpCov
+from dissensus.methods.parts.repulsion_strength import Strength
+from dissensus.numerics import rbf_kernels as kernels
+from dissensus.numerics import score_estimates
 from dissensus.numerics.annealing import Annealing
 from saved_files import config_of, reseal
 
@@ -23,7 +24,11 @@ STRATEGIES = {
     "loop": strategies.looped,
     "loop, graphs kept": strategies.looped_keeping_graphs,
 }
-ESTIMATORS = {"kde": scores.kde, "stein": scores.stein, "spectral_stein": scores.spectral_stein}
+ESTIMATORS = {
+    "kde": score_estimates.kde,
+    "stein": score_estimates.stein,
+    "spectral_stein": score_estimates.spectral_stein,
+}
 
 
 def plain() -> nn.Module:
@@ -177,7 +182,7 @@ def test_repulsion_happens_where_it_is_asked_to():
     elsewhere = torch.randn(5, 4, dtype=torch.float64)
     posterior = FunctionRDE(nets, data_size=50, repel_at=elsewhere)
     posterior.backward(x, y)
-    force = scores.kde(torch.stack([net(elsewhere) for net in nets]).detach().flatten(1)) / 50
+    force = score_estimates.kde(torch.stack([net(elsewhere) for net in nets]).detach().flatten(1)) / 50
     rows = []
     for net, v in zip(nets, force, strict=True):
         output = net(elsewhere)
@@ -216,7 +221,7 @@ def test_the_functional_prior_is_the_score_of_fresh_networks():
     outputs = torch.stack([net(x).detach() for net in nets])
     torch.testing.assert_close(z["outputs"], outputs, rtol=0, atol=1e-12)
     f, p = outputs.flatten(1), z["prior"].flatten(1)
-    expected = (scores.kde(f) - scores.spectral_stein_at(f, p)) / 7
+    expected = (score_estimates.kde(f) - score_estimates.spectral_stein_at(f, p)) / 7
     torch.testing.assert_close(posterior.couple(z)["outputs"].flatten(1), expected, rtol=0, atol=1e-10)
 
 
@@ -679,7 +684,7 @@ def test_annealing_scales_the_driving_force_and_not_the_repulsion(method):
     full, off = gradients(None), gradients(Annealing("linear", steps=100))
     quarter = gradients(Annealing("linear", steps=100), steps=25)
     torch.testing.assert_close(quarter, 0.25 * full + 0.75 * off, rtol=0, atol=1e-7)
-    repulsion = scores.kde(flat_weights(nets).detach()) / 50
+    repulsion = score_estimates.kde(flat_weights(nets).detach()) / 50
     if method == "weight":
         torch.testing.assert_close(off, repulsion, rtol=0, atol=1e-10)
 
@@ -785,7 +790,7 @@ def test_networks_of_several_inputs_repel_at_inputs_of_ones_own_also_after_loadi
     posterior.backward(formed(numbers, words), y)
     # By hand: ∇ log q at the outputs elsewhere, pulled back, beside the loss's own gradient
     outputs = torch.stack([net(*elsewhere) for net in nets])
-    force = scores.kde(outputs.detach().flatten(1).double()).float().reshape(outputs.shape) / 8
+    force = score_estimates.kde(outputs.detach().flatten(1).double()).float().reshape(outputs.shape) / 8
     (outputs * force).sum().backward()
     for net in nets:
         nn.functional.cross_entropy(net(numbers, words), y).backward()

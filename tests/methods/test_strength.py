@@ -10,8 +10,8 @@ import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
 from dissensus.methods import FeatureRDE, FoRDE, FunctionRDE, WeightRDE
-from dissensus.methods.parts.strength import Strength
-from dissensus.train import validation_nll
+from dissensus.methods.parts.repulsion_strength import Strength
+from dissensus.training.fit import validation_nll
 
 
 def test_the_three_kinds():

@@ -8,10 +8,10 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.optimisation import plateau_linear
+from dissensus.core.parameter_groups import plateau_linear
 from dissensus.methods import TRADI
-from dissensus.train import validation_nll
-from dissensus.training.looks import look, looks
+from dissensus.training.epochs import look, looks
+from dissensus.training.fit import validation_nll
 
 
 def network():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dissensus as ds
-from dissensus.numerics.arrays import as_tensor
+from dissensus.utils.arrays import as_tensor
 
 pd = pytest.importorskip("pandas")
 

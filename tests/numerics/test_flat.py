@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tiny
-from dissensus.numerics.flat import Block, state_dtype, unflatten
+from dissensus.numerics.flat_weights import Block, state_dtype, unflatten
 
 
 def test_a_vector_is_taken_apart_into_tensors_like_those_given():

@@ -9,8 +9,8 @@ from torch._C import _functorch as functorch
 from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import BaseTorchDispatchMode, _get_current_dispatch_mode_stack
 
-from dissensus.core.running import Ways
-from dissensus.numerics.foreign import torch_left_as_found
+from dissensus.core.member_runner import Ways
+from dissensus.utils.torch_guard import torch_left_as_found
 
 
 def fail_halfway():

@@ -2,8 +2,8 @@
 
 import torch
 
-from dissensus.core.spaces import normal_of_step
-from dissensus.data.corruption.draws import Draws, image_keys
+from dissensus.data.corruption.image_draws import Draws, image_keys
+from dissensus.methods.parts.comparison_spaces import normal_of_step
 from dissensus.numerics.hashing import WEYL, mixed, shifted, signed
 
 

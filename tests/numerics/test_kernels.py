@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dissensus.numerics import kernels
+from dissensus.numerics import rbf_kernels as kernels
 from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
 
 # Three members, two examples, two dimensions; worked out by hand from the definitions.

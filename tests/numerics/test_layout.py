@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dissensus.numerics.layout import fits, kept_strides, laid_out, owned, rows
+from dissensus.utils.memory_layout import fits, kept_strides, laid_out, owned, rows
 
 FLAT = torch.arange(240, dtype=torch.float64)
 LYING = {

@@ -7,7 +7,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrize, prune
 
 import dissensus as ds
-from dissensus.numerics.tree import TensorTree
+from dissensus.utils.tensor_tree import TensorTree
 
 
 def network() -> nn.Module:

@@ -9,7 +9,7 @@ import torch
 import dissensus as ds
 import tiny
 from dissensus.data import Batches
-from dissensus.numerics.checks import number, one_of, share, whole
+from dissensus.utils.checks import number, one_of, share, whole
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from dissensus.core.kept import _Casts
+from dissensus.kernels.weight_cache import _Casts
 from dissensus.numerics.randomness import Watch, looking_ahead, next_seed, own_generator, same_random_state
 
 CPU = torch.device("cpu")

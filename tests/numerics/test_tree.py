@@ -9,7 +9,7 @@ from torch.func import functional_call
 
 import dissensus as ds
 import tiny
-from dissensus.numerics.tree import Places, TensorTree, call_with, named_tensors, parts
+from dissensus.utils.tensor_tree import Places, TensorTree, call_with, named_tensors, parts
 
 
 def tree():

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from dissensus.bench.run.measured import with_choice
-from dissensus.evaluation.corrupted import CorruptedCounts
+from dissensus.bench.report.prose import claims
+from dissensus.bench.report.results import Results, Swept
+from dissensus.bench.report.setting_sweep import CRITERION, accuracies, sweep_of, sweep_sentence
+from dissensus.bench.run.extra_measures import with_choice
+from dissensus.evaluation.corruption_curves import CorruptedCounts
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.reporting.claims import claims
-from dissensus.reporting.results import Results, Swept
-from dissensus.reporting.sweep import CRITERION, accuracies, sweep_of, sweep_sentence
 
 
 def evaluation(**metrics: float) -> Evaluation:

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from dissensus.reporting.estimates import Words, array_over, claim_of, mean_interval, slope_weights, verdicts
-from dissensus.reporting.spread import student_quantile
+from dissensus.bench.report.estimates import Words, array_over, claim_of, mean_interval, slope_weights, verdicts
+from dissensus.bench.report.intervals import student_quantile
 
 
 def test_intervals_count_seeds_and_examples():

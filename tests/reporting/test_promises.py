@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import dissensus as ds
-from dissensus.drawing.plots import colours
-from dissensus.reporting.measures import measures
-from dissensus.reporting.promises import promised
-from dissensus.reporting.results import Results
+from dissensus.bench.report.measures import measures
+from dissensus.bench.report.report_figures import promised
+from dissensus.bench.report.results import Results
+from dissensus.plots.charts import colours
 
 
 @pytest.fixture(scope="module")

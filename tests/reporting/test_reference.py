@@ -5,12 +5,18 @@ import re
 import pytest
 import torch
 
+from dissensus.bench.report.measures import measures
+from dissensus.bench.report.published_numbers import (
+    Published,
+    orderings,
+    published,
+    reference_sentences,
+    reference_table,
+)
+from dissensus.bench.report.results import Results
 from dissensus.bench.run.jobs import bench, report_runs
 from dissensus.bench.task.config import load_task
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.reporting.measures import measures
-from dissensus.reporting.reference import Published, orderings, published, reference_sentences, reference_table
-from dissensus.reporting.results import Results
 
 REFERENCE = {
     "source": "Somebody 2020",

@@ -21,18 +21,18 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 import dissensus as ds
+from dissensus.bench.report import report_figures, tables
+from dissensus.bench.report.html_report import rendered, report_content, write_report
+from dissensus.bench.report.measures import measures
+from dissensus.bench.report.results import results_of_evaluations
 from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
-from dissensus.drawing import plots
-from dissensus.evaluation.corrupted import Corruptions
+from dissensus.evaluation.corruption_curves import Corruptions
 from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation
+from dissensus.plots import charts
 from dissensus.report import report
-from dissensus.reporting import figures, tables
-from dissensus.reporting.measures import measures
-from dissensus.reporting.report import rendered, report_content, write_report
-from dissensus.reporting.results import results_of_evaluations
 
 VOID = {"meta", "wbr", "link", "img", "br", "use", "path", "rect", "line", "circle"}
 NASTY = "<script>alert('x')</script> & --> $\\frac$ | name"
@@ -146,7 +146,7 @@ def test_the_page_has_all_its_parts(page):
     methods = len(load_task("digits").methods)
     assert found.tags.count("svg") == methods + methods + 1 + 1 + 3 + 3
     assert found.tags.count("img") >= methods * 2 * 8
-    assert plots.INK not in (page / "report.html").read_text()
+    assert charts.INK not in (page / "report.html").read_text()
 
 
 def test_what_damage_does_is_said_of_the_inputs_that_were_damaged(page):
@@ -351,36 +351,36 @@ def test_what_steers_a_terminal_reaches_no_file(tmp_path):
 def every_figure() -> dict[str, Figure]:
     """Each kind of figure, with numbers that ask for awkward tick labels."""
     names = ["deep_ensemble", "a name that is too long to stand anywhere in a figure"]
-    palette = plots.colours(names)
+    palette = charts.colours(names)
     first, second = names
     edges = [i / 15 for i in range(16)]
     return {
-        "reliability": plots.reliability(
+        "reliability": charts.reliability(
             [0] * 4 + [1] * 10 + [1996], edges[1:], edges[:-1], edges, title=f"{second}: ECE 12.34 %", colour="#4c8bc9"
         ),
-        "entropy": plots.ood_histogram(
+        "entropy": charts.ood_histogram(
             [1e-12, 1e-5, 0.1], {second: [0.5, 1.0]}, score="entropy", title=second, colour="#4c8bc9"
         ),
-        "energy": plots.ood_histogram([-3e3, -1.0], {first: [2e3]}, score="energy", title=first, colour="#4c8bc9"),
-        "roc": plots.roc(
+        "energy": charts.ood_histogram([-3e3, -1.0], {first: [2e3]}, score="energy", title=first, colour="#4c8bc9"),
+        "roc": charts.roc(
             {first: ([0, 0.2, 1], [0, 0.9, 1], 0.9), second: ([0, 1], [0, 1], 0.5)}, title=second, palette=palette
         ),
-        "risk": plots.risk_coverage_figure(
+        "risk": charts.risk_coverage_figure(
             {first: ([0.5, 1], [0.0, 0.034]), second: ([0.5, 1], [0.1, 0.2])}, risk="errors", percent=True, palette=palette
         ),
-        "corruption": plots.curve_figure([plots.corruption_panel(
+        "corruption": charts.curve_figure([charts.corruption_panel(
             [1, 2, 3, 4, 5], {first: (0.99, [0.98, 0.97, 0.9, 0.8, 0.1]), second: (0.5, [0.4] * 5)},
             label="Accuracy", percent=True, palette=palette,
         )]),
-        "cheap": plots.cost_scatter(
+        "cheap": charts.cost_scatter(
             {first: (9.5, 0.9685, (0.96, 0.97)), second: (39.0, 0.8, None)},
             cost="training (seconds)", quality="Accuracy", percent=True, palette=palette, better="high",
         ),
-        "dear": plots.cost_scatter(
+        "dear": charts.cost_scatter(
             {first: (0.001, -1.23456, None), second: (90_000.0, 1000.5, (900.0, 1100.0))},
             cost="training (seconds)", quality="NLL (nats)", percent=False, palette=palette, better="low",
         ),
-        "coverage": plots.interval_coverage_figure({first: [0.1, 0.5, 0.9], second: [0.5, 0.5]}, palette=palette),
+        "coverage": charts.interval_coverage_figure({first: [0.1, 0.5, 0.9], second: [0.5, 0.5]}, palette=palette),
     }  # fmt: skip
 
 
@@ -396,7 +396,7 @@ def test_figures_are_labelled_and_nothing_global_is_touched():
 @pytest.mark.parametrize("name", list(every_figure()))
 def test_the_text_of_a_figure_neither_overlaps_nor_leaves_it(name):
     figure = every_figure()[name]
-    with matplotlib.rc_context(plots.STYLE):
+    with matplotlib.rc_context(charts.STYLE):
         renderer = FigureCanvasAgg(figure).get_renderer()
         figure.draw(renderer)
         boxes = []
@@ -419,7 +419,7 @@ def test_the_text_of_a_figure_neither_overlaps_nor_leaves_it(name):
 def test_a_thinned_curve_keeps_its_ends_and_its_shape():
     x = torch.linspace(0, 1, 5000)
     y = (x > 0.5).double()
-    thin_x, thin_y = plots._thinned(x, y)
+    thin_x, thin_y = charts._thinned(x, y)
     assert len(thin_x) <= 302
     assert (thin_x[0], thin_x[-1]) == (0, 1)
     step = next(float(a) for a, b in zip(thin_x, thin_y, strict=True) if b == 1)
@@ -427,11 +427,11 @@ def test_a_thinned_curve_keeps_its_ends_and_its_shape():
 
 
 def test_svg_of_a_page_takes_its_colour_and_has_names_of_its_own():
-    figure = plots.roc({"a": ([0, 1], [0, 1], 0.5)}, title="t", palette={"a": "#ff0000"})
-    text = figures.svg(figure, "f7")
+    figure = charts.roc({"a": ([0, 1], [0, 1], 0.5)}, title="t", palette={"a": "#ff0000"})
+    text = report_figures.svg(figure, "f7")
     found = checked(text)
     assert text.startswith("<svg")
-    assert plots.INK not in text
+    assert charts.INK not in text
     assert "currentColor" in text
     assert found.ids
     assert all(name.startswith("f7-") for name in found.ids)
@@ -440,7 +440,7 @@ def test_svg_of_a_page_takes_its_colour_and_has_names_of_its_own():
 
 def test_images_become_pngs_whatever_their_units():
     def pixels(image):
-        return imread(io.BytesIO(base64.b64decode(figures.png(image).removeprefix("data:image/png;base64,"))))
+        return imread(io.BytesIO(base64.b64decode(report_figures.png(image).removeprefix("data:image/png;base64,"))))
 
     levels = torch.arange(64, dtype=torch.uint8).reshape(1, 8, 8) * 4
     expected = levels[0].numpy() / 255
@@ -511,7 +511,7 @@ def test_names_of_many_methods_stand_under_the_axes_and_those_of_few_among_the_d
     names = [f"method{i}" for i in range(count)]
     palette = dict.fromkeys(names, "#000000")
     points = {name: (10.0 + i, 0.9 + 0.01 * i, None) for i, name in enumerate(names)}
-    figure = plots.cost_scatter(
+    figure = charts.cost_scatter(
         points, cost="parameters", quality="accuracy", percent=True, palette=palette, better="high"
     )
     FigureCanvasAgg(figure).draw()

@@ -4,8 +4,8 @@ import csv
 
 import torch
 
+from dissensus.bench.report.results import csv_text, results_of_evaluations, table_rows, table_text
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.reporting.results import csv_text, results_of_evaluations, table_rows, table_text
 
 
 def test_a_spreadsheet_runs_no_cell_and_reading_back_gives_every_text(tmp_path):

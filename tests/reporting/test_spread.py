@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 import torch
 
-from dissensus.reporting.spread import Spread, holm, holm_level, spread_of, student_quantile, student_tail
+from dissensus.bench.report.intervals import Spread, holm, holm_level, spread_of, student_quantile, student_tail
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 19, 50])

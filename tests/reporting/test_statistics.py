@@ -5,12 +5,12 @@ import scipy.stats
 import torch
 
 from dissensus import metrics
+from dissensus.bench.report import measures as of_measures
+from dissensus.bench.report.comparisons import Compared, Resampled, compared, family, resampled
+from dissensus.bench.report.measures import Measure, measures
+from dissensus.bench.report.tables import signed_text
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.metrics.bootstrap import resample_counts
-from dissensus.reporting import measures as of_measures
-from dissensus.reporting.measures import Measure, measures
-from dissensus.reporting.statistics import Compared, Resampled, compared, family, resampled
-from dissensus.reporting.tables import signed_text
 
 NLL = Measure("nll", "NLL", "test", "low", samples=(("test/nll",),))
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dissensus.standing.quantiles import cumulative, least_rows, quantile
+from dissensus.calibration.quantiles import cumulative, least_rows, quantile
 
 
 def thresholds(scores, level, weight=None, new=None):

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from dissensus.storage import atomic
-from dissensus.storage.atomic import STRAY_SECONDS, remove_strays, replacing, temporary_name, write_whole
+from dissensus.storage import atomic_files
+from dissensus.storage.atomic_files import STRAY_SECONDS, remove_strays, replacing, temporary_name, write_whole
 
 
 @pytest.fixture
@@ -92,4 +92,4 @@ def test_a_process_of_somebody_else_is_alive(monkeypatch):
         raise PermissionError
 
     monkeypatch.setattr(os, "kill", refused)
-    assert atomic._alive(1)
+    assert atomic_files._alive(1)

@@ -16,8 +16,8 @@ from torch.nn.utils import prune
 
 import dissensus as ds
 import tiny
-from dissensus.storage.atomic import write_whole
-from dissensus.storage.sealed import METADATA, sealed
+from dissensus.storage.atomic_files import write_whole
+from dissensus.storage.checksummed import METADATA, sealed
 from saved_files import config_of, reseal, tamper
 
 x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))

@@ -162,7 +162,7 @@ def test_loaders_are_read_through_the_one_door():
     assert found == {
         "core/posterior.py",
         "core/batch.py",
-        "attacks/aim.py",
+        "attacks/attack_loss.py",
         "theory/regime.py",
-        "surgery/normalization.py",
+        "layers/norm_statistics.py",
     }

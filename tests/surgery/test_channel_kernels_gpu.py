@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import dissensus as ds
-from dissensus.surgery import channel_kernels as kernels
-from dissensus.surgery.frozen_norm import FrozenNorm
-from dissensus.surgery.scaling import scaled
+from dissensus.layers import channel_launch as kernels
+from dissensus.layers.factored import scaled
+from dissensus.layers.frozen_norm import FrozenNorm
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import dissensus as ds
+from dissensus.layers.conversion import Cut, convertible_copy, cut, folded, uncut
 from dissensus.nets.ntk import NTKLinear
-from dissensus.surgery.conversion import Cut, convertible_copy, cut, folded, uncut
 
 
 class Tripled(Cut):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from dissensus.surgery import channel_kernels as kernels
-from dissensus.surgery import frozen_norm
-from dissensus.surgery.conversion import cut
+from dissensus.layers import channel_launch as kernels
+from dissensus.layers import frozen_norm
+from dissensus.layers.conversion import cut
 
 
 class OnGPU(torch.Tensor):

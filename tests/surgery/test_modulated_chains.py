@@ -8,7 +8,7 @@ import dissensus as ds
 from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.engine.strategies import functional_gradients
-from dissensus.surgery import chains
+from dissensus.layers import dense_chains
 
 WIDE = ds.Modulation.normal(0.3, 1.0)
 
@@ -43,13 +43,13 @@ def posterior(network, kind=ds.BatchEnsemble, **keywords):
 @pytest.fixture
 def used(monkeypatch):
     """Numbers of layers of the chains that were differentiated."""
-    lengths, written_out = [], chains._written_out
+    lengths, written_out = [], dense_chains._written_out
 
     def counted(wanted, given, kept, z, g):
         lengths.append(len(kept) // 2)
         return written_out(wanted, given, kept, z, g)
 
-    monkeypatch.setattr(chains, "_written_out", counted)
+    monkeypatch.setattr(dense_chains, "_written_out", counted)
     return lengths
 
 
@@ -135,5 +135,5 @@ def test_hooks_of_all_modules_are_called(used):
 
 def test_networks_that_leave_the_posterior_have_ordinary_sequences():
     made = posterior(mlp)
-    assert isinstance(made.particles.template.network.layers, chains.Chained)
+    assert isinstance(made.particles.template.network.layers, dense_chains.Chained)
     assert type(made.member(0).layers) is type(made.given().layers) is nn.Sequential

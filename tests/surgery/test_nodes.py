@@ -7,13 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-import dissensus.surgery
+import dissensus.layers
+from dissensus.layers import channel_launch as kernels
+from dissensus.layers.conversion import folded
+from dissensus.layers.factored import Factors, folded_kernel, scaled
+from dissensus.layers.nodes import by_layer, standing, with_nodes
 from dissensus.nets import NTKLinear
-from dissensus.surgery import channel_kernels as kernels
-from dissensus.surgery.conversion import folded
-from dissensus.surgery.factored import Factors, folded_kernel
-from dissensus.surgery.nodes import by_layer, standing, with_nodes
-from dissensus.surgery.scaling import scaled
 
 LAYERS = {
     "linear": (lambda: nn.Linear(4, 6), (5, 4)),
@@ -160,8 +159,8 @@ def test_a_gradient_that_others_hold_is_not_written_over():
 def test_where_kernels_cannot_be_built_the_log_says_so_and_torch_computes(caplog, monkeypatch):
     caplog.set_level("INFO", "dissensus")
     kernels.find_triton.cache_clear()
-    monkeypatch.setitem(sys.modules, "dissensus.surgery.channel_programs", None)  # as where there is no triton
-    monkeypatch.delattr(dissensus.surgery, "channel_programs", raising=False)
+    monkeypatch.setitem(sys.modules, "dissensus.kernels.triton_channels", None)  # as where there is no triton
+    monkeypatch.delattr(dissensus.layers, "channel_programs", raising=False)
     try:
         assert kernels.find_triton() is None
         assert kernels.find_triton() is None

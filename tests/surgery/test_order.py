@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dissensus as ds
-from dissensus.surgery.order import call_order, follow
+from dissensus.layers.call_order import call_order, follow
 
 
 def in_order(network, names):

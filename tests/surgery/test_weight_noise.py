@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from dissensus.surgery.conversion import cut
-from dissensus.surgery.factored import Kernel
-from dissensus.surgery.nodes import placed
-from dissensus.surgery.weight_noise import Perturbed, Spread, perturbed_copy
+from dissensus.layers.conversion import cut
+from dissensus.layers.factored import Kernel
+from dissensus.layers.nodes import placed
+from dissensus.layers.weight_noise import Perturbed, Spread, perturbed_copy
 
 DRAWS = 20_000
 LAYERS = {

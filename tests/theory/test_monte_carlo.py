@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from dissensus import theory
-from dissensus.bench.theory import studies
+from dissensus.bench import theory_studies
+from dissensus.bench.report.estimates import array_over, mean_interval, slope_weights
 from dissensus.nets import Residual
-from dissensus.reporting.estimates import array_over, mean_interval, slope_weights
 
 LAW = {"weight_variance": 2.0, "bias_variance": 0.1}
 VECTORS = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
@@ -82,8 +82,10 @@ def test_wide_networks_have_the_analytic_kernels(make, x, width):
 
 @pytest.mark.slow
 def test_the_error_of_predicted_training_falls_as_one_over_the_root_of_the_width():
-    rows = studies.width((375, 750, 1500), seeds=40, members=4).rows
-    errors = array_over(rows, "error", setting=studies.SETTINGS, seed=range(40), width=(375, 750, 1500))  # (2, S, W, 1)
+    rows = theory_studies.width((375, 750, 1500), seeds=40, members=4).rows
+    errors = array_over(
+        rows, "error", setting=theory_studies.SETTINGS, seed=range(40), width=(375, 750, 1500)
+    )  # (2, S, W, 1)
     for mine in errors:
         _, lower, upper, _ = mean_interval(slope_weights((375, 750, 1500)) @ np.log2(mine))
         assert lower < -0.5 < upper

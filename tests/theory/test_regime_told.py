@@ -6,7 +6,7 @@ from torch import nn
 
 import dissensus as ds
 from dissensus import Modulation, theory
-from dissensus.surgery.order import follow
+from dissensus.layers.call_order import follow
 from dissensus.theory.regime import kind_of
 from dissensus.theory.wide_limit import passed
 from thinning import often

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import dissensus as ds
 import tiny
-from dissensus.training.belonging import warn_of_overruled
+from dissensus.training.checkpoint_match import warn_of_overruled
 
 X, Y = tiny.points(24)
 BATCHES = [(X[i : i + 8], Y[i : i + 8]) for i in (0, 8, 16)]

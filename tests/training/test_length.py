@@ -5,7 +5,7 @@ import torch
 
 import dissensus as ds
 import tiny
-from dissensus.methods.parts.stacked import annealed
+from dissensus.methods.parts.stacked_posterior import annealed
 from dissensus.numerics.annealing import Annealing
 
 STEPS = 3

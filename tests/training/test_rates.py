@@ -8,7 +8,7 @@ from torch import nn
 
 import dissensus as ds
 from dissensus.bench.run.convert import convert
-from dissensus.data.inputs import as_input_transform
+from dissensus.data.input_transforms import as_input_transform
 from dissensus.theory import sharpness
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dissensus.attacks.aim import Adversarial, Aim, Draw
-from dissensus.attacks.ball import Ball, Bounds, Norm
+from dissensus.attacks.attack_loss import Adversarial, Aim, Draw
+from dissensus.attacks.constraint import Ball, Bounds, Norm
 from dissensus.core.posterior import Posterior
 from dissensus.data.standardise import Standardiser
-from dissensus.numerics.checks import number, whole
+from dissensus.utils.checks import number, whole
 
 AT_ONCE = 1000
 

@@ -13,24 +13,24 @@ from rich.markup import escape
 from rich.table import Column
 from rich.table import Table as Grid
 
-from dissensus.bench import ranks
-from dissensus.bench.capacity import LENET, capacities
+from dissensus.bench import torchrun_ranks
+from dissensus.bench.capacity_table import LENET, capacities
 from dissensus.bench.names import listed
-from dissensus.bench.own import imported
-from dissensus.bench.printing import print_before_and_after, print_each, print_results, remarks, wide_console
-from dissensus.bench.rows.sources import SETS, present
+from dissensus.bench.rows.named_sets import SETS, present
 from dissensus.bench.run import jobs
-from dissensus.bench.run.calibrating import CALIBRATED
 from dissensus.bench.run.convert import convert
-from dissensus.bench.run.images import write_maps
+from dissensus.bench.run.fit_calibration import CALIBRATED
 from dissensus.bench.run.run import Run, silent
-from dissensus.bench.run.together import train_runs
+from dissensus.bench.run.segment_images import write_maps
+from dissensus.bench.run.shared_training import train_runs
 from dissensus.bench.task.config import SIZES, load_task, own_tasks, read_task, run_config, task_names
+from dissensus.bench.task.method_names import check_read, counted_by
 from dissensus.bench.task.schema import CALIBRATION
-from dissensus.bench.task.variants import check_read, counted_by
-from dissensus.bench.theory.cli import app as theory
+from dissensus.bench.terminal import print_before_and_after, print_each, print_results, remarks, wide_console
+from dissensus.bench.theory_commands import app as theory
+from dissensus.bench.user_code import imported
 from dissensus.methods import METHODS
-from dissensus.numerics.checks import first_names
+from dissensus.utils.checks import first_names
 from dissensus.version import __version__
 
 app = typer.Typer(
@@ -73,7 +73,7 @@ def options(
 ) -> None:
     """Options before a command."""
     if context.invoked_subcommand not in TOGETHER:
-        ranks.leave_but_the_first()
+        torchrun_ranks.leave_but_the_first()
 
 
 @app.command("bench")
@@ -97,7 +97,7 @@ def bench_command(
     if "widths" in loaded.settings:
         if methods is not None or baseline is not None or holm:
             raise ValueError("expected no --methods, --baseline or --holm for a task over widths, got one; omit it")
-        from dissensus.bench.width.report import bench_widths  # loads matplotlib
+        from dissensus.bench.run_widths import bench_widths  # loads matplotlib
 
         said, files = bench_widths(loaded, seeds=seeds, out=out, source=data, jobs=jobs_, tell=tell)
         print_each([*said, *files])
@@ -105,7 +105,7 @@ def bench_command(
     asked: dict[str, Any] = {"methods": chosen, "seeds": seeds, "out": out, "source": data, "jobs": jobs_, "tell": tell}
     asked |= {"baseline": baseline, "holm": holm, "progress": not quiet}
     if "grid" in loaded.settings:
-        from dissensus.bench.grid.report import bench_grid  # loads matplotlib
+        from dissensus.bench.run_grid import bench_grid  # loads matplotlib
 
         said, files = bench_grid(loaded, **asked)
         print_each([*said, *files])
@@ -131,7 +131,7 @@ def train_command(
     check_read(set_, [method])
     folder = jobs.default_folder(loaded) if out is None else out
     runs = jobs.begun(loaded, [run_config(loaded, method, seed)], folder, source=data)
-    runs[0].shared = ranks.shared(1)
+    runs[0].shared = torchrun_ranks.shared(1)
     with jobs.withdrawing(runs):
         train_runs(runs, progress=not quiet)
     print(runs[0].folder)
@@ -146,7 +146,7 @@ def evaluate_command(
 ) -> None:
     """Evaluate a trained run and print its metrics."""
     opened = Run.open(run, source=data)
-    opened.shared = ranks.shared(1)
+    opened.shared = torchrun_ranks.shared(1)
     if again:
         opened.posterior()  # raises for a damaged posterior before results are removed
         opened.forget_evaluation()
@@ -280,8 +280,8 @@ def list_command(data: Data = None) -> None:
 def main() -> None:
     """Runs the command line; a user's error is one line on stderr, with exit code 2."""
     try:
-        ranks.connect()
-        with ranks.only_the_first_prints():
+        torchrun_ranks.connect()
+        with torchrun_ranks.only_the_first_prints():
             # The exit code of a command that does not return.
             code = app(prog_name="dissensus", standalone_mode=False)
     except (ValueError, TypeError, OSError) as error:
@@ -303,7 +303,7 @@ def main() -> None:
 
 
 def _fail(text: str, *, code: int = 2) -> None:
-    print(f"dissensus: {ranks.failed(text)}", file=sys.stderr)
+    print(f"dissensus: {torchrun_ranks.failed(text)}", file=sys.stderr)
     sys.exit(code)
 
 

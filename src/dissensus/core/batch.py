@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
-from dissensus.numerics.arrays import as_tensor
+from dissensus.utils.arrays import as_tensor
 
 Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
 

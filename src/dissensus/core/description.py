@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from dissensus.core.attributes import saved_attributes, written_class
 from dissensus.core.likelihood import Likelihood
-from dissensus.numerics.plain import plain
+from dissensus.utils.json_values import plain
+from dissensus.utils.module_state import saved_attributes, written_class
 
 NOTHING = "nothing"  # in place of what only the other model has
 LEFT = ("Tensor (", f"{NOTHING}Tensor (")  # a plain tensor that only one has: a forward has kept it there

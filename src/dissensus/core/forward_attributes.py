@@ -4,19 +4,21 @@ Attributes are restored after every call. A training call may change some that i
 member's state. Each member then runs in its own template, and its state is stored as batch statistics are, once per step.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import is_
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch
 from torch.utils import _pytree as pytree
 
-from dissensus.core.attributes import OWN
-from dissensus.numerics.tree import KnownParts, keeping_tensors, made, parts
+from dissensus.core.member import NUMBER, PREFIX, emptied
+from dissensus.utils.module_state import OWN
+from dissensus.utils.tensor_tree import KnownParts, keeping_tensors, made, parts
 
 MOST = 10_000  # entries of a list or dict; longer ones are not looked at
 MISSING = object()
@@ -210,3 +212,48 @@ def _values(holder: Any) -> Any:
 def _foreign(kind: type[nn.Module]) -> bool:
     """Whether layers of this class may write attributes: torch's and the library's own do not."""
     return not kind.__module__.startswith(("torch.", "dissensus."))
+
+
+log = logging.getLogger("dissensus")
+Result = TypeVar("Result")
+
+
+def state_names(particles: Any) -> set[str]:
+    """Names of the networks' plain attributes that training reads and changes."""
+    return {name.removeprefix(PREFIX) for written in particles._written.values() for name in written.state}
+
+
+def run_separately(particles: Any, run: Callable[[], Result]) -> Result:
+    """run(), and once more with a template for each member if forward has state in attributes of the one for all."""
+    result = run()
+    if not particles._written[0].state or len(particles.templates) >= particles.members:
+        return result
+    others = [emptied(particles.template) for _ in range(1, particles.members)]
+    particles.templates = (particles.template, *others)
+    particles.own.plant(NUMBER, torch.arange(particles.members, device=particles.device), persistent=False)
+    particles._settle()
+    log.info("members run one after the other: forward reads and changes %s", ", ".join(sorted(state_names(particles))))
+    return run()
+
+
+def run_compiled(particles: Any, run: Callable[[], Result]) -> Result:
+    """run(), in which compiled code runs members; raises if they have state, which that would not keep apart."""
+    pairs = [(particles._written[i], each) for i, each in enumerate(particles.templates)]
+    lent = [(written, written.lend(template)) for written, template in pairs]
+    try:
+        return run()
+    finally:
+        for written, each in lent:
+            if each is not None and each.take_back().keys() - (written.unread or set()):
+                raise OneAtATime("forward changes attributes")
+
+
+def warn_of_state(particles: Any) -> None:
+    """Logs, once, which attributes a state dict does not hold."""
+    if state := sorted(state_names(particles) - particles._said):
+        particles._said.update(state)
+        log.warning(
+            "a state holds tensors only, not the attribute %s, which forward reads and changes in training: wherever it is "
+            "loaded, the attribute is that of a new network; register it as a buffer",
+            ", ".join(state),
+        )

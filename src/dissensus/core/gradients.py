@@ -8,25 +8,198 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Batch
-from dissensus.core.exchange import ALONE
-from dissensus.core.gathering import Gradients as Gradients
-from dissensus.core.gathering import State as State
-from dissensus.core.gathering import gathered, placed, stacks_for
-from dissensus.core.halves import Halves, halved
-from dissensus.core.held import gradients_by_its_own, hooked, trains_itself
-from dissensus.core.lazy_norm import thread
+from dissensus.core.collectives import ALONE
+from dissensus.core.member_runner import ONE_LANE, MemberLanes, mapped
 from dissensus.core.particles import Particles, Rows
-from dissensus.core.running import ONE_LANE, MemberLanes, mapped
-from dissensus.numerics.divided import is_divided
+from dissensus.kernels.cast_weights import Halves, halved
+from dissensus.kernels.fused_norm import thread
+from dissensus.kernels.multi_copy import copy_all
 from dissensus.numerics.randomness import random_state
-from dissensus.numerics.tree import Tensors, computed_names, named_tensors
+from dissensus.utils.dtensor import here, is_divided
+from dissensus.utils.nonfinite import amax
+from dissensus.utils.tensor_tree import OwnTensors, Tensors, computed_names, named_tensors
+
+
+class Gradients(NamedTuple):
+    """Results of one batch: losses (M,), gradients of their sum for each trained tensor, buffers (M, ...) afterwards.
+
+    `largest`: (M,) the largest absolute value of each member's own gradients, NaN if there is one; None if nobody has looked.
+    """
+
+    losses: Tensor
+    gradients: Tensors
+    buffers: Tensors
+    largest: Tensor | None = None
+
+
+class State(NamedTuple):
+    """All tensors of the members: trained ones apart from frozen ones, own ones (M, ...) apart from shared ones."""
+
+    own: Tensors
+    shared: Tensors
+    own_frozen: Tensors
+    shared_frozen: Tensors
+    own_buffers: Tensors
+    shared_buffers: Tensors
+
+    def member(self, index: int) -> State:
+        """One member's tensors."""
+        if not (self.own or self.own_frozen or self.own_buffers):
+            return self
+
+        def row(part: Tensors) -> Tensors:
+            return {name: tensor[index] for name, tensor in part.items()}
+
+        return self._replace(own=row(self.own), own_frozen=row(self.own_frozen), own_buffers=row(self.own_buffers))
+
+    def leaves(self) -> Tensors:
+        """The trained tensors, as leaves that require gradients."""
+        return {name: tensor.detach().requires_grad_() for name, tensor in {**self.shared, **self.own}.items()}
+
+    def parameters(self, trained: Tensors | None = None) -> Tensors:
+        """All parameters, with `trained` in place of the trained ones."""
+        mine = {**self.shared, **self.own} if trained is None else trained
+        return {**self.shared_frozen, **self.own_frozen, **mine}
+
+    def buffers(self) -> Tensors:
+        return {**self.shared_buffers, **self.own_buffers}
+
+
+def stacks_for(particles: Particles, state: State, lanes: MemberLanes) -> Tensors:
+    """Stacks (M, ...) for own gradients and for buffers, which members in several lanes fill beside the work of the others."""
+    if lanes is ONE_LANE or particles.exchange is not ALONE or particles.members < 2:
+        return {}
+    buffers = {
+        name: each.new_empty((particles.members, *each.shape)) for name, each in state.member(0).buffers().items()
+    }
+    return {**buffers, **{name: torch.empty_like(stack) for name, stack in state.own.items()}}
+
+
+def placed(one: Gradients, stacks: Tensors, index: int) -> Gradients:
+    """A member's results, copied into their rows of the stacks, and the largest () of its own gradients."""
+    if not stacks:
+        return one
+    rows = {name: stack[index] for name, stack in stacks.items()}
+    gradients = {name: rows[name] for name in one.gradients if name in rows}
+    buffers = {name: rows[name] for name, each in one.buffers.items() if name in rows and _alike(each, rows[name])}
+    mine, given = {**gradients, **buffers}, {**one.gradients, **one.buffers}
+    copy_all(list(mine.values()), [given[name] for name in mine])
+    largest = amax(list(gradients.values()), one.losses.device)
+    return Gradients(one.losses, {**one.gradients, **gradients}, {**one.buffers, **buffers}, largest)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether a forward pass has left a buffer its shape and dtype."""
+    return (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def gathered(state: State, found: list[Gradients], stacks: Tensors) -> Gradients:
+    """Joins the results of single members: own gradients are stacked in their parameter's layout, shared ones summed.
+
+    `stacks`: those in which gradients are already in place.
+    """
+    like = {**state.shared, **(state.member(0).own if len(found) == 1 else {})}
+    found = [one._replace(gradients=_in_full(one.gradients, like)) for one in found]
+    if len(found) == 1:
+        (one,) = found
+        mine = {name: g[None] if name in state.own else g for name, g in one.gradients.items()}
+        return Gradients(one.losses[None], mine, {name: buffer[None] for name, buffer in one.buffers.items()})
+    gradients: Tensors = {}
+    targets, sources = [], []
+    for name in dict.fromkeys(name for each in found for name in each.gradients):
+        each = [one.gradients.get(name) for one in found]
+        if name in state.own:
+            gradients[name] = stacks[name] if name in stacks else torch.empty_like(state.own[name])
+            rows = zip(here(gradients[name]).unbind(), each, strict=True)
+            # A member may not have used a tensor that other members used.
+            missing = [(row, g) for row, g in rows if g is None or name not in stacks]
+            targets += [row for row, _ in missing]
+            sources += [torch.zeros_like(row) if g is None else here(g) for row, g in missing]
+        else:
+            given = [g for g in each if g is not None]
+            gradients[name] = sum(given[1:], given[0])
+    buffers: Tensors = {}
+    for name, first in found[0].buffers.items():
+        in_place = name in stacks and _alike(first, stacks[name][0])
+        buffers[name] = stacks[name] if in_place else first.new_empty((len(found), *first.shape))
+        pairs = zip(buffers[name].unbind(), [one.buffers[name] for one in found], strict=True)
+        elsewhere = [(row, b) for row, b in pairs if row.data_ptr() != b.data_ptr()]
+        targets += [row for row, _ in elsewhere]
+        sources += [b for _, b in elsewhere]
+    copy_all(targets, sources)  # few kernels for all tensors and members
+    looked = [one.largest for one in found if one.largest is not None]
+    largest = torch.stack(looked) if stacks else None
+    return Gradients(torch.stack([one.losses for one in found]), gradients, buffers, largest)
+
+
+def _in_full(gradients: Tensors, like: Tensors) -> Tensors:
+    """Gradients in the precision of these parameters, if they are in half precision; others as they are."""
+    lower = [name for name, g in gradients.items() if name in like and g.dtype != like[name].dtype]
+    full = {name: torch.empty_like(like[name]) for name in lower}
+    copy_all(list(full.values()), [gradients[name] for name in lower])
+    return {**gradients, **full}
+
+
+Found = tuple[Tensor, Tensors, Tensors]  # the fields of `core.gradients.Gradients`
+
+
+def trains_itself(posterior: Any, batch: Batch) -> bool:
+    """Whether the one member is the caller's module, on a CPU and in one process only.
+
+    A CUDA graph is captured with new leaves: nodes of the caller's own may be on another stream.
+    """
+    particles = posterior.particles
+    whole = particles.held and not particles.divided and not particles.fully
+    return whole and particles.exchange is ALONE and not posterior.coupled and batch.y.device.type == "cpu"
+
+
+def gradients_by_its_own(posterior: Any, batch: Batch) -> Found:
+    """(losses (1,), gradients, buffers (1, ...)) by the module's own parameters, so that nothing is put in their place."""
+    particles = posterior.particles
+    params = OwnTensors(particles.template)
+    before, wanted = params.buffers, {name: each for name, each in params.items() if each.requires_grad}
+
+    def run(*_: Any) -> Found:
+        with torch.enable_grad():
+            value, _, after = posterior.member_loss(params, before, batch)
+        found = _derivatives(value, tuple(wanted.values())) if wanted and value.requires_grad else ()
+        used = {name: g for name, g in zip(wanted, found, strict=False) if g is not None}
+        return value.detach()[None], used, {name: each.detach()[None] for name, each in after.items()}
+
+    if not before:
+        return run()
+    # Buffers are copies while it runs, also where activations are recomputed.
+    return particles.runner.differentiate(run, lambda: particles.call(run, params, before))  # type: ignore[no-any-return]
+
+
+def _derivatives(value: Tensor, by: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad`, without what it does before it starts the engine: that takes as long as a small layer."""
+    if value.ndim:  # it raises, where ones would silently make a sum
+        return torch.autograd.grad(value, by, allow_unused=True)
+    start = torch.ones_like(value)
+    return _engine_run_backward((value,), (start,), False, False, by, allow_unreachable=True, accumulate_grad=False)
+
+
+@torch.no_grad()
+def hooked(particles: Particles, found: Tensors) -> Tensors:
+    """Gradients by other leaves than the caller's parameters, after the tensor hooks of these, which autograd has not run."""
+    if not particles.held or particles.divided or particles.fully:
+        return found
+    gradients, named = dict(found), particles.shared_parameters()
+    for name in gradients:
+        for hook in (named[name]._backward_hooks or {}).values():
+            gradient = gradients[name].to(named[name].dtype)  # it may be in half precision still
+            changed = hook(gradient)
+            gradients[name] = gradient if changed is None else changed
+    return gradients
 
 
 class Objective(Protocol):
@@ -171,7 +344,7 @@ def _cotangents_of_each(posterior: Objective, each: list[Any]) -> list[Any]:
 
 
 def in_half(posterior: Objective, leaves: Tensors) -> AbstractContextManager[Halves | None]:
-    """The context of a member's forward: layers that may be fused get weights cast at once (`core/halves.py`)."""
+    """The context of a member's forward: layers that may be fused get weights cast at once (`kernels/cast_weights.py`)."""
     return halved(leaves, usable=thread.fusing and posterior.particles.exchange is ALONE)
 
 

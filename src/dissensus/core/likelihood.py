@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.core.predictive import ClassificationPredictive, Predictive
-from dissensus.numerics.checks import number
+from dissensus.utils.checks import number
 
 NO_LABEL = -(2**62)  # torch's own, -100, would leave rows out of a mean without a word
 

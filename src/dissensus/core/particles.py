@@ -7,29 +7,50 @@ results; modules that vmap does not support (`nn.LSTM`, data-dependent control f
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch
 
-from dissensus.core.attributes import difference, unmade
-from dissensus.core.exchange import ALONE, Exchange
-from dissensus.core.forward_attributes import ForwardAttributes
-from dissensus.core.fully import check_its_own, check_whole, is_fully_sharded, stay_divided
-from dissensus.core.kept_rows import KeptRows
+from dissensus.core.collectives import ALONE, Exchange
+from dissensus.core.forward_attributes import ForwardAttributes, run_separately, warn_of_state
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member import PREFIX, Member, blanks, check_initialised, emptied, emptied_if_possible, member_index
-from dissensus.core.own_templates import run_separately, warn_of_state
-from dissensus.core.running import How, Rows, Runner, loop, stacked
-from dissensus.core.splitting import NUMBER, as_stored, frozen_alike, split_trees, tensors_of
-from dissensus.core.statistics import frozen_norms
-from dissensus.core.turns import copied, turn
-from dissensus.numerics.copying import copies, copy_all
-from dissensus.numerics.divided import is_divided, joined_all
-from dissensus.numerics.tree import OwnTensors, Places, Tensors, TensorTree, call_with, found_quickly, named_tensors
+from dissensus.core.locks import copied, turn
+from dissensus.core.member import (
+    NUMBER,
+    PREFIX,
+    Member,
+    as_stored,
+    blanks,
+    check_initialised,
+    emptied,
+    emptied_if_possible,
+    frozen_alike,
+    member_index,
+    split_trees,
+    tensors_of,
+)
+from dissensus.core.member_runner import How, Rows, Runner, loop, stacked
+from dissensus.kernels.multi_copy import copies, copy_all
+from dissensus.utils.batch_norm_stats import frozen_norms
+from dissensus.utils.dtensor import is_divided, joined_all
+from dissensus.utils.fsdp import check_its_own, check_whole, is_fully_sharded, stay_divided
+from dissensus.utils.module_state import difference, plain_attributes, unmade
+from dissensus.utils.tensor_tree import (
+    OwnTensors,
+    Places,
+    Tensors,
+    TensorTree,
+    assign,
+    call_with,
+    found_quickly,
+    named_tensors,
+)
 
 __all__ = ["How", "Member", "Particles", "Rows", "loop", "member_index"]
 
@@ -348,3 +369,136 @@ class Particles(nn.Module):
             for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
                 tensor.data = values[f"{prefix}{name}"].detach().clone()
         return copied
+
+
+_shape = attrgetter("shape")
+
+
+class KeptRows:
+    """Each member's tensors, a list in the order of a template's places. To cut hundreds of rows takes as long as some layers.
+
+    They are views: values written into the stacks show up in them. A stack that lies elsewhere than before is cut again.
+    """
+
+    def __init__(self) -> None:
+        self.places: Places | None = None  # in the template
+        self.known: tuple[list[Any], list[list[Tensor]]] | None = None
+
+    def __reduce__(self) -> tuple[type["KeptRows"], tuple[()]]:
+        return KeptRows, ()  # neither copied nor saved
+
+    def drop(self) -> None:
+        """Forgets the rows, so that the memory of stacks that are replaced is freed."""
+        self.known = None
+
+    def serve(self, particles: Any) -> bool:
+        """Whether these particles can run by `one_by_one` now: in eval mode, in one template and with tensors to cut."""
+        alone = particles.held or particles.divided or particles.runner.lanes or len(particles.templates) > 1
+        return not (alone or particles.training) and bool(particles.own._modules) and _may_keep()
+
+    def one_by_one(self, particles: Any, function: Callable[..., Any], *args: Any) -> Any:
+        """function(member, *args) of every member, stacked; afterwards the template has its own tensors again."""
+        template, found = particles.templates[0], []
+        with particles.turn(), particles.runner.running():
+            self.places = places = self.places or Places(template)
+            before = [*map(dict.__getitem__, places.registries, places.keys)]
+            lent = particles._written[0].lend(template)
+            try:
+                for tensors in self.rows(particles, places.names):
+                    assign(places, tensors)
+                    found.append(function(template, *args))
+                    if lent is not None:
+                        lent.take_back(again=True)
+            finally:
+                assign(places, before)
+                if lent is not None:
+                    lent.take_back()
+            return stacked(found)
+
+    def rows(self, particles: Any, names: Sequence[str]) -> list[list[Tensor]]:
+        """Each member's own and shared tensors, in the order of the names."""
+        trees = map(named_tensors, (particles.own, particles.shared))
+        own, shared = ({**params, **buffers} for params, buffers in trees)
+        stacks = [*own.values()]
+        # `parameter.data = ...` gives a stack other memory, but not another name.
+        where = [*map(id, shared.values()), *map(Tensor.data_ptr, stacks), *map(Tensor.stride, stacks)]
+        where += map(_shape, stacks)
+        if self.known is None or self.known[0] != where:
+            cut = zip(*(stack.detach().unbind() for stack in stacks), strict=True)
+            each = [{**shared, **dict(zip(own, row, strict=True))} for row in cut]
+            self.known = where, [[tensors[name] for name in names] for tensors in each]
+        return self.known[1]
+
+
+def _may_keep() -> bool:
+    """Whether tensors made now can be used later: not with gradients, by compilers, in transforms or of fake tensors."""
+    plain = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling())
+    return plain and _functorch.peek_interpreter_stack() is None and not torch._C._len_torch_dispatch_stack()
+
+
+def only(particles: Particles, index: int) -> Particles:
+    """One member with its own template; its tensors are views of the stacked ones, so later changes are seen."""
+    if not particles.own_parameters() and not particles.own_buffers():
+        return particles.apart()
+    alone = TensorTree()
+    for tree in (particles.own, particles.shared):
+        kept = tree.state_dict().keys()
+        for name, tensor in tensors_of(tree).items():
+            if name != NUMBER:
+                alone.plant(name, tensor[index] if tree is particles.own else tensor, persistent=name in kept)
+    return Particles(particles.copied_template(index), own=TensorTree(), shared=alone, members=1)
+
+
+class KeptApart:
+    """One network's particles with a separate template, as `only` makes them, kept until it could have changed.
+
+    To copy a small network takes longer than to run it.
+    """
+
+    def __init__(self) -> None:
+        self.known: tuple[list[Any], Particles] | None = None
+
+    def __reduce__(self) -> tuple[type["KeptApart"], tuple[()]]:
+        return KeptApart, ()  # neither copied nor saved
+
+    def __call__(self, particles: Particles) -> Particles:
+        with particles.turn():
+            now = plain_attributes(particles.template) if particles.held else None
+            if now is None or self.known is None or self.known[0] != now:
+                made = only(particles, 0)
+                kept = now is not None and made.template is not particles.template
+                self.known = (now, made) if now is not None and kept else None
+                return made
+            return self.known[1]
+
+
+def some(particles: Particles, rows: slice) -> Particles:
+    """These members, which run as all of them do, with the same tensors."""
+    own = TensorTree()
+    for name, tensor in tensors_of(particles.own).items():
+        own.plant(name, tensor.detach()[rows])
+    mine = Particles(*particles.templates, own=own, shared=particles.shared, members=rows.stop - rows.start)
+    mine.runner = particles.runner  # with what it has found out about the network
+    return mine
+
+
+def share(particles: Particles, names: Iterable[str]) -> None:
+    """Stores these tensors once for all members, as frozen ones, to match the layout of a file."""
+    particles._frozen |= {name for name in names if name in tensors_of(particles.own)}
+    particles.store_once(particles._frozen)
+    for name in particles._frozen & particles.shared_parameters().keys():
+        particles.shared_parameters()[name].requires_grad_(False)
+
+
+def on(particles: Particles, device: torch.device) -> Particles:
+    """Copies of the tensors on another device, with the same template."""
+    trees = [TensorTree(), TensorTree()]
+    for tree, source in zip(trees, (particles.own, particles.shared), strict=True):
+        for name, tensor in tensors_of(source).items():
+            tree.plant(name, tensor.detach().to(device))
+    return Particles(*particles.templates, own=trees[0], shared=trees[1], members=particles.members)
+
+
+def likelihood_of(particles: Particles, index: int) -> Likelihood:
+    """A copy of one member's likelihood."""
+    return particles.copied_part(particles.likelihood, "likelihood.", index)

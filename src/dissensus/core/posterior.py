@@ -14,24 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core import inputs, noise, seam
+from dissensus.core import input_checks, objective, regression
 from dissensus.core.batch import Batch, Inputs
+from dissensus.core.calibrated import Lens
 from dissensus.core.description import describe_network
+from dissensus.core.drawn_functions import DrawnFunctions, Portion, Predictor
 from dissensus.core.errors import Diverged
-from dissensus.core.finite import diverged, diverged_members, member_maxima
-from dissensus.core.functions import DrawnFunctions, Portion, Predictor
+from dissensus.core.inference_context import Looking
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.looking import Looking
+from dissensus.core.locks import copied
 from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.regression import RealTargets
-from dissensus.core.standing import Lens
-from dissensus.core.training_rules import TrainingRules
-from dissensus.core.turns import copied
-from dissensus.numerics.arrays import as_tensor
+from dissensus.core.trainable import TrainingRules
 from dissensus.numerics.randomness import Watch
-from dissensus.numerics.tree import Tensors
+from dissensus.utils.arrays import as_tensor
+from dissensus.utils.nonfinite import diverged, diverged_members, member_maxima
+from dissensus.utils.tensor_tree import Tensors
 
 
 class Posterior(TrainingRules, ABC):
@@ -70,7 +70,7 @@ class Posterior(TrainingRules, ABC):
         self.inputs: Callable[[Any], Tensor] | None = None  # transform from raw inputs to those of the network
         self.classes: tuple[str, ...] | None = None
         self.base: tuple[Posterior] | None = None  # the posterior that this one watches; a tuple, so it is no submodule
-        self._known = inputs.KnownInputs()
+        self._known = input_checks.KnownInputs()
         # Whether learned noise was checked before a step, and before a prediction.
         self._started = self._predicted = False
         self.draws_itself = False  # whether the network itself draws random numbers in eval mode
@@ -168,7 +168,7 @@ class Posterior(TrainingRules, ABC):
         """
         batch = self.take(self.batch((x, y, weight)))
         self.before_step(batch)
-        return seam.loss(self, batch)
+        return objective.loss(self, batch)
 
     @final
     def backward(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -179,7 +179,7 @@ class Posterior(TrainingRules, ABC):
         """
         batch = self.take(self.batch((x, y, weight)))
         self.before_step(batch)
-        return seam.backward(self, batch)
+        return objective.backward(self, batch)
 
     @final  # type: ignore[misc]
     def forward(self, x: Inputs) -> Tensor:
@@ -239,7 +239,7 @@ class Posterior(TrainingRules, ABC):
             self.check_diverged([member_maxima(described)], first=first)
         if not self._predicted:
             self._predicted = True
-            self._known.doubt(noise.doubt(self.particles))
+            self._known.doubt(regression.doubt(self.particles))
         return lens.members(predictive)
 
     @final
@@ -367,7 +367,7 @@ class Posterior(TrainingRules, ABC):
         super().before_step(batch)
         if not self._started:
             self._started = True
-            self._known.doubt(noise.started(self.particles, lambda: self._first_member(batch.x), batch))
+            self._known.doubt(regression.started(self.particles, lambda: self._first_member(batch.x), batch))
 
     @final
     def output_shape(self, x: Inputs) -> torch.Size:
@@ -381,7 +381,7 @@ class Posterior(TrainingRules, ABC):
 
     def _first_member(self, x: Inputs) -> Tensor:
         particles, x = self.particles, batches.to(x, self.device)
-        with left_as_found(self), Watch() as watch, batches.unchanged(x), inputs.explained(x, particles):
+        with left_as_found(self), Watch() as watch, batches.unchanged(x), input_checks.explained(x, particles):
             outputs: Tensor = particles.call(lambda member: batches.call(member.network, x), *particles.at(0))[0]
             self.draws_itself |= watch.drew
         self._known.doubt(self.likelihood.doubt(outputs))
@@ -399,7 +399,7 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
         posterior: a trained posterior.
         loader: the training batches (x, y).
     """
-    inputs.check_loader(loader := posterior.whole(loader))
+    input_checks.check_loader(loader := posterior.whole(loader))
     for each in [posterior, *(watcher for watcher in posterior.watchers if watcher.ready)]:
         each.store_draw(loader)
 

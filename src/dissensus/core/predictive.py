@@ -11,9 +11,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dissensus.numerics.arrays import tensor_of
-from dissensus.numerics.checks import number, share, whole
 from dissensus.numerics.entropy import entropy_terms
+from dissensus.utils.arrays import tensor_of
+from dissensus.utils.checks import number, share, whole
 
 
 class Predictive(ABC):
@@ -115,13 +115,13 @@ class Predictive(ABC):
             seen: inputs and targets to draw as dots, such as the training data; for segmentations (x, truth).
             classes: names of the classes.
         """
-        from dissensus.core.showing import figure_of
-        from dissensus.drawing.notebook import shown  # loads matplotlib
+        from dissensus.plots.charts import shown  # loads matplotlib
+        from dissensus.plots.display import predictive_figure
 
-        return shown(figure_of(self, x, seen, classes))
+        return shown(predictive_figure(self, x, seen, classes))
 
     def _repr_html_(self) -> str:
-        from dissensus.core.showing import html_of
+        from dissensus.plots.display import html_of
 
         return html_of(self)
 

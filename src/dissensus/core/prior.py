@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from dissensus.numerics.checks import number, whole
-from dissensus.numerics.tree import Tensors
+from dissensus.utils.checks import number, whole
+from dissensus.utils.tensor_tree import Tensors
 
 NORM_LAYERS: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,

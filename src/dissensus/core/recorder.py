@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dissensus.core.weights import Weights
-from dissensus.numerics.divided import is_divided
-from dissensus.numerics.tree import Tensors
+from dissensus.utils.dtensor import is_divided
+from dissensus.utils.tensor_tree import Tensors
 
 
 class Recorder(nn.Module, ABC):
@@ -25,7 +25,7 @@ class Recorder(nn.Module, ABC):
             `RecordingPosterior` passes its `recorded`.
     """
 
-    # Whether it can record weights of which each process has a part (`numerics/divided.py`).
+    # Whether it can record weights of which each process has a part (`utils/dtensor.py`).
     by_parts: ClassVar[bool] = False
 
     def __init__(self, source: Callable[[], Weights]) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
-from dissensus.numerics.divided import cut_last, is_divided, joined
-from dissensus.numerics.flat import state_dtype
-from dissensus.numerics.tree import Tensors
+from dissensus.numerics.flat_weights import state_dtype
+from dissensus.utils.dtensor import cut_last, is_divided, joined
+from dissensus.utils.tensor_tree import Tensors
 
 
 @dataclass(frozen=True)

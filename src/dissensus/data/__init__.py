@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from dissensus.data.augmentation import Augmentation, SegmentationAugmentation
 from dissensus.data.batches import Batches
-from dissensus.data.label_noise import noisy_labels
-from dissensus.data.splits import split_indices, train_validation
+from dissensus.data.splits import noisy_labels, split_indices, train_validation
 from dissensus.data.standardise import Standardiser
 
 if TYPE_CHECKING:
-    from dissensus.data.class_folders import image_folder
-    from dissensus.data.frames import TableEncoder as TableEncoder
+    from dissensus.data.image_folders import image_folder
     from dissensus.data.images import *
-    from dissensus.data.inputs import ImageInputs as ImageInputs
+    from dissensus.data.input_transforms import ImageInputs as ImageInputs
     from dissensus.data.segmentation import *
     from dissensus.data.shipped import *
     from dissensus.data.street_scenes import *
+    from dissensus.data.table_encoding import TableEncoder as TableEncoder
     from dissensus.data.tabular import *
     from dissensus.data.toy import *
 
@@ -74,12 +73,12 @@ __all__ = [
 ]
 
 
-ROOM = ("class_folders", "frames", "inputs", "images", "segmentation", "shipped", "street_scenes", "tabular", "toy")
+FILES = "image_folders table_encoding input_transforms images segmentation shipped street_scenes tabular toy"
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        for file in ROOM:
+        for file in FILES.split():
             module = import_module(f"{__name__}.{file}")
             if hasattr(module, name):
                 globals()[name] = getattr(module, name)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dissensus.data.segmentation import VOID
-from dissensus.numerics.checks import number, whole
+from dissensus.utils.checks import number, whole
 
 
 class Streams:

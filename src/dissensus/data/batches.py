@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dissensus.numerics.arrays import as_tensor, is_array
-from dissensus.numerics.checks import whole
+from dissensus.utils.arrays import as_tensor, is_array
+from dissensus.utils.checks import whole
 
 BatchInputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.data.corruption import blur, digital, jpeg, noise, published, spatter, weather
-from dissensus.data.corruption.draws import Draws, image_keys
-from dissensus.data.corruption.levels import from_levels
-from dissensus.numerics.checks import number, one_of, whole
+from dissensus.data import numpy_files
+from dissensus.data.corruption import blur, digital, jpeg, noise, spatter, weather
+from dissensus.data.corruption.image_draws import Draws, image_keys
+from dissensus.data.corruption.pixel_levels import from_levels
+from dissensus.utils.checks import number, one_of, whole
 
 
 class Recipe(NamedTuple):
@@ -157,8 +158,8 @@ def read_cifar_c(folder: str | PathLike[str], name: str, severity: int | None = 
     one_of("name", name, CORRUPTIONS)
     if severity is not None:
         number("severity", whole("severity", severity), most=5)
-    images = published.read_array(Path(folder) / f"{name}.npy", (5 * _ROWS_PER_SEVERITY, 32, 32, 3))
-    labels = published.read_array(Path(folder) / "labels.npy", (5 * _ROWS_PER_SEVERITY,))
+    images = numpy_files.read_array(Path(folder) / f"{name}.npy", (5 * _ROWS_PER_SEVERITY, 32, 32, 3))
+    labels = numpy_files.read_array(Path(folder) / "labels.npy", (5 * _ROWS_PER_SEVERITY,))
     rows = (
         slice(None) if severity is None else slice((severity - 1) * _ROWS_PER_SEVERITY, severity * _ROWS_PER_SEVERITY)
     )

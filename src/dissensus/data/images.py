@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dissensus.data.catalogue import CATALOGUE
-from dissensus.data.formats import read_cifar_binary, read_cifar_python, read_idx, read_mat, read_npz
-from dissensus.data.locate import locate
+from dissensus.data.file_formats import read_cifar_binary, read_cifar_python, read_idx, read_mat, read_npz
+from dissensus.data.find_files import locate
 
 
 @dataclass(frozen=True, eq=False)

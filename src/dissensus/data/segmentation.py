@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.numerics.checks import number, one_of, whole
-from dissensus.numerics.damage import reading
+from dissensus.utils.checks import number, one_of, whole
+from dissensus.utils.file_errors import reading
 
 VOID = 255  # the label of ignored pixels: they count neither in the loss nor in the metrics
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")

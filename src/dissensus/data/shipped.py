@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dissensus.data.catalogue import CATALOGUE
 from dissensus.data.images import ImageSet
-from dissensus.data.npy import npz_arrays
+from dissensus.data.numpy_files import npz_arrays
 
 
 def digits() -> tuple[ImageSet, ImageSet]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dissensus.numerics.arrays import tensor_of
 from dissensus.numerics.lengthscales import check_finite_rows
+from dissensus.utils.arrays import tensor_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dissensus.data.locate import find_place
+from dissensus.data.find_files import find_place
 from dissensus.data.segmentation import (
     VOID,
     Pair,
@@ -21,7 +21,7 @@ from dissensus.data.segmentation import (
     read_mask,
     read_pairs,
 )
-from dissensus.numerics.checks import one_of
+from dissensus.utils.checks import one_of
 
 CAMVID = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist")
 STREETHAZARDS = (

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.data.locate import find_place
-from dissensus.data.npy import npz_arrays
+from dissensus.data.find_files import find_place
+from dissensus.data.numpy_files import npz_arrays
 from dissensus.data.standardise import Standardiser
-from dissensus.numerics.checks import one_of
-from dissensus.numerics.damage import reading
 from dissensus.numerics.lengthscales import check_finite_rows
+from dissensus.utils.checks import one_of
+from dissensus.utils.file_errors import reading
 
 REGRESSION_SETS = {  # rows, features
     "bostonHousing": (506, 13),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dissensus.data.shipped import regression_points
-from dissensus.numerics.checks import number, whole
+from dissensus.utils.checks import number, whole
 
 
 def two_moons(

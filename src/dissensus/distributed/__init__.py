@@ -3,8 +3,7 @@
 `torchrun` starts the processes and torch.distributed connects them; this package divides members and rows among them.
 """
 
-from dissensus.distributed.joining import start
-from dissensus.distributed.mesh import Axis, Mesh, mesh
-from dissensus.distributed.sharding import shard
+from dissensus.distributed.init import start
+from dissensus.distributed.mesh import Axis, Mesh, mesh, shard
 
 __all__ = ["Axis", "Mesh", "mesh", "shard", "start"]

@@ -10,18 +10,20 @@ order of ranks are the whole. With one process an axis has no group, and nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dissensus.core.batch import sampler_of
-from dissensus.core.functions import DrawnFunctions
-from dissensus.core.progress import ask_before_speaking
-from dissensus.distributed.joining import connected, start
-from dissensus.distributed.sharing import DividedPortion, Interleaved, Joined, in_turns, part_of
-from dissensus.numerics.checks import one_of, whole
+from dissensus.core.drawn_functions import DrawnFunctions
+from dissensus.core.member import check_initialised
+from dissensus.distributed.init import connected, start
+from dissensus.distributed.work_split import DividedPortion, Interleaved, Joined, in_turns, part_of
+from dissensus.utils.checks import one_of, whole
+from dissensus.utils.fsdp import check_whole
+from dissensus.utils.progress import ask_before_speaking
 
 Statistics = Literal["synchronised", "per rank"]
 Given = Literal["whole", "parts"]
@@ -241,3 +243,37 @@ def mesh(
         for name, number in (("members", members), ("data", data))
     ]
     return Mesh(*axes, statistics=statistics, batches=batches, device_mesh=found)
+
+
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def shard(network: Network, mesh: Mesh) -> Network:
+    """The network itself, of each of whose parameters every rank of the data axis keeps a part; the first process's values.
+
+    For methods that hold one network or loop over several. In training and prediction one member at a time is whole; its
+    gradients, the optimiser's states and all other members stay divided. To be called by every process, before the method
+    is built. On one process it does nothing.
+
+    Args:
+        network: built whole, on the CPU for example: parts go to the mesh's device.
+        mesh: with ranks for data alone, `mesh(members=1)`.
+    """
+    check_initialised(network)
+    check_whole(network)
+    if mesh.device_mesh is None:
+        return network
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    network.to(mesh.device)
+    made: dict[int, nn.Parameter] = {}  # tied parameters stay tied
+    for part in network.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is None or not parameter.ndim or not parameter.is_floating_point():
+                continue
+            if id(parameter) not in made:
+                longest = max(range(parameter.ndim), key=lambda axis: parameter.shape[axis])
+                parts = distribute_tensor(parameter.detach(), mesh.device_mesh["data"], [Shard(longest)])
+                made[id(parameter)] = nn.Parameter(parts, requires_grad=parameter.requires_grad)
+            part._parameters[name] = made[id(parameter)]
+    return network

@@ -7,10 +7,10 @@ import torch
 
 from dissensus.core.batch import Batch
 from dissensus.core.posterior import Posterior
-from dissensus.engine.captured import CapturedStep
-from dissensus.engine.eager import EagerStep
+from dissensus.engine.captured_step import CapturedStep
+from dissensus.engine.eager_step import EagerStep
+from dissensus.engine.fast_optimisers import lay_out
 from dissensus.engine.memory import Memory
-from dissensus.engine.optimisers import lay_out
 from dissensus.engine.plan import Plan, make_plan
 from dissensus.engine.strategies import strategy
 

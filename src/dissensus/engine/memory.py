@@ -13,12 +13,12 @@ from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
-from dissensus.engine.convolutions import timed_convolutions
-from dissensus.engine.eager import autocast
-from dissensus.engine.graphs import Lanes
-from dissensus.engine.optimisers import lay_out
+from dissensus.engine.cuda_graphs import Lanes
+from dissensus.engine.cudnn_timing import timed_convolutions
+from dissensus.engine.eager_step import autocast
+from dissensus.engine.fast_optimisers import lay_out
 from dissensus.numerics.randomness import same_random_state
-from dissensus.numerics.sizes import readable as readable
+from dissensus.utils.text import readable as readable
 
 EXTRA_STREAMS = 2  # one for plain steps, one for the capture of graphs
 

@@ -13,10 +13,10 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import Strategy
 from dissensus.core.posterior import Posterior
-from dissensus.engine.constants import Constants, reason
-from dissensus.engine.convolutions import timed_convolutions
-from dissensus.engine.eager import autocast
-from dissensus.engine.graphs import Graph
+from dissensus.engine.cuda_graphs import Graph
+from dissensus.engine.cudnn_timing import timed_convolutions
+from dissensus.engine.eager_step import autocast
+from dissensus.engine.graph_constants import Constants, reason
 from dissensus.engine.memory import UNMEASURED, Taken, forget_peak, forget_workspaces, held
 from dissensus.engine.strategies import Kind, strategy
 from dissensus.numerics.randomness import same_random_state

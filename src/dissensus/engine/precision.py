@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 
 from dissensus.core.posterior import Posterior
-from dissensus.engine.eager import autocast
-from dissensus.numerics.checks import one_of
+from dissensus.engine.eager_step import autocast
+from dissensus.utils.checks import one_of
 
 log = logging.getLogger("dissensus")
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from dissensus.core import gradients
 from dissensus.core.batch import Batch
+from dissensus.core.forward_attributes import run_compiled
 from dissensus.core.gradients import Gradients, Objective, State, Strategy
-from dissensus.core.lazy_norm import fused
-from dissensus.core.own_templates import run_compiled
-from dissensus.core.running import Ways
-from dissensus.engine.graphs import Lanes
-from dissensus.numerics.tree import Tensors
+from dissensus.core.member_runner import Ways
+from dissensus.engine.cuda_graphs import Lanes
+from dissensus.kernels.fused_norm import fused
+from dissensus.utils.tensor_tree import Tensors
 
 log = logging.getLogger("dissensus")
 

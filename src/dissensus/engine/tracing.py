@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.numerics.foreign import torch_left_as_found
+from dissensus.utils.torch_guard import torch_left_as_found
 
 CONVOLUTIONS = (
     F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,

@@ -8,7 +8,7 @@ from torch import Tensor
 from dissensus import metrics
 from dissensus.core.predictive import ClassificationPredictive
 from dissensus.core.summary import SummaryPredictive
-from dissensus.evaluation.predictions import Numbers, Predictions
+from dissensus.evaluation.loader_predictions import Numbers, Predictions
 
 SCORES = ("max_probability", "entropy", "mutual_information", "energy")
 OOD_METRICS = {

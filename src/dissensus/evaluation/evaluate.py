@@ -9,24 +9,24 @@ from typing import Any
 
 import torch
 
+from dissensus.calibration.gate import Gate
 from dissensus.core import batch as batches
-from dissensus.core.inputs import check_loader
+from dissensus.core.input_checks import check_loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, RegressionPredictive
-from dissensus.core.progress import LoaderProgress
 from dissensus.core.regression import RealTargets
 from dissensus.data.batches import as_loader
 from dissensus.engine.precision import PredictionPrecision
 from dissensus.evaluation import classification, regression, segmentation
-from dissensus.evaluation.attacked import AttackCurves, AttackedInputs, attacked_inputs
-from dissensus.evaluation.corrupted import CorruptedCounts, Corruptions, as_corruptions, corrupted_counts
+from dissensus.evaluation.attack_curves import AttackCurves, AttackedInputs, attacked_inputs
+from dissensus.evaluation.corruption_curves import CorruptedCounts, Corruptions, as_corruptions, corrupted_counts
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
-from dissensus.evaluation.functions import Functions, drawn_once
-from dissensus.evaluation.predictions import Numbers, Predictions, foreign_loader, predictions
-from dissensus.evaluation.promised import Promises, promise_details, promise_metrics
-from dissensus.methods.parts.embedded import collapse_note
-from dissensus.numerics.checks import one_of
-from dissensus.standing.gate import Gate
+from dissensus.evaluation.fixed_draw import Functions, drawn_once
+from dissensus.evaluation.guarantees import Promises, promise_details, promise_metrics
+from dissensus.evaluation.loader_predictions import Numbers, Predictions, foreign_loader, predictions
+from dissensus.methods.parts.embedded_posterior import collapse_note
+from dissensus.utils.checks import one_of
+from dissensus.utils.progress import LoaderProgress
 
 log = logging.getLogger("dissensus")
 

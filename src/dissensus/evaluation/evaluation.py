@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from dissensus.numerics.frame import frame
+from dissensus.utils.pandas_rows import frame
 
 PredictionKind = Literal["classification", "regression", "segmentation"]
 
@@ -83,10 +83,10 @@ class Evaluation:
             kind: "reliability" (for a regression, the coverage of its intervals), "risk" (error among the most certain
                 inputs), "ood" (scores of test and foreign inputs) or "corruptions" (accuracy, NLL and ECE by severity).
         """
-        from dissensus.drawing.notebook import shown  # loads matplotlib
-        from dissensus.evaluation.plotting import figure_of
+        from dissensus.plots.charts import shown  # loads matplotlib
+        from dissensus.plots.display import evaluation_figure
 
-        return shown(figure_of(self, kind))
+        return shown(evaluation_figure(self, kind))
 
     @property
     def cautions(self) -> dict[str, str]:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from dissensus import metrics
+from dissensus.calibration.value_calibrations import RecalibratedRegression
 from dissensus.core.predictive import RegressionPredictive
-from dissensus.core.recalibrated import RecalibratedRegression
-from dissensus.evaluation.predictions import Numbers, Predictions
+from dissensus.evaluation.loader_predictions import Numbers, Predictions
 
 SCORES = ("variance", "epistemic")
 LEVEL = 0.9

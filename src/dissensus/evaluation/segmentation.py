@@ -16,11 +16,11 @@ from dissensus import metrics
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.summary import SummaryPredictive
-from dissensus.evaluation.functions import Answer, Functions
-from dissensus.evaluation.predictions import Shapes, check_hard, checked_shapes, now, shapes_of, unweighted
+from dissensus.evaluation.fixed_draw import Answer, Functions
+from dissensus.evaluation.loader_predictions import Shapes, check_hard, checked_shapes, now, shapes_of, unweighted
 from dissensus.metrics import CalibrationBins, ConfusionCounts, RiskHistogram, ScoreHistogram
 from dissensus.metrics.calibration import bin_sums
-from dissensus.metrics.checks import labelled
+from dissensus.metrics.metric_inputs import labelled
 from dissensus.metrics.ranked_counts import RankedCounts, ranked_counts
 
 RANKED_BY = ("max_probability", "entropy", "mutual_information")  # always; the energy on request

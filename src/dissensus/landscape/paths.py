@@ -11,11 +11,11 @@ from torch import Tensor
 
 from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior
-from dissensus.core.statistics import statistics_layers
 from dissensus.landscape.points import Anchors, Statistics
-from dissensus.numerics.checks import number, whole
-from dissensus.numerics.tree import Tensors
-from dissensus.surgery.normalization import estimating
+from dissensus.layers.norm_statistics import estimating
+from dissensus.utils.batch_norm_stats import statistics_layers
+from dissensus.utils.checks import number, whole
+from dissensus.utils.tensor_tree import Tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Path:
 
     def plot(self) -> Any:
         """A matplotlib Figure: the loss over t."""
-        from dissensus.drawing.plots import PALETTE, Curve, Panel, curve_figure, marked  # loads matplotlib
+        from dissensus.plots.charts import PALETTE, Curve, Panel, curve_figure, marked  # loads matplotlib
 
         curve = Curve(self.t, self.loss, "loss", {"color": PALETTE[0], **marked(0)})
         axes = {"xlabel": "from one member (0) to the other (1)", "ylabel": "loss (nats)"}

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core.batch import Batch
-from dissensus.core.functions import MemberFunctions
+from dissensus.core.drawn_functions import MemberFunctions
 from dissensus.core.likelihood import log_prob_sum
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, expect_posterior, left_as_found
 from dissensus.core.predictive import ClassificationPredictive
-from dissensus.numerics.checks import one_of, whole
-from dissensus.numerics.tree import Tensors
-from dissensus.surgery.normalization import refresh_statistics
+from dissensus.layers.norm_statistics import refresh_statistics
+from dissensus.utils.checks import one_of, whole
+from dissensus.utils.tensor_tree import Tensors
 
 Statistics = Literal["stored", "recomputed"] | Iterable[Any]
 

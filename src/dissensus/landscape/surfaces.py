@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dissensus.core.posterior import Posterior
 from dissensus.landscape.points import Anchors, Statistics
-from dissensus.numerics.checks import number, whole
+from dissensus.utils.checks import number, whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Surface:
 
     def plot(self) -> Any:
         """A matplotlib Figure: contours of the loss on a logarithmic scale, with the members marked."""
-        from dissensus.drawing.panels import surfaces  # loads matplotlib
+        from dissensus.plots.method_panels import surfaces  # loads matplotlib
 
         several = len(self.marks) > 1
         return surfaces({"": self.drawn()}, xlabel="distance of weights" if several else "in norms of filters")

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords, norm_parameters
-from dissensus.core.statistics import statistics_names
-from dissensus.methods.parts.embedded import EmbeddedPosterior, RegimeName, embed, gamma_of
-from dissensus.numerics.checks import number, one_of, whole
-from dissensus.surgery.account import Account
-from dissensus.surgery.conversion import CONVERTIBLE, convertible_copy, watch_reads
-from dissensus.surgery.modulated import Modulated, modulated
-from dissensus.surgery.modulation import Modulation
-from dissensus.surgery.order import ends, follow
+from dissensus.layers.call_order import ends, follow
+from dissensus.layers.conversion import CONVERTIBLE, convertible_copy, watch_reads
+from dissensus.layers.conversion_report import Account
+from dissensus.layers.modulated import Modulated, modulated
+from dissensus.layers.modulation import Modulation
+from dissensus.methods.parts.embedded_posterior import EmbeddedPosterior, RegimeName, embed, gamma_of
+from dissensus.utils.batch_norm_stats import statistics_names
+from dissensus.utils.checks import number, one_of, whole
 
 
 class BatchEnsemble(EmbeddedPosterior):

@@ -7,20 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core.alone import KeptApart, only
 from dissensus.core.batch import Batch, Inputs
-from dissensus.core.functions import DrawnFunctions, described_outputs, mixture
+from dissensus.core.drawn_functions import DrawnFunctions, described_outputs, mixture
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.modes import eval_mode
-from dissensus.core.particles import Member, Particles, member_index
+from dissensus.core.locks import turn
+from dissensus.core.particles import KeptApart, Member, Particles, member_index, only
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
-from dissensus.core.turns import turn
+from dissensus.layers.masking import Masks, apply_mask, at_sites, dropout_sites, mask_shape
 from dissensus.methods.parts.networks import Networks, NetworksPosterior
-from dissensus.numerics.checks import share, whole
 from dissensus.numerics.randomness import next_seed
-from dissensus.numerics.tree import Tensors
-from dissensus.surgery.masking import Masks, apply_mask, at_sites, dropout_sites, mask_shape
+from dissensus.utils.checks import share, whole
+from dissensus.utils.tensor_tree import Tensors
+from dissensus.utils.torch_modes import eval_mode
 
 
 class MCDropout(NetworksPosterior):

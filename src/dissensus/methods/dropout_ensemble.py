@@ -6,14 +6,14 @@ from torch import Tensor, nn
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
-from dissensus.core.statistics import statistics_names
-from dissensus.methods.parts.embedded import EmbeddedPosterior, RegimeName, embed, gamma_of
-from dissensus.numerics.checks import share, whole
-from dissensus.surgery.conversion import convertible_copy, watch_reads
-from dissensus.surgery.factored import features
-from dissensus.surgery.modulated import modulated
-from dissensus.surgery.modulation import Modulation
-from dissensus.surgery.order import call_order, ends, follow
+from dissensus.layers.call_order import call_order, ends, follow
+from dissensus.layers.conversion import convertible_copy, watch_reads
+from dissensus.layers.factored import features
+from dissensus.layers.modulated import modulated
+from dissensus.layers.modulation import Modulation
+from dissensus.methods.parts.embedded_posterior import EmbeddedPosterior, RegimeName, embed, gamma_of
+from dissensus.utils.batch_norm_stats import statistics_names
+from dissensus.utils.checks import share, whole
 
 
 class DropoutEnsemble(EmbeddedPosterior):

@@ -13,14 +13,14 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import left_as_found
 from dissensus.core.prior import PriorKeywords
-from dissensus.core.spaces import added_at, carried, differentiate
-from dissensus.methods.parts.stacked import StackedPosterior
-from dissensus.methods.parts.strength import RepellingPosterior, Repulsion
+from dissensus.methods.parts.comparison_spaces import added_at, carried, differentiate
+from dissensus.methods.parts.repulsion_strength import RepellingPosterior, Repulsion
+from dissensus.methods.parts.stacked_posterior import StackedPosterior
 from dissensus.numerics.annealing import with_gradient_times
-from dissensus.numerics.checks import number, one_of, whole
 from dissensus.numerics.eigen import Order, extreme_eigenvectors
-from dissensus.numerics.kernels import FLOOR, median, squared_distances, working
-from dissensus.numerics.tree import Tensors
+from dissensus.numerics.rbf_kernels import FLOOR, median, squared_distances, working
+from dissensus.utils.checks import number, one_of, whole
+from dissensus.utils.tensor_tree import Tensors
 
 
 class FeatureRDE(RepellingPosterior, StackedPosterior):

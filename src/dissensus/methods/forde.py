@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
-from dissensus.core.spaces import Gradient, input_dimension
+from dissensus.methods.parts.comparison_spaces import Gradient, input_dimension
 from dissensus.methods.parts.input_gradients import InputGradientPosterior
-from dissensus.methods.parts.strength import RepellingPosterior, Repulsion
-from dissensus.numerics.checks import one_of, whole
-from dissensus.numerics.kernels import BANDWIDTHS, Bandwidth, input_gradient_force
+from dissensus.methods.parts.repulsion_strength import RepellingPosterior, Repulsion
 from dissensus.numerics.lengthscales import Lengthscales
+from dissensus.numerics.rbf_kernels import BANDWIDTHS, Bandwidth, input_gradient_force
+from dissensus.utils.checks import one_of, whole
 
 
 class FoRDE(RepellingPosterior, InputGradientPosterior):

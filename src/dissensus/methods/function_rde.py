@@ -14,14 +14,14 @@ from dissensus.core.likelihood import Classification, Likelihood, full_precision
 from dissensus.core.member import PREFIX
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
-from dissensus.core.spaces import carried, normal_of_step, outputs_as_points
-from dissensus.methods.parts.stacked import StackedPosterior, annealed
-from dissensus.methods.parts.strength import RepellingPosterior, Repulsion
-from dissensus.numerics import scores
+from dissensus.methods.parts.comparison_spaces import carried, normal_of_step, outputs_as_points
+from dissensus.methods.parts.repulsion_strength import RepellingPosterior, Repulsion
+from dissensus.methods.parts.stacked_posterior import StackedPosterior, annealed
+from dissensus.numerics import score_estimates
 from dissensus.numerics.annealing import Annealing, annealing_or_constant, with_gradient_times
-from dissensus.numerics.checks import number, one_of
-from dissensus.numerics.kernels import squared_distances
-from dissensus.numerics.tree import Tensors
+from dissensus.numerics.rbf_kernels import squared_distances
+from dissensus.utils.checks import number, one_of
+from dissensus.utils.tensor_tree import Tensors
 
 
 class FunctionRDE(RepellingPosterior, StackedPosterior):
@@ -60,7 +60,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         self,
         modules: Sequence[nn.Module],
         *,
-        score: scores.Score = "kde",
+        score: score_estimates.Score = "kde",
         repel_at: Literal["batch", "noise"] | Inputs = "batch",
         noise: float = 0.25,
         outputs: Literal["logits", "probabilities"] = "logits",
@@ -78,7 +78,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
             raise ValueError('expected outputs="logits", got "probabilities"; only classification has probabilities')
         if functional_prior and self.prior is None:
             raise ValueError("expected a prior with functional_prior=True, got none; pass weight_prior_std= or prior=")
-        self.score = one_of("score", score, scores.MATRICES)
+        self.score = one_of("score", score, score_estimates.MATRICES)
         self.repel(repulsion, batch_size)
         self.repel_at: str | InputBuffers
         if isinstance(repel_at, str):
@@ -120,11 +120,12 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         where = "elsewhere" if "elsewhere" in z else "outputs"
         repelled = z[where]
         strength = self.strength(z["outputs"].shape[1], gathered=self.batches_per_step)
-        matrix = scores.MATRICES[self.score](squared_distances(repelled)) * strength
+        matrix = score_estimates.MATRICES[self.score](squared_distances(repelled)) * strength
         v = {name: torch.zeros_like(tensor) for name, tensor in z.items()}
-        v[where] = scores.apply_matrix(matrix, repelled - repelled.mean(0))
+        v[where] = score_estimates.apply_matrix(matrix, repelled - repelled.mean(0))
         if "prior" in z:
-            slope = scores.spectral_stein_at(z["outputs"].flatten(1), z["prior"].flatten(1)).reshape(z["outputs"].shape)
+            outputs, prior = z["outputs"], z["prior"]
+            slope = score_estimates.spectral_stein_at(outputs.flatten(1), prior.flatten(1)).reshape(outputs.shape)
             v["outputs"] = v["outputs"] - slope * annealed(self, self.annealing) / (self.data_size or 1)
         return v
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dissensus.core import seam, weights
+from dissensus.core import objective, weights
 from dissensus.core.batch import Batch
-from dissensus.core.inputs import check_loader
+from dissensus.core.input_checks import check_loader
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
@@ -22,11 +22,11 @@ from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
 from dissensus.methods.map import MAP
 from dissensus.methods.parts.networks import Networks
-from dissensus.methods.parts.sampling import SamplingPosterior
-from dissensus.numerics.checks import number, share, whole
+from dissensus.methods.parts.sampling_posterior import SamplingPosterior
 from dissensus.numerics.hamiltonian import Chains, sample_chains
 from dissensus.numerics.randomness import chain_generators, next_seed
-from dissensus.numerics.tree import Tensors
+from dissensus.utils.checks import number, share, whole
+from dissensus.utils.tensor_tree import Tensors
 
 log = logging.getLogger("dissensus")
 
@@ -171,7 +171,7 @@ class Potential:
         for rows, part in zip(self.weights.rows().values(), self.tensors(position).values(), strict=True):
             rows.copy_(part)
         with torch.enable_grad():
-            found = seam.find(self.posterior, self.batch)
+            found = objective.find(self.posterior, self.batch)
         network = weights.parameters(self.posterior.particles).stored
         names = {name: f"{PREFIX}{name}" if name in network else name for name in self.weights.stored}
         gradients = self.weights.lifted({name: found.gradients[full] for name, full in names.items()})

@@ -14,24 +14,30 @@ from typing import Any, Literal, Self, Unpack, get_args
 import torch
 from torch import Tensor, nn
 
-from dissensus.core import noise
-from dissensus.core.alone import likelihood_of
 from dissensus.core.batch import Batch
-from dissensus.core.functions import DrawnFunctions
-from dissensus.core.inputs import check_loader
+from dissensus.core.drawn_functions import DrawnFunctions
+from dissensus.core.input_checks import check_loader
 from dissensus.core.likelihood import Likelihood, log_prob_sum
 from dissensus.core.member import PREFIX
-from dissensus.core.particles import Particles
+from dissensus.core.particles import Particles, likelihood_of
 from dissensus.core.posterior import left_as_found
 from dissensus.core.prior import PriorKeywords, prior_of
-from dissensus.methods.parts.curvature import Curvature, CurvatureSums, Precision, Structure, chosen, precision_or_name
+from dissensus.core.regression import doubt
 from dissensus.methods.parts.last_layer import LastLayer, gather, last_layer
+from dissensus.methods.parts.last_layer_curvature import (
+    Curvature,
+    CurvatureSums,
+    Precision,
+    Structure,
+    chosen,
+    precision_or_name,
+)
 from dissensus.methods.parts.networks import Networks
-from dissensus.methods.parts.sampling import SamplingPosterior, by_network
+from dissensus.methods.parts.sampling_posterior import SamplingPosterior, by_network
 from dissensus.methods.parts.stored_draw import Families
-from dissensus.numerics.checks import number, one_of
 from dissensus.numerics.randomness import own_generator
-from dissensus.numerics.tree import Tensors
+from dissensus.utils.checks import number, one_of
+from dissensus.utils.tensor_tree import Tensors
 
 log = logging.getLogger("dissensus")
 
@@ -117,7 +123,7 @@ class Laplace(SamplingPosterior):
             check_loader(held_out := self.whole(held_out))
         prior_of(data_size=data_size)
         self.to(self.device)  # the parameters of the likelihood may be on another device than the network
-        self._known.doubt(noise.doubt(self.particles))  # curvature and evidence depend on the noise
+        self._known.doubt(doubt(self.particles))  # curvature and evidence depend on the noise
         with left_as_found(self):
             curvature, first, rows = self._gathered(loader, data_size or self.data_size)
         for each in curvature:

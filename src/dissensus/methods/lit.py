@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
-from dissensus.core.spaces import Gradient
+from dissensus.methods.parts.comparison_spaces import Gradient
 from dissensus.methods.parts.input_gradients import InputGradientPosterior
-from dissensus.numerics.checks import number
-from dissensus.numerics.kernels import directions, working
+from dissensus.numerics.rbf_kernels import directions, working
+from dissensus.utils.checks import number
 
 
 class LIT(InputGradientPosterior):

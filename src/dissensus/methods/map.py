@@ -1,6 +1,6 @@
 """MAP: one network trained to the mode of its posterior, the baseline of all other methods."""
 
-from dissensus.core.functions import DrawnFunctions, MemberFunctions
+from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
 from dissensus.methods.parts.networks import NetworksPosterior
 
 

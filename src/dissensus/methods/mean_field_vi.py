@@ -16,29 +16,65 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
-from dissensus.core.functions import DrawnFunctions, MemberFunctions
+from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX
-from dissensus.core.optimisation import Group
+from dissensus.core.member_runner import first_line
+from dissensus.core.parameter_groups import Group
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import left_as_found
 from dissensus.core.prior import GaussianPrior, PriorKeywords, prior_of, under
-from dissensus.core.running import first_line
-from dissensus.methods.parts.deviations import still_growing
+from dissensus.layers.conversion import uncut
+from dissensus.layers.factored import Kernel
+from dissensus.layers.nodes import placed, watched
+from dissensus.layers.weight_noise import Perturbed, Spread, perturbed_copy
 from dissensus.methods.parts.networks import cut_again, networks_to_cut
 from dissensus.methods.parts.node_batches import repeated_inputs
 from dissensus.methods.parts.node_latents import raw_std
-from dissensus.methods.parts.sampling import SamplingPosterior, by_network
-from dissensus.methods.parts.stacked import annealed
+from dissensus.methods.parts.sampling_posterior import SamplingPosterior, by_network
+from dissensus.methods.parts.stacked_posterior import annealed
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
-from dissensus.numerics.checks import number, whole
-from dissensus.numerics.flat import wide
+from dissensus.numerics.flat_weights import wide
 from dissensus.numerics.randomness import same_random_state
-from dissensus.numerics.tree import Tensors, TensorTree, ties
-from dissensus.surgery.conversion import uncut
-from dissensus.surgery.factored import Kernel
-from dissensus.surgery.nodes import placed, watched
-from dissensus.surgery.weight_noise import Perturbed, Spread, perturbed_copy
+from dissensus.utils.checks import number, whole
+from dissensus.utils.tensor_tree import Tensors, TensorTree, ties
+
+LOOKS = 8
+
+
+def still_growing(posterior: Any, loader: Iterable[Any], names: Sequence[str]) -> bool:
+    """Whether σ = softplus(ρ) clearly still grows, measured on one batch; `names`: the tensors ρ of a member."""
+    annealing: Annealing = posterior.annealing
+    if annealing.schedule != "constant" and (annealing.steps or posterior.run_length) is None:
+        return False  # β is unknown before a run begins
+    with (
+        left_as_found(posterior),
+        same_random_state(posterior.device),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        batch, weight = next(iter(posterior.read(loader)), None), float(annealed(posterior, annealing))
+        if batch is None or weight == 0:
+            return False
+        try:
+            found = [growth(posterior, posterior.take(batch), names) for _ in range(LOOKS)]
+        except torch.OutOfMemoryError:  # a batch that fits in half precision may not fit here
+            return False
+    each = torch.stack(found) / weight
+    return float(each.mean() - 2 * each.std() / LOOKS**0.5) > 0.5
+
+
+def growth(posterior: Any, batch: Batch, names: Sequence[str]) -> Tensor:
+    """() −N ∂loss/∂log σ / T, mean over weights: 0 at the optimum, 1 where σ is too small for data or prior to matter."""
+    params, buffers = posterior.particles.at(0)
+    fixed = {name: each.detach() for name, each in params.items()}
+    raw = {name: fixed[name].clone().requires_grad_() for name in names}
+    slopes = torch.autograd.grad(posterior.member_loss(fixed | raw, buffers, batch)[0], list(raw.values()))
+    each = [wide(g * F.softplus(r) / r.sigmoid()) for g, r in zip(slopes, raw.values(), strict=True)]  # by log σ
+    mean = torch.cat([values.flatten() for values in each]).mean().detach()
+    found: Tensor = -posterior.data_size / posterior.posterior_temperature * mean
+    return found
+
 
 log = logging.getLogger("dissensus")
 

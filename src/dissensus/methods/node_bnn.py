@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
+from dissensus.layers.modulation import Modulation
+from dissensus.layers.nodes import Mode
 from dissensus.methods.parts.node_latents import Bound, Complexity, Divergence
 from dissensus.methods.parts.node_posterior import NodePosterior
 from dissensus.numerics.annealing import Annealing
-from dissensus.numerics.checks import number, one_of
-from dissensus.surgery.modulation import Modulation
-from dissensus.surgery.nodes import Mode
+from dissensus.utils.checks import number, one_of
 
 
 class NodeBNN(NodePosterior):

@@ -7,10 +7,10 @@ import torch
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords, norm_parameters
 from dissensus.methods.parts.networks import Networks
-from dissensus.methods.parts.sampling import SamplingPosterior, by_network
-from dissensus.numerics.checks import number
-from dissensus.numerics.divided import cut, joined
-from dissensus.numerics.tree import Tensors
+from dissensus.methods.parts.sampling_posterior import SamplingPosterior, by_network
+from dissensus.utils.checks import number
+from dissensus.utils.dtensor import cut, joined
+from dissensus.utils.tensor_tree import Tensors
 
 
 class GaussianPerturbation(SamplingPosterior):

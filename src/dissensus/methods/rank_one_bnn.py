@@ -9,11 +9,11 @@ from torch import nn
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
+from dissensus.layers.modulation import Modulation
 from dissensus.methods.parts.node_latents import Complexity, Family
 from dissensus.methods.parts.node_posterior import NodePosterior
 from dissensus.numerics.annealing import Annealing
-from dissensus.numerics.checks import number, one_of
-from dissensus.surgery.modulation import Modulation
+from dissensus.utils.checks import number, one_of
 
 
 class RankOneBNN(NodePosterior):

@@ -19,8 +19,8 @@ from dissensus.core.prior import PriorKeywords
 from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.trajectory import Snapshots
 from dissensus.methods.snapshots import LastSnapshots, SnapshotEnsemble
-from dissensus.numerics.checks import number, share, whole
 from dissensus.numerics.randomness import chain_generators, next_seed
+from dissensus.utils.checks import number, share, whole
 
 log = logging.getLogger("dissensus")
 

@@ -14,10 +14,10 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
 from dissensus.methods.parts.networks import Networks
-from dissensus.methods.parts.recording import RecordingPosterior, SnapshotRecorder
+from dissensus.methods.parts.recording_posterior import RecordingPosterior, SnapshotRecorder
 from dissensus.methods.parts.trajectory import Snapshots, cosine_cycles
-from dissensus.numerics.checks import whole
-from dissensus.numerics.tree import Tensors, TensorTree
+from dissensus.utils.checks import whole
+from dissensus.utils.tensor_tree import Tensors, TensorTree
 
 
 class LastSnapshots(SnapshotRecorder):

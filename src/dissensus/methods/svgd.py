@@ -11,13 +11,13 @@ from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Likelihood, full_precision
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
-from dissensus.core.spaces import carried, differentiate, outputs_as_points, weights
-from dissensus.methods.parts.stacked import StackedPosterior, annealed
-from dissensus.numerics import scores
+from dissensus.methods.parts.comparison_spaces import carried, differentiate, outputs_as_points, weights
+from dissensus.methods.parts.stacked_posterior import StackedPosterior, annealed
+from dissensus.numerics import score_estimates
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
-from dissensus.numerics.checks import one_of
-from dissensus.numerics.kernels import squared_distances
-from dissensus.numerics.tree import Tensors
+from dissensus.numerics.rbf_kernels import squared_distances
+from dissensus.utils.checks import one_of
+from dissensus.utils.tensor_tree import Tensors
 
 
 class SVGD(StackedPosterior):
@@ -61,11 +61,11 @@ class SVGD(StackedPosterior):
         """−φ/N = (1/M) [a_t K g + G/N], g the gradients of the mean loss."""
         own = self.particles.own_parameters()
         z = weights({name: tensor.detach() for name, tensor in own.items()}, own)
-        kernel, h = scores.kernel_and_bandwidth(squared_distances(z))
+        kernel, h = score_estimates.kernel_and_bandwidth(squared_distances(z))
         count, size = self.particles.members, self.data_size or 1
-        driving = scores.apply_matrix(kernel * (annealed(self, self.annealing) / count), gradients)
-        slopes = scores.slopes(kernel, h) / (count * size)
-        repulsion = scores.apply_matrix(slopes, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
+        driving = score_estimates.apply_matrix(kernel * (annealed(self, self.annealing) / count), gradients)
+        slopes = score_estimates.slopes(kernel, h) / (count * size)
+        repulsion = score_estimates.apply_matrix(slopes, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
         return {**driving, **{name: force + driving.get(name, 0.0) for name, force in repulsion.items()}}
 
     # ------------------------------------------------------------------ function space: slopes at the outputs are mixed
@@ -94,9 +94,15 @@ class SVGD(StackedPosterior):
         members are equal, a_t/M if they are far apart.
         """
         u, points = z["slopes"], z["points"]
-        kernel, h = scores.kernel_and_bandwidth(squared_distances(points))
+        kernel, h = score_estimates.kernel_and_bandwidth(squared_distances(points))
         count, size = self.particles.members, self.data_size or 1
         driving = kernel * (annealed(self, self.annealing) / count)
-        repulsion = scores.apply_matrix(scores.slopes(kernel, h) / (count * size), points - points.mean(0))
-        v = {"outputs": scores.apply_matrix(driving, u) - u, "points": repulsion, "slopes": torch.zeros_like(u)}
+        repulsion = score_estimates.apply_matrix(
+            score_estimates.slopes(kernel, h) / (count * size), points - points.mean(0)
+        )
+        v = {
+            "outputs": score_estimates.apply_matrix(driving, u) - u,
+            "points": repulsion,
+            "slopes": torch.zeros_like(u),
+        }
         return v | {"penalty": driving.sum(1).to(z["penalty"]) - 1} if "penalty" in z else v

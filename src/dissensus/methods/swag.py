@@ -16,15 +16,15 @@ from torch import Tensor
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
+from dissensus.kernels.multi_tensor import Chunks
 from dissensus.methods.parts.networks import Networks
-from dissensus.methods.parts.recording import RecordingPosterior, SnapshotRecorder
-from dissensus.methods.parts.sampling import by_network
+from dissensus.methods.parts.recording_posterior import RecordingPosterior, SnapshotRecorder
+from dissensus.methods.parts.sampling_posterior import by_network
 from dissensus.methods.parts.trajectory import Snapshots
-from dissensus.numerics.checks import number, whole
-from dissensus.numerics.divided import cut, cut_last, here, is_divided, joined
-from dissensus.numerics.flat import unflatten
-from dissensus.numerics.fused import Chunks
-from dissensus.numerics.tree import Tensors
+from dissensus.numerics.flat_weights import unflatten
+from dissensus.utils.checks import number, whole
+from dissensus.utils.dtensor import cut, cut_last, here, is_divided, joined
+from dissensus.utils.tensor_tree import Tensors
 
 
 class MeanRecorder(SnapshotRecorder):

@@ -18,12 +18,12 @@ from dissensus.core.recorder import Recorder
 from dissensus.core.weights import Weights
 from dissensus.methods.parts.kalman import Drift, WeightFilters
 from dissensus.methods.parts.networks import Networks
-from dissensus.methods.parts.recording import RecordingPosterior
-from dissensus.methods.parts.sampling import by_network
-from dissensus.numerics.checks import number, one_of, whole
-from dissensus.numerics.divided import cut, joined
-from dissensus.numerics.flat import state_dtype
-from dissensus.numerics.tree import Tensors
+from dissensus.methods.parts.recording_posterior import RecordingPosterior
+from dissensus.methods.parts.sampling_posterior import by_network
+from dissensus.numerics.flat_weights import state_dtype
+from dissensus.utils.checks import number, one_of, whole
+from dissensus.utils.dtensor import cut, joined
+from dissensus.utils.tensor_tree import Tensors
 
 log = logging.getLogger("dissensus")
 

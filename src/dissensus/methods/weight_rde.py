@@ -7,14 +7,14 @@ from torch import nn
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
-from dissensus.core.spaces import weights
-from dissensus.methods.parts.stacked import StackedPosterior, annealed
-from dissensus.methods.parts.strength import RepellingPosterior, Repulsion
-from dissensus.numerics import scores
+from dissensus.methods.parts.comparison_spaces import weights
+from dissensus.methods.parts.repulsion_strength import RepellingPosterior, Repulsion
+from dissensus.methods.parts.stacked_posterior import StackedPosterior, annealed
+from dissensus.numerics import score_estimates
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
-from dissensus.numerics.checks import one_of
-from dissensus.numerics.kernels import squared_distances
-from dissensus.numerics.tree import Tensors
+from dissensus.numerics.rbf_kernels import squared_distances
+from dissensus.utils.checks import one_of
+from dissensus.utils.tensor_tree import Tensors
 
 
 class WeightRDE(RepellingPosterior, StackedPosterior):
@@ -43,7 +43,7 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
         self,
         modules: Sequence[nn.Module],
         *,
-        score: scores.Score = "kde",
+        score: score_estimates.Score = "kde",
         annealing: Annealing | None = None,
         repulsion: Repulsion = "1/N",
         batch_size: int | None = None,
@@ -51,7 +51,7 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(modules, likelihood=likelihood, **prior)
-        self.score = one_of("score", score, scores.MATRICES)
+        self.score = one_of("score", score, score_estimates.MATRICES)
         self.repel(repulsion, batch_size)
         self.annealing = annealing_or_constant(annealing)
 
@@ -59,8 +59,10 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
         """a_t g + ∇ log q / N. Not `couple`: comparing weights needs no forward pass."""
         own = self.particles.own_parameters()
         z = weights({name: tensor.detach() for name, tensor in own.items()}, own)
-        matrix = scores.MATRICES[self.score](squared_distances(z)) * self.strength(gathered=self.batches_per_step)
-        repulsion = scores.apply_matrix(matrix, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
+        matrix = score_estimates.MATRICES[self.score](squared_distances(z)) * self.strength(
+            gathered=self.batches_per_step
+        )
+        repulsion = score_estimates.apply_matrix(matrix, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
         weight = annealed(self, self.annealing)
         driving = {name: gradient * weight for name, gradient in gradients.items()}
         # A tensor without a gradient gets no drive, but still counts in the distance between members.

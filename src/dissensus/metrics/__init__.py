@@ -27,13 +27,8 @@ from dissensus.metrics.calibration import debiased_squared_ece as debiased_squar
 from dissensus.metrics.calibration import ece as ece
 from dissensus.metrics.calibration import reliability_bins as reliability_bins
 from dissensus.metrics.calibration import union_ece as union_ece
-from dissensus.metrics.chains import effective_sample_size as effective_sample_size
-from dissensus.metrics.chains import split_rhat as split_rhat
-from dissensus.metrics.comparison import agreement as agreement
-from dissensus.metrics.comparison import mixture_total_variation as mixture_total_variation
-from dissensus.metrics.comparison import mixture_total_variation_values as mixture_total_variation_values
-from dissensus.metrics.comparison import total_variation as total_variation
-from dissensus.metrics.comparison import total_variation_values as total_variation_values
+from dissensus.metrics.chain_diagnostics import effective_sample_size as effective_sample_size
+from dissensus.metrics.chain_diagnostics import split_rhat as split_rhat
 from dissensus.metrics.diversity import EnsembleGain as EnsembleGain
 from dissensus.metrics.diversity import disagreement as disagreement
 from dissensus.metrics.diversity import effective_members as effective_members
@@ -42,33 +37,38 @@ from dissensus.metrics.diversity import ensemble_gain as ensemble_gain
 from dissensus.metrics.diversity import ensemble_gain_of as ensemble_gain_of
 from dissensus.metrics.diversity import mixture_log_probabilities as mixture_log_probabilities
 from dissensus.metrics.diversity import pairwise_kl as pairwise_kl
-from dissensus.metrics.ood_scores import energy_score as energy_score
-from dissensus.metrics.ood_scores import entropy_score as entropy_score
-from dissensus.metrics.ood_scores import max_probability_score as max_probability_score
-from dissensus.metrics.ood_scores import mutual_information_score as mutual_information_score
-from dissensus.metrics.proper import BrierDecomposition as BrierDecomposition
-from dissensus.metrics.proper import accuracy as accuracy
-from dissensus.metrics.proper import accuracy_values as accuracy_values
-from dissensus.metrics.proper import brier as brier
-from dissensus.metrics.proper import brier_decomposition as brier_decomposition
-from dissensus.metrics.proper import brier_values as brier_values
-from dissensus.metrics.proper import confusion_matrix as confusion_matrix
-from dissensus.metrics.proper import intersection_over_union as intersection_over_union
-from dissensus.metrics.proper import miou as miou
-from dissensus.metrics.proper import nll as nll
-from dissensus.metrics.proper import nll_values as nll_values
-from dissensus.metrics.ranking import PerImageOOD as PerImageOOD
-from dissensus.metrics.ranking import PrecisionRecallCurve as PrecisionRecallCurve
-from dissensus.metrics.ranking import RocCurve as RocCurve
-from dissensus.metrics.ranking import aupr as aupr
-from dissensus.metrics.ranking import aupr_adjusted as aupr_adjusted
-from dissensus.metrics.ranking import aupr_in as aupr_in
-from dissensus.metrics.ranking import auroc as auroc
-from dissensus.metrics.ranking import fpr95 as fpr95
-from dissensus.metrics.ranking import fpr95_in as fpr95_in
-from dissensus.metrics.ranking import per_image_ood as per_image_ood
-from dissensus.metrics.ranking import precision_recall_curve as precision_recall_curve
-from dissensus.metrics.ranking import roc_curve as roc_curve
+from dissensus.metrics.ood import PerImageOOD as PerImageOOD
+from dissensus.metrics.ood import PrecisionRecallCurve as PrecisionRecallCurve
+from dissensus.metrics.ood import RocCurve as RocCurve
+from dissensus.metrics.ood import aupr as aupr
+from dissensus.metrics.ood import aupr_adjusted as aupr_adjusted
+from dissensus.metrics.ood import aupr_in as aupr_in
+from dissensus.metrics.ood import auroc as auroc
+from dissensus.metrics.ood import energy_score as energy_score
+from dissensus.metrics.ood import entropy_score as entropy_score
+from dissensus.metrics.ood import fpr95 as fpr95
+from dissensus.metrics.ood import fpr95_in as fpr95_in
+from dissensus.metrics.ood import max_probability_score as max_probability_score
+from dissensus.metrics.ood import mutual_information_score as mutual_information_score
+from dissensus.metrics.ood import per_image_ood as per_image_ood
+from dissensus.metrics.ood import precision_recall_curve as precision_recall_curve
+from dissensus.metrics.ood import roc_curve as roc_curve
+from dissensus.metrics.predictive_distances import agreement as agreement
+from dissensus.metrics.predictive_distances import mixture_total_variation as mixture_total_variation
+from dissensus.metrics.predictive_distances import mixture_total_variation_values as mixture_total_variation_values
+from dissensus.metrics.predictive_distances import total_variation as total_variation
+from dissensus.metrics.predictive_distances import total_variation_values as total_variation_values
+from dissensus.metrics.proper_scores import BrierDecomposition as BrierDecomposition
+from dissensus.metrics.proper_scores import accuracy as accuracy
+from dissensus.metrics.proper_scores import accuracy_values as accuracy_values
+from dissensus.metrics.proper_scores import brier as brier
+from dissensus.metrics.proper_scores import brier_decomposition as brier_decomposition
+from dissensus.metrics.proper_scores import brier_values as brier_values
+from dissensus.metrics.proper_scores import confusion_matrix as confusion_matrix
+from dissensus.metrics.proper_scores import intersection_over_union as intersection_over_union
+from dissensus.metrics.proper_scores import miou as miou
+from dissensus.metrics.proper_scores import nll as nll
+from dissensus.metrics.proper_scores import nll_values as nll_values
 from dissensus.metrics.regression import Gaussian as Gaussian
 from dissensus.metrics.regression import Unstandardised as Unstandardised
 from dissensus.metrics.regression import crps_gaussian as crps_gaussian
@@ -96,7 +96,7 @@ from dissensus.metrics.streaming import RiskHistogram as RiskHistogram
 from dissensus.metrics.streaming import ScoreHistogram as ScoreHistogram
 
 if TYPE_CHECKING:
-    from dissensus.metrics.modular import *  # noqa: F403
+    from dissensus.metrics.torchmetrics_classes import *  # noqa: F403
 
 CLASSES = [  # torchmetrics classes, imported on first use
     "AUPR",
@@ -124,7 +124,7 @@ def __getattr__(name: str) -> Any:
     if name not in CLASSES:
         raise AttributeError(f"module 'dissensus.metrics' has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module("dissensus.metrics.modular"), name)
+        return getattr(importlib.import_module("dissensus.metrics.torchmetrics_classes"), name)
     except ModuleNotFoundError as error:
         if error.name != "torchmetrics":
             raise

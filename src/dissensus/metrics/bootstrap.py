@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.metrics.checks import same_shape
-from dissensus.metrics.student import student_quantile, student_tail
-from dissensus.numerics.checks import share, whole
+from dissensus.metrics.metric_inputs import same_shape
+from dissensus.metrics.student_t import student_quantile, student_tail
+from dissensus.utils.checks import share, whole
 
 ROUNDING = 1e-12  # relative: smaller variation counts as none
 _CHUNK = 2**21  # draws in memory at once in the vectorised versions: 32 MB with their counts

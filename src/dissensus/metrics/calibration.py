@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.metrics.checks import distributions, labelled, not_empty
-from dissensus.metrics.weights import group_sums, weighted
-from dissensus.numerics.checks import share, whole
+from dissensus.metrics.example_weights import group_sums, weighted
+from dissensus.metrics.metric_inputs import distributions, labelled, not_empty
+from dissensus.utils.checks import share, whole
 
 
 def ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> Tensor:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.metrics.checks import distributions, labelled, mean, no_nan, not_empty, targets_of
+from dissensus.metrics.metric_inputs import distributions, labelled, mean, no_nan, not_empty, targets_of
 
 
 def mixture_log_probabilities(members: Tensor) -> Tensor:

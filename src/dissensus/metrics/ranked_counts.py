@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.metrics.weights import group_sums, weighted
-from dissensus.numerics.checks import one_of, share
+from dissensus.metrics.example_weights import group_sums, weighted
+from dissensus.utils.checks import one_of, share
 
 Rule = Literal["at_least", "nearest"]
 PairOfWeights = tuple[Tensor, Tensor]  # (..., N) of the in-distribution and (..., N') of the OOD inputs

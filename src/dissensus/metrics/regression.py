@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.metrics.checks import gaussians, member_gaussians, same_shape
-from dissensus.numerics.checks import share
+from dissensus.metrics.metric_inputs import gaussians, member_gaussians, same_shape
+from dissensus.utils.checks import share
 
 
 def rmse(mean: Tensor, y: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.metrics.checks import same_shape
-from dissensus.metrics.weights import group_sums, weighted
+from dissensus.metrics.example_weights import group_sums, weighted
+from dissensus.metrics.metric_inputs import same_shape
 
 
 class RiskCoverage(NamedTuple):

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from dissensus.metrics.calibration import bin_sums, ece_from_sums
-from dissensus.metrics.checks import labelled, not_empty, scores
-from dissensus.metrics.proper import confusion_matrix, intersection_over_union, mean_of_present
+from dissensus.metrics.metric_inputs import labelled, not_empty, scores
+from dissensus.metrics.proper_scores import confusion_matrix, intersection_over_union, mean_of_present
 from dissensus.metrics.ranked_counts import RankedCounts
 from dissensus.metrics.selective import RiskCoverage
-from dissensus.numerics.checks import number, whole
+from dissensus.utils.checks import number, whole
 
 
 class CalibrationBins(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dissensus.nets.blocks import Residual
 from dissensus.nets.ntk import NTKLinear
-from dissensus.numerics.checks import one_of, whole
+from dissensus.utils.checks import one_of, whole
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU}
 

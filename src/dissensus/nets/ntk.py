@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dissensus.numerics.checks import number
+from dissensus.utils.checks import number
 
 
 class NTKLinear(nn.Module):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.nets.blocks import draw_convolutions
-from dissensus.numerics.checks import one_of
+from dissensus.utils.checks import one_of
 
 THIN = {8: 1, 20: 3, 32: 5, 44: 7, 56: 9, 110: 18}  # blocks per stage
 WIDE = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}

@@ -5,7 +5,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from dissensus.nets.blocks import draw_convolutions
-from dissensus.numerics.checks import one_of
+from dissensus.utils.checks import one_of
 
 STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))  # each ends with pooling
 

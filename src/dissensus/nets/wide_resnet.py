@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.nets.blocks import draw_convolutions
-from dissensus.numerics.checks import whole
+from dissensus.utils.checks import whole
 
 
 class WideResNet(nn.Module):

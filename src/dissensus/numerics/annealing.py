@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dissensus.numerics.checks import number, one_of, whole
+from dissensus.utils.checks import number, one_of, whole
 
 SCHEDULES = ("constant", "linear", "hyper", "cyclic")
 

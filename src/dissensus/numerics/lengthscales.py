@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dissensus.numerics.checks import number, one_of, whole
+from dissensus.utils.checks import number, one_of, whole
 
 LARGEST_EXACT = 4096  # dimensions up to which the D × D covariance is formed: 134 MB in float64
 EXTRA = 10  # extra directions of the randomised range finder beyond the rank (Halko, Martinsson & Tropp 2011)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import json
 import math
 import os
@@ -15,29 +16,177 @@ import numpy as np
 import torch
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import check_consistent_length, check_is_fitted
+from sklearn.utils.validation import _check_sample_weight, check_consistent_length, check_is_fitted, validate_data
 from torch import Tensor, nn
 
+from dissensus.calibration.calibrate import temperature_scale
+from dissensus.calibration.conformal import ConformalScore, conformal
+from dissensus.calibration.conformal_sets import Conformal
+from dissensus.calibration.quantiles import least_rows
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.optimisation import refusal
-from dissensus.core.posterior import Posterior, refresh
+from dissensus.core.parameter_groups import refusal
+from dissensus.core.posterior import Posterior, left_as_found, refresh
 from dissensus.core.predictive import Predictive
 from dissensus.data.batches import Batches, check_index
-from dissensus.data.frames import TableEncoder
-from dissensus.data.inputs import TableInputs
-from dissensus.guarantees.calibrate import temperature_scale
-from dissensus.guarantees.conformal import ConformalScore, conformal
+from dissensus.data.input_transforms import TableInputs
+from dissensus.data.splits import split_indices
+from dissensus.data.table_encoding import TableEncoder, comparable, table_columns
+from dissensus.layers.modulation import Modulation
+from dissensus.methods import METHODS
 from dissensus.nets import MLP
-from dissensus.numerics.checks import number, share, whole
-from dissensus.numerics.plain import plain
-from dissensus.sklearn.judging import NearestMeans
-from dissensus.sklearn.methods import posterior_of
-from dissensus.sklearn.rows import checked_table, ordered, split_rows, taken, weighted_rows
-from dissensus.standing.conformal import Conformal
-from dissensus.standing.quantiles import least_rows
 from dissensus.storage import save as save_posterior
-from dissensus.storage.atomic import write_whole
-from dissensus.train import fit
+from dissensus.storage.atomic_files import write_whole
+from dissensus.training.fit import fit
+from dissensus.training.history import Epoch
+from dissensus.utils.checks import number, one_of, share, whole
+from dissensus.utils.json_values import plain
+
+
+class NearestMeans:
+    """A callback of `fit` that keeps the state with the least held-out error, and stops after `patience` worse epochs.
+
+    The likelihood is not used: a network with a variance output soon becomes overconfident on training rows, and the
+    likelihood would then choose an early epoch, whose means are undertrained. A temperature sets the spread afterwards.
+    """
+
+    def __init__(self, posterior: Posterior, rows: Batches, patience: int | None) -> None:
+        self.posterior, self.rows, self.patience = posterior, rows, patience
+        self.scores: list[float] = []  # root mean squared error of each epoch, in deviations of the targets
+        self.state: dict[str, Tensor] = {}
+
+    def __call__(self, epoch: Epoch) -> bool:
+        score = self._error()
+        if score < min(self.scores, default=math.inf):
+            self.state = {name: tensor.detach().clone() for name, tensor in self.posterior.state_dict().items()}
+        self.scores.append(score)
+        return self.patience is not None and len(self.scores) - 1 - self.best > self.patience
+
+    @property
+    def best(self) -> int:
+        """The epoch kept."""
+        return self.scores.index(min(self.scores))
+
+    def _error(self) -> float:
+        total = count = 0.0
+        likelihood: Any = self.posterior.likelihood
+        with left_as_found(self.posterior):
+            drawn = self.posterior.current()
+            for x, y, *weights in self.rows:
+                mean = drawn.predict(x.to(self.posterior.device)).mean.cpu().double()
+                each = ((mean - y) / likelihood.scale(y)[1]).square().mean(1)  # outputs count equally
+                weight = weights[0].double() if weights else torch.ones_like(each)
+                total, count = total + float((weight * each).sum()), count + float(weight.sum())
+        return math.sqrt(total / count)
+
+
+MEMBERS = 5
+# keywords without a default in the method
+SETTLED: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "batch_ensemble": lambda network: {"modulation": Modulation.sign()},
+    "hmc": lambda network: {"weight_prior_std": 1.0},
+    "sghmc": lambda network: {"weight_prior_std": 1.0},
+    "feature_rde": lambda network: dict(zip(("layer", "head"), _last_two(network), strict=True)),
+    "lit": lambda network: {"strength": 0.1},
+    "mc_dropout": lambda network: {"rate": 0.1},
+}
+
+
+def posterior_of(
+    method: str | type[Posterior],
+    make: Callable[[], nn.Module],
+    *,
+    likelihood: Likelihood,
+    members: int | None,
+    data_size: int,
+    settings: dict[str, Any],
+) -> Posterior:
+    """The method with networks from `make`: `members` of them if it is built from several, else one."""
+    kind: Any = METHODS[one_of("method", method, METHODS)] if isinstance(method, str) else method
+    keywords = inspect.signature(kind).parameters
+    several = next(iter(keywords)) == "modules"
+    if members is not None:
+        whole("members", members)
+    count = (members or MEMBERS) if several else (members or 1) if next(iter(keywords)) == "networks" else 1
+    networks = [make() for _ in range(count)]
+    given = {**(SETTLED[kind.name](networks[0]) if kind.name in SETTLED else {}), **settings}
+    if "members" in keywords and not several and members is not None:
+        given.setdefault("members", members)
+    if "data_size" in keywords and ("data_size" in kind.needed or given.keys() & {"prior", "weight_prior_std"}):
+        given.setdefault("data_size", data_size)
+    posterior: Posterior = kind(networks if several or count > 1 else networks[0], likelihood=likelihood, **given)
+    return posterior
+
+
+def _last_two(network: nn.Module) -> list[str]:
+    """Names of the last two layers."""
+    return [name for name, layer in network.named_modules() if next(layer.children(), None) is None][-2:]
+
+
+COPIES = 10  # most copies of a row, on average: more are rows of their own, and higher weights are factors of the loss
+
+
+def checked_table(estimator: Any, x: Any, *, reset: bool) -> Any:
+    """A DataFrame unchanged, anything else as an array; column names and number must equal those of the training rows."""
+    if hasattr(x, "columns"):
+        validate_data(estimator, x, reset=reset, skip_check_array=True)
+        return x
+    if isinstance(x, list | tuple) and np.asarray(x).dtype.kind in "US":
+        x = np.array(x, dtype=object)  # numbers beside text stay numbers
+    array = validate_data(estimator, x, reset=reset, dtype=None, ensure_all_finite=False)
+    names = getattr(estimator, "feature_names_in_", None)
+    return array if reset or names is None else dict(zip(names, array.T, strict=True))
+
+
+def weighted_rows(table: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, np.ndarray, bool]:
+    """(rows of a weight above 0, these weights, whether the weights are numbers of copies: whole and small)."""
+    weights = _check_sample_weight(sample_weight, table if hasattr(table, "shape") else y, ensure_non_negative=True)
+    rows = np.flatnonzero(weights)
+    if not len(rows):  # older versions of scikit-learn do not look
+        raise ValueError("expected a sample weight above 0, got only zeros; leave out the weights to count all rows")
+    return rows, weights[rows], bool((weights == weights.round()).all() and weights.sum() <= COPIES * len(rows))
+
+
+def ordered(table: Any, y: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(indices into `rows`, sorted by the rows' contents, so that training does not depend on their order; group numbers,
+    shared by equal rows)."""
+    names, columns = table_columns(taken(table, rows))
+    seen = [comparable(name, column) for name, column in zip(names or range(len(columns)), columns, strict=True)]
+    parts = np.stack([*seen, *(y.reshape(len(y), -1)[rows].T + 0.0)], 1)
+    keys = parts.view(f"V{parts.dtype.itemsize * parts.shape[1]}").ravel()  # a row's bytes
+    order = np.argsort(keys, kind="stable")
+    return order, np.cumsum(np.r_[False, keys[order][1:] != keys[order][:-1]])
+
+
+def split_rows(
+    groups: np.ndarray, shares: Sequence[float], *, seed: int, labels: np.ndarray | None, least: int
+) -> list[np.ndarray]:
+    """[training rows, rows of the first share, …], disjoint; shares of fewer than `least` rows are empty.
+
+    Equal rows stay in one part, so that no training row is also a validation row; unless rows have more than `COPIES` equals
+    on average, as in tables with few categories.
+    """
+    count = int(groups.max()) + 1
+    if COPIES * count < len(groups):
+        groups, count = np.arange(len(groups)), len(groups)
+    first = np.zeros(count, dtype=np.int64)
+    first[groups[::-1]] = np.arange(len(groups))[::-1]
+    left, parts = np.arange(count), []
+    for place, part in enumerate(shares):
+        held = round(part * count)
+        parts.append(left[:0])
+        if part and held >= least and held < len(left):
+            strata = None if labels is None else torch.from_numpy(labels[first[left]])
+            kept, taken = split_indices(len(left), validation=held, seed=seed + place, labels=strata)
+            left, parts[-1] = left[kept.numpy()], left[taken.numpy()]
+    return [np.flatnonzero(np.isin(groups, part)) for part in (left, *parts)]
+
+
+def taken(table: Any, rows: np.ndarray) -> Any:
+    """Rows of a DataFrame, a dict of columns or an array."""
+    if hasattr(table, "iloc"):
+        return table.iloc[rows]
+    return {name: column[rows] for name, column in table.items()} if isinstance(table, dict) else table[rows]
+
 
 TABLE = "table.json"
 STEPS = 2000  # steps of a run if `epochs` is None, within 20 to 200 epochs

@@ -15,16 +15,16 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_array, column_or_1d
 from torch import Tensor, nn
 
+from dissensus.calibration.conformal_scores import lac
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles
 from dissensus.core.predictive import CategoricalPredictive
 from dissensus.core.regression import HeteroscedasticRegression, RealTargets
 from dissensus.data.standardise import Standardiser
-from dissensus.numerics.checks import one_of
-from dissensus.numerics.damage import reading
 from dissensus.sklearn.base import TABLE, TableEstimator
-from dissensus.standing.scores import lac
 from dissensus.storage import load as load_posterior
+from dissensus.utils.checks import one_of
+from dissensus.utils.file_errors import reading
 
 
 class Interval(NamedTuple):

@@ -10,27 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.core.attributes import difference
-from dissensus.core.clock import Watchers
+from dissensus.core.calibrated import STATE
 from dissensus.core.description import describe_network, structure
+from dissensus.core.forward_attributes import state_names
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.own_templates import state_names
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.regression import RealTargets
-from dissensus.core.standing import STATE
-from dissensus.data.inputs import KINDS as INPUT_KINDS
-from dissensus.data.inputs import as_input_transform
+from dissensus.core.trainable import Watchers
+from dissensus.data.input_transforms import KINDS as INPUT_KINDS
+from dissensus.data.input_transforms import as_input_transform
 from dissensus.nets import NETS
-from dissensus.numerics.checks import one_of
-from dissensus.numerics.damage import reading
-from dissensus.numerics.divided import here, joined
-from dissensus.numerics.layout import fits, kept_strides, laid_out, rows
-from dissensus.numerics.plain import plain
 from dissensus.numerics.randomness import same_random_state
-from dissensus.storage.atomic import write_whole
-from dissensus.storage.sealed import CONFIG, FORMAT, SAVE_AGAIN, TENSORS, opened, sealed
-from dissensus.storage.skeletons import LIKELIHOODS, build, build_parts, class_fields, method_of
+from dissensus.storage.atomic_files import write_whole
+from dissensus.storage.blueprints import LIKELIHOODS, build, build_parts, class_fields, method_of
+from dissensus.storage.checksummed import CONFIG, FORMAT, SAVE_AGAIN, TENSORS, opened, sealed
+from dissensus.utils.checks import one_of
+from dissensus.utils.dtensor import here, joined
+from dissensus.utils.file_errors import reading
+from dissensus.utils.json_values import plain
+from dissensus.utils.memory_layout import fits, kept_strides, laid_out, rows
+from dissensus.utils.module_state import difference
 
 
 def save(

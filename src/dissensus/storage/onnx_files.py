@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from dissensus.numerics.foreign import torch_left_as_found
+from dissensus.utils.torch_guard import torch_left_as_found
 
 log = logging.getLogger("dissensus")
 

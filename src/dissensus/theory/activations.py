@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dissensus.layers.modulation import Modulation
 from dissensus.nets.blocks import Erf
-from dissensus.surgery.modulation import Modulation
 from dissensus.theory import closed_forms
-from dissensus.theory.expansion import coefficients, expanded, law_nodes
+from dissensus.theory.hermite import coefficients, expanded, law_nodes
 
 ONE = Modulation.constant(1.0)
 

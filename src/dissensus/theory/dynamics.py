@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.numerics.checks import number, whole
-from dissensus.theory.descent import Descent, FactorisedKernel, as_times
-from dissensus.theory.embedded import EmbeddedKernels
+from dissensus.theory.embedded_kernels import EmbeddedKernels
+from dissensus.theory.kernel_descent import Descent, FactorisedKernel, as_times
+from dissensus.utils.checks import number, whole
 
 KernelFunction = Callable[..., EmbeddedKernels]
 

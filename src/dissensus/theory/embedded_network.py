@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.numerics.checks import one_of, whole
-from dissensus.surgery.modulation import Modulation
+from dissensus.layers.modulation import Modulation
 from dissensus.theory.activations import ACTIVATIONS
-from dissensus.theory.blocks import EnsembleBlocks
-from dissensus.theory.embedded import laws_of
-from dissensus.theory.inputs import variance_of
+from dissensus.theory.embedded_kernels import laws_of
+from dissensus.theory.kernel_inputs import variance_of
+from dissensus.theory.tangent_blocks import EnsembleBlocks
+from dissensus.utils.checks import one_of, whole
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import jacrev, jvp, vjp, vmap
 
-from dissensus.numerics.tree import Places, call_with
-from dissensus.theory.inputs import check_budget
+from dissensus.theory.kernel_inputs import check_budget
+from dissensus.utils.tensor_tree import Places, call_with
 
 Params = dict[str, Tensor]
 OneInput = Callable[[Params, Tensor], Tensor]  # one input -> (O,)

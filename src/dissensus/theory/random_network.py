@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.nets.ntk import NTKLinear
-from dissensus.numerics.checks import one_of
-from dissensus.theory.inputs import variance_of
+from dissensus.theory.kernel_inputs import variance_of
+from dissensus.utils.checks import one_of
 
 
 class ScaledLinear(nn.Linear):

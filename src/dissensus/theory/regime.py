@@ -22,9 +22,9 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.posterior import Posterior
-from dissensus.surgery.conversion import CONVERTIBLE
-from dissensus.surgery.modulated import Modulated
-from dissensus.theory.inputs import check_some
+from dissensus.layers.conversion import CONVERTIBLE
+from dissensus.layers.modulated import Modulated
+from dissensus.theory.kernel_inputs import check_some
 from dissensus.theory.stability import Outputs, correlation_of, largest_rate, overlap
 from dissensus.theory.wide_limit import ONES, Link, chain, wide_limit
 

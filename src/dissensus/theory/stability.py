@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dissensus.core import batch as batches
-from dissensus.core.alone import likelihood_of
 from dissensus.core.likelihood import Classification, Likelihood
-from dissensus.core.modes import plain_attention
-from dissensus.core.particles import Particles, Rows
-from dissensus.core.statistics import statistics_layers
-from dissensus.numerics.tree import Tensors
-from dissensus.surgery.normalization import estimating
+from dissensus.core.particles import Particles, Rows, likelihood_of
+from dissensus.layers.norm_statistics import estimating
+from dissensus.utils.batch_norm_stats import statistics_layers
+from dissensus.utils.tensor_tree import Tensors
+from dissensus.utils.torch_modes import plain_attention
 
 ITERATIONS, TOLERANCE = 100, 1e-4
 PROBES = 8  # random probes of the traces by which members' kernels are compared

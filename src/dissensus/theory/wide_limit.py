@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from dissensus.core.posterior import Posterior
-from dissensus.surgery.conversion import CONVERTIBLE, CONVOLUTIONS, READERS
-from dissensus.surgery.order import Followed, chained, follow
+from dissensus.layers.call_order import Followed, chained, follow
+from dissensus.layers.conversion import CONVERTIBLE, CONVOLUTIONS, READERS
 from dissensus.theory.closed_forms import piecewise_linear
 
 BATCH_NORM = nn.modules.batchnorm._NormBase

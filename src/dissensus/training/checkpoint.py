@@ -15,21 +15,21 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils import _pytree as pytree
 
 from dissensus.core.posterior import Posterior
-from dissensus.distributed.alone import Undivided
-from dissensus.distributed.joining import check_seen
-from dissensus.numerics.damage import reading
-from dissensus.numerics.divided import is_divided
-from dissensus.storage.atomic import replacing
-from dissensus.training.belonging import (
+from dissensus.distributed.init import check_seen
+from dissensus.distributed.single_process import Undivided
+from dissensus.storage.atomic_files import replacing
+from dissensus.training.checkpoint_match import (
     description,
     misfits,
     warn_of_overruled,
     without_misfit_draws,
 )
+from dissensus.training.distributed_checkpoint import holds_only_ours, newest, read_ranks, write_ranks
 from dissensus.training.history import Best, Epoch, History
-from dissensus.training.loaderstate import loader_state, restore_loader
-from dissensus.training.part import Part
-from dissensus.training.ranks import holds_only_ours, newest, read_ranks, write_ranks
+from dissensus.training.loader_state import loader_state, restore_loader
+from dissensus.training.partial_epoch import Part
+from dissensus.utils.dtensor import is_divided
+from dissensus.utils.file_errors import reading
 
 
 class Resumed(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from dissensus.engine.memory import Memory
-from dissensus.numerics.frame import frame
+from dissensus.utils.pandas_rows import frame
 
 
 @dataclass
@@ -97,8 +97,8 @@ class History:
 
     def plot(self) -> Any:
         """A matplotlib figure of the losses over epochs: members, their mean, validation and the epoch kept."""
-        from dissensus.drawing.notebook import shown  # loads matplotlib
-        from dissensus.drawing.predictions import training
+        from dissensus.plots.charts import shown  # loads matplotlib
+        from dissensus.plots.prediction_figures import training
 
         if not self.epochs:
             raise ValueError("expected a history with epochs to plot, got an empty one; train for at least one epoch")

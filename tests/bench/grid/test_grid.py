@@ -4,8 +4,7 @@ import csv
 
 import pytest
 
-from dissensus.bench.grid.axes import axes_of, cells_of
-from dissensus.bench.grid.report import begin_cells, bench_grid
+from dissensus.bench.run_grid import axes_of, begin_cells, bench_grid, cells_of
 from dissensus.bench.task.config import load_task, run_config
 
 TASK = """

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 import dissensus as ds
-from dissensus.bench.rows.geometry import GEOMETRIES, line
-from dissensus.bench.rows.sets import task_data
-from dissensus.bench.rows.sources import SETS
+from dissensus.bench.report.measures import as_square, region_keys, spoken, window
+from dissensus.bench.rows.low_dimensional import GEOMETRIES, line
+from dissensus.bench.rows.named_sets import SETS
+from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run import jobs
-from dissensus.bench.run.measured import with_grid
+from dissensus.bench.run.extra_measures import with_grid
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.reporting.regions import as_square, region_keys, spoken, window
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from dissensus.bench.rows.own import read_table
-from dissensus.bench.rows.sets import task_data
+from dissensus.bench.rows.task_rows import task_data
+from dissensus.bench.rows.user_data import read_table
 from dissensus.bench.run.jobs import bench
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config

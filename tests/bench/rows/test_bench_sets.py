@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from dissensus.bench.rows.learned import TaskRows
-from dissensus.bench.rows.loaders import AUGMENTATIONS, standardised_batches
-from dissensus.bench.rows.sets import LastData, task_data
-from dissensus.bench.rows.sources import FOREIGN, GAP, SHIFTED, present
+from dissensus.bench.rows.dataset_rows import TaskRows
+from dissensus.bench.rows.named_sets import FOREIGN, GAP, SHIFTED, present
+from dissensus.bench.rows.task_loaders import AUGMENTATIONS, standardised_batches
+from dissensus.bench.rows.task_rows import LastData, task_data
 from uci_files import write_uci_files
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import dissensus as ds
-from dissensus.bench.rows.sets import LastData
+from dissensus.bench.rows.task_rows import LastData
 from dissensus.bench.run import build, jobs
 from dissensus.bench.run.convert import converted_config
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.together import shares
+from dissensus.bench.run.shared_training import shares
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.bench.task.schema import counted_by, known_keys
 from dissensus.methods import METHODS

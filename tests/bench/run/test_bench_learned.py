@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from dissensus.bench.rows.learned import TaskRows
-from dissensus.bench.rows.sets import task_data
-from dissensus.bench.run.learned import FILE, memorised
+from dissensus.bench.report import figure_sections
+from dissensus.bench.report.results import results_of_evaluations
+from dissensus.bench.rows.dataset_rows import TaskRows
+from dissensus.bench.rows.task_rows import task_data
+from dissensus.bench.run.learning_curves import FILE, memorised
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.reporting import scenes
-from dissensus.reporting.results import results_of_evaluations
 from small_runs import trained
 
 
@@ -55,10 +55,10 @@ def test_curves_agree_with_the_evaluation_and_leave_the_training_alone(tmp_path,
     assert looked.metrics["nll"] == alone.metrics["nll"]
     assert not (tmp_path / "alone" / FILE).exists()
     assert looked.arrays["curves/epochs"].tolist() == [0, 1, 2]
-    drawn = scenes.learning(results_of_evaluations({method: looked}, "title"), {method: "black"})
+    drawn = figure_sections.learning(results_of_evaluations({method: looked}, "title"), {method: "black"})
     assert drawn is not None
     assert len(drawn[2][0][1].axes) == 4  # training rows, test rows, memorised, recovered
-    assert scenes.learning(results_of_evaluations({method: alone}, "title"), {method: "black"}) is None
+    assert figure_sections.learning(results_of_evaluations({method: alone}, "title"), {method: "black"}) is None
     if method == "map":  # one function, kept at the last epoch or at the best
         ends = {name: looked.arrays[f"curves/over/{name}"].tolist() for name in ("test/nll", "noise/memorised")}
         assert any(each == pytest.approx(looked.metrics["nll"], rel=1e-6) for each in ends["test/nll"])

@@ -12,7 +12,7 @@ import dissensus as ds
 from dissensus.bench.run import jobs
 from dissensus.bench.run.records import read_evaluation
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.same import withdraw
+from dissensus.bench.run.run_folder import withdraw
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.evaluation.evaluate import evaluate
 from small_runs import train_until, trained
@@ -101,7 +101,7 @@ def test_seeds_differ_and_repeat(benched, tmp_path):
 
 def test_what_is_done_is_not_done_again(benched, monkeypatch):
     folder, _, _ = benched
-    monkeypatch.setattr("dissensus.reporting.report.write_report", lambda results, path: [])
+    monkeypatch.setattr("dissensus.bench.report.html_report.write_report", lambda results, path: [])
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*-seed*/**/*") if path.is_file()}
     told = []
     jobs.bench(load_task("moons", size="smoke"), out=folder, seeds=2, tell=told.append)
@@ -185,7 +185,7 @@ def test_a_regression_runs_too(tmp_path):
 
 
 def test_each_seed_has_its_own_split_and_metrics_are_in_original_units(tmp_path, monkeypatch):
-    monkeypatch.setattr("dissensus.reporting.report.write_report", lambda results, path: [])
+    monkeypatch.setattr("dissensus.bench.report.html_report.write_report", lambda results, path: [])
     path = tmp_path / "table.toml"
     path.write_text(
         'methods = ["map"]\n[data]\nname = "uci_regression"\nset = "bostonHousing"\nsplit = "seed"\nvalidation = 0\n'
@@ -302,7 +302,7 @@ def test_runs_of_two_tasks_make_two_reports(tmp_path):
 
 
 def test_a_run_that_failed_at_once_leaves_no_folder_in_the_way_of_corrected_settings(tmp_path, monkeypatch):
-    monkeypatch.setattr("dissensus.reporting.report.write_report", lambda results, path: [])
+    monkeypatch.setattr("dissensus.bench.report.html_report.write_report", lambda results, path: [])
     wrong = load_task("moons", size="smoke", overrides=["network.outputs=1"])
     with pytest.raises(ValueError, match="expected"):
         jobs.bench(wrong, methods=["map", "deep_ensemble"], out=tmp_path / "runs")

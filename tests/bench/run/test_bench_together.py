@@ -10,7 +10,7 @@ import torch
 
 from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.together import companions, remove_leftovers, shares, train_runs
+from dissensus.bench.run.shared_training import companions, remove_leftovers, shares, train_runs
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.core.posterior import refresh
 from dissensus.methods import TRADI
@@ -180,7 +180,7 @@ def test_what_drawing_functions_takes_is_counted_as_of_a_method_alone(task_file,
         refresh(posterior, loader)
         time.sleep(0.5 if isinstance(posterior, TRADI) else 0.0)
 
-    monkeypatch.setattr("dissensus.bench.run.together.refresh", slow)
+    monkeypatch.setattr("dissensus.bench.run.shared_training.refresh", slow)
     jobs.bench(load_task(task_file), methods=["swa", "tradi"], out=tmp_path)
     alone = {method: facts(tmp_path, method)["seconds"] for method in ("swa", "tradi")}
     assert 0.5 <= alone["tradi"] - alone["swa"] < 1.0

@@ -8,9 +8,9 @@ import torch
 import dissensus as ds
 from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.watch import FILE, joined, read_looks
+from dissensus.bench.run.training_watch import FILE, joined, read_looks
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.evaluation.distances import MemberDistances, member_distances
+from dissensus.evaluation.member_distances import MemberDistances, member_distances
 from small_runs import train_until, trained
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dissensus as ds
-from dissensus.bench.rows.sets import task_data
+from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run import jobs
 from dissensus.bench.run.build import optimizer, posterior
 from dissensus.bench.run.run import Run

@@ -2,13 +2,13 @@
 
 import pytest
 
-from dissensus.bench.grid.axes import cells_of
-from dissensus.bench.rows.sets import task_data
-from dissensus.bench.rows.sources import SETS
+from dissensus.bench.rows.named_sets import SETS
+from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run import jobs
 from dissensus.bench.run.build import check_complete, posterior
+from dissensus.bench.run_grid import cells_of
 from dissensus.bench.task.config import SIZES, load_task, merged, read_task, run_config, task_names
-from dissensus.bench.task.variants import base_name
+from dissensus.bench.task.method_names import base_name
 
 
 def one_cell(task):

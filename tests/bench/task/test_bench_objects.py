@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dissensus as ds
-from dissensus.bench.rows.sets import task_data
+from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run.build import likelihood, network, posterior
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, merged, run_config

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dissensus.bench.theory import studies
-from dissensus.reporting.estimates import slope_weights
+from dissensus.bench import theory_studies
+from dissensus.bench.report.estimates import slope_weights
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -37,7 +37,7 @@ def test_a_file_in_place_of_the_folder_is_found_before_anything_is_computed(
 ):
     (tmp_path / "file").write_text("")
     for work in ("kernels", "dynamics", "width", "regimes"):
-        monkeypatch.setattr(studies, work, lambda *_, **__: pytest.fail("computed"))
+        monkeypatch.setattr(theory_studies, work, lambda *_, **__: pytest.fail("computed"))
     code, _, said = command_line("theory", command, "--out", str(tmp_path / "file"))
     assert code == 2
     assert "expected a folder to write to, got" in said
@@ -45,15 +45,15 @@ def test_a_file_in_place_of_the_folder_is_found_before_anything_is_computed(
 
 def test_cross_member_kernels_of_independent_members_deviate_from_zero_as_one_over_the_root_of_the_width():
     widths = (32, 128, 512)
-    signs = next(iter(studies.SETTINGS.values()))
-    far = studies.deviations(signs, widths, 20)[3].numpy()  # common_cross
+    signs = next(iter(theory_studies.SETTINGS.values()))
+    far = theory_studies.deviations(signs, widths, 20)[3].numpy()  # common_cross
     assert slope_weights(widths) @ np.log2(far) == pytest.approx(-0.5, abs=0.25)  # three points of 20 draws, 16 % each
-    x, _ = studies.data(2, seed=0)
+    x, _ = theory_studies.data(2, seed=0)
     assert float(signs.kernels(x).common_cross.abs().max()) == float(signs.kernels(x).gp_cross.abs().max()) == 0
 
 
 def test_the_map_has_its_known_borders():
-    rate, speed = studies.regime_map([0.0, 1.0], [1, 4, 64])
+    rate, speed = theory_studies.regime_map([0.0, 1.0], [1, 4, 64])
     assert torch.allclose(rate[0], torch.ones(3, dtype=torch.float64))  # independent members need no smaller rate
     assert torch.allclose(speed[0], torch.ones(3, dtype=torch.float64))
     assert float(speed[1].abs().max()) < 1e-9  # equal members do not differ

@@ -9,20 +9,30 @@ from pathlib import Path
 import pytest
 import torch
 
+from dissensus.bench import run_widths
+from dissensus.bench.report.estimates import Claim
+from dissensus.bench.report.intervals import student_quantile
+from dissensus.bench.report.results import table_rows
 from dissensus.bench.run import processes
 from dissensus.bench.run.jobs import bench, run_all
 from dissensus.bench.run.provenance import command
 from dissensus.bench.run.records import read_predictions
+from dissensus.bench.run_widths import (
+    BEST,
+    FALL,
+    FOLLOW,
+    TEXTS,
+    TRANSITION,
+    WidthRow,
+    bench_widths,
+    cells,
+    width_claims,
+    width_verdicts,
+    write_page,
+)
 from dissensus.bench.task.config import load_task
-from dissensus.bench.width import report
-from dissensus.bench.width.claims import BEST, FALL, FOLLOW, TRANSITION, width_claims, width_verdicts
-from dissensus.bench.width.grid import TEXTS, WidthRow, cells
-from dissensus.bench.width.report import bench_widths, write_page
 from dissensus.core.errors import Diverged
-from dissensus.reporting.estimates import Claim
-from dissensus.reporting.results import table_rows
-from dissensus.reporting.spread import student_quantile
-from dissensus.storage.files import read_json
+from dissensus.storage.run_files import read_json
 
 
 def task(*overrides: str):
@@ -41,8 +51,8 @@ def benched(tmp_path_factory):
 @pytest.fixture
 def undrawn(monkeypatch):
     """A page whose figures are made and not drawn; `benched` has drawn its own before."""
-    monkeypatch.setattr(report, "svg", lambda figure, prefix: "")
-    monkeypatch.setattr("dissensus.reporting.figures.write_png", lambda figure, path: path.touch())
+    monkeypatch.setattr(run_widths, "svg", lambda figure, prefix: "")
+    monkeypatch.setattr("dissensus.bench.report.report_figures.write_png", lambda figure, path: path.touch())
 
 
 def test_cells_cover_the_grid_and_the_transition_with_the_network_scaled():

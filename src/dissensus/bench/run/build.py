@@ -14,24 +14,23 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from dissensus import storage
-from dissensus.bench.fitting import fitting
-from dissensus.bench.own import code_digest, imported
-from dissensus.bench.rows.learned import find_file
-from dissensus.bench.rows.loaders import standardised_batches
-from dissensus.bench.rows.sets import TaskData
-from dissensus.bench.rows.sources import task_set
-from dissensus.bench.run.weights import load_weights
+from dissensus.bench.rows.dataset_rows import find_file
+from dissensus.bench.rows.named_sets import task_set
+from dissensus.bench.rows.task_loaders import standardised_batches
+from dissensus.bench.rows.task_rows import TaskData
+from dissensus.bench.run.initial_weights import load_weights
 from dissensus.bench.task.config import RunConfig
-from dissensus.bench.task.networks import NetworkMaker, maker
-from dissensus.bench.task.objects import as_options, resolved, written
-from dissensus.bench.task.variants import base_name, counted_by, method_class, parameters
+from dissensus.bench.task.method_names import base_name, counted_by, method_class, parameters
+from dissensus.bench.task.objects import NetworkMaker, as_options, maker, resolved, written
+from dissensus.bench.typecheck import fitting
+from dissensus.bench.user_code import code_digest, imported
 from dissensus.core import batch as batches
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.optimisation import plateau_linear, refusal
+from dissensus.core.parameter_groups import plateau_linear, refusal
 from dissensus.core.posterior import Posterior
 from dissensus.core.regression import HeteroscedasticRegression
-from dissensus.data.locate import sha256
-from dissensus.numerics.checks import one_of
+from dissensus.data.find_files import sha256
+from dissensus.utils.checks import one_of
 
 MEMBERS = 5  # default number of networks for methods that take several
 

@@ -6,20 +6,19 @@ from pathlib import Path
 
 import torch
 
-from dissensus.bench.fitting import fitting
 from dissensus.bench.run import build
-from dissensus.bench.run.weights import load_weights
+from dissensus.bench.run.initial_weights import load_weights
 from dissensus.bench.task.config import RunConfig, Settings, Task, overridden, run_config
-from dissensus.bench.task.networks import maker
-from dissensus.bench.task.objects import resolved
+from dissensus.bench.task.method_names import check_read, counted_by, method_class
+from dissensus.bench.task.objects import maker, resolved
 from dissensus.bench.task.schema import check_task
-from dissensus.bench.task.variants import check_read, counted_by, method_class
+from dissensus.bench.typecheck import fitting
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
 from dissensus.methods.laplace import Laplace
 from dissensus.numerics.randomness import same_random_state
 from dissensus.storage import save
-from dissensus.storage.sealed import is_posterior
+from dissensus.storage.checksummed import is_posterior
 
 log = logging.getLogger("dissensus")
 

@@ -6,23 +6,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dissensus.bench import ranks
-from dissensus.bench.fitting import fitting
-from dissensus.bench.rows.sets import LastData
-from dissensus.bench.run.calibrating import check_calibration
-from dissensus.bench.run.gather import results_of_runs
+from dissensus.bench import torchrun_ranks
+from dissensus.bench.report.results import Results
+from dissensus.bench.rows.task_rows import LastData
+from dissensus.bench.run.collect_runs import results_of_runs
+from dissensus.bench.run.fit_calibration import check_calibration
 from dissensus.bench.run.processes import in_processes
 from dissensus.bench.run.run import Run, Tell, silent
-from dissensus.bench.run.same import no_run, untrained, withdraw
-from dissensus.bench.run.together import companions, remove_leftovers, train_runs
+from dissensus.bench.run.run_folder import no_run, untrained, withdraw
+from dissensus.bench.run.shared_training import companions, remove_leftovers, train_runs
 from dissensus.bench.task.config import RunConfig, Task, run_config
-from dissensus.bench.task.variants import base_name
+from dissensus.bench.task.method_names import base_name
+from dissensus.bench.typecheck import fitting
 from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.methods import METHODS
-from dissensus.numerics.checks import one_of, whole
-from dissensus.reporting.results import Results
-from dissensus.storage.atomic import remove_strays, temporary_name
+from dissensus.storage.atomic_files import remove_strays, temporary_name
+from dissensus.utils.checks import one_of, whole
 
 
 def default_folder(task: Task) -> Path:
@@ -58,7 +58,7 @@ def bench(
         task, methods=chosen, seeds=range(seeds), out=folder, source=source, progress=progress, jobs=jobs, tell=tell
     )
     tell("writing the report")
-    from dissensus.reporting.report import write_report  # loads matplotlib
+    from dissensus.bench.report.html_report import write_report  # loads matplotlib
 
     ordered = sorted(range(len(runs)), key=lambda i: chosen.index(runs[i].config.method))
     results = results_of_runs([runs[i] for i in ordered], [evaluations[i] for i in ordered])
@@ -89,13 +89,13 @@ def finished(
     """The evaluations of runs that have begun, one after the other or `jobs` at a time."""
     groups = _groups(runs)
     for run in runs:
-        run.shared = jobs == 1 and ranks.shared(len(groups))
-    if jobs > 1 or (ranks.size() > 1 and not runs[0].shared):
+        run.shared = jobs == 1 and torchrun_ranks.shared(len(groups))
+    if jobs > 1 or (torchrun_ranks.size() > 1 and not runs[0].shared):
         in_processes(groups, jobs, source=source, tell=tell)
     with withdrawing(runs):
         evaluations = [_finished(i, run, runs, progress=progress, tell=tell) for i, run in enumerate(runs, start=1)]
     if runs[0].shared:
-        ranks.leave_but_the_first()
+        torchrun_ranks.leave_but_the_first()
     for out in dict.fromkeys(run.folder.parent for run in runs):
         remove_leftovers(out)
     return evaluations
@@ -129,17 +129,17 @@ def begun(
     task: Task, configs: Sequence[RunConfig], out: Path, *, source: str | None = None, load: LastData | None = None
 ) -> list[Run]:
     """The checked runs of these configs, each with its folder; nothing is trained yet. `load`: shared with other runs."""
-    ranks.connect()
+    torchrun_ranks.connect()
     load = load or LastData(source)
     runs = [Run(out / folder_name(config), config, load=load) for config in configs]
     _ = runs[0].data  # load data before making the folder: missing data then leave nothing behind
     for run in runs:  # all of them before the first folder
         run.check()
-    if ranks.rank() == 0:
+    if torchrun_ranks.rank() == 0:
         checked_folder(out)
         for run in runs:  # raise for a folder of another run before anything is trained
             run.begin()
-    ranks.wait()
+    torchrun_ranks.wait()
     if not all((run.folder / "config.toml").is_file() for run in runs):
         raise FileNotFoundError(f"expected a folder that all processes see, got {out}; choose a shared --out")
     return runs
@@ -162,7 +162,7 @@ def report_runs(
     folders: Sequence[str | Path], out: str | Path, *, baseline: str | None = None, holm: bool = False
 ) -> tuple[Results, list[Path]]:
     """(results, report files) of run folders, or of folders of run folders; nothing is trained or evaluated."""
-    from dissensus.reporting.report import one_file, write_report  # loads matplotlib
+    from dissensus.bench.report.html_report import one_file, write_report  # loads matplotlib
 
     target = Path(out)
     runs = [Run.open(folder) for folder in found_runs(folders)]

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from dissensus.bench import ranks
-from dissensus.bench.rows.sets import LastData
+from dissensus.bench import torchrun_ranks
+from dissensus.bench.rows.task_rows import LastData
 from dissensus.bench.run.run import Run, Tell
-from dissensus.bench.run.together import train_runs
+from dissensus.bench.run.shared_training import train_runs
 from dissensus.core.errors import Diverged
-from dissensus.storage.files import write_json
+from dissensus.storage.run_files import write_json
 
 DIVERGED = "diverged.json"  # of a diverged run: the step and the members
 _loaded: list[LastData] = []  # data of a worker process, so that its runs read the same rows once
@@ -27,8 +27,8 @@ def in_processes(
     Processes started by `torchrun` each take some of the groups; only the first returns, when all are done. `keep_going`: a
     diverged run is recorded in its folder and does not raise.
     """
-    _in_processes(ranks.dealt(groups), jobs, source=source, tell=tell, keep_going=keep_going)
-    ranks.leave_but_the_first()
+    _in_processes(torchrun_ranks.dealt(groups), jobs, source=source, tell=tell, keep_going=keep_going)
+    torchrun_ranks.leave_but_the_first()
 
 
 def _in_processes(

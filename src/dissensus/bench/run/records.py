@@ -6,12 +6,12 @@ from typing import Any
 from torch import Tensor
 
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
-from dissensus.evaluation.attacked import AttackedInputs
-from dissensus.evaluation.corrupted import CorruptedCounts
+from dissensus.evaluation.attack_curves import AttackedInputs
+from dissensus.evaluation.corruption_curves import CorruptedCounts
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.evaluation.predictions import Predictions
-from dissensus.numerics.damage import damaged
-from dissensus.storage.files import read_json, read_tensors, write_json, write_tensors
+from dissensus.evaluation.loader_predictions import Predictions
+from dissensus.storage.run_files import read_json, read_tensors, write_json, write_tensors
+from dissensus.utils.file_errors import damaged
 
 COUNTS = ("nll", "counts", "confidence", "correct", "clean", "example_accuracy", "example_nll", "examples")
 PROMISED = "promised/"  # prefix of the names of promises' tables

@@ -22,19 +22,16 @@ from typing import Any
 import torch
 
 from dissensus import storage
-from dissensus.bench import ranks
-from dissensus.bench.rows.learned import SetKind, TaskRows
-from dissensus.bench.rows.loaders import standardised_batches
-from dissensus.bench.rows.sets import LastData, TaskData
+from dissensus.bench import torchrun_ranks
+from dissensus.bench.rows.dataset_rows import SetKind, TaskRows
+from dissensus.bench.rows.task_loaders import standardised_batches
+from dissensus.bench.rows.task_rows import LastData, TaskData
 from dissensus.bench.run import build
-from dissensus.bench.run.calibrating import CALIBRATED, check_calibration, fit_standing
-from dissensus.bench.run.evaluating import evaluation_of_run
-from dissensus.bench.run.learned import learning
-from dissensus.bench.run.pixels import image_facts
-from dissensus.bench.run.provenance import provenance
-from dissensus.bench.run.records import read_evaluation, read_predictions, write_evaluation
-from dissensus.bench.run.same import check_own, check_same, no_run, untrained
-from dissensus.bench.run.splits import (
+from dissensus.bench.run.evaluate_run import evaluation_of_run
+from dissensus.bench.run.fit_calibration import CALIBRATED, check_calibration, fit_standing
+from dissensus.bench.run.learning_curves import learning
+from dissensus.bench.run.pixel_splits import image_facts
+from dissensus.bench.run.prediction_splits import (
     CHOOSE,
     CORRUPT,
     attack_curves,
@@ -42,21 +39,23 @@ from dissensus.bench.run.splits import (
     split_names,
     split_writer,
 )
-from dissensus.bench.run.watch import ROWS, watcher
-from dissensus.bench.run.writing import Folder
+from dissensus.bench.run.provenance import provenance
+from dissensus.bench.run.records import read_evaluation, read_predictions, write_evaluation
+from dissensus.bench.run.run_folder import Folder, check_own, check_same, no_run, untrained
+from dissensus.bench.run.training_watch import ROWS, watcher
 from dissensus.bench.task.config import RunConfig, run_config_of
 from dissensus.bench.task.objects import written
+from dissensus.calibration.calibrate import temperature_scale
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data import Batches
-from dissensus.data.locate import data_folder
+from dissensus.data.find_files import data_folder
 from dissensus.evaluation.evaluate import checked_score
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.evaluation.functions import drawn_once
-from dissensus.evaluation.predictions import Predictions
-from dissensus.guarantees.calibrate import temperature_scale
+from dissensus.evaluation.fixed_draw import drawn_once
+from dissensus.evaluation.loader_predictions import Predictions
 from dissensus.numerics.randomness import same_random_state
-from dissensus.storage.files import read_toml, write_json, write_text
-from dissensus.train import fit
+from dissensus.storage.run_files import read_toml, write_json, write_text
+from dissensus.training.fit import fit
 from dissensus.training.history import Epoch
 
 ON_DEVICE = 1 << 31  # bytes: training rows up to this size lie on the device, where a batch is made faster
@@ -281,7 +280,7 @@ class Run(Folder):
             return
         self._check_own(lambda: self.data)
         posterior = self.posterior()
-        posterior.mesh = ranks.mesh() if self.shared else None
+        posterior.mesh = torchrun_ranks.mesh() if self.shared else None
         with self._threads(), drawn_once(posterior, self.config.precision) as functions:
             for split, path in waiting.items():
                 write = split_writer(split, self.config, self.data, functions, self.loader, tell)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dissensus.bench.names import listed
-from dissensus.bench.own import imported
-from dissensus.bench.rows.learned import SetKind
-from dissensus.bench.rows.sources import task_set
+from dissensus.bench.rows.dataset_rows import SetKind
+from dissensus.bench.rows.named_sets import task_set
+from dissensus.bench.task.method_names import base_name, check_methods, method_class, setting_path, variants_of
 from dissensus.bench.task.objects import OBJECTS, forms, open_objects, takes_place, written
 from dissensus.bench.task.schema import (
     ANY,
@@ -27,12 +27,12 @@ from dissensus.bench.task.schema import (
     method_keys,
     typed,
 )
-from dissensus.bench.task.variants import base_name, check_methods, method_class, setting_path, variants_of
+from dissensus.bench.user_code import imported
 from dissensus.core.regression import HeteroscedasticRegression, Regression
 from dissensus.engine.precision import PredictionPrecision
 from dissensus.methods import METHODS
-from dissensus.numerics.checks import one_of
-from dissensus.numerics.damage import damaged
+from dissensus.utils.checks import one_of
+from dissensus.utils.file_errors import damaged
 
 SIZES = ("smoke", "short", "paper")
 REAL = (Regression, HeteroscedasticRegression)  # likelihoods of values

@@ -18,18 +18,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from dissensus.bench.rows.loaders import AUGMENTATIONS
-from dissensus.core.empcov import EmpCov
+from dissensus.bench.rows.task_loaders import AUGMENTATIONS
+from dissensus.bench.user_code import imported, own_object
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.prior import GaussianPrior
 from dissensus.data.segmentation import VOID
 from dissensus.data.segmentation import class_weights as enet_weights
+from dissensus.layers.modulation import Modulation
+from dissensus.methods.parts.empcov_prior import EmpCov
+from dissensus.nets import NETS
 from dissensus.numerics.annealing import Annealing
-from dissensus.numerics.checks import one_of
 from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
-from dissensus.storage.skeletons import LIKELIHOODS
-from dissensus.surgery.modulation import Modulation
+from dissensus.storage.blueprints import LIKELIHOODS
+from dissensus.utils.checks import one_of
+
+NetworkMaker = Callable[..., nn.Module]
+
+
+def maker(name: str, beside: str = "") -> NetworkMaker:
+    """The class of that name, or a function that returns a network. `beside`: the task's folder."""
+    if not imported(name):
+        return NETS[one_of("network.name (or package.module:name)", name, NETS)]
+    found = own_object(name, "a network", beside)
+    if not callable(found) or isinstance(found, nn.Module):
+        raise ValueError(f"expected a class or function that makes a network, got {type(found).__name__} as {name!r}")
+    return found  # type: ignore[no-any-return]
+
 
 SUPPLIED = {"inputs", "network", "masks", "classes"}  # arguments given by the run, never by the task
 

@@ -5,17 +5,16 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial, reduce
 from typing import Any
 
-from dissensus.bench.fitting import Types, annotated
 from dissensus.bench.names import listed
-from dissensus.bench.own import imported
-from dissensus.bench.rows.sources import SETS
-from dissensus.bench.task.networks import maker
-from dissensus.bench.task.objects import OBJECTS, argument_names, written
-from dissensus.bench.task.variants import base_name, counted_by, parameters, setting_path, variants_of
+from dissensus.bench.rows.named_sets import SETS
+from dissensus.bench.task.method_names import base_name, counted_by, parameters, setting_path, variants_of
+from dissensus.bench.task.objects import OBJECTS, argument_names, maker, written
+from dissensus.bench.typecheck import Types, annotated
+from dissensus.bench.user_code import imported
 from dissensus.core.posterior import Posterior
 from dissensus.engine.precision import prediction_precision
 from dissensus.methods import METHODS
-from dissensus.numerics.checks import number, one_of, share, whole
+from dissensus.utils.checks import number, one_of, share, whole
 
 SEED = "seed"  # as a value in [data] it means the seed of the run
 # A rule for values: (name in errors, value) -> the value, or an error; like the functions of `numerics.checks`.

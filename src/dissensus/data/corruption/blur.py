@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dissensus.data.corruption.draws import Draws
-from dissensus.data.corruption.levels import from_levels, quotient
-from dissensus.data.corruption.linear import across, smoothed, zoom_matrix
+from dissensus.data.corruption.image_draws import Draws
+from dissensus.data.corruption.pixel_levels import from_levels, quotient
+from dissensus.data.corruption.separable_maps import across, smoothed, zoom_matrix
 
 
 def gaussian_blur(images: Tensor, draws: Draws, sigma: float) -> Tensor:

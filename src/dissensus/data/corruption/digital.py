@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dissensus.data.corruption.draws import Draws
-from dissensus.data.corruption.levels import from_levels
-from dissensus.data.corruption.linear import across, box_matrix, down, smoothed
+from dissensus.data.corruption.image_draws import Draws
+from dissensus.data.corruption.pixel_levels import from_levels
+from dissensus.data.corruption.separable_maps import across, box_matrix, down, smoothed
 
 
 def brightness(images: Tensor, draws: Draws, amount: float) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dissensus.data.corruption.draws import Draws
-from dissensus.data.corruption.levels import from_levels
-from dissensus.data.corruption.linear import across, down
+from dissensus.data.corruption.image_draws import Draws
+from dissensus.data.corruption.pixel_levels import from_levels
+from dissensus.data.corruption.separable_maps import across, down
 
 # ITU-T T.81, tables K.1 and K.2
 _LUMA = """16 11 10 16 24 40 51 61      12 12 14 19 26 58 60 55  14 13 16 24 40 57 69 56    14 17 22 29 51 87 80 62

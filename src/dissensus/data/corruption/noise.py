@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from dissensus.data.corruption.draws import Draws
+from dissensus.data.corruption.image_draws import Draws
 
 
 def gaussian_noise(images: Tensor, draws: Draws, std: float) -> Tensor:

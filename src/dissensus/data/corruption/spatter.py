@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dissensus.data.corruption.draws import Draws
-from dissensus.data.corruption.levels import quotient
-from dissensus.data.corruption.linear import smoothed
+from dissensus.data.corruption.image_draws import Draws
+from dissensus.data.corruption.pixel_levels import quotient
+from dissensus.data.corruption.separable_maps import smoothed
 from dissensus.data.corruption.weather import grey
 
 WATER = (175 / 255, 238 / 255, 238 / 255)  # pale turquoise

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from dissensus.data.corruption.blur import trail
-from dissensus.data.corruption.draws import Draws
-from dissensus.data.corruption.levels import from_levels
-from dissensus.data.corruption.linear import separable, smoothed, zoom_matrix
+from dissensus.data.corruption.image_draws import Draws
+from dissensus.data.corruption.pixel_levels import from_levels
+from dissensus.data.corruption.separable_maps import separable, smoothed, zoom_matrix
 
 LUMA = (0.299, 0.587, 0.114)
 

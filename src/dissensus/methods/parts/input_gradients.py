@@ -16,15 +16,21 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.gradients import state_of
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.member_runner import Ways, first_line
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
-from dissensus.core.running import Ways, first_line
-from dissensus.core.spaces import Gradient, carried, input_dimension, input_gradient, selected_output
-from dissensus.core.twice import differentiated_twice
-from dissensus.methods.parts.stacked import StackedPosterior
-from dissensus.numerics.checks import one_of, whole
+from dissensus.kernels.double_backward import differentiated_twice
+from dissensus.methods.parts.comparison_spaces import (
+    Gradient,
+    carried,
+    input_dimension,
+    input_gradient,
+    selected_output,
+)
+from dissensus.methods.parts.stacked_posterior import StackedPosterior
 from dissensus.numerics.randomness import same_random_state
-from dissensus.numerics.tree import Tensors
+from dissensus.utils.checks import one_of, whole
+from dissensus.utils.tensor_tree import Tensors
 
 log = logging.getLogger("dissensus")
 

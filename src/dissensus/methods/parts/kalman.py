@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dissensus.kernels.multi_tensor import Chunks
 from dissensus.methods.parts.trajectory import Count
-from dissensus.numerics.divided import here
-from dissensus.numerics.flat import Block, state_dtype
-from dissensus.numerics.fused import Chunks
-from dissensus.numerics.tree import Tensors, TensorTree
+from dissensus.numerics.flat_weights import Block, state_dtype
+from dissensus.utils.dtensor import here
+from dissensus.utils.tensor_tree import Tensors, TensorTree
 
 Drift = Literal["gradient", "none"]
 

@@ -11,8 +11,8 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Likelihood, spread
 from dissensus.core.regression import Regression
-from dissensus.methods.parts.curvature import CurvatureSums
-from dissensus.numerics.checks import one_of
+from dissensus.methods.parts.last_layer_curvature import CurvatureSums
+from dissensus.utils.checks import one_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

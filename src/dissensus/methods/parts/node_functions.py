@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core.batch import Inputs
-from dissensus.core.functions import DrawnFunctions, described_outputs
-from dissensus.core.modes import eval_mode
+from dissensus.core.drawn_functions import DrawnFunctions, described_outputs
+from dissensus.core.member import tensors_of
 from dissensus.core.particles import Member, Particles, Rows, member_index
 from dissensus.core.predictive import Predictive
-from dissensus.core.splitting import tensors_of
-from dissensus.numerics.tree import Tensors, TensorTree, all_parts, named_tensors
-from dissensus.surgery.conversion import DENSE, folded
-from dissensus.surgery.factored import Factors, Kernel, folded_kernel, takes_kernel
-from dissensus.surgery.nodes import Site, by_layer, placed, standing
+from dissensus.layers.conversion import DENSE, folded
+from dissensus.layers.factored import Factors, Kernel, folded_kernel, takes_kernel
+from dissensus.layers.nodes import Site, by_layer, placed, standing
+from dissensus.utils.tensor_tree import Tensors, TensorTree, all_parts, named_tensors
+from dissensus.utils.torch_modes import eval_mode
 
 MOST_KERNELS = 2**28  # bytes; for larger kernels the time to fold them in every call is negligible
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles
+from dissensus.layers.modulation import Modulation
+from dissensus.layers.nodes import NodedNetwork, with_nodes
 from dissensus.methods.parts.networks import networks_to_cut, stack_members
-from dissensus.numerics.flat import wide
-from dissensus.numerics.tree import TensorTree
-from dissensus.surgery.modulation import Modulation
-from dissensus.surgery.nodes import NodedNetwork, with_nodes
+from dissensus.numerics.flat_weights import wide
+from dissensus.utils.tensor_tree import TensorTree
 
 Bound = Literal["joint", "per_layer", "released"]
 Divergence = Literal["mixture", "surrogate"]

@@ -17,13 +17,16 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core import weights
-from dissensus.core.alone import only
 from dissensus.core.batch import Batch
-from dissensus.core.functions import DrawnFunctions, mixture
+from dissensus.core.drawn_functions import DrawnFunctions, mixture
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.optimisation import Group
-from dissensus.core.particles import Member, Particles, member_index
+from dissensus.core.parameter_groups import Group
+from dissensus.core.particles import Member, Particles, member_index, only
 from dissensus.core.posterior import left_as_found
+from dissensus.layers.conversion import uncut
+from dissensus.layers.frozen_norm import freeze_norms
+from dissensus.layers.modulation import Modulation
+from dissensus.layers.nodes import Mode, by_layer, standing
 from dissensus.methods.parts import node_batches
 from dissensus.methods.parts.networks import cut_again, own_settings
 from dissensus.methods.parts.node_functions import NodeFunctions, collapsed
@@ -33,16 +36,12 @@ from dissensus.methods.parts.node_latents import (
     for_functions,
     with_latents,
 )
-from dissensus.methods.parts.stacked import annealed
+from dissensus.methods.parts.stacked_posterior import annealed
 from dissensus.methods.parts.stored_draw import StoringPosterior
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
-from dissensus.numerics.checks import number, one_of, whole
 from dissensus.numerics.randomness import own_generator
-from dissensus.numerics.tree import Tensors, TensorTree
-from dissensus.surgery.conversion import uncut
-from dissensus.surgery.frozen_norm import freeze_norms
-from dissensus.surgery.modulation import Modulation
-from dissensus.surgery.nodes import Mode, by_layer, standing
+from dissensus.utils.checks import number, one_of, whole
+from dissensus.utils.tensor_tree import Tensors, TensorTree
 
 log = logging.getLogger("dissensus")
 

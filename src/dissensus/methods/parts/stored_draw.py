@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
-from dissensus.numerics.tree import Tensors
+from dissensus.utils.tensor_tree import Tensors
 
 
 class StoringPosterior(Posterior, ABC):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.numerics.checks import whole
+from dissensus.utils.checks import whole
 
 TAIL = 0.75  # recording starts after this share of a run, when training has settled
 

@@ -1,1 +1,0 @@
-"""Tasks over a grid: every method at every value of a setting, drawn as quality against that setting."""

@@ -1,0 +1,233 @@
+"""results.csv, report.md, one self-contained report.html, and the tables as LaTeX and CSV."""
+
+import base64
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from dissensus.bench.report import report_figures, tables
+from dissensus.bench.report.comparisons import LEVEL, Family
+from dissensus.bench.report.measures import Measure
+from dissensus.bench.report.prose import SMOKE, cautions, claims, few, headline, is_smoke, tested
+from dissensus.bench.report.published_numbers import reference_sentences, reference_table
+from dissensus.bench.report.results import CONTROL, Results, csv_text, table_text
+from dissensus.storage.run_files import write_text
+from dissensus.utils.progress import speaks
+
+NAMES = {".csv": "results.csv", ".md": "report.md", ".html": "report.html"}
+SUFFIXES = (*NAMES, ".tex")
+PICTURES = {
+    "most": "Most certain",
+    "least": "Least certain",
+    "mistakes": "Most certain mistakes",
+    "fooling": "Noise turned into a class",
+}
+
+
+def write_report(results: Results, path: str | Path) -> list[Path]:
+    """Writes results.csv, report.md and report.html into the folder `path`, or one file by its suffix; returns the paths."""
+    path = Path(path)
+    if path.suffix and path.suffix not in SUFFIXES and not path.is_dir():
+        raise ValueError(f"expected a folder or a .csv, .md, .html or .tex file, got {path}; choose one of them")
+    targets = {path.suffix: path} if one_file(path) else {end: path / name for end, name in NAMES.items()}
+    if not speaks():  # the first process of a mesh writes
+        return list(targets.values())
+    content = None if list(targets) == [".csv"] else report_content(results, with_figures=".html" in targets)
+    for end, target in targets.items():
+        text = csv_text(results).translate(CONTROL) if end == ".csv" else rendered(f"report{end}.j2", content or {})
+        write_text(target, text)
+    return list(targets.values())
+
+
+def one_file(path: Path) -> bool:
+    """Whether the path's suffix names one file; otherwise it is a folder."""
+    return path.suffix in SUFFIXES and not path.is_dir()
+
+
+def report_content(results: Results, *, with_figures: bool = True) -> dict[str, Any]:
+    """The variables of the templates."""
+    found, draws = tables.draws_of(results)
+    accuracy = Measure("", "Accuracy", "", "high", 100, 2, "%")
+    nll = Measure("", "NLL", "", "low", 1, 3, "nats")
+    baseline = results.baseline
+    if baseline is None and len(results.methods) > 1:
+        baseline = next(iter(results.methods))
+    shown = baseline is not None and len(results.methods) > 1
+    against = tables.differences(results, found, draws, str(baseline)) if shown else None
+    against = against if against is not None and against.comparisons else None
+    alike = "own" not in tables.rows_by_method(draws["nll"]).values()
+    ece, entropy = Measure("", "ECE", "", "low", 100, 2, "%"), Measure("", "", "", None, 1, 3)
+    corruptions = _shown(
+        ("Accuracy, %", tables.corruption_table(results, "accuracy", accuracy, marked=alike)),
+        ("NLL, nats", tables.corruption_table(results, "nll", nll, marked=alike)),
+    )
+    attacked = _shown(
+        ("Accuracy, %", tables.attack_table(results, "accuracy", accuracy, marked=alike)),
+        ("NLL, nats", tables.attack_table(results, "nll", nll, marked=alike)),
+        ("ECE, %", tables.attack_table(results, "ece", ece, marked=alike)),
+        ("Entropy, nats", tables.attack_table(results, "entropy", entropy, marked=False)),
+        ("Mutual information, nats", tables.attack_table(results, "mutual_information", entropy, marked=False)),
+    )
+    details = [
+        ("By type of corruption", "Mean over severities.", corruptions),
+        ("By attack and radius", "Uncertainty should grow where accuracy falls.", attacked),
+    ]
+    return {
+        "title": results.title,
+        "description": results.description,
+        "banner": SMOKE if is_smoke(results) else "",
+        "headline": headline(results, found, draws, against),
+        "cautions": [*tested(draws["nll"]), *few(draws), *cautions(results)],
+        "claims": claims(results) if alike else [],
+        "against_cost": report_figures.against_cost(results, draws) if with_figures else None,
+        "main": tables.main_table(results, found, draws),
+        "baseline": baseline,
+        "differences": tables.difference_table(results, found, against, str(baseline)) if against is not None else None,
+        "members": tables.member_table(results),
+        "reference": reference_table(results, found),
+        "reference_source": results.reference.get("source", "published numbers"),
+        "reference_says": reference_sentences(results, found),
+        "distances": tables.distance_table(results),
+        "details": [each for each in details if each[2]],
+        "scores": tables.score_table(results),
+        "score": next(iter(results.methods.values()))[0].score,
+        "sections": report_figures.sections(results, draws) if with_figures else [],
+        "pictures": _pictures(results) if with_figures else {},
+        "groups": PICTURES,
+        "facts": results.facts,
+        "seeds": max(len(several) for several in results.methods.values()),
+        "counted": _what_counts(results),
+        "compared_by": compared_by(results, against),
+        "glossary": _glossary(found),
+    }
+
+
+def _shown(*named: tuple[str, tables.Table | None]) -> list[tuple[str, tables.Table]]:
+    return [(name, table) for name, table in named if table is not None]
+
+
+def _what_counts(results: Results) -> str:
+    """A sentence on what intervals and p-values count."""
+    counts = sorted({len(several) for several in results.methods.values()})
+    adjusted = " p-values are adjusted for the comparisons of the table (Holm)." if results.holm else ""
+    if counts == [1]:
+        only = "Intervals and p-values reflect test-set size only; run more seeds to include training variation."
+        return f"{only}{adjusted}"
+    several = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
+    few = " With so few seeds, intervals are wide." if counts[0] < 4 else ""
+    alone = " A method with one seed has only its test examples counted." if counts[0] == 1 else ""
+    text = f"Intervals and p-values count test examples and {several}."
+    return f"{text}{few}{alone}{adjusted}"
+
+
+def compared_by(results: Results, against: Family | None) -> str:
+    """A sentence on the number of comparisons and their correction."""
+    if against is None:
+        return ""
+    count, expected = len(against.comparisons), (1 - LEVEL) * len(against.comparisons)
+    if results.holm:
+        return (
+            f"p-values are adjusted for the {count} comparisons of the table (Holm); intervals are at "
+            f"{100 * against.level:.4g} %, the level at which they exclude zero exactly if p < 0.05."
+        )
+    return f"No correction for many comparisons: of {count} without any difference, {expected:.1f} have p < 0.05 by chance."
+
+
+def _pictures(results: Results) -> dict[str, dict[str, list[report_figures.Picture]]]:
+    shown = {name: report_figures.pictures(several[0]) for name, several in results.methods.items()}
+    return {name: groups for name, groups in shown.items() if groups}
+
+
+def _glossary(found: list[Measure]) -> Mapping[str, str]:
+    """The meaning of each number in the tables."""
+    shown = {name for measure in found for name in (measure.label, measure.group)}
+    return {name: text for name, text in MEANINGS.items() if name in shown}
+
+
+MEANINGS = {
+    "Accuracy": "share of test inputs whose most probable class is the true one",
+    "NLL": "mean of −log p(truth): low when the truth gets high probability; it judges the whole predictive distribution",
+    "Brier score": "mean squared distance between the predicted probabilities and the truth, summed over classes (0 to 2)",
+    "ECE": "expected calibration error: how far confidence is from accuracy, over 15 bins of confidence",
+    "AURC": "mean error over all coverages when the least certain inputs are refused first: low when certainty ranks well",
+    "mIoU": "overlap of predicted and true regions, mean over classes",
+    "AUROC": "probability that a foreign input gets a higher score than a test input; 50 % is chance",
+    "AUPR": "mean precision of flagging foreign inputs; its chance level is their share in the data",
+    "FPR at 95 % TPR": "share of test inputs flagged at the threshold that flags 95 % of the foreign inputs",
+    "AUPR, adjusted": "AUPR reweighted to another share of foreign inputs: one half, or the share set by the task",
+    "FPR, test inputs positive": "share of foreign inputs accepted at the threshold that accepts 95 % of the test inputs",
+    "ECE, foreign inputs included": "calibration error of test and foreign inputs together; every answer to a foreign input "
+    "counts as wrong, so it is low when the network is uncertain there",
+    "NLL of one Gaussian": "NLL of the Gaussian with the mixture's mean and variance, as deep-ensemble papers report it",
+    "RMSE": "root of the mean squared error of the predicted mean",
+    "CRPS": "mean distance between the predicted distribution and the target, in the target's units",
+    "Coverage of 90 % intervals": "share of targets inside intervals that should contain 90 % of them",
+    "Width of 90 % intervals": "mean width of these intervals, in the target's units",
+    "Temperature": "every member's logits were divided by it (regression: the noise's deviation was multiplied) before these "
+    "numbers were measured; fitted on held-out data, 1 if none was fitted",
+    "Answered as labelled": "share of the training inputs with a wrong label that get this wrong label: memorised",
+    "Answered truly": "share of the training inputs with a wrong label that get their true class anyway",
+    "regions": "means over parts of the input space: the standard deviation of the members' means, or the entropy of the "
+    "mean prediction. It should be large off the data and small at the data",
+    "attacked by FGSM": "test inputs after one step up the loss of the averaged prediction, mean over radii",
+    "attacked by PGD": "test inputs after several steps up that loss, keeping the worst step of each input, mean over radii",
+    "attacked through one member": "PGD on the first member only, measured on the whole mixture",
+    "Confidence": "probability of the class that noise was turned into, mean over classes: should be low",
+    "corrupted inputs": "all test inputs, or as many as the task sets, damaged by noise, blur, weather and other corruptions; "
+    "each severity is measured on all types together, then severities are averaged",
+}
+
+
+def rendered(template: str, content: Mapping[str, Any]) -> str:
+    """Fills in a template of this package; control characters in names and titles are removed."""
+    environment = Environment(
+        loader=PackageLoader("dissensus.bench.report"),
+        autoescape=template.endswith(".html.j2"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"cell": _markdown, "tex": _latex, "grid_csv": grid_csv, "as_link": _as_link}
+    environment.globals["latex"] = lambda table, caption: rendered("grid.tex.j2", {"table": table, "caption": caption})
+    return environment.get_template(template).render(**content).translate(CONTROL)
+
+
+def _markdown(text: object) -> str:
+    """Escapes text for Markdown, so that it contains no link, picture, HTML or end of a cell."""
+    plain = re.sub(r"&(?=#?\w+;)", "&amp;", " ".join(str(text).split()))
+    plain = re.sub(r"<(?=[a-zA-Z/!?])", "&lt;", plain)  # "p < 0.05" is no tag
+    return re.sub(r"[\\|\[\]*`]", r"\\\g<0>", plain)
+
+
+def grid_csv(table: tables.Table) -> str:
+    """A shown table as CSV: one row per measure, three columns per method."""
+    rows = []
+    for row in table.rows:
+        cells = {"group": row.group, "measure": row.label, "unit": row.unit}
+        for name, cell in zip(table.columns, row.cells, strict=True):
+            cells |= {name: cell.text, f"{name} interval": cell.interval, f"{name} note": cell.note}
+        rows.append(cells)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return table_text([key for key in columns if any(row[key] for row in rows)], rows)
+
+
+def _as_link(text: str, kind: str) -> str:
+    """A data URI, which a page can offer for download."""
+    return f"data:text/{kind};base64,{base64.b64encode(text.encode()).decode()}"
+
+
+LATEX = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "−": "$-$", "–": "--", "≈": r"$\approx$",
+    "≥": r"$\ge$", "↑": r"$\uparrow$", "↓": r"$\downarrow$", "→": r"$\rightarrow$", "ε": r"$\varepsilon$", "σ": r"$\sigma$",
+    "\N{NO-BREAK SPACE}": "~", "R̂": r"$\hat R$", "<": r"$<$", ">": r"$>$", "|": r"$|$",
+    **{each: f"\\{each}" for each in "&%$#_{}"},
+}  # fmt: skip
+
+
+def _latex(text: object) -> str:
+    """Escapes text for LaTeX, so that it contains no command."""
+    return re.sub("|".join(map(re.escape, LATEX)), lambda found: LATEX[found[0]], " ".join(str(text).split()))

@@ -1,0 +1,224 @@
+"""Sentences of a report: summaries of the results, and answers to a task's question."""
+
+import re
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+from dissensus.bench.report.comparisons import SIGNIFICANT, Family, Resampled
+from dissensus.bench.report.measures import Measure, region_keys, spoken
+from dissensus.bench.report.results import Results, base_of, mean_over_seeds
+from dissensus.bench.report.setting_sweep import sweep_of, sweep_sentence
+from dissensus.bench.report.tables import MeasureDraws, best_method, p_text, rows_by_method
+from dissensus.evaluation.evaluation import Evaluation
+
+NEAR = 0.15  # an error that is larger by at most 15 % counts as equally good
+TWICE = 2.0  # this factor of entropy off the data counts as noticing it
+
+
+def claims(results: Results) -> list[str]:
+    """Sentences about the task's focus and the setting it sweeps; empty if it has neither."""
+    said = _focused(results)
+    sweep = sweep_of(results)
+    return [*said, sweep_sentence(results, sweep)] if sweep is not None else said
+
+
+def _focused(results: Results) -> list[str]:
+    """Sentences on the method in focus, compared with all methods except its own variants."""
+    if results.focus is None or not region_keys(results.methods[results.focus][0]):
+        return []
+    focus, several = results.focus, results.methods[results.focus]
+    others = [name for name in results.methods if base_of(name) != base_of(focus)]
+    if not others:
+        return []
+    said = []
+    for key in region_keys(several[0]):
+        region, quantity = spoken(key)
+        said.append(
+            f"{region[0].upper()}{region[1:]}, {focus} has a mean {quantity} of {mean_over_seeds(key, several):.4g}: larger "
+            f"than that {_by_seeds(results, focus, others, key, _larger(key))}."
+        )
+    baseline = results.baseline
+    off = "region/off_data/entropy"
+    if baseline in others and off in several[0].metrics:
+        share = mean_over_seeds(off, several) / mean_over_seeds(off, results.methods[baseline])
+        said.append(
+            f"Off the data, {focus}'s entropy is {share:.2f} times that of {baseline}; at least twice on "
+            f"{_seeds(results, focus, baseline, lambda mine, other: mine.metrics[off] >= TWICE * other.metrics[off])}."
+        )
+    if "rmse" in several[0].metrics:
+        said.append(
+            f"The RMSE of {focus}'s mean, {mean_over_seeds('rmse', several):.4g}, is at most {100 * NEAR:.0f} % above that "
+            f"{_by_seeds(results, focus, others, 'rmse', _near)}."
+        )
+    return said
+
+
+def _larger(key: str) -> Callable[[Evaluation, Evaluation], bool]:
+    return lambda mine, other: mine.metrics[key] > other.metrics[key]
+
+
+def _near(mine: Evaluation, other: Evaluation) -> bool:
+    return mine.metrics["rmse"] <= (1 + NEAR) * other.metrics["rmse"]
+
+
+def _by_seeds(
+    results: Results, focus: str, others: list[str], key: str, holds: Callable[[Evaluation, Evaluation], bool]
+) -> str:
+    """ "of a (0.1) and b (0.2) on 5 of 5 seeds; of c (0.3) on 0 of 5 seeds": methods by how often the condition holds."""
+    groups: dict[str, list[str]] = {}
+    for name in others:
+        value = f"{name} ({mean_over_seeds(key, results.methods[name]):.4g})"
+        groups.setdefault(_seeds(results, focus, name, holds), []).append(value)
+    ordered = sorted(groups, key=lambda seeds: -int(seeds.split()[0]))
+    return "; ".join(f"of {_joined(groups[seeds])} on {seeds}" for seeds in ordered)
+
+
+def _seeds(results: Results, first: str, second: str, holds: Callable[[Evaluation, Evaluation], bool]) -> str:
+    """ "3 of 5 seeds": how often the condition holds among the seeds that both methods have."""
+    mine, other = (dict(zip(results.seeds(name), results.methods[name], strict=True)) for name in (first, second))
+    pairs = [(mine[seed], other[seed]) for seed in mine if seed in other]
+    return f"{sum(holds(*pair) for pair in pairs)} of {len(pairs)} seed{'s' * (len(pairs) != 1)}"
+
+
+def _joined(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+SMOKE = "A smoke test: trained only long enough to see that everything runs. Its numbers say nothing about the methods."
+FEW = 30, 10  # fewest examples of one sample, and of each of two samples
+
+
+def headline(
+    results: Results, found: Sequence[Measure], draws: MeasureDraws, against: Family | None = None
+) -> list[str]:
+    """At most four sentences: the best method and its lead, on test inputs, foreign inputs and corrupted inputs.
+
+    `against`: the methods compared with the baseline. No method is called best if methods were tested on different examples.
+    """
+    by_key = {measure.key: measure for measure in found}
+    first = next(iter(results.methods.values()))[0]
+    sentences = [_prediction(results, by_key, draws, against), _foreign_sentence(first.ood, by_key, draws)]
+    if "corrupt/accuracy" in by_key:
+        sentences.append(_corrupted_sentence(results, by_key["corrupt/accuracy"], draws["corrupt/accuracy"]))
+    return [each for each in sentences if each]
+
+
+def is_smoke(results: Results) -> bool:
+    """Whether a run was only a smoke test."""
+    return any(origin.get("size") == "smoke" for several in results.origins.values() for origin in several)
+
+
+def tested(each: dict[str, Resampled]) -> list[str]:
+    """Why some methods are not compared; empty if all were tested on the same examples in the same order."""
+    first, rows = next(iter(each)), rows_by_method(each)
+    others = [name for name, kind in rows.items() if kind == "own"]
+    moved = [name for name, kind in rows.items() if kind == "shuffled"]
+    said = []
+    if others:
+        said.append(
+            f"{', '.join(others)} {'was' if len(others) == 1 else 'were'} tested on other examples than {first}: the numbers "
+            "do not say which is better. Evaluate all methods with the same loader."
+        )
+    if moved:
+        said.append(
+            f"{', '.join(moved)} saw the examples in another order than {first}: differences cannot be tested by example. "
+            "Evaluate with a loader that does not shuffle."
+        )
+    return said
+
+
+def few(draws: MeasureDraws) -> list[str]:
+    """A caution if intervals rest on so few examples that skewed differences break Student's t."""
+    every = [each for by_method in draws.values() for each in by_method.values() if each.tested is not None]
+    found = {f"{e.measure.group}: {e.tested}" for e in every if (e.tested or 0) < FEW[len(e.measure.samples) - 1]}
+    said = f"Few examples ({'; '.join(sorted(found))}): intervals and p-values are rough, because one unusual example matters. "
+    return (
+        [f"{said}Use {FEW[0]} test examples or more, and {FEW[1]} or more of each kind for OOD metrics."]
+        if found
+        else []
+    )
+
+
+def cautions(results: Results) -> list[str]:
+    """The methods' warnings about their numbers, with the seeds concerned if not all."""
+    said = []
+    for name, several in results.methods.items():
+        found: dict[str, list[str]] = {}
+        for each in several:
+            for kind, text in each.cautions.items():
+                found.setdefault(kind, []).append(text)
+        for texts in found.values():
+            of = "" if len(several) == 1 else f" ({len(texts)} of {len(several)} seeds)"
+            said.append(f"{name}{of}: {texts[0]}.")
+    return said
+
+
+def _prediction(results: Results, by_key: dict[str, Measure], draws: MeasureDraws, against: Family | None) -> str:
+    nll, quality = by_key["nll"], by_key.get("accuracy") or by_key["rmse"]
+    each = draws["nll"]
+    if (best := _named(nll, each)) is None:
+        return ""
+    interval = each[best].interval()
+    ends = interval and f"95 % interval {nll.text(interval.lower)} to {nll.text(interval.upper)}"
+    score = f"{nll.text(each[best].estimate)} nats ({ends or 'no interval'})"
+    name = quality.label if quality.label.isupper() else quality.label.lower()
+    reached = f"{name} {_with_unit(quality, draws[quality.key][best].estimate)}"
+    text = f"{best} predicts{' best' if len(each) > 1 else ''}: negative log-likelihood {score}, {reached}."
+    if results.baseline is None or results.baseline not in each or len(each) < 2:
+        return text
+    if best == results.baseline:
+        return f"{text} No other method is better than this baseline."
+    pair = ("nll", best)
+    if against is None or pair not in against.comparisons:
+        return text
+    comparison, p_value = against.comparisons[pair], against.p_values[pair]
+    counted = f"{p_text(p_value)}{', by Holm' if results.holm else ''}; counts {comparison.counted}"
+    if p_value >= SIGNIFICANT:
+        return (
+            f"The lowest negative log-likelihood is that of {best}, {score}, {reached}: not ahead of {results.baseline} beyond "
+            f"chance ({counted})."
+        )
+    return f"{text} That is {nll.text(-comparison.difference)} nats less than {results.baseline} ({counted})."
+
+
+def _foreign_sentence(names: Sequence[str], by_key: dict[str, Measure], draws: MeasureDraws) -> str:
+    """A sentence with one clause per set of foreign inputs."""
+    clauses = []
+    for name in names:
+        measure, each = by_key[f"ood/{name}/auroc"], draws[f"ood/{name}/auroc"]
+        if (best := _named(measure, each)) is not None:
+            ranked = " best" if len(each) > 1 else ""
+            reached = _with_unit(measure, each[best].estimate)
+            if each[best].estimate <= 0.5:
+                clauses.append(
+                    f"no method separates {name} from test inputs better than chance: {best} has AUROC {reached}"
+                )
+            else:
+                clauses.append(f"{best} separates {name} from test inputs{ranked}: AUROC {reached}")
+    said = re.sub("^no method", "No method", "; ".join(clauses))
+    return f"{said} (50 % is chance, 100 % perfect)." if clauses else ""
+
+
+def _corrupted_sentence(results: Results, measure: Measure, each: dict[str, Resampled]) -> str:
+    if (best := _named(measure, each)) is None:
+        return ""
+    several = results.methods[best]
+
+    def clean(key: str) -> float:
+        return fmean(float(e.arrays[f"corrupt/clean/{key}"]) for e in several)
+
+    count = len(several[0].arrays["corrupt/example_accuracy"])  # may be fewer than the test set has
+    text = f"{count:,} of the test inputs were corrupted: the accuracy on these {count:,} inputs changes from "
+    text += f"{_with_unit(measure, clean('accuracy'))} to {_with_unit(measure, each[best].estimate)}, "
+    text += f"the calibration error on them from {100 * clean('ece'):.1f} % to "
+    ece = mean_over_seeds("corrupt/ece", several)
+    return f"{text}{100 * ece:.1f} % ({best}{', the best there' if len(each) > 1 else ''})."
+
+
+def _named(measure: Measure, each: dict[str, Resampled]) -> str | None:
+    """The method of a sentence: the best, or the only one."""
+    return next(iter(each)) if len(each) == 1 else best_method(measure, each)
+
+
+def _with_unit(measure: Measure, value: float) -> str:
+    return f"{measure.text(value)}\N{NO-BREAK SPACE}{measure.unit}".strip()

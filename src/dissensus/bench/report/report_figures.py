@@ -1,0 +1,362 @@
+"""The figures of a report, drawn from evaluations as SVG in the page's text colour."""
+
+import base64
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.image import imsave
+from torch import Tensor
+
+from dissensus import metrics
+from dissensus.bench.report import figure_sections
+from dissensus.bench.report.figure_sections import Made
+from dissensus.bench.report.results import Results, all_have, mean_over_seeds
+from dissensus.bench.report.tables import MeasureDraws, score_pair
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.evaluation.extreme_inputs import GROUPS
+from dissensus.evaluation.guarantees import DIFFICULTIES
+from dissensus.plots import charts
+from dissensus.plots.charts import INK, Curve, Panel, curve_figure, marked, short
+from dissensus.storage.run_files import write_bytes, write_text
+
+
+def promised(results: Results, palette: Mapping[str, str]) -> Made | None:
+    """Coverage by difficulty and severity with the promised level; risk by acceptance with the promised risk."""
+    panels = [*_sets(results, palette), *_gates(results, palette)]
+    text = (
+        "Dashed lines are the promised values, for inputs like the calibration rows. Coverage is promised over all inputs, not "
+        "for the hard ones separately, and not for corrupted inputs. Markers on the risk curves are the gates."
+    )
+    figures = [(str(panel.axes["title"]), curve_figure([panel])) for panel in panels]
+    return ("Are promises kept?", text, figures) if figures else None
+
+
+def _sets(results: Results, palette: Mapping[str, str]) -> list[Panel]:
+    panels = []
+    for name in _names(results, "/level"):
+        keys = [f"{name}/{each}/coverage" for each in DIFFICULTIES]
+        drawn = _curves(results, palette, [1, 2, 3], keys)
+        if drawn:
+            level = _first(results, f"{name}/level")
+            label = {"xlabel": "thirds of the inputs, easy to hard", "ylabel": "sets that hold the truth"}
+            title = {"title": f"Coverage by difficulty: {name}", "ylim": (None, 1.01)}
+            panels.append(Panel([*drawn, _line(1, 3, level)], label | title, percent="y", ticks=[1, 2, 3]))
+        severities = next(iter(results.methods.values()))[0].severities
+        keys = [f"{name}/coverage", *(f"corrupt/severity{s}/{name}/coverage" for s in severities)]
+        if severities and (drawn := _curves(results, palette, [0, *severities], keys)):
+            label = {"xlabel": "severity of corruption (0: clean)", "ylabel": "sets that hold the truth"}
+            title = {"title": f"Coverage under corruption: {name}", "ylim": (None, 1.01)}
+            line = _line(0, max(severities), _first(results, f"{name}/level"))
+            panels.append(Panel([*drawn, line], label | title, percent="y", ticks=[0, *severities]))
+    return panels
+
+
+def _gates(results: Results, palette: Mapping[str, str]) -> list[Panel]:
+    panels = []
+    for name in _names(results, "/promised"):
+        drawn = []
+        for i, (method, several) in enumerate(results.methods.items()):
+            first = several[0]
+            if f"test/{name}/error" not in first.arrays or "risk_coverage/risk" not in first.arrays:
+                continue
+            x, y = (first.arrays[f"risk_coverage/{key}"].numpy() for key in ("coverage", "risk"))
+            thin = np.linspace(0, len(x) - 1, min(len(x), 300)).round().astype(int)
+            drawn.append(Curve(x[thin], y[thin], short(method), {"color": palette[method]}))
+            at = [first.metrics[f"{name}/accepted"]], [first.metrics.get(f"{name}/risk", 0.0)]
+            drawn.append(Curve(*at, f"_{method}", {"color": palette[method], **marked(i, size=7)}))
+        if drawn and next(iter(results.methods.values()))[0].kind == "classification":
+            label = {"xlabel": "inputs accepted, most certain first", "ylabel": "errors among accepted"}
+            axes = label | {"title": f"Risk and acceptance: {name}", "xlim": (0, 1.02)}
+            panels.append(Panel([*drawn, _line(0, 1, _first(results, f"{name}/promised"))], axes, percent="xy"))
+    return panels
+
+
+def _names(results: Results, ending: str) -> list[str]:
+    """Names of the promises for which a method has a metric with this ending."""
+    found = (key for several in results.methods.values() for key in several[0].metrics if key.endswith(ending))
+    return [key.removesuffix(ending) for key in dict.fromkeys(found) if "/" not in key.removesuffix(ending)]
+
+
+def _curves(results: Results, palette: Mapping[str, str], x: Sequence[float], keys: Sequence[str]) -> list[Curve]:
+    """One curve per method that has all these metrics, averaged over seeds."""
+    return [
+        Curve(list(x), _means(several, keys), short(method), {"color": palette[method], **marked(i)})
+        for i, (method, several) in enumerate(results.methods.items())
+        if all(key in each.metrics for each in several for key in keys)
+    ]
+
+
+def _means(several: Sequence[Evaluation], keys: Sequence[str]) -> list[float]:
+    return [math.fsum(each.metrics[key] for each in several) / len(several) for key in keys]
+
+
+def _first(results: Results, key: str) -> float:
+    return next(e.metrics[key] for several in results.methods.values() for e in several if key in e.metrics)
+
+
+def _line(left: float, right: float, height: float) -> Curve:
+    return Curve([left, right], [height, height], "promised", {"color": INK, "linestyle": "--", "linewidth": 1})
+
+
+@dataclass(frozen=True)
+class Section:
+    """Figures that belong together, with a text that explains how to read them."""
+
+    title: str
+    text: str
+    figures: list[tuple[str, str]]  # description, SVG
+    first_seed: bool = False  # whether only the first of several seeds is drawn
+    wide: bool = False  # whether a figure spans the page
+
+
+def sections(results: Results, draws: MeasureDraws) -> list[Section]:
+    """All figures for which the evaluations have arrays, drawn from the first seed."""
+    first = {name: several[0] for name, several in results.methods.items()}
+    palette = charts.colours(list(first))
+    made: list[tuple[Made | None, dict[str, bool]]] = [
+        (figure_sections.looked_at(first, palette), {"first_seed": True, "wide": True}),
+        (figure_sections.segmented(first), {"first_seed": True, "wide": True}),
+        (figure_sections.swept(results, palette), {"wide": True}),
+        (figure_sections.learning(results, palette), {"wide": True}),
+        (figure_sections.over_training(results, palette), {"wide": True}),
+        (_calibration(first, palette), {"first_seed": True}),
+        (_coverage(first, palette), {"first_seed": True}),
+        (_foreign_section(first, palette), {"first_seed": True}),
+        (_selective(first, palette), {"first_seed": True}),
+        (promised(results, palette), {}),
+        (_corrupted_section(results, palette), {}),
+        (figure_sections.corrupted_by_itself(first), {"first_seed": True}),
+        (figure_sections.attacked(results, palette), {"wide": True}),
+    ]
+    numbered, count = [], 0
+    for section, how in made:
+        if section is None or not section[2]:
+            continue
+        title, text, figures = section
+        drawn = []
+        for alternative, figure in figures:
+            drawn.append((alternative, svg(figure, f"f{count}")))
+            count += 1
+        numbered.append(Section(title, text, drawn, **how))
+    return numbered
+
+
+def against_cost(results: Results, draws: MeasureDraws) -> Section | None:
+    """Every method as a point with its interval: the first measure and NLL against the cost of training and prediction."""
+    first = next(key for key in ("miou", "accuracy", "rmse") if key in draws)
+    asked = [(first, "cost/train_seconds"), ("nll", "cost/train_seconds"), ("nll", "cost/predict_ms")]
+    labels = {"cost/train_seconds": "training (seconds)", "cost/predict_ms": "prediction (ms per input)"}
+    palette, drawn = charts.colours(list(results.methods)), list[tuple[str, str]]()
+    free: dict[str, list[str]] = {}
+    for key, cost in asked:
+        points = {}
+        for name, several in results.methods.items():
+            if all_have(cost, several) and name in draws[key]:
+                interval = draws[key][name].interval()
+                ends = None if interval is None else (interval.lower, interval.upper)
+                points[name] = (mean_over_seeds(cost, several), draws[key][name].estimate, ends)
+        # A logarithmic axis cannot show a cost of zero.
+        free[labels[cost]] = [name for name, point in points.items() if point[0] <= 0]
+        points = {name: point for name, point in points.items() if point[0] > 0}
+        if points:
+            measure = next(iter(draws[key].values())).measure
+            quality = f"{measure.label}{f' ({measure.unit})' if measure.unit not in ('', '%') else ''}"
+            about: dict[str, Any] = {"cost": labels[cost], "quality": quality, "percent": measure.scale == 100}
+            figure = charts.cost_scatter(
+                points, **about, better="high" if measure.best == "high" else "low", palette=palette
+            )
+            drawn.append((f"{quality} against {labels[cost]}", svg(figure, f"c{len(drawn)}")))
+    unseen = [
+        f"Not shown, because they needed no {label.split(' (')[0]}: {', '.join(names)}."
+        for label, names in free.items()
+        if names
+    ]
+    text = " ".join(["Each point is a method. Bars are 95 % intervals. Further left is cheaper.", *unseen])
+    return Section("Quality and cost", text, drawn) if drawn or unseen else None
+
+
+def _calibration(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+    figures = []
+    for name, evaluation in first.items():
+        for prefix, about in (("", ""), ("calibrated/", ", calibrated")):
+            if f"{prefix}reliability/counts" not in evaluation.arrays:
+                continue
+            keys = ("counts", "confidence", "accuracy", "edges")
+            parts = [evaluation.arrays[f"{prefix}reliability/{key}"] for key in keys]
+            title = f"{name}{about}: ECE {100 * evaluation.metrics[f'{prefix}ece']:.2f} %"
+            figure = charts.reliability(*parts, title=title, colour=palette[name])
+            figures.append((f"Reliability diagram of {name}{about}", figure))
+    text = (
+        "How often answers of a given confidence are right. Bars below the dashed line mean overconfident answers, bars above "
+        "it underconfident ones; hatching marks the gap. The histogram underneath counts the inputs of each confidence."
+    )
+    return "Does confidence match accuracy?", text, figures
+
+
+def _coverage(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+    known = {name: e.arrays["test/cumulative"] for name, e in first.items() if "test/cumulative" in e.arrays}
+    figures = [("Coverage of intervals", charts.interval_coverage_figure(known, palette=palette))] if known else []
+    text = (
+        "Share of targets inside central intervals, against the intended share. Below the dashed line: overconfident."
+    )
+    return "Do intervals cover what they should?", text, figures
+
+
+def _foreign_section(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+    figures, names = [], next(iter(first.values())).ood
+    for foreign in names:
+        curves = {}
+        for name, e in first.items():
+            pair = score_pair(e, foreign, e.score)
+            if pair is not None:
+                curve = metrics.roc_curve(*pair)
+                curves[name] = (curve.fpr, curve.tpr, e.metrics[f"ood/{foreign}/auroc"])
+        if curves:
+            figure = charts.roc(curves, title=f"{foreign} against test inputs", palette=palette)
+            figures.append((f"ROC curves, {foreign} against test inputs", figure))
+    for name, e in first.items():
+        scores = {f: e.arrays[f"ood/{f}/score/{e.score}"] for f in names if f"ood/{f}/score/{e.score}" in e.arrays}
+        if scores:
+            inside = e.arrays[f"test/score/{e.score}"]
+            figure = charts.ood_histogram(inside, scores, score=e.score, title=name, colour=palette[name])
+            figures.append((f"Scores of {name} on test and foreign inputs", figure))
+    text = (
+        "Foreign inputs should get higher scores than test inputs. The curve shows the share of each that is flagged as the "
+        "threshold moves; the histograms show the scores."
+    )
+    return "Does it notice foreign inputs?", text, figures
+
+
+def _selective(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+    curves = {
+        name: (e.arrays["risk_coverage/coverage"], e.arrays["risk_coverage/risk"])
+        for name, e in first.items()
+        if "risk_coverage/risk" in e.arrays
+    }
+    classes = next(iter(first.values())).kind != "regression"
+    risk = "errors among answered" if classes else "mean squared error"
+    figures = []
+    if curves:
+        figure = charts.risk_coverage_figure(curves, risk=risk, percent=classes, palette=palette)
+        figures.append(("Risk and coverage of each method", figure))
+    text = "The error among answered inputs if only the most certain ones are answered and the others are refused."
+    return "How does refusing uncertain inputs help?", text, figures
+
+
+def _corrupted_section(results: Results, palette: dict[str, str]) -> Made | None:
+    first = next(iter(results.methods.values()))[0]
+    figures = []
+    for key, label, percent in (("accuracy", "Accuracy", True), ("nll", "NLL (nats)", False), ("ece", "ECE", True)):
+        values = {
+            name: (float(_mean_of(several, f"corrupt/clean/{key}")), _mean_of(several, f"corrupt/by_severity/{key}"))
+            for name, several in results.having(f"corrupt/by_severity/{key}").items()
+        }
+        if values:
+            panel = charts.corruption_panel(first.severities, values, label=label, percent=percent, palette=palette)
+            figures.append((f"{label} by severity of corruption", charts.curve_figure([panel])))
+    count = len(first.arrays.get("corrupt/example_nll", []))
+    text = (
+        f"{count:,} test inputs under all {len(first.corruptions)} types of corruption together, from mild to severe; "
+        "severity 0 is the same inputs without corruption."
+    )
+    return "What happens on corrupted inputs?", text, figures
+
+
+@dataclass(frozen=True)
+class Picture:
+    source: str  # data URI
+    caption: str
+    wrong: bool
+
+
+def pictures(evaluation: Evaluation) -> dict[str, list[Picture]]:
+    """Group -> pictures of the most certain and least certain inputs, and of the most certain mistakes."""
+    classes = evaluation.notes.get("classes", "").split("\n")
+    found = {}
+    for group in GROUPS:
+        inputs = evaluation.arrays.get(f"examples/{group}/inputs")
+        if inputs is None or not len(inputs):
+            continue
+        rows = evaluation.arrays[f"examples/{group}/index"]
+        shown = []
+        for image, row in zip(inputs, rows.tolist(), strict=True):
+            target, prediction = (int(evaluation.arrays[f"test/{n}"][row]) for n in ("target", "prediction"))
+            confidence = float(evaluation.arrays["test/confidence"][row])
+            names = [_class_name(classes, i) for i in (target, prediction)]
+            answer = names[0] if target == prediction else f"{names[0]}, said {names[1]}"
+            shown.append(Picture(png(image), f"{answer} · {_share(confidence)}", target != prediction))
+        found[group] = shown
+    fooling = [
+        evaluation.arrays.get(f"examples/fooling/{key}") for key in ("inputs", "target", "confidence", "reached")
+    ]
+    if fooling[0] is not None and fooling[0].ndim == 4:
+        found["fooling"] = [
+            Picture(png(image), f"{_class_name(classes, int(target))} · {_share(float(confidence))}", not reached)
+            for image, target, confidence, reached in zip(*fooling, strict=True)
+        ]
+    return found
+
+
+def _class_name(classes: Sequence[str], index: int) -> str:
+    return classes[index] if index < len(classes) and classes[index] else str(index)
+
+
+def _share(confidence: float) -> str:
+    return f"{100 * confidence:.0f} %" if confidence < 0.995 else f"{100 * min(confidence, 0.99999):.3g} %"
+
+
+def write_png(figure: Figure, path: Path) -> None:
+    """Writes the figure as PNG on white, for pages that cannot show SVG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110, facecolor="white")
+    write_bytes(path, buffer.getvalue())
+
+
+def write_files(folder: Path, drawn: Mapping[str, Figure], texts: Mapping[str, str]) -> list[Path]:
+    """Writes figures as PNG, and texts, under their names into a folder."""
+    for name, figure in drawn.items():
+        write_png(figure, folder / name)
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    return [folder / name for name in (*drawn, *texts)]
+
+
+def svg(figure: Figure, prefix: str) -> str:
+    """The figure as an <svg> element for a page: without header and links, with unique ids, INK in the page's text colour."""
+    text = io.StringIO()
+    with matplotlib.rc_context(charts.STYLE | {"svg.hashsalt": prefix}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    drawn = text.getvalue()
+    drawn = drawn[drawn.index("<svg") :]
+    drawn = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", drawn, flags=re.DOTALL)
+    drawn = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", drawn)
+    drawn = re.sub(r'(<svg[^>]*?)\swidth="[^"]*"', r"\1", drawn, count=1)
+    drawn = re.sub(r'(<svg[^>]*?)\sheight="[^"]*"', r"\1", drawn, count=1)
+    drawn = re.sub(r'(\sid="|url\(#|href="#)', rf"\g<1>{prefix}-", drawn)
+    return drawn.replace(charts.INK, "currentColor").strip()
+
+
+def png(image: Tensor) -> str:
+    """An image (C, H, W) as a PNG data URI: uint8, in [0, 1], or rescaled to [0, 1]."""
+    pixels: Any = image.double().numpy()
+    if image.dtype.is_floating_point and (pixels.min() < -1e-3 or pixels.max() > 1 + 1e-3):
+        pixels = (pixels - pixels.min()) / max(float(np.ptp(pixels)), 1e-12)
+    elif not image.dtype.is_floating_point:
+        pixels = pixels / 255
+    pixels = np.clip(pixels, 0, 1).transpose(1, 2, 0)
+    pixels = np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels
+    buffer = io.BytesIO()
+    imsave(buffer, pixels, format="png")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _mean_of(several: Sequence[Evaluation], name: str) -> Any:
+    return np.mean([e.arrays[name].numpy() for e in several], axis=0)

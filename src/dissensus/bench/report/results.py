@@ -1,0 +1,134 @@
+"""The results behind a report: evaluations by method and seed, and their origins."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.utils.checks import one_of
+from dissensus.utils.pandas_rows import frame
+from dissensus.utils.text import CONTROL as CONTROL
+
+# The beginning of a spreadsheet formula, or of an escaped one; numbers do not match.
+FORMULA = re.compile(r"(?![+-]?(?:[\d.]+(?:e[+-]?\d+)?|inf|nan)\Z)'*[=+\-@\t\r]")
+
+
+class Swept(NamedTuple):
+    """A setting in which runs differ, and its value for each method that has it."""
+
+    key: str
+    values: dict[str, float]  # method -> value
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """Evaluations of several methods on one task."""
+
+    title: str
+    description: str
+    methods: dict[str, list[Evaluation]]  # one evaluation per seed
+    origins: dict[str, list[dict[str, Any]]]  # for each evaluation, the first columns of its row
+    baseline: str | None = None
+    facts: dict[str, str] = field(default_factory=dict)  # provenance
+    reference: dict[str, Any] = field(default_factory=dict)  # published numbers, as in a task
+    focus: str | None = None  # the method that sentences on regions are about
+    sweep: Swept | None = None
+    holm: bool = False  # whether p-values are adjusted for the number of comparisons in a table
+
+    def seeds(self, method: str) -> list[Any]:
+        """The seeds of a method's evaluations; 0, 1, … if seeds are unknown."""
+        return [origin.get("seed", i) for i, origin in enumerate(self.origins[method])]
+
+    def each(self) -> Iterator[tuple[dict[str, Any], Evaluation]]:
+        """(origin, evaluation) of every method and seed."""
+        for name, several in self.methods.items():
+            yield from zip(self.origins[name], several, strict=True)
+
+    def having(self, array: str) -> dict[str, list[Evaluation]]:
+        """The methods whose evaluations all have this array."""
+        return {name: several for name, several in self.methods.items() if all(array in e.arrays for e in several)}
+
+    def compared_with(self, baseline: str | None = None, *, holm: bool = False) -> Results:
+        """The same results with another baseline (None keeps it), and with p-values adjusted or not."""
+        if baseline is not None:
+            one_of("a method of the report as baseline", baseline, self.methods)
+        return replace(self, baseline=self.baseline if baseline is None else baseline, holm=holm)
+
+    def to_dataframe(self) -> Any:
+        """A pandas.DataFrame: one row per method and seed, every metric a column, as in results.csv."""
+        return frame([origin | evaluation.metrics for origin, evaluation in self.each()])
+
+    @property
+    def kind(self) -> str:
+        return next(iter(self.methods.values()))[0].kind
+
+
+def results_of_evaluations(evaluations: Mapping[str, Evaluation | Sequence[Evaluation]], title: str) -> Results:
+    """Results from evaluations by name: one Evaluation, or a list with one per seed."""
+    if not isinstance(evaluations, Mapping):
+        got = type(evaluations).__name__
+        raise TypeError(f"expected a dict of name -> Evaluation, got {got}; pass {{'map': evaluate(...), ...}}")
+    if not evaluations:
+        raise ValueError("expected a dict of name -> Evaluation, got an empty one; pass {'map': evaluate(...), ...}")
+    methods: dict[str, list[Evaluation]] = {}
+    for name, value in evaluations.items():
+        several = [value] if not isinstance(value, Sequence) else list(value)
+        if not several or not all(isinstance(each, Evaluation) for each in several):
+            raise TypeError(f"expected an Evaluation for {name!r}, got {type(value).__name__}; pass evaluate's result")
+        methods[str(name)] = several
+    kinds = sorted({each.kind for several in methods.values() for each in several})
+    if len(kinds) > 1:
+        raise ValueError(f"expected evaluations of one kind, got {' and '.join(kinds)}; make one report for each")
+    origins = {name: [{"method": name, "seed": i} for i in range(len(each))] for name, each in methods.items()}
+    return Results(title, "", methods, origins)
+
+
+def csv_text(results: Results) -> str:
+    """results.csv: one row per method and seed, every metric in full precision."""
+    rows = [origin | {key: repr(value) for key, value in each.metrics.items()} for origin, each in results.each()]
+    return table_text(list(dict.fromkeys(key for row in rows for key in row)), rows)
+
+
+def table_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Rows as CSV. A text that a spreadsheet would run, such as "=A1", gets an apostrophe; `table_rows` removes it."""
+    text = io.StringIO()
+    lines = [columns, *([row.get(key) for key in columns] for row in rows)]
+    safe = ([f"'{cell}" if FORMULA.match(str(cell)) else cell for cell in line] for line in lines)
+    broken = any("\r" in str(cell) for line in lines for cell in line)  # Python 3.11 quotes no carriage return
+    csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if broken else csv.QUOTE_MINIMAL).writerows(safe)
+    return text.getvalue()
+
+
+def table_rows(path: Path, texts: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """Reads rows written by `table_text`. Cells are text; if `texts` is given, the other columns are numbers or None."""
+
+    def value(key: str, text: str) -> Any:
+        if texts is None or key in texts:
+            return text
+        return (int(text) if text.isdigit() else float(text)) if text else None
+
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = [[cell[cell[:1] == "'" and bool(FORMULA.match(cell)) :] for cell in line] for line in csv.reader(file)]
+    return [{key: value(key, text) for key, text in zip(lines[0], line, strict=True)} for line in lines[1:]]
+
+
+def mean_over_seeds(key: str, several: Sequence[Evaluation]) -> float:
+    # fmean gives the same digits in every Python; a plain sum does not.
+    return fmean(each.metrics[key] for each in several)
+
+
+def all_have(key: str, several: Sequence[Evaluation]) -> bool:
+    """Whether every evaluation has this metric."""
+    return all(key in each.metrics for each in several)
+
+
+def base_of(name: str) -> str:
+    """The method behind a name: "tradi" for "tradi" and for its variant "tradi-diagonal"."""
+    return name.partition("-")[0]

@@ -1,0 +1,300 @@
+"""The tables of a report: cells of text with intervals; the best value and its equals are marked."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from torch import Tensor
+
+from dissensus.bench.report.comparisons import (
+    SIGNIFICANT,
+    Family,
+    Overlap,
+    Resampled,
+    compared,
+    family,
+    resampled,
+    rows_of,
+)
+from dissensus.bench.report.measures import Measure, distance_measures, measures, member_measures
+from dissensus.bench.report.results import Results, all_have, mean_over_seeds
+from dissensus.evaluation.classification import SCORES as CLASS_SCORES
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.evaluation.regression import SCORES as TARGET_SCORES
+from dissensus.metrics import auroc
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number: its text, its interval, and whether it is the best or not distinguishable from the best."""
+
+    text: str
+    interval: str = ""
+    best: bool = False  # bold: no number of the row is better
+    clear: bool = False  # shaded: better beyond noise (p < 0.05, over several seeds), and by enough to matter
+    equal: bool = False  # p ≥ 0.05 against the best
+    note: str = ""  # p-value
+
+
+@dataclass(frozen=True)
+class Row:
+    label: str
+    unit: str
+    arrow: str
+    cells: list[Cell]
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    columns: list[str]
+    rows: list[Row]
+    below: list[str] = field(default_factory=list)  # second line of each column's heading: number of seeds
+
+    @property
+    def headings(self) -> list[str]:
+        """Headings of the columns, one line each."""
+        return [f"{name} ({below})" for name, below in zip(self.columns, self.below, strict=False)] or self.columns
+
+
+MeasureDraws = dict[str, dict[str, Resampled]]  # measure's key -> method -> resamples
+
+
+def draws_of(results: Results, only: Collection[str] | None = None) -> tuple[list[Measure], MeasureDraws]:
+    """The measures of all methods, and their resamples for every method that has them; `only`: restricts to these keys."""
+    found: dict[str, Measure] = {}
+    for several in results.methods.values():
+        found |= {measure.key: measure for measure in measures(several[0]) if measure.key not in found}
+    found = {key: measure for key, measure in found.items() if only is None or key in only}
+    draws = {
+        key: {
+            name: resampled(measure, several, seeds=results.seeds(name))
+            for name, several in results.methods.items()
+            if all_have(key, several)
+        }
+        for key, measure in found.items()
+    }
+    return list(found.values()), draws
+
+
+def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) -> Table:
+    """Every measure of every method; the best is marked and all others are compared with it."""
+    best = {measure.key: best_method(measure, draws[measure.key]) for measure in found}
+    against = family(
+        {
+            (key, name): compared(each, draws[key][str(best[key])])
+            for key in best
+            for name, each in draws[key].items()
+            if best[key] is not None and name != best[key]
+        },
+        holm=results.holm,
+    )
+    rows = []
+    for measure in found:
+        each, first = draws[measure.key], best[measure.key]
+        if len({measure.text(one.estimate) for one in each.values()}) == 1:
+            first = None  # all shown values are equal: nothing to mark
+        clear = first is not None and all(
+            against.p_values.get((measure.key, name), 1.0) < SIGNIFICANT
+            and against.comparisons[measure.key, name].seeds > 1  # one seed shows no variation over seeds
+            and not measure.alike(other.estimate, each[first].estimate)
+            for name, other in each.items()
+            if other.estimate != each[first].estimate
+        )
+        cells = [
+            _cell(measure, each[name], each.get(first or ""), against.p_values.get((measure.key, name)), clear=clear)
+            if name in each
+            else Cell("–")
+            for name in results.methods
+        ]
+        rows.append(measure_row(measure, cells))
+    return table_of(results, list(results.methods), rows)
+
+
+def differences(results: Results, found: Sequence[Measure], draws: MeasureDraws, baseline: str) -> Family:
+    """Every other method compared with the baseline in every measure that can be better or worse."""
+    return family(
+        {
+            (measure.key, name): compared(each, draws[measure.key][baseline])
+            for measure in found
+            for name, each in draws[measure.key].items()
+            if measure.best is not None and name != baseline and baseline in draws[measure.key]
+        },
+        holm=results.holm,
+    )
+
+
+def difference_table(results: Results, found: Sequence[Measure], against: Family, baseline: str) -> Table:
+    """Every other method minus the baseline, with the interval and the p-value of no difference."""
+    others = [name for name in results.methods if name != baseline]
+    rows = []
+    for measure in found:
+        pairs = [(measure.key, name) for name in others]
+        if not any(pair in against.comparisons for pair in pairs):
+            continue
+        cells = []
+        for pair in pairs:
+            comparison = against.comparisons.get(pair)
+            if comparison is None:
+                cells.append(Cell("–"))
+                continue
+            interval, p_value = comparison.interval(against.level), against.p_values[pair]
+            widest = measure.possible[1] - measure.possible[0]  # the largest possible difference
+            lower, upper = max(interval.lower, -widest), min(interval.upper, widest)
+            better = measure.goodness(comparison.first) > measure.goodness(comparison.second)
+            noticed = better and not measure.alike(comparison.first, comparison.second)
+            clear = p_value < SIGNIFICANT and noticed and comparison.seeds > 1
+            cells.append(
+                Cell(
+                    text=signed_text(measure, comparison.difference),
+                    interval=f"{signed_text(measure, lower)} to {signed_text(measure, upper)}",
+                    best=clear,
+                    clear=clear,
+                    note=p_text(p_value),
+                )
+            )
+        rows.append(measure_row(measure, cells))
+    return table_of(results, others, rows)
+
+
+def member_table(results: Results) -> Table | None:
+    """Mixtures and their members; None if no method has several members."""
+    several = {name: each for name, each in results.methods.items() if "members/count" in each[0].metrics}
+    return _means(results, several, [m for each in several.values() for m in member_measures(each[0])])
+
+
+def distance_table(results: Results) -> Table | None:
+    """Distances between the trained members of every method at training inputs; None if not measured."""
+    known = {name: each for name, each in results.methods.items() if "distances/weight" in each[0].metrics}
+    return _means(results, known, distance_measures())
+
+
+def _means(results: Results, methods: dict[str, list[Evaluation]], found: Sequence[Measure]) -> Table | None:
+    """Means over seeds for some methods, one row per measure."""
+    rows = []
+    for measure in {each.key: each for each in found}.values():
+        known = [all_have(measure.key, several) for several in methods.values()]
+        cells = [
+            Cell(measure.text(mean_over_seeds(measure.key, several)) if there else "–")
+            for several, there in zip(methods.values(), known, strict=True)
+        ]
+        rows.append(Row(measure.label, measure.unit, "", cells))
+    return table_of(results, list(methods), rows) if methods else None
+
+
+def corruption_table(results: Results, metric: str, measure: Measure, *, marked: bool = True) -> Table | None:
+    """A metric for every type of corruption, averaged over severities and seeds; `marked`: marks the best."""
+    first = next(iter(results.methods.values()))[0]
+    return _detail(results, {kind: f"corrupt/{kind}/{metric}" for kind in first.corruptions}, measure, marked=marked)
+
+
+def attack_table(results: Results, metric: str, measure: Measure, *, marked: bool = True) -> Table | None:
+    """A metric for every attack at every ε, averaged over seeds."""
+    keys = dict.fromkeys(key for several in results.methods.values() for key in several[0].metrics)
+    split = [key.split("/") for key in keys if key.startswith("attack/")]
+    rows = {f"{each[1]}, ε = {each[2]}": "/".join(each) for each in split if len(each) == 4 and each[3] == metric}
+    return _detail(results, rows, measure, marked=marked)
+
+
+def _detail(results: Results, keys: Mapping[str, str], measure: Measure, *, marked: bool) -> Table | None:
+    """One row per label with the numbers of its key, averaged over seeds; None without rows."""
+    rows = []
+    for label, key in keys.items():
+        values = {n: mean_over_seeds(key, each) for n, each in results.methods.items() if all_have(key, each)}
+        best = max(values.values(), key=measure.goodness) if marked and len(values) > 1 else None
+        cells = [
+            Cell(text := measure.text(values[n]), best=best is not None and text == measure.text(best))
+            if n in values
+            else Cell("–")
+            for n in results.methods
+        ]
+        rows.append(Row(label.replace("_", " "), "", "", cells))
+    return table_of(results, list(results.methods), rows) if rows else None
+
+
+def score_table(results: Results) -> Table | None:
+    """AUROC of every score on every OOD set."""
+    evaluations = [several[0] for several in results.methods.values()]
+    rows = []
+    for foreign in evaluations[0].ood:
+        for name in (*CLASS_SCORES, *TARGET_SCORES):
+            found = [
+                [value for each in several if (value := _score_auroc(each, foreign, name)) is not None]
+                for several in results.methods.values()
+            ]
+            if not any(found):
+                continue
+            cells = [Cell(f"{100 * fmean(values):.2f}" if values else "–") for values in found]
+            rows.append(Row(name.replace("_", " "), "%", "↑", cells, foreign))
+    return table_of(results, list(results.methods), rows) if rows else None
+
+
+def _score_auroc(evaluation: Evaluation, foreign: str, score: str) -> float | None:
+    """The AUROC of a score: for pixels as measured, else computed from the scores; None if the evaluation has neither."""
+    pair = score_pair(evaluation, foreign, score)
+    return evaluation.metrics.get(f"ood/{foreign}/{score}/auroc") if pair is None else float(auroc(*pair))
+
+
+def score_pair(evaluation: Evaluation, foreign: str, score: str) -> tuple[Tensor, Tensor] | None:
+    """A score of the test inputs and of an OOD set; None if the evaluation does not have it."""
+    names = (f"test/score/{score}", f"ood/{foreign}/score/{score}")
+    if any(name not in evaluation.arrays for name in names):
+        return None
+    return evaluation.arrays[names[0]], evaluation.arrays[names[1]]
+
+
+def rows_by_method(draws: dict[str, Resampled]) -> dict[str, Overlap]:
+    """Whether each method was tested on the examples of the first method."""
+    first = next(iter(draws.values()))
+    return {name: rows_of(first, each) for name, each in draws.items()}
+
+
+def best_method(measure: Measure, draws: dict[str, Resampled]) -> str | None:
+    """The method with the best estimate; None if there is none, or if methods were tested on different examples."""
+    if measure.best is None or len(draws) < 2 or "own" in rows_by_method(draws).values():
+        return None
+    return max(draws, key=lambda name: measure.goodness(draws[name].estimate))
+
+
+def measure_row(measure: Measure, cells: list[Cell]) -> Row:
+    return Row(measure.label, measure.unit, arrow(measure), cells, measure.group)
+
+
+def arrow(measure: Measure) -> str:
+    if isinstance(measure.best, float):
+        return f"→ {measure.text(measure.best)}"
+    return {"high": "↑", "low": "↓"}.get(measure.best or "", "")
+
+
+def signed_text(measure: Measure, value: float) -> str:
+    text = measure.text(value)
+    return (text if value < 0 else f"+{text}").replace("-", "−")
+
+
+def p_text(p_value: float) -> str:
+    return "p < 0.001" if p_value < 0.001 else f"p = {p_value:.3f}"
+
+
+def table_of(results: Results, names: Sequence[str], rows: list[Row]) -> Table:
+    """A table of rows under these methods, with their numbers of seeds if these differ."""
+    counts = {name: len(several) for name, several in results.methods.items()}
+    below = [f"{counts[name]} seed{'s' * (counts[name] != 1)}" for name in names]
+    return Table(list(names), rows, below if len(set(counts.values())) > 1 else [])
+
+
+def _cell(
+    measure: Measure, mine: Resampled, best: Resampled | None, p_value: float | None, *, clear: bool = False
+) -> Cell:
+    """A number, marked as best (several may be) or compared with the best; `clear`: whether the best wins clearly."""
+    interval = mine.interval()
+    is_best = best is not None and measure.goodness(mine.estimate) == measure.goodness(best.estimate)
+    shown_best = best is not None and measure.text(mine.estimate) == measure.text(best.estimate)
+    p_value = None if is_best else p_value
+    return Cell(
+        text=measure.text(mine.estimate),
+        interval="" if interval is None else f"{measure.text(interval.lower)}–{measure.text(interval.upper)}",
+        best=is_best or shown_best,
+        clear=is_best and clear,
+        equal=p_value is not None and p_value >= SIGNIFICANT,
+        note="" if p_value is None else p_text(p_value),
+    )

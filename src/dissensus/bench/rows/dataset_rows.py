@@ -1,0 +1,73 @@
+"""The rows of a data set: training, validation and test rows of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dissensus.data.find_files import FOLDER_VARIABLE, data_folder
+
+SetKind = Literal["classification", "regression", "segmentation"]
+Root = str | Path | None
+
+
+class TaskRows(NamedTuple):
+    """Inputs and targets: images (N, C, H, W) uint8 or rows (N, D); classes (N,), masks (N, H, W) uint8 or values (N, 1)."""
+
+    x: Tensor
+    y: Tensor
+    true: Tensor | None = None  # the true labels if some were made wrong, else None
+
+    def at(self, rows: Tensor) -> TaskRows:
+        return TaskRows(self.x[rows], self.y[rows], None if self.true is None else self.true[rows])
+
+    def first(self, count: int | None, *, seed: int) -> TaskRows:
+        """At most `count` rows, chosen by the seed, in their original order."""
+        if count is None or count >= len(self.y):
+            return self
+        return self.at(torch.randperm(len(self.y), generator=torch.Generator().manual_seed(seed))[:count].sort().values)
+
+
+class Asked(NamedTuple):
+    """The request for the rows of a user's data set."""
+
+    folder: Root  # folder of the user's data
+    beside: str  # folder of the user's task file; "" for shipped tasks
+    kind: SetKind
+    seed: int  # seed of the held-out rows
+
+    def path(self, name: str) -> Path:
+        """A file or folder: an absolute path, or a name in the data folder, beside the task, or in the current folder."""
+        places = [data_folder(self.folder), Path(self.beside) if self.beside else None, Path()]
+        return find_file(name, [place for place in places if place is not None])
+
+
+def find_file(name: str, folders: Sequence[Path], what: str = "") -> Path:
+    """An absolute path, or the name in the first folder that has it, or in the current folder if there are no folders."""
+    tried = [folder / Path(name).expanduser() for folder in folders or [Path()]]
+    for path in tried:
+        if path.exists():
+            return path
+    raise FileNotFoundError(
+        f"expected {what}{name!r} at {' or '.join(map(str, dict.fromkeys(tried)))}, got nothing there; correct its name in "
+        f"the task, put it beside the task, or pass its folder as --data or {FOLDER_VARIABLE}"
+    )
+
+
+class LearnedRows(NamedTuple):
+    """The rows of a data set for training. `validation`: None if the set has no validation rows; `ood`, `shift`: sets that
+    come with it, for a segmentation the foreign pixels of its test rows."""
+
+    train: TaskRows
+    test: TaskRows
+    classes: tuple[str, ...]
+    validation: TaskRows | None = None
+    ood: Mapping[str, TaskRows] = MappingProxyType({})
+    shift: Mapping[str, TaskRows] = MappingProxyType({})
+    read: Callable[[str, bool], TaskRows] | None = None  # (file, whether it has targets) -> rows like these
+    sorted: bool = False  # whether training rows may come sorted by class

@@ -1,0 +1,215 @@
+"""The rows of a task: training, validation, test, foreign and shifted rows, and their standardisation."""
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dissensus.bench.names import listed
+from dissensus.bench.rows.dataset_rows import Asked, Root, SetKind, TaskRows
+from dissensus.bench.rows.named_sets import FOREIGN, SHIFTED, image_file, task_set
+from dissensus.bench.typecheck import fitting
+from dissensus.data import noisy_labels, split_indices
+from dissensus.data.standardise import Standardiser
+from dissensus.utils.checks import one_of
+
+STANDARDISED = ("training", "unit", "imagenet", "none")
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # means and deviations of pixels in [0, 1], by channel
+TARGETS = ("original", "standardised")
+FILES = (".npz", ".csv", ".parquet")  # file types of foreign or shifted rows
+
+
+@dataclass(frozen=True, eq=False)
+class TaskData:
+    """All rows of a task, in original units, images as uint8; the standardisers turn them into the network's inputs."""
+
+    kind: SetKind
+    classes: tuple[str, ...]  # () for a regression
+    train: TaskRows
+    validation: TaskRows  # empty if none are held out
+    calibration: TaskRows  # held out of the test set for calibration; empty if none are
+    test: TaskRows
+    ood: dict[str, TaskRows]
+    shift: dict[str, TaskRows]
+    standardiser: Standardiser  # of inputs
+    targets: Standardiser | None  # of the training targets, if networks learn standardised targets
+
+    @property
+    def held_out(self) -> TaskRows:
+        """The rows for fitting a temperature."""
+        return self.calibration if len(self.calibration.y) else self.validation
+
+    @property
+    def digest(self) -> str:
+        """Twelve digits that change with any training, validation or test row."""
+        found = hashlib.sha256()
+        for rows in (self.train, self.validation, self.calibration, self.test):
+            for tensor in (rows.x, rows.y):
+                found.update(tensor.contiguous().numpy().data)
+        return found.hexdigest()[:12]
+
+    @property
+    def images(self) -> bool:
+        return self.train.x.ndim == 4
+
+
+class LastData:
+    """Loads task data by their settings; keeps the last, so that runs on the same rows read them once."""
+
+    def __init__(self, folder: Root = None) -> None:
+        self.folder = folder
+        self._last: tuple[Any, TaskData] | None = None
+
+    def __call__(self, settings: dict[str, Any], kind: SetKind | None = None, beside: str = "") -> TaskData:
+        if self._last is None or self._last[0] != (settings, kind, beside):
+            self._last = None  # two sets need not fit into memory
+            self._last = ((settings, kind, beside), task_data(settings, self.folder, kind=kind, beside=beside))
+        return self._last[1]
+
+
+def task_data(
+    settings: dict[str, Any], folder: Root = None, *, kind: SetKind | None = None, beside: str = ""
+) -> TaskData:
+    """The rows of a run's [data] section; FileNotFoundError if a set is missing, with its files and their place.
+
+    `kind`: kind of the task, for sets that fit several. `beside`: the folder of the task file.
+    """
+    options = {key: value for key, value in settings.items() if key not in ("ood", "shift")}
+    name, seed = options.pop("name"), options.pop("seed", 0)
+    validation, calibration = options.pop("validation", None), options.pop("calibration", 0)
+    train_rows, test_rows, ood_rows = (options.pop(key, None) for key in ("train", "test", "ood_rows"))
+    noise, source = options.pop("label_noise", 0.0), task_set(name)
+    kind = source.kind or kind or "classification"
+    # The user's targets may have any scale; the initial noise of likelihoods fits standardised targets.
+    own_values = source.kind is None and kind == "regression"
+    standardise = options.pop("standardise", "none" if source.standardised else "training")
+    targets = options.pop("targets", "standardised" if own_values else "original")
+    asked = Asked(folder, beside, kind, seed)
+    with fitting(f"the data set {name}"):
+        learned = source.make(asked if source.own else folder, **options)
+    everything, test, classes, own_validation = learned[:4]
+    labels = () if kind == "segmentation" else classes  # masks are checked where they are read
+    _check_like(everything, everything, options.get("train_file", f"the training rows of {name}"), labels)
+    _check_like(everything, test, options.get("test_file", f"the test rows of {name}"), labels)
+    if learned.sorted:  # unshuffled batches, and batch statistics, would contain one class only
+        everything = everything.at(torch.randperm(len(everything.y), generator=torch.Generator().manual_seed(seed)))
+
+    def tested(rows: TaskRows) -> tuple[TaskRows, TaskRows]:
+        return _split(rows.first(test_rows, seed=seed), calibration, seed, kind)
+
+    # Validation rows of a noisy set are noisy too: whoever has wrong labels has no right ones to choose an epoch.
+    training = _with_noise(everything.first(train_rows, seed=seed), noise, labels, seed)
+    if own_validation is None:
+        training, held = _split(training, 0.1 if validation is None else validation, seed, kind)
+    else:
+        held = own_validation if validation is None else _split(own_validation, validation, seed, kind)[1]
+        _check_like(training, held, f"the validation rows of {name}", labels)
+    test, held_test = tested(test)
+
+    def elsewhere(key: str, known: Mapping[str, Callable[..., TaskRows]], **options: Any) -> dict[str, TaskRows]:
+        """The sets named by the key; raises if two would have the same name in reports."""
+        read, named = learned.read or partial(image_file, asked), labels if key == "shift" else ()
+        found: dict[str, TaskRows] = dict(getattr(learned, key))
+        for each, rows in found.items():
+            if not re.fullmatch(r"[\w .+-]+", each):
+                raise ValueError(f"expected a plain name for a set of data.{key}, got {each!r}; rename it")
+            _check_like(training, rows, each, named)
+        for each in dict.fromkeys(listed(settings.get(key, []))):
+            if Path(each).stem in found:
+                raise ValueError(f"expected different names in data.{key}, got {Path(each).stem!r} twice; rename one")
+            file = Path(each).suffix in FILES
+            rows = read(each, key == "shift") if file else known[one_of("a set", each, known)](folder, **options)
+            _check_like(training, rows, each, named)
+            found[Path(each).stem] = rows
+        return found
+
+    def foreign(rows: TaskRows) -> TaskRows:  # for a segmentation they are pixels of its test rows
+        return tested(rows)[0] if kind == "segmentation" else rows.first(ood_rows, seed=seed)
+
+    return TaskData(
+        kind=kind,
+        classes=classes,
+        train=training,
+        validation=held,
+        calibration=held_test,
+        test=test,
+        ood={each: foreign(rows) for each, rows in elsewhere("ood", FOREIGN).items()},
+        shift=elsewhere("shift", SHIFTED, **options),
+        standardiser=_of_inputs(training, standardise),
+        targets=_of_targets(training, targets, kind),
+    )
+
+
+def _with_noise(rows: TaskRows, noise: float, classes: tuple[str, ...], seed: int) -> TaskRows:
+    """The rows with a share of wrong labels; the true labels are kept too."""
+    if noise == 0:
+        return rows
+    if not classes:
+        raise ValueError(f"expected classes for data.label_noise = {noise}, got a set without; leave the key out")
+    return TaskRows(rows.x, noisy_labels(rows.y, noise, classes=len(classes), seed=seed), rows.y)
+
+
+def _split(rows: TaskRows, held_out: float, seed: int, kind: SetKind) -> tuple[TaskRows, TaskRows]:
+    """(remaining rows, held-out rows); held_out: their number or share."""
+    rest, held = torch.arange(len(rows.y)), torch.arange(0)
+    if held_out != 0:
+        labels = rows.y if kind == "classification" else None
+        rest, held = split_indices(len(rows.y), validation=held_out, seed=seed, labels=labels)
+    return rows.at(rest), rows.at(held)
+
+
+def _of_inputs(training: TaskRows, how: str) -> Standardiser:
+    images = training.x.ndim == 4
+    one_of("data.standardise", how, STANDARDISED)
+    if how == "training" and training.x.dtype == torch.uint8:
+        return Standardiser.of_channels(training.x)
+    if how == "training":
+        return _of_numbers(training.x)
+    if how != "none" and not (images and (how == "unit" or training.x.shape[1] == 3)):
+        got = f'inputs of shape {tuple(training.x.shape[1:])}; choose "training" or "none"'
+        raise ValueError(f'expected {"RGB " * (how == "imagenet")}images for data.standardise = "{how}", got {got}')
+    if how == "imagenet":
+        mean, std = (torch.tensor(each, dtype=torch.float64)[:, None, None] for each in IMAGENET)
+        return Standardiser(mean, std)
+    middle, scale = (0.5, 0.5) if how == "unit" else (0.0, 1.0)  # pixels in [0, 1] to [−1, 1]
+    return Standardiser(torch.tensor(middle, dtype=torch.float64), torch.tensor(scale, dtype=torch.float64))
+
+
+def _of_numbers(x: Tensor) -> Standardiser:
+    """Standardiser by column for x (N, D), by channel for (N, C, H, W), by entry for other shapes."""
+    if x.ndim == 4:
+        found = Standardiser.of_rows(x.movedim(1, -1).flatten(0, 2))
+        return Standardiser(found.mean[:, None, None], found.std[:, None, None])
+    found = Standardiser.of_rows(x.flatten(1))
+    return Standardiser(found.mean.view(x.shape[1:]), found.std.view(x.shape[1:]))
+
+
+def _of_targets(training: TaskRows, how: str, kind: SetKind) -> Standardiser | None:
+    if one_of("data.targets", how, TARGETS) == "original":
+        return None
+    if kind != "regression":
+        raise ValueError(f'expected a regression for data.targets = "{how}", got a {kind}; leave the key out')
+    return Standardiser.of_rows(training.y)
+
+
+def _check_like(training: TaskRows, rows: TaskRows, name: str, classes: tuple[str, ...] = ()) -> None:
+    """Raises if inputs do not have the shape of the training inputs, or if a label is not one of the classes."""
+    outside = (rows.y < 0) | (rows.y >= len(classes))
+    if classes and outside.any():
+        row = int(outside.nonzero()[0, 0])
+        got, advice = f"{int(rows.y[row])} in row {row}", "number classes as in training (npz tasks: set data.classes)"
+        raise ValueError(f"expected labels from 0 to {len(classes) - 1} in {name!r}, got {got}; {advice}")
+    if rows.x.shape[1:] != training.x.shape[1:]:
+        shapes = f"{tuple(training.x.shape[1:])} in {name!r}, as in the training set, got {tuple(rows.x.shape[1:])}"
+        raise ValueError(f"expected inputs of shape {shapes}; choose another set, or resize its images first")
+    if (rows.x.dtype == torch.uint8) != (
+        training.x.dtype == torch.uint8
+    ):  # pixels are read as x / 255, numbers are not
+        got = f"{rows.x.dtype}; save pixels as uint8 in all files, or numbers in all"
+        raise ValueError(f"expected inputs of the training set's dtype, {training.x.dtype}, in {name!r}, got {got}")

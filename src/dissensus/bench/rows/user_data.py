@@ -1,0 +1,301 @@
+"""The user's data: from a function, from folders of images, or from tables and arrays in files."""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dissensus.bench.rows.dataset_rows import Asked, LearnedRows, SetKind, TaskRows
+from dissensus.bench.typecheck import fitting
+from dissensus.bench.user_code import own_object
+from dissensus.data import split_indices
+from dissensus.data.file_formats import pixels
+from dissensus.data.image_folders import image_folder, image_stack, subfolders
+from dissensus.data.numpy_files import npz_pair
+from dissensus.data.tabular import REGRESSION_SETS, read_uci_folder, regression_split, uci_regression
+from dissensus.numerics.lengthscales import check_finite_rows
+from dissensus.numerics.randomness import same_random_state
+from dissensus.utils.arrays import as_array
+from dissensus.utils.checks import one_of
+
+HINT = 'write likelihood = "regression" in the task, or number the classes'
+
+
+class Learner:
+    """Turns the user's arrays or tensors into TaskRows: the training rows, and other rows of the same form."""
+
+    def __init__(self, kind: SetKind, train: Any, what: str, classes: Sequence[str] | None) -> None:
+        self.kind = kind
+        self.levels: list[Any] | None = None  # class labels in y; None if classes are numbered already
+        x, y = self._pair(train, what)
+        self.classes: tuple[str, ...] = ()
+        if kind == "classification":
+            values = as_array(y)
+            if values.dtype.kind in "USOb":
+                self.levels = sorted(set(values.tolist()) if classes is None else classes)
+                self.classes = tuple(map(str, self.levels))
+            else:
+                self.classes = tuple(map(str, classes if classes is not None else range(_count(values, what))))
+        self.train = self.rows((x, y), what)
+
+    def rows(self, given: Any, what: str, *, labelled: bool = True) -> TaskRows:
+        """TaskRows of (x, y), or of x alone if unlabelled; `what`: their name in errors."""
+        x, y = self._pair(given, what, labelled=labelled)
+        inputs = _inputs(x, what)
+        if not labelled:
+            empty = torch.zeros(len(inputs), dtype=torch.int64)
+            return TaskRows(inputs, empty if self.classes else empty[:, None].double())
+        targets = self._values(y, what) if self.kind == "regression" else self._labels(y, what)
+        if len(targets) != len(inputs):
+            raise ValueError(f"expected {len(inputs)} targets in {what}, got {len(targets)}; pass one per row")
+        return TaskRows(inputs, targets)
+
+    def _pair(self, given: Any, what: str, *, labelled: bool = True) -> tuple[Any, Any]:
+        if isinstance(given, tuple | list) and len(given) == 2:
+            return given[0], given[1]
+        if labelled or isinstance(given, tuple | list | Mapping):
+            raise ValueError(f"expected (x, y) for {what}, got {type(given).__name__}; return a tuple of two arrays")
+        return given, None
+
+    def _values(self, y: Any, what: str) -> Tensor:
+        values = as_array(y)
+        if values.dtype.kind not in "fiu" or values.ndim not in (1, 2):
+            got = f"{values.dtype} {values.shape}"
+            raise ValueError(f"expected numbers (N,) or (N, D) as y of {what}, got {got}; {HINT}")
+        found = torch.from_numpy(np.require(values, np.float64, ["C", "W"]))
+        found = found[:, None] if found.ndim == 1 else found
+        check_finite_rows(found, what=f"targets of {what}")
+        return found
+
+    def _labels(self, y: Any, what: str) -> Tensor:
+        values = as_array(y)
+        if values.shape == (len(values), 1):
+            values = values[:, 0]
+        if values.ndim != 1 or values.dtype.kind == "f":
+            raise ValueError(f"expected class labels (N,) as y of {what}, got {values.dtype} {values.shape}; {HINT}")
+        if self.levels is None:
+            if values.dtype.kind not in "iu":
+                raise ValueError(f"expected whole numbers as labels of {what}, got {values.dtype}; label all alike")
+            return torch.from_numpy(values.astype(np.int64))
+        place = {level: i for i, level in enumerate(self.levels)}
+        if strange := [value for value in dict.fromkeys(values.tolist()) if value not in place]:
+            known = f"the training classes ({', '.join(self.classes)})"
+            raise ValueError(f"expected {known} in {what}, got {strange[0]!r} too; train on it too, or remove its rows")
+        return torch.tensor([place[value] for value in values.tolist()], dtype=torch.int64)
+
+
+def _count(labels: np.ndarray, what: str) -> int:
+    if not labels.size:
+        raise ValueError(f"expected rows in {what!r}, got none; pass at least one for each class")
+    return int(labels.max()) + 1 if labels.dtype.kind in "iu" else 0
+
+
+def _inputs(x: Any, what: str) -> Tensor:
+    """Images (N, C, H, W) uint8, or numbers (N, …); floating numbers keep their precision, others become float64."""
+    values = as_array(x)
+    if values.dtype == np.uint8 and values.ndim in (3, 4):
+        return torch.from_numpy(pixels(values, what))
+    if values.dtype.kind not in "fiub" or values.ndim < 2 or not values.size:
+        got = f"{values.dtype} {values.shape}"
+        raise ValueError(f"expected x of {what} as uint8 (N, C, H, W) or numbers (N, D), got {got}; convert it")
+    wanted = values.dtype if values.dtype in (np.float32, np.float64) else np.dtype(np.float64)
+    found = torch.from_numpy(np.require(values, wanted.newbyteorder("="), ["C", "W"]))
+    check_finite_rows(found.flatten(1), what=f"inputs of {what}")
+    return found
+
+
+MADE = ("train", "test", "validation", "ood", "shift", "classes")  # keys that a function may return
+
+
+def made_rows(name: str, asked: Asked, **options: Any) -> LearnedRows:
+    """Rows from the user's function: it returns a dict with train and test, each (x, y), and other keys of MADE."""
+    make = own_object(name, "a function that makes data", asked.beside)
+    with fitting(f"the data of {name}"), _seeded(asked.seed):
+        found = make(**options)
+    if not isinstance(found, Mapping) or not {"train", "test"} <= found.keys():
+        got = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+        raise ValueError(f'expected a dict with "train" and "test", each (x, y), from {name}, got {got}; return both')
+    for key in found:
+        one_of(f"a key of what {name} returns", key, MADE)
+    learn = Learner(asked.kind, found["train"], f"train of {name}", found.get("classes"))
+    elsewhere: dict[str, dict[str, TaskRows]] = {"ood": {}, "shift": {}}
+    for key, sets in elsewhere.items():
+        for each, rows in dict(found.get(key, {})).items():
+            sets[str(each)] = learn.rows(rows, f"{key} {each!r} of {name}", labelled=key == "shift")
+    validation = learn.rows(found["validation"], f"validation of {name}") if "validation" in found else None
+    return LearnedRows(
+        learn.train,
+        learn.rows(found["test"], f"test of {name}"),
+        learn.classes,
+        validation,
+        ood=elsewhere["ood"],
+        shift=elsewhere["shift"],
+        sorted=True,
+    )
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Context that seeds the global generators, so that every process makes the same rows; their states are restored."""
+    before = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with same_random_state(torch.device("cpu")):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])  # noqa: NPY002
+
+
+def npz_rows(asked: Asked, train_file: str, test_file: str, classes: int | None = None) -> LearnedRows:
+    """Rows from arrays x, y (or images, labels) in .npz files. classes: their number, if training rows lack the last class."""
+    names = None if classes is None else [*map(str, range(classes))]
+    learn = Learner(asked.kind, npz_pair(asked.path(train_file)), train_file, names)
+    read = partial(_read_npz, asked, learn)
+    return LearnedRows(learn.train, read(test_file, True), learn.classes, read=read, sorted=True)
+
+
+def _read_npz(asked: Asked, learn: Learner, name: str, labelled: bool) -> TaskRows:
+    return learn.rows(npz_pair(asked.path(name), labelled=labelled), name, labelled=labelled)
+
+
+def folder_rows(
+    asked: Asked, path: str = ".", size: int | Sequence[int] | None = None, channels: int = 3
+) -> LearnedRows:
+    """Rows from images in PATH/train/CLASS and PATH/test/CLASS; PATH/validation/CLASS, PATH/ood/SET and PATH/shift/SET/CLASS
+    are optional."""
+    root = asked.path(path)
+    read = partial(image_folder, size=size, channels=channels)
+    train = read(root / "train")
+    classes = train.classes
+
+    def labelled(folder: Path) -> TaskRows:
+        images = read(folder, classes=classes)
+        return TaskRows(images.images, images.labels)
+
+    def foreign(folder: Path) -> TaskRows:
+        images, _ = image_stack(folder, size=size, channels=channels)
+        return TaskRows(images, torch.zeros(len(images), dtype=torch.int64))
+
+    held = root / "validation"
+    return LearnedRows(
+        TaskRows(train.images, train.labels),
+        labelled(root / "test"),
+        classes,
+        labelled(held) if held.is_dir() else None,
+        ood={each.name: foreign(each) for each in subfolders(root / "ood")},
+        shift={each.name: labelled(each) for each in subfolders(root / "shift")},
+        sorted=True,
+    )
+
+
+def table_rows(
+    asked: Asked,
+    file: str,
+    target: str,
+    test_file: str | None = None,
+    test_share: float = 0.2,
+    drop: Sequence[str] = (),
+    categories: Sequence[str] = (),
+) -> LearnedRows:
+    """Rows of a CSV or Parquet file; without a test_file, a share `test_share` of them, chosen by data.seed, is held out."""
+    from dissensus.data.table_encoding import TableEncoder
+
+    def split_off(frame: Any, name: str) -> Any:
+        """The input columns and the target; None if there is no target column."""
+        unknown = [column for column in drop if column not in frame.columns and name == file]
+        for column in unknown:
+            one_of("a column to drop", column, frame.columns)
+        return frame.drop(columns=[target, *drop], errors="ignore"), frame.get(target)
+
+    def targets(name: str, column: Any) -> np.ndarray:
+        if column is None:
+            one_of(f"the target, a column of {name}", target, columns)
+        if missing := int(column.isna().sum()):
+            raise ValueError(f"expected {target} in every row of {name}, got {missing} without; drop these rows")
+        values = column.to_numpy()
+        if asked.kind == "regression":
+            return np.asarray(values, dtype=np.float64)
+        if values.dtype.kind == "f":
+            raise ValueError(f"expected classes in {target} of {name}, got {values.dtype} numbers; {HINT}")
+        return np.array([str(value) for value in values])
+
+    whole = read_table(asked.path(file))
+    columns = list(whole.columns)
+    inputs, column = split_off(whole, file)
+    y = targets(file, column)
+    held_inputs, held_y, held_name = inputs, y, file
+    if test_file is None:
+        labels = None if asked.kind == "regression" else torch.from_numpy(np.unique(y, return_inverse=True)[1])
+        rest, held = split_indices(len(y), validation=float(test_share), seed=asked.seed, labels=labels)
+        held_inputs, held_y = inputs.iloc[held.numpy()], y[held.numpy()]
+        inputs, y = inputs.iloc[rest.numpy()], y[rest.numpy()]
+    else:
+        held_inputs, held_column = split_off(read_table(asked.path(test_file)), test_file)
+        held_y, held_name = targets(test_file, held_column), test_file
+    encoder = TableEncoder.of(inputs, categories=categories)
+    encode = partial(encoder, dtype=torch.float64)
+    learn = Learner(asked.kind, (encode(inputs), y), f"the training rows of {file}", None)
+
+    def read(name: str, labelled: bool) -> TaskRows:
+        rows, column = split_off(read_table(asked.path(name)), name)
+        return learn.rows((encode(rows), targets(name, column) if labelled else None), name, labelled=labelled)
+
+    test = learn.rows((encode(held_inputs), held_y), f"the test rows of {held_name}")
+    return LearnedRows(learn.train, test, learn.classes, read=read, sorted=True)
+
+
+def read_table(path: Path) -> Any:
+    """The DataFrame in a CSV or Parquet file, without a saved index: first columns without a name that number or name rows."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise ValueError(f"expected pandas to read {path}, got none; pip install 'dissensus[sklearn]'") from error
+    readers: dict[str, Callable[..., Any]] = {".csv": pandas.read_csv, ".parquet": pandas.read_parquet}
+    one_of("a table's file, by its suffix,", path.suffix, readers)
+    with fitting(f"{path}", wanted="a table in", remedy="save it again"):
+        frame = readers[path.suffix](path)
+    if path.suffix == ".csv" and list(frame.index) != list(range(len(frame))):  # pandas makes the first values an index
+        raise ValueError(f"expected a name for each column of {path}, got one too few; name all, or drop final commas")
+    names = list(frame.columns)
+    while (
+        names
+        and str(names[0]).startswith("Unnamed: ")
+        and (frame[names[0]].is_unique and frame[names[0]].dtype.kind != "f")
+    ):  # an index that was saved
+        del names[0]
+    return frame[names]
+
+
+def uci_rows(asked: Asked, set: str, split: int = 0, inner: float = 0.0) -> LearnedRows:
+    """One of the standard splits of a folder in the layout of UCI_Datasets, in original units and float64.
+
+    inner: a share of the training rows replaces the test rows, to choose settings without using the test rows.
+    """
+    if set in REGRESSION_SETS:
+        found = uci_regression(set, split, folder=asked.folder, dtype=torch.float64)
+    else:
+        arrays = read_uci_folder(_uci_folder(asked, set), split)
+        found = regression_split(*map(torch.from_numpy, arrays), dtype=torch.float64)
+    train = TaskRows(found.inputs.inverse(found.x_train), found.targets.inverse(found.y_train))
+    if inner:
+        rest, held = split_indices(len(train.y), validation=float(inner), seed=split)
+        return LearnedRows(train.at(rest), train.at(held), ())
+    test = TaskRows(found.inputs.inverse(found.x_test), found.targets.inverse(found.y_test))
+    return LearnedRows(train, test, ())
+
+
+def _uci_folder(asked: Asked, name: str) -> Path:
+    for place in (f"UCI_Datasets/{name}/data", f"{name}/data", name):
+        with suppress(FileNotFoundError):
+            return asked.path(f"{place}/data.txt").parent
+    one_of("data.set (or a folder with data.txt, index_*.txt and n_splits.txt)", name, REGRESSION_SETS)
+    raise AssertionError  # not reached: the name is none of them

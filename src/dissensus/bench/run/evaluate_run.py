@@ -1,0 +1,104 @@
+"""The Evaluation of a run, from the files of its splits and its training."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dissensus.bench.rows.dataset_rows import SetKind
+from dissensus.bench.rows.task_loaders import standardised_batches
+from dissensus.bench.rows.task_rows import TaskData
+from dissensus.bench.run.extra_measures import (
+    more,
+    with_calibration,
+    with_choice,
+    with_grid,
+    with_promises,
+    with_training_rows,
+)
+from dissensus.bench.run.learning_curves import with_curves, with_memorised
+from dissensus.bench.run.pixel_splits import evaluation_of_pixels, read_measured
+from dissensus.bench.run.prediction_splits import ATTACK, CALIBRATION, CHOOSE, CORRUPT, GRID, TRAIN, geometry_of
+from dissensus.bench.run.records import read_attacked, read_counts, read_predictions
+from dissensus.bench.run.training_watch import ComparedRows, with_distances
+from dissensus.bench.task.config import RunConfig
+from dissensus.core.posterior import Posterior
+from dissensus.evaluation.attack_curves import implicit_changes
+from dissensus.evaluation.evaluate import checked_score, evaluation_of, parameter_count, precision_note
+from dissensus.evaluation.evaluation import Evaluation, PredictionKind
+from dissensus.methods.parts.embedded_posterior import collapse_note
+from dissensus.storage.run_files import is_number, read_json
+from dissensus.utils.file_errors import damaged
+
+
+def evaluation_of_run(
+    folder: Path,
+    splits: dict[str, Path],
+    config: RunConfig,
+    kind: SetKind,
+    data: TaskData,
+    posterior: Posterior,
+    compared: ComparedRows,
+    calibrated: Posterior | None,
+) -> Evaluation:
+    """The Evaluation of a trained run in a folder.
+
+    `splits`: name -> file of predictions; `compared`: rows at which members are compared; `calibrated`: the posterior with
+    the task's [calibration].
+    """
+    about: dict[str, Any] = {"corrupted": read_counts(splits[CORRUPT]) if CORRUPT in splits else None}
+    about |= {"parameters": parameter_count(posterior), "temperature": float(posterior.temperature)}
+    if kind == "segmentation":
+        parts = {split: read_measured(splits.pop(split)) for split in [*splits] if split not in (CORRUPT, CHOOSE)}
+        score = checked_score(config.evaluation.get("score"), kind, 2)
+        evaluation = evaluation_of_pixels(parts, score=score, **about)
+    else:
+        attacked = read_attacked(splits[ATTACK]) if ATTACK in splits else None
+        evaluation = evaluation_of_rows(splits, config.evaluation, kind, attacked=attacked, **about)
+    facts = read_json(folder / "training.json")
+    if not is_number(facts.get("seconds")):
+        raise damaged(folder / "training.json", "without 'seconds'")
+    evaluation = replace(
+        evaluation,
+        metrics=evaluation.metrics | {"cost/train_seconds": facts["seconds"]},
+        notes={"classes": "\n".join(data.classes)}
+        | precision_note(config.precision)
+        | collapse_note(posterior, evaluation.metrics),
+    )
+    if GRID in splits:
+        on_grid = read_predictions(splits[GRID]).predictive
+        evaluation = with_grid(evaluation, on_grid, geometry_of(config, data), data.train.y)
+    if TRAIN in splits:
+        said = read_predictions(splits[TRAIN])
+        evaluation = with_memorised(with_training_rows(evaluation, said), said, data.train)
+    if CALIBRATION in splits:
+        test, held = (read_predictions(splits[each]) for each in ("test", CALIBRATION))
+        evaluation = with_calibration(evaluation, test, held, None if calibrated is None else calibrated.lens())
+        if calibrated is not None and calibrated.promises:
+            evaluation = with_promises(evaluation, test, calibrated, data.targets)
+    if CHOOSE in splits:
+        evaluation = with_choice(evaluation, read_counts(splits[CHOOSE]))
+    if "distances_every" in config.evaluation:
+        evaluation = with_distances(evaluation, folder, posterior, compared)
+    if "implicit" in config.evaluation:
+        rows = data.test.first(config.evaluation.get("implicit_rows", 10), seed=0)
+        x, *_ = next(iter(standardised_batches(rows, data.standardiser, batch_size=len(rows.y))))
+        penalty = config.evaluation["implicit"]
+        evaluation = more(evaluation, *implicit_changes(posterior, x, data.standardiser, penalty=penalty))
+    if "curves_every" in config.evaluation:
+        evaluation = with_curves(evaluation, folder, data.train)
+    return evaluation
+
+
+def evaluation_of_rows(
+    splits: Mapping[str, Path], asked: Mapping[str, Any], kind: PredictionKind, **about: Any
+) -> Evaluation:
+    """The Evaluation of a classification or a regression from the files of its splits; `asked`: the task's [evaluation]."""
+    test = read_predictions(splits["test"])
+    elsewhere = {
+        group: {s.removeprefix(group): read_predictions(path) for s, path in splits.items() if s.startswith(group)}
+        for group in ("ood-", "shift-")
+    }
+    score = checked_score(asked.get("score"), kind, test.members)
+    ood, shift = elsewhere["ood-"], elsewhere["shift-"]
+    return evaluation_of(test, ood=ood, shift=shift, score=score, prevalence=asked.get("prevalence"), **about)

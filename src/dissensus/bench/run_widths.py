@@ -1,0 +1,340 @@
+"""Runs a task over widths: ensembles that share weights beside independent ones, over the width and the number of members.
+
+Trains and measures all cells, answers the task's questions by numbers with intervals, and writes results.csv, claims.csv,
+figures and a page.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dissensus.bench.report.estimates import (
+    Array,
+    Claim,
+    Words,
+    array_over,
+    claim_of,
+    mean_interval,
+    means,
+    slope_weights,
+    verdicts,
+)
+from dissensus.bench.report.html_report import rendered
+from dissensus.bench.report.report_figures import svg, write_files
+from dissensus.bench.report.results import table_text
+from dissensus.bench.report.tables import Cell, Row, Table
+from dissensus.bench.run.jobs import begun, default_folder
+from dissensus.bench.run.processes import DIVERGED, in_processes
+from dissensus.bench.run.provenance import ORIGIN
+from dissensus.bench.run.records import read_evaluation, read_predictions
+from dissensus.bench.run.run import Run, Tell, silent
+from dissensus.bench.task.config import RunConfig, Task, run_config
+from dissensus.core.predictive import ClassificationPredictive
+from dissensus.metrics import accuracy_values, effective_members
+from dissensus.plots.charts import INK, PALETTE, Curve, Panel, curve_figure, marked
+from dissensus.storage.run_files import read_json
+from dissensus.theory import largest_eigenvalue
+from dissensus.utils.checks import number, one_of, whole
+
+INDEPENDENT, EMBEDDED = "deep_ensemble", "batch_ensemble"
+REGIMES = {"independent": "M", "collective": "1"}  # regime -> γ
+DEFAULTS: dict[str, Any] = {"p": [], "p_members": 8, "p_factor": 1.0, "p_rates": {}, "rate": "fixed"}
+PLACE = ("method", "factor", "units", "members", "p", "gamma", "seed")
+NUMBERS = ("parameters", "diverged", "accuracy", "member_accuracy", "train_member_accuracy", "effective")
+COLUMNS = (*PLACE, *NUMBERS, *ORIGIN)
+TEXTS = ("method", "gamma", "question", "about", "unit", *ORIGIN)  # columns, also of claims
+
+# One ensemble with one seed; for independent ensembles, the mean over disjoint subsets of that size. `diverged`: the step at
+# which the loss became NaN or infinite; other numbers are then missing. "examples": name of a number -> (n,), not in a file.
+WidthRow = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GridCell:
+    """One ensemble to train. `p`: of modulations p + √(1 − p²) N(0, 1); None for the task's modulations."""
+
+    config: RunConfig
+    method: str
+    factor: float
+    units: int
+    members: int
+    p: float | None = None
+    gamma: str = ""  # "M", "1", or "" if weights are not shared
+
+
+def cells(task: Task, seeds: Sequence[int]) -> list[GridCell]:
+    """All ensembles of a task, the slowest to train first; smaller independent ensembles are subsets of the largest."""
+    widths, needed = DEFAULTS | task.settings["widths"], ("of", "factors", "members")
+    if missing := [key for key in needed if not widths.get(key)]:
+        raise ValueError(f"expected widths.{missing[0]} in the task, got none; [widths] needs {', '.join(needed)}")
+    for method in task.methods:
+        one_of("a method of a task with [widths]", method, (INDEPENDENT, EMBEDDED), hint="it compares these two")
+    one_of("widths.rate", widths["rate"], ("fixed", "sharing"))
+    factors = sorted({float(number("widths.factors", each, above=0)) for each in widths["factors"]})
+    sizes = sorted({whole("widths.members", each) for each in widths["members"]})
+    swept = [float(number("widths.p", each)) for each in dict.fromkeys(widths["p"])]
+    for regime, rates in widths["p_rates"].items():
+        one_of("a regime of widths.p_rates", regime, REGIMES)
+        one_of(f"the number of rates in widths.p_rates.{regime}", len(rates), [len(swept)], hint="give one for each p")
+    asked: list[tuple[Any, ...]] = [(INDEPENDENT, factor, max(*sizes, widths["p_members"])) for factor in factors[::-1]]
+    asked += [(EMBEDDED, factor, members) for factor in factors[::-1] for members in sizes[::-1]]
+    for i, p in enumerate(swept):
+        factor = one_of("widths.p_factor", float(widths["p_factor"]), factors)
+        rates = {regime: each[i] for regime, each in widths["p_rates"].items()}
+        asked += [(EMBEDDED, factor, widths["p_members"], p, regime, rates.get(regime)) for regime in REGIMES]
+    return [_cell(run_config(task, each[0], seed), widths, *each) for each in asked for seed in seeds]
+
+
+def _cell(config: RunConfig, widths: Any, method: str, factor: float, members: int, *transition: Any) -> GridCell:
+    """The cell at this width with `members` members; `transition`: p, regime and rate that replace the task's."""
+    p, regime, rate = transition or (None, None, None)
+    of, settings = widths["of"], {**config.settings, "members": members}
+    scaled = _scaled(f"network.{of}, which widths.of names,", config.network.get(of), factor)
+    units = scaled if isinstance(scaled, list) else [scaled]
+    name, gamma = f"{method}-N{units[0]}", ""
+    if method == EMBEDDED:
+        name += f"-M{members}"
+        if transition:
+            settings |= {"modulation": {"between": p}, "regime": regime}
+            name += f"-p{p:g}-{regime}".replace(".", "_")
+        gamma = REGIMES[one_of(f"method.{EMBEDDED}.regime", str(settings.get("regime")), REGIMES)]
+        if rate is None and widths["rate"] == "sharing":
+            lr: Any = number('training.lr, which widths.rate = "sharing" lowers,', config.training.get("lr"))
+            rate = lr / largest_eigenvalue(members, min(units), p=0.0)  # of the kernel of M members over N shared units
+    training = config.training if rate is None else {**config.training, "lr": number("widths.p_rates", rate)}
+    changed = replace(config, method=name, network={**config.network, of: scaled}, settings=settings, training=training)
+    return GridCell(changed, method, factor, units[0], members, p, gamma)
+
+
+def _scaled(what: str, value: Any, factor: float) -> Any:
+    """A whole number, or a list of them, times the factor, rounded to whole numbers."""
+    if isinstance(value, list):
+        return [_scaled(what, each, factor) for each in value]
+    scaled = whole(what, value) * factor
+    return whole(f"{what} times {factor:g}", int(scaled) if scaled.is_integer() else scaled)
+
+
+def rows_of_runs(cells: Sequence[GridCell], runs: Sequence[Run]) -> list[WidthRow]:
+    """The rows of finished runs: one for each embedded ensemble, and one for each size of independent ensembles."""
+    sizes = sorted({cell.members for cell in cells if cell.method == EMBEDDED})
+    found = [
+        _row(cell, run, members)
+        for cell, run in zip(cells, runs, strict=True)
+        for members in ([cell.members] if cell.method == EMBEDDED else sizes)
+    ]
+    return sorted(found, key=lambda row: [row["p"] is not None, *(row[key] or 0 for key in PLACE)])
+
+
+def _row(cell: GridCell, run: Run, members: int) -> WidthRow:
+    row: WidthRow = {**vars(cell), "members": members, "seed": cell.config.seed, "diverged": None, "parameters": 0}
+    row |= {key: str(run.provenance.get(key, "")) for key in ORIGIN}
+    if (run.folder / DIVERGED).is_file():
+        return row | {"diverged": int(read_json(run.folder / DIVERGED)["step"])}
+    whole, test = read_evaluation(run.folder).metrics, read_predictions(run.folder / "predictions" / "test.safetensors")
+    y, count = test.targets, cell.members // members
+    used = test.predictive.members[: count * members].double()
+    subsets = used.view(count, members, *used.shape[1:])  # disjoint, (M, n, C) each
+    examples = {
+        "accuracy": torch.stack([accuracy_values(ClassificationPredictive(each).mean, y) for each in subsets]).mean(0),
+        "member_accuracy": torch.stack([accuracy_values(each.exp(), y) for each in used]).mean(0),
+    }
+    effective = [float(effective_members(each, y)) if members > 1 else 1.0 for each in subsets]
+    trained = whole.get("train/members/accuracy", whole.get("train/accuracy", math.nan))  # of all members
+    row |= {"train_member_accuracy": trained, "effective": sum(effective) / count, "examples": examples}
+    row |= {name: float(each.mean()) for name, each in examples.items()}
+    return row | {"parameters": round(whole["cost/parameters"] * members / cell.members)}
+
+
+class Grid:
+    """The rows as arrays over some of their columns."""
+
+    def __init__(self, rows: Sequence[WidthRow]) -> None:
+        self.rows = [row | row.get("examples", {}) for row in rows if row["diverged"] is None]
+        main = [row for row in self.rows if row["p"] is None]
+        self.factors = sorted({row["factor"] for row in main})
+        self.sizes = sorted({row["members"] for row in main if row["method"] == EMBEDDED})
+        self.names = {row["factor"]: f"{row['factor']:g}× (N = {row['units']})" for row in main}
+        self.seeds = sorted({row["seed"] for row in rows})
+        self.p = sorted({row["p"] for row in self.rows if row["p"] is not None})
+
+    def main(self, name: str) -> Array:
+        """(2, F, M, S, n): embedded and independent ensembles, widths, numbers of members, seeds and test examples."""
+        axes = {"method": (EMBEDDED, INDEPENDENT), "factor": self.factors, "members": self.sizes, "seed": self.seeds}
+        return array_over(self.rows, name, p=[None], **axes)[0]
+
+    def swept(self, name: str) -> Array:
+        """(2, P, S, n) for γ = M and γ = 1."""
+        return array_over(self.rows, name, gamma=("M", "1"), p=self.p, seed=self.seeds)
+
+
+FOLLOW = "Do wide embedded ensembles follow independent ones?"
+FALL = "Does the accuracy of members fall as M/N grows?"
+BEST = "Does the best M grow with the width?"
+TRANSITION = "Which γ is better on the way from independent to equal members?"
+FAR = ("above by more than a point", "below by more than a point", "not to be told to a point")
+WORDS = {
+    FOLLOW: Words(*FAR, near=0.01, equal="equal within a point"),
+    FALL: Words("no, it grows", "yes", "not to be told"),
+    BEST: Words("yes", "no, it falls", "not to be told"),
+    TRANSITION: Words("γ = M", "γ = 1", "neither"),
+}
+SPOKEN = ("embedded", "the same", "members'", "doublings", "γ")  # beginnings of the claims that sentences use
+
+
+def width_claims(rows: Sequence[WidthRow]) -> list[Claim]:
+    """All numbers, question by question; empty if no seed has all its ensembles."""
+    units = dict.fromkeys(WORDS, "points") | {BEST: "doublings"}
+    claims = [claim_of(question, about, values, units[question]) for question, about, values in _asked(Grid(rows))]
+    return [claim for claim in claims if claim.seeds]
+
+
+def width_verdicts(found: Sequence[Claim]) -> list[str]:
+    """A sentence for each question, from its numbers at the largest width and over all widths."""
+    spoken = [claim for claim in found if claim.about.startswith(SPOKEN)]
+    return verdicts(list({claim.about.partition(", width ")[0]: claim for claim in spoken}.values()), WORDS)
+
+
+def _asked(grid: Grid) -> Iterator[tuple[str, str, Array]]:
+    """Yields (question, subject, values (S, n)). Within a width, M/N varies with M."""
+    factors, sizes, wide = grid.factors, grid.sizes, len(grid.factors) > 1
+    accuracy, members = grid.main("accuracy"), grid.main("member_accuracy")
+    gap, apart = accuracy[0] - accuracy[1], members[0] - members[1]  # (F, M, S, n)
+
+    def by_width(question: str, about: str, values: Array) -> Iterator[tuple[str, str, Array]]:
+        for factor, each in zip(factors, values, strict=True):
+            yield question, f"{about}, width {factor:g}×", each
+
+    several = [i for i, m in enumerate(sizes) if m > 1]
+    for i in dict.fromkeys((several[len(several) // 2], several[-1]) if several else ()):
+        yield from by_width(FOLLOW, f"embedded − independent, M = {sizes[i]}", gap[:, i])
+        if wide:
+            change = f"the same at {factors[-1]:g}× minus at {factors[0]:g}×, M = {sizes[i]}"
+            yield FOLLOW, change, gap[-1, i] - gap[0, i]
+    if several:
+        yield from by_width(FOLLOW, f"a member's accuracy, embedded − independent, M = {sizes[-1]}", apart[:, -1])
+    if len(sizes) > 1:
+        for name, what in (("member_accuracy", "test"), ("train_member_accuracy", "training")):
+            slopes = np.einsum("m,fmsn->fsn", slope_weights(sizes), grid.main(name)[0])
+            about = f"members' {what} accuracy for every doubling of M"
+            yield from by_width(FALL, about, slopes)
+            if wide:
+                yield FALL, f"{about}, mean", slopes.mean(0)
+    if len(sizes) > 1 and wide:
+        right = accuracy[0].mean(-1, keepdims=True)  # (F, M, S, 1)
+        best = np.where(np.isnan(right).any(1), math.nan, np.log2(sizes)[right.argmax(1)])
+        yield from by_width(BEST, "log₂ of the best M", best)
+        growth = np.einsum("f,fsn->sn", slope_weights(factors), best)
+        yield BEST, "doublings of the best M for every doubling of the width", growth
+    for p, (summed, averaged) in zip(grid.p, grid.swept("accuracy").swapaxes(0, 1), strict=True):
+        yield TRANSITION, f"γ = M − γ = 1 at p = {p:g}", summed - averaged
+
+
+PANELS = (
+    ("accuracy", "ensemble, test rows", "members"),
+    ("member_accuracy", "a member, test rows (mean)", "members"),
+    ("train_member_accuracy", "a member, training rows (mean)", "members"),
+    ("accuracy", "ensemble, over its parameters", "parameters"),
+)
+DASHED = {"color": INK, "linestyle": "--"}
+KINDS = (Curve([], [], "embedded", {"color": INK}), Curve([], [], "independent", DASHED))
+MAIN = "Lines: ensembles that share their weights; dashes: independent ones of the same width; bands: 95 % intervals."
+SWEPT = "From independent members (p = 0) to equal ones (p = 1), γ = M and γ = 1 at their rates; dashes: independent networks."
+
+
+def bench_widths(
+    task: Task,
+    *,
+    seeds: int = 1,
+    out: Path | None = None,
+    source: str | None = None,
+    jobs: int = 1,
+    tell: Tell = silent,
+) -> tuple[list[str], list[Path]]:
+    """(sentences, files) of a task over widths; finished stages are not repeated."""
+    asked = cells(task, range(whole("--seeds", seeds)))
+    folder = out or default_folder(task)
+    runs = begun(task, [cell.config for cell in asked], folder, source=source)
+    in_processes([[run] for run in runs], whole("--jobs", jobs), source=source, tell=tell, keep_going=True)
+    tell("writing the report")
+    return write_page(rows_of_runs(asked, runs), folder, task.title, str(task.settings.get("description", "")))
+
+
+def write_page(rows: Sequence[WidthRow], folder: Path, title: str, description: str) -> tuple[list[str], list[Path]]:
+    """Writes rows, claims, two figures, report.md and report.html; returns (sentences, files)."""
+    found, grid = width_claims(rows), Grid(rows)
+    origin = {key: "; ".join(dict.fromkeys(row[key] for row in rows)) for key in ORIGIN}
+    said, lost = width_verdicts(found), [row for row in rows if row["diverged"] is not None]
+    if lost:
+        named = (", ".join(f"{key} {row[key]}" for key in PLACE if row[key] not in (None, "")) for row in lost)
+        said.append(f"{len(lost)} of {len(rows)} ensembles diverged and are left out: {'; '.join(named)}.")
+    drawn = {"widths.png": curve_figure(width_panels(grid), size=(10.4, 7.0), rows=2)}
+    if grid.p:
+        drawn["transition.png"] = curve_figure(transition_panels(grid), size=(10.4, 3.2))
+    content = {
+        "title": title,
+        "description": description,
+        "sentences": said,
+        "facts": origin,
+        "seeds": len({row["seed"] for row in rows}),
+        "accuracies": accuracy_table(rows),
+        "claims": Table(
+            ["estimate"], [Row(each.about, each.unit, "", [Cell(each.text)], each.question) for each in found]
+        ),
+        "figures": [(n, text, svg(drawn[n], n[0])) for n, text in zip(drawn, (MAIN, SWEPT), strict=False)],
+    }
+    texts = {f"report.{end}": rendered(f"widths.{end}.j2", content) for end in ("md", "html")}
+    texts["results.csv"] = table_text(COLUMNS, rows)
+    texts["claims.csv"] = table_text([*Claim._fields, *ORIGIN], [claim._asdict() | origin for claim in found])
+    return said, write_files(folder, drawn, texts)
+
+
+def accuracy_table(rows: Sequence[WidthRow]) -> Table:
+    """Ensemble accuracy with member accuracy in brackets, one row per width and kind (in the column of units)."""
+    grid = Grid(rows)
+    shares = 100 * np.stack([means(grid.main(name)) for name in ("accuracy", "member_accuracy")], -1)  # (2, F, M, 2)
+    lines = []
+    for f, factor in enumerate(grid.factors):
+        for kind, found in zip(("embedded", "independent"), shares[:, f], strict=True):
+            cells = [Cell("–" if np.isnan(pair).any() else "{:.2f} ({:.2f})".format(*pair)) for pair in found]
+            lines.append(Row(grid.names[factor], kind, "", cells))
+    return Table([f"M = {members}" for members in grid.sizes], lines)
+
+
+def width_panels(grid: Grid) -> list[Panel]:
+    """Accuracy over M for every width: of ensembles, of members, of members on training rows; and over parameters."""
+    panels = []
+    for name, title, over in PANELS:
+        x, values, curves = means(grid.main(over)), grid.main(name), []
+        for f, factor in enumerate(grid.factors):
+            colour = {"color": PALETTE[f % len(PALETTE)]}
+            curves.append(_curve(x[0, f], values[0, f], grid.names[factor], colour | marked(f)))
+            curves.append(_curve(x[1, f], values[1, f], "", colour | {"linestyle": "--"}))
+        axes = {"xscale": "log", "xlabel": over, "ylabel": "accuracy", "title": title}
+        panels.append(Panel([*curves, *KINDS], axes, percent="y", ticks=grid.sizes if over == "members" else ()))
+    return panels
+
+
+def transition_panels(grid: Grid) -> list[Panel]:
+    """Accuracy of ensemble and members, and effective members, over p for both γ, at one width and M."""
+    law, panels = next(row for row in grid.rows if row["p"] is not None), []
+    alone = {"method": [INDEPENDENT], "factor": [law["factor"]], "members": [law["members"]], "seed": grid.seeds}
+    for name, title, _ in (*PANELS[:2], ("effective", "effective members", "")):
+        share = name != "effective"
+        beside = array_over(grid.rows, name, **alone)[0, 0].repeat(len(grid.p), 0)  # (P, S, n)
+        curves = [_curve(grid.p, beside, "independent networks", DASHED, share=share)]
+        for i, (gamma, values) in enumerate(zip(("M", "1"), grid.swept(name), strict=True)):
+            curves.append(_curve(grid.p, values, f"γ = {gamma}", {"color": PALETTE[i], **marked(i)}, share=share))
+        axes = {"xlabel": "p: modulations p + √(1 − p²) N(0, 1)", "title": f"{title}, M = {law['members']}"}
+        panels.append(Panel(curves, {**axes, "ylabel": "accuracy" * share}, percent="y" * share))
+    return panels
+
+
+def _curve(x: Any, values: Array, label: str, look: Mapping[str, Any], *, share: bool = True) -> Curve:
+    """A curve of numbers (X, S, n) with intervals; intervals of accuracies are clipped at 1."""
+    mean, lower, upper, _ = np.array([mean_interval(each) for each in values]).T
+    return Curve(x, mean, label, look, band=(lower.clip(0), upper.clip(0, 1 if share else None)))

@@ -1,1 +1,0 @@
-"""`dissensus theory`: computes and draws kernels and ensembles of wide networks."""

@@ -1,0 +1,82 @@
+"""Calibration rows: held-out rows that promises are fitted on, predicted batch by batch with the functions used later."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Batch, Inputs
+from dissensus.core.input_checks import check_loader
+from dissensus.core.posterior import Posterior, expect_posterior, left_as_found
+from dissensus.core.predictive import CategoricalPredictive, Predictive
+from dissensus.data.batches import as_loader
+from dissensus.numerics.randomness import Watch
+from dissensus.predict import predict_batches
+
+
+class CalibrationRows(NamedTuple):
+    """The rows of one batch that count: without ignored labels and rows of weight 0."""
+
+    predictive: Predictive
+    x: Inputs
+    y: Tensor  # (B,) classes or (B, ...) values
+    weight: Tensor  # (B,) float64
+
+
+def calibration_rows(
+    posterior: Posterior, loader: Iterable[Any], *, labelled: bool = True
+) -> Iterator[CalibrationRows]:
+    """Yields the CalibrationRows of each batch; `labelled`: whether y is read."""
+    loader = expect_posterior(posterior).whole(as_loader(loader, raw=posterior.inputs is not None))
+    check_loader(loader)
+    with left_as_found(posterior), Watch() as watch:
+        posterior.draw()
+    if watch.drew:
+        raise ValueError(
+            f"expected fixed functions, got {type(posterior).__name__}, which draws new ones for each prediction; a promise "
+            "holds only for the functions it was fitted on: call ds.refresh(posterior, training_loader) first"
+        )
+    waiting: deque[Batch] = deque()
+
+    def checked() -> Iterator[Batch]:
+        for batch in posterior.read(loader, anywhere=True):
+            if labelled:
+                posterior.check_batch(batch)
+            waiting.append(batch)
+            yield batch
+
+    for predictive, y in predict_batches(posterior, checked()):
+        batch = waiting.popleft()
+        if isinstance(predictive, CategoricalPredictive):
+            check_exchangeable(predictive, y if labelled else None)
+        weight = torch.ones(len(y)) if batch.weight is None else batch.weight
+        if weight.shape != (len(y),):
+            raise ValueError(
+                f"expected one weight per row, ({len(y)},), got {tuple(weight.shape)}; reshape the weights"
+            )
+        weight = weight.to(y.device, torch.float64)
+        counted = posterior.likelihood.counted(y) if labelled else None
+        keep = weight > 0 if counted is None else (weight > 0) & counted
+        x = batches.apply(batches.to(batch.x, y.device), itemgetter(keep))
+        yield CalibrationRows(predictive[keep], x, y[keep], weight[keep])
+
+
+def check_exchangeable(predictive: CategoricalPredictive, y: Tensor | None) -> None:
+    """Raises unless each row has one label: promises count rows, and rows must be exchangeable."""
+    if predictive.log_mean.ndim > 2:
+        raise ValueError(
+            f"expected one label per row, got outputs {tuple(predictive.log_mean.shape)}; pixels or steps of one input are "
+            "not exchangeable, so no coverage can be promised for them: use one label per input instead"
+        )
+    if y is not None and y.is_floating_point():
+        raise ValueError("expected class indices, got soft labels; pass y.argmax(1)")
+
+
+def check_name(name: str) -> None:
+    """Raises unless the name can be a key in `posterior.promises`, a ModuleDict."""
+    if not name or "." in name or hasattr(nn.ModuleDict(), name):
+        raise ValueError(f"expected a name without dots that is no attribute of a module, got {name!r}; pass another")

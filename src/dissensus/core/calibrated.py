@@ -1,0 +1,272 @@
+"""Calibration of a posterior's predictions, and promises (guarantees) about the calibrated predictions.
+
+Both are fitted to predictions on held-out rows. Training drops calibrations. A promise holds only for the predictions it was
+fitted to: it carries a fingerprint of weights, temperature and calibration, which is compared whenever it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+from abc import ABC
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.core.description import describe_likelihood, differences
+from dissensus.core.particles import Particles
+from dissensus.core.predictive import Predictive
+from dissensus.numerics.hashing import fingerprint
+from dissensus.utils.checks import one_of
+from dissensus.utils.dtensor import joined
+from dissensus.utils.tensor_tree import KnownParts
+
+log = logging.getLogger("dissensus")
+
+STATE = (
+    "_extra_state"  # torch's name for what a state holds besides tensors; here the model's description, as JSON bytes
+)
+KINDS: dict[str, type[Fitted]] = {}  # all calibrations and promises, by their names in files
+
+
+class Fitted(nn.Module, ABC):
+    """Base class of calibrations and promises: settings and buffers that are saved, moved and copied with the posterior.
+
+    Files name a class by its `kind`; the constructor takes the saved values.
+
+    Args:
+        facts: all settings, as JSON values.
+        tensors: name -> tensor, each registered as a buffer; floating-point ones get the posterior's precision.
+    """
+
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "kind" in vars(cls):
+            KINDS[cls.kind] = cls
+
+    def __init__(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.facts = dict(facts)
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor.detach().clone())
+
+    @final
+    def config(self) -> dict[str, Any]:
+        """Its entry in a file, besides its tensors."""
+        return {"kind": self.kind, "facts": self.facts}
+
+
+class Calibration(Fitted, ABC):
+    """Base class: a map from the networks' mixture to the calibrated one. Pure functions of tensors.
+
+    Members may be processed one at a time, so there are two steps: `members` acts on some members, `mixture` on the whole.
+    """
+
+    def members(self, predictive: Predictive) -> Predictive:
+        """The predictive of some members, each calibrated."""
+        return predictive
+
+    def mixture(self, predictive: Predictive) -> Predictive:
+        """The predictive of all members, or their summary, with a calibrated mean."""
+        return predictive
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """Members' logits (M, B, C, ...), calibrated as `members` does."""
+        return logits
+
+
+class Lens(NamedTuple):
+    """Temperature and calibration at one moment, applied to the networks' mixture throughout one prediction."""
+
+    temperature: float
+    calibration: Calibration | None
+
+    def members(self, predictive: Predictive) -> Predictive:
+        """Some members, tempered and calibrated; call `mixture` once all members are there."""
+        tempered = predictive if self.temperature == 1.0 else predictive.tempered(self.temperature)
+        return tempered if self.calibration is None else self.calibration.members(tempered)
+
+    def mixture(self, predictive: Predictive) -> Predictive:
+        """The calibrated mixture of all members."""
+        return predictive if self.calibration is None else self.calibration.mixture(predictive)
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """Members' logits (M, B, C, ...), tempered and calibrated as by `members`."""
+        tempered = logits / self.temperature
+        return tempered if self.calibration is None else self.calibration.logits(tempered)
+
+
+class Promise(Fitted, ABC):
+    """Base class: a guarantee about a posterior's predictions, such as sets with coverage or a gate with a risk."""
+
+    _of: tuple[Any] | None = None  # its posterior; a tuple, so that it is no submodule
+
+    @property
+    @final
+    def posterior(self) -> Any:
+        """The `Posterior` that it was fitted to; raises if its predictions have changed since."""
+        if self._of is None or not any(each is self for each in self._of[0].promises.values()):
+            raise ValueError(
+                f"expected a {self.kind} fitted to the posterior's present predictions, got one fitted to others (training, a "
+                "calibration or a new draw changed them, or another was fitted under its name); fit it again"
+            )
+        return self._of[0]
+
+
+class Ground(nn.Module):
+    """Base class of posteriors: holds their temperature, calibration and promises.
+
+    Public attributes: `temperature` (), `calibration` (a `Calibration` or None; acts after the temperature), `promises`
+    (name -> `Promise`).
+    """
+
+    temperature: Tensor  # () logits are divided by it; saved with the state
+    calibration: Calibration | None
+    particles: Particles
+    network_at_first: dict[str, Any]  # the description of the network when the posterior was built
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_module("calibration", None)
+        self._modules["promises"] = nn.ModuleDict()  # `promises` is a property
+        self.known_parts = KnownParts()  # of what is looked at in a prediction
+
+    @property
+    @final
+    def promises(self) -> nn.ModuleDict:
+        """Name -> `Promise`, those that hold for the present predictions."""
+        self.drop_stale_promises()
+        return self._modules["promises"]  # type: ignore[return-value]
+
+    @final
+    def drop_stale_promises(self) -> None:
+        """Drops promises that were fitted to other predictions than the present ones, with a warning."""
+        if found := self.promises_as_stored():
+            present = self.fingerprint()
+            if stale := [name for name, each in found.items() if each.facts["fitted_to"] != present]:
+                log.warning("predictions have changed since %s was fitted to them; fit it again", ", ".join(stale))
+                self._modules["promises"] = nn.ModuleDict({n: each for n, each in found.items() if n not in stale})
+
+    @final
+    def promises_as_stored(self) -> dict[str, Promise]:
+        """All promises by name, also stale ones."""
+        return dict(self._modules["promises"].items())  # type: ignore[union-attr, operator]
+
+    @final
+    def fingerprint(self) -> str:
+        """What predictions depend on, in 16 digits: the tensors, temperature, calibration, and the likelihood's settings."""
+        left_out = {"steps", "promises", "watchers", *self._non_persistent_buffers_set}
+        own = {**self._parameters, **self._buffers, **self._modules}.items()
+        with self.particles.turn(), torch.no_grad():
+            tensors = [joined(each) for name, part in sorted(own) if name not in left_out for each in _tensors(part)]
+            calibration = None if self.calibration is None else self.calibration.config()
+            text = as_bytes([describe_likelihood(self.particles.likelihood), calibration])
+            return f"{fingerprint([text, *tensors]):016x}"
+
+    @final
+    def lens(self) -> Lens:
+        """The present temperature and calibration."""
+        with self.particles.turn():
+            temperature: Any = self._buffers["temperature"]
+            return Lens(temperature.item(), self._modules["calibration"])  # type: ignore[arg-type]
+
+    @final
+    def stand(self, name: str, promise: Promise) -> None:
+        """Adds a promise about the present predictions under this name; replaces an earlier one."""
+        promise.facts["fitted_to"] = self.fingerprint()
+        self._add(name, promise)
+
+    def _add(self, name: str, promise: Promise) -> None:
+        promise._of = (self,)
+        self._modules["promises"][name] = promise.to(self.temperature.device)  # type: ignore[index, operator]
+
+    @final
+    def recalibrate(self, temperature: float, calibration: Calibration | None) -> None:
+        """Sets temperature and calibration; promises fitted to other ones are dropped with a warning."""
+        with self.particles.turn():  # no other thread may predict in between
+            self.temperature.fill_(temperature)
+            self.calibration = calibration if calibration is None else calibration.to(self.temperature.device)
+        self.drop_stale_promises()
+
+    @final
+    def uncalibrate(self, change: str) -> None:
+        """Sets the temperature to 1 and drops the calibration, with warnings, because predictions change."""
+        if (before := float(self.temperature)) != 1.0:
+            log.warning(
+                "%s sets the temperature back from %.3g to 1; call ds.temperature_scale afterwards", change, before
+            )
+        if self.calibration is not None:
+            log.warning("%s drops the %s calibration; call ds.calibrate afterwards", change, self.calibration.kind)
+        self.recalibrate(1.0, None)
+
+    @final
+    def describe_fitted(self) -> dict[str, Any]:
+        """Calibration and promises as JSON values, without their tensors."""
+        return {
+            "calibration": None if self.calibration is None else self.calibration.config(),
+            "promises": {name: each.config() for name, each in self.promises_as_stored().items()},
+        }
+
+    @final
+    def restore_fitted(self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str = "") -> None:
+        """Builds the calibration and promises that `describe_fitted` describes, with their tensors from a state or file."""
+
+        def built(config: Mapping[str, Any], under: str) -> Any:
+            # They enter KINDS when their room is imported, which lies above this one.
+            importlib.import_module("dissensus.calibration")
+            own = {name.removeprefix(under): tensor for name, tensor in tensors.items() if name.startswith(under)}
+            return KINDS[one_of("kind", config["kind"], KINDS)](config["facts"], own)
+
+        calibration, promises = saved.get("calibration"), saved.get("promises") or {}
+        self.calibration = None if calibration is None else built(calibration, f"{prefix}calibration.")
+        before = self.promises_as_stored()
+        self._modules["promises"] = nn.ModuleDict()
+        for name, config in promises.items():
+            same = (
+                name in before and before[name].config() == config
+            )  # keeps its functions of inputs, which no file holds
+            self._add(name, before[name] if same else built(config, f"{prefix}promises.{name}."))
+
+    @final
+    def description(self) -> dict[str, Any]:
+        """The model besides its tensors and the method's settings, as JSON values."""
+        likelihood = describe_likelihood(self.particles.likelihood)
+        return {"likelihood": likelihood, "network": self.network_at_first, **self.describe_fitted()}
+
+    def get_extra_state(self) -> Tensor:
+        """The model's description, which a state needs besides its tensors; bytes, since tools expect tensors in a state."""
+        return as_bytes(self.description())
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Does nothing: `_load_from_state_dict` has read it, together with the tensors."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        # Before any tensor is read, so that a state of another model changes nothing.
+        if (described := state_dict.get(prefix + STATE)) is not None:
+            saved, mine = json.loads(bytes(described.tolist())), self.description()
+            for part in ("likelihood", "network"):
+                if (found := next(differences(saved[part], mine[part]), None)) is not None:
+                    raise ValueError(
+                        f"expected the state of this model, got one of another {part}: {found}; build it alike"
+                    )
+            lost = [mine["calibration"]["kind"]] if mine["calibration"] and not saved["calibration"] else []
+            if lost := [*lost, *(name for name in mine["promises"] if name not in saved["promises"])]:
+                log.warning("the loaded state has no %s, which is dropped", ", ".join(lost))
+            self.restore_fitted(saved, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _tensors(part: Any) -> list[Tensor]:
+    """The tensors in the state of a part: a tensor, a module or None."""
+    state = part.state_dict().items() if isinstance(part, nn.Module) else [("", part)]
+    return [each for _, each in sorted(state) if isinstance(each, Tensor)]
+
+
+def as_bytes(values: Any) -> Tensor:
+    """JSON values as a tensor of bytes."""
+    return torch.frombuffer(bytearray(json.dumps(values, sort_keys=True).encode()), dtype=torch.uint8)

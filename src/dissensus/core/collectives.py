@@ -1,0 +1,82 @@
+"""What processes exchange while they train members together; a single process exchanges nothing.
+
+`Particles.exchange` is called at a few places between a batch and the optimiser, and nowhere else: which rows of a batch this
+process has (`rows`), their share of the whole batch (`weighed`), z of all members if they are coupled (`coupled`), complete
+gradients (`completed`) and mixed ones (`mixed`), shared batch statistics (`averaged`), and whether any process has met a
+number that is not finite (`any`, `agree`, `everywhere`). The version for several processes is in `dissensus.distributed`.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from dissensus.core.member_runner import averaged
+from dissensus.utils.tensor_tree import Tensors
+
+
+class Exchange:
+    """The exchange of a single process: every method returns its argument and runs no operation."""
+
+    ranks: int = 1  # number of processes that see different rows of a batch
+    members: int | None = None  # M over all processes, if each process holds only some members
+
+    def running(self, posterior: Any, batch: Any) -> AbstractContextManager[object]:
+        """The context in which the gradients of a batch are computed."""
+        return nullcontext()
+
+    def in_turn(self) -> AbstractContextManager[object]:
+        """The context of a loop over this process's members."""
+        return nullcontext()
+
+    def rows(self, size: int) -> tuple[int, slice]:
+        """(number of rows of the whole batch, which of them this process has); `size`: the number of rows it has."""
+        return size, slice(0, size)
+
+    def weighed(self, value: Tensor) -> Tensor:
+        """This process's part of a mean over the whole batch: value · (weight of its rows / weight of all rows)."""
+        return value
+
+    def counted(self, weight: Tensor) -> Tensor:
+        """() the weight of the whole batch; `weight`: that of this process's rows."""
+        return weight
+
+    @property
+    def share(self) -> Tensor | None:
+        """() the factor of `weighed`; None for 1."""
+        return None
+
+    def coupled(self, couple: Callable[[Any], Any], z: Any) -> Any:
+        """couple(z) over all members and all rows, cut to those of this process."""
+        return couple(z)
+
+    def found(self, gradients: Any) -> Any:
+        """One member's `Gradients`, in a loop over members: they may be exchanged while the next member runs."""
+        return gradients
+
+    def completed(self, posterior: Any, found: Any) -> Any:
+        """Losses and gradients (`core.gradients.Gradients`) of the whole batch; shared tensors' summed over all members."""
+        return found
+
+    def mixed(self, mix: Callable[[Tensors], Tensors], gradients: Tensors) -> Tensors:
+        """mix(gradients) over all members, cut to those of this process."""
+        return mix(gradients)
+
+    def averaged(self, values: Tensor) -> Tensor:
+        """The mean over the members of all processes; `values` (M, ...): those of this process."""
+        return averaged(values)
+
+    def any(self, here: bool) -> bool:
+        """Whether `here` is true in any process."""
+        return here
+
+    def agree(self, flag: Tensor) -> None:
+        """Sets the flag () in place if any process has set it, without blocking the host."""
+
+    def everywhere(self, values: Tensor) -> Tensor:
+        """(K, M) values of all members; `values`: (K, M of this process)."""
+        return values
+
+
+ALONE = Exchange()

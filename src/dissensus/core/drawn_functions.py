@@ -1,0 +1,222 @@
+"""Drawn functions: M fixed functions drawn from a posterior."""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Self, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.calibrated import Lens
+from dissensus.core.likelihood import Likelihood
+from dissensus.core.particles import Member, Particles, member_index, some
+from dissensus.core.predictive import Predictive
+
+Found = TypeVar("Found")
+MOMENTS = ("mean", "total", "aleatoric", "epistemic")  # outputs of a predictor
+
+
+class DrawnFunctions(nn.Module, ABC):
+    """Base class of the result of `draw`: M fixed functions in one module, (B, *in) -> (M, B, *out).
+
+    Attributes: `members` is M; `networks` is the number of networks they come from, M / networks functions of each, in order.
+    """
+
+    members: int
+    networks: int = 1  # number of networks; each has the same number of functions, in order
+    particles: Particles  # the tensors of the functions
+    seed: int = 0  # together with the tensors it determines the functions
+
+    @abstractmethod
+    def each(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(member, *args) of each drawn function, stacked along a new first axis."""
+
+    @abstractmethod
+    def member(self, index: int) -> nn.Module:
+        """One function as an ordinary module."""
+
+    @final
+    def part(self, rows: slice) -> "DrawnFunctions | None":
+        """Some of the functions, at least one, with the same tensors; None where they cannot be had apart from the others."""
+        found = self.cut(rows)
+        return found if type(found) is type(self) else None  # a subclass says itself how it is cut
+
+    def cut(self, rows: slice) -> "DrawnFunctions | None":
+        """What `part` gives; None for a kind that does not say how."""
+        return None
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood of the functions' outputs."""
+        return self.particles.templates[0].likelihood
+
+    def forward(self, x: Inputs) -> Tensor:
+        with batches.unchanged(x):
+            outputs: Tensor = self.each(_outputs, x)  # (M, B, ...)
+        return outputs
+
+    def predict(self, x: Inputs) -> Predictive:
+        """The `Predictive` of the functions' mixture at inputs x (B, ...), not calibrated."""
+        with batches.unchanged(x):
+            described = self.describe(x)
+        return self.likelihood.predictive(*described)
+
+    def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
+        """The mixture in parts of a few functions each; if functions run in a loop, memory does not grow with M."""
+        yield self.predict(x)
+
+    def one_by_one(self, x: Inputs, describe: Callable[[int], tuple[Tensor, ...]]) -> Iterator[Predictive]:
+        """`predict_parts` for functions that run in a loop; describe(i): the likelihood's description of the i-th outputs."""
+        if self.particles.how == "vectorised":
+            yield self.predict(x)
+            return
+        for i in range(self.members):
+            with batches.unchanged(x):
+                described = describe(i)
+            yield self.likelihood.predictive(*(tensor[None] for tensor in described))
+
+    def describe(self, x: Inputs) -> tuple[Tensor, ...]:
+        """The likelihood's description of each function's outputs, each tensor (M, B, ...)."""
+        described: tuple[Tensor, ...] = self.each(described_outputs, x)
+        return described
+
+
+class MemberFunctions(DrawnFunctions):
+    """The stored members themselves: the draw of every method that stores members."""
+
+    ordinary: Callable[[nn.Module], nn.Module] | None
+
+    def __init__(self, particles: Particles, *, ordinary: Callable[[nn.Module], nn.Module] | None = None) -> None:
+        """`ordinary`: turns a member's network with cut layers into an ordinary one; None if no layer is cut."""
+        super().__init__()
+        # Not by nn.Module.__setattr__, which takes as long as a small network.
+        self._modules["particles"] = particles
+        settings = {"particles": particles, "ordinary": ordinary, "training": particles.training}
+        vars(self).update(settings, members=particles.members, networks=particles.members)
+
+    def each(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self.particles.each(function, *args)
+
+    def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
+        particles = self.particles
+        return self.one_by_one(x, lambda i: particles.call(described_outputs, *particles.at(i), x)[0])
+
+    def cut(self, rows: slice) -> DrawnFunctions:
+        return MemberFunctions(some(self.particles, rows), ordinary=self.ordinary)
+
+    def member(self, index: int) -> nn.Module:
+        network = self.particles.member(index)
+        return network if self.ordinary is None else self.ordinary(network)
+
+
+class Mixture(DrawnFunctions):
+    """Several families of functions in a row, such as the functions drawn around each of several networks."""
+
+    def __init__(self, families: Sequence[DrawnFunctions]) -> None:
+        super().__init__()
+        self._families = nn.ModuleList(families)
+        self.particles = families[0].particles
+        self.members = sum(family.members for family in families)
+        self.networks = sum(family.networks for family in families)
+        self.training = False
+
+    @property
+    def families(self) -> tuple[DrawnFunctions, ...]:
+        return tuple(self._families)  # type: ignore[arg-type]
+
+    def each(self, function: Callable[..., Any], *args: Any) -> Any:
+        found = [family.each(function, *args) for family in self.families]
+        return pytree.tree_map(lambda *parts: torch.cat(parts), *found)
+
+    def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
+        for family in self.families:
+            yield from family.predict_parts(x)
+
+    def cut(self, rows: slice) -> DrawnFunctions | None:
+        found, first = [], 0
+        for family in self.families:
+            start, stop = (min(max(end - first, 0), family.members) for end in (rows.start, rows.stop))
+            found += [family.part(slice(start, stop))] if start < stop else []
+            first += family.members
+        whole = [each for each in found if each is not None]
+        return Mixture(whole) if len(whole) == len(found) else None
+
+    def member(self, index: int) -> nn.Module:
+        index = member_index(index, self.members)
+        owners = [(family, i) for family in self.families for i in range(family.members)]
+        family, own = owners[index]
+        return family.member(own)
+
+
+def mixture(families: Iterable[DrawnFunctions]) -> DrawnFunctions:
+    """All families as one; a single family is returned as it is."""
+    found = list(families)
+    return found[0] if len(found) == 1 else Mixture(found)
+
+
+class Portion:
+    """Of drawn functions those that run in this process: all of them. Processes of a mesh may divide them (`distributed`)."""
+
+    def __init__(self, drawn: DrawnFunctions) -> None:
+        self.drawn = drawn
+
+    @property
+    def mine(self) -> DrawnFunctions:
+        """Those that run here."""
+        return self.drawn
+
+    @property
+    def first(self) -> int:
+        """The number of the first of them."""
+        return 0
+
+    def everyones(self, find: Callable[[], Found]) -> list[Found]:
+        """What find() gives in every process that runs some of the functions, in their order."""
+        return [find()]
+
+    def joined(self, find: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Tensors (M, ...) of all functions; find() gives those of the functions that run here."""
+        first, *others = self.everyones(find)
+        return tuple(torch.cat(each) for each in zip(first, *others, strict=True)) if others else first
+
+
+class Predictor(nn.Module):
+    """A module x -> {mean, total, aleatoric, epistemic} of the calibrated `Predictive`, with copies of drawn functions.
+
+    Always in eval mode; parameters are frozen, gradients reach x. Inputs and outputs are plain tensors, for `torch.export`.
+    """
+
+    def __init__(self, drawn: DrawnFunctions, lens: Lens) -> None:
+        super().__init__()
+        self.drawn = copy.deepcopy(drawn).requires_grad_(False)
+        self.temperature = lens.temperature
+        self.calibration = copy.deepcopy(lens.calibration)
+        # Before 2.12 torch can export vmap, but cannot save the result: the graph calls a function without a name.
+        for particles in self.drawn.modules() if torch.__version__ < "2.12" else ():
+            if isinstance(particles, Particles):
+                particles.how = "loop"
+        self.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        return super().train(False)
+
+    def predictive(self, x: Inputs) -> Predictive:
+        """The calibrated `Predictive` of these functions for x."""
+        lens = Lens(self.temperature, self.calibration)
+        return lens.mixture(lens.members(self.drawn.predict(x)))
+
+    def forward(self, x: Inputs) -> dict[str, Tensor]:
+        predictive = self.predictive(x)
+        return {name: getattr(predictive, name) for name in MOMENTS}
+
+
+def _outputs(member: Member, x: Inputs) -> Tensor:
+    return batches.call(member.network, x)
+
+
+def described_outputs(member: Member, x: Inputs) -> tuple[Tensor, ...]:
+    return member.likelihood.describe(batches.call(member.network, x))

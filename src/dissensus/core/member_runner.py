@@ -1,0 +1,221 @@
+"""Running members: one function over rows of tensors, by a loop or by vmap, with a fallback if vmap fails."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C import _functorch
+from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointError
+
+from dissensus.core.locks import has_attention
+from dissensus.kernels.cpu_products import StackedLinear, has_own_convolution, small_products, without_onednn
+from dissensus.numerics.randomness import random_state
+from dissensus.utils.tensor_tree import Tensors
+from dissensus.utils.torch_guard import torch_left_as_found
+from dissensus.utils.torch_modes import plain_attention
+
+log = logging.getLogger("dissensus")
+
+How = Literal["loop", "vectorised"]
+# (lane, join): lane(i) is the context (a CUDA stream) that member i runs in, join() waits for all.
+MemberLanes = tuple[Callable[[int], AbstractContextManager[object]], Callable[[], None]]
+NOTHING: AbstractContextManager[None] = nullcontext()
+ONE_LANE: MemberLanes = (lambda index: NOTHING, lambda: None)
+
+
+class Rows(NamedTuple):
+    """Tensors with the member axis first: parameters, buffers and whatever else differs between functions."""
+
+    own: Tensors
+    buffers: Tensors
+    varying: Tensors
+
+    def at(self, index: int) -> "Rows":
+        """One member's row."""
+        return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
+
+    def each(self, count: int) -> Iterator["Rows"]:
+        """Every member's row. Views of all rows at once, which are made faster, cannot be changed in place with gradients."""
+        if torch.is_grad_enabled():
+            yield from map(self.at, range(count))
+            return
+        columns = [(part, [c.unbind() if isinstance(c, Tensor) else c for c in part.values()]) for part in self]
+        for i in range(count):
+            yield Rows(*(dict(zip(part, [views[i] for views in each], strict=True)) for part, each in columns))
+
+
+def loop(one: Callable[[Rows], Any], rows: Rows, count: int, lanes: MemberLanes = ONE_LANE) -> Any:
+    """one(row) of each row in turn, results stacked along a new first axis."""
+    results, (lane, join) = [], lanes
+    for i, row in enumerate(rows.each(count)):
+        with lane(i):
+            results.append(one(row))
+    join()
+    return stacked(results)
+
+
+def at_once(one: Callable[[Rows], Any], rows: Rows, count: int) -> Any:
+    """one(row) of all rows by vmap, results with a new first axis.
+
+    What `torch.func.vmap` does, without its treatment of trees, which takes longer than a small network. Compilers and
+    exporters know only that one.
+    """
+    if torch.compiler.is_compiling():
+        return torch.func.vmap(one, randomness="different")(rows)
+    lazy_load_decompositions()
+    level = _functorch._vmap_increment_nesting(count, "different")
+    try:
+        add, remove = _functorch._add_batch_dim, _functorch._remove_batch_dim
+        found = one(Rows(*({name: add(tensor, 0, level) for name, tensor in part.items()} for part in rows)))
+        return mapped(lambda column: remove(column[0], level, count, 0), [found])
+    finally:
+        _functorch._vmap_decrement_nesting()
+
+
+def stacked(results: Sequence[Any]) -> Any:
+    """Equal trees of tensors as one, its tensors stacked along a new first axis."""
+    return mapped(torch.stack, results)
+
+
+def mapped(function: Callable[[Any], Tensor], trees: Sequence[Any]) -> Any:
+    """The tree of function([tensors that equal trees have at one place]).
+
+    The trees that networks give without torch's pytree, which takes as long as a small layer.
+    """
+    first = trees[0]
+    if isinstance(first, Tensor):
+        return function(trees)
+    if type(first) is tuple:
+        return tuple([mapped(function, column) for column in zip(*trees, strict=True)])
+    if type(first) is dict:
+        return {name: mapped(function, [each[name] for each in trees]) for name in first}
+    return pytree.tree_map(lambda *column: function(column), *trees)
+
+
+def averaged(values: Tensor) -> Tensor:
+    """The mean over the first axis, exact if all values are equal; for integers the first value."""
+    if not values.is_floating_point() or len(values) == 1:
+        return values[0]
+    return values[0] + (values - values[0]).mean(0)
+
+
+class Ways:
+    """Named implementations of one function, fastest first: one that fails is dropped for the next, and `note` gets the reason.
+
+    vmap and the compiler can fail in many ways, and no such failure may end a training run, except running out of memory.
+    The random state, and torch's own, are restored before the next attempt. If the last one fails, too, the error is the
+    caller's own: it is raised, and no implementation is dropped.
+    """
+
+    def __init__(self, note: Callable[..., object], **ways: Callable[..., Any]) -> None:
+        """`note(name, reason, *args)`: called with the dropped implementation, the reason, and the call's arguments."""
+        self.note = note
+        self.ways = ways
+
+    @property
+    def name(self) -> str:
+        """Name of the implementation in use."""
+        return next(iter(self.ways))
+
+    def __call__(self, *args: Any) -> Any:
+        failed: dict[str, str] = {}
+        *others, last = self.ways
+        for name in others:
+            restore = random_state()
+            try:
+                with torch_left_as_found():
+                    result = self.ways[name](*args)
+                break
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                restore()
+                failed[name] = first_line(error)
+        else:
+            result = self.ways[last](*args)
+        for name, reason in failed.items():
+            del self.ways[name]
+            self.note(name, reason, *args)
+        return result
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, for the log."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
+
+
+class Runner:
+    """How the members of one template run: all at once by vmap, or, once vmap has failed, one after the other.
+
+    `own`: ids of the template's tensors that each member has for itself. Networks with own convolutions run one after the
+    other, own linear layers are stacked, and small products avoid oneDNN.
+    """
+
+    # Whether activations are recomputed in the backward pass; None if not yet known.
+    recomputes: bool | None = None
+
+    def __init__(self, template: nn.Module, own: Set[int]) -> None:
+        self.how: How = "loop" if has_own_convolution(template, own) else "vectorised"
+        self.attention = has_attention(template)
+        self.linear = StackedLinear(template, own=own)
+        self.small_products = small_products(template)
+        self.lanes: tuple[int, MemberLanes] | None = None  # in use by the thread of this id
+        self.plans: dict[Any, Any] = {}  # the fastest plans found for training, by request
+
+    def running(self) -> AbstractContextManager[object]:
+        """The context in which members run and their gradients are computed."""
+        return without_onednn() if self.small_products else NOTHING
+
+    @contextmanager
+    def vectorising(self, device: torch.device) -> Iterator[None]:
+        """The context of vmap over members: layers take forms that vmap supports and that are fast."""
+        with plain_attention(self.attention), self.linear.on(device):
+            yield
+
+    @contextmanager
+    def in_lanes(self, lanes: MemberLanes) -> Iterator[None]:
+        """Inside, members of a loop run in these lanes."""
+        self.lanes = (threading.get_ident(), lanes)
+        try:
+            yield
+        finally:
+            self.lanes = None
+
+    def run(
+        self, one: Callable[[Rows], Any], rows: Rows, count: int, *, device: torch.device, how: How | None = None
+    ) -> Any:
+        """one(row) for each of `count` rows, stacked, by vmap, or by a loop if vmap fails."""
+        if (how or self.how) == "loop" or count == 1:
+            owner, lanes = self.lanes or (None, ONE_LANE)
+            return loop(one, rows, count, lanes if owner == threading.get_ident() else ONE_LANE)
+
+        def vectorised() -> Any:
+            with self.vectorising(device):
+                return at_once(one, rows, count)
+
+        return Ways(self.note_fallback, vectorised=vectorised, loop=lambda: loop(one, rows, count))()
+
+    def differentiate(self, run: Callable[[], Any], in_place: Callable[[], tuple[Any, Tensors]]) -> Any:
+        """A member's gradients by run(), or, with activation checkpointing, by in_place(), which also returns buffers."""
+        if self.recomputes is False:
+            with suppress(RuntimeError):
+                return run()
+        try:
+            found, buffers = in_place()
+        except CheckpointError as error:
+            where = "in the backward pass, got other values; remove activation checkpointing"
+            raise ValueError(f"expected activations that can be recomputed {where}") from error
+        self.recomputes = self.recomputes is not None or any(buffer._version for buffer in buffers.values())
+        return found
+
+    def note_fallback(self, _: str, reason: str, *args: object) -> None:
+        """Runs members one after the other from now on, and logs why, once."""
+        if self.how == "vectorised":
+            self.how = "loop"
+            log.info("members run one after the other: this network cannot be vectorised (%s)", reason)

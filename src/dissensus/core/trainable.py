@@ -1,0 +1,321 @@
+"""Training rules: what a method may define about its training (optimisers, parameter groups, priors, hooks before a step)."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Literal, Unpack, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dissensus.core.batch import Batch
+from dissensus.core.calibrated import Ground
+from dissensus.core.member import PREFIX
+from dissensus.core.parameter_groups import Group, disjoint, has_stepped, optimizer_groups, plateau_linear
+from dissensus.core.particles import Particles
+from dissensus.core.prior import GaussianPrior, Prior, PriorKeywords, prior_of, spelled_out, under
+from dissensus.core.recorder import Recorder
+from dissensus.numerics.annealing import with_gradient_times
+from dissensus.numerics.flat_weights import wide
+from dissensus.utils.checks import one_of
+from dissensus.utils.tensor_tree import Tensors, found_quickly
+
+
+class Watchers(nn.ModuleList):
+    """Posteriors that record another one's training, by position or by name of the method."""
+
+    def __getitem__(self, which: Any) -> Any:
+        if not isinstance(which, str):
+            return super().__getitem__(which)
+        found = {each.name: each for each in reversed(self)}
+        return found[one_of("a watcher", which, reversed(found))]
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__()
+
+
+class Clock(Ground):
+    """Base class of `TrainingRules`. `fit`, or your own loop, calls `begin` once and `observe` after every step.
+
+    Both calls are passed on to the method's recorders (its attributes of class `Recorder`) and to its watchers.
+    """
+
+    steps: Tensor  # () optimiser steps so far, over all runs; saved with the state
+    watchers: Watchers  # posteriors that record this one's training (`ds.track`)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps_per_epoch: int | None = None
+        self.epochs: int | None = None
+        self.began = 0  # `steps` at the beginning of this run
+        self.batches_per_step = 1  # batches whose gradients make one step; `fit` sets it to `accumulate`
+        self.ranks: Literal["independent"] | None = None  # set if every process of a group trains its own model
+        self.mesh: Any = None  # a `ds.distributed.Mesh` of the processes that predict and evaluate together
+
+    @property
+    @final
+    def run_length(self) -> int | None:
+        """Optimiser steps of the whole run; None before `begin`."""
+        return None if self.steps_per_epoch is None or self.epochs is None else self.steps_per_epoch * self.epochs
+
+    @property
+    @final
+    def recorders(self) -> list[Recorder]:
+        """The recorders of this method."""
+        return [part for part in self._modules.values() if isinstance(part, Recorder)]
+
+    @property
+    @final
+    def ready(self) -> bool:
+        """Whether functions can be drawn yet: recorders must have observed enough steps first."""
+        return all(recorder.ready for recorder in self.recorders)
+
+    @property
+    @final
+    def observes(self) -> bool:
+        """Whether `observe` does more than count steps."""
+        return bool(self.recorders or len(self.watchers))
+
+    @final
+    def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
+        """Sets the length of the whole run, for schedules and recorders; drops the calibration.
+
+        Call it in your own training loop only; `fit` calls it by itself.
+
+        Args:
+            steps_per_epoch: optimiser steps in an epoch.
+            epochs: epochs of the whole run.
+            done: steps of the run that are already done, in a resumed run.
+        """
+        self.steps_per_epoch, self.epochs = steps_per_epoch, epochs
+        self.began = int(self.steps) - done
+        self.uncalibrate("training")
+        for watcher in self.watchers:
+            watcher.begin(steps_per_epoch, epochs, done=done)
+        for recorder in self.recorders:
+            recorder.begin(steps_per_epoch * epochs, done=done)
+
+    @final
+    def begin_unmeasured(self, epochs: int) -> None:
+        """Begins a run of this many epochs of unknown length. `begin` is called after the first epoch."""
+        if self.began != int(self.steps):  # the length known so far belongs to an earlier run
+            self.steps_per_epoch = self.epochs = None
+        self.began = int(self.steps)
+        self.uncalibrate("training")
+        for watcher in self.watchers:
+            watcher.begin_unmeasured(epochs)
+        for recorder in self.recorders if self.steps_per_epoch is None else ():
+            recorder.begin_unmeasured(epochs)
+
+    @final
+    def observe(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Counts an optimiser step and lets recorders read the weights; returns whether the optimiser has stepped.
+
+        Call it after every `optimizer.step()` in your own training loop; `fit` calls it by itself.
+
+        Args:
+            optimizer: the optimiser that trains this posterior.
+        """
+        if not self.observes:
+            return self._count(optimizer)
+        recorders = self.recorders
+        with torch.no_grad():
+            for recorder in recorders:
+                recorder.renew()  # first: if it raises, the step is not counted
+            for watcher in self.watchers:
+                watcher.observe(optimizer)
+            stepped = self._count(optimizer)
+            for recorder in recorders if stepped else ():
+                recorder.observe(optimizer)
+        return stepped
+
+    def _count(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Counts a step if the optimiser has stepped."""
+        stepped = has_stepped(self, optimizer)
+        if stepped:
+            self.steps.add_(1)
+            if self.calibration is not None:  # a user's loop that did not call `begin`
+                self.uncalibrate("training")
+        return stepped
+
+
+class TrainingRules(Clock):
+    """Base class of `Posterior`: what optimisers and `fit` need from a method. Methods may override what is not final."""
+
+    needed: ClassVar[tuple[str, ...]] = ()  # required keywords, despite their None default
+    optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
+    capturable: bool = True  # whether a step may be replayed from a CUDA graph: Python code must not choose by step
+    prior: Prior | None
+    _with_prior: frozenset[str] | None  # computed when first needed
+    # What validation evaluates: the present networks, functions drawn as at the end, or (None) nothing: `fit` then does not
+    # return to the best epoch, because the method collects statistics over many epochs.
+    judged_by: ClassVar[Literal["current", "draw"] | None] = "current"
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls.__signature__ = spelled_out(cls.__init__)  # type: ignore[attr-defined]
+
+    def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:
+        super().__init__()
+        self.particles = particles
+        found_quickly(self, "particles")
+        self.watchers = Watchers()  # posteriors that record this one's training (`ds.track`)
+        # How members interact, from the hooks that the method defines; one member alone does not. SVGD has both and sets it.
+        ways = [each for each in ("couple", "mix") if getattr(type(self), each) is not getattr(TrainingRules, each)]
+        self.acts: str | None = ways[0] if ways and particles.members > 1 else None
+        self.data_size: int | None = None
+        if unknown := prior.keys() - PriorKeywords.__annotations__:
+            raise TypeError(
+                f"expected a keyword of {type(self).__name__}, got {min(unknown)!r}; see help({type(self).__name__})"
+            )
+        self.use_prior(prior_of(**prior), prior.get("data_size"))
+        if self.data_size is None and "data_size" in self.needed:
+            raise ValueError("expected data_size, got none; pass data_size=len(training_set)")
+
+    def before_step(self, batch: Batch) -> None:
+        """Called once, on the host, before the gradients of a batch are computed, by `fit`, `backward` and `loss`.
+
+        For what a method counts in Python (batch sizes, steps). Evaluation does not call it.
+        """
+        for watcher in self.watchers:
+            watcher.before_step(batch)
+
+    def couple(self, z: Any) -> Any:
+        """Cotangents v of z (member axis first, detached): adds Σ_i ⟨z_i, v_i⟩ to the objective."""
+        raise NotImplementedError
+
+    def mix(self, gradients: Tensors) -> Tensors:
+        """Returns the tensors for `.grad` in place of these gradients (by name, own ones (M, ...)).
+
+        For methods whose update is not the gradient of a loss (SVGD). It must be affine, so that mixing and adding up the
+        gradients of several batches can be done in either order.
+        """
+        raise NotImplementedError
+
+    @property
+    @final
+    def mixes(self) -> bool:
+        """Whether gradients are mixed over members before the optimiser gets them."""
+        return self.acts == "mix"
+
+    @property
+    @final
+    def coupled(self) -> bool:
+        """Whether members are coupled by `couple`."""
+        return self.acts == "couple"
+
+    def groups(self) -> list[Group]:
+        """All parameters, trained or not, in groups; if groups overlap, the last wins.
+
+        A method adds its own at the end: `[*super().groups(), Group("scales", {…}, rate=1e-2, decay=False)]`.
+        """
+        named = {_of_member(name): parameter for name, parameter in self.named_parameters()}
+        roots = {name: name.partition(".")[0] for name in named}
+        network, noise = ({n: p for n, p in named.items() if roots[n] == root} for root in ("network", "likelihood"))
+        latents = {n: p for n, p in named.items() if roots[n] == "latents"}
+        others = {n: p for n, p in named.items() if roots[n] not in ("network", "likelihood", "latents")}
+        prior = self.prior
+        covered = {n: p for n, p in network.items() if prior is not None and prior.covers(n.removeprefix(PREFIX))}
+        return [
+            Group("network", network),
+            Group("others", others, prior=False),
+            Group("under the prior", covered, decay=False),
+            Group("latents", latents, decay=False, prior=False),
+            Group("likelihood", noise, decay=False, prior=False),
+        ]
+
+    @final
+    def with_prior(self) -> list[str]:
+        """Names of the members' trained parameters under the prior, from groups with `prior=True`."""
+        if self._with_prior is None:
+            names = {name for group in disjoint(self.groups()) if group.prior for name in group.parameters}
+            plain = under(self.prior, self.particles.template.network, (name.removeprefix(PREFIX) for name in names))
+            self._with_prior = frozenset(PREFIX + name for name in plain)
+        # From the stored tensors: inside vmap and func transforms, a member's tensors do not have requires_grad.
+        stored = {**self.particles.shared_parameters(), **self.particles.own_parameters()}
+        return [name for name, each in stored.items() if name in self._with_prior and each.requires_grad]
+
+    @final
+    def penalty(self, params: Tensors) -> Tensor | float:
+        """() −log p(θ) / N of one member. Shared tensors get 1/M of its gradient: they count once in the sum over members."""
+        if self.prior is None or self.data_size is None:
+            return 0.0
+        weights, shared = {}, self.particles.shared_parameters()
+        for name in self.with_prior():
+            # Sums of squares overflow float16 and lose digits in bfloat16 long before the weights do.
+            full = wide(params[name])
+            once = name in shared and self.particles.everywhere > 1
+            weights[name.removeprefix(PREFIX)] = (
+                with_gradient_times(full, 1 / self.particles.everywhere) if once else full
+            )
+        if not weights:
+            return 0.0
+        if (log_prob := self.prior.log_prob(weights)).shape:
+            raise ValueError(
+                f"expected log_prob as one number, got shape {tuple(log_prob.shape)}; sum over all tensors"
+            )
+        return -log_prob / self.data_size
+
+    @final
+    def use_prior(self, prior: Prior | Callable[[Tensors], Tensor] | None, data_size: int | None = None) -> None:
+        """Replaces the prior, from the next step on; None trains without a prior.
+
+        Optimisers made afterwards do not decay the weights under the prior.
+
+        Args:
+            prior: a `Prior`, or a function of one member's tensors by name that returns log p(θ), ().
+            data_size: N, if the posterior does not know it yet.
+        """
+        size = self.data_size if data_size is None else data_size
+        if (made := prior_of(prior, data_size=size)) is not None:
+            own, shared = self.particles.own_parameters(), self.particles.shared_parameters()
+            shapes = {name: t.shape for name, t in shared.items()} | {name: t.shape[1:] for name, t in own.items()}
+            made.check_fits({n.removeprefix(PREFIX): s for n, s in shapes.items() if n.startswith(PREFIX)})
+        self.prior, self.data_size = made, size
+        self._with_prior = None
+
+    @final
+    def prior_config(self) -> dict[str, Any]:
+        """The prior's entries of `config`: a Gaussian's standard deviation, or a description of another prior."""
+        std = self.prior.std if type(self.prior) is GaussianPrior else None
+        noted = {} if self.prior is None or std is not None else {"prior": self.prior.config()}
+        return {"weight_prior_std": std, "data_size": self.data_size, **noted}
+
+    @final
+    def parameter_groups(
+        self, lr: float, weight_decay: float = 0.0, *, likelihood_lr: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Parameter groups for an optimiser, from `groups`, without empty ones.
+
+            torch.optim.SGD(posterior.parameter_groups(0.1, 5e-4), lr=0.1, momentum=0.9)
+
+        Args:
+            lr: learning rate of the weights; groups with their own rate (modulations, latents) keep it.
+            weight_decay: weight decay of the groups that allow it: not of weights under a prior, nor of learned noise.
+            likelihood_lr: learning rate of learned noise; None is `lr`.
+        """
+        rates = {} if likelihood_lr is None else {"likelihood": likelihood_lr}
+        return optimizer_groups(self, self.groups(), lr=lr, weight_decay=weight_decay, rates=rates)
+
+    def default_optimizer(self) -> Optimizer:
+        """`fit`'s optimiser if none is given: AdamW with rate 1e-3, and 1e-2 for learned noise.
+
+        The noise is one number and starts far from its optimum, at 1. Weight decay is 1e-4, but 0 on weights under a prior.
+        """
+        if (choosy := next((each for each in self.watchers if each.optimizers is not None), None)) is not None:
+            return choosy.default_optimizer()  # type: ignore[no-any-return]
+        return torch.optim.AdamW(self.parameter_groups(1e-3, 1e-4, likelihood_lr=1e-2), fused=True)
+
+    def default_schedule(self, epochs: int) -> Callable[[int], float]:
+        """epoch -> factor of the learning rate: constant for the first half, linear to 1 % at 90 %, constant again.
+
+        With watchers, the schedule is that of the first one that records, which keeps the weights moving meanwhile.
+        """
+        for watcher in self.watchers:
+            if watcher.recorders:
+                return watcher.default_schedule(epochs)  # type: ignore[no-any-return]
+        return lambda epoch: plateau_linear(epoch / max(epochs, 1))
+
+
+def _of_member(name: str) -> str:
+    """The name within a member of a posterior's parameter."""
+    return name.removeprefix("particles.own.").removeprefix("particles.shared.")

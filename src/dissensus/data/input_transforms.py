@@ -1,0 +1,258 @@
+"""Transforms from raw inputs to the network's tensors: saved with a posterior and applied by `predict`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dissensus.data.image_folders import eight_bits
+from dissensus.data.standardise import Standardiser, check_columns
+from dissensus.data.table_encoding import NumberColumn, TableEncoder, table_columns
+from dissensus.data.table_encoding import _numbers as numbers_in
+from dissensus.utils.arrays import as_tensor
+from dissensus.utils.checks import number, whole
+
+
+class InputTransform(ABC):
+    """Base class: raw inputs -> tensor (B, ...). Refuses inputs that were visibly transformed before."""
+
+    kind: ClassVar[str]  # its name in files
+    traceable = True  # whether `transform` consists of tensor operations only
+
+    @abstractmethod
+    def raw(self, x: Any) -> Tensor:
+        """Raw inputs as one tensor (B, ...); a single example gets its batch axis."""
+
+    @abstractmethod
+    def transform(self, raw: Tensor) -> Tensor:
+        """The network's inputs, from the result of `raw`."""
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """Its arguments as JSON."""
+
+    def __call__(self, x: Any) -> Tensor:
+        return self.transform(self.raw(x))
+
+
+class ImageInputs(InputTransform):
+    """Turns raw uint8 images into the network's inputs: (pixels / 255 − mean) / std, (B, C, H, W) in float32.
+
+    Takes tensors, arrays and PIL images: one image, a batch or a list, channels first or last. Floating-point images are
+    refused, because their scale is unknown.
+
+    Args:
+        mean, std: of each of C channels, in units of pixels / 255; one number for images with one channel.
+        resize: length of the shorter side before the crop, in pixels; bilinear with antialiasing. None keeps the size.
+        crop: (height, width) of the central crop in pixels, or one number for both. None keeps the whole image.
+    """
+
+    kind = "image"
+
+    def __init__(
+        self,
+        mean: float | Sequence[float],
+        std: float | Sequence[float],
+        *,
+        resize: int | None = None,
+        crop: int | Sequence[int] | None = None,
+    ) -> None:
+        means, stds = (np.atleast_1d(np.asarray(each)).tolist() for each in (mean, std))
+        if len(means) != len(stds) or not means:
+            raise ValueError(f"expected one mean and std per channel, got {len(means)} and {len(stds)}; pass C of each")
+        self.mean = [float(number("every mean", each)) for each in means]
+        self.std = [float(number("every std", each, above=0)) for each in stds]
+        self.resize = None if resize is None else whole("resize", resize)
+        sides = (crop, crop) if isinstance(crop, int) else crop
+        self.crop = None if sides is None else tuple(whole("crop", side) for side in sides)
+
+    @staticmethod
+    def of(standardiser: Standardiser, **keywords: Any) -> ImageInputs:
+        """From the `Standardiser.of_channels` that was applied to the training images."""
+        return ImageInputs(standardiser.mean.flatten().tolist(), standardiser.std.flatten().tolist(), **keywords)
+
+    @property
+    def standardiser(self) -> Standardiser:
+        """The standardiser of pixels / 255, applied after resizing and cropping."""
+        mean, std = (torch.tensor(each, dtype=torch.float64)[:, None, None] for each in (self.mean, self.std))
+        return Standardiser(mean, std)
+
+    def __call__(self, x: Any) -> Tensor:
+        if isinstance(x, list | tuple) and self.crop is not None:  # images of any size: cropping makes them equal
+            return torch.cat([self(each) for each in x])
+        return super().__call__(x)
+
+    def raw(self, x: Any) -> Tensor:
+        if isinstance(x, list | tuple):
+            images = [self.raw(each) for each in x]
+            if len({each.shape[1:] for each in images}) != 1:
+                raise ValueError(f"expected images of one size, got several among {len(images)}; pass them one by one")
+            return torch.cat(images)
+        if hasattr(x, "convert") and hasattr(x, "getbands"):  # PIL
+            mode = {1: "L", 3: "RGB", 4: "RGBA"}.get(len(self.mean), x.mode)
+            x = np.asarray(eight_bits(x, mode, "a PIL image"))
+        pixels = as_tensor(x)
+        if not isinstance(pixels, Tensor) or pixels.dtype != torch.uint8:
+            what = pixels.dtype if isinstance(pixels, Tensor) else type(x).__name__
+            raise TypeError(
+                f"expected raw pixels, uint8 from 0 to 255, got {what}; this posterior transforms raw "
+                "pixels itself: pass the images as they are on disk, or set posterior.inputs = None for inputs that "
+                "are transformed already"
+            )
+        return self._channels_first(pixels)
+
+    def _channels_first(self, pixels: Tensor) -> Tensor:
+        """Pixels as (B, C, H, W). The batch axis may be missing, channels may be last, and a single channel may be missing."""
+        channels, shape = len(self.mean), tuple(pixels.shape)
+        if channels == 1 and (pixels.ndim == 2 or (pixels.ndim == 3 and 1 not in (shape[0], shape[2]))):
+            pixels = pixels.unsqueeze(-3)  # (H, W) or (B, H, W)
+        pixels = pixels if pixels.ndim == 4 else pixels[None]
+        first, last = pixels.ndim == 4 and pixels.shape[1] == channels, pixels.ndim == 4 and pixels.shape[3] == channels
+        if first == last:
+            why = "channels first or last" if first else f"{channels} channels, first or last"
+            raise ValueError(
+                f"expected images with {why}, got {shape}{', which fits both' if first else ''}; pass (B, {channels}, H, W)"
+            )
+        return pixels if first else pixels.movedim(-1, 1)
+
+    def _sized(self, pixels: Tensor) -> Tensor:
+        """Resized and cropped pixels, from 0 to 255 in float32."""
+        pixels = pixels.to(torch.float32)
+        if self.resize is not None and min(pixels.shape[2:]) != self.resize:
+            height, width = pixels.shape[2:]
+            sides = [round(side * self.resize / min(height, width)) for side in (height, width)]
+            # Not rounded to whole levels: a program that rounds differently would differ by a whole level.
+            pixels = F.interpolate(pixels, size=sides, mode="bilinear", antialias=True, align_corners=False)
+        if self.crop is not None:
+            tops = [(have - want) // 2 for have, want in zip(pixels.shape[2:], self.crop, strict=True)]
+            if min(tops) < 0:
+                raise ValueError(
+                    f"expected images of at least {self.crop}, got {tuple(pixels.shape[2:])}; pass larger ones, or save "
+                    "with resize="
+                )
+            pixels = pixels[:, :, tops[0] : tops[0] + self.crop[0], tops[1] : tops[1] + self.crop[1]]
+        return pixels
+
+    def transform(self, raw: Tensor) -> Tensor:
+        pixels = self._sized(raw) / 255
+        mean, std = (torch.tensor(each, device=raw.device)[:, None, None] for each in (self.mean, self.std))
+        return (pixels - mean) / std
+
+    def config(self) -> dict[str, Any]:
+        crop = None if self.crop is None else list(self.crop)
+        return {"mean": self.mean, "std": self.std, "resize": self.resize, "crop": crop}
+
+
+class RowInputs(InputTransform):
+    """Standardises raw rows (B, D): (x − mean) / std in float64. Takes tensors, arrays, DataFrames and a single row (D,)."""
+
+    kind = "rows"
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], columns: Sequence[str] = ()) -> None:
+        self.mean, self.std = [float(each) for each in mean], [float(each) for each in std]
+        self.columns = list(columns)  # names, if the training rows were a DataFrame
+
+    @staticmethod
+    def of(standardiser: Standardiser) -> RowInputs:
+        """From the `Standardiser.of_rows` that was applied to the training rows."""
+        return RowInputs(standardiser.mean.tolist(), standardiser.std.tolist(), standardiser.columns)
+
+    def raw(self, x: Any) -> Tensor:
+        check_columns(self.columns, x)
+        rows = as_tensor(np.asarray(x) if isinstance(x, list | tuple) else x, torch.float64)
+        if isinstance(rows, Tensor) and rows.ndim == 1:
+            rows = rows[None]
+        if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.shape[1] != len(self.mean):
+            shape = tuple(rows.shape) if isinstance(rows, Tensor) else type(x).__name__
+            raise ValueError(f"expected rows (B, {len(self.mean)}) as in training, got {shape}; pass those columns")
+        rows = rows.to(torch.float64)
+        _check_raw(rows, self.transform(rows))
+        return rows
+
+    def transform(self, raw: Tensor) -> Tensor:
+        mean, std = (torch.tensor(each, dtype=torch.float64, device=raw.device) for each in (self.mean, self.std))
+        return (raw.to(torch.float64) - mean) / std
+
+    def config(self) -> dict[str, Any]:
+        return {"mean": self.mean, "std": self.std, "columns": self.columns}
+
+
+class TableInputs(InputTransform):
+    """Encodes raw tables with a `TableEncoder`; also takes one row as a dict {column: value}."""
+
+    kind = "table"
+
+    def __init__(self, encoder: TableEncoder | Mapping[str, Any]) -> None:
+        self.encoder = encoder if isinstance(encoder, TableEncoder) else TableEncoder.of_config(encoder)
+        # Text cannot be a tensor: with categories the encoder runs before the graph.
+        self.traceable = all(isinstance(column, NumberColumn) for column in self.encoder.columns)
+
+    def raw(self, x: Any) -> Tensor:
+        """Numbers (B, columns) in float64, NaN if missing; for tables with categories the encoder's output."""
+        if isinstance(x, Mapping) and all(np.ndim(value) == 0 for value in x.values()):
+            x = {name: [value] for name, value in x.items()}
+        elif not hasattr(x, "columns") and np.ndim(x) == 1:
+            x = np.asarray(x)[None]
+        encoded = self.encoder(x, dtype=torch.float64)  # raises if the columns differ from those of training
+        if not self.traceable:
+            return encoded
+        names, columns = table_columns(x)
+        given = dict(zip(names or range(len(columns)), columns, strict=True))
+        found = [numbers_in(column.name, given[column.name]) for column in self.encoder.columns]
+        raw = torch.from_numpy(np.stack(found, 1))
+        if not self.encoder.named:  # an array may have been encoded before
+            _check_raw(raw.nan_to_num(0.0), encoded)
+        return raw
+
+    def transform(self, raw: Tensor) -> Tensor:
+        if not self.traceable:
+            return raw
+        features = []
+        for values, column in zip(raw.to(torch.float64).unbind(1), self.encoder.columns, strict=True):
+            assert isinstance(column, NumberColumn)
+            missing = values.isnan()
+            scaled = (values - column.mean) / column.std if column.std else torch.zeros_like(values)
+            features += [torch.where(missing, 0.0, scaled), *([missing.to(values.dtype)] if column.missing else [])]
+        return torch.stack(features, 1)
+
+    def config(self) -> dict[str, Any]:
+        return {"encoder": self.encoder.config()}
+
+
+def _check_raw(rows: Tensor, scaled: Tensor) -> None:
+    """Raises if rows look standardised already: taken as raw rows, they would be far from the training rows.
+
+    `scaled`: the rows as the network would get them. With few rows the threshold is higher: they may be far for other reasons.
+    """
+    if not len(rows):
+        return
+    as_given, off = rows.square().mean(0).sqrt(), scaled.square().mean(0).sqrt().amax()  # (D,), ()
+    if bool((as_given < 4).all()) and float(off) > (5 if len(rows) >= 8 else 10):
+        raise ValueError(
+            f"expected raw rows, got rows {float(off):.3g} deviations off the training rows, which look standardised already; "
+            "this posterior standardises rows itself: pass them as they were measured, or set posterior.inputs = "
+            "None for rows that are standardised already"
+        )
+
+
+KINDS: dict[str, type[InputTransform]] = {each.kind: each for each in (ImageInputs, RowInputs, TableInputs)}
+
+
+def as_input_transform(given: Any) -> InputTransform:
+    """The `InputTransform` of a `Standardiser` or a `TableEncoder`; an `InputTransform` is returned as it is."""
+    if isinstance(given, TableEncoder):
+        return TableInputs(given)
+    if isinstance(given, Standardiser):
+        return ImageInputs.of(given) if given.mean.ndim == 3 else RowInputs.of(given)
+    if not isinstance(given, InputTransform):
+        raise TypeError(
+            f"expected a Standardiser, a TableEncoder or ds.data.ImageInputs as inputs, got {type(given).__name__}; files hold "
+            "no code: pass the one of these that was applied to the training inputs"
+        )
+    return given

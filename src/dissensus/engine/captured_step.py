@@ -1,0 +1,119 @@
+"""The whole training step in one CUDA graph: forward, backward, clipping, optimiser and the method's clock.
+
+A graph is captured for a batch shape once that shape has occurred a few times. Other batches (the first ones, a smaller last
+one) run as plain steps, with the same results. So do steps that cannot be captured, which is logged once.
+"""
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from dissensus.core.batch import Batch
+from dissensus.core.parameter_groups import note_step
+from dissensus.engine.cuda_graphs import Captured, Graph, shapes
+from dissensus.engine.eager_step import EagerStep
+from dissensus.engine.fast_optimisers import can_be_captured, make_capturable
+from dissensus.engine.graph_constants import NotConstant
+
+
+class CapturedStep(Captured):
+    """One optimiser step of all members per batch, replayed from the graph for the batch's shape if there is one."""
+
+    what = "the training step"
+    warm_up = 3  # these steps train like any others
+
+    def __init__(self, step: EagerStep) -> None:
+        super().__init__()
+        self.step = step
+        self.finish = step.finish
+        self.compiled = "compiled" in step.way
+        self.due_to_compare: set[Hashable] = set()  # shapes whose constants are compared in the next step
+        self.posterior = step.posterior
+        self.gradients: dict[
+            Hashable, list[tuple[Tensor, Tensor | None]]
+        ] = {}  # parameters and the gradients that a graph writes
+        self.shown: Graph | None = None  # the graph whose gradients are in `.grad`
+        self.side = torch.cuda.Stream()
+        # A method's own `observe` may do things that cannot be captured; it is then called after each replay.
+        self.observes = not self.posterior.observes
+        self.restore = (
+            make_capturable(step.optimizer, self.posterior.device) if can_be_captured(step.optimizer) else None
+        )
+        if self.restore is None:
+            self.give_up(f"{type(step.optimizer).__name__} has no step that can be captured")
+        if not self.posterior.capturable:
+            self.give_up(f"{type(self.posterior).__name__} does different things at different steps")
+        if step.accumulate > 1:
+            self.give_up("gradients are accumulated over several batches")
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """(M,) losses on the batch; the next call overwrites them."""
+        tensors = batch.tensors()
+        key = (batch.weight is None, self.posterior.training, *shapes(tensors))
+        compare = key in self.due_to_compare
+        graph = None if compare else self.graphs.get(key)
+        if graph is None and not compare and self.due(key):
+            graph = self._capture(key, batch)
+        if graph is not self.shown:  # a plain step, or another graph, has put its own gradients into .grad
+            self.shown = graph
+            for parameter, gradient in () if graph is None else self.gradients[key]:
+                parameter.grad = gradient
+        if graph is None:
+            losses = self._plain(key, batch)
+            if compare:
+                self._compared(key)
+        else:
+            losses = graph.replay(tensors)
+            if not self.observes:
+                note_step(self.step.optimizer)  # torch counts those that it calls
+                self.step.guard.observe()
+        return losses
+
+    def check(self) -> None:
+        """Raises Diverged if steps were bad; the constants of graphs are compared in the next step of their shape."""
+        self.step.check()
+        self.due_to_compare = self.graphs.keys() & self.constants.keys()
+
+    @property
+    def way(self) -> str:
+        """How members run, such as "loop+compiled+captured"."""
+        return self.step.way if self.failed else f"{self.step.way}+captured"
+
+    def close(self) -> None:
+        """Restores the optimiser's settings and frees the graphs."""
+        torch.cuda.synchronize()
+        self.graphs.clear()
+        self.gradients.clear()
+        self.shown = None
+        if self.restore is not None:
+            self.restore()
+        self.step.close()
+
+    def _plain(self, key: Hashable, batch: Batch) -> Tensor:
+        # On a side stream: memory allocated before a capture must not belong to the default stream.
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side), self.watching(key):
+            losses = self.step(batch)
+        torch.cuda.current_stream().wait_stream(self.side)
+        return losses
+
+    def _compared(self, key: Hashable) -> None:
+        """Drops the graphs if a constant has changed, for example in a callback."""
+        self.due_to_compare.discard(key)
+        if (line := self.constants[key].varying) is not None:
+            torch.cuda.synchronize()
+            self.graphs.clear()
+            self.give_up(str(NotConstant(line)))
+
+    def _capture(self, key: Hashable, batch: Batch) -> Graph | None:
+        # Batches are copied into these tensors, which every replay reads: the loader's own tensors may be freed by then.
+        steps, held = self.posterior.steps.clone(), batch.map(torch.clone)
+        self.posterior.zero_grad(set_to_none=True)  # all gradients: existing ones would be added to at every replay
+        generators = getattr(self.step.optimizer, "generators", ())
+        graph = self.capture(key, lambda: self.step(held, observe=self.observes), held.tensors(), generators)
+        if graph is None:
+            self.posterior.steps.copy_(steps)
+        else:
+            self.gradients[key] = [(p, p.grad) for p in self.posterior.parameters()]
+        return graph

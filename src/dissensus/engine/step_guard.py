@@ -1,0 +1,261 @@
+"""The guard of a training step: it checks that losses and gradients are finite before the optimiser changes anything.
+
+On a CPU a bad batch raises at once. On a GPU the host does not wait: from the first bad step on, a flag on the device makes
+fused optimisers skip their steps and stops updates of batch statistics and clock; the host reads the flag once per epoch.
+Either way the posterior keeps its state after the last good step. "Bad" means: not finite.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from dissensus.core.errors import Diverged
+from dissensus.core.member_runner import NOTHING
+from dissensus.core.posterior import Posterior
+from dissensus.core.recorder import Recorder
+from dissensus.engine.fast_optimisers import can_skip
+from dissensus.kernels.multi_tensor import Chunks, clear_if
+from dissensus.utils.dtensor import here
+from dissensus.utils.nonfinite import flag_not_finite, largest, suspicious
+from dissensus.utils.tensor_tree import Tensors
+
+# Values that may be bad, in the order of reporting: a loss, a gradient before mixing, a member's gradient, a shared one.
+FAULTS = ("loss", "gradient, unmixed", "gradient", "gradient, shared")
+
+
+class Guard:
+    """Detects which members have diverged, and at which step. `host`: check every step at once, which waits for a GPU.
+
+    Two cases are always checked at once: optimisers that cannot skip a step by a flag on the device, and the first step of a
+    run, which creates the optimiser's state and must not be skipped.
+    """
+
+    def __init__(self, posterior: Posterior, optimizer: torch.optim.Optimizer, *, host: bool) -> None:
+        self.posterior = posterior
+        self.optimizer = optimizer
+        self.host = host
+        self.reads = True  # whether this step is checked at once
+        self.taken = False  # whether there has been a step
+        self.tracks = posterior.observes
+        # Found once: walking over the modules costs more than a step of a small network.
+        parts = list(posterior.modules())
+        self._clocked = [part for part in parts if isinstance(part, Posterior)]
+        self._recorders = [part for part in parts if isinstance(part, Recorder)]
+        particles, device = posterior.particles, posterior.device
+        self.weights = particles.parameters_by_name()
+        self.halted = torch.zeros((), dtype=torch.float32, device=device)  # 1 from the first bad step on
+        self.bad = torch.zeros(len(FAULTS), particles.members, dtype=torch.bool, device=device)  # at the first bad step
+        self._one = torch.ones_like(self.halted)
+        self._kept: Tensors | None = None
+        self._unmixed: Tensor | None = None  # (M,) largest gradients before they were mixed
+        self._aside = Aside(device)
+        self._chunks = Chunks()  # of the gradients that recorders read
+        self._sound = {what: self._finite_now(tensors) for what, tensors in self._tensors().items()}
+
+    def begin(self, *, several: bool) -> None:
+        """Call it before a step's first batch. `several`: whether the step has more batches, which all change statistics."""
+        self.reads = self.host or not self.taken or not can_skip(self.optimizer)
+        # With one batch, statistics are written once the batch is known to be good. With several, those of the first are
+        # written before the last is seen, so a copy is needed to restore them.
+        self._kept = {name: buffer.clone() for name, buffer in self._buffers().items()} if several else None
+        self._unmixed = None
+
+    def look_unmixed(self, gradients: Mapping[str, Tensor]) -> None:
+        """Checks gradients before mixing, which would spread one member's bad values to all."""
+        if self.reads and not suspicious(list(gradients.values())):
+            return
+        mine = self._largest(gradients)[0]
+        self._unmixed = mine if self._unmixed is None else torch.maximum(self._unmixed, mine)
+
+    def look(self, losses: Tensor | None, *, complete: bool, known: Tensor | None = None) -> None:
+        """Checks losses, and gradients if the step is complete; raises Diverged if this step is checked at once.
+
+        `known`: (M,) the largest values of members' own gradients, if somebody has looked: these are not read again then.
+        """
+        gradients = {n: g for n, p in self.weights.items() if (g := p.grad) is not None} if complete else {}
+        particles = self.posterior.particles
+        if known is not None:
+            own = particles.own_parameters()
+            gradients = {name: each for name, each in gradients.items() if name not in own}
+        if particles.divided:
+            gradients = {name: here(gradient) for name, gradient in gradients.items()}
+        given = [*(each for each in (losses, known) if each is not None), *gradients.values()]
+        exchange = particles.exchange
+        if self.reads:
+            flag_not_finite(given, self.halted, self._one)
+            if exchange.any(self.halted.item() > 0):
+                self._note(losses, gradients, known)
+                self.halted.copy_(exchange.everywhere(self.bad).any())
+                self._raise_if_halted()
+        elif given:
+            with self._aside(losses, known):  # first, so that it also overlaps with the flag's kernel
+                self._note(losses, gradients, known)
+            flag_not_finite(given, self.halted, self._one)
+            exchange.agree(self.halted)
+
+    def _note(self, losses: Tensor | None, gradients: Mapping[str, Tensor], known: Tensor | None) -> None:
+        """Records which values of which members are bad, unless an earlier step was bad."""
+        nothing = torch.zeros_like(self.bad[0], dtype=torch.float32)
+        mine, common = self._largest(gradients)
+        mine = mine if known is None else known
+        of_losses = nothing if losses is None else losses.detach()
+        before = nothing if self._unmixed is None else self._unmixed
+        now = ~torch.stack([of_losses, before, mine, common.expand(len(nothing))]).isfinite()
+        # torch.where, not `if`: a branch on the host would wait for the device and could not be captured.
+        self.bad.copy_(torch.where(self.bad.any(), self.bad, now))
+
+    def join(self) -> None:
+        """Waits for the side stream; call it at the end of a step."""
+        self._aside.join()
+
+    def write(self, buffers: Tensors) -> None:
+        """Stores batch statistics (M, ...) after a batch, unless this or an earlier batch was bad."""
+        if buffers and not self.reads:
+            before = self._kept or self._buffers()
+            buffers = _unless(self.halted, {name: each for name, each in buffers.items() if name in before}, before)
+        self.posterior.particles.write_buffers(buffers)
+
+    def undo(self) -> None:
+        """Restores the batch statistics from before the step's first batch if a later batch was bad."""
+        if self._kept is not None:
+            self.posterior.particles.write_buffers(_unless(self.halted, self._buffers(), self._kept))
+
+    def skipping(self) -> AbstractContextManager[object]:
+        """Inside, the optimiser's step does nothing if a value was bad, and recorders can know it."""
+        self.taken = True
+        return NOTHING if self.reads else self._skipping()
+
+    @contextmanager
+    def _skipping(self) -> Iterator[None]:
+        # As torch's GradScaler does: if the flag is 1, kernels of fused optimisers return at once, and Adam counts no step.
+        self.optimizer.found_inf = self.halted  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            del self.optimizer.found_inf  # type: ignore[attr-defined]
+
+    def observe(self) -> None:
+        """Calls the method's `observe`, and resets its clock if the step was bad."""
+        if self.reads:
+            self.posterior.observe(self.optimizer)
+            return
+        clocks = [part.steps for part in self._clocked]
+        # Recorders count on the host: after a bad step they see unchanged weights and gradients of 0.
+        if any(recorder.upcoming for recorder in self._recorders):
+            gradients = [here(p.grad) for p in self.weights.values() if p.grad is not None]
+            clear_if(self.halted, gradients, self._chunks)
+        with self.skipping(), nullcontext() if self.tracks else self._aside():
+            self.posterior.observe(self.optimizer)
+            lost = self.halted.to(torch.int64)
+            for clock in clocks:
+                clock.sub_(lost)
+
+    def check(self) -> None:
+        """Raises Diverged if a GPU has skipped bad steps, or if tensors are not finite."""
+        if not self.host:
+            self._raise_if_halted()
+        found = {
+            what: {name: tensor for name, tensor in tensors.items() if name in self._sound[what] or what == "moment"}
+            for what, tensors in self._tensors().items()
+        }
+        exchange = self.posterior.particles.exchange
+        if not exchange.any(suspicious([tensor for tensors in found.values() for tensor in tensors.values()])):
+            return
+        for what, tensors in found.items():
+            mine, common = (~size.isfinite() for size in self._largest(tensors))
+            all_mine, all_common = exchange.everywhere(torch.stack([mine, common.expand_as(mine)]))
+            if all_mine.any() or all_common.any():
+                bad = all_mine if all_mine.any() else all_common
+                raise Diverged(bad.nonzero().flatten().tolist(), int(self.posterior.steps), what)
+
+    def _raise_if_halted(self) -> None:
+        if self.halted > 0:
+            self.undo()
+            self.posterior.zero_grad(set_to_none=True)
+            bad = self.posterior.particles.exchange.everywhere(self.bad)
+            by_fault = dict(zip(FAULTS, bad.tolist(), strict=True))
+            what, members = next((what, each) for what, each in by_fault.items() if any(each))
+            self.halted.zero_()
+            self.bad.zero_()
+            numbers = [number for number, bad in enumerate(members) if bad]
+            raise Diverged(numbers, int(self.posterior.steps) + 1, what.partition(",")[0])
+
+    def _buffers(self) -> Tensors:
+        """Buffers that training changes, each (M, ...)."""
+        particles = self.posterior.particles
+        shared = {name: buffer[None] for name, buffer in particles.shared_buffers().items()}
+        return {**shared, **particles.own_buffers()}
+
+    def _largest(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Largest absolute values: ((M,) of own tensors, () of the others)."""
+        particles = self.posterior.particles
+        own = particles.own_parameters().keys() | particles.own_buffers().keys()
+        mine = [tensor for name, tensor in tensors.items() if name.partition("/")[0] in own]
+        others = [tensor for name, tensor in tensors.items() if name.partition("/")[0] not in own]
+        device = self.posterior.device
+        found = largest(mine, others, particles.members, device)
+        return found[0].to(device), found[1].to(device)
+
+    def _tensors(self) -> dict[str, Tensors]:
+        """Kind ("weight", "buffer", "moment") -> floating-point tensors by name, which are checked."""
+        everywhere = dict(self.posterior.named_buffers())
+        others = {name: buffer for name, buffer in everywhere.items() if not name.startswith("particles.own.")}
+        moments = {
+            f"{name}/{key}": value
+            for name, weight in self.weights.items()
+            for key, value in self.optimizer.state.get(weight, {}).items()
+            if isinstance(value, Tensor) and value.shape == weight.shape
+        }
+        return {
+            what: {name: here(t.detach()) for name, t in tensors.items() if t.is_floating_point()}
+            for what, tensors in (
+                ("weight", self.weights),
+                ("buffer", {**others, **self.posterior.particles.own_buffers()}),
+                ("moment", moments),
+            )
+        }
+
+    def _finite_now(self, tensors: Tensors) -> set[str]:
+        """Names of tensors that are finite now. Others, such as masks of −∞, are not checked later."""
+        if not suspicious(list(tensors.values())):
+            return set(tensors)
+        return {name for name, tensor in tensors.items() if bool(tensor.isfinite().all())}
+
+
+class Aside:
+    """A side stream within a CUDA graph, for work that can run in parallel with the optimiser."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.forked = False
+        self.held: list[object] = []  # what it reads: memory that is freed earlier may be given to the current stream
+
+    def __call__(self, *reads: object) -> AbstractContextManager[object]:
+        """Inside, work, which reads these, goes to the side stream during a capture, else to the current one."""
+        if self.stream is None or not torch.cuda.is_current_stream_capturing():
+            return nullcontext()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        self.forked = True
+        self.held += reads
+        return torch.cuda.stream(self.stream)
+
+    def join(self) -> None:
+        """During a capture, makes the current stream wait for the side stream."""
+        if self.stream is not None and self.forked and torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().wait_stream(self.stream)
+        self.forked = False
+        self.held.clear()
+
+
+def _unless(flag: Tensor, values: Tensors, before: Tensors) -> Tensors:
+    """`values`, or `before` if the flag is set, in few kernels for any number of tensors."""
+    chosen: Tensors = {}
+    for dtype in {value.dtype for value in values.values()}:
+        names = [name for name, value in values.items() if value.dtype == dtype]
+        old = torch.cat([before[name].expand_as(values[name]).reshape(-1) for name in names])
+        new = torch.cat([values[name].reshape(-1) for name in names])
+        parts = torch.where(flag > 0, old, new).split([values[name].numel() for name in names])
+        chosen |= {name: part.view(values[name].shape) for name, part in zip(names, parts, strict=True)}
+    return chosen

@@ -1,0 +1,160 @@
+"""Measures promises on test rows: coverage and size of conformal sets, risk and acceptance of gates."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dissensus.calibration.conformal_sets import Conformal, covered
+from dissensus.calibration.gate import Gate, wrong
+from dissensus.core.predictive import CategoricalPredictive, Predictive
+
+log = logging.getLogger("dissensus")
+
+Promises = Mapping[str, Any]  # name -> Conformal or Gate: `posterior.promises`
+RowValues = dict[str, Tensor]  # "NAME/covered", "NAME/size", "NAME/accepted", "NAME/error" -> (B,)
+DIFFICULTIES = ("easy", "medium", "hard")  # thirds of the rows, by the predictive's total uncertainty
+
+
+def outcomes(
+    promises: Promises,
+    predictive: Predictive,
+    generator: torch.Generator,
+    *,
+    y: Tensor | None = None,
+    x: Any = None,
+    weight: Tensor | None = None,
+) -> RowValues:
+    """Outcome of each promise for each row: covered and size of a conformal set, accepted and error of a gate.
+
+    Args:
+        generator: generator for randomised sets.
+        y: targets; None for foreign inputs, which are only accepted or refused.
+        x, weight: the rows' inputs and weights, where promises by group or weight need them; without, those are left out.
+    """
+    found: RowValues = {}
+    if isinstance(predictive, CategoricalPredictive) and predictive.log_mean.ndim > 2:
+        return found  # pixels have no promises
+    for name, promise in promises.items():
+        if isinstance(promise, Gate):
+            found[f"{name}/accepted"] = promise(predictive).accept.double()
+            if y is not None and "risk" in promise.facts:
+                found[f"{name}/error"] = wrong(predictive, y, promise.facts["tolerance"]).double()
+        elif isinstance(promise, Conformal) and y is not None:
+            rows = _row_values(promise, x, weight)
+            if rows is not None:
+                found[f"{name}/covered"], found[f"{name}/size"] = covered(promise, predictive, y, generator, **rows)
+    return found
+
+
+def _row_values(promise: Conformal, x: Any, weight: Tensor | None) -> dict[str, Tensor] | None:
+    """Weight and group of the rows, if the promise needs them; None if they are unknown."""
+    found: dict[str, Tensor | None] = {}
+    if promise.facts["weighted"]:
+        found["weight"] = weight if promise.weight_of is None or x is None else promise.weight_of(x)
+    if promise.facts["by"] == "group":
+        found["group"] = None if promise.group_of is None or x is None else promise.group_of(x)
+    return None if None in found.values() else found  # type: ignore[return-value]
+
+
+def joined_outcomes(parts: Iterable[RowValues]) -> RowValues:
+    """The outcomes of all batches."""
+    parts = list(parts)
+    return {key: torch.cat([part[key] for part in parts]) for key in (parts[0] if parts else ())}
+
+
+def promise_metrics(promises: Promises, rows: RowValues) -> dict[str, float]:
+    """NAME/coverage, size and level of conformal sets; NAME/accepted, risk or refused of gates, and the promised values."""
+    found: dict[str, float] = {}
+    for name, promise in promises.items():
+        if f"{name}/covered" in rows:
+            found |= {f"{name}/{key}": value for key, value in _sets(rows, name).items()}
+            found[f"{name}/level"] = promise.level
+        elif f"{name}/accepted" in rows:
+            accepted = rows[f"{name}/accepted"]
+            if "false_alarm" in promise.facts:
+                found[f"{name}/refused"] = 1 - float(accepted.mean())
+                found[f"{name}/promised"] = promise.facts["false_alarm"]
+                continue
+            found[f"{name}/accepted"] = float(accepted.mean())
+            if f"{name}/error" in rows:
+                if accepted.any():
+                    found[f"{name}/risk"] = float((accepted * rows[f"{name}/error"]).sum() / accepted.sum())
+                found[f"{name}/promised"] = promise.facts["risk"]
+        else:
+            log.warning("the rows' weights or groups are not known, so %s is not evaluated; call it by hand", name)
+    return found
+
+
+def promise_details(
+    promises: Promises, rows: RowValues, y: Tensor, predictive: Predictive
+) -> tuple[dict[str, float], RowValues]:
+    """(NAME/easy/coverage, …, NAME/worst_class/coverage; arrays NAME/class/coverage and size (K,), test/NAME/… (N,))."""
+    found: dict[str, float] = {}
+    arrays = {f"test/{key}": value for key, value in rows.items()}
+    classes = isinstance(predictive, CategoricalPredictive)
+    rank = predictive.total.double().reshape(len(y), -1).sum(1).argsort(stable=True).argsort()
+    third = rank * len(DIFFICULTIES) // max(len(y), 1)
+    for name in promises:
+        if f"{name}/covered" not in rows:
+            continue
+        for i, difficulty in enumerate(DIFFICULTIES):
+            chosen = {key: value[third == i] for key, value in rows.items()}
+            found |= {f"{name}/{difficulty}/{key}": value for key, value in _sets(chosen, name).items()}
+        if classes:
+            number = predictive.mean.shape[1]
+            counts = torch.bincount(y, minlength=number)
+            for key, values in (("coverage", rows[f"{name}/covered"]), ("size", rows[f"{name}/size"])):
+                arrays[f"{name}/class/{key}"] = torch.bincount(y, values, minlength=number) / counts  # NaN without rows
+            known = arrays[f"{name}/class/coverage"]
+            found[f"{name}/worst_class/coverage"] = float(known[counts > 0].min())
+    return found, arrays
+
+
+class CorruptedPromises:
+    """Outcomes of promises on corrupted inputs, by type and severity. No promise holds for corrupted inputs."""
+
+    def __init__(self, promises: Promises, *, seed: int = 0) -> None:
+        """`seed`: seed of randomised sets."""
+        self.promises = promises
+        self.rows: dict[tuple[int, int], list[RowValues]] = {}  # of type t at severity s
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def add(self, t: int, s: int, predictive: Predictive, x: Tensor, y: Tensor, ignored: int | None) -> None:
+        """Adds one batch."""
+        if self.promises and y.ndim == 1:
+            keep = torch.ones_like(y, dtype=torch.bool) if ignored is None else y != ignored
+            said = outcomes(self.promises, predictive[keep], self._generator, y=y[keep], x=x[keep])
+            self.rows.setdefault((t, s), []).append({key: value.cpu() for key, value in said.items()})
+
+    def merge(self, rows: Mapping[tuple[int, int], list[RowValues]]) -> None:
+        """Adds the rows of another `CorruptedPromises`."""
+        for at, parts in rows.items():
+            self.rows.setdefault(at, []).extend(parts)
+
+    def tables(self) -> dict[str, Tensor]:
+        """NAME/coverage, size, accepted, risk or refused -> (T, S); NaN if nothing was accepted."""
+        found = {at: promise_metrics(self.promises, joined_outcomes(parts)) for at, parts in self.rows.items()}
+        names = dict.fromkeys(
+            key for each in found.values() for key in each if not key.endswith(("/level", "/promised"))
+        )
+        shape = [1 + max(axis) for axis in zip(*found, strict=True)]
+        tables = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in names}
+        for at, each in found.items():
+            for name in names.keys() & each.keys():
+                tables[name][at] = each[name]
+        return tables
+
+
+def _sets(rows: RowValues, name: str) -> dict[str, float]:
+    """coverage; size, the mean of finite sizes; infinite, the share of infinite sizes, if there are any."""
+    covered, size = rows[f"{name}/covered"], rows[f"{name}/size"]
+    finite = size.isfinite()
+    found = {"coverage": float(covered.mean())}
+    if finite.any():
+        found["size"] = float(size[finite].mean())
+    if not finite.all():
+        found["infinite"] = float((~finite).double().mean())
+    return found

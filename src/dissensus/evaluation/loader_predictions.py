@@ -1,0 +1,213 @@
+"""Predictions for a whole loader: the members' outputs, the targets, and a few inputs to look at."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Batch, Inputs
+from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive
+from dissensus.core.summary import SummaryPredictive
+from dissensus.engine.async_checks import Arriving, one_behind
+from dissensus.evaluation.evaluation import PredictionKind
+from dissensus.evaluation.extreme_inputs import Extremes
+from dissensus.evaluation.fixed_draw import Answer, Functions
+from dissensus.evaluation.guarantees import RowValues, joined_outcomes, outcomes
+from dissensus.metrics import disagreement, max_probability_score
+from dissensus.utils.arrays import is_array
+
+log = logging.getLogger("dissensus")
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """Predictions of one draw for all inputs of a loader, on the host."""
+
+    predictive: Predictive
+    targets: Tensor  # (N,) classes or (N, D) values; (0,) for a set without labels
+    energy: Tensor | None  # (M, N)
+    examples: dict[str, Tensor]  # from Extremes.arrays; empty if inputs are not images
+    shapes: Shapes | None  # of one input; None if it differs between batches, as for padded sequences
+    milliseconds: float  # per input, in the loader's batches
+    networks: int = 1  # number of networks; members are their functions, network by network
+    promised: RowValues = field(default_factory=dict)  # outcomes of the posterior's promises for each row
+
+    @property
+    def members(self) -> int:
+        """Number of members; 1 if a calibration of their mean left only a summary."""
+        return 1 if isinstance(self.predictive, SummaryPredictive) else int(self.predictive.described()[0].shape[0])
+
+    def network_metrics(self) -> dict[str, float]:
+        """Metrics of single networks, each with the mixture of its functions; empty for one network or one function each."""
+        if not 1 < self.networks < self.members:
+            return {}
+        parts = zip(*(tensor.double().chunk(self.networks) for tensor in self.predictive.described()), strict=True)
+        mixtures = [type(self.predictive)(*part) for part in parts]
+        log_probs = torch.stack([mixture.log_prob(self.targets) for mixture in mixtures])
+        found = {"networks/count": float(self.networks), "networks/nll": -float(log_probs.mean())}
+        if isinstance(self.predictive, ClassificationPredictive):
+            found["networks/disagreement"] = float(disagreement(torch.stack([m.mean.log() for m in mixtures])))
+        return found
+
+
+class Numbers(NamedTuple):
+    """The metric functions of one kind of predictions."""
+
+    kind: PredictionKind
+    metrics: Callable[[Predictions], dict[str, float]]
+    arrays: Callable[[Predictions], dict[str, Tensor]]
+    scores: Callable[[Predictions], dict[str, Tensor]]  # (N,) float64, higher = more foreign
+    members: Callable[[Predictions], dict[str, float]]  # empty for a single member
+
+
+def predictions(
+    functions: Functions,
+    loader: Iterable[Any],
+    *,
+    name: str = "test",
+    labelled: bool = True,
+    like: Shapes | None = None,
+    picture: Callable[[Tensor], Tensor] | None = None,
+) -> Predictions:
+    """Predictions for all inputs of a loader of (x, y), in its order.
+
+    `labelled`: whether y belongs to the functions' task; if not, as for OOD inputs, y is not read and the loader may give x
+    alone. `like`: required shapes of inputs. `picture`: turns inputs into images to show; None shows them unchanged.
+    """
+    answers: list[Answer] = []
+    targets: list[Tensor] = []
+    seconds: list[tuple[float, int]] = []
+    extremes, shapes, seen, said = Extremes(), set[Shapes](), 0, False
+    promised: list[RowValues] = []
+    promises, generator = dict(functions.posterior.promises.items()), torch.Generator().manual_seed(0)
+
+    def work(batch: Batch) -> Any:
+        checked_shapes(batch.x, like, name)
+        if labelled:
+            functions.posterior.check_batch(batch)
+            check_hard(batch.y, functions)
+        found = functions.later(batch.x)
+        return found if functions.alone else found()
+
+    def begun() -> Iterator[tuple[Batch, Any, Arriving]]:
+        given = functions.posterior.read(
+            loader if labelled else map(with_targets, loader), anywhere=not functions.alone
+        )
+        for batch, found in functions.shared(work, given):
+            images = [batch.x] if is_image(batch.x) else []
+            yield batch, found, Arriving([batch.y, *images] if labelled else [])
+
+    for batch, found, there in one_behind(begun()):
+        x, y, weight = batch
+        answer, taken = found() if functions.alone else found
+        y, *images = there.read() if labelled else [y]
+        said = unweighted(weight, name, said)
+        shapes.add(shapes_of(x))
+        seconds.append((taken, batches.size(x)))
+        index = torch.arange(seen, seen + batches.size(x))
+        seen += batches.size(x)
+        if labelled and functions.ignore_index is not None:
+            counted = y != functions.ignore_index
+            answer, index = chosen_rows(answer, counted), index[counted]
+            x, y = batches.apply(batches.to(x, counted.device), itemgetter(counted)), y[counted]
+            images = [each[counted] for each in images]
+            weight = None if weight is None else weight.cpu()[counted]
+        if images and len(shapes) == 1 and isinstance(answer.predictive, CategoricalPredictive) and len(index):
+            log_mean = answer.predictive.log_mean
+            shown = images[0] if picture is None else picture(images[0])
+            extremes.update(max_probability_score(log_mean), log_mean.argmax(1) == y, index, shown)
+        if promises:
+            true = y if labelled else None
+            promised.append(outcomes(promises, answer.predictive, generator, y=true, x=x, weight=weight))
+        answers.append(answer)
+        targets.append(y if labelled else torch.empty(0))
+    if not answers:
+        raise ValueError(f"expected batches in {name!r}, got none; is it empty, or a generator that is used up?")
+    energies = [answer.energy for answer in answers if answer.energy is not None]
+    timed = seconds[1:] or seconds  # the first batch includes one-time setup
+    return Predictions(
+        predictive=Predictive.cat([answer.predictive for answer in answers]),
+        targets=torch.cat(targets),
+        energy=torch.cat(energies, 1) if energies else None,
+        examples=extremes.arrays(),
+        shapes=shapes.pop() if len(shapes) == 1 else None,
+        milliseconds=1000 * sum(s for s, _ in timed) / sum(n for _, n in timed),
+        networks=functions.drawn.networks,
+        promised=joined_outcomes(promised),
+    )
+
+
+def foreign_loader(given: Any, *, real: bool) -> Any:
+    """What was given as foreign inputs, with targets that mean nothing where it is x or a list of batches x.
+
+    A list of arrays of one shape is such a list: of data [x, y] the second has another. `real`: not always, with real targets.
+    """
+    bare = isinstance(given, list) and all(map(is_array, given)) and len({each.shape[1:] for each in given}) == 1
+    if bare and real and len(given) in (2, 3) and len({each.shape for each in given}) == 1:
+        raise ValueError(f"expected foreign inputs x, or (x, y), got {len(given)} arrays of one shape; pass x alone")
+    return [with_targets(each) for each in given] if bare else with_targets(given)
+
+
+def with_targets(given: Any) -> Any:
+    """A batch or data (x, y), with targets that mean nothing where x or [x] was given alone."""
+    x = given[0] if isinstance(given, tuple | list) and len(given) == 1 else given
+    return (x, torch.zeros(len(x))) if is_array(x) else given
+
+
+def unweighted(weight: Tensor | None, name: str, said: bool) -> bool:
+    """Warns once if weights are not 1, because metrics ignore them; returns whether the warning was given."""
+    if weight is None or said or not bool((weight != 1).any()):
+        return said
+    log.warning(
+        "the weights in %r are ignored: metrics count every example once; remove examples that should not count", name
+    )
+    return True
+
+
+def shapes_of(x: Inputs) -> Shapes:
+    """The shapes of one input."""
+    return tuple(tuple(tensor.shape[1:]) for tensor in batches.tensors(x))
+
+
+def checked_shapes(x: Inputs, like: Shapes | None, name: str) -> Shapes:
+    """The shapes of one input; raises if they differ from those of a test set whose inputs all have one shape."""
+    shapes = shapes_of(x)
+    if like is not None and shapes != like:
+        got = f"{_shown(shapes)}; resize them or convert their channels first"
+        raise ValueError(f"expected inputs of shape {_shown(like)} in {name!r}, as in the test set, got {got}")
+    return shapes
+
+
+def check_hard(y: Tensor, functions: Functions) -> None:
+    """Raises if a classification's targets are soft: accuracy and calibration need one true class."""
+    if functions.logits and y.is_floating_point():
+        raise ValueError(f"expected class indices to evaluate on, got {y.dtype} labels; pass y.argmax(1)")
+
+
+def is_image(x: Inputs) -> bool:
+    """Whether inputs are images (B, 1 or 3, H, W)."""
+    return isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] in (1, 3)
+
+
+def chosen_rows(answer: Answer, keep: Tensor) -> Answer:
+    """The answer for some of the inputs; keep: (B,) boolean."""
+    return Answer(answer.predictive[keep], None if answer.energy is None else answer.energy[:, keep])
+
+
+def now(device: torch.device) -> float:
+    """Time in seconds, after the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _shown(shapes: Shapes) -> str:
+    return " and ".join(map(str, shapes)) if shapes else "()"

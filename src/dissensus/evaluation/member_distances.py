@@ -1,0 +1,163 @@
+"""Distances between members in weights, outputs and input gradients: now, or over training."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dissensus import metrics
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.particles import Member
+from dissensus.core.posterior import Posterior, expect_posterior, left_as_found
+from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
+from dissensus.methods.parts.comparison_spaces import input_gradient, selected_output
+from dissensus.numerics.rbf_kernels import directions, squared_distances, working
+from dissensus.utils.checks import whole
+
+
+class MemberDistances(NamedTuple):
+    """Distances between members, as means over pairs, and the effective number of members; made by `member_distances`.
+
+    Args:
+        weight: ‖θᵢ − θⱼ‖ over the trained tensors that members do not share.
+        function: root mean square of fᵢ − fⱼ over inputs and all outputs of the network.
+        gradient: angle in radians between input gradients, mean over inputs; NaN if all gradients are zero.
+        effective: effective number of members, 1 to M (`metrics.effective_members`).
+    """
+
+    weight: float  # ‖θᵢ − θⱼ‖ over the trained tensors that members do not share
+    function: float  # root mean square of fᵢ − fⱼ over inputs and all outputs of the network
+    gradient: float  # angle in radians between input gradients, mean over inputs; NaN if all gradients are zero
+    effective: float  # effective number of members, 1 to M: `metrics.effective_members`
+
+
+def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistances:
+    """Measures how much a posterior's stored members differ on one batch, in eval mode.
+
+    The input gradient is that of the true class's logit, or of a regression's mean summed over its outputs, as in FoRDE.
+    Where a member's gradient is exactly zero it has no direction, and the input is left out of the member's pairs. Tensors
+    shared by all members add nothing to the distance of weights.
+
+    Args:
+        posterior: a posterior with at least two stored members. Sampled functions are not compared.
+        x: inputs (B, ...), as the loader gives them.
+        y: targets, as the likelihood takes them.
+
+    Returns:
+        `.weight` ‖θᵢ − θⱼ‖, `.function` root mean square of fᵢ − fⱼ, `.gradient` angle in radians, `.effective`
+        members.
+    """
+    particles = expect_posterior(posterior).particles
+    if particles.members < 2:
+        raise ValueError(f"expected several stored members, got {type(posterior).__name__} with one; pass an ensemble")
+    x, y, _ = posterior.take(posterior.batch((x, y), anywhere=True))
+
+    def outputs_and_gradient(member: Member) -> tuple[Tensor, Tensor]:
+        def selected(at: Inputs) -> tuple[Tensor, Tensor]:
+            outputs = batches.call(member.network, at)
+            return selected_output(member.likelihood, outputs, y, "logit"), outputs
+
+        gradient, outputs = input_gradient(selected, x)
+        return outputs.detach(), gradient.detach()
+
+    with left_as_found(posterior), batches.unchanged(x):
+        outputs, gradients = particles.each(outputs_and_gradient)  # (M, B, ...), (M, B, D)
+        # The stored members, not a new draw.
+        predictive = posterior.checked_members(posterior.current().predict(x), posterior.lens())
+    own = {
+        name: tensor.detach()
+        for name, tensor in particles.own_parameters().items()
+        if name.startswith("network.") and tensor.requires_grad
+    }
+    if isinstance(predictive, ClassificationPredictive):
+        ignored = getattr(posterior.likelihood, "ignore_index", None)
+        labels = y.argmax(1) if y.is_floating_point() else y  # soft labels: the likeliest class
+        effective = metrics.effective_members(predictive.members, labels, ignore_index=ignored)
+    elif isinstance(predictive, RegressionPredictive):
+        effective = metrics.effective_members_regression(predictive.members, y)
+    else:
+        kind = type(predictive).__name__
+        raise TypeError(f"expected members with probabilities or means, got {kind}; use one of dissensus's likelihoods")
+    return MemberDistances(
+        weight=float(mean_distance(own)) if own else 0.0,
+        function=float(mean_distance(outputs)) / outputs[0].numel() ** 0.5,
+        gradient=float(mean_angle(gradients)),
+        effective=float(effective),
+    )
+
+
+def mean_distance(points: Any) -> Tensor:
+    """() mean over pairs of ‖zᵢ − zⱼ‖ in float64, for points (M, ...) or a tree of them."""
+    squared = squared_distances(points)  # (M, M)
+    return squared.sqrt().sum() / (len(squared) * (len(squared) - 1))
+
+
+def mean_angle(vectors: Tensor) -> Tensor:
+    """() mean angle in [0, π] over pairs of members and examples, for vectors (M, B, D); NaN if no pair has directions.
+
+    With unit vectors s the angle is 2 atan2(‖sᵢ − sⱼ‖, ‖sᵢ + sⱼ‖), which is accurate for small angles; arccos is not.
+    """
+    unit = directions(working(vectors.detach()))  # (M, B, D)
+    there = unit.square().sum(2) > 0  # (M, B)
+    total, count = unit.new_zeros(()), unit.new_zeros(())
+    for i in range(len(unit) - 1):
+        other = unit[i + 1 :]  # (M − i − 1, B, D)
+        angle = 2 * torch.atan2((unit[i] - other).norm(dim=2), (unit[i] + other).norm(dim=2))
+        both = there[i] & there[i + 1 :]
+        total = total + torch.where(both, angle, 0.0).sum()
+        count = count + both.sum()
+    return total / count
+
+
+class Numbered(Protocol):
+    """The argument of a `fit` callback: an Epoch, of which only the number is read."""
+
+    epoch: int
+
+
+class DistancesOverTraining:
+    """A callback for `fit` that records the members' distances at fixed inputs every k epochs.
+
+        record = DistancesOverTraining(posterior, x, y, every=10)
+        record.look(0)  # before training
+        fit(posterior, loader, epochs=100, callback=record)
+
+    Attributes: `.epochs` lists the numbers of epochs done, `.distances` the `MemberDistances` after each.
+
+    Args:
+        posterior, x, y: as in `member_distances`.
+        every: epochs between two measurements, k.
+        tell: function called with (epochs done, distances) after each measurement; None calls nothing.
+    """
+
+    def __init__(
+        self,
+        posterior: Posterior,
+        x: Inputs,
+        y: Tensor,
+        *,
+        every: int = 1,
+        tell: Callable[[int, MemberDistances], object] | None = None,
+    ) -> None:
+        self.posterior = posterior
+        self.x, self.y = x, y
+        self.every = whole("every", every)
+        self.tell = tell
+        self.epochs: list[int] = []
+        self.distances: list[MemberDistances] = []
+
+    def __call__(self, epoch: Numbered) -> None:
+        """Measures after every k-th epoch; returns None, so training continues."""
+        if (epoch.epoch + 1) % self.every == 0:
+            self.look(epoch.epoch + 1)
+
+    def look(self, epochs_done: int) -> MemberDistances:
+        """Measures the distances now and stores them under the number of epochs done; pass 0 before training."""
+        found = member_distances(self.posterior, self.x, self.y)
+        self.epochs.append(epochs_done)
+        self.distances.append(found)
+        if self.tell is not None:
+            self.tell(epochs_done, found)
+        return found

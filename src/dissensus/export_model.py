@@ -1,0 +1,306 @@
+"""export: a posterior as one file for servers without this library: ONNX, or torch's own .pt2."""
+
+import copy
+import io
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from dissensus.calibration.conformal_scores import INTERVAL_SCORES
+from dissensus.calibration.conformal_sets import Conformal
+from dissensus.calibration.gate import Gate
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.drawn_functions import MOMENTS, Predictor
+from dissensus.core.member import tensors_of
+from dissensus.core.member_runner import first_line
+from dissensus.core.particles import Particles
+from dissensus.core.posterior import Posterior, expect_posterior
+from dissensus.core.predictive import CategoricalPredictive, Predictive
+from dissensus.engine.tracing import random_operations, trace
+from dissensus.layers.factored import Factored
+from dissensus.methods.parts.node_functions import NodeFunctions
+from dissensus.numerics.randomness import same_random_state
+from dissensus.storage.atomic_files import write_whole
+from dissensus.storage.onnx_files import ONNX_FORMS, onnx_content, require_onnx, run_onnx
+from dissensus.utils.checks import one_of
+from dissensus.utils.text import readable
+from dissensus.version import __version__
+
+log = logging.getLogger("dissensus")
+
+# Tolerance between the file's outputs and those of `predict`, times the largest output if that is above 1: this, or in half
+# precision that many roundings of the weights' dtype.
+CLOSE, ROUNDINGS = 1e-5, 4
+
+
+def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) -> None:
+    """Writes the computation of `predict` to one file: "m.onnx" for ONNX runtimes, "m.pt2" for `torch.export.load`.
+
+    The file takes the same inputs as `predict`, with any batch size. Its outputs, by name, are mean, total, aleatoric and
+    epistemic, as in a `Predictive`, and the posterior's promises: `NAME` (B, C) for conformal sets, `NAME_lower` and
+    `NAME_upper` for intervals, `NAME` (B,) for the inputs that a gate accepts. Temperature and calibration are included.
+    Before the file is written, its outputs are compared with `predict` on the example.
+
+    Args:
+        posterior: a trained posterior; sampling methods must have stored a draw (`fit` does; else `ds.refresh`).
+        path: ends in .onnx (needs onnx and onnxscript) or .pt2 (needs only torch).
+        example: inputs for `predict`, of any batch size.
+
+    Raises:
+        ValueError: predictions differ from call to call, or the network cannot be traced.
+    """
+    path = Path(path)
+    write = {".onnx": _onnx_bytes, ".pt2": _pt2_bytes}[one_of("the ending", path.suffix, (".onnx", ".pt2"))]
+    if path.suffix == ".onnx":
+        require_onnx()
+    module = ExportedPosterior(expect_posterior(posterior))
+    x = _two_or_more(batches.to(module.raw(example), posterior.device))
+    wanted = {rows: _predicted(posterior, module, _rows(x, rows)) for rows in (batches.size(x), 1)}
+    if posterior.classes is not None and len(posterior.classes) != (outputs := wanted[1]["mean"][0].shape[1]):
+        raise ValueError(f"expected the names of {outputs} classes, got {len(posterior.classes)}; name every output")
+    _state_size(path, module.predictor)
+    with posterior.particles.turn(), torch.no_grad():  # nobody else uses the network while it is traced, on the host
+        module, x, failed = module.cpu(), batches.to(x, torch.device("cpu")), list[str]()
+        for prepare in (_members_at_once, _members_in_turn):
+            prepare(module.predictor)
+            try:
+                module(x)  # creates tensors that depend on the shape of x, such as masks, outside of the graph
+                program = trace(module, x, ONNX_FORMS if path.suffix == ".onnx" else None)
+                _check_drawn(random_operations(program))
+                for rows, numbers in wanted.items():
+                    _check_same(program.module()(*batches.tensors(_rows(x, rows))), numbers, path)
+                content = write(program, module.facts(x), x, wanted)
+                break
+            except (_Refused, ImportError):
+                raise
+            except Exception as error:
+                root: BaseException = error
+                while root.__cause__ is not None:  # exporters wrap it in advice on how to debug them
+                    root = root.__cause__
+                failed.append(first_line(root))
+        else:
+            hint = "simplify its forward" + (", or write .pt2" if path.suffix == ".onnx" else "")
+            raise ValueError(f"expected a network and a calibration that can be exported, got: {failed[-1]}; {hint}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole({path: content})
+
+
+class ExportedPosterior(nn.Module):
+    """x -> tensors by name: the computation in the file."""
+
+    def __init__(self, posterior: Posterior) -> None:
+        super().__init__()
+        self.predictor = posterior.predictor()
+        self.inputs, self.dtype = posterior.inputs, posterior.temperature.dtype
+        self.traced = getattr(self.inputs, "traceable", False)
+        if self.inputs is not None and not self.traced:
+            log.warning(
+                "the file takes encoded inputs, posterior.inputs(x), because the transform reads text and tensors hold none"
+            )
+        self.about = {
+            "dissensus": __version__,
+            "method": posterior.name,
+            "model": posterior.description(),
+            "classes": None if posterior.classes is None else list(posterior.classes),
+            "unit": getattr(posterior.likelihood, "unit", None),
+            "inputs": None if self.inputs is None else {"kind": self.inputs.kind, **self.inputs.config()},  # type: ignore[attr-defined]
+        }
+        self.promises: dict[str, Callable[[Predictive, float], dict[str, Tensor]]] = {}
+        self.said: dict[str, str] = {}
+        for name, promise in posterior.promises.items():
+            if (told := _outputs_of(name, promise)) is not None:
+                self.promises[name], self.said[name] = told, str(promise.describe())  # type: ignore[operator]
+
+    def raw(self, example: Any) -> Inputs:
+        """The example as tensors, in the form of the file's inputs."""
+        raw: Callable[[Any], Inputs] = getattr(self.inputs, "raw", batches.inputs_of)
+        return raw(example)
+
+    def ready(self, x: Inputs) -> Inputs:
+        """The file's inputs, transformed to the network's."""
+        if self.inputs is None:
+            return x
+        found: Any = self.inputs.transform(x) if self.traced else x  # type: ignore[attr-defined]
+        return found.to(self.dtype)  # type: ignore[no-any-return]
+
+    def forward(self, x: Inputs) -> dict[str, Tensor]:
+        return self.outputs(self.predictor.predictive(self.ready(x)))
+
+    def outputs(self, predictive: Predictive, slack: float = 0.0) -> dict[str, Tensor]:
+        """The file's outputs for a predictive, by name; thresholds of sets and gates are raised by a share `slack`."""
+        found = {name: getattr(predictive, name) for name in MOMENTS}
+        for name, promised in self.promises.items():
+            if found.keys() & (more := promised(predictive, slack)):
+                raise ValueError(
+                    f"expected a promise of another name than an output's, got {name!r}; fit it with another name="
+                )
+            found |= more
+        return found
+
+    def facts(self, x: Inputs) -> dict[str, Any]:
+        """Metadata stored in the file, as JSON values."""
+        classes = isinstance(self.predictor.predictive(self.ready(x)), CategoricalPredictive)
+        told = {"mean": "probabilities" if classes else "means", "functions": self.predictor.drawn.members}
+        return {name: value for name, value in (self.about | told).items() if value is not None} | {
+            "promises": self.said
+        }
+
+
+class _Refused(ValueError):
+    """An error that no other way of tracing would avoid."""
+
+
+def _outputs_of(name: str, promise: nn.Module) -> Callable[[Predictive, float], dict[str, Tensor]] | None:
+    """The outputs of a promise as a function of (predictive, slack); None, with a warning, if it needs other inputs."""
+    if isinstance(promise, Gate):
+        gate, threshold = promise, torch.tensor(promise.threshold, dtype=torch.float64)
+        return lambda predictive, slack: {name: gate.decide(predictive).score < _raised(threshold, slack)}
+    if not isinstance(promise, Conformal) or any(promise.facts[each] for each in ("weighted", "randomised")) or (
+        promise.facts["by"] == "group"
+    ):  # fmt: skip
+        log.warning("%s is not in the file: besides inputs it needs weights, groups or random numbers", name)
+        return None
+    fixed, thresholds = copy.copy(promise), promise.thresholds(torch.ones(1, dtype=torch.float64))
+
+    def outputs(predictive: Predictive, slack: float) -> dict[str, Tensor]:
+        intervals = promise.score in INTERVAL_SCORES
+        at = _raised(thresholds, 0.0 if intervals else slack).to(predictive.mean.device)
+        fixed._asked = lambda *_: (predictive, at)  # type: ignore[method-assign]
+        if intervals:
+            return dict(zip((f"{name}_lower", f"{name}_upper"), fixed.interval(predictive), strict=True))
+        return {name: fixed.set(predictive)}
+
+    return outputs
+
+
+def _raised(values: Tensor, slack: float, least: float = 0.01) -> Tensor:
+    """The values, raised by this share of the largest finite one or of `least`; truth values are left as they are."""
+    if not slack or values.dtype == torch.bool:
+        return values
+    return values + slack * values.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp(min=least)
+
+
+def _rows(x: Inputs, rows: int) -> Inputs:
+    return batches.apply(x, lambda tensor: tensor[:rows])
+
+
+def _two_or_more(x: Inputs) -> Inputs:
+    """x with at least two rows: torch treats an axis of length one as fixed."""
+    return x if batches.size(x) > 1 else batches.apply(x, lambda tensor: tensor.repeat(2, *[1] * (tensor.ndim - 1)))
+
+
+def _predicted(posterior: Posterior, module: ExportedPosterior, x: Inputs) -> dict[str, tuple[Tensor, Tensor]]:
+    """(least, most) of the outputs of `predict` and of the promises, by name; raises if a second call gives other values.
+
+    Of sets and gates, only a score that equals its threshold up to rounding may fall on either side.
+    """
+    view, x = copy.copy(posterior), module.ready(x)
+    view.inputs = None
+    with same_random_state(posterior.device):
+        first = view.predict(x)
+        torch.rand(1)  # advances torch's generator, so that new draws would differ
+        again = view.predict(x)
+    pairs = zip(first.described(), again.described(), strict=True)
+    # GPUs may round differently.
+    if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True) for a, b in pairs):
+        raise ValueError(
+            f"expected equal predictions in every call, got {type(posterior).__name__} with a new draw each time; call "
+            "ds.refresh(posterior, training_loader) first (a network that draws random numbers in eval mode cannot be "
+            "exported)"
+        )
+    rounding = max((torch.finfo(p.dtype).eps for p in posterior.parameters() if p.is_floating_point()), default=0.0)
+    close = max(CLOSE, ROUNDINGS * rounding)
+    least, most = (module.outputs(first, slack) for slack in (-close, close))
+    return {name: (_raised(least[name], -close, 1.0).cpu(), _raised(most[name], close, 1.0).cpu()) for name in least}
+
+
+def _members_at_once(predictor: Predictor) -> None:
+    """Runs all members in one pass if they share kernels, so that the file holds the kernels and the graph once."""
+    for part in predictor.modules():
+        if isinstance(part, NodeFunctions):
+            part.unfold()
+        if isinstance(part, Particles) and len(part.templates) == 1 and not _own_kernels(part):
+            part.how = "vectorised"
+            for layer in part.template.modules():
+                if isinstance(layer, Factored):
+                    vars(layer)["members_at_once"] = True
+
+
+def _members_in_turn(predictor: Predictor) -> None:
+    for part in predictor.modules():
+        if isinstance(part, Particles):
+            part.how = "loop"
+
+
+def _own_kernels(particles: Particles) -> bool:
+    """Whether members have their own convolutions, which are faster one after the other."""
+    own, parts = tensors_of(particles.own), particles.template.named_modules()
+    return any(isinstance(part, nn.modules.conv._ConvNd) and f"{name}.weight" in own for name, part in parts)
+
+
+def _check_drawn(found: list[str]) -> None:
+    if found:
+        raise _Refused(
+            f"expected a network that draws no random numbers, got {', '.join(found)} in its graph; put dropout and noise in "
+            "eval mode, or make them depend on self.training"
+        )
+
+
+def _check_same(found: dict[str, Tensor], wanted: dict[str, tuple[Tensor, Tensor]], path: Path) -> None:
+    for name, (least, most) in wanted.items():
+        made = torch.as_tensor(found[name]).cpu()
+        if made.shape != least.shape:
+            raise ValueError(f"expected {name} of shape {tuple(least.shape)} in {path}, got {tuple(made.shape)}")
+        if wrong := int((~((least <= made) & (made <= most))).sum()):
+            raise ValueError(
+                f"expected {name} as in predict, got {wrong} of {made.numel()} values that differ in {path}"
+            )
+
+
+def _state_size(path: Path, predictor: Predictor) -> None:
+    """Logs the size of the file, which is large if every function has its own weights."""
+    own = shared = 0
+    for part in predictor.modules():
+        if isinstance(part, Particles):
+            own += sum(t.nbytes for t in (*part.own_parameters().values(), *part.own_buffers().values()))
+            shared += sum(t.nbytes for t in (*part.shared_parameters().values(), *part.shared_buffers().values()))
+    if path.suffix == ".onnx" and own + shared > 2**31 - 2**20:
+        raise ValueError(
+            f"expected at most 2 GiB for ONNX, got {readable(own + shared)}; write .pt2, or use fewer functions"
+        )
+    log.info(
+        "%s will take about %s: %d functions with %s of own weights, and %s of shared ones",
+        path, readable(own + shared), predictor.drawn.members, readable(own), readable(shared),
+    )  # fmt: skip
+
+
+def _pt2_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, wanted: Any) -> bytes:
+    for node in program.graph.nodes:  # source locations of the operations take half of a small file
+        for remark in ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "torch_fn"):
+            node.meta.pop(remark, None)
+    file = io.BytesIO()
+    torch.export.save(program, file, extra_files={"dissensus.json": json.dumps(facts)})
+    return file.getvalue()
+
+
+def _onnx_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, wanted: dict[int, Any]) -> bytes:
+    """The file's content; if onnxruntime is installed, its outputs are compared with `wanted`."""
+    names = list(x) if isinstance(x, dict) else [f"x{i}" for i in range(len(x))] if isinstance(x, tuple) else ["x"]
+    while not wanted[1].keys().isdisjoint(names):  # in an ONNX file a name is that of one value
+        names = [f"input_{name}" for name in names]
+        log.warning("outputs have the names of inputs, which are called %s in the file", ", ".join(names))
+    content, random = onnx_content(program, names, list(wanted[1]), facts)
+    _check_drawn(random)
+    for rows, numbers in wanted.items():
+        given = dict(zip(names, batches.tensors(_rows(x, rows)), strict=True))
+        if (found := run_onnx(content, given)) is not None:
+            _check_same(found, numbers, Path("ONNX"))
+    return content

@@ -1,0 +1,115 @@
+"""Matrix products on CPUs: small ones on Arm processors, and stacked linear layers.
+
+On Arm processors, calling oneDNN costs more than a small product.
+
+There `F.linear` and every product with a transposed operand take at least 0.4 ms, for any size: 16 × 200 by 200 × 200 takes
+0.43 ms with oneDNN and 0.06 ms without, sixteen stacked 50 × 50 by 50 × 50 take 7.9 and 0.2 ms (torch 2.13, aarch64, one
+core). With a million weights per layer or more, oneDNN is faster by up to 15 %; convolutions need it.
+
+Stacked linear layers take the form that is fastest on a CPU:
+
+Under vmap `F.linear` becomes x Wᵀ for every member: one product per member with a transposed operand, which is slow to read,
+and a transposed weight gradient, which must be copied. Written as (W xᵀ)ᵀ, the first layer, whose input all members share,
+is one large product, and gradients have the layout of the weights. For twenty 784-200-200-200-10 networks at batch 16 on two
+cores (`benchmarks/speed.py --cases mlp16`), a step takes 21 ms instead of 33.
+"""
+
+import platform
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SMALL = 2**19  # most weights of a linear layer for which oneDNN is avoided
+
+
+def on_arm() -> bool:
+    return platform.machine().lower() in ("aarch64", "arm64")
+
+
+def small_products(network: nn.Module) -> bool:
+    """Whether to avoid oneDNN: on Arm, for networks that compute only small matrix products."""
+    if not on_arm() or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    layers = list(network.modules())
+    if any(isinstance(layer, nn.modules.conv._ConvNd | nn.RNNBase) for layer in layers):
+        return False
+    sizes = [layer.in_features * layer.out_features for layer in layers if isinstance(layer, nn.Linear)]
+    return bool(sizes) and max(sizes) <= SMALL
+
+
+@contextmanager
+def without_onednn(wanted: bool = True) -> Iterator[None]:
+    """Inside, if wanted, matrix products on the CPU run without oneDNN."""
+    before = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags would change other settings, too, and warn
+    if not wanted or not before:
+        yield
+        return
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+FEW = 8  # rows up to which x Wᵀ is faster without gradients: 5 times for one row (200 × 200, x86)
+
+
+class StackedLinear:
+    """Gives linear layers with own weights another forward while members are vectorised.
+
+    `own`: ids of the template's tensors that are stacked. Layers with shared weights keep their forward: vmap makes one wide
+    product of it over members × batch. Modulated layers (`surgery.modulated`) are notified that members are vectorised.
+    """
+
+    def __init__(self, template: nn.Module, *, own: Set[int]) -> None:
+        layers = [layer for layer in template.modules() if type(layer) is nn.Linear and id(layer.weight) in own]
+        # Made once, because the compiler recompiles for new objects.
+        self.forwards = [(layer, _Transposed(layer)) for layer in layers]
+        # Modulated layers apply their factors to activations while vectorised: one kernel serves all members.
+        self.modulated = [vars(layer) for layer in template.modules() if "members_at_once" in vars(layer)]
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Inside, the layers compute (W xᵀ)ᵀ + b; only on a CPU, since GPUs gain nothing."""
+        changed = [pair for pair in self.forwards if device.type == "cpu" and "forward" not in vars(pair[0])]
+        for layer, forward in changed:
+            vars(layer)["forward"] = forward  # avoids nn.Module.__setattr__, which is slow
+        for attributes in self.modulated:
+            attributes["members_at_once"] = True
+        try:
+            yield
+        finally:
+            for layer, _ in changed:
+                del vars(layer)["forward"]
+            for attributes in self.modulated:
+                attributes["members_at_once"] = False
+
+
+def has_own_convolution(template: nn.Module, own: Set[int]) -> bool:
+    """Whether members have their own tensor in a convolution, which is slower under vmap than in a loop.
+
+    Under vmap stacked kernels become grouped convolutions, which are slow on CPUs and GPUs. A member's own factors are
+    cheaper on a kernel than on activations.
+    """
+    layers = (module for module in template.modules() if isinstance(module, nn.modules.conv._ConvNd))
+    return any(id(tensor) in own for layer in layers for tensor in chain(layer.parameters(), layer.buffers()))
+
+
+class _Transposed:
+    """The forward of one linear layer, (W xᵀ)ᵀ + b."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+
+    def __call__(self, input: Tensor) -> Tensor:
+        weight, bias = self.layer.weight, self.layer.bias
+        if input.ndim != 2:
+            return F.linear(input, weight, bias)
+        # Compilers and exporters would fix the number of rows.
+        few = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and len(input) <= FEW
+        product = input @ weight.mT if few else (weight @ input.mT).mT  # (B, O)
+        return product if bias is None else product + bias

@@ -1,0 +1,289 @@
+"""Layers that wait for what follows: on a GPU batch norm, an addition and ReLU become one kernel, second derivatives included.
+
+Inside `fused()` the result of `F.batch_norm` is a `Pending` tensor, of which only the statistics are computed. ReLU makes it
+one kernel, an addition waits for the ReLU after it, and anything else computes it first. Values and derivatives equal torch's
+up to rounding (`kernels/triton_norm.py`); between the layers nothing is rounded to half precision. Without gradients and
+with running statistics, batch norm becomes part of the convolution before it (`kernels/fused_conv.py`).
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dissensus.kernels.cast_weights import half
+from dissensus.kernels.fused_conv import PendingConvolution, convolution
+from dissensus.kernels.lazy_tensor import Pending, compute_waiting, settled
+from dissensus.kernels.multi_tensor import works
+
+LEAST = 2**15  # numbers in a tensor below which torch's own kernels are as fast
+KINDS = (torch.float32, torch.bfloat16, torch.float64)
+DEVICE = "cuda"  # "cpu" in tests that interpret the kernels
+UNSEEN = {cast(Any, Tensor).data.__get__, Tensor.numpy, Tensor.untyped_storage}
+
+
+@contextmanager
+def fused() -> Iterator[None]:
+    """Inside, batch norm on a GPU is fused with the layers after it; not in compiled code or under function transforms."""
+    if torch.compiler.is_compiling() or not thread.norms:
+        yield
+        return
+    before, thread.fusing = thread.fusing, True
+    try:
+        with _Waiting():
+            yield
+    finally:
+        thread.fusing = before
+        count_now()
+
+
+class _Thread(threading.local):
+    norms = True  # whether batch norm may take other forms: not if its statistics span several processes
+    fusing = False  # whether `fused` is active
+    counter: Tensor | None = None  # of batches, to which the batch norm that comes next adds one
+
+
+thread = _Thread()
+
+
+class _Waiting(TorchFunctionMode):
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.batch_norm:
+            return waiting(*args, **(kwargs or {}))
+        count_now()
+        if func is Tensor.add_ and not kwargs and counts(*args):
+            thread.counter = args[0]
+            return args[0]
+        if func in UNSEEN:  # what is written there has no version
+            vars(args[0]).pop("again", None)
+            compute_waiting()
+        if func is torch.conv2d:
+            return convolution(*args, **(kwargs or {}))
+        if func is F.linear and len(args) > 1:
+            args = (args[0], half(args[1]), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def counts(counter: Any, by: Any = None, *_: Any) -> bool:
+    """Whether torch's batch norm adds one to its number of batches: what it calls next is `F.batch_norm`."""
+    frame: Any = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__":  # of modes inside this one
+        frame = frame.f_back
+    mine = frame.f_code is nn.modules.batchnorm._BatchNorm.forward.__code__ and type(counter) is Tensor
+    alone = mine and torch._C._functorch.peek_interpreter_stack() is None
+    return alone and (counter.dtype, counter.device.type, by) == (torch.int64, DEVICE, 1)
+
+
+def count_now() -> None:
+    """Adds one to the counter that waits, before anything else can look at it."""
+    counter, thread.counter = thread.counter, None
+    if counter is not None:
+        counter.add_(1)
+
+
+def waiting(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    otherwise: Callable[..., Tensor] = F.batch_norm,
+) -> Tensor:
+    """As `F.batch_norm`, but waiting if the kernels take this tensor; else `otherwise` of the same arguments."""
+    counter, thread.counter = thread.counter, None  # first: any call of torch would count
+    known = (running_mean is None) == (running_var is None) and (training or running_mean is not None)
+    given = [each for each in (weight, bias, running_mean, running_var) if each is not None]
+    packed = all(each.is_contiguous() and each.device == input.device for each in given)  # as the kernels read them
+    usable = weight is not None and bias is not None and known and packed and (training or not torch.is_grad_enabled())
+    if (
+        usable
+        and not training
+        and counter is None
+        and isinstance(input, PendingConvolution)
+        and input.found is None
+        and works(input.device)
+    ):
+        return PendingNorm(input, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
+    x = settled(input)
+    if counter is not None and not (usable and training and takes(x) and counter.device == x.device):
+        counter.add_(1)
+        counter = None
+    if not usable or not takes(x):
+        return otherwise(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    if not training:
+        return PendingNorm(x, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
+    from dissensus.kernels import norm_launch  # imports Triton
+
+    with torch.no_grad():
+        mean, rstd = norm_launch.statistics(x, running_mean, running_var, momentum, eps, counter=counter)
+    for changed in (running_mean, running_var, counter):
+        if changed is not None:
+            torch.autograd.graph.increment_version(changed)
+    return PendingNorm(x, cast(Tensor, weight), cast(Tensor, bias), mean, rstd)
+
+
+def takes(x: Tensor) -> bool:
+    """Whether the kernels can read x: on a GPU, not small, channels side by side in memory, not inside vmap."""
+    if x.device.type != DEVICE or x.dtype not in KINDS or x.numel() < LEAST or x.numel() <= x.shape[1]:
+        return False
+    packed = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    packed = packed or (x.ndim == 2 and x.is_contiguous())
+    packed = packed and not x.is_inference()  # it has no version, which tells whether it was changed
+    return packed and torch._C._functorch.peek_interpreter_stack() is None and works(x.device)
+
+
+class PendingNorm(Pending):
+    """The result of a batch norm, perhaps with a tensor to be added to it."""
+
+    parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # x, weight, bias, mean, and r or, with eps, the variance
+    eps: float | None
+    added: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, spread: Tensor, eps: float | None = None,
+        added: Tensor | None = None,
+    ) -> "PendingNorm":  # fmt: skip
+        parts = (x, weight, bias, mean, spread)
+        self = cast(PendingNorm, Pending.__new__(cls, x.shape, x.dtype, x.device, (*parts, added)))
+        self.parts, self.eps, self.added = parts, eps, added
+        return self
+
+    def computed(self, *, relu: bool) -> Tensor:
+        x, weight, bias, mean, spread = self.parts
+        if self.eps is None:
+            found: Any = _Norm.apply(x, weight, bias, self.added, mean, spread, relu)  # type: ignore[no-untyped-call]
+            if self.added is None:
+                given = (x, mean, spread, weight, bias)
+                found.again = Again(partial(_normalised, relu=relu), tuple(each.detach() for each in given))
+            return cast(Tensor, found)
+        from dissensus.kernels import norm_launch
+
+        if relu and self.folds:
+            return cast(PendingConvolution, x).normalised(self.added, mean, spread, weight, bias, self.eps)
+        return norm_launch.normalised(
+            settled(x), settled(self.added), mean, spread, weight, bias, relu=relu, eps=self.eps
+        )
+
+    @property
+    def folds(self) -> bool:
+        """Whether it can become part of a convolution that has not run yet."""
+        x = self.parts[0]
+        return self.eps is not None and isinstance(x, PendingConvolution) and x.found is None
+
+    def branch(self) -> tuple[Tensor, Tensor]:
+        """(the tensor without a shift of channels, the shift (C,)): for a kernel that adds both."""
+        self.check_unchanged()
+        x, weight, bias, mean, variance = self.parts
+        return cast(PendingConvolution, x).scaled(mean, variance, weight, bias, self.eps)
+
+    def plus(self, other: Any) -> Pending | None:
+        both = isinstance(other, PendingNorm) and other.found is None and other.added is None and other.folds
+        if both and self.folds and self.added is None and other.facts == self.facts:
+            return PendingNorm(*self.parts, self.eps, other)
+        other, facts = settled(other), self.facts
+        fits = isinstance(other, Tensor) and (other.shape, other.dtype, other.device) == facts
+        if self.added is not None or not fits or not takes(other):
+            return None
+        return PendingNorm(*self.parts, self.eps, other)
+
+
+class Again(NamedTuple):
+    """How a tensor is computed once more, by function(*tensors), so that a layer need not keep it until a second derivative.
+
+    The first of the tensors has its shape, dtype and layout. They are kept for other layers anyway.
+    """
+
+    function: Callable[..., Tensor]
+    tensors: tuple[Tensor | None, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Again | None":
+        """That of a tensor that nobody has changed."""
+        again: Again | None = getattr(tensor, "again", None)
+        return again if again is None or tensor._version == 0 else None
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor, added: Tensor | None, m: Tensor, r: Tensor, relu: bool
+    ) -> Tensor:
+        from dissensus.kernels import norm_launch
+
+        y = norm_launch.normalised(x, added, m, r, w, b, relu=relu)
+        ctx.relu, ctx.added = relu, added is not None
+        ctx.save_for_backward(x, y if relu and ctx.added else None, m, r, w, b)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        g, saved = _like(gradients[0], ctx.saved_tensors[0]), ctx.saved_tensors
+        if torch.is_grad_enabled():
+            by_x, by_added, sums = _Pulled.apply(g, *saved, ctx.relu)  # type: ignore[no-untyped-call]
+            by_x.again = Again(partial(_input_gradient, relu=ctx.relu), (g.detach(), *saved, sums.detach()))
+        else:
+            by_x, by_added, sums = _first(g, *saved, relu=ctx.relu)
+        by_w, by_b = sums.to(saved[4].dtype)
+        return by_x, by_w, by_b, by_added if ctx.added else None, None, None, None
+
+
+class _Pulled(torch.autograd.Function):
+    """(J t, t, the sums) of `norm_launch.gradients`."""
+
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *saved, ctx.relu = given
+        by_x, by_added, sums = _first(g, *saved, relu=ctx.relu)
+        ctx.save_for_backward(g, *saved, sums)
+        ctx.set_materialize_grads(False)
+        return by_x, by_added.view_as(by_added) if by_added is g else by_added, sums
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        from dissensus.kernels import norm_launch
+
+        (u, v, of_sums), (g, x, y, m, r, w, b, sums) = gradients, ctx.saved_tensors
+        if torch.is_grad_enabled() or of_sums is not None:
+            raise NotImplementedError("batch norm has no third derivative")
+        if u is None and v is None:
+            return (None,) * 8
+        u = torch.zeros_like(x) if u is None else _like(u, x)
+        v = None if v is None else _like(v, x)
+        by_g, by_x, by_w = norm_launch.second_gradients(u, v, g, x, y, m, r, w, b, sums, relu=ctx.relu)
+        return by_g, by_x, None, None, None, by_w.to(w.dtype), None, None
+
+
+def _first(*given: Any, relu: bool) -> tuple[Tensor, Tensor, Tensor]:
+    from dissensus.kernels import norm_launch
+
+    return norm_launch.gradients(*given, relu=relu)
+
+
+def _input_gradient(*given: Any, relu: bool) -> Tensor:
+    from dissensus.kernels import norm_launch
+
+    return norm_launch.input_gradient(*given, relu=relu)
+
+
+def _normalised(x: Tensor, *layer: Tensor, relu: bool) -> Tensor:
+    from dissensus.kernels import norm_launch
+
+    return norm_launch.normalised(x, None, *layer, relu=relu)
+
+
+def _like(g: Tensor, x: Tensor) -> Tensor:
+    """The gradient in x's layout and dtype, as the kernels read it."""
+    layout = torch.channels_last if x.ndim == 4 else torch.contiguous_format
+    return g.to(x.dtype).contiguous(memory_format=layout)

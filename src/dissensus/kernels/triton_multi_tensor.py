@@ -1,0 +1,119 @@
+# mypy: ignore-errors
+"""Triton kernels over many tensors in one launch. Only `multi_tensor.py` imports this file: not every machine has Triton.
+
+Program number p works on one chunk: of the tensor `which[p]` the BLOCK entries after its first `start[p]` chunks, in the order
+in which they lie in memory. `table` (rows, T) has numbers of each of T tensors: addresses first, its number of entries last,
+in row SIZES.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def chunk(table, which, start, tensors, SIZES: tl.constexpr, BLOCK: tl.constexpr):
+    """(number of the tensor, this program's entries of it, which of them exist)."""
+    program = tl.program_id(0)
+    number = tl.load(which + program)
+    at = tl.load(start + program) * BLOCK + tl.arange(0, BLOCK)
+    return number, at, at < tl.load(table + SIZES * tensors + number)
+
+
+@triton.jit
+def look(
+    table, which, start, tensors, flag, KIND: tl.constexpr, ROW: tl.constexpr, SIZES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Sets the flag to 1 if an entry of the tensors in row ROW of the table is not finite."""
+    number, at, there = chunk(table, which, start, tensors, SIZES, BLOCK)
+    values = tl.load(tl.load(table + ROW * tensors + number).to(tl.pointer_type(KIND)) + at, mask=there, other=0.0)
+    finite = tl.abs(values.to(tl.float32)) < float("inf")  # false for NaN
+    if tl.min(finite.to(tl.int32), axis=0) == 0:
+        tl.store(flag, 1.0)
+
+
+@triton.jit
+def clear(table, which, start, tensors, flag, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Sets the tensors to 0 if the flag is above 0. Rows of the table: tensors, sizes."""
+    if tl.load(flag) > 0:
+        number, at, there = chunk(table, which, start, tensors, 1, BLOCK)
+        nothing = tl.zeros((BLOCK,), KIND)
+        tl.store(tl.load(table + number).to(tl.pointer_type(KIND)) + at, nothing, mask=there)
+
+
+@triton.jit
+def read(pointers, there, FULL: tl.constexpr):
+    """Entries in float32. FULL: all are there."""
+    found = tl.load(pointers) if FULL else tl.load(pointers, mask=there, other=0.0)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def write(pointers, values, there, FULL: tl.constexpr):
+    if FULL:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=there)
+
+
+@triton.jit
+def filtered(
+    weights, gradients, means, variances, there, flag, rate, gain, keep, spread, DRIFT: tl.constexpr, FULL: tl.constexpr
+):
+    """One chunk of `filters`, by pointers to its entries."""
+    w, mean, variance = read(weights, there, FULL), read(means, there, FULL), read(variances, there, FULL)
+    if DRIFT:
+        move = tl.where(tl.load(flag) > 0, 0.0, rate * read(gradients, there, FULL))
+        mean -= move
+        variance += move * move
+    distance = w - mean
+    write(means, mean + gain * distance, there, FULL)
+    write(variances, keep * variance + spread * distance * distance, there, FULL)
+
+
+@triton.jit
+def filters(
+    table, which, start, tensors, means, variances, flag, rate, gain, keep, spread,
+    WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, DRIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A step of the filters of `methods/parts/kalman.py`. Rows of the table: weights, gradients, places in μ and s, sizes."""
+    number, at, there = chunk(table, which, start, tensors, 3, BLOCK)
+    w, g, place = tl.load(table + number), tl.load(table + tensors + number), tl.load(table + 2 * tensors + number)
+    full = tl.load(start + tl.program_id(0)) * BLOCK + BLOCK <= tl.load(table + 3 * tensors + number)
+    if full & (w % 16 == 0) & (g % 16 == 0) & (place % 4 == 0):
+        # What the compiler must know to read and write four entries at a time.
+        weights = tl.multiple_of(w.to(tl.pointer_type(WEIGHT)), 16) + at
+        gradients = tl.multiple_of(g.to(tl.pointer_type(GRADIENT)), 16) + at
+        mean, variance = tl.multiple_of(means + place, 16) + at, tl.multiple_of(variances + place, 16) + at
+        filtered(weights, gradients, mean, variance, there, flag, rate, gain, keep, spread, DRIFT, True)
+    else:
+        weights, gradients = w.to(tl.pointer_type(WEIGHT)) + at, g.to(tl.pointer_type(GRADIENT)) + at
+        mean, variance = means + place + at, variances + place + at
+        filtered(weights, gradients, mean, variance, there, flag, rate, gain, keep, spread, DRIFT, False)
+
+
+@triton.jit
+def snapshot(
+    table, which, start, tensors, means, squares, deviations, share,
+    KIND: tl.constexpr, SPREAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A snapshot of `methods/swag.py`. Rows of the table: weights, places in the mean, channels I, positions K, sizes.
+
+    Entries are taken in the order of a contiguous tensor, which is that of the mean. In memory the axes (I, K) are swapped:
+    a channels-last kernel (O, I, H, W) has K = H·W; of a contiguous tensor both are 1.
+    """
+    number, at, there = chunk(table, which, start, tensors, 4, BLOCK)
+    place = tl.load(table + tensors + number) + at
+    n = at.to(tl.int32)  # divisions of int64 are slow, and no tensor here is that large
+    channels = tl.load(table + 2 * tensors + number).to(tl.int32)
+    positions = tl.load(table + 3 * tensors + number).to(tl.int32)
+    above, k = n // positions, n % positions
+    memory = (above // channels) * channels * positions + k * channels + above % channels
+    w = tl.load(tl.load(table + number).to(tl.pointer_type(KIND)) + memory, mask=there, other=0.0).to(tl.float32)
+    mean = tl.load(means + place, mask=there, other=0.0)
+    step = w - mean
+    mean += share * step
+    tl.store(means + place, mean, mask=there)
+    if SPREAD:
+        square = tl.load(squares + place, mask=there, other=0.0)
+        tl.store(squares + place, square + step * (w - mean), mask=there)
+        tl.store(deviations + place, w - mean, mask=there)

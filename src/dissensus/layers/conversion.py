@@ -1,0 +1,245 @@
+"""Layer surgery: copies any network and changes what its linear and convolutional layers compute with the same weights.
+
+A converted layer keeps its place, its object, its hooks and the names of its tensors: only its class becomes a subclass of
+the old one (`Cut`), as with torch's parametrizations. A wrapper would put "layer." into the names of a state dict, break
+users' `isinstance(part, nn.Linear)`, and miss modules that hold the layer without being its parent.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dissensus.core.locks import turn
+from dissensus.core.member import check_initialised
+from dissensus.core.member_runner import first_line
+from dissensus.core.prior import NORM_LAYERS
+from dissensus.layers.call_order import Followed
+from dissensus.layers.conversion_report import Account
+from dissensus.nets.ntk import NTKLinear
+from dissensus.utils.checks import first_names
+from dissensus.utils.fsdp import check_whole
+
+DENSE: tuple[type[nn.Module], ...] = (nn.Linear, NTKLinear)
+TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
+CONVERTIBLE = (*DENSE, *CONVOLUTIONS)
+EMBEDDINGS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
+NESTED = "use_nested_tensor_of_torch"
+READERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)  # they read their layers' weights without calling them
+
+CutKind = TypeVar("CutKind", bound="Cut")
+
+
+class Cut(nn.Module):
+    """A converted layer: a mixin before the plain layer's class. Subclasses define a forward, and tensors named in `added`."""
+
+    plain_class: ClassVar[type[nn.Module]]
+    added: ClassVar[tuple[str, ...]] = ()  # names of tensors and settings that the plain layer does not have
+    # Whether the network may also read its weight directly, which would change if the added tensors were folded into it.
+    read_past: bool = False
+
+    def fold(self) -> None:
+        """Folds the added tensors into weight and bias; they remain, without effect."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # pickle cannot find classes that are made at run time by name.
+        reduced = tuple(super().__reduce_ex__(protocol))
+        return _blank, (type(self).__mro__[1], self.plain_class), *reduced[2:]
+
+
+class Apart(Cut):
+    """A layer that computes with separate weights (`own`), while other modules still read the old ones."""
+
+    added = ("own",)
+    own: nn.Module
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        return self.own(*args, **keywords)
+
+
+def cut(layer: nn.Module, kind: type[CutKind]) -> CutKind:
+    """The layer itself, with the class (kind, old class); the caller adds the tensors in `kind.added`."""
+    layer.__class__ = _cut_class(kind, type(layer))
+    return cast("CutKind", layer)
+
+
+def convertible_layers(
+    network: nn.Module, *, layers: Sequence[str] | None = None, needed: bool = True
+) -> tuple[dict[str, nn.Module], Account]:
+    """(name -> layer that can be converted, an account of the others). All methods convert by this rule.
+
+    Convertible are linear and (transposed, grouped) convolutional layers and `NTKLinear`, at any depth, in the order in which
+    modules are registered. A layer with several names is listed once. `layers`: name patterns with wildcards ("encoder.*");
+    None is all. `needed`: whether to raise if there are none.
+    """
+    if layers is not None and (isinstance(layers, str) or not layers):
+        raise ValueError(f"expected a list of names of layers, got {layers!r}; pass layers=[...], or None for all")
+    account, reasons = Account(), _reasons(network)
+    known = {name: part for name, part in network.named_modules() if isinstance(part, CONVERTIBLE)}
+    patterns = ["*"] if layers is None else layers
+    unmatched = [
+        each for each in layers or () if not any(fnmatchcase(name, each) for name, _ in network.named_modules())
+    ]
+    if unmatched:
+        raise ValueError(
+            f"expected names of layers, got {', '.join(sorted(unmatched))}, which match no layer; the network has "
+            f"{first_names(list(known))}"
+        )
+    found: dict[str, nn.Module] = {}
+    for name, _ in network.named_modules():
+        if name in reasons:
+            account.left[name] = reasons[name]
+        elif name in known and any(fnmatchcase(name, pattern) for pattern in patterns):
+            found[name] = known[name]
+        elif name in known:
+            account.left[name] = "not selected by layers="
+    if not found and needed:
+        why = "; ".join(f"{name or 'it'}: {reason}" for name, reason in list(account.left.items())[:3])
+        raise ValueError(
+            f"expected a network with a linear or convolutional layer, got {type(network).__name__} with none that can be "
+            f"converted{f' ({why})' if why else ''}; pass one built of nn.Linear or nn.Conv layers"
+        )
+    return found, account
+
+
+def convertible_copy(
+    network: nn.Module, *, layers: Sequence[str] | None = None, needed: bool = True
+) -> tuple[nn.Module, dict[str, nn.Module], Account]:
+    """(a copy of the network, its `convertible_layers`, an account of the others).
+
+    Tied weights stay tied. The caller converts the layers and records that in the account.
+    """
+    check_initialised(network)
+    check_whole(network)
+    copied = _copied(network)
+    found, account = convertible_layers(copied, layers=layers, needed=needed)
+    _fast_paths(copied, off=True)
+    return copied, found, account
+
+
+def uncut(network: nn.Module) -> nn.Module:
+    """Turns a converted network into one of ordinary layers, in place: weights are kept, added tensors dropped."""
+    for layer in list(network.modules()):
+        if isinstance(layer, Cut):
+            _uncut_layer(layer)
+    _fast_paths(network, off=False)
+    return network
+
+
+def folded(network: nn.Module) -> nn.Module:
+    """Turns a converted network into ordinary layers that compute the same, in place: added tensors are folded in.
+
+    If the network reads, or may read, a layer's weight directly, the folded weight is stored separately, because one weight
+    cannot serve both.
+    """
+    cuts = [layer for layer in network.modules() if isinstance(layer, Cut)]
+    _fast_paths(network, off=any(layer.read_past for layer in cuts))  # torch's fast path reads weights directly
+    for layer in cuts:
+        read = {"weight": layer.weight, "bias": layer.bias} if layer.read_past else None
+        layer.fold()
+        _uncut_layer(layer)
+        if read is not None:
+            own = copy.deepcopy(layer)
+            own._forward_hooks, own._forward_pre_hooks = OrderedDict(), OrderedDict()
+            for name, tensor in read.items():
+                setattr(layer, name, tensor)
+            cut(layer, Apart).own = own
+    return network
+
+
+def watch_reads(name: str, layer: Cut, followed: Followed | None) -> str:
+    """The account's remark on a layer that is not called, or whose weight is, or may be, read directly."""
+    layer.read_past = followed is None or name in followed.read
+    if followed is None:
+        return "; the forward cannot be traced and may read its weight directly"
+    if name not in followed.calls:
+        return "; not called in the traced forward: maybe only its weight is read"
+    return "; where its weight is read directly, this has no effect" if layer.read_past else ""
+
+
+def _uncut_layer(layer: Cut) -> None:
+    added = layer.added
+    layer.__class__ = layer.plain_class  # type: ignore[assignment]
+    vars(layer).pop("read_past", None)
+    for name in added:
+        if hasattr(layer, name):
+            delattr(layer, name)
+
+
+def _copied(network: nn.Module) -> nn.Module:
+    """A deep copy that keeps ties and hooks."""
+    try:
+        with turn(network):
+            return copy.deepcopy(network)
+    except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+        raise ValueError(
+            f"expected a network that can be copied, got {type(network).__name__} ({first_line(error)}); layers are changed "
+            "in a copy: remove old-style weight norm, or what else makes copy.deepcopy fail"
+        ) from error
+
+
+def _reasons(network: nn.Module) -> dict[str, str]:
+    """Name -> why a layer with parameters cannot be converted. Norm layers are not considered."""
+    found: dict[str, str] = {}
+    readers = {name: type(part).__name__ for name, part in network.named_modules() if isinstance(part, READERS)}
+    for name, part in network.named_modules():
+        reader = next((kind for at, kind in readers.items() if name.startswith(f"{at}." if at else "")), None)
+        held = any(parameter is not None for parameter in part._parameters.values())
+        if isinstance(part, Cut):
+            raise ValueError(f"expected a plain network, got {name or 'one'} already converted; pass the original one")
+        if isinstance(part, CONVERTIBLE):
+            kind = next(each for each in CONVERTIBLE if isinstance(part, each))
+            if reader is not None and name not in readers:
+                found[name] = f"{reader} reads its weight and does not call it"
+            elif any(_of_its_own(part, kind, method) for method in ("forward", "_conv_forward")):
+                found[name] = f"{type(part).__name__} has its own forward"
+            elif not isinstance(part._parameters.get("weight"), Tensor):
+                found[name] = "its weight is computed from others (a parametrization or weight norm)"
+            elif part.bias is not None and not isinstance(part._parameters.get("bias"), Tensor):
+                found[name] = "its bias is computed from others (a parametrization)"
+        elif held and isinstance(part, EMBEDDINGS):
+            found[name] = "an embedding: a lookup, no product"
+        elif held and isinstance(part, READERS):
+            found[name] = "attention: its weights are used inside its own forward"
+        elif held and isinstance(part, nn.RNNBase | nn.RNNCellBase):
+            found[name] = "recurrent: its weights are used inside its own forward"
+        elif held and not isinstance(part, NORM_LAYERS) and not isinstance(getattr(part, "running_mean", None), Tensor):
+            found[name] = f"{type(part).__name__} has its own parameters and an unknown forward"
+    return found
+
+
+def _of_its_own(part: nn.Module, kind: type[nn.Module], method: str) -> bool:
+    return getattr(type(part), method, None) is not getattr(kind, method, None) or method in vars(part)
+
+
+def _fast_paths(network: nn.Module, *, off: bool) -> None:
+    """Switches torch's fast path of transformer layers, which reads weights and calls no layer, off, or back to default."""
+    for part in network.modules():
+        if isinstance(part, nn.TransformerEncoderLayer):
+            relu = part.activation is F.relu or isinstance(part.activation, nn.ReLU)
+            gelu = part.activation is F.gelu or isinstance(part.activation, nn.GELU)
+            part.activation_relu_or_gelu = 0 if off else 1 if relu else 2 if gelu else 0
+        elif isinstance(part, nn.TransformerEncoder):  # it removes padding for the fast path of its layers
+            kept = vars(part).pop(NESTED, part.use_nested_tensor)
+            part.use_nested_tensor = not off and kept
+            vars(part).update({NESTED: kept} if off else {})
+
+
+_made: dict[tuple[type[Cut], type[nn.Module]], type[nn.Module]] = {}
+
+
+def _cut_class(kind: type[Cut], plain_class: type[nn.Module]) -> type[nn.Module]:
+    if (kind, plain_class) not in _made:
+        name = f"{kind.__name__}{plain_class.__name__}"
+        _made[kind, plain_class] = type(name, (kind, plain_class), {"plain_class": plain_class})
+    return _made[kind, plain_class]
+
+
+def _blank(kind: type[Cut], plain_class: type[nn.Module]) -> nn.Module:
+    made = _cut_class(kind, plain_class)
+    return made.__new__(made)

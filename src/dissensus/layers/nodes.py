@@ -1,0 +1,156 @@
+"""Layers with latents on their nodes: factors on inputs and outputs that a posterior sets from outside.
+
+In a convolution a node is a channel. In training, latents differ between examples.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.layers.call_order import follow
+from dissensus.layers.conversion import convertible_copy, cut, watch_reads
+from dissensus.layers.conversion_report import Account
+from dissensus.layers.factored import Factored, Factors, Kernel, features
+from dissensus.utils.checks import one_of
+
+Mode = Literal["in", "out", "both"]
+MODES = get_args(Mode)
+WORDS = {"before": "input nodes", "bias": "the bias", "behind": "output nodes"}
+
+
+class Noded(Factored):
+    """A layer that multiplies its nodes by given latents; without latents it is plain."""
+
+    added = ("nodes", "known_as", "seen", "rewritten")
+    nodes: Factors | Kernel | None = None
+    seen: list[tuple[Tensor, int]] | None = None  # outputs and their versions, inside `watched`
+
+    def factors(self) -> Factors | Kernel | None:
+        return self.nodes
+
+    def forward(self, input: Tensor, *args: Any, **keywords: Any) -> Tensor:
+        if self.nodes is None:
+            _check_not_again(self)
+        outputs = super().forward(input, *args, **keywords)
+        if self.seen is not None:
+            self.seen.append((outputs, _version(outputs)))
+        return outputs
+
+
+@dataclass(frozen=True)
+class Site:
+    """The place of latents in a layer, and their number."""
+
+    layer: str
+    part: str  # a field of Factors
+    width: int
+
+
+class NodedNetwork(NamedTuple):
+    """A copy of a network whose layers take latents, the sites of these latents, and the account."""
+
+    network: nn.Module
+    sites: tuple[Site, ...]
+    account: Account
+
+    @property
+    def latents(self) -> int:
+        """Number of latents."""
+        return sum(site.width for site in self.sites)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Number of latents of each layer."""
+        found: Counter[str] = Counter()
+        for site in self.sites:
+            found[site.layer] += site.width
+        return tuple(found.values())
+
+
+def with_nodes(
+    network: nn.Module, mode: Mode, *, bias: bool = False, layers: Sequence[str] | None = None
+) -> NodedNetwork:
+    """The network with latents on the input nodes, output nodes or both of its linear and convolutional layers.
+
+    `bias`: also a scalar latent on each layer's bias, as in iBNN. `layers`: name patterns; None is all.
+    """
+    one_of("mode", mode, MODES)
+    copied, found, account = convertible_copy(network, layers=layers)
+    followed = follow(copied, list(found))
+    sites: list[Site] = []
+    for name, layer in found.items():
+        mine = sites_of(name, layer, mode, bias=bias)
+        sites += mine
+        noded = cut(layer, Noded)
+        noded.known_as = name
+        words = ", ".join(f"{site.width} on {WORDS[site.part]}" for site in mine)
+        account.converted[name] = f"latents: {words}{watch_reads(name, noded, followed)}"
+    return NodedNetwork(copied, tuple(sites), account)
+
+
+def sites_of(name: str, layer: nn.Module, mode: Mode, *, bias: bool = False) -> list[Site]:
+    """The sites of latents in one layer; arguments as in `with_nodes`."""
+    inputs, outputs = features(layer)
+    return [
+        *([Site(name, "before", inputs)] if mode != "out" else []),
+        *([Site(name, "bias", 1)] if bias and layer.bias is not None else []),
+        *([Site(name, "behind", outputs)] if mode != "in" else []),
+    ]
+
+
+def by_layer(sites: Sequence[Site], latents: Tensor) -> dict[str, Factors]:
+    """Layer -> its part of the latents (..., D)."""
+    found: dict[str, Factors] = {}
+    for site, part in zip(sites, latents.split_with_sizes([site.width for site in sites], dim=-1), strict=True):
+        found[site.layer] = found.get(site.layer, Factors())._replace(**{site.part: part})
+    return found
+
+
+def standing(network: nn.Module, nodes: Mapping[str, Factors | Kernel]) -> AbstractContextManager[None]:
+    """Inside, these layers multiply by these latents."""
+    return placed([network.get_submodule(name) for name in nodes], nodes.values())
+
+
+def placed(layers: Sequence[nn.Module], nodes: Iterable[Any]) -> AbstractContextManager[None]:
+    """`standing` for layer objects; `nodes` may also be kernels or spreads."""
+    return _given(layers, "nodes", nodes)
+
+
+def watched(layers: Sequence[Noded]) -> AbstractContextManager[None]:
+    """Inside, the layers collect their outputs for batches with latents per example in `seen`, empty at first."""
+    return _given(layers, "seen", [[] for _ in layers])
+
+
+@contextmanager
+def _given(layers: Sequence[nn.Module], attribute: str, values: Iterable[Any]) -> Iterator[None]:
+    """Inside, the layers have these values of an attribute; afterwards that of their class."""
+    for layer, value in zip(layers, values, strict=True):
+        vars(layer)[attribute] = value  # avoids nn.Module.__setattr__, which costs as much as a kernel launch
+    try:
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop(attribute, None)
+
+
+def written_into(layer: Noded) -> bool:
+    """Whether the output of a watched layer was modified in place."""
+    return any(_version(outputs) != version for outputs, version in layer.seen or ())
+
+
+def _check_not_again(layer: Noded) -> None:
+    """Raises in a backward pass, where activation checkpointing would run a layer again without its latents."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        raise ValueError(
+            f"expected a layer that runs only in the forward pass, got {layer.known_as!r} run again in the backward pass, "
+            "without its noise; remove activation checkpointing, or exclude this layer with layers=[...], if possible"
+        )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # inference tensors count no versions

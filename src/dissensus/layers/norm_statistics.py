@@ -1,0 +1,120 @@
+"""Batch statistics: re-estimation of the running means and variances of normalisation layers.
+
+Sampled or averaged weights have no statistics of their own, and those of the trained network belong to other weights.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dissensus.core import batch as batches
+from dissensus.core.particles import Member, Particles, Rows
+from dissensus.utils.batch_norm_stats import statistics_layers, statistics_names
+from dissensus.utils.tensor_tree import Tensors
+
+
+class enough_examples:  # not a generator, which takes three times as long
+    """Turns torch's error for batch norm on a batch of one, which has no variance, into one with a remedy."""
+
+    def __init__(self, x: batches.Inputs) -> None:
+        self.x = x
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+            raise ValueError(
+                f"expected at least two examples per batch for batch norm, got a batch of {batches.size(self.x)}; pass "
+                "drop_last=True to the loader, or choose another batch size"
+            ) from error
+
+
+@torch.no_grad()
+def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torch.device) -> None:
+    """Sets the members' running statistics to the mean of their batch statistics over the loader, weighted by batch size.
+
+    Over batches b of n_b examples: running_mean = Σ_b n_b mean_b / Σ_b n_b, and likewise for the (unbiased) variances. A
+    layer that runs several times in a forward pass has several terms per batch. Dropout is off, momenta and modes are
+    restored, and layers that the caller put in eval mode keep their statistics. If no layer has statistics, the loader is
+    not read.
+    """
+    own = set(particles.own_buffers())
+    layers = {
+        name: layer
+        for name, layer in statistics_layers(particles.template).items()
+        if name not in particles.template.always_eval and f"{name}.running_mean" in own
+    }
+    if not layers:
+        return
+    kept = [name for name in statistics_names(particles.template) if name.rpartition(".")[0] in layers]
+    seen = dict.fromkeys(layers.values(), 0)  # number of examples that have passed the layer
+    found = False
+    with estimating(particles, layers):
+        for batch in batches.each(loader):
+            if batch.size == 0:
+                continue
+            found, x = True, batches.to(batch.x, device)
+            with batches.unchanged(x), enough_examples(x):
+                particles.write_buffers(_statistics(particles, x, kept, seen))
+    if not found:
+        raise ValueError(
+            "expected at least one batch to estimate batch statistics from, got none; pass the training loader"
+        )
+
+
+def _statistics(particles: Particles, x: batches.Inputs, kept: list[str], seen: dict[nn.Module, int]) -> Tensors:
+    """Buffers (M, ...) of these names after each member has run on the batch, which is counted in `seen`."""
+    before = dict(seen)
+    shared, common = particles.shared_parameters(), particles.shared_buffers()
+
+    def outputs(member: Member) -> Tensor:
+        return batches.call(member.network, x)
+
+    def one(row: Rows) -> Tensors:
+        seen.update(before)  # every member runs on the same batch
+        with _averaging(seen, batches.size(x)):
+            _, after = particles.call(outputs, {**shared, **row.own}, {**common, **row.buffers})
+        return {name: after[name] for name in kept}
+
+    found: Tensors = particles.run(one, particles.rows(), particles.members)
+    return found
+
+
+@contextmanager
+def _averaging(seen: dict[nn.Module, int], size: int) -> Iterator[None]:
+    """Inside, running statistics are means over all calls of their layer, weighted by the number of examples."""
+
+    def count(layer: nn.Module, _: Any) -> None:
+        # r ← (1 − m) r + m s with m = n / Σ n is the running mean by size; the first call overwrites r.
+        seen[layer] += size
+        layer.momentum = size / seen[layer]  # type: ignore[assignment]
+
+    handles = [layer.register_forward_pre_hook(count) for layer in seen]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def estimating(particles: Particles, layers: dict[str, nn.Module]) -> Iterator[None]:
+    """Only these layers in training mode; modes and momenta are restored afterwards."""
+    template = particles.template
+    modes = {part: part.training for part in template.modules()}
+    momenta = {layer: layer.momentum for layer in layers.values()}
+    try:
+        template.eval()
+        template.training = True  # only the outer module, which then returns its buffers
+        for layer in layers.values():
+            layer.training = True
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+        for layer, momentum in momenta.items():
+            layer.momentum = momentum

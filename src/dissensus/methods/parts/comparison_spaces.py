@@ -1,0 +1,148 @@
+"""Spaces in which members are compared. Each function returns one member's point z in a space, as a pure function.
+
+Weight space: its trainable tensors. Function space: its outputs on a set of inputs. Feature space: the output of a layer
+and the gradient of the loss there. Input-gradient space: the derivative of its outputs with respect to the inputs.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.likelihood import Classification, Likelihood, full_precision
+from dissensus.numerics.hashing import WEYL, mixed, shifted
+from dissensus.utils.tensor_tree import Tensors
+
+Gradient = Literal["logit", "log_prob"]
+
+
+def weights(params: Tensors, trained: Tensors) -> Tensors:
+    """A member's trained tensors by name."""
+    return {name: params[name] for name, tensor in trained.items() if tensor.requires_grad}
+
+
+def outputs_as_points(outputs: Tensor, weight: Tensor | None = None) -> Tensor:
+    """(B, ...) outputs times √w: an example of weight two adds as much to squared distances as two equal examples."""
+    outputs = full_precision(outputs)
+    if weight is None:
+        return outputs
+    return outputs * weight.to(outputs.dtype).sqrt().reshape(-1, *[1] * (outputs.ndim - 1))
+
+
+def selected_output(likelihood: Likelihood, outputs: Tensor, y: Tensor, gradient: Gradient) -> Tensor:
+    """() sum over the batch of the output whose input gradient is compared.
+
+    "logit": the true class's logit (for soft labels the mean logit under them); for other likelihoods the mean that
+    `describe` gives first, summed over outputs. "log_prob": log p(y | x).
+    """
+    outputs = full_precision(outputs)
+    if gradient == "log_prob":
+        log_prob = likelihood.log_prob(outputs, y)
+        counted = likelihood.counted(y)
+        return log_prob.sum() if counted is None else torch.where(counted, log_prob, 0.0).sum()
+    if not isinstance(likelihood, Classification):
+        return likelihood.describe(outputs)[0].sum()
+    if y.is_floating_point():
+        return (y * outputs).sum()
+    counted = likelihood.counted(y)
+    if counted is None:
+        return outputs.gather(1, y.long().unsqueeze(1)).sum()
+    chosen = outputs.gather(1, torch.where(counted, y, 0).long().unsqueeze(1)).squeeze(1)
+    return torch.where(counted, chosen, 0.0).sum()
+
+
+def input_gradient(function: Callable[[Inputs], tuple[Tensor, Any]], x: Inputs) -> tuple[Tensor, Any]:
+    """((B, D) derivative of function's scalar by x, its other results), both differentiable by the parameters.
+
+    x may hold several tensors: their derivatives are flattened and joined; integer tensors have none.
+    """
+    every = batches.tensors(x)
+
+    def of_floating(*floating: Tensor) -> tuple[Tensor, Any]:
+        given = iter(floating)
+        return function(batches.apply(x, lambda t: next(given) if t.is_floating_point() else t))
+
+    found, rest = differentiate(of_floating, *(tensor for tensor in every if tensor.is_floating_point()))
+    return torch.cat([gradient.flatten(1) for gradient in found], dim=1), rest
+
+
+def differentiate(function: Callable[..., tuple[Tensor, Any]], *at: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+    """(derivatives of function's scalar by each tensor of `at`, its other results), differentiable by the parameters.
+
+    Uses `torch.func.grad` inside vmap and the compiler, elsewhere plain autograd, which also supports custom functions
+    without `setup_context` and hooks on saved tensors.
+    """
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        found, rest = torch.func.grad(function, argnums=tuple(range(len(at))), has_aux=True)(*at)
+        return tuple(found), rest
+    recorded = torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_() for tensor in at]
+        value, rest = function(*leaves)
+        if not value.requires_grad:  # the output depends neither on `at` nor on parameters
+            return tuple(torch.zeros_like(tensor) for tensor in at), rest
+        slopes = torch.autograd.grad(value, leaves, create_graph=recorded, retain_graph=True, allow_unused=True)
+    found = tuple(torch.zeros_like(t) if slope is None else slope for t, slope in zip(at, slopes, strict=True))
+    return found, rest if recorded else pytree.tree_map(lambda tensor: tensor.detach(), rest)
+
+
+def input_dimension(x: Inputs) -> int:
+    """D: floating-point numbers per example."""
+    return sum(math.prod(tensor.shape[1:]) for tensor in batches.tensors(x) if tensor.is_floating_point())
+
+
+@contextmanager
+def added_at(network: nn.Module, layer: str, shift: Tensor | None) -> Iterator[list[Tensor]]:
+    """Inside, `shift` is added to the layer's output (of the same shape); yields the list of outputs seen.
+
+    With a shift of zeros, the derivative by the shift is the derivative by the feature.
+    """
+    seen: list[Tensor] = []
+
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"expected a layer '{layer}' that returns one tensor, got {type(output).__name__}; name another layer"
+            )
+        seen.append(output if shift is None else output + shift)
+        return seen[-1].clone()  # an in-place activation then changes only the copy
+
+    handle = network.get_submodule(layer).register_forward_hook(hook)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+    if len(seen) != 1:
+        raise ValueError(
+            f"expected a layer '{layer}' that runs once per forward pass, got {len(seen)} runs; name another layer"
+        )
+
+
+def carried(value: Tensor, by: Tensor) -> Tensor:
+    """A detached value as part of z: attached to the graph of `by`, of the same shape, with derivative 0."""
+    return value.detach() + 0.0 * by
+
+
+def normal_of_step(like: Tensor, step: Tensor) -> Tensor:
+    """N(0, 1) numbers of `like`'s shape, determined by the step () alone.
+
+    Not drawn from torch's generators, because all members must see the same numbers, under vmap or in a loop, and a step
+    captured in a CUDA graph must see new ones at every replay. Counters are hashed by SplitMix64 and made normal by the
+    Box–Muller transform.
+    """
+    count = like.numel()
+    counter = torch.arange(2 * count, device=like.device) + step.to(like.device) * (2 * count + 1)
+    uniform = _hashed_uniform(counter).reshape(2, count)
+    radius = (-2 * uniform[0].log()).sqrt()
+    return (radius * torch.cos(2 * math.pi * uniform[1])).to(like.dtype).reshape(like.shape)
+
+
+def _hashed_uniform(counter: Tensor) -> Tensor:
+    """Numbers in (0, 1) from int64 counters."""
+    return (shifted(mixed((counter + 1) * WEYL), 40).float() + 0.5) / 2**24

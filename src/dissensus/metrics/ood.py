@@ -1,0 +1,219 @@
+"""Out-of-distribution detection: scores of inputs, and how well a score separates OOD from in-distribution inputs.
+
+Scores are higher for more OOD inputs. They are computed from log-probabilities. If the largest probability rounds to 1,
+−log max p is computed from the other classes as −log(1 − Σ_{c ≠ max} p_c), which is accurate down to 1e-300: confident
+inputs do not tie.
+
+Every metric takes (score_in, score_ood), any shapes, higher = more OOD; OOD is the positive class. Thresholds are
+distinct scores, so ties are handled exactly. Use `max_probability_score` and the other scores rather than probabilities:
+a float32 softmax saturates at 1, which makes ties.
+
+weights=(of score_in, of score_ood), (..., N) and (..., N'): how often each input counts, as in a bootstrap; the result
+then has the leading axes. None counts every input once.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dissensus.metrics.diversity import mixture_log_probabilities
+from dissensus.metrics.metric_inputs import distributions, no_nan, scores
+from dissensus.metrics.ranked_counts import PairOfWeights, RankedCounts, Rule, ranked_counts
+from dissensus.utils.checks import number
+
+
+def max_probability_score(log_probabilities: Tensor) -> Tensor:
+    """OOD score −log max p, (N,) or (N, H, W) in float64, of log-probabilities (N, C) or (N, C, H, W)."""
+    shape = log_probabilities.shape
+    return _surprise(distributions(log_probabilities, class_axis=1, log=True))[0].reshape(shape[0], *shape[2:])
+
+
+def entropy_score(log_probabilities: Tensor) -> Tensor:
+    """Entropy −Σ_c p_c log p_c in nats, (N,) or (N, H, W) in float64, of log-probabilities (N, C) or (N, C, H, W)."""
+    shape = log_probabilities.shape
+    rows = distributions(log_probabilities, class_axis=1, log=True)
+    surprise, others = _surprise(rows)
+    entropy: Tensor = torch.special.entr(others.double().exp()).sum(1) + surprise * (-surprise).exp()
+    return entropy.reshape(shape[0], *shape[2:])
+
+
+def mutual_information_score(member_log_probabilities: Tensor) -> Tensor:
+    """Mutual information (1/M) Σₘ KL(pₘ ‖ mixture) in nats, (N,) or (N, H, W) in float64, of members (M, N, C, …).
+
+    It is the part of the mixture's entropy due to disagreement between members; between 0 and log M.
+    """
+    shape = member_log_probabilities.shape
+    rows = distributions(member_log_probabilities, class_axis=2, log=True).double()  # (M, n, C)
+    mixture = mixture_log_probabilities(rows)  # (n, C)
+    p, q = rows.exp(), mixture.exp()
+    # p log(p/q) − p + q is never negative; the added −p + q has mean zero over members.
+    terms = torch.where(p > 0, p * (rows - mixture) - p + q, q)
+    return terms.sum(2).mean(0).clamp_min(0).reshape(shape[1], *shape[3:])
+
+
+def energy_score(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Energy −T log Σ_c exp(logit_c / T), (N,) or (N, H, W) in float64, of logits (N, C, …) (Liu et al., 2020)."""
+    number("temperature", temperature, above=0, hint="the usual value is 1")
+    no_nan(logits, "logits", class_axis=1)
+    return -temperature * torch.logsumexp(logits.detach().double() / temperature, dim=1)
+
+
+def _surprise(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(n,) −log max p in float64, and (n, C) the log-probabilities with the largest one set to −inf."""
+    largest, index = rows.max(1, keepdim=True)
+    others = rows.scatter(1, index, -math.inf)
+    log_rest = torch.logsumexp(others, dim=1).double()  # log Σ_{c ≠ max} p_c
+    direct = -largest.squeeze(1).double()
+    return torch.where(log_rest < math.log(0.5), -torch.log1p(-log_rest.exp()), direct), others
+
+
+def auroc(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights | None = None) -> Tensor:
+    """() or (...) area under the ROC curve: P(OOD scores higher) + ½ P(equal).
+
+    Args:
+        score_in, score_ood: scores of in-distribution and OOD inputs, any shapes, higher = more OOD.
+        weights: (of score_in, of score_ood), (..., N) and (..., N'): how often each input counts, as in a bootstrap;
+            the result then has the leading axes. None counts each once.
+    """
+    return _counts(score_in, score_ood, weights).auroc()
+
+
+def aupr(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights | None = None) -> Tensor:
+    """() or (...) average precision with OOD as the positive class; chance level is the share of OOD in the data.
+
+    Arguments as in `auroc`.
+    """
+    return _counts(score_in, score_ood, weights).aupr()
+
+
+def aupr_in(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights | None = None) -> Tensor:
+    """() or (...) average precision with in-distribution as the positive class (low scores); arguments as in `auroc`."""
+    return _counts(score_in, score_ood, weights).swapped().aupr()
+
+
+def aupr_adjusted(
+    score_in: Tensor, score_ood: Tensor, *, prevalence: float = 0.5, weights: PairOfWeights | None = None
+) -> Tensor:
+    """() or (...) average precision, reweighted so that OOD is a share `prevalence` of the data; OOD is positive.
+
+    precision = π·TPR / (π·TPR + (1 − π)·FPR). Comparable between sets of different sizes; chance level is `prevalence`.
+    Other arguments as in `auroc`.
+    """
+    return _counts(score_in, score_ood, weights).aupr(prevalence)
+
+
+def fpr95(
+    score_in: Tensor,
+    score_ood: Tensor,
+    *,
+    recall: float = 0.95,
+    rule: Rule = "at_least",
+    weights: PairOfWeights | None = None,
+) -> Tensor:
+    """() or (...) false positive rate at 95 % recall: share of in-distribution inputs flagged if 95 % of OOD inputs are.
+
+    Args:
+        score_in, score_ood, weights: as in `auroc`.
+        recall: share of OOD inputs that must be flagged, 0.95 by default.
+        rule: "at_least": the highest threshold with at least that recall; "nearest": the threshold with the nearest
+            recall, above or below, as in the released anomaly-segmentation code (Hendrycks et al., 2019).
+    """
+    return _counts(score_in, score_ood, weights).fpr(recall, rule)
+
+
+def fpr95_in(
+    score_in: Tensor,
+    score_ood: Tensor,
+    *,
+    recall: float = 0.95,
+    rule: Rule = "at_least",
+    weights: PairOfWeights | None = None,
+) -> Tensor:
+    """() or (...) share of OOD inputs accepted if 95 % of in-distribution inputs are; arguments as in `fpr95`."""
+    return _counts(score_in, score_ood, weights).swapped().fpr(recall, rule)
+
+
+class RocCurve(NamedTuple):
+    """ROC points in order of decreasing threshold, from (0, 0) to (1, 1)."""
+
+    fpr: Tensor  # (K + 1,)
+    tpr: Tensor  # (K + 1,)
+    thresholds: Tensor  # (K + 1,) flagged when score ≥ threshold; the first is +inf
+
+
+def roc_curve(score_in: Tensor, score_ood: Tensor) -> RocCurve:
+    """RocCurve with one point per distinct score; scores as in `auroc`."""
+    thresholds, counts = ranked_counts(*scores(score_in, score_ood))
+    fpr, tpr = counts.rates()
+    return RocCurve(_prepend(0.0, fpr), _prepend(0.0, tpr), _prepend(float("inf"), thresholds))
+
+
+class PrecisionRecallCurve(NamedTuple):
+    """Precision and recall in order of decreasing threshold, from recall 0 (where precision is set to 1) to recall 1."""
+
+    precision: Tensor  # (K + 1,)
+    recall: Tensor  # (K + 1,)
+    thresholds: Tensor  # (K + 1,) flagged when score ≥ threshold; the first is +inf
+
+
+def precision_recall_curve(score_in: Tensor, score_ood: Tensor) -> PrecisionRecallCurve:
+    """PrecisionRecallCurve with one point per distinct score; OOD is positive, scores as in `auroc`."""
+    thresholds, counts = ranked_counts(*scores(score_in, score_ood))
+    recall = counts.rates()[1]
+    return PrecisionRecallCurve(
+        _prepend(1.0, counts.precision()), _prepend(0.0, recall), _prepend(float("inf"), thresholds)
+    )
+
+
+class PerImageOOD(NamedTuple):
+    """Means over the images with both kinds of pixels."""
+
+    auroc: Tensor  # ()
+    aupr: Tensor  # ()
+    fpr95: Tensor  # ()
+    images: int  # number of images used
+
+
+def per_image_ood(
+    score: Tensor, ood: Tensor, *, void: Tensor | None = None, recall: float = 0.95, rule: Rule = "at_least"
+) -> PerImageOOD:
+    """OOD metrics of every image's pixels, averaged over images (PerImageOOD); pixels are not pooled.
+
+    Images without OOD pixels, or with nothing else, are skipped: they have no ranking.
+
+    Args:
+        score: (N, H, W), higher = more OOD.
+        ood: (N, H, W), True at OOD pixels.
+        void: (N, H, W), True at pixels to leave out; None leaves none out.
+        recall, rule: as in `fpr95`.
+    """
+    for name, mask in (("ood", ood), ("void", void)):
+        if mask is None:
+            continue
+        if mask.dtype != torch.bool:
+            raise TypeError(f"expected a boolean mask in {name}, got {mask.dtype}; pass for example labels == index")
+        if mask.shape != score.shape:
+            got = tuple(mask.shape)
+            raise ValueError(f"expected {name} of shape {tuple(score.shape)}, got {got}; pass one entry per pixel")
+    no_nan(score if void is None else score.masked_fill(void, 0), "score")
+    results = []
+    for i in range(len(score)):
+        valid = torch.ones_like(ood[i]) if void is None else ~void[i]
+        score_in, score_ood = score[i][valid & ~ood[i]], score[i][valid & ood[i]]
+        if score_in.numel() and score_ood.numel():
+            counts = _counts(score_in, score_ood)
+            results.append(torch.stack([counts.auroc(), counts.aupr(), counts.fpr(recall, rule)]))
+    if not results:
+        raise ValueError(f"expected an image with both OOD and other pixels, got none of {len(score)}; check ood")
+    means = torch.stack(results).mean(0)
+    return PerImageOOD(means[0], means[1], means[2], len(results))
+
+
+def _counts(score_in: Tensor, score_ood: Tensor, weights: PairOfWeights | None = None) -> RankedCounts:
+    return ranked_counts(*scores(score_in, score_ood), weights)[1]
+
+
+def _prepend(value: float, tail: Tensor) -> Tensor:
+    return torch.cat([tail.new_full((1,), value), tail])

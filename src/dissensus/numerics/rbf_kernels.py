@@ -1,0 +1,171 @@
+"""Kernels between members: squared distances, the median heuristic, and the kernel density of input gradients.
+
+Kernels are computed in float64 for members of any precision (in float32 on devices without it), because members may be very
+close to each other, and because autocast does not change float64. Nothing here synchronises with the device.
+"""
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dissensus.numerics.lengthscales import Lengthscales
+from dissensus.utils.checks import one_of
+
+# With the median bandwidth the force grows like 1/distance; this least squared bandwidth bounds it.
+FLOOR = 1e-5
+EPSILON = 1e-24  # added to squared norms of gradients, as in the paper: (1e-12)²
+
+Bandwidth = Literal["reference", "sample", "algorithm"]
+BANDWIDTHS = ("reference", "sample", "algorithm")
+
+
+def squared_distances(z: Any, other: Any = None) -> Tensor:
+    """(M, M) ‖z_i − z_j‖² between the rows of z, a tensor (M, ...) or a tree of them; (M, n) to the rows of `other`."""
+    rows = [as_rows(tensor) for tensor in pytree.tree_leaves(z)]
+    columns = rows if other is None else [as_rows(tensor) for tensor in pytree.tree_leaves(other)]
+    total: Tensor | float = 0.0
+    for a, b in zip(rows, columns, strict=True):
+        # Centred first, so that ‖a‖² + ‖b‖² − 2 a·b does not lose digits when the mean is large.
+        mean = a.mean(0)
+        a, b = a - mean, b - mean
+        product = a @ b.T
+        if other is None:
+            norm = product.diagonal()
+            total = total + (norm[:, None] + norm[None, :] - 2 * product)  # exactly 0 on the diagonal
+        else:
+            total = total + (a.square().sum(1)[:, None] + b.square().sum(1)[None, :] - 2 * product)
+    assert isinstance(total, Tensor)
+    return total.clamp(min=0.0)
+
+
+def median(values: Tensor, dim: int) -> Tensor:
+    """The median along dim, kept as an axis of length one; for an even number, the mean of the two middle values."""
+    ordered, count = values.sort(dim).values, values.shape[dim]
+    return (ordered.narrow(dim, (count - 1) // 2, 1) + ordered.narrow(dim, count // 2, 1)) / 2
+
+
+def median_bandwidth(squared: Tensor) -> Tensor:
+    """() h = median ‖z_i − z_j‖² / (2 log(M + 1)) over all M × M entries, zeros of the diagonal included."""
+    return (median(squared.flatten(), 0)[0] / (2 * math.log(squared.shape[0] + 1))).clamp(min=FLOOR)
+
+
+def rbf(squared: Tensor, bandwidth: Tensor | float) -> Tensor:
+    """k = exp(−‖z_i − z_j‖² / (2 h)), elementwise."""
+    return torch.exp(-squared / (2 * bandwidth))
+
+
+def input_gradient_log_density(
+    gradients: Tensor,
+    lengthscales: Lengthscales | None = None,
+    bandwidth: Bandwidth = "reference",
+    *,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """(M,) r_i = log Σ_j k_ij of input gradients (M, B, D): FoRDE's repulsion before scaling (Trinh et al. 2024, eq. 15).
+
+        s_ib = g_ib / ‖g_ib‖,   k_ij = (1/B) Σ_b exp(−(s_ib − sg[s_jb])ᵀ Σ⁻¹ (s_ib − sg[s_jb]) log M / med)
+
+    Differentiable in the first argument of the kernel only, so that the sum over i gives each member its own force.
+    `bandwidth` chooses the values of the median: "reference" over i for each j and example, as in the authors' code;
+    "sample" over all pairs of an example (eq. 17); "algorithm" the same with an exponent twice as large (algorithm 1).
+    `weight`: (B,) weights of the examples in the mean over b.
+    """
+    unit = directions(working(gradients))
+    points, floor = _scaled(unit, lengthscales)
+    return batch_log_density(points, bandwidth, weight, floor=floor).to(_kept(gradients))
+
+
+def input_gradient_force(
+    gradients: Tensor,
+    lengthscales: Lengthscales | None = None,
+    bandwidth: Bandwidth = "reference",
+    *,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """(M, B, D) ∂r_i/∂g_ib, the derivative of `input_gradient_log_density`, with arguments as there.
+
+        −2 (1 − s_ib s_ibᵀ) Σ⁻¹ Σ_j q_ijb (s_ib − s_jb) / ‖g_ib‖,   q_ijb = softmax_jb(…) log M / med
+
+    Written out because autograd would keep a dozen tensors of this size.
+    """
+    wide = working(gradients)
+    unit = directions(wide)
+    points, floor = _scaled(unit, lengthscales)
+    exponent, per_distance, centred = _exponents(points, bandwidth, floor)
+    logits = (exponent + _log_weight(weight, points)).transpose(0, 1)  # (M, B, M)
+    q = logits.flatten(1).softmax(1).view_as(logits).transpose(0, 1) * per_distance  # (B, M_i, M_j)
+    # Without the diagonal, which exerts no force and may be much larger than the rest.
+    q = q.masked_fill(torch.eye(len(points), dtype=torch.bool, device=q.device), 0.0)
+    pull = (torch.diag_embed(q.sum(2)) - q) @ centred  # (B, M, D)
+    force = -2 * pull.transpose(0, 1)
+    if lengthscales is not None:
+        force = lengthscales.pull(force)
+    size = wide.square().sum(-1, keepdim=True)
+    force = (force - unit * (unit * force).sum(-1, keepdim=True)) * (size + EPSILON).rsqrt()
+    return torch.where(size == 0, 0.0, force).to(_kept(gradients))
+
+
+def _kept(gradients: Tensor) -> torch.dtype:
+    """The precision of results."""
+    return torch.promote_types(gradients.dtype, torch.float32)
+
+
+def _scaled(unit: Tensor, lengthscales: Lengthscales | None) -> tuple[Tensor, Tensor | float]:
+    """(directions in the kernel's lengthscales, least squared bandwidth)."""
+    if lengthscales is None:
+        return unit, FLOOR
+    return lengthscales.scale(unit), FLOOR * lengthscales.mean_precision.to(unit.dtype)
+
+
+def directions(gradients: Tensor) -> Tensor:
+    """(..., D) unit vectors g / √(‖g‖² + 1e-24). A gradient of exactly zero gives 0 and exerts no force."""
+    squared = gradients.square().sum(-1, keepdim=True)
+    return torch.where(squared == 0, 0.0, gradients * (squared + EPSILON).rsqrt())  # NaN stays NaN
+
+
+def batch_log_density(
+    s: Tensor, bandwidth: Bandwidth = "reference", weight: Tensor | None = None, *, floor: Tensor | float = FLOOR
+) -> Tensor:
+    """(M,) log Σ_j (1/B) Σ_b κ(s_ib, sg[s_jb]) of vectors (M, B, D), already scaled; floor: least squared bandwidth."""
+    exponent = _exponents(s, bandwidth, floor)[0] + _log_weight(weight, s)
+    return torch.logsumexp(exponent.transpose(0, 1).flatten(1), dim=1)  # over b and j
+
+
+def _exponents(s: Tensor, bandwidth: Bandwidth, floor: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+    """((B, M_i, M_j) exponents of the kernel, their ratio to −‖s_i − s_j‖², (B, M, D) centred vectors)."""
+    one_of("bandwidth", bandwidth, BANDWIDTHS)
+    members = len(s)
+    mine = (s - s.detach().mean(0)).transpose(0, 1)  # (B, M, D), centred as in squared_distances
+    other = mine.detach()
+    squared = (
+        mine.square().sum(2)[:, :, None] + other.square().sum(2)[:, None, :] - 2 * mine @ other.transpose(1, 2)
+    )  # (B, M_i, M_j)
+    itself = torch.eye(members, dtype=torch.bool, device=s.device)
+    squared = squared.masked_fill(itself, 0.0).clamp(min=0.0)
+    seen = squared.detach()
+    middle = median(seen, 1) if bandwidth == "reference" else median(seen.flatten(1), 1)[:, :, None]
+    # For M = 1, log M = 0 and the only distance is 0: the bandwidth does not matter.
+    h = (middle / (math.log(members) or 1.0)).clamp(min=floor)
+    per_distance = (1 if bandwidth != "algorithm" else 2) / h
+    return -squared * per_distance, per_distance, mine
+
+
+def _log_weight(weight: Tensor | None, s: Tensor) -> Tensor:
+    """Logarithms of the examples' shares in the mean over b, (B, 1, 1) or ()."""
+    if weight is None:
+        return torch.full((), -math.log(s.shape[1]), dtype=s.dtype, device=s.device)
+    share = weight.to(s.dtype).clamp(min=torch.finfo(s.dtype).tiny * 1e6)  # finite logs for weights of 0
+    return (share / share.sum()).log()[:, None, None]
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """(M, P) one row per member, detached, in the precision of the kernels."""
+    return working(tensor.detach()).reshape(len(tensor), -1)
+
+
+def working(tensor: Tensor) -> Tensor:
+    """The tensor in the precision of the kernels."""
+    return tensor.float() if tensor.device.type == "mps" else tensor.double()

@@ -1,0 +1,149 @@
+"""What `fit` checks and prepares before training: errors, warnings, and standardised regression targets."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+
+from dissensus.core.objective import check_trainable
+from dissensus.core.parameter_groups import check_optimizer, check_rates, decayed_groups, mixed_members
+from dissensus.core.posterior import Posterior
+from dissensus.core.regression import RealTargets
+from dissensus.methods.parts.embedded_posterior import without_effect
+
+log = logging.getLogger("dissensus")
+
+_told: WeakSet[Posterior] = WeakSet()
+
+
+def check_run(
+    posterior: Posterior, optimizer: object, scheduler: object, *, patience: int | None, validation: object
+) -> None:
+    """Raises if nothing would be trained, or if arguments conflict; otherwise some of it would fail after an epoch."""
+    check_trainable(posterior)
+    check_rates(optimizer)
+    if posterior.particles.fully and posterior.prior is not None:
+        raise NotImplementedError(
+            f"expected no prior for a network divided by fully_shard, got {type(posterior.prior).__name__}; use the "
+            "optimizer's weight_decay"
+        )
+    if scheduler is not None and optimizer is None:
+        raise ValueError("expected an optimizer with the scheduler, got none; pass both")
+    if scheduler is not None and (isinstance(scheduler, type) or not hasattr(scheduler, "step")):
+        raise TypeError(f"expected a scheduler, got {scheduler!r}; build one on the optimizer")
+    if patience is not None and posterior.judged_by is None:
+        raise ValueError(
+            f"expected no patience for {type(posterior).__name__}, got {patience}; it collects weights over the whole run: "
+            "leave patience out"
+        )
+    if patience is not None and validation is None:
+        raise ValueError("expected validation data with patience, got none; pass validation=")
+
+
+def check_stepping(posterior: Posterior, optimizer: Optimizer) -> None:
+    """Raises if no parameter is trainable, or if this optimiser cannot train the posterior."""
+    if not any(parameter.requires_grad for parameter in posterior.parameters()):
+        raise ValueError(
+            "expected a posterior with trainable parameters, got only frozen ones; set requires_grad on those to train (a "
+            "posterior that was saved frozen is loaded frozen)"
+        )
+    check_optimizer(posterior, optimizer)
+    if isinstance(optimizer, LBFGS):  # it needs the loss several times per step
+        raise TypeError("expected an optimizer with one gradient per step, got LBFGS; use SGD or Adam")
+
+
+def check_schedule(scheduler: object, epochs: int) -> None:
+    """Raises if a OneCycleLR ends before the remaining epochs, where torch would raise in the middle of training."""
+    if isinstance(scheduler, OneCycleLR) and (needed := scheduler.last_epoch + epochs) > scheduler.total_steps:
+        raise ValueError(
+            f"expected a OneCycleLR of at least {needed} steps, one per epoch, got {scheduler.total_steps}; set total_steps"
+        )
+
+
+def say_remarks(
+    posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None, *, epochs: int, batches: int | None
+) -> None:
+    """Logs the posterior's remarks on the optimiser, and warns about a schedule planned in batches instead of epochs."""
+    if scheduler is not None and (length := _in_batches(scheduler, epochs, batches)) is not None:
+        log.warning(
+            "%s was built for %d steps, but fit steps it once per epoch, %d times: most of it would not run; plan it in epochs",
+            type(scheduler).__name__,
+            length,
+            epochs,
+        )
+    if (word := without_effect(posterior, optimizer)) is not None:
+        log.info("%s", word)
+    mixed = mixed_members(optimizer, posterior.particles.own_parameters().values())
+    for mistake in (*mixed, *decayed_groups(optimizer, posterior.groups())):
+        log.warning("%s", mistake)
+
+
+def _in_batches(scheduler: LRScheduler, epochs: int, batches: int | None) -> int | None:
+    """The length of a schedule that seems to count batches, not epochs, judged by its length; else None."""
+    within = getattr(scheduler, "_schedulers", [])
+    lengths = [getattr(scheduler, name, None) for name in ("total_steps", "T_max", "total_iters")]
+    whole = [each for each in lengths if isinstance(each, int) and each > epochs]
+    # A length equal to the number of batches is no coincidence; a cycle of another length is a mistake in any case.
+    found = [each for each in whole if isinstance(scheduler, OneCycleLR) or each == epochs * (batches or 0)]
+    inner = (_in_batches(each, epochs, batches) for each in within)
+    return next(iter([*found, *(each for each in inner if each is not None)]), None)
+
+
+def say_data_size(posterior: Posterior, examples: int) -> None:
+    """Warns once if an epoch has less than half or more than twice `data_size` examples."""
+    told = posterior.data_size
+    if told is None or examples == 0 or 0.5 <= told / examples <= 2 or posterior in _told:
+        return
+    _told.add(posterior)
+    log.warning(
+        "data_size is %g, but an epoch has %d examples: prior and KL weigh %.3g times as much as with data_size=%d; ignore "
+        "this if the loader yields only part of the data",
+        told, examples, examples / told, examples,
+    )  # fmt: skip
+
+
+def standardise_targets(posterior: Posterior, loader: Iterable[Any]) -> None:
+    """Measures mean and standard deviation of each target in one pass and sets them in the likelihood, unless it has them.
+
+    The network's outputs are then standardised; losses, predictions and intervals are in the units of the targets.
+    """
+    particles = posterior.particles
+    likelihoods = [template.likelihood for template in particles.templates]
+    if not all(isinstance(each, RealTargets) for each in likelihoods):
+        raise TypeError(
+            f"expected a regression for standardised targets, got {type(particles.likelihood).__name__}; leave targets out"
+        )
+    if particles.likelihood.targets is not None:
+        return
+    if int(posterior.steps):
+        raise ValueError(
+            "expected an untrained posterior, got one that was trained on targets that are not standardised; build a new one, "
+            "or leave targets out"
+        )
+    if iter(loader) is loader:
+        raise ValueError("expected a loader that can be read twice, got a generator; pass a list of its batches")
+    measured = _mean_and_std(batch.y for batch in posterior.read(loader))
+    for each in likelihoods:
+        each.standardise(measured)
+
+
+def _mean_and_std(parts: Iterable[Tensor]) -> dict[str, Tensor]:
+    """{"mean", "std"} of columns, each (D,), with divisor N; a column that never varies has std 1."""
+    count, mean, scatter = 0, torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    for y in parts:
+        rows = (y if y.ndim > 1 else y[:, None]).detach().double().cpu().flatten(0, -2)  # (n, D)
+        if not len(rows):
+            continue
+        # Chan, Golub & LeVeque 1979: no loss of digits for large means.
+        total, shift = count + len(rows), rows.mean(0) - mean
+        scatter = scatter + (rows - rows.mean(0)).square().sum(0) + shift**2 * (count * len(rows) / total)
+        mean, count = mean + shift * (len(rows) / total), total
+    if not count:
+        raise ValueError("expected targets to standardise, got an empty loader; pass the training data")
+    std = (scatter / count).sqrt()
+    return {"mean": mean, "std": torch.where(std > 1e-12 * (1 + mean.abs()), std, 1.0)}
