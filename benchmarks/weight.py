@@ -1,14 +1,22 @@
-"""How heavy the library is: lines with and without docstrings, files, raises and guards, by room, as a Markdown table.
+"""How heavy the library is, by room, and how easy to find one's way in: two Markdown tables.
 
     python benchmarks/weight.py [folder ...]
     python benchmarks/weight.py --write        # into CONTRIBUTING.md
 
 A guard is a line of a `raise`, of an `if` suite or an `except` handler that ends in one, of a function whose name begins
 with `check`, or of a statement that calls such a function.
+
+The second table counts what makes a stranger lose the way; the rules are in the docstrings of the functions that count:
+`shared_names`, `small_files`, `bare_participles`, `long_functions`, `complex_functions`, `overridden_hooks`,
+`public_names` and `depth`.
 """
 
 import argparse
 import ast
+import json
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +25,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY, PAGE = ROOT / "src" / "dissensus", ROOT / "CONTRIBUTING.md"
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+SMALL = 80  # lines: below them, a file with one importer must be an idea of its own
+LONG = 60  # lines of code of a function
+COMPLEX = 10  # McCabe complexity of a function
+PARTICIPLE_ENDINGS = ("ed", "ing")
+IRREGULAR_PARTICIPLES = set(
+    "bent borne bound broken brought built caught chosen cut dealt done drawn driven fallen fed felt found frozen given gone "
+    "grown heard held hidden hung kept known laid led left lent lost made meant met paid rebuilt redrawn said seen sent shown "
+    "shrunk spent spoken stood struck swept taken taught told torn undone unmade written".split()
+)
+# verbs and nouns that only look like participles
+NO_PARTICIPLES = {"embed", "everything", "ring", "seed"}
 
 
 @dataclass(frozen=True)
@@ -107,11 +127,158 @@ def table(library: Path) -> str:
     return "\n".join([*rows, *(weight.row(room) for room, weight in ordered), total.row("all")])
 
 
+def modules(library: Path) -> dict[str, Path]:
+    """Dotted name -> file."""
+    found = {}
+    for path in sorted(library.rglob("*.py")):
+        parts = path.relative_to(library.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def functions(library: Path) -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function and method, also those inside others."""
+    for path in sorted(library.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, DEFINITIONS):
+                yield path, node
+
+
+def shared_names(library: Path) -> dict[str, list[str]]:
+    """Names that more than one module has, in whatever folder; `__init__` and `__main__` aside."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(library.rglob("*.py")):
+        if not path.stem.startswith("__"):
+            found.setdefault(path.stem, []).append(path.relative_to(library).as_posix())
+    return {name: paths for name, paths in found.items() if len(paths) > 1}
+
+
+def small_files(library: Path) -> list[str]:
+    """Files of fewer than SMALL lines that one other file imports, also inside a function.
+
+    `__init__` files do not count, nor methods and networks that only their folder's `__init__` imports.
+    """
+    files = modules(library)
+    importers: dict[str, set[str]] = {name: set() for name in files}
+    for name, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                targets = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for target in targets:
+                while target and target not in files:
+                    target = target.rpartition(".")[0]
+                if target and target != name:
+                    importers[target].add(name)
+    found = []
+    for name, path in files.items():
+        small = path.stem != "__init__" and len(path.read_text(encoding="utf-8").splitlines()) < SMALL
+        listed = path.parent.name in ("methods", "nets") and importers[name] == {name.rpartition(".")[0]}
+        if small and len(importers[name]) == 1 and not listed:
+            found.append(path.relative_to(library).as_posix())
+    return found
+
+
+def bare_participles(library: Path) -> list[str]:
+    """Functions and methods named by one participle alone: it says neither what they do nor what they return.
+
+    A name of one word, underscores at its ends aside, that ends in PARTICIPLE_ENDINGS or is one of IRREGULAR_PARTICIPLES.
+    Words that are verbs, too (run, read, split, fit, put, set), are not in the list; NO_PARTICIPLES are excepted.
+    """
+    found = []
+    for path, node in functions(library):
+        word = node.name.strip("_")
+        participle = word.endswith(PARTICIPLE_ENDINGS) or word in IRREGULAR_PARTICIPLES
+        if participle and "_" not in word and not node.name.startswith("__") and word not in NO_PARTICIPLES:
+            found.append(f"{path.relative_to(library).as_posix()}:{node.name}")
+    return found
+
+
+def long_functions(library: Path) -> list[str]:
+    """Functions of more than LONG lines of code: without docstring, comments and empty lines; nested functions count."""
+    found = []
+    for path, node in functions(library):
+        text = path.read_text(encoding="utf-8").splitlines()
+        inside = set(lines(node)) - set(docstring(node))
+        code = [text[i - 1].strip() for i in inside]
+        if sum(bool(line) and not line.startswith("#") for line in code) > LONG:
+            found.append(f"{path.relative_to(library).as_posix()}:{node.name}")
+    return found
+
+
+def complex_functions(library: Path) -> list[str]:
+    """Functions whose McCabe complexity is above COMPLEX, by ruff's rule C901."""
+    command = ["ruff", "check", "--isolated", "--select", "C901", "--config", f"lint.mccabe.max-complexity={COMPLEX}"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "--output-format", "json", str(library)], capture_output=True, text=True
+    )
+    if done.returncode not in (0, 1):
+        raise OSError(f"expected ruff beside this Python, got {done.stderr.strip()}; pip install ruff")
+    return [each["message"].split("`")[1] for each in json.loads(done.stdout)]
+
+
+def methods() -> list[type]:
+    """The classes of all methods."""
+    from dissensus.methods import METHODS
+
+    return list(METHODS.values())
+
+
+def overridden_hooks() -> set[str]:
+    """Names of `Posterior` and its bases, besides torch's, that a class between it and a method defines again."""
+    from torch import nn
+
+    from dissensus.core.posterior import Posterior
+
+    own = {name for cls in Posterior.__mro__ if cls not in nn.Module.__mro__ for name in vars(cls)}
+    below = {cls for method in methods() for cls in method.__mro__ if issubclass(cls, Posterior) and cls is not Posterior}
+    return {name for cls in below for name in vars(cls) if name in own and not name.startswith("_")}
+
+
+def public_names() -> set[str]:
+    """Public names of `Posterior` besides torch's and besides the hooks that methods override."""
+    from torch import nn
+
+    from dissensus.core.posterior import Posterior
+
+    return {n for n in dir(Posterior) if not n.startswith("_") and not hasattr(nn.Module, n)} - overridden_hooks()
+
+
+def depth() -> int:
+    """Most classes on the way from `Posterior`, not counted, down to a method, counted."""
+    from dissensus.core.posterior import Posterior
+
+    def below(cls: type) -> int:
+        return 0 if cls is Posterior else 1 + max((below(b) for b in cls.__bases__ if issubclass(b, Posterior)), default=-1)
+
+    return max(below(method) for method in methods())
+
+
+def orientation(library: Path) -> str:
+    """What makes a stranger lose the way, as Markdown; what belongs to classes is counted in the installed library."""
+    counts = Counter(
+        {
+            "modules of one name": len(shared_names(library)),
+            f"files under {SMALL} lines with one importer": len(small_files(library)),
+            "functions named by a bare participle": len(bare_participles(library)),
+            f"functions over {LONG} lines of code": len(long_functions(library)),
+            f"functions over a complexity of {COMPLEX}": len(complex_functions(library)),
+            "hooks that methods override": len(overridden_hooks()),
+            "public names of `Posterior` besides hooks": len(public_names()),
+            "classes below `Posterior`, at most": depth(),
+        }
+    )
+    return "\n".join(["| counted | number |", "|---|---|", *(f"| {name} | {count} |" for name, count in counts.items())])
+
+
 def write() -> None:
     """Puts the library's table between the marks in CONTRIBUTING.md."""
     head, rest = PAGE.read_text(encoding="utf-8").split("<!-- weight -->")
     tail = rest.split("<!-- /weight -->")[1]
-    text = f"{head}<!-- weight -->\n{table(LIBRARY)}\n<!-- /weight -->{tail}"
+    text = f"{head}<!-- weight -->\n{table(LIBRARY)}\n\n{orientation(LIBRARY)}\n<!-- /weight -->{tail}"
     PAGE.write_text(text, encoding="utf-8")
 
 
@@ -123,4 +290,4 @@ if __name__ == "__main__":
     if given.write:
         write()
     for folder in given.folders:
-        print(table(folder))
+        print(table(folder), orientation(folder), sep="\n\n")
