@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 import dissensus as ds
 from dissensus.core import objective
 from dissensus.core.batch import Batch
-from dissensus.core.gradients import cotangents, state_of
+from dissensus.core.gradients import cotangents, detached_state
 
 MEMBERS, SIZE = 3, 128
 ROUNDING = 2.0**-9 / 3**0.5  # standard deviation of bf16's relative rounding error, uniform within ± 2⁻⁹
@@ -91,7 +91,7 @@ def network(activation: str, normed: bool) -> nn.Module:
 
 def found(posterior: ds.FoRDE, batch: Batch, context: Callable[..., object]) -> dict[str, Tensor]:
     """Gradients by the weights of the likelihood and of the repulsion, directions of input gradients, and open units."""
-    state, results, opened = state_of(posterior), [], []
+    state, results, opened = detached_state(posterior), [], []
     hooks = [
         part.register_forward_pre_hook(lambda _, given: opened.append(given[0].detach().flatten() > 0))
         for part in posterior.particles.template.modules()

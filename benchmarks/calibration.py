@@ -33,8 +33,8 @@ from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.records import read_predictions
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
-from dissensus.calibration.calibration_fits import OF_CLASSES, Rows, best_lens
-from dissensus.core.calibrated import Lens
+from dissensus.calibration.calibration_fits import OF_CLASSES, HeldOutRows, fit_correction
+from dissensus.core.calibrated import Correction
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive
 from dissensus.metrics import paired_bootstrap, paired_test
 from dissensus.metrics.calibration import confidence_ece
@@ -101,7 +101,7 @@ def measured(runs: Sequence[Run]) -> tuple[list[Row], list[Row]]:
     before = test.predictive
     numbers, sets = [], []
     for calibration in ("none", *OF_CLASSES):
-        lens = Lens(1.0, None) if calibration == "none" else best_lens(held, calibration)
+        lens = Correction(1.0, None) if calibration == "none" else fit_correction(held, calibration)
         after = seen(test, lens)
         if calibration != "none":
             numbers.append({"calibration": calibration, **compared(before, after, test.y)})
@@ -109,17 +109,17 @@ def measured(runs: Sequence[Run]) -> tuple[list[Row], list[Row]]:
     return numbers, sets
 
 
-def said(runs: Sequence[Run], split: str) -> Rows:
+def said(runs: Sequence[Run], split: str) -> HeldOutRows:
     """What all members of the runs say of a split: one mixture."""
     parts = [read_predictions(run.folder / "predictions" / f"{split}.safetensors") for run in runs]
     members = torch.cat([part.predictive.members for part in parts])
     targets = parts[0].targets
     assert all(torch.equal(part.targets, targets) for part in parts)
-    return Rows(ClassificationPredictive(members), targets, torch.ones(len(targets), dtype=torch.float64))
+    return HeldOutRows(ClassificationPredictive(members), targets, torch.ones(len(targets), dtype=torch.float64))
 
 
-def seen(rows: Rows, lens: Lens) -> CategoricalPredictive:
-    found: Any = lens.mixture(lens.members(rows.predictive))
+def seen(rows: HeldOutRows, lens: Correction) -> CategoricalPredictive:
+    found: Any = lens.correct_mixture(lens.correct_members(rows.predictive))
     return found
 
 

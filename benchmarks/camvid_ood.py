@@ -19,12 +19,12 @@ from finished import comparison_rows, finished
 from rows import Row, by_key, markdown, origin_of, seeds_of, write_rows
 
 from dissensus.bench.report.comparisons import SIGNIFICANT
-from dissensus.bench.report.figure_sections import segmented
+from dissensus.bench.report.figure_sections import segmentation_section
 from dissensus.bench.report.intervals import spread_of
-from dissensus.bench.report.published_numbers import published
+from dissensus.bench.report.published_numbers import published_numbers
 from dissensus.bench.report.report_figures import write_png
 from dissensus.bench.report.results import Results
-from dissensus.bench.report.tables import differences, draws_of, p_text
+from dissensus.bench.report.tables import compare_with_baseline, measures_and_draws, p_text
 from dissensus.bench.task.config import read_task
 
 HERE = Path(__file__).parent
@@ -72,12 +72,14 @@ def main() -> None:
         unknown = "+".join(config["data"]["unknown"])
         if any(row["unknown"] == unknown for row in numbers):  # other settings on the same classes
             unknown += f" ({folder.name})"
-        for origin, evaluation in results.each():
+        for origin, evaluation in results.iterate_evaluations():
             kept = [*COLUMNS, *(key for key in evaluation.metrics if key.startswith("iou/"))]
             measured = {key: evaluation.metrics[key] for key in kept if key in evaluation.metrics}
             numbers.append({"unknown": unknown} | origin | measured)
         pairs += [{"unknown": unknown} | row for row in paired_rows(results)]
-        if number == 0 and (made := segmented({method: several[0] for method, several in results.methods.items()})):
+        if number == 0 and (
+            made := segmentation_section({method: several[0] for method, several in results.methods.items()})
+        ):
             write_png(made[2][1][1], PICTURE)  # the second scene: the first is a dark street
     write_rows(given.results / NUMBERS, numbers)
     write_rows(given.results / PAIRS, pairs)
@@ -85,9 +87,9 @@ def main() -> None:
 
 def paired_rows(results: Results) -> list[Row]:
     """Every method minus MAP, image by image."""
-    found, draws = draws_of(results.compared_with("map", holm=True))
+    found, draws = measures_and_draws(results.with_baseline("map", holm=True))
     shown = [measure for measure in found if measure.key in COMPARED]
-    against = differences(results.compared_with("map", holm=True), shown, draws, "map")
+    against = compare_with_baseline(results.with_baseline("map", holm=True), shown, draws, "map")
     return [row for _, row in comparison_rows(against)]
 
 
@@ -108,7 +110,7 @@ def page(numbers: list[Row], pairs: list[Row]) -> str:
 
 
 def number_table(rows: list[Row]) -> str:
-    paper = published(read_task("camvid-ood")["reference"])
+    paper = published_numbers(read_task("camvid-ood")["reference"])
     lines = []
     for method, mine in by_key(rows, "method").items():
         cells = [NAMES[method]]

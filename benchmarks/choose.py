@@ -86,10 +86,7 @@ def scratch() -> str:
     """A network to be trained: digits."""
     rows = read_rows(RESULTS / "tasks" / "standard.csv")
     names = {name: name for name in dict.fromkeys(row["method"] for row in rows)}
-    columns = SCORES | {
-        "ood/fashion/auroc": ("AUROC %, clothes", 100, 1),
-        "cost/train_seconds": ("training, s", 1, 0),
-    }
+    columns = SCORES | {"ood/fashion/auroc": ("AUROC %, clothes", 100, 1), "cost/train_seconds": ("training, s", 1, 0)}
     table = compared(rows, names, columns)
     return f"{table}\n\n{source(rows, 'dissensus bench standard --seeds 5', 'tasks/standard.csv')}"
 

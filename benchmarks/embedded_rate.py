@@ -22,7 +22,7 @@ from rows import made_on, read_rows, write_rows
 from dissensus.bench.rows.task_loaders import standardised_batches
 from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run.build import optimizer, posterior
-from dissensus.bench.run_widths import EMBEDDED, INDEPENDENT, GridCell, cells
+from dissensus.bench.run_widths import EMBEDDED, INDEPENDENT, WidthCell, width_cells
 from dissensus.bench.task.config import load_task
 from dissensus.core.errors import Diverged
 from dissensus.predict import predict
@@ -35,7 +35,7 @@ CORNERS = ((0.25, 1), (0.25, 8), (0.25, 32), (1.0, 8), (4.0, 8), (4.0, 32))  # f
 BASES, MODULATIONS = (1.0, 3.0, 10.0), (0.03, 0.1, 0.3)
 KEYS = ("method", "p", "gamma", "factor", "members", "base", "rate", "modulation_lr", "seed")
 Row = dict[str, Any]
-Trial = tuple[GridCell, float | None]  # a cell at its rate, and what the rule made that rate of
+Trial = tuple[WidthCell, float | None]  # a cell at its rate, and what the rule made that rate of
 
 
 def facts(asked: Trial) -> Row:
@@ -108,12 +108,12 @@ PARTS: dict[str, Callable[..., list[Trial]]] = {
 }
 
 
-def grid(seeds: int, **changed: list[float] | int) -> list[GridCell]:
+def grid(seeds: int, **changed: list[float] | int) -> list[WidthCell]:
     task = load_task("embedded-width", overrides=[f"widths.{key}={value}" for key, value in changed.items()])
-    return cells(task, range(seeds))
+    return width_cells(task, range(seeds))
 
 
-def at(cell: GridCell, rate: float, modulation_lr: float | None = None) -> GridCell:
+def at(cell: WidthCell, rate: float, modulation_lr: float | None = None) -> WidthCell:
     """The cell at a learning rate, and at one of its modulations where that is given."""
     settings = (
         cell.config.settings if modulation_lr is None else {**cell.config.settings, "modulation_lr": modulation_lr}

@@ -33,7 +33,7 @@ from rows import Row, made_on, write_rows
 from torch import Tensor
 
 import dissensus
-from dissensus.bench.report.comparisons import Compared, compared, resampled
+from dissensus.bench.report.comparisons import MethodComparison, compare_methods, resample_measure
 from dissensus.bench.report.intervals import Spread
 from dissensus.bench.report.measures import Measure, measures
 from dissensus.evaluation.evaluation import Evaluation
@@ -138,14 +138,14 @@ def measured(given: Evaluation) -> Evaluation:
 def few(key: str, examples: int, count: int, resamples: int, seed: int) -> Row:
     """Shares of p < 0.05 with one seed and few examples, by Student's t and by the normal distribution."""
     generator = torch.Generator().manual_seed(seed)
-    found: list[Compared | None] = []
+    found: list[MethodComparison | None] = []
     for _ in range(count):
         (first,), (second,) = drawn("nll" if key == "skewed" else key, 1, 0.0, examples, generator)
         if key == "skewed":
             more = torch.randn(examples, generator=generator, dtype=torch.float64).exp() - math.exp(0.5)
             first = measured(replace(first, arrays={"test/nll": second.arrays["test/nll"] + more}))
-        pair = (resampled(*measures(each), [each], resamples=resamples) for each in (first, second))
-        found.append(compared(*pair))
+        pair = (resample_measure(*measures(each), [each], resamples=resamples) for each in (first, second))
+        found.append(compare_methods(*pair))
     known = [each for each in found if each is not None]
     naive = [
         Spread(0.0, 0, each.spread.examples * (1 - 1 / examples) ** 0.5).p_value(each.difference) for each in known
@@ -161,8 +161,8 @@ def few(key: str, examples: int, count: int, resamples: int, seed: int) -> Row:
 def simulated(key: str, pair: list[list[Evaluation]], resamples: int, generator: torch.Generator) -> Simulated:
     """The report's comparison, and the p-value of resampling seeds with the examples."""
     measure: Measure = next(m for m in measures(pair[0][0]) if m.key == key)
-    first, second = (resampled(measure, each, resamples=resamples) for each in pair)
-    comparison = compared(first, second)
+    first, second = (resample_measure(measure, each, resamples=resamples) for each in pair)
+    comparison = compare_methods(first, second)
     if comparison is None or first.draws is None or second.draws is None:
         raise SystemExit(f"expected a comparison of {key}, got none; look at the drawn numbers")
     draws = first.draws - second.draws  # (S, R)

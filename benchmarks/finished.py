@@ -15,7 +15,7 @@ from dissensus.bench.task.config import load_task
 
 def finished(folder: Path) -> Results:
     """The results of all evaluated runs in a folder that `dissensus bench` or `train` wrote, in the order of the task."""
-    runs = [Run.open(each) for each in jobs.found_runs([folder]) if (each / "metrics.json").is_file()]
+    runs = [Run.open(each) for each in jobs.find_runs([folder]) if (each / "metrics.json").is_file()]
     if not runs:
         raise SystemExit(f"expected evaluated runs in {folder}, got none; run `dissensus bench` first")
     order = load_task(runs[0].config.task, size=runs[0].config.size).methods
@@ -39,6 +39,6 @@ def comparison_rows(every: Family) -> Iterator[tuple[tuple[str, ...], Row]]:
                 "upper": high,
                 "p_value": every.p_values[key],
                 "comparisons": len(every.comparisons),
-                "counted": one.counted,
+                "counted": one.counted_text,
             },
         )

@@ -37,8 +37,8 @@ from dissensus.core.gradients import Gradients, Strategy
 from dissensus.data import Batches
 from dissensus.engine import build_step
 from dissensus.engine.eager_step import autocast
-from dissensus.engine.fast_optimisers import lay_out
-from dissensus.engine.strategies import Looped, strategy
+from dissensus.engine.fast_optimisers import use_channels_last
+from dissensus.engine.strategies import LoopStrategy, make_strategy
 
 DEVICE = torch.device("cuda")
 SHORT, LONG = 500, 100_000  # steps of a run: too few to compile, and enough
@@ -202,14 +202,14 @@ def gradients(given: argparse.Namespace) -> Iterator[Row]:
     for name, method in {"deep ensemble": ds.DeepEnsemble, "FoRDE": ds.FoRDE}.items():
         for dtype, precision in ((torch.float64, None), (torch.float32, None), (torch.float32, torch.bfloat16)):
             posterior = method(copy.deepcopy(networks)).to(DEVICE, dtype).train()  # type: ignore[attr-defined]
-            lay_out(posterior)
+            use_channels_last(posterior)
             batch = images(32, dtype)
             # Without TF32, whose own rounding is 1e-3.
             with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-                ours = found(posterior, batch, strategy("streamed"), precision)
+                ours = found(posterior, batch, make_strategy("streamed"), precision)
                 posterior._forms = nullcontext
-                theirs = found(posterior, batch, Looped(streamed=True, compiled=False).run, precision)
-                exact = found(posterior, batch, Looped(streamed=True, compiled=False).run, None)
+                theirs = found(posterior, batch, LoopStrategy(streamed=True, compiled=False).run, precision)
+                exact = found(posterior, batch, LoopStrategy(streamed=True, compiled=False).run, None)
             kind = "bf16" if precision else str(dtype).removeprefix("torch.")
             yield {"name": name, "run": kind, "ran": "from torch's layers", "error": deviation(ours, theirs)}
             if precision:
@@ -274,7 +274,7 @@ def stepper(posterior: ds.Posterior, batch: Batch, length: int) -> tuple[Stepper
     ready = time.perf_counter() - start
     torch.cuda.empty_cache()
     taken = (torch.cuda.memory_reserved() - before) / 2**30
-    return run, {"ran": step.way, "set_up_s": round(ready, 1), "reserved_gib": round(taken, 2)}
+    return run, {"ran": step.engine_name, "set_up_s": round(ready, 1), "reserved_gib": round(taken, 2)}
 
 
 def seconds(runs: dict[str, Stepper], rounds: int, count: int) -> dict[str, list[float]]:
@@ -303,7 +303,7 @@ def timing(seconds: list[float], base: float) -> Row:
 
 def found(posterior: ds.Posterior, batch: Batch, run: Strategy, precision: torch.dtype | None) -> Gradients:
     with autocast(DEVICE, precision):
-        return objective.find(posterior, batch, run)
+        return objective.compute_gradients(posterior, batch, run)
 
 
 def deviation(ours: Gradients, theirs: Gradients) -> str:

@@ -26,7 +26,7 @@ import dissensus as ds
 from dissensus.bench.report.report_figures import write_png
 from dissensus.bench.run.initial_weights import load_weights
 from dissensus.data.images import ImageSet
-from dissensus.plots.method_panels import surfaces
+from dissensus.plots.method_panels import surface_figure
 
 MEAN, STD = (torch.tensor(v).view(3, 1, 1) for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -141,7 +141,7 @@ def drawn(given: argparse.Namespace) -> None:
         shown[f"ResNet-{given.depth} {name}"] = (x, y, loss, {"": (0.0, 0.0)})
     labels = {"xlabel": "first random direction, in filter norms", "ylabel": "second"}
     if shown:
-        write_png(surfaces(shown, **labels, highest=30.0), given.out / "landscape.png")
+        write_png(surface_figure(shown, **labels, highest=30.0), given.out / "landscape.png")
 
 
 def page(rows: list[Row]) -> str:

@@ -24,7 +24,7 @@ import dissensus as ds
 from dissensus.core import batch as batches
 from dissensus.core import gradients, particles, posterior
 from dissensus.core.drawn_functions import DrawnFunctions
-from dissensus.core.inference_context import Looking
+from dissensus.core.inference_context import InferenceContext
 from dissensus.core.posterior import Posterior
 from dissensus.data import Batches
 from dissensus.engine.step_guard import Guard
@@ -32,14 +32,14 @@ from dissensus.utils.tensor_tree import KeptTensors
 
 Owner = tuple[Any, str]  # what has the function, and its name there
 PREDICTION: dict[str, Sequence[Owner]] = {
-    "locks, modes, random state": ((Looking, "__enter__"), (Looking, "__exit__")),
+    "locks, modes, random state": ((InferenceContext, "__enter__"), (InferenceContext, "__exit__")),
     "checks of inputs": ((batches, "check_finite"), (batches, "to"), (Posterior, "check_inputs")),
     "a look for NaN": ((posterior, "diverged"),),
     "log-probabilities": ((ds.Classification, "describe"),),
     "tensors put into place and back": (
         (KeptTensors, "__init__"),
         (KeptTensors, "__exit__"),
-        (particles.KeptRows, "rows"),
+        (particles.MemberRowCache, "rows"),
         (particles, "assign"),
     ),
     "calls around the networks": ((DrawnFunctions, "predict"), (Posterior, "checked")),

@@ -15,7 +15,7 @@ from finished import finished
 from rows import Row, by_key, interval, made_by, markdown, read_rows, seeds_of, summary, write_rows
 
 from dissensus.bench.report.measures import measures
-from dissensus.bench.report.published_numbers import published, reference_sentences
+from dissensus.bench.report.published_numbers import published_numbers, reference_sentences
 from dissensus.bench.report.results import Results
 from dissensus.bench.run.jobs import bench
 from dissensus.bench.task.config import load_task, read_task
@@ -66,7 +66,7 @@ def main() -> None:
         )
     rows = [
         origin | {key: evaluation.metrics[key] for key in [*COLUMNS, "ood/notmnist/aupr"]}
-        for origin, evaluation in results.each()
+        for origin, evaluation in results.iterate_evaluations()
     ]
     write_rows(given.csv, rows)
     print(table(read_rows(given.csv)))
@@ -74,7 +74,7 @@ def main() -> None:
 
 def table(rows: list[Row]) -> str:
     """Mean ± standard deviation over seeds with the 95 % interval of the mean, and the paper's number in brackets."""
-    paper = published(read_task("mnist-ood")["reference"])
+    paper = published_numbers(read_task("mnist-ood")["reference"])
     lines = []
     for method, mine in by_key(rows, "method").items():
         cells = [f"{NAMES.get(method, method)} ({len(mine)} seeds)"]
@@ -134,7 +134,7 @@ def seed_by_seed(rows: list[Row]) -> list[str]:
 
 def against_paper(rows: list[Row]) -> list[str]:
     """Our NLL and the paper's: who is best in which, and the ratio."""
-    paper = published(read_task("mnist-ood")["reference"])
+    paper = published_numbers(read_task("mnist-ood")["reference"])
     ours, theirs = {}, {}
     for method, mine in by_key(rows, "method").items():
         number = paper.get(method, {}).get("nll")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from rows import Row, markdown, origins_of, read_rows, summary
 
-from dissensus.bench.report.published_numbers import Published, published
+from dissensus.bench.report.published_numbers import PublishedNumber, published_numbers
 from dissensus.bench.task.config import Task, load_task
 
 RESULTS = Path(__file__).parent / "results" / "papers"
@@ -92,7 +92,7 @@ def pages() -> Iterator[tuple[Path, str, str]]:
 
 def page(task: Task, rows: list[Row], compared: list[Row]) -> str:
     """The table of a task's size, and a line about how it was made."""
-    theirs = published(task.settings["reference"])
+    theirs = published_numbers(task.settings["reference"])
     mine = [row for row in rows if (row["task"], row["size"]) == (task.name, task.size)]
     compared = [row for row in compared if (row["task"], row["size"]) == (task.name, task.size)]
     keys = [key for key in COLUMNS if any(key in row for row in theirs.values())]
@@ -134,7 +134,7 @@ def command(task: Task, methods: list[str]) -> str:
     return f"python benchmarks/papers.py --task {task.name} --size {task.size}{chosen} --seeds 0 1 2 --data DIR"
 
 
-def number_cell(key: str, values: list[float], number: Published | None) -> str:
+def number_cell(key: str, values: list[float], number: PublishedNumber | None) -> str:
     _, factor, digits, _ = COLUMNS[key]
     ours = f"{factor * summary(values)[0]:.{digits}f}" if values else "–"
     return ours if number is None else f"{ours} ({factor * number.value:.{digits}f})"
@@ -143,7 +143,7 @@ def number_cell(key: str, values: list[float], number: Published | None) -> str:
 def judge(key: str, row: Row, task: Task, method: str) -> str:
     """Our difference with its interval, the published one and the verdict."""
     _, factor, digits, rounding = COLUMNS[key]
-    theirs = published(task.settings["reference"])
+    theirs = published_numbers(task.settings["reference"])
     base = str(task.settings["baseline"])
     ours, low, high = (float(row[name]) for name in ("difference", "lower", "upper"))
     digits += 1

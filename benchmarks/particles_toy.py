@@ -26,8 +26,8 @@ from finished import finished
 from rows import write_rows
 
 from dissensus.bench.report import figure_sections
-from dissensus.bench.report.prose import claims
-from dissensus.bench.report.results import Results, Swept
+from dissensus.bench.report.prose import question_sentences
+from dissensus.bench.report.results import Results, SweptSetting
 from dissensus.bench.report.setting_sweep import GROUPS, accuracies
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.plots import charts
@@ -62,7 +62,7 @@ def main() -> None:
         for name, figure in figures_of(results, task).items():
             figure.savefig(arguments.figures / f"{name}.png", dpi=110, facecolor="white")
             print(arguments.figures / f"{name}.png")
-        for sentence in claims(results):
+        for sentence in question_sentences(results):
             print(f"  {sentence}")
 
 
@@ -70,7 +70,7 @@ def rows_of(results: Results) -> list[dict[str, Any]]:
     """One row per method and seed: where it comes from, and the numbers that tables and sentences are made of."""
     alphas = {} if results.sweep is None else results.sweep.values
     rows = []
-    for origin, evaluation in results.each():
+    for origin, evaluation in results.iterate_evaluations():
         kept = {key: f"{value:.6g}" for key, value in evaluation.metrics.items() if key in TEST or key.startswith(KEPT)}
         about = {key: origin.get(key, "") for key in ORIGIN} | {"alpha": alphas.get(origin["method"], "")}
         rows.append(about | kept)
@@ -94,13 +94,13 @@ def results_of_rows(rows: list[dict[str, str]]) -> Results:
         origins=origins,
         baseline=BASELINE if BASELINE in methods else None,
         focus=FOCUS if FOCUS in methods else None,
-        sweep=Swept("alpha", alphas) if alphas else None,
+        sweep=SweptSetting("alpha", alphas) if alphas else None,
     )
 
 
 def sentences(rows: list[dict[str, str]]) -> list[str]:
     """What the numbers of one task say."""
-    return claims(results_of_rows(rows))
+    return question_sentences(results_of_rows(rows))
 
 
 def grouped_severities(rows: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -118,8 +118,8 @@ def figures_of(results: Results, task: str) -> dict[str, Any]:
     first = {name: several[0] for name, several in results.methods.items()}
     palette = charts.colours(list(first))
     made = {
-        task: figure_sections.looked_at(first, palette) or figure_sections.swept(results, palette),
-        f"{task}-distances": figure_sections.over_training(results, palette),
+        task: figure_sections.prediction_section(first, palette) or figure_sections.sweep_section(results, palette),
+        f"{task}-distances": figure_sections.distance_section(results, palette),
     }
     return {name: section[2][0][1] for name, section in made.items() if section is not None}
 

@@ -182,7 +182,7 @@ class Looking(ds.data.Batches):
     def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():
             axes = (self.mesh.members, self.mesh.data)
-            sent = [axis.sent[kind] for axis in axes for kind in ("sum", "gather")]
+            sent = [axis.bytes_sent[kind] for axis in axes for kind in ("sum", "gather")]
             self.seen.append((sent, time.perf_counter(), time.process_time(), wire()))
             yield batch
 

@@ -88,7 +88,7 @@ def main() -> None:
 def rows_of(results: Results) -> list[Row]:
     return [
         {key: origin[key] for key in ORIGIN} | {key: repr(evaluation.metrics[key]) for key in KEPT if key in evaluation.metrics}
-        for origin, evaluation in results.each()
+        for origin, evaluation in results.iterate_evaluations()
     ]  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def write_figures(results: Results, task: str, folder: Path) -> None:
         severities = next(iter(results.methods.values()))[0].severities
         figure = charts.corruption_curves(severities, values, label=label, percent=key == "accuracy", palette=palette)
         write_png(figure, folder / f"{task}-{'error' if key == 'accuracy' else key}.png")
-    made = figure_sections.corrupted_by_itself({name: several[0] for name, several in results.methods.items()})
+    made = figure_sections.implicit_section({name: several[0] for name, several in results.methods.items()})
     for title, figure in made[2] if made else ():
         write_png(figure, folder / f"{task}-{title.rsplit(' ', 1)[1]}.png")
 

@@ -174,7 +174,7 @@ def trained(
         "spread": spread(epochs[1:]),
         "set_up_s": round(setting_up, 1),
         "peak_gib": round(peak, 2),
-        "expected_gib": round(history.memory.at_once / 2**30, 2) if history.memory else "",
+        "expected_gib": round(history.memory.bytes_at_once / 2**30, 2) if history.memory else "",
         **made_on(DEVICE),
     }
     yield {

@@ -122,7 +122,7 @@ COMMANDS = {  # of tables that are not of a task as it stands
     "toy-regression-adam": "dissensus bench toy-regression --size paper --seeds 5 --out runs/toy-regression-adam --methods "
     "deep_ensemble,weight_rde,function_rde,feature_rde,svgd,svgd-function,lit,forde --set training.optimizer=adam "
     "--set training.lr=1e-3 --set training.floor=0.01 --set likelihood.noise=0.05 --set method.weight_prior_std=1.0 "
-    "--set method.svgd.training.lr=1e-3",
+    "--set method.svgd.training.lr=1e-3"
 }
 SIDE_BY_SIDE = {
     "toy-regression": {"region/between/sd": "sd between", "region/outside/sd": "sd outside", "rmse": "RMSE"},

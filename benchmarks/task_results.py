@@ -20,10 +20,10 @@ from typing import NamedTuple
 from finished import comparison_rows, finished
 from rows import Row, markdown, origin_of, read_rows, seeds_of, write_rows
 
-from dissensus.bench.report.comparisons import SIGNIFICANT, Compared, compared, family
+from dissensus.bench.report.comparisons import SIGNIFICANT, MethodComparison, compare_methods, comparison_family
 from dissensus.bench.report.intervals import spread_of
 from dissensus.bench.report.results import Results
-from dissensus.bench.report.tables import draws_of, p_text
+from dissensus.bench.report.tables import measures_and_draws, p_text
 from dissensus.bench.run.collect_runs import results_of_runs
 from dissensus.bench.run.run import Run
 from dissensus.bench.run_grid import begin_cells, cells_of
@@ -143,28 +143,28 @@ def results_of_cells(
     methods = [method for method in task.methods if any(run.config.method == method for run in runs)]
     cells = cells_of(task, methods)
     for cell, several in zip(cells, begin_cells(cells, methods, seeds, folder, source=source), strict=True):
-        yield cell.at, results_of_runs(several, [run.measure() for run in several])
+        yield cell.axis_values, results_of_runs(several, [run.measure() for run in several])
 
 
 def number_rows(name: str, at: dict[str, float], results: Results) -> list[Row]:
     return [
         {**at, **{key: origin.get(key, "") for key in ORIGIN}}
         | {key: f"{evaluation.metrics[key]:.6g}" for key in SHOWN[name] if key in evaluation.metrics}
-        for origin, evaluation in results.each()
+        for origin, evaluation in results.iterate_evaluations()
     ]
 
 
 def pair_rows(name: str, cells: list[tuple[dict[str, float], Results]]) -> list[Row]:
     """Every method minus the baseline in every cell, one family."""
-    found: dict[tuple[str, ...], Compared | None] = {}
+    found: dict[tuple[str, ...], MethodComparison | None] = {}
     wanted = [key for key in SHOWN[name] if key not in UNCOMPARED]
     for number, (_, results) in enumerate(cells):
-        _, draws = draws_of(results, wanted)
+        _, draws = measures_and_draws(results, wanted)
         for key, each in draws.items():
             for method in each:
                 if method != (baseline := results.baseline or "") and baseline in each:
-                    found[str(number), key, method] = compared(each[method], each[baseline], seeds_alone=True)
-    every = family(found, holm=True)
+                    found[str(number), key, method] = compare_methods(each[method], each[baseline], seeds_alone=True)
+    every = comparison_family(found, holm=True)
     rows = []
     for (number, *_), row in comparison_rows(every):
         at, results = cells[int(number)]

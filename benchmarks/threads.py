@@ -49,7 +49,7 @@ def measured(name: str, repeats: int) -> dict[str, object]:
     times: dict[bool, list[float]] = {False: [], True: []}
     for i in range(2 * repeats + 10):
         in_turn = i % 2 == 0
-        without = mock.patch.object(locks, "_turn_of", new=nobodys_turn)
+        without = mock.patch.object(locks, "_lock_of", new=nobodys_turn)
         with nullcontext() if in_turn else without:
             start = time.perf_counter()
             posterior.predict(x)

@@ -134,7 +134,7 @@ def train(case: Case, seed: int, steps: int, out: Path, until: float) -> tuple[s
     task = load_task("toy-classification", size="paper", overrides=[f"training.epochs={epochs}", *case.overrides])
     run = Run(folder, run_config(task, case.method, seed))
     training = run.config.training
-    with run.prepared():
+    with run.seeded_context():
         posterior = build.posterior(run.config, run.data).to(run.device)
         optimizer, scheduler = build.optimizer(posterior, training)
         about = {"case": case.name, "method": case.method, "members": case.members, "strength": case.strength}

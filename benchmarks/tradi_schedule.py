@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import dissensus as ds
 from dissensus import metrics
 from dissensus.core.parameter_groups import plateau_linear
-from dissensus.core.posterior import left_as_found, refresh
+from dissensus.core.posterior import inference_context, refresh
 from dissensus.data.splits import split_indices
 from dissensus.methods.parts.trajectory import constant_tail
 
@@ -99,7 +99,7 @@ def measured(case: Case, data: str | None) -> Row:
     variance = sum(float(each.sum()) for each in posterior.filters.variance.values())
     square = sum(float(weight.detach().square().sum()) for weight in posterior.filters.weights.values())
     found: Row = {"sigma_over_w": math.sqrt(variance / square)}
-    with left_as_found(posterior):
+    with inference_context(posterior):
         said = {"network": (posterior.current().predict(held_x), posterior.current().predict(foreign))}
     for covariance in ("shared", "diagonal"):
         posterior.covariance = covariance

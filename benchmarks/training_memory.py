@@ -61,7 +61,7 @@ def measure(case: str, batch: int) -> list[object]:
     found = [max(tensors), torch.cuda.max_memory_reserved() - before[1]]
     return [
         history.engine,
-        *(round(size / 2**20, 1) for size in (history.memory.at_once, history.memory.reserved, *found)),
+        *(round(size / 2**20, 1) for size in (history.memory.bytes_at_once, history.memory.reserved_bytes, *found)),
     ]
 
 

@@ -30,10 +30,10 @@ SMALL = 80  # lines: below them, a file with one importer must be an idea of its
 LONG = 60  # lines of code of a function
 COMPLEX = 10  # McCabe complexity of a function
 PARTICIPLE_ENDINGS = ("ed", "ing")
-IRREGULAR_PARTICIPLES = set(
-    "bent borne bound broken brought built caught chosen cut dealt done drawn driven fallen fed felt found frozen given gone "
-    "grown heard held hidden hung kept known laid led left lent lost made meant met paid rebuilt redrawn said seen sent shown "
-    "shrunk spent spoken stood struck swept taken taught told torn undone unmade written".split()
+IRREGULAR_PARTICIPLES = frozenset(
+    """bent borne bound broken brought built caught chosen cut dealt done drawn driven fallen fed felt found frozen given gone
+    grown heard held hidden hung kept known laid led left lent lost made meant met paid rebuilt redrawn said seen sent shown
+    shrunk spent spoken stood struck swept taken taught told torn undone unmade written""".split()  # noqa: SIM905
 )
 # verbs and nouns that only look like participles
 NO_PARTICIPLES = {"embed", "everything", "ring", "seed"}
@@ -234,7 +234,9 @@ def overridden_hooks() -> set[str]:
     from dissensus.core.posterior import Posterior
 
     own = {name for cls in Posterior.__mro__ if cls not in nn.Module.__mro__ for name in vars(cls)}
-    below = {cls for method in methods() for cls in method.__mro__ if issubclass(cls, Posterior) and cls is not Posterior}
+    below = {
+        cls for method in methods() for cls in method.__mro__ if issubclass(cls, Posterior) and cls is not Posterior
+    }
     return {name for cls in below for name in vars(cls) if name in own and not name.startswith("_")}
 
 
@@ -252,7 +254,11 @@ def depth() -> int:
     from dissensus.core.posterior import Posterior
 
     def below(cls: type) -> int:
-        return 0 if cls is Posterior else 1 + max((below(b) for b in cls.__bases__ if issubclass(b, Posterior)), default=-1)
+        return (
+            0
+            if cls is Posterior
+            else 1 + max((below(b) for b in cls.__bases__ if issubclass(b, Posterior)), default=-1)
+        )
 
     return max(below(method) for method in methods())
 
@@ -271,7 +277,9 @@ def orientation(library: Path) -> str:
             "classes below `Posterior`, at most": depth(),
         }
     )
-    return "\n".join(["| counted | number |", "|---|---|", *(f"| {name} | {count} |" for name, count in counts.items())])
+    return "\n".join(
+        ["| counted | number |", "|---|---|", *(f"| {name} | {count} |" for name, count in counts.items())]
+    )
 
 
 def write() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from dissensus.storage.checksummed import CHECKSUM, CONFIG, METADATA, TENSORS, sealed
+from dissensus.storage.checksummed import CHECKSUM, CONFIG, METADATA, TENSORS, serialise_posterior
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 def reseal(folder: Path, config: dict[str, Any]) -> None:
     """Writes another config with the same tensors, sealed as `save` does: what a stranger can do."""
     config = {key: value for key, value in config.items() if key != CHECKSUM}
-    data, text = sealed(load_file(folder / TENSORS), config)
+    data, text = serialise_posterior(load_file(folder / TENSORS), config)
     (folder / TENSORS).write_bytes(data)
     (folder / CONFIG).write_text(text)
 

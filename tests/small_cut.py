@@ -39,11 +39,11 @@ class ScaledEnsemble(ds.Posterior):
         own, shared = TensorTree(), TensorTree()
         for name, tensor in stacked.own_parameters().items():
             if name.endswith(".scale"):
-                own.plant(name, tensor)
+                own.add_tensor(name, tensor)
             else:
-                shared.plant(name, nn.Parameter(tensor[0].detach().clone(), requires_grad=tensor.requires_grad))
+                shared.add_tensor(name, nn.Parameter(tensor[0].detach().clone(), requires_grad=tensor.requires_grad))
         for name, tensor in stacked.own_buffers().items():
-            own.plant(name, tensor)
+            own.add_tensor(name, tensor)
         particles = Particles(stacked.template, own=own, shared=shared, members=members)
         super().__init__(particles, **prior)
 

@@ -79,7 +79,7 @@ class NodeNoise(SamplingPosterior):
         layers = {name: part for name, part in network.named_modules() if type(part) is nn.Linear}
         deviations = TensorTree()
         for name, layer in layers.items():
-            deviations.plant(f"{name}.log_std", nn.Parameter(layer.weight.new_full((layer.in_features,), -4.0)))
+            deviations.add_tensor(f"{name}.log_std", nn.Parameter(layer.weight.new_full((layer.in_features,), -4.0)))
         super().__init__(network, latents=deviations, **keywords)
         self.prior_std, self.kl = prior_std, kl
         self.layers = {f"network.{name}.weight": f"latents.{name}.log_std" for name in layers}

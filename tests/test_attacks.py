@@ -10,7 +10,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus import attacks
-from dissensus.attacks.attack_loss import Adversarial, Aim, Look
+from dissensus.attacks.attack_loss import Adversarial, AttackObjective, AttackPoint
 from dissensus.attacks.constraint import Ball
 from dissensus.data import Standardiser
 from thinning import often
@@ -78,9 +78,9 @@ def test_the_way_up_is_known_where_probabilities_round_to_one():
     single, double = (ds.DeepEnsemble(networks).to(dtype) for dtype in (torch.float32, torch.float64))
     sure = loss(single, x, y) == 0
     assert sure.sum() > 5
-    aim = Aim(single, x, y, draw="fixed", targeted=False, at_once=1000)
-    exact = Aim(double, x.double(), y, draw="fixed", targeted=False, at_once=1000)
-    assert torch.equal(aim.look(x).way.sign(), exact.look(x.double()).way.float().sign())
+    aim = AttackObjective(single, x, y, draw="fixed", targeted=False, at_once=1000)
+    exact = AttackObjective(double, x.double(), y, draw="fixed", targeted=False, at_once=1000)
+    assert torch.equal(aim.evaluate(x).direction.sign(), exact.evaluate(x.double()).direction.float().sign())
     found = attacks.pgd(single, x, y, 0.5)
     assert found.success[sure].any()
 
@@ -142,8 +142,8 @@ def test_random_starts_are_uniform_in_the_ball():
     x, n = torch.zeros(4000, 3, dtype=torch.float64), 4000
     generator = torch.Generator().manual_seed(0)
     for norm, radii in (("2", lambda d: d.norm(dim=1) ** 3), ("inf", lambda d: d.abs().amax(1) ** 3)):
-        ball = Ball.around(x, 2.0, norm=norm, bounds=None, standardiser=None)
-        power = radii(ball.random(generator) / 2)
+        ball = Ball.around_inputs(x, 2.0, norm=norm, bounds=None, standardiser=None)
+        power = radii(ball.random_point(generator) / 2)
         assert float(power.max()) <= 1
         assert abs(float(power.mean()) - 0.5) < 4 / math.sqrt(12 * n)
 
@@ -176,13 +176,13 @@ def test_a_misclassified_iterate_comes_before_a_higher_loss():
     def look(success, gain):
         gain = torch.tensor(gain)
         inputs = gain[:, None].expand(-1, 2)
-        return Look(Adversarial(inputs, torch.tensor(success), gain), gain, inputs, gain)
+        return AttackPoint(Adversarial(inputs, torch.tensor(success), gain), gain, inputs, gain)
 
     first, second = (
         look([False, True, True, False, True], [1.0, 1, 1, 1, 1]),
         look([True, False, True, False, True], [0.0, 2, 3, 4, 1]),
     )
-    best = first.better(second).found
+    best = first.best_of(second).found
     assert best.loss.tolist() == [0, 1, 3, 4, 1]
     assert best.inputs[:, 0].tolist() == [0, 1, 3, 4, 1]
     assert best.success.tolist() == [True, True, True, False, True]

@@ -14,7 +14,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.parameter_groups import note_step
+from dissensus.core.parameter_groups import count_optimizer_step
 from small_methods import NodeNoise, Rank1Ensemble
 from small_noise import NoisyWeights
 
@@ -47,7 +47,7 @@ def seen(posterior):
     for parameter in posterior.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer = optimizer_for(posterior, torch.optim.SGD, lr=0.01)
-    note_step(optimizer)  # one that moves nothing
+    count_optimizer_step(optimizer)  # one that moves nothing
     posterior.observe(optimizer)
     posterior.zero_grad()
     posterior.steps.zero_()
@@ -191,12 +191,7 @@ SLOW = {
     "multi_sghmc",
     "multi_hmc",
 }
-SLOW |= {
-    "multi_rank_one_bnn",
-    "multi_mean_field_vi",
-    "multi_laplace",
-    "sgld",
-}  # like multi_node_bnn, like sghmc
+SLOW |= {"multi_rank_one_bnn", "multi_mean_field_vi", "multi_laplace", "sgld"}  # like multi_node_bnn, like sghmc
 
 
 @pytest.fixture(params=[pytest.param(m, marks=pytest.mark.slow) if m in SLOW else m for m in METHODS], ids=str)

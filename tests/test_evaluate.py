@@ -9,14 +9,14 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus import metrics
-from dissensus.bench.report.comparisons import resampled
+from dissensus.bench.report.comparisons import resample_measure
 from dissensus.bench.report.measures import measures as of_report
 from dissensus.data import Batches, Standardiser
 from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS, corrupt
 from dissensus.evaluation.corruption_curves import Corruptions, corrupted_counts
 from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation, metric_text
-from dissensus.evaluation.fixed_draw import drawn_once
+from dissensus.evaluation.fixed_draw import draw_once
 
 
 def rows(count: int = 60, classes: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,7 +214,7 @@ def test_corruption_metrics_pool_types_and_average_severities(batch_size):
 def test_corrupted_predictions_are_kept_for_each_example():
     posterior, (x, y) = ensemble(inputs=256), images()
     spec = Corruptions(("fog", "contrast"), (1, 4), seed=3)
-    with drawn_once(posterior) as functions:
+    with draw_once(posterior) as functions:
         kept = corrupted_counts(functions, Batches(x, y, batch_size=5), spec).examples
     assert kept.shape == (3, 2, 2, 12)
     for t, s in ((0, 1), (1, 0)):
@@ -282,7 +282,7 @@ def test_regression_metrics_are_those_of_the_metric_functions():
     posterior = ds.DeepEnsemble([ds.nets.MLP(1, 1, hidden=(8,)) for _ in range(3)], likelihood=ds.Regression(0.4))
     result = evaluate(posterior, Batches(x, y, batch_size=9), shift={"far": [(x + 3, y)]}, ood={"far": [(x + 9, y)]})
     predictive = posterior.predict(x)
-    means, variances = predictive.described()
+    means, variances = predictive.defining_tensors()
     expected = {
         "rmse": metrics.rmse(predictive.mean, y),
         "nll": metrics.mixture_nll(means, variances, y),
@@ -414,8 +414,8 @@ def test_intervals_of_a_segmentation_are_of_the_numbers_that_are_shown():
             arrays = [first.arrays[name] for group in measure.samples for name in group]
             value = measure.statistic([torch.ones(1, 3, dtype=torch.float64)], *arrays)
             assert float(value) == pytest.approx(first.metrics[measure.key], abs=1e-6)
-            assert resampled(measure, [first, again]).rows == "shared"
-            assert resampled(measure, [first, others]).rows == "own"
+            assert resample_measure(measure, [first, again]).seed_overlap == "shared"
+            assert resample_measure(measure, [first, others]).seed_overlap == "own"
 
 
 def test_labels_to_ignore_are_left_out_of_a_classification():

@@ -24,9 +24,9 @@ from dissensus.bench.report.html_report import report_content
 from dissensus.bench.run import records
 from dissensus.bench.run.collect_runs import results_of_runs
 from dissensus.bench.run.initial_weights import load_weights
-from dissensus.bench.run.jobs import belonging_together
+from dissensus.bench.run.jobs import file_mismatch_errors
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.training_watch import FILE, read_looks
+from dissensus.bench.run.training_watch import FILE, read_measurements
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.data import file_formats, numpy_files, tabular
 from dissensus.evaluation.corruption_curves import CorruptedCounts
@@ -200,7 +200,7 @@ def run_folder(folder: Path) -> list[str]:
 
 def read_run(folder: Path) -> object:
     run = Run.open(folder / "run")
-    read_looks(folder / "run" / FILE, MemberDistances._fields)
+    read_measurements(folder / "run" / FILE, MemberDistances._fields)
     records.read_counts(folder / "run" / "corrupt.safetensors")
     records.read_predictions(folder / "run" / "predictions" / "test.safetensors")
     return run.provenance, run.measure()
@@ -210,7 +210,7 @@ def reported(folder: Path) -> object:
     """What `dissensus report` makes of run folders, but for the figures."""
     run = Run.open(folder / "run")
     evaluation = run.measure()
-    with belonging_together([run.folder]):
+    with file_mismatch_errors([run.folder]):
         return report_content(results_of_runs([run], [evaluation]), with_figures=False)
 
 

@@ -23,9 +23,9 @@ def trained(tmp_path):
 
 def test_a_method_that_cuts_layers_is_loaded_around_the_plain_network(trained, tmp_path):
     posterior, plain, x, _ = trained
-    assert blueprints.structure(posterior.given()) == blueprints.structure(plain)
-    assert blueprints.structure(posterior.member(0)) != blueprints.structure(plain)  # the function, as it is
-    assert json.loads((tmp_path / "config.json").read_text())["network"]["structure"] == blueprints.structure(plain)
+    assert blueprints.layer_lines(posterior.given()) == blueprints.layer_lines(plain)
+    assert blueprints.layer_lines(posterior.member(0)) != blueprints.layer_lines(plain)  # the function, as it is
+    assert json.loads((tmp_path / "config.json").read_text())["network"]["structure"] == blueprints.layer_lines(plain)
     before = tiny.state(plain)
     loaded = ds.load(tmp_path, plain, method=ScaledEnsemble)
     assert tiny.largest_difference(before, tiny.state(plain)) == 0
@@ -56,7 +56,7 @@ def test_a_network_of_the_library_that_was_cut_is_built_again(tmp_path):
 
 def test_a_cut_network_far_larger_than_its_file_is_not_built():
     with torch.device("meta"):
-        lines = blueprints.structure(ds.nets.MLP(4, 3, hidden=(5000,)))
+        lines = blueprints.layer_lines(ds.nets.MLP(4, 3, hidden=(5000,)))
     saved = {"name": "MLP", "arguments": {"inputs": 4, "outputs": 3, "hidden": [5000]}, "structure": lines, "cut": True}
     with pytest.raises(
         ValueError, match="expected a network of at most 64 times the 12 numbers in the file, got 40003"

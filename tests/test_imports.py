@@ -320,10 +320,7 @@ def test_a_ring_would_be_seen(tmp_path):
     for name, text in texts.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / f"{name}.py").write_text(text)
-    assert rings(package) == [
-        {"dissensus.a", "dissensus.b", "dissensus.c"},
-        {"dissensus.sub.e", "dissensus.sub.g"},
-    ]
+    assert rings(package) == [{"dissensus.a", "dissensus.b", "dissensus.c"}, {"dissensus.sub.e", "dissensus.sub.g"}]
 
 
 PROBE = """

@@ -56,7 +56,7 @@ def test_members_of_a_plane_are_at_its_corners(networks):
     assert found.accuracy[3, 1] == right
     # In the orthonormal frame members are as far apart as their weights.
     flat = [nn.utils.parameters_to_vector(network.parameters()).detach() for network in networks]
-    _, _, _, marks = found.drawn()
+    _, _, _, marks = found.drawing_coordinates()
     places = torch.tensor(list(marks.values()), dtype=torch.float64)
     for i, j in ((0, 1), (0, 2), (1, 2)):
         assert float((places[i] - places[j]).norm()) == pytest.approx(float((flat[i] - flat[j]).norm()), rel=1e-10)

@@ -136,15 +136,7 @@ def test_the_page_of_a_gpu_says_so(workers):
     import peers_page
 
     about = {"network": "resnet18", "members": "5", "batch": "128", "inputs": "1280", "operation": "ensemble"}
-    about |= {
-        "measure": "epoch",
-        "peak_mb": "",
-        "note": "",
-        "version": "1",
-        "torch": "2",
-        "threads": "1",
-        "ratio": "1",
-    }
+    about |= {"measure": "epoch", "peak_mb": "", "note": "", "version": "1", "torch": "2", "threads": "1", "ratio": "1"}
     about |= {"rounds": "3", "clock": "perf_counter", "commit": "c", "seconds": "1", "lower": "1", "upper": "1"}
     text = peers_page.page([about | {"library": "dissensus", "device": "cuda (a GPU)"}])
     assert text.startswith("## On a GPU")

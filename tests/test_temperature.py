@@ -54,7 +54,7 @@ def test_the_temperature_minimises_the_mixtures_nll():
     assert 2 < found < 5
 
     def nll(log_t):
-        return -float(before.tempered(math.exp(log_t)).log_prob(y).mean())
+        return -float(before.apply_temperature(math.exp(log_t)).log_prob(y).mean())
 
     best = scipy.optimize.minimize_scalar(nll, bounds=(math.log(1 / 50), math.log(50)), method="bounded")
     assert nll(math.log(found)) <= best.fun + 1e-10
@@ -116,7 +116,7 @@ def test_unsure_members_are_not_sharpened_without_end(caplog):
     predictive, y = unsure(300, noise=6.0, seed=0)
 
     def nll(temperature):
-        return -predictive.tempered(temperature).log_prob(y)
+        return -predictive.apply_temperature(temperature).log_prob(y)
 
     lowest = min(float(nll(1.1**-i).mean()) for i in range(42))
     temperature = best_temperature(predictive, y)
@@ -133,7 +133,7 @@ def test_a_strong_sharpening_that_the_data_ask_for_is_found():
     predictive = ds.ClassificationPredictive((0.1 * x).log_softmax(1)[None])
 
     def nll(log_t):
-        return -float(predictive.tempered(math.exp(log_t)).log_prob(y).mean())
+        return -float(predictive.apply_temperature(math.exp(log_t)).log_prob(y).mean())
 
     best = scipy.optimize.minimize_scalar(nll, bounds=(-4, 0), method="bounded", options={"xatol": 1e-7})
     assert best_temperature(predictive, y) == pytest.approx(math.exp(best.x), abs=1e-5)

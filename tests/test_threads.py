@@ -11,8 +11,8 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.locks import turn
-from dissensus.kernels.cpu_products import on_arm
+from dissensus.core.locks import network_lock
+from dissensus.kernels.cpu_products import is_on_arm
 from thinning import often
 
 THREADS = 8
@@ -307,15 +307,15 @@ def test_locks_go_with_their_networks_and_are_not_copied():
     from dissensus.core import locks
 
     network = tiny.mlp()
-    with turn(network):
+    with network_lock(network):
         assert id(network) in locks._turns
     posterior, shapes = copy.deepcopy(ds.MAP(network)), []
     thread = threading.Thread(target=lambda: shapes.append(posterior.predict(tiny.points()[0].float()).mean.shape))
-    with turn(network):
+    with network_lock(network):
         thread.start()
-        thread.join(timeout=0.5 if on_arm() else 60)
+        thread.join(timeout=0.5 if is_on_arm() else 60)
         # A copy does not wait, but where running a network switches something of the whole process (on Arm).
-        assert shapes == ([] if on_arm() else [(12, 3)])
+        assert shapes == ([] if is_on_arm() else [(12, 3)])
     thread.join(timeout=60)
     assert shapes == [(12, 3)]
     key = id(network)

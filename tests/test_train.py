@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import dissensus as ds
 import tiny
 from dissensus.core.recorder import Recorder
-from dissensus.core.weights import parameters
+from dissensus.core.weights import network_parameters
 from dissensus.training.fit import validation_nll
 
 QUIET = {"progress": False, "engine": "vectorised"}
@@ -449,11 +449,7 @@ with_nan[4, 2] = math.nan
         (reals, [(x32, torch.zeros(6))], r"expected targets of shape \(6, 1\), got \(6,\)"),
         (reals, [(x32, with_nan[:, 2:3])], "expected finite targets, got NaN or infinity"),
         (reals, [(x32, torch.zeros(6, 1, dtype=torch.int64))], "expected real targets, got torch.int64"),
-        (
-            classes,
-            [(x32, labels, torch.zeros(6))] * 2,
-            "expected a weight above 0 in an epoch, got none",
-        ),
+        (classes, [(x32, labels, torch.zeros(6))] * 2, "expected a weight above 0 in an epoch, got none"),
     ],
 )
 def test_bad_data_is_one_clear_error_and_no_file(make, loader, text, tmp_path):
@@ -561,7 +557,7 @@ def test_a_posterior_is_kept_only_from_when_there_is_something_to_draw():
 
     torch.manual_seed(0)
     posterior = ds.MAP(tiny.mlp().double())
-    posterior.recorder = Late(lambda: parameters(posterior.particles))
+    posterior.recorder = Late(lambda: network_parameters(posterior.particles))
     # Validation gets worse from the first epoch on, since the rate is absurd: the best epoch precedes what is ready.
     optimizer = SGD(posterior.parameters(), lr=3.0)
     history = ds.fit(posterior, data(), epochs=6, validation=noisy_validation(), optimizer=optimizer, **QUIET)

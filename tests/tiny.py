@@ -101,7 +101,7 @@ class Repelling(ds.DeepEnsemble):
 
     def member_loss(self, params, buffers, batch):
         def both(member):
-            outputs = batches.call(member.network, batch.x)
+            outputs = batches.call_network(member.network, batch.x)
             return member.likelihood.nll(outputs, batch.y, batch.weight), outputs
 
         (value, outputs), buffers = self.particles.call(both, params, buffers)

@@ -19,19 +19,19 @@ from dissensus.calibration.gate import Gate
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.drawn_functions import MOMENTS, Predictor
-from dissensus.core.member import tensors_of
+from dissensus.core.member import tensors_by_name
 from dissensus.core.member_runner import first_line
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.engine.tracing import random_operations, trace
-from dissensus.layers.factored import Factored
+from dissensus.layers.factored import FactoredLayer
 from dissensus.methods.parts.node_functions import NodeFunctions
-from dissensus.numerics.randomness import same_random_state
-from dissensus.storage.atomic_files import write_whole
+from dissensus.numerics.randomness import preserve_random_state
+from dissensus.storage.atomic_files import write_atomically
 from dissensus.storage.onnx_files import ONNX_FORMS, onnx_content, require_onnx, run_onnx
 from dissensus.utils.checks import one_of
-from dissensus.utils.text import readable
+from dissensus.utils.text import format_bytes
 from dissensus.version import __version__
 
 log = logging.getLogger("dissensus")
@@ -62,24 +62,27 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
     if path.suffix == ".onnx":
         require_onnx()
     module = ExportedPosterior(expect_posterior(posterior))
-    x = _two_or_more(batches.to(module.raw(example), posterior.device))
-    wanted = {rows: _predicted(posterior, module, _rows(x, rows)) for rows in (batches.size(x), 1)}
+    x = _at_least_two_rows(batches.move_to_device(module.example_inputs(example), posterior.device))
+    wanted = {rows: _output_bounds(posterior, module, _first_rows(x, rows)) for rows in (batches.count_examples(x), 1)}
     if posterior.classes is not None and len(posterior.classes) != (outputs := wanted[1]["mean"][0].shape[1]):
         raise ValueError(f"expected the names of {outputs} classes, got {len(posterior.classes)}; name every output")
-    _state_size(path, module.predictor)
-    with posterior.particles.turn(), torch.no_grad():  # nobody else uses the network while it is traced, on the host
-        module, x, failed = module.cpu(), batches.to(x, torch.device("cpu")), list[str]()
-        for prepare in (_members_at_once, _members_in_turn):
+    _log_size(path, module.predictor)
+    with (
+        posterior.particles.lock_network(),
+        torch.no_grad(),
+    ):  # nobody else uses the network while it is traced, on the host
+        module, x, failed = module.cpu(), batches.move_to_device(x, torch.device("cpu")), list[str]()
+        for prepare in (_vectorise_members, _loop_members):
             prepare(module.predictor)
             try:
                 module(x)  # creates tensors that depend on the shape of x, such as masks, outside of the graph
                 program = trace(module, x, ONNX_FORMS if path.suffix == ".onnx" else None)
-                _check_drawn(random_operations(program))
+                _check_no_randomness(random_operations(program))
                 for rows, numbers in wanted.items():
-                    _check_same(program.module()(*batches.tensors(_rows(x, rows))), numbers, path)
-                content = write(program, module.facts(x), x, wanted)
+                    _check_outputs(program.module()(*batches.input_tensors(_first_rows(x, rows))), numbers, path)
+                content = write(program, module.file_metadata(x), x, wanted)
                 break
-            except (_Refused, ImportError):
+            except (_ExportRefused, ImportError):
                 raise
             except Exception as error:
                 root: BaseException = error
@@ -90,7 +93,7 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
             hint = "simplify its forward" + (", or write .pt2" if path.suffix == ".onnx" else "")
             raise ValueError(f"expected a network and a calibration that can be exported, got: {failed[-1]}; {hint}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole({path: content})
+    write_atomically({path: content})
 
 
 class ExportedPosterior(nn.Module):
@@ -105,7 +108,7 @@ class ExportedPosterior(nn.Module):
             log.warning(
                 "the file takes encoded inputs, posterior.inputs(x), because the transform reads text and tensors hold none"
             )
-        self.about = {
+        self.model_metadata = {
             "dissensus": __version__,
             "method": posterior.name,
             "model": posterior.description(),
@@ -114,17 +117,17 @@ class ExportedPosterior(nn.Module):
             "inputs": None if self.inputs is None else {"kind": self.inputs.kind, **self.inputs.config()},  # type: ignore[attr-defined]
         }
         self.promises: dict[str, Callable[[Predictive, float], dict[str, Tensor]]] = {}
-        self.said: dict[str, str] = {}
+        self.descriptions: dict[str, str] = {}
         for name, promise in posterior.promises.items():
-            if (told := _outputs_of(name, promise)) is not None:
-                self.promises[name], self.said[name] = told, str(promise.describe())  # type: ignore[operator]
+            if (told := _guarantee_outputs(name, promise)) is not None:
+                self.promises[name], self.descriptions[name] = told, str(promise.describe())  # type: ignore[operator]
 
-    def raw(self, example: Any) -> Inputs:
+    def example_inputs(self, example: Any) -> Inputs:
         """The example as tensors, in the form of the file's inputs."""
-        raw: Callable[[Any], Inputs] = getattr(self.inputs, "raw", batches.inputs_of)
+        raw: Callable[[Any], Inputs] = getattr(self.inputs, "raw", batches.convert_inputs)
         return raw(example)
 
-    def ready(self, x: Inputs) -> Inputs:
+    def network_inputs(self, x: Inputs) -> Inputs:
         """The file's inputs, transformed to the network's."""
         if self.inputs is None:
             return x
@@ -132,7 +135,7 @@ class ExportedPosterior(nn.Module):
         return found.to(self.dtype)  # type: ignore[no-any-return]
 
     def forward(self, x: Inputs) -> dict[str, Tensor]:
-        return self.outputs(self.predictor.predictive(self.ready(x)))
+        return self.outputs(self.predictor.predictive(self.network_inputs(x)))
 
     def outputs(self, predictive: Predictive, slack: float = 0.0) -> dict[str, Tensor]:
         """The file's outputs for a predictive, by name; thresholds of sets and gates are raised by a share `slack`."""
@@ -145,24 +148,24 @@ class ExportedPosterior(nn.Module):
             found |= more
         return found
 
-    def facts(self, x: Inputs) -> dict[str, Any]:
+    def file_metadata(self, x: Inputs) -> dict[str, Any]:
         """Metadata stored in the file, as JSON values."""
-        classes = isinstance(self.predictor.predictive(self.ready(x)), CategoricalPredictive)
+        classes = isinstance(self.predictor.predictive(self.network_inputs(x)), CategoricalPredictive)
         told = {"mean": "probabilities" if classes else "means", "functions": self.predictor.drawn.members}
-        return {name: value for name, value in (self.about | told).items() if value is not None} | {
-            "promises": self.said
+        return {name: value for name, value in (self.model_metadata | told).items() if value is not None} | {
+            "promises": self.descriptions
         }
 
 
-class _Refused(ValueError):
+class _ExportRefused(ValueError):
     """An error that no other way of tracing would avoid."""
 
 
-def _outputs_of(name: str, promise: nn.Module) -> Callable[[Predictive, float], dict[str, Tensor]] | None:
+def _guarantee_outputs(name: str, promise: nn.Module) -> Callable[[Predictive, float], dict[str, Tensor]] | None:
     """The outputs of a promise as a function of (predictive, slack); None, with a warning, if it needs other inputs."""
     if isinstance(promise, Gate):
         gate, threshold = promise, torch.tensor(promise.threshold, dtype=torch.float64)
-        return lambda predictive, slack: {name: gate.decide(predictive).score < _raised(threshold, slack)}
+        return lambda predictive, slack: {name: gate.decide(predictive).score < _add_slack(threshold, slack)}
     if not isinstance(promise, Conformal) or any(promise.facts[each] for each in ("weighted", "randomised")) or (
         promise.facts["by"] == "group"
     ):  # fmt: skip
@@ -172,8 +175,8 @@ def _outputs_of(name: str, promise: nn.Module) -> Callable[[Predictive, float], 
 
     def outputs(predictive: Predictive, slack: float) -> dict[str, Tensor]:
         intervals = promise.score in INTERVAL_SCORES
-        at = _raised(thresholds, 0.0 if intervals else slack).to(predictive.mean.device)
-        fixed._asked = lambda *_: (predictive, at)  # type: ignore[method-assign]
+        at = _add_slack(thresholds, 0.0 if intervals else slack).to(predictive.mean.device)
+        fixed._resolve_inputs = lambda *_: (predictive, at)  # type: ignore[method-assign]
         if intervals:
             return dict(zip((f"{name}_lower", f"{name}_upper"), fixed.interval(predictive), strict=True))
         return {name: fixed.set(predictive)}
@@ -181,34 +184,38 @@ def _outputs_of(name: str, promise: nn.Module) -> Callable[[Predictive, float], 
     return outputs
 
 
-def _raised(values: Tensor, slack: float, least: float = 0.01) -> Tensor:
+def _add_slack(values: Tensor, slack: float, least: float = 0.01) -> Tensor:
     """The values, raised by this share of the largest finite one or of `least`; truth values are left as they are."""
     if not slack or values.dtype == torch.bool:
         return values
     return values + slack * values.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp(min=least)
 
 
-def _rows(x: Inputs, rows: int) -> Inputs:
-    return batches.apply(x, lambda tensor: tensor[:rows])
+def _first_rows(x: Inputs, rows: int) -> Inputs:
+    return batches.map_tensors(x, lambda tensor: tensor[:rows])
 
 
-def _two_or_more(x: Inputs) -> Inputs:
+def _at_least_two_rows(x: Inputs) -> Inputs:
     """x with at least two rows: torch treats an axis of length one as fixed."""
-    return x if batches.size(x) > 1 else batches.apply(x, lambda tensor: tensor.repeat(2, *[1] * (tensor.ndim - 1)))
+    return (
+        x
+        if batches.count_examples(x) > 1
+        else batches.map_tensors(x, lambda tensor: tensor.repeat(2, *[1] * (tensor.ndim - 1)))
+    )
 
 
-def _predicted(posterior: Posterior, module: ExportedPosterior, x: Inputs) -> dict[str, tuple[Tensor, Tensor]]:
+def _output_bounds(posterior: Posterior, module: ExportedPosterior, x: Inputs) -> dict[str, tuple[Tensor, Tensor]]:
     """(least, most) of the outputs of `predict` and of the promises, by name; raises if a second call gives other values.
 
     Of sets and gates, only a score that equals its threshold up to rounding may fall on either side.
     """
-    view, x = copy.copy(posterior), module.ready(x)
+    view, x = copy.copy(posterior), module.network_inputs(x)
     view.inputs = None
-    with same_random_state(posterior.device):
+    with preserve_random_state(posterior.device):
         first = view.predict(x)
         torch.rand(1)  # advances torch's generator, so that new draws would differ
         again = view.predict(x)
-    pairs = zip(first.described(), again.described(), strict=True)
+    pairs = zip(first.defining_tensors(), again.defining_tensors(), strict=True)
     # GPUs may round differently.
     if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True) for a, b in pairs):
         raise ValueError(
@@ -219,42 +226,44 @@ def _predicted(posterior: Posterior, module: ExportedPosterior, x: Inputs) -> di
     rounding = max((torch.finfo(p.dtype).eps for p in posterior.parameters() if p.is_floating_point()), default=0.0)
     close = max(CLOSE, ROUNDINGS * rounding)
     least, most = (module.outputs(first, slack) for slack in (-close, close))
-    return {name: (_raised(least[name], -close, 1.0).cpu(), _raised(most[name], close, 1.0).cpu()) for name in least}
+    return {
+        name: (_add_slack(least[name], -close, 1.0).cpu(), _add_slack(most[name], close, 1.0).cpu()) for name in least
+    }
 
 
-def _members_at_once(predictor: Predictor) -> None:
+def _vectorise_members(predictor: Predictor) -> None:
     """Runs all members in one pass if they share kernels, so that the file holds the kernels and the graph once."""
     for part in predictor.modules():
         if isinstance(part, NodeFunctions):
             part.unfold()
-        if isinstance(part, Particles) and len(part.templates) == 1 and not _own_kernels(part):
+        if isinstance(part, Particles) and len(part.templates) == 1 and not _has_own_kernels(part):
             part.how = "vectorised"
             for layer in part.template.modules():
-                if isinstance(layer, Factored):
+                if isinstance(layer, FactoredLayer):
                     vars(layer)["members_at_once"] = True
 
 
-def _members_in_turn(predictor: Predictor) -> None:
+def _loop_members(predictor: Predictor) -> None:
     for part in predictor.modules():
         if isinstance(part, Particles):
             part.how = "loop"
 
 
-def _own_kernels(particles: Particles) -> bool:
+def _has_own_kernels(particles: Particles) -> bool:
     """Whether members have their own convolutions, which are faster one after the other."""
-    own, parts = tensors_of(particles.own), particles.template.named_modules()
+    own, parts = tensors_by_name(particles.own), particles.template.named_modules()
     return any(isinstance(part, nn.modules.conv._ConvNd) and f"{name}.weight" in own for name, part in parts)
 
 
-def _check_drawn(found: list[str]) -> None:
+def _check_no_randomness(found: list[str]) -> None:
     if found:
-        raise _Refused(
+        raise _ExportRefused(
             f"expected a network that draws no random numbers, got {', '.join(found)} in its graph; put dropout and noise in "
             "eval mode, or make them depend on self.training"
         )
 
 
-def _check_same(found: dict[str, Tensor], wanted: dict[str, tuple[Tensor, Tensor]], path: Path) -> None:
+def _check_outputs(found: dict[str, Tensor], wanted: dict[str, tuple[Tensor, Tensor]], path: Path) -> None:
     for name, (least, most) in wanted.items():
         made = torch.as_tensor(found[name]).cpu()
         if made.shape != least.shape:
@@ -265,7 +274,7 @@ def _check_same(found: dict[str, Tensor], wanted: dict[str, tuple[Tensor, Tensor
             )
 
 
-def _state_size(path: Path, predictor: Predictor) -> None:
+def _log_size(path: Path, predictor: Predictor) -> None:
     """Logs the size of the file, which is large if every function has its own weights."""
     own = shared = 0
     for part in predictor.modules():
@@ -274,11 +283,11 @@ def _state_size(path: Path, predictor: Predictor) -> None:
             shared += sum(t.nbytes for t in (*part.shared_parameters().values(), *part.shared_buffers().values()))
     if path.suffix == ".onnx" and own + shared > 2**31 - 2**20:
         raise ValueError(
-            f"expected at most 2 GiB for ONNX, got {readable(own + shared)}; write .pt2, or use fewer functions"
+            f"expected at most 2 GiB for ONNX, got {format_bytes(own + shared)}; write .pt2, or use fewer functions"
         )
     log.info(
         "%s will take about %s: %d functions with %s of own weights, and %s of shared ones",
-        path, readable(own + shared), predictor.drawn.members, readable(own), readable(shared),
+        path, format_bytes(own + shared), predictor.drawn.members, format_bytes(own), format_bytes(shared),
     )  # fmt: skip
 
 
@@ -298,9 +307,9 @@ def _onnx_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, want
         names = [f"input_{name}" for name in names]
         log.warning("outputs have the names of inputs, which are called %s in the file", ", ".join(names))
     content, random = onnx_content(program, names, list(wanted[1]), facts)
-    _check_drawn(random)
+    _check_no_randomness(random)
     for rows, numbers in wanted.items():
-        given = dict(zip(names, batches.tensors(_rows(x, rows)), strict=True))
+        given = dict(zip(names, batches.input_tensors(_first_rows(x, rows)), strict=True))
         if (found := run_onnx(content, given)) is not None:
-            _check_same(found, numbers, Path("ONNX"))
+            _check_outputs(found, numbers, Path("ONNX"))
     return content

@@ -16,11 +16,11 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import Predictive
 from dissensus.core.summary import RunningSummary, SummaryPredictive
-from dissensus.engine.memory import readable
+from dissensus.engine.memory import format_bytes
 from dissensus.engine.precision import PredictionPrecision
-from dissensus.engine.prediction_loop import predicted
+from dissensus.engine.prediction_loop import predict_loader
 from dissensus.utils.arrays import tensor_of
-from dissensus.utils.checks import number, whole
+from dissensus.utils.checks import integer, number
 
 log = logging.getLogger("dissensus")
 
@@ -48,10 +48,10 @@ def predict(
     loader = _as_loader(posterior, loader)
     parts: list[Predictive] = []
     targets: list[Tensor] = []
-    found = _predicted_batches(posterior, loader, precision=precision, compiled=compiled, keeps_weights=True)
+    found = _predict_and_correct(posterior, loader, precision=precision, compiled=compiled, keeps_weights=True)
     for predictive, y in found:
         if not parts:
-            _state_memory(predictive, loader, keep_members=True)
+            _log_memory(predictive, loader, keep_members=True)
         parts.append(predictive)
         targets.append(y)
     return Predictive.cat(parts), torch.cat(targets)
@@ -90,13 +90,13 @@ def summarise(
 
         members = read_members(Path(posterior), network, likelihood=likelihood, method=method)
         return _summarise_stored(members, loader, precision)
-    lens = posterior.lens()
+    lens = posterior.current_correction()
     parts: list[SummaryPredictive] = []
     targets: list[Tensor] = []
-    for part, y in predicted(posterior, loader, lens, precision=precision, compiled=compiled):
+    for part, y in predict_loader(posterior, loader, lens, precision=precision, compiled=compiled):
         if not parts:
-            _state_memory(part, loader, keep_members=False)
-        parts.append(cast(SummaryPredictive, lens.mixture(part)))
+            _log_memory(part, loader, keep_members=False)
+        parts.append(cast(SummaryPredictive, lens.correct_mixture(part)))
         targets.append(y)
     return SummaryPredictive.cat(parts), torch.cat(targets)
 
@@ -112,10 +112,10 @@ def predict_batches(
     Yields:
         (predictive, targets): a `Predictive` for the batch's B inputs with every member, and its targets (B, ...).
     """
-    return _predicted_batches(posterior, _as_loader(posterior, loader), precision=precision, compiled=compiled)
+    return _predict_and_correct(posterior, _as_loader(posterior, loader), precision=precision, compiled=compiled)
 
 
-def _predicted_batches(
+def _predict_and_correct(
     posterior: Posterior,
     loader: Iterable[Any],
     *,
@@ -123,11 +123,11 @@ def _predicted_batches(
     compiled: bool,
     keeps_weights: bool = False,
 ) -> Iterator[tuple[Predictive, Tensor]]:
-    lens = expect_posterior(posterior).lens()
+    lens = expect_posterior(posterior).current_correction()
     settings: dict[str, Any] = {"precision": precision, "compiled": compiled, "keep_members": True}
     settings["keeps_weights"] = keeps_weights
-    for predictive, y in predicted(posterior, loader, lens, **settings):
-        yield lens.mixture(predictive), y
+    for predictive, y in predict_loader(posterior, loader, lens, **settings):
+        yield lens.correct_mixture(predictive), y
 
 
 class ImagePrediction(NamedTuple):
@@ -176,10 +176,10 @@ def predict_image(
         for (row, _), (column, _) in places
     ]
     found: tuple[Tensor, ...] = ()
-    lens = expect_posterior(posterior).lens()
-    parts = predicted(posterior, loader, lens, precision=precision, compiled=False, one_at_a_time=True)
+    lens = expect_posterior(posterior).current_correction()
+    parts = predict_loader(posterior, loader, lens, precision=precision, compiled=False, one_at_a_time=True)
     for ((row, kept_rows), (column, kept_columns)), (moments, _) in zip(places, parts, strict=True):
-        summary = lens.mixture(moments)
+        summary = lens.correct_mixture(moments)
         new = (summary.mean, summary.total, summary.epistemic)
         if summary.mean.shape[2:] != (len(row), len(column)):
             raise ValueError(
@@ -188,7 +188,7 @@ def predict_image(
             )
         if not found:
             found = tuple(image.new_empty(*each.shape[1:-2], *size, dtype=each.dtype) for each in new)
-        inside = (..., _within(kept_rows, row), _within(kept_columns, column))
+        inside = (..., _kept_slice(kept_rows, row), _kept_slice(kept_columns, column))
         for whole_map, part in zip(found, new, strict=True):
             whole_map[..., kept_rows.start : kept_rows.stop, kept_columns.start : kept_columns.stop] = part[0][inside]
     return ImagePrediction(*found)
@@ -196,9 +196,9 @@ def predict_image(
 
 def _tiles(length: int, side: int, overlap: int) -> list[tuple[range, range]]:
     """(range that a tile covers, range that is kept of it) along one axis."""
-    if whole("tile", side) >= length:
+    if integer("tile", side) >= length:
         return [(range(length), range(length))]
-    step = side - whole(
+    step = side - integer(
         "overlap", number("overlap", overlap, below=side, hint="tiles must be larger than their overlap"), least=0
     )
     starts = [start for start in range(0, length, step) if start == 0 or start + overlap < length]
@@ -207,7 +207,7 @@ def _tiles(length: int, side: int, overlap: int) -> list[tuple[range, range]]:
     return [(tile, range(start, end)) for tile, start, end in zip(covered, [0, *ends[:-1]], ends, strict=True)]
 
 
-def _within(kept: range, tile: range) -> slice:
+def _kept_slice(kept: range, tile: range) -> slice:
     return slice(kept.start - tile.start, kept.stop - tile.start)
 
 
@@ -215,7 +215,7 @@ def _as_loader(posterior: Any, given: Any) -> Iterable[Any]:
     from dissensus.data.batches import as_loader  # imports all of `data`, which `import dissensus` avoids
 
     loader: Iterable[Any] = as_loader(given, raw=getattr(posterior, "inputs", as_loader) is not None)
-    return cast(Iterable[Any], posterior.whole(loader)) if isinstance(posterior, Posterior) else loader
+    return cast(Iterable[Any], posterior.complete_loader(loader)) if isinstance(posterior, Posterior) else loader
 
 
 def _summarise_stored(
@@ -225,9 +225,9 @@ def _summarise_stored(
     targets: list[Tensor] = []
     lens = None
     for index, member in enumerate(members):
-        seen, lens = 0, member.lens()
+        seen, lens = 0, member.current_correction()
         try:
-            for predictive, y in predicted(
+            for predictive, y in predict_loader(
                 member, loader, lens, precision=precision, compiled=False, keep_members=True
             ):
                 if index == 0:
@@ -245,16 +245,16 @@ def _summarise_stored(
                 "expected the same batches for every member, got others; use a loader that does not shuffle and can be read "
                 "again"
             )
-    seen_whole = [lens.mixture(each.summary()) for each in running] if lens is not None else []
+    seen_whole = [lens.correct_mixture(each.summary()) for each in running] if lens is not None else []
     return SummaryPredictive.cat(cast(list[SummaryPredictive], seen_whole)), torch.cat(targets)
 
 
-def _state_memory(predictive: Predictive, loader: Iterable[Any], *, keep_members: bool) -> None:
+def _log_memory(predictive: Predictive, loader: Iterable[Any], *, keep_members: bool) -> None:
     """Logs the size of the result in bytes, with all members or only mean, aleatoric and epistemic."""
-    described = predictive.described()
+    described = predictive.defining_tensors()
     members, inputs = described[0].shape[:2]
     outputs = sum(math.prod(tensor.shape[2:]) for tensor in described)
-    if (count := batches.length(loader)) is not None:
+    if (count := batches.count_batches(loader)) is not None:
         numbers = inputs * count * (members * outputs if keep_members else outputs)
-        size = readable(numbers * described[0].element_size())
+        size = format_bytes(numbers * described[0].element_size())
         log.info("the prediction of about %d inputs will take %s", inputs * count, size)

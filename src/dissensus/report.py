@@ -39,4 +39,4 @@ def report(
     from dissensus.bench.report.html_report import write_report
     from dissensus.bench.report.results import results_of_evaluations
 
-    return write_report(results_of_evaluations(evaluations, title).compared_with(baseline, holm=holm), Path(path))
+    return write_report(results_of_evaluations(evaluations, title).with_baseline(baseline, holm=holm), Path(path))

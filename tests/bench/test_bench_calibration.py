@@ -83,7 +83,7 @@ def test_rows_that_chose_the_temperature_of_training_promise_nothing(task, tmp_p
     )  # of all 400
     found = ds.load(run.folder / "calibrated")
     assert found.promises["conformal"].rows == 200
-    others = ds.temperature_scale(posterior, run.loader(rows.at(torch.arange(0, 400, 2))))
+    others = ds.temperature_scale(posterior, run.loader(rows.select(torch.arange(0, 400, 2))))
     assert float(found.temperature) == pytest.approx(others)
 
 

@@ -12,7 +12,7 @@ from dissensus.bench.cli import list_command
 from dissensus.bench.run.jobs import bench, report_runs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.bench.user_code import code_digest, own_object
+from dissensus.bench.user_code import code_digest, import_object
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -205,14 +205,14 @@ def test_a_method_that_is_no_name_of_ours_is_offered_no_far_one():
 
 
 def test_a_watched_training_is_not_shared_with_an_own_loss(mine, tmp_path):
-    from dissensus.bench.run.shared_training import shares
+    from dissensus.bench.run.shared_training import can_share_training
 
     path = tmp_path / f"{mine}.py"
     path.write_text(MINE.replace("(ds.DeepEnsemble)", "(ds.MAP)").replace("modules", "module"))
     sets = ["training.together=true", "training.keep_best=false", "training.epochs=2"]
     task = load_task(str(tmp_path / "task.toml"), overrides=sets)
-    assert shares(run_config(task, "map", 0))
-    assert not shares(run_config(task, f"{mine}:DeepEnsemble", 0))  # its pull would be lost without a word
+    assert can_share_training(run_config(task, "map", 0))
+    assert not can_share_training(run_config(task, f"{mine}:DeepEnsemble", 0))  # its pull would be lost without a word
 
 
 # ------------------------------------------------------------------------------------------- code that changes
@@ -306,12 +306,12 @@ def test_what_a_module_imports_and_folders_without_init_are_this_tasks_too(tmp_p
         (tmp_path / task / f"nets_{mark}" / "net.py").write_text(f"value = {task!r}\n")
         (tmp_path / task / f"mine_{mark}_{task}.py").write_text(f"from help_{mark} import value\n")
     for name, other in ((f"mine_{mark}_a:value", f"mine_{mark}_b:value"), (f"nets_{mark}.net:value",) * 2):
-        assert own_object(name, "a value", str(tmp_path / "a")) == "a"
+        assert import_object(name, "a value", str(tmp_path / "a")) == "a"
         with pytest.raises(ValueError, match=rf"expected the module .* of {tmp_path}/b/.*, got {tmp_path}/a/"):
-            own_object(other, "a value", str(tmp_path / "b"))
+            import_object(other, "a value", str(tmp_path / "b"))
     (tmp_path / "a" / f"help_{mark}.py").write_text("value = 3\n")
     with pytest.raises(ValueError, match="changed since; restart Python"):
-        own_object(f"mine_{mark}_a:value", "a value", str(tmp_path / "a"))
+        import_object(f"mine_{mark}_a:value", "a value", str(tmp_path / "a"))
 
 
 # ------------------------------------------------------------------------------------------- networks and their settings

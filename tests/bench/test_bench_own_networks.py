@@ -12,7 +12,7 @@ from dissensus.bench.run.convert import convert
 from dissensus.bench.run.jobs import bench, report_runs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
-from dissensus.bench.task.objects import maker
+from dissensus.bench.task.objects import network_maker
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -106,7 +106,7 @@ def test_a_task_goes_on_from_weights_of_ones_own_network(module, tmp_path):
     own = task(f"{module}:Nets.small")  # imports nothing yet
     assert module not in sys.modules
     torch.manual_seed(3)
-    network = maker(f"{module}:Nets.small")(2, 2)
+    network = network_maker(f"{module}:Nets.small")(2, 2)
     torch.save(network.state_dict(), "own.pt")
     whole = tmp_path / "own.pt"
     own = task(f"{module}:Nets.small", f'network.weights="{whole}"', "training.epochs=0")
@@ -191,7 +191,9 @@ def test_weights_of_a_network_of_ones_own_are_converted(module, tmp_path):
 )
 def test_weights_of_a_foreign_model_are_converted(library, name, settings, tmp_path):
     pytest.importorskip(library, reason=f"{library} is not installed")
-    network = maker(name)(**dict(each.removeprefix("network.").split("=") for each in settings) | {"num_classes": 3})
+    network = network_maker(name)(
+        **dict(each.removeprefix("network.").split("=") for each in settings) | {"num_classes": 3}
+    )
     torch.save(network.state_dict(), tmp_path / "weights.pth")
     sets = [f"network.name={name}", *settings, "method.data_size=50", "method.init_std=0.1", "method.batch_norm=frozen"]
     posterior = convert(tmp_path / "weights.pth", "node_bnn", tmp_path / "out", overrides=sets)

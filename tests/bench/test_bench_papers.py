@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dissensus.bench.report.published_numbers import published
+from dissensus.bench.report.published_numbers import published_numbers
 from dissensus.bench.run.build import check_complete
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS
@@ -60,7 +60,7 @@ def test_the_paper_size_is_the_published_recipe(name):
 @pytest.mark.parametrize("name", TABLES)
 def test_every_method_but_one_network_has_published_numbers(name):
     task = load_task(name)
-    theirs = published(task.settings["reference"])
+    theirs = published_numbers(task.settings["reference"])
     assert [*theirs] == task.methods[1:]
     keys = ["nll", "accuracy", "ece", "corrupt/accuracy", "corrupt/nll", "corrupt/ece"]
     assert all([*row] == keys for row in theirs.values())

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dissensus.bench.report.prose import claims
+from dissensus.bench.report.prose import question_sentences
 from dissensus.bench.report.results import Results
 from dissensus.bench.rows.low_dimensional import GEOMETRIES
-from dissensus.bench.rows.task_rows import LastData, task_data
+from dissensus.bench.rows.task_rows import DataCache, task_data
 from dissensus.bench.run import jobs
 from dissensus.bench.run.build import optimizer, posterior
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.bench.task.objects import value_of
+from dissensus.bench.task.objects import setting_value
 from dissensus.data.corruptions import BENCHMARK
 
 TASKS = (
@@ -117,7 +117,7 @@ def test_runs_are_collected_into_a_table_that_says_the_same(name, benched, scrip
         for key in EXPECTED[name]:
             assert float(row[key]) == pytest.approx(metrics[key], rel=1e-5)
     numbers = re.compile(r"\d+\.?\d*")
-    for said, expected in zip(script.sentences(rows), claims(results), strict=True):
+    for said, expected in zip(script.sentences(rows), question_sentences(results), strict=True):
         assert numbers.sub("", said) == numbers.sub("", expected)  # rounded numbers aside
     assert (tmp_path / f"{name}.png").stat().st_size > 1000
     assert (tmp_path / f"{name}-distances.png").stat().st_size > 1000
@@ -134,7 +134,7 @@ def test_every_method_of_every_size_can_be_built(name):
         ]
         if name in ("lengthscales", "forde-variants"):
             shrink += ["data.train=60", "data.validation=20", "data.test=10"]
-        task, data = load_task(name, size=size, overrides=shrink), LastData()
+        task, data = load_task(name, size=size, overrides=shrink), DataCache()
         for method in task.methods:
             config = run_config(task, method, 0)
             built = posterior(config, data(config.data))
@@ -196,7 +196,7 @@ def test_the_small_tasks_have_the_functional_prior_of_the_paper():
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name.startswith("toy")])
 def test_all_methods_start_from_the_same_networks_and_seeds_from_others(name):
-    task, data = load_task(name, size="smoke"), LastData()
+    task, data = load_task(name, size="smoke"), DataCache()
 
     def start(method: str, seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
@@ -211,7 +211,7 @@ def test_all_methods_start_from_the_same_networks_and_seeds_from_others(name):
 
 def test_a_bench_of_the_method_in_focus_alone_says_nothing_about_others(tmp_path, undrawn):
     results, written = jobs.bench(load_task("toy-regression", size="smoke"), methods=["forde"], out=tmp_path)
-    assert claims(results) == []
+    assert question_sentences(results) == []
     assert all(path.is_file() for path in written)
 
 
@@ -250,5 +250,5 @@ def test_what_chooses_alpha_is_neither_a_test_corruption_nor_a_test_image():
     assert settings["evaluation"]["corrupt"] == "benchmark"
     assert not settings["training"]["keep_best"]
     task = load_task("lengthscales", size="paper")
-    alphas = [value_of(run_config(task, method, 0).settings, "alpha") for method in task.methods]
+    alphas = [setting_value(run_config(task, method, 0).settings, "alpha") for method in task.methods]
     assert alphas == [None, None, None, 0.0, 0.1, 0.2, 0.4, 0.8, 1.0]

@@ -58,14 +58,14 @@ def test_calibration_rows_are_test_rows_that_are_not_tested_on():
     together = torch.cat([held.test.x, held.calibration.x])
     assert sorted(map(tuple, together.tolist())) == sorted(map(tuple, whole.x.tolist()))
     assert len(task_data(settings).calibration.y) == 0
-    assert held.held_out is held.calibration
+    assert held.temperature_rows is held.calibration
 
 
 def test_without_training_the_network_is_the_one_that_was_given(task, tmp_path):
     made, evaluations = runs(task, tmp_path)
     given = network().state_dict()
     for run in made:
-        found = run.posterior().given().state_dict()
+        found = run.posterior().plain_network().state_dict()
         assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
     plain, scaled, noisy = evaluations
     assert plain.metrics["accuracy"] == scaled.metrics["accuracy"]
@@ -109,7 +109,7 @@ def test_a_regression_is_scaled_too(tmp_path):
     assert temperature > 1.5  # a network that learned nothing yet
     for other in (0.9 * temperature, 1.1 * temperature):
         assert (
-            -float(held.predictive.tempered(other).log_prob(held.targets).mean())
+            -float(held.predictive.apply_temperature(other).log_prob(held.targets).mean())
             > (found.metrics["calibration/nll_scaled"])
         )
     assert with_calibration(found, held, held).metrics["calibrated/nll"] == pytest.approx(

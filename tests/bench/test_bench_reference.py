@@ -8,7 +8,7 @@ from dissensus import metrics
 from dissensus.bench.report.html_report import write_report
 from dissensus.bench.run.collect_runs import results_of_runs
 from dissensus.bench.run.jobs import bench, run_all
-from dissensus.bench.run.shared_training import shares
+from dissensus.bench.run.shared_training import can_share_training
 from dissensus.bench.task.config import load_task, run_config
 
 TASKS = ("reference-posterior", "reference-digits", "reference-uci", "bimodal")
@@ -24,7 +24,7 @@ def test_methods_are_compared_with_the_reference_of_their_seed(name, seeds, tmp_
         for seed, evaluation in enumerate(results[method]):
             mine, theirs = said[method, seed], said["hmc", seed]
             if name == "bimodal":
-                expected = metrics.mixture_total_variation(*mine.described(), *theirs.described())
+                expected = metrics.mixture_total_variation(*mine.defining_tensors(), *theirs.defining_tensors())
                 assert "against/agreement" not in evaluation.metrics
             else:
                 expected = metrics.total_variation(mine.mean, theirs.mean)
@@ -33,7 +33,7 @@ def test_methods_are_compared_with_the_reference_of_their_seed(name, seeds, tmp_
             assert evaluation.metrics["against/total_variation"] == pytest.approx(float(expected))
             assert "against/rhat" not in evaluation.metrics
     for seed, evaluation in enumerate(results["hmc"]):
-        draws = said["hmc", seed].described()[0].unflatten(0, (2, 4))  # two chains of four samples
+        draws = said["hmc", seed].defining_tensors()[0].unflatten(0, (2, 4))  # two chains of four samples
         found = evaluation.metrics["against/rhat"], evaluation.metrics["against/effective_samples"]
         assert found[0] == pytest.approx(float(metrics.split_rhat(draws).max()))
         assert found[1] == pytest.approx(float(metrics.effective_sample_size(draws).min()))
@@ -61,7 +61,7 @@ def test_shipped_tasks_load_in_every_size_and_chains_share_no_training(name):
         task = load_task(name, size=size)
         assert task.settings["evaluation"]["against"] in task.methods
         shared = load_task(name, size=size, overrides=["training.together=true"])
-        assert not shares(run_config(shared, "sghmc", 0))
+        assert not can_share_training(run_config(shared, "sghmc", 0))
         assert {run_config(task, method, 0).settings.get("weight_prior_std") for method in task.methods} != {None}
         for method in task.methods:  # one posterior for all
             assert (

@@ -10,10 +10,10 @@ from PIL import Image
 from dissensus.bench.rows.task_loaders import AUGMENTATIONS, standardised_batches
 from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run.jobs import bench, run_all
-from dissensus.bench.run.pixel_splits import shown_rows
+from dissensus.bench.run.pixel_splits import rows_to_show
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.segment_images import read_picture, resized, write_maps
-from dissensus.bench.run.shared_training import shares
+from dissensus.bench.run.segment_images import read_picture, resize_picture, write_maps
+from dissensus.bench.run.shared_training import can_share_training
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.data import VOID, segmentation_folder
 from small_scenes import write, write_camvid, write_scenes
@@ -66,8 +66,8 @@ def test_images_and_masks_are_augmented_alike(tmp_path):
 def test_scenes_to_look_at_are_those_with_most_unknown_pixels_of_each_part_of_the_set():
     foreign = torch.zeros(9, 2, 2, dtype=torch.bool)
     foreign[1, 0] = foreign[4, 0, 0] = foreign[8] = True
-    assert shown_rows(foreign).tolist() == [1, 4, 8]
-    assert shown_rows(foreign[:2]).tolist() == [0, 1]
+    assert rows_to_show(foreign).tolist() == [1, 4, 8]
+    assert rows_to_show(foreign[:2]).tolist() == [0, 1]
 
 
 FEW = ["map", "tradi"]  # every posterior trains an ENet in tests/nets/test_enet.py
@@ -98,7 +98,7 @@ def test_camvid_with_unknown_objects_runs_whole(tmp_path, methods):
         "published 1,800",
     ):
         assert text in page
-    assert [shares(run_config(task, name, 0)) for name in task.methods] == [True] * 5 + [False] * 4
+    assert [can_share_training(run_config(task, name, 0)) for name in task.methods] == [True] * 5 + [False] * 4
     stored = sum(path.stat().st_size for path in (tmp_path / "runs" / "map-seed0" / "predictions").iterdir())
     assert stored < 3e5
 
@@ -183,7 +183,7 @@ def test_a_users_own_image_is_made_smaller_as_those_of_training_were(tmp_path):
     write(tmp_path, "a/x.png", np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8))
     write(tmp_path, "b/x.png", np.zeros((60, 80), np.uint8))
     found = segmentation_folder(tmp_path / "a", tmp_path / "b", ["road", "sky"], size=(18, 24))
-    assert torch.equal(resized(read_picture(tmp_path / "a/x.png"), (18, 24)), found.images[0])
+    assert torch.equal(resize_picture(read_picture(tmp_path / "a/x.png"), (18, 24)), found.images[0])
 
 
 def test_a_photograph_stands_upright(tmp_path):

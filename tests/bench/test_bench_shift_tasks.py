@@ -10,7 +10,7 @@ from dissensus.bench.rows.task_loaders import standardised_batches
 from dissensus.bench.run import build
 from dissensus.bench.run.jobs import bench, run_all
 from dissensus.bench.task.config import SIZES, load_task, run_config
-from dissensus.bench.task.objects import maker
+from dissensus.bench.task.objects import network_maker
 from dissensus.nets import Residual
 
 TASKS = ("node-corruptions", "remedies")
@@ -34,7 +34,7 @@ def test_each_remedy_is_there_where_the_name_says_so(size):
     assert task.methods == list(REMEDIES)
     for method, remedies in REMEDIES.items():
         config = run_config(task, method, 0)
-        _, several = build.counted(config)
+        _, several = build.setting_and_count(config)
         found = {
             "augment": config.training.get("augment", "none") != "none",
             "dropout": config.settings.get("rate", 0) > 0,
@@ -50,9 +50,9 @@ def test_networks_of_every_size_can_be_built(name, size):
     task = load_task(name, size=size)
     for method in task.methods:
         settings = dict(run_config(task, method, 0).network)
-        make = maker(settings.pop("name"))
+        make = network_maker(settings.pop("name"))
         with torch.device("meta"):
-            made = make(**settings | ({"inputs": 784, "outputs": 10} if make is maker("MLP") else {}))
+            made = make(**settings | ({"inputs": 784, "outputs": 10} if make is network_maker("MLP") else {}))
         assert sum(parameter.numel() for parameter in made.parameters()) > 1000
 
 
@@ -79,7 +79,7 @@ def test_implicit_corruptions_are_measured_and_drawn(tmp_path):
     assert not rows["map"].get("implicit/distance")  # a single function has none
     (run,), (evaluation,) = run_all(task, methods=["node_bnn"], seeds=[0], out=tmp_path)
     data, posterior = run.data, run.posterior()
-    x, *_ = next(iter(standardised_batches(data.test.first(3, seed=0), data.standardiser, batch_size=3)))
+    x, *_ = next(iter(standardised_batches(data.test.sample(3, seed=0), data.standardiser, batch_size=3)))
     found = attacks.implicit_corruptions(posterior, x, penalty=0.02, functions=5, steps=60)
     change = data.standardiser.std.float() * (found.inputs - x)  # in pixels
     distance = change.flatten(2).square().mean(2).sqrt().mean()

@@ -9,7 +9,7 @@ from dissensus.bench.report.html_report import write_report
 from dissensus.bench.run.collect_runs import results_of_runs
 from dissensus.bench.run.jobs import bench, run_all
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.shared_training import companions, shares
+from dissensus.bench.run.shared_training import can_share_training, companions
 from dissensus.bench.task.config import load_task, run_config
 from uci_files import write_uci_files
 
@@ -123,6 +123,6 @@ def test_toys_run_and_every_seed_is_another_draw(name, tmp_path):
 def test_one_training_serves_all_methods_that_can_share_it(name, alone, tmp_path):
     task = load_task(name, size="paper")
     runs = [Run(tmp_path, run_config(task, method, 0)) for method in task.methods]
-    assert [run.config.method for run in runs if not shares(run.config)] == alone
+    assert [run.config.method for run in runs if not can_share_training(run.config)] == alone
     shared = [method for method in task.methods if method not in alone]
     assert [run.config.method for run in companions(runs[0], runs)] == shared

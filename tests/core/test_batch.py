@@ -13,8 +13,8 @@ from dissensus.core.batch import Batch
 
 def test_a_batch_has_two_or_three_parts():
     x, y, w = torch.zeros(2, 3), torch.zeros(2), torch.ones(2)
-    assert Batch.of((x, y)) == (x, y, None)
-    assert Batch.of([x, y, w]) == (x, y, w)
+    assert Batch.from_tuple((x, y)) == (x, y, None)
+    assert Batch.from_tuple([x, y, w]) == (x, y, w)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_a_batch_has_two_or_three_parts():
 )
 def test_other_batches_are_refused(batch, text):
     with pytest.raises(TypeError, match=text):
-        Batch.of(batch)
+        Batch.from_tuple(batch)
     with pytest.raises(TypeError, match=text):
         ds.fit(ds.MAP(nn.Linear(3, 2)), [batch], epochs=1, progress=False)
 
@@ -188,8 +188,8 @@ def test_a_batch_is_mapped_moved_and_counted_whole():
     moved = Batch((torch.ones(3), torch.ones(3, 1)), y, weight).to(torch.device("meta"))
     assert all(tensor.is_meta for tensor in moved.tensors())
     assert Batch(x, y).to(torch.device("cpu")).weight is None
-    made = Batch.of((x["a"], y))
-    assert Batch.of(made) is made
+    made = Batch.from_tuple((x["a"], y))
+    assert Batch.from_tuple(made) is made
 
 
 def test_a_dataset_of_batches_with_nan_is_told_of_the_nan():
@@ -208,24 +208,24 @@ def test_a_dataset_of_batches_with_nan_is_told_of_the_nan():
 
 def test_inputs_are_mapped_in_place_of_their_tensors():
     x = {"a": torch.ones(2), "b": None}
-    doubled = batches.apply(x, lambda t: 2 * t)
+    doubled = batches.map_tensors(x, lambda t: 2 * t)
     assert doubled["b"] is None
     assert doubled["a"].tolist() == [2, 2]
-    assert isinstance(batches.apply([torch.ones(2), 3], lambda t: t), tuple)
-    assert batches.size((torch.zeros(7, 2), torch.zeros(3))) == 7
+    assert isinstance(batches.map_tensors([torch.ones(2), 3], lambda t: t), tuple)
+    assert batches.count_examples((torch.zeros(7, 2), torch.zeros(3))) == 7
     with pytest.raises(ValueError, match="expected inputs with a batch axis first"):
-        batches.size(torch.zeros(()))
+        batches.count_examples(torch.zeros(()))
     for x, kind in ((np.zeros((3, 2)), "ndarray"), ([1.0], "list of float"), ({"a": np.zeros(3)}, "dict of ndarray")):
         with pytest.raises(
             TypeError, match=f"expected inputs as a tensor, tuple or dict of tensors, got {kind}; convert"
         ):
-            batches.size(x)
+            batches.count_examples(x)
 
 
 def test_a_loader_knows_its_length_or_not():
-    assert batches.length([1, 2, 3]) == 3
-    assert batches.length(iter([1, 2, 3])) is None
-    assert batches.length(DataLoader(Endless(), batch_size=2)) is None
+    assert batches.count_batches([1, 2, 3]) == 3
+    assert batches.count_batches(iter([1, 2, 3])) is None
+    assert batches.count_batches(DataLoader(Endless(), batch_size=2)) is None
 
 
 class Endless(IterableDataset):
@@ -236,11 +236,11 @@ class Endless(IterableDataset):
 
 def test_a_change_of_inputs_is_noticed():
     x = torch.ones(3)
-    with pytest.raises(ValueError, match="changes them in place"), batches.unchanged({"a": x}):
+    with pytest.raises(ValueError, match="changes them in place"), batches.UnchangedInputs({"a": x}):
         x.mul_(2)
-    with batches.unchanged(x):
+    with batches.UnchangedInputs(x):
         x * 2
     with torch.inference_mode():
         y = torch.ones(3)
-        with batches.unchanged(y):  # these tensors cannot be watched, and are not
+        with batches.UnchangedInputs(y):  # these tensors cannot be watched, and are not
             y.mul_(2)

@@ -11,7 +11,7 @@ import dissensus as ds
 import tiny
 from dissensus.core import objective
 from dissensus.core.batch import Batch
-from dissensus.core.gradients import Gradients, looped, looped_keeping_graphs
+from dissensus.core.gradients import Gradients, looped_gradients, looped_keeping_graphs
 from dissensus.engine.eager_step import EagerStep
 from dissensus.utils.nonfinite import amax
 
@@ -37,8 +37,8 @@ def same(a: Gradients, b: Gradients) -> bool:
 @pytest.mark.parametrize(
     ("method", "run"),
     [
-        (ds.DeepEnsemble, looped),
-        (ds.FoRDE, looped),
+        (ds.DeepEnsemble, looped_gradients),
+        (ds.FoRDE, looped_gradients),
         (ds.FoRDE, looped_keeping_graphs),
         (partial(ds.FunctionRDE, data_size=20), looped_keeping_graphs),
     ],
@@ -71,7 +71,7 @@ class Partly(nn.Module):
 def test_missing_gradients_and_buffers_of_other_shapes_are_joined() -> None:
     posterior = ds.DeepEnsemble([Partly(number) for number in range(3)]).train()
     given = Batch(torch.randn(5, 2), torch.randint(3, (5,)))
-    expected, found = looped(posterior, given), looped(posterior, given, lanes=LANES)
+    expected, found = looped_gradients(posterior, given), looped_gradients(posterior, given, lanes=LANES)
     assert same(found, expected)
     assert found.buffers["network.seen"].shape == (3, 2)
     assert not found.gradients["network.other.weight"][[0, 2]].any()
@@ -94,7 +94,7 @@ class Steep(nn.Module):
 def test_a_member_whose_gradient_is_not_finite_is_named_and_nothing_changes(bad: int) -> None:
     posterior = ds.DeepEnsemble([Steep() for _ in range(3)]).train()
     optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
-    step = EagerStep(posterior, optimizer, strategy=partial(looped, lanes=LANES))
+    step = EagerStep(posterior, optimizer, strategy=partial(looped_gradients, lanes=LANES))
     given = Batch(torch.randn(5, 2), torch.randint(3, (5,)))
     step(given)
     posterior.particles.own_buffers()["network.mark"][bad] = 1.0
@@ -108,7 +108,7 @@ def test_a_member_whose_gradient_is_not_finite_is_named_and_nothing_changes(bad:
 def test_gradients_that_are_mixed_are_looked_at_again() -> None:
     posterior = ds.SVGD([tiny.mlp().float() for _ in range(3)], data_size=10).train()
     given = Batch(torch.randn(5, 4), torch.randint(3, (5,)))
-    assert objective.find(posterior, given, partial(looped, lanes=LANES)).largest is None
+    assert objective.compute_gradients(posterior, given, partial(looped_gradients, lanes=LANES)).largest is None
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,7 @@ def test_gradients_that_are_mixed_are_looked_at_again() -> None:
     [
         "cpu",
         pytest.param(
-            "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")],
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
         ),
     ],
 )

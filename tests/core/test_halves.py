@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import dissensus as ds
 from dissensus.core.batch import Batch
-from dissensus.core.gradients import Gradients, looped, looped_keeping_graphs
+from dissensus.core.gradients import Gradients, looped_gradients, looped_keeping_graphs
 from dissensus.kernels import cast_weights
-from dissensus.kernels.fused_norm import fused
+from dissensus.kernels.fused_norm import fuse_layers
 
 GPU = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -95,8 +95,8 @@ NETWORKS = [Plain, Tied, AlsoPenalised, InSinglePrecision, Changed, OfWeights, T
 
 def found(posterior: ds.Posterior, batch: Batch, *, at_once: bool) -> Gradients:
     kind = batch.x.device.type
-    with torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=False), fused() if at_once else nullcontext():
-        return (looped_keeping_graphs if posterior.coupled else looped)(posterior, batch)
+    with torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=False), fuse_layers() if at_once else nullcontext():
+        return (looped_keeping_graphs if posterior.is_coupled else looped_gradients)(posterior, batch)
 
 
 METHODS = {
@@ -117,7 +117,7 @@ def test_gradients_have_the_bits_of_autocast(network, method: str, device: str, 
     posterior = METHODS[method](network).to(device).train()
     batch = Batch(torch.randn(6, 3, 5, 5, device=device), torch.arange(6, device=device) % 4)
     made = []
-    monkeypatch.setattr(cast_weights.Halves, "__init__", _noting(made, cast_weights.Halves.__init__))
+    monkeypatch.setattr(cast_weights.CastWeights, "__init__", _noting(made, cast_weights.CastWeights.__init__))
     plain = found(posterior, batch, at_once=False)
     assert not made
     ours = found(posterior, batch, at_once=True)
@@ -138,28 +138,28 @@ def _noting(made: list, init):
 
 
 def test_in_single_precision_and_outside_of_fused_layers_nothing_is_cast(device: str, monkeypatch) -> None:
-    monkeypatch.setattr(cast_weights.Halves, "__init__", lambda self, *args: pytest.fail("expected no copies"))
+    monkeypatch.setattr(cast_weights.CastWeights, "__init__", lambda self, *args: pytest.fail("expected no copies"))
     posterior = ds.DeepEnsemble([Plain() for _ in range(2)]).to(device).train()
     batch = Batch(torch.randn(6, 3, 5, 5, device=device), torch.arange(6, device=device) % 4)
-    with fused():
-        looped(posterior, batch)
+    with fuse_layers():
+        looped_gradients(posterior, batch)
     found(posterior, batch, at_once=False)
 
 
 def test_one_copy_serves_all_uses_and_gradients_come_back_in_half_precision(device: str) -> None:
     weight = torch.randn(4, 5, device=device, requires_grad=True)
     x = torch.randn(3, 5, device=device)
-    with torch.autocast(device, dtype=torch.bfloat16), cast_weights.halved({"w": weight}, usable=True) as its:
-        first, second = cast_weights.half(weight), cast_weights.half(weight)
+    with torch.autocast(device, dtype=torch.bfloat16), cast_weights.use_cast_weights({"w": weight}, usable=True) as its:
+        first, second = cast_weights.cast_weight(weight), cast_weights.cast_weight(weight)
         assert first.data_ptr() == second.data_ptr()
         assert first.dtype == torch.bfloat16
         loss = F.linear(x, first).sum()
-        other = cast_weights.half(torch.randn(4, 5))
+        other = cast_weights.cast_weight(torch.randn(4, 5))
         assert other.dtype == torch.float32
-    assert cast_weights.half(weight) is weight
+    assert cast_weights.cast_weight(weight) is weight
     its.wanted = True
     (g,) = torch.autograd.grad(loss, [weight], allow_unused=True)
     assert g is None
-    joined = its.joined({})
+    joined = its.merge_gradients({})
     assert joined["w"].dtype == torch.bfloat16
     torch.testing.assert_close(joined["w"].float(), x.bfloat16().float().sum(0).expand(4, 5), rtol=0.02, atol=0.02)

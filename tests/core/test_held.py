@@ -70,8 +70,10 @@ NETWORKS = {
     "unused": Unused,
 }
 WAYS = {
-    "by its own": gradients.looped,
-    "by other leaves": lambda posterior, batch: gradients.looped(posterior, batch, member=gradients.member_gradients),
+    "by its own": gradients.looped_gradients,
+    "by other leaves": lambda posterior, batch: gradients.looped_gradients(
+        posterior, batch, member=gradients.member_gradients
+    ),
 }
 
 
@@ -90,7 +92,7 @@ def test_gradients_are_those_of_a_loop_by_hand_and_nothing_else_changes(name):
     posterior = ds.MAP(network := made(name))
     before, expected = copy.deepcopy(network.state_dict()), by_hand(copy.deepcopy(network))
     for _ in range(3):  # activations that are recomputed are noticed in the first run
-        found = gradients.looped(posterior, Batch(X, Y))
+        found = gradients.looped_gradients(posterior, Batch(X, Y))
         assert found.gradients.keys() == expected.keys()
         assert all(torch.equal(found.gradients[each], expected[each]) for each in expected)
         assert all(p.grad is None for p in network.parameters())
@@ -100,7 +102,7 @@ def test_gradients_are_those_of_a_loop_by_hand_and_nothing_else_changes(name):
 @pytest.mark.parametrize("way", WAYS)
 def test_hooks_of_the_parameters_change_the_gradients_once(way):
     posterior = ds.MAP(network := made("plain"))
-    plain, seen = gradients.looped(posterior, Batch(X, Y)).gradients, []
+    plain, seen = gradients.looped_gradients(posterior, Batch(X, Y)).gradients, []
     network[0].weight.register_hook(lambda g: 3 * g)
     network[0].weight.register_hook(seen.append)  # it returns None, which changes nothing
     network[2].bias.register_post_accumulate_grad_hook(lambda p: seen.append("never"))
@@ -128,23 +130,23 @@ def test_fit_trains_under_hooks_as_a_loop_by_hand(engine):
 def test_hooks_also_act_where_the_gradients_are_compiled(monkeypatch):
     monkeypatch.setattr(strategies, "_compile", functools.partial(torch.compile, dynamic=False, backend="aot_eager"))
     posterior = ds.MAP(network := made("plain"))
-    plain = gradients.looped(posterior, Batch(X, Y)).gradients["network.0.weight"]
+    plain = gradients.looped_gradients(posterior, Batch(X, Y)).gradients["network.0.weight"]
     network[0].weight.register_hook(lambda g: 3 * g)
-    found = strategies.strategy("loop", compiled=True)(posterior, Batch(X, Y)).gradients["network.0.weight"]
+    found = strategies.make_strategy("loop", compiled=True)(posterior, Batch(X, Y)).gradients["network.0.weight"]
     torch.testing.assert_close(found, 3 * plain, rtol=1e-10, atol=1e-12)
 
 
 def test_a_forward_that_assigns_parameters_leaves_the_callers_in_place():
     network = nn.Sequential(Assigning(4, 3)).double().train()
     weight = network[0].weight
-    found = gradients.looped(ds.MAP(network), Batch(X, Y)).gradients
+    found = gradients.looped_gradients(ds.MAP(network), Batch(X, Y)).gradients
     assert network[0].weight is weight
     assert found["network.0.weight"].abs().sum() > 0
 
 
 def test_a_network_of_which_nothing_is_trained_has_no_gradients():
     posterior = ds.MAP(made("plain").requires_grad_(False))
-    found = gradients.looped(posterior, Batch(X, Y))
+    found = gradients.looped_gradients(posterior, Batch(X, Y))
     assert found.losses.shape == (1,)
     assert not found.gradients
 
@@ -156,7 +158,7 @@ def test_a_loss_of_many_numbers_is_refused():
             return value.expand(3), z, buffers
 
     with pytest.raises(RuntimeError, match="scalar outputs"):
-        gradients.looped(Many(made("plain")), Batch(X, Y))
+        gradients.looped_gradients(Many(made("plain")), Batch(X, Y))
 
 
 def test_other_tensors_than_its_own_are_put_in_place():

@@ -7,10 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dissensus as ds
 import tiny
-from dissensus.core.posterior import left_as_found
+from dissensus.core.posterior import inference_context
 from dissensus.engine.eager_step import autocast
 from dissensus.kernels import weight_cache as module
-from dissensus.kernels.weight_cache import Kept, derived, keeping
+from dissensus.kernels.weight_cache import WeightCache, compute_cached, use_weight_cache
 
 CPU, HALF = torch.device("cpu"), torch.bfloat16
 
@@ -58,23 +58,23 @@ MADE = {
 def test_casts_are_those_of_plain_autocast_and_none_is_made_twice(kind: str) -> None:
     make, shape = MADE[kind]
     posterior = make()
-    with left_as_found(posterior):
+    with inference_context(posterior):
         drawn = posterior.draw()
     weights = [*drawn.parameters(), *drawn.buffers()]
-    kept, counts = Kept(weights), []
+    kept, counts = WeightCache(weights), []
     for _ in range(3):
         x = torch.randn(6, *shape)
-        with left_as_found(posterior), autocast(CPU, HALF):
+        with inference_context(posterior), autocast(CPU, HALF):
             with Uses(weights) as plainly:
                 expected = drawn.describe(x)
-            with Uses(weights) as uses, keeping(kept, casts=True):
+            with Uses(weights) as uses, use_weight_cache(kept, casts=True):
                 found = drawn.describe(x)
         assert all(map(torch.equal, found, expected))
         counts.append(uses.count)
     assert counts == [len(kept._found), 0, 0]
     assert plainly.count >= len(kept._found) >= 2
-    assert kept.casts
-    assert kept.fresh()
+    assert kept.has_casts
+    assert kept.is_fresh()
 
 
 def test_only_weights_are_kept_and_only_while_they_stay_the_same() -> None:
@@ -85,13 +85,13 @@ def test_only_weights_are_kept_and_only_while_they_stay_the_same() -> None:
             made.append(what)
             return 2 * tensor
 
-        return derived(what, (tensor, None), make)
+        return compute_cached(what, (tensor, None), make)
 
-    kept = Kept([w])
+    kept = WeightCache([w])
     for _ in range(2):
         doubled(w[1])
     assert len(made) == 2  # outside of the context
-    with keeping(kept, casts=False):
+    with use_weight_cache(kept, casts=False):
         assert doubled(w[1]) is doubled(w[1])
         assert torch.equal(doubled(w[1].T), 2 * w[1].T)
         assert torch.equal(doubled(w[0]), 2 * w[0])
@@ -100,23 +100,23 @@ def test_only_weights_are_kept_and_only_while_they_stay_the_same() -> None:
         for _ in range(2):
             doubled(other)  # memory of a tensor that comes and goes may be another tensor's later
         assert len(made) == 8
-    assert kept.fresh()
+    assert kept.is_fresh()
     w.add_(1)
-    assert not kept.fresh()
-    kept = Kept([w])
-    with keeping(kept, casts=False):
+    assert not kept.is_fresh()
+    kept = WeightCache([w])
+    with use_weight_cache(kept, casts=False):
         assert torch.equal(doubled(w[1]), 2 * w[1])
 
 
 def test_a_network_that_writes_to_a_cast_weight_gets_another_the_next_time() -> None:
     w = torch.randn(3, 4)
-    kept = Kept([w])
-    with keeping(kept, casts=True):
+    kept = WeightCache([w])
+    with use_weight_cache(kept, casts=True):
         for _ in range(3):
             mine = w.to(HALF)
             assert torch.equal(mine, w.clone().to(HALF))
             mine.mul_(2)
-    assert not kept.fresh()
+    assert not kept.is_fresh()
 
 
 def test_what_follows_row_by_row_is_computed_once_for_all_members() -> None:
@@ -129,10 +129,10 @@ def test_what_follows_row_by_row_is_computed_once_for_all_members() -> None:
         return w * scale[:, None, None], 2 * scale
 
     def found(*given: Tensor | None) -> tuple[Tensor, Tensor]:
-        return derived("scaled", given, scaled, by_rows=True)
+        return compute_cached("scaled", given, scaled, by_rows=True)
 
-    kept = Kept([w, scale, common, last])
-    with keeping(kept, casts=False):
+    kept = WeightCache([w, scale, common, last])
+    with use_weight_cache(kept, casts=False):
         for _ in range(2):
             for i in (1, 0, 2):
                 product, doubled = found(w[i], None, scale[i])
@@ -147,11 +147,11 @@ def test_what_follows_row_by_row_is_computed_once_for_all_members() -> None:
         found(w[1], None, scale[0])
         found(w[1].transpose(1, 2), None, scale[1])
         assert made[2:] == [(4, 2, 2)] * 3
-    assert kept.fresh()
+    assert kept.is_fresh()
     found_then = kept._made[0][0]
     found_then.add_(1)  # by a network that writes to what it gets
-    assert not kept.fresh()
-    with keeping(kept, casts=False):
+    assert not kept.is_fresh()
+    with use_weight_cache(kept, casts=False):
         assert torch.equal(found(w[2], None, scale[2])[0], w[2] * scale[2][:, None, None])
 
 
@@ -163,7 +163,7 @@ def test_rows_of_one_number_are_packed_where_their_stacks_are_not() -> None:
         return (2 * row,)
 
     cut = flat[:, 2:3]
-    with keeping(Kept([cut]), casts=False):
+    with use_weight_cache(WeightCache([cut]), casts=False):
         for i in range(3):
-            assert torch.equal(derived("doubled", (cut[i],), doubled, by_rows=True)[0], 2 * cut[i])
+            assert torch.equal(compute_cached("doubled", (cut[i],), doubled, by_rows=True)[0], 2 * cut[i])
     assert read == [True]

@@ -12,7 +12,7 @@ import tiny
 from dissensus.core import gradients, objective
 from dissensus.core.batch import Batch
 from dissensus.core.particles import Particles
-from dissensus.engine.strategies import strategy
+from dissensus.engine.strategies import make_strategy
 from dissensus.utils.tensor_tree import TensorTree
 from small_methods import NodeNoise, Rank1Ensemble
 
@@ -25,7 +25,7 @@ class Counted(tiny.Given):
     def __init__(self, networks, *, shared=False):
         latents = [TensorTree() for _ in networks]
         for i, tree in enumerate(latents):
-            tree.plant("shift", nn.Parameter(torch.full((3,), float(i))))
+            tree.add_tensor("shift", nn.Parameter(torch.full((3,), float(i))))
         own = (lambda name: name.startswith("latents.") or name == "network.3.weight") if shared else None
         super().__init__(Particles.stack(networks, ds.Classification(), latents=latents, own=own))
 
@@ -146,8 +146,8 @@ def traced(monkeypatch):
 @pytest.mark.parametrize("kind", ["loop", "vectorised"])
 def test_compiled_and_plain_gradients_agree_for_own_modulations(kind, traced):
     posterior, (x, y) = METHODS["rank1"]().double(), tiny.points()
-    plain = strategy(kind)(posterior, Batch(x, y))
-    compiled = strategy(kind, compiled=True)
+    plain = make_strategy(kind)(posterior, Batch(x, y))
+    compiled = make_strategy(kind, compiled=True)
     found = compiled(posterior, Batch(x, y))
     assert compiled.name == f"{kind}+compiled"  # did not fall back
     assert tiny.largest_difference(plain.gradients, found.gradients) < 1e-10
@@ -155,7 +155,7 @@ def test_compiled_and_plain_gradients_agree_for_own_modulations(kind, traced):
 
 def test_losses_with_random_numbers_run_compiled(traced):
     posterior, (x, y) = NodeNoise(nn.Sequential(nn.Linear(4, 3)), samples=4).double(), tiny.points()
-    compiled = strategy("loop", compiled=True)
+    compiled = make_strategy("loop", compiled=True)
     found = [compiled(posterior, Batch(x, y)) for _ in range(2)]
     assert compiled.name == "loop+compiled"  # did not fall back
     assert float(found[0].losses) != float(found[1].losses)

@@ -102,7 +102,7 @@ def device(request, monkeypatch):
     monkeypatch.setattr(double_backward, "SMALL", 0)
     if request.param == "cpu":
         monkeypatch.setattr(fused_norm, "DEVICE", "cpu")
-        monkeypatch.setattr(fused_norm, "works", lambda device: True)
+        monkeypatch.setattr(fused_norm, "can_run_kernels", lambda device: True)
         if not INTERPRETED:
             plain = types.SimpleNamespace(**{each.__name__: each for each in PLAIN})
             monkeypatch.setitem(sys.modules, "dissensus.kernels.norm_launch", plain)
@@ -202,7 +202,7 @@ def test_values_and_two_derivatives_are_those_of_torch(then: str, device: torch.
     plain = network(THEN[then], precision(device), device)
     x = torch.randn(6, 5, 4, 3, dtype=precision(device), device=device).contiguous(memory_format=torch.channels_last)
     v, fast, slow = torch.randn_like(x), copy.deepcopy(plain), copy.deepcopy(plain).double().cpu()
-    with fused_norm.fused():
+    with fused_norm.fuse_layers():
         found = results(fast, x, v)
     assert near(found, results(plain, x, v), results(slow, x.double().cpu(), v.double().cpu()))
 
@@ -212,8 +212,8 @@ def test_gradients_of_forde_are_those_of_torchs_layers(
     then: str, again: int, device: torch.device, monkeypatch
 ) -> None:
     """Activations before convolutions are not kept but computed again, two of each network, unless something was added."""
-    calls, real = [], fused_norm._normalised
-    monkeypatch.setattr(fused_norm, "_normalised", lambda *given, relu: calls.append(relu) or real(*given, relu=relu))
+    calls, real = [], fused_norm._normalise
+    monkeypatch.setattr(fused_norm, "_normalise", lambda *given, relu: calls.append(relu) or real(*given, relu=relu))
     torch.manual_seed(0)
     posterior = ds.FoRDE([network(THEN[then], precision(device), device) for _ in range(2)]).to(device).train()
     for parameter in posterior.parameters():
@@ -222,7 +222,7 @@ def test_gradients_of_forde_are_those_of_torchs_layers(
     x = torch.randn(6, 5, 4, 3, dtype=precision(device), device=device).contiguous(memory_format=torch.channels_last)
     batch = Batch(x, torch.randint(3, (6,), device=device))
     expected = looped_keeping_graphs(posterior, batch)
-    with fused_norm.fused():
+    with fused_norm.fuse_layers():
         found = looped_keeping_graphs(posterior, batch)
     assert len(calls) == again
     tolerance = {"rtol": 1e-9, "atol": 1e-10} if device.type == "cpu" else {"rtol": 1e-3, "atol": 1e-4}
@@ -263,7 +263,7 @@ def test_activations_that_cannot_be_computed_again_are_kept(make, device: torch.
     x = torch.randn(6, 5, 4, 3, dtype=precision(device), device=device).contiguous(memory_format=torch.channels_last)
     batch = Batch(x, torch.randint(3, (6,), device=device))
     expected = looped_keeping_graphs(posterior, batch)
-    with fused_norm.fused():
+    with fused_norm.fuse_layers():
         found = looped_keeping_graphs(posterior, batch)
     tolerance = {"rtol": 1e-9, "atol": 1e-10} if device.type == "cpu" else {"rtol": 1e-3, "atol": 1e-4}
     for name, wanted in expected.gradients.items():
@@ -289,7 +289,7 @@ class Counting(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("inside", [nullcontext, partial(double_backward.differentiated_twice, of_any_size=True)])
+@pytest.mark.parametrize("inside", [nullcontext, partial(double_backward.fast_second_derivatives, of_any_size=True)])
 def test_batches_are_counted_as_by_torchs_layers(inside, device: torch.device, monkeypatch) -> None:
     norms, given = import_module("dissensus.kernels.norm_launch"), []
     real = norms.statistics
@@ -306,7 +306,7 @@ def test_batches_are_counted_as_by_torchs_layers(inside, device: torch.device, m
     for _ in range(3):
         x = torch.randn(6, 5, 4, 3, dtype=precision(device), device=device)
         x = x.contiguous(memory_format=torch.channels_last)
-        with fused_norm.fused(), inside():
+        with fused_norm.fuse_layers(), inside():
             found = fast(x).detach()
         torch.testing.assert_close(found, plain(x).detach())
     assert given == 3 * [True, True, True, False]  # by the kernel, unless the counter is read before
@@ -354,7 +354,7 @@ def SCRIPTED(z: Tensor) -> Tensor:
 def test_what_would_lose_gradients_raises(then: str, device: torch.device) -> None:
     made = network(PAST_PYTHON[then], precision(device), device).train()
     x = torch.randn(6, 5, 4, 3, dtype=precision(device), device=device).contiguous(memory_format=torch.channels_last)
-    with fused_norm.fused(), pytest.raises(RuntimeError, match=r"a layer's result|TorchScript"):
+    with fused_norm.fuse_layers(), pytest.raises(RuntimeError, match=r"a layer's result|TorchScript"):
         made(x)
 
 
@@ -373,7 +373,7 @@ def test_a_result_read_after_its_input_was_changed_unseen_is_that_from_before(by
     x = torch.randn(6, 5, 4, 3, device=device).contiguous(memory_format=torch.channels_last)
     other, norm = torch.randn_like(x), nn.BatchNorm2d(5).to(device)
     expected = F.relu(norm(x) + other)
-    with fused_norm.fused():
+    with fused_norm.fuse_layers():
         waits = norm(x) + other
         UNSEEN[by](x if changed == "input" else other).mul_(3)
         found = F.relu(waits)
@@ -384,7 +384,7 @@ def test_a_result_read_after_its_input_was_changed_unseen_is_that_from_before(by
 def test_a_result_read_after_its_input_was_changed_in_place_raises(changed: str, device: torch.device) -> None:
     x = torch.randn(6, 5, 4, 3, device=device).contiguous(memory_format=torch.channels_last)
     other, norm = torch.randn_like(x), nn.BatchNorm2d(5).to(device)
-    with fused_norm.fused():
+    with fused_norm.fuse_layers():
         waits = norm(x) + other
         (x if changed == "input" else other).add_(1)
         with pytest.raises(RuntimeError, match="changed in place"):
@@ -395,7 +395,7 @@ def test_other_layouts_and_small_batches_stay_torchs(device: torch.device) -> No
     norm = nn.BatchNorm2d(3).to(device)
     x = torch.randn(4, 3, 5, 5, device=device).contiguous(memory_format=torch.channels_last)
     one = torch.ones(1, device=device)
-    with fused_norm.fused():
+    with fused_norm.fuse_layers():
         assert type(norm(x)) is not Tensor
         assert (
             type(F.batch_norm(x, None, None, one.expand(3), one.expand(3), True)) is Tensor
@@ -420,7 +420,7 @@ def test_predictions_with_batch_norm_folded_into_convolutions_are_those_of_torch
         exact = copy.deepcopy(made).double()(x.double())
         with torch.autocast("cuda", dtype=precision or torch.bfloat16, enabled=precision is not None):
             plain = made(x)
-            with fused_norm.fused():
+            with fused_norm.fuse_layers():
                 found = made(x)
     size = exact.norm()
     assert (found - exact).norm() < 1.5 * (plain - exact).norm() + 1e-6 * size

@@ -12,7 +12,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.likelihood import full_precision, spread
+from dissensus.core.likelihood import expand_weight, full_precision
 
 F64 = torch.float64
 
@@ -170,11 +170,11 @@ def test_a_weight_of_two_is_the_example_twice(likelihood, outputs, y):
 
 def test_weights_are_spread_over_pixels_of_their_own_example():
     like = torch.zeros(2, 2, 2)
-    assert spread(torch.tensor([1.0, 3.0]), like)[1].tolist() == [[3, 3], [3, 3]]
-    assert spread(torch.tensor([1.0, 3.0]), like)[0].tolist() == [[1, 1], [1, 1]]
+    assert expand_weight(torch.tensor([1.0, 3.0]), like)[1].tolist() == [[3, 3], [3, 3]]
+    assert expand_weight(torch.tensor([1.0, 3.0]), like)[0].tolist() == [[1, 1], [1, 1]]
     for weight in (torch.ones(3), torch.ones(2, 2, 2, 1)):
         with pytest.raises(ValueError, match=r"expected sample weights of shape \(2,\), got"):
-            spread(weight, like)
+            expand_weight(weight, like)
 
 
 @pytest.mark.parametrize("space", [(), (5, 4)])

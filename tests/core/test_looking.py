@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.core.inference_context import all_plain
-from dissensus.core.posterior import left_as_found
+from dissensus.core.inference_context import has_plain_modes
+from dissensus.core.posterior import inference_context
 
 
 def test_a_submodule_added_between_predictions_is_in_eval_mode_and_put_back() -> None:
@@ -87,9 +87,9 @@ def test_networks_that_do_something_when_modes_change_are_asked_to_change_them()
         assert posterior.training
         assert {*strict.modes} == ({False} if network is strict else set())
         assert layer.called == (network is layer)
-    assert not all_plain([ByHand(3, 2)])
-    assert not all_plain([torch.jit.script(nn.Linear(3, 2))])
-    assert not all_plain([torch.compile(nn.Linear(3, 2))])
+    assert not has_plain_modes([ByHand(3, 2)])
+    assert not has_plain_modes([torch.jit.script(nn.Linear(3, 2))])
+    assert not has_plain_modes([torch.compile(nn.Linear(3, 2))])
 
 
 def normed() -> nn.Module:
@@ -112,8 +112,8 @@ def test_modes_inside_are_those_of_eval_and_afterwards_those_of_before(make) -> 
     frozen.training = False
     parts = [*posterior.modules(), *posterior.particles.templates[0].modules()]
     before = [part.training for part in parts]
-    assert all_plain(parts)
-    with left_as_found(posterior):
+    assert has_plain_modes(parts)
+    with inference_context(posterior):
         inside = [part.training for part in parts]
     assert [part.training for part in parts] == before
     posterior.eval()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.kernels import fused_conv
-from dissensus.kernels.fused_norm import fused
+from dissensus.kernels.fused_norm import fuse_layers
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [
@@ -32,7 +32,7 @@ def device(request, monkeypatch) -> str:
 
         monkeypatch.setattr(triton_first_conv, "HALF", tl.float32)
         monkeypatch.setattr(fused_conv, "DEVICE", "cpu")
-        monkeypatch.setattr(fused_conv, "works", lambda device: True)
+        monkeypatch.setattr(fused_conv, "can_run_kernels", lambda device: True)
     return request.param
 
 
@@ -74,7 +74,7 @@ def counted(monkeypatch) -> list[int]:
 def test_values_and_gradients_are_those_of_torch(case: str, device: str, monkeypatch) -> None:
     layer, x = made(case, device)
     calls = counted(monkeypatch)
-    with half(layer), fused():
+    with half(layer), fuse_layers():
         y = layer(x)
     assert len(calls) == (case != "wide")  # padding by name stays torch's
     assert y.dtype == torch.bfloat16
@@ -94,7 +94,7 @@ def test_without_gradients_bias_and_relu_are_part_of_the_kernel(device: str, mon
         pytest.skip("convolutions wait on a GPU only")
     layer, x = made("one channel", device)
     calls = counted(monkeypatch)
-    with torch.no_grad(), half(layer), fused():
+    with torch.no_grad(), half(layer), fuse_layers():
         waits = layer(x)
         assert not calls
         y = waits.relu()
@@ -107,7 +107,7 @@ def test_inputs_that_need_gradients_many_channels_and_single_precision_stay_torc
     monkeypatch.setattr(
         "dissensus.kernels.triton_first_conv.convolution", lambda *_, **__: pytest.fail("expected torch's")
     )
-    with fused():
+    with fuse_layers():
         assert layer(x).dtype == torch.float32
         with half(layer):
             layer(x.requires_grad_())
@@ -123,13 +123,13 @@ def test_inputs_that_need_gradients_many_channels_and_single_precision_stay_torc
     ],
 )
 def test_inputs_that_do_not_fit_are_refused_by_torch(layer, shape, message: str, device: str) -> None:
-    with half(layer.to(device)), fused(), pytest.raises(RuntimeError, match=message):
+    with half(layer.to(device)), fuse_layers(), pytest.raises(RuntimeError, match=message):
         layer(torch.randn(shape, device=device))
 
 
 def test_a_second_derivative_raises(device: str) -> None:
     layer, x = made("a first layer", device)
-    with half(layer), fused():
+    with half(layer), fuse_layers():
         y = layer(x)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         torch.autograd.grad(y.float().square().sum(), layer.weight, create_graph=True)

@@ -9,7 +9,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
-from dissensus.core.regression import FAR, untrained
+from dissensus.core.regression import FAR, untrained_noise
 
 QUIET = {"progress": False}
 
@@ -105,7 +105,7 @@ def test_methods_that_prepare_their_steps_themselves_start_it_too(how):
     }[how]
     posterior = make()
     posterior.before_step(Batch(x, y))
-    assert untrained(posterior.particles) is None
+    assert untrained_noise(posterior.particles) is None
     tensors = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
     assert (tensors["likelihood.log_noise"] > math.log(FAR)).all()
 

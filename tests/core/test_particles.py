@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import dissensus as ds
 import tiny
 from dissensus.core.particles import Particles, Rows, loop
-from dissensus.numerics.randomness import random_state
+from dissensus.numerics.randomness import save_random_state
 
 
 class Recurrent(nn.Module):
@@ -150,11 +150,7 @@ NETWORKS = {
     "cumulative batch norm": (lambda: normed(nn.BatchNorm1d(6, momentum=None)), vectors, False),
     "group norm": (lambda: normed(nn.GroupNorm(2, 6)), vectors, True),
     "layer norm": (lambda: normed(nn.LayerNorm(6)), vectors, True),
-    "in-place relu": (
-        lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)),
-        vectors,
-        True,
-    ),
+    "in-place relu": (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)), vectors, True),
     "attention": (Attention, sequences, True),
     "transformer layer": (Encoder, sequences, True),
     "embedding": (Words, words, True),
@@ -528,7 +524,7 @@ def test_the_loop_stacks_trees_of_tensors():
 
 
 def test_random_state_is_put_back():
-    restore = random_state()
+    restore = save_random_state()
     first = torch.rand(3)
     restore()
     assert torch.equal(torch.rand(3), first)

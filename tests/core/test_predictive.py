@@ -72,7 +72,7 @@ def test_impossible_classes_make_no_nan():
     assert not bool((predictive.sample(1000) == 0).any())
     soft = torch.tensor([[0.0, 0.5, 0.5, 0.0]], dtype=F64).repeat(7, 1)
     assert bool(predictive.log_prob(soft).isfinite().all())
-    assert bool(predictive.tempered(2.0).total.isfinite().all())
+    assert bool(predictive.apply_temperature(2.0).total.isfinite().all())
 
 
 def test_log_probabilities_do_not_saturate():
@@ -152,7 +152,7 @@ def test_tempered_members_have_divided_logits():
     logits = torch.randn(3, 5, 4, dtype=F64)
     predictive = ds.ClassificationPredictive(logits.log_softmax(2))
     expected = (logits / 1.7).log_softmax(2)
-    torch.testing.assert_close(predictive.tempered(1.7).members, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(predictive.apply_temperature(1.7).members, expected, rtol=0, atol=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------- regression
@@ -231,7 +231,7 @@ def test_the_distribution_function_is_the_mean_over_members():
 
 def test_a_tempered_gaussian_has_a_larger_deviation():
     predictive = gaussian()
-    tempered = predictive.tempered(3.0)
+    tempered = predictive.apply_temperature(3.0)
     torch.testing.assert_close(tempered.aleatoric, 9 * predictive.aleatoric, rtol=1e-12, atol=0)
     assert torch.equal(tempered.epistemic, predictive.epistemic)
 
@@ -257,7 +257,7 @@ def test_parts_make_the_whole(make):
     assert [len(part) for part in parts] == [2, 3, n - 5]
     whole = ds.Predictive.cat(parts)
     assert type(whole) is type(predictive)
-    assert all(torch.equal(a, b) for a, b in zip(whole.described(), predictive.described(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(whole.defining_tensors(), predictive.described(), strict=True))
     one = predictive[3]
     assert len(one) == 1
     torch.testing.assert_close(one.total, predictive.total[3:4], rtol=0, atol=1e-15)

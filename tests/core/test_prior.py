@@ -11,7 +11,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.prior import norm_parameters, prior_of
+from dissensus.core.prior import make_prior, norm_parameters
 
 
 def test_norm_layers_are_found_wherever_they_are():
@@ -80,7 +80,7 @@ def test_the_prior_of_weights_in_half_precision_is_that_of_the_same_numbers_in_f
 @pytest.mark.parametrize("value", [2.5, 10.0, True, "600", float("nan")])
 def test_a_number_of_examples_is_whole(value):
     with pytest.raises(TypeError, match="expected data_size as a whole number, got"):
-        prior_of(None, None, value)
+        make_prior(None, None, value)
     with pytest.raises(TypeError, match="expected data_size as a whole number, got"):
         ds.MAP(tiny.mlp(), weight_prior_std=1.0, data_size=value)
 
@@ -88,19 +88,19 @@ def test_a_number_of_examples_is_whole(value):
 @pytest.mark.parametrize("value", [0, -3])
 def test_a_number_of_examples_is_at_least_one(value):
     with pytest.raises(ValueError, match="expected data_size of at least 1, got"):
-        prior_of(None, 1.0, value)
+        make_prior(None, 1.0, value)
 
 
 @pytest.mark.parametrize("value", [True, "1"])
 def test_a_deviation_is_a_number(value):
     with pytest.raises(TypeError, match="expected weight_prior_std as a number, got"):
-        prior_of(None, value, 10)
+        make_prior(None, value, 10)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 0])
 def test_a_deviation_is_positive_and_finite(value):
     with pytest.raises(ValueError, match="expected weight_prior_std above 0, got"):
-        prior_of(None, value, 10)
+        make_prior(None, value, 10)
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -298,7 +298,7 @@ def test_a_table_of_deviations_is_a_gaussian_of_each_tensors_own():
 
 def test_weight_decay_acts_on_what_a_table_leaves_out_and_files_keep_it(tmp_path):
     posterior = ds.MAP(tiny.mlp().double(), weight_prior_std={"0.*": 0.5}, data_size=12)
-    assert posterior.with_prior() == ["network.0.weight", "network.0.bias"]
+    assert posterior.names_with_prior() == ["network.0.weight", "network.0.bias"]
     decays = {id(p): group["weight_decay"] for group in posterior.parameter_groups(0.1, 0.3) for p in group["params"]}
     named = posterior.particles.shared_parameters()
     assert (decays[id(named["network.0.weight"])], decays[id(named["network.3.weight"])]) == (0.0, 0.3)

@@ -9,7 +9,7 @@ from torch import nn
 import dissensus as ds
 from dissensus.core.batch import Batch
 from dissensus.kernels import cpu_products
-from dissensus.kernels.cpu_products import small_products, without_onednn
+from dissensus.kernels.cpu_products import has_small_products, without_onednn
 
 DENSE = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
 
@@ -26,17 +26,17 @@ def enabled() -> bool:
 
 @pytest.mark.usefixtures("arm")
 def test_only_networks_of_small_linear_layers_do_without_it() -> None:
-    assert small_products(DENSE)
-    assert small_products(nn.TransformerEncoderLayer(8, 2))
-    assert not small_products(nn.Linear(1024, 1024, device="meta"))
-    assert not small_products(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(2, 2)))
-    assert not small_products(nn.LSTM(3, 4))
-    assert not small_products(nn.ReLU())
+    assert has_small_products(DENSE)
+    assert has_small_products(nn.TransformerEncoderLayer(8, 2))
+    assert not has_small_products(nn.Linear(1024, 1024, device="meta"))
+    assert not has_small_products(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(2, 2)))
+    assert not has_small_products(nn.LSTM(3, 4))
+    assert not has_small_products(nn.ReLU())
 
 
 def test_other_processors_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    assert not small_products(DENSE)
+    assert not has_small_products(DENSE)
 
 
 def test_the_switch_is_put_back_even_after_an_error() -> None:

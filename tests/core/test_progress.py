@@ -22,7 +22,7 @@ def test_a_long_epoch_says_where_it_is(capsys, clock):
     with progress.Progress(2, 9, title="map", show=True) as bar:
         for _ in range(9):
             bar.step()
-        bar.epoch(0, "loss 1")
+        bar.end_epoch(0, "loss 1")
         bar.step()
     lines = capsys.readouterr().err.splitlines()
     assert lines == [

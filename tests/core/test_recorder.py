@@ -10,7 +10,7 @@ from torch.optim import SGD
 import dissensus as ds
 import tiny
 from dissensus.core.recorder import Recorder
-from dissensus.core.weights import parameters
+from dissensus.core.weights import network_parameters
 
 
 class Steps(Recorder):
@@ -42,18 +42,18 @@ class Recorded(ds.MAP):
         self.steps_seen = Steps(self.watched)
 
     def watched(self):
-        return parameters(self.particles)
+        return network_parameters(self.particles)
 
 
 def test_a_recorder_is_found_as_an_attribute_and_told_of_the_run():
     posterior = Recorded(tiny.mlp().double())
     assert posterior.recorders == [posterior.steps_seen]
-    assert posterior.observes
+    assert posterior.has_observers
     assert not posterior.ready
     ds.fit(posterior, [tiny.points()] * 3, epochs=2, progress=False)
     assert posterior.ready
     assert (posterior.steps_seen.seen, posterior.steps_seen.lengths) == (6, [(6, 0)])
-    assert not ds.MAP(tiny.mlp()).observes
+    assert not ds.MAP(tiny.mlp()).has_observers
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda posterior: pickle.loads(pickle.dumps(posterior))])

@@ -9,11 +9,11 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.member_runner import Rows, Ways, at_once, loop
+from dissensus.core.member_runner import FallbackChain, Rows, loop, run_by_vmap
 
 
 def ways(noted, **functions):
-    return Ways(lambda *given: noted.append(given), **functions)
+    return FallbackChain(lambda *given: noted.append(given), **functions)
 
 
 def failing(message="no such kernel"):
@@ -92,7 +92,7 @@ def test_members_at_once_are_those_of_torchs_vmap_and_of_the_loop_whatever_tree_
         return out, {"b": row.buffers["b"] * 2, "none": ()}, Pair(out.sum(), [out.exp()])
 
     with torch.set_grad_enabled(gradients):
-        found, expected, looped = at_once(one, rows, 3), torch.func.vmap(one)(rows), loop(one, rows, 3)
+        found, expected, looped = run_by_vmap(one, rows, 3), torch.func.vmap(one)(rows), loop(one, rows, 3)
     assert isinstance(found[2], Pair)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     torch.testing.assert_close(looped, expected, rtol=1e-14, atol=1e-14)

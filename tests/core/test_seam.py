@@ -48,10 +48,10 @@ def by_hand(posterior: Coupled, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 
 
 STRATEGIES = {
-    "vectorised": gradients.vectorised,
-    "looped": gradients.looped,
+    "vectorised": gradients.vectorised_gradients,
+    "looped": gradients.looped_gradients,
     "looped, graphs kept": gradients.looped_keeping_graphs,
-    "automatic": objective.automatic,
+    "automatic": objective.automatic_gradients,
 }
 
 
@@ -85,7 +85,7 @@ def test_both_passes_of_the_loop_drop_the_same_units():
     once = copy.deepcopy(twice)
     x, y = tiny.points()
     torch.manual_seed(3)
-    objective.backward(twice, Batch(x, y), gradients.looped)
+    objective.backward(twice, Batch(x, y), gradients.looped_gradients)
     after = torch.rand(1)
     torch.manual_seed(3)
     objective.backward(once, Batch(x, y), gradients.looped_keeping_graphs)
@@ -93,7 +93,9 @@ def test_both_passes_of_the_loop_drop_the_same_units():
     assert tiny.largest_difference(tiny.gradients(twice), tiny.gradients(once)) < 1e-10
 
 
-@pytest.mark.parametrize("strategy", [gradients.vectorised, gradients.looped], ids=["vectorised", "looped"])
+@pytest.mark.parametrize(
+    "strategy", [gradients.vectorised_gradients, gradients.looped_gradients], ids=["vectorised", "looped"]
+)
 def test_a_strategy_changes_nothing_by_itself(strategy):
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()
     before = tiny.state(posterior)
@@ -198,7 +200,10 @@ def test_gradients_that_lanes_put_into_place_are_those_of_one_lane() -> None:
             network.first.bias[0] = sign
     posterior, lanes = ds.DeepEnsemble(networks), (lambda index: nullcontext(), lambda: None)
     batch = Batch(torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 2)
-    plain, placed = gradients.looped(posterior, batch), gradients.looped(posterior, batch, lanes=lanes)
+    plain, placed = (
+        gradients.looped_gradients(posterior, batch),
+        gradients.looped_gradients(posterior, batch, lanes=lanes),
+    )
     assert plain.gradients.keys() == placed.gradients.keys() == {"network.first.weight", "network.first.bias", *OTHER}
     for name, gradient in plain.gradients.items():
         assert torch.equal(placed.gradients[name], gradient)

@@ -125,7 +125,7 @@ def test_the_slope_at_a_feature_is_the_slope_by_the_shift():
     net, (x, y) = network(), tiny.points()
 
     def function(shift):
-        with comparison_spaces.added_at(net, "1", shift) as seen:
+        with comparison_spaces.add_to_output(net, "1", shift) as seen:
             out = net(x)
         return nn.functional.cross_entropy(out, y), seen[0]
 
@@ -149,12 +149,12 @@ def test_layers_that_give_no_one_feature_are_clear_errors():
     for layer, runs in (("layer", 2), ("unused", 0)):
         with (
             pytest.raises(ValueError, match=f"runs once per forward pass, got {runs} runs"),
-            comparison_spaces.added_at(net, layer, None),
+            comparison_spaces.add_to_output(net, layer, None),
         ):
             net(x)
     with (
         pytest.raises(TypeError, match="returns one tensor, got tuple"),
-        comparison_spaces.added_at(net, "recurrent", None),
+        comparison_spaces.add_to_output(net, "recurrent", None),
     ):
         net(x)
     assert not any(module._forward_hooks for module in net.modules())
@@ -162,9 +162,9 @@ def test_layers_that_give_no_one_feature_are_clear_errors():
 
 def test_noise_follows_from_the_step_and_is_normal():
     like = torch.zeros(200, 50)
-    first = comparison_spaces.normal_of_step(like, torch.tensor(3))
-    assert torch.equal(first, comparison_spaces.normal_of_step(like, torch.tensor(3)))
-    other = comparison_spaces.normal_of_step(like, torch.tensor(4))
+    first = comparison_spaces.normal_from_step(like, torch.tensor(3))
+    assert torch.equal(first, comparison_spaces.normal_from_step(like, torch.tensor(3)))
+    other = comparison_spaces.normal_from_step(like, torch.tensor(4))
     for noise in (first, other):
         # 10,000 numbers: standard errors 0.01 of the mean, 0.007 of the deviation, 0.024 and 0.05 of the higher moments
         assert abs(float(noise.mean())) < 0.04
@@ -174,7 +174,9 @@ def test_noise_follows_from_the_step_and_is_normal():
     correlation = torch.corrcoef(torch.stack([first.flatten(), other.flatten(), first.roll(1, 0).flatten()]))
     assert float((correlation - torch.eye(3)).abs().max()) < 0.04  # four standard errors
     assert torch.equal(
-        torch.func.vmap(lambda z: z + comparison_spaces.normal_of_step(like, torch.tensor(3)))(torch.zeros(2, 1, 1))[1],
+        torch.func.vmap(lambda z: z + comparison_spaces.normal_from_step(like, torch.tensor(3)))(torch.zeros(2, 1, 1))[
+            1
+        ],
         first,
     )
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.core.calibrated import KINDS, Calibration, Promise
+from dissensus.core.calibrated import KINDS, Calibration, Guarantee
 from dissensus.core.summary import ClassificationSummary
 
 x, y = torch.randn(12, 2, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
@@ -20,7 +20,7 @@ class Uniform(Calibration):
     kind = "uniform"
 
     def members(self, predictive):
-        return predictive.tempered(2.0)
+        return predictive.apply_temperature(2.0)
 
     def mixture(self, predictive):
         mean = (1 - self.share) * predictive.mean + self.share / predictive.mean.shape[1]
@@ -31,7 +31,7 @@ class Uniform(Calibration):
         return logits / 2
 
 
-class Threshold(Promise):
+class Threshold(Guarantee):
     kind = "threshold"
 
 
@@ -43,7 +43,7 @@ def build(share=0.25):
     torch.manual_seed(0)
     posterior = ensemble()
     posterior.recalibrate(1.0, Uniform({"why": "a test"}, {"share": torch.tensor(share)}))
-    posterior.stand("sets", Threshold({"level": 0.9}, {"at": torch.tensor([0.1, 0.2])}))
+    posterior.add_guarantee("sets", Threshold({"level": 0.9}, {"at": torch.tensor([0.1, 0.2])}))
     return posterior
 
 
@@ -118,7 +118,7 @@ def test_what_stood_on_other_predictions_is_dropped_with_a_warning(change, calib
 
 def test_a_new_draw_drops_promises_and_a_draw_of_stored_members_does_not(caplog):
     stored, sampled = build(), ds.MCDropout(nn.Sequential(nn.Linear(2, 8), nn.Dropout(), nn.Linear(8, 3)), samples=3)
-    sampled.stand("sets", Threshold({}, {}))
+    sampled.add_guarantee("sets", Threshold({}, {}))
     for posterior in (stored, sampled):
         ds.refresh(posterior, LOADER)
     assert stored.promises

@@ -15,13 +15,13 @@ from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import Gradients
 from dissensus.engine.cuda_graphs import Graph
-from dissensus.engine.strategies import strategy
+from dissensus.engine.strategies import make_strategy
 from dissensus.kernels import double_backward
-from dissensus.kernels.double_backward import differentiated_twice
+from dissensus.kernels.double_backward import fast_second_derivatives
 from dissensus.nets import ENet
 
 IN_A_LOOP = ("cumulative", "third derivatives")  # torch has no vmap for them
-STRATEGIES = [gradients.vectorised, gradients.looped, gradients.looped_keeping_graphs]
+STRATEGIES = [gradients.vectorised_gradients, gradients.looped_gradients, gradients.looped_keeping_graphs]
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ def compared(build, strategy, dtype=torch.float64, precision=None) -> tuple[Grad
     x, y = torch.randn(6, *made[0][1], dtype=dtype), torch.arange(6) % 3
     posterior = ds.FoRDE([network.to(dtype) for network, _ in made], repulsion=1.0)
     found = []
-    for forms in (differentiated_twice, nullcontext):
+    for forms in (fast_second_derivatives, nullcontext):
         posterior._forms = forms
         torch.manual_seed(1)
         with torch.autocast("cpu", dtype=precision, enabled=precision is not None):
@@ -117,8 +117,10 @@ def test_all_results_are_those_of_torchs_own_derivatives(name, strategy):
 @pytest.mark.parametrize("name", ["dense", "2d"])
 def test_the_oldest_torch_gives_the_same_with_its_own_batch_norm(name, monkeypatch):
     monkeypatch.setattr(double_backward, "VMAP_TAKES_NONE", False)
-    for each in (gradients.vectorised, gradients.looped):
-        monkeypatch.setattr(double_backward._PulledNorm, "apply", refusing_vmap(double_backward._PulledNorm.apply))
+    for each in (gradients.vectorised_gradients, gradients.looped_gradients):
+        monkeypatch.setattr(
+            double_backward._BatchNormGradient, "apply", refusing_vmap(double_backward._BatchNormGradient.apply)
+        )
         ours, torchs = compared(NETWORKS[name], each)
         torch.testing.assert_close(ours, torchs, rtol=1e-10, atol=1e-10)
 
@@ -139,7 +141,8 @@ def test_the_repulsion_is_not_small_beside_the_loss():
     networks = [NETWORKS["2d"]()[0].double() for _ in range(2)]
     x, y = torch.randn(6, 2, 5, 6, dtype=torch.float64), torch.arange(6) % 3
     both = [
-        gradients.looped(made, Batch(x, y)) for made in (ds.FoRDE(networks, repulsion=1.0), ds.DeepEnsemble(networks))
+        gradients.looped_gradients(made, Batch(x, y))
+        for made in (ds.FoRDE(networks, repulsion=1.0), ds.DeepEnsemble(networks))
     ]
     for name, gradient in both[0].gradients.items():
         if name.endswith("0.weight"):
@@ -151,7 +154,7 @@ def test_segmentation_with_unpooling_gives_the_same():
     posterior = ds.FoRDE([ENet(3).double() for _ in range(2)], repulsion=1.0)
     x, y = torch.randn(2, 3, 13, 16, dtype=torch.float64), torch.randint(3, (2, 13, 16))
     found = []
-    for forms in (differentiated_twice, nullcontext):
+    for forms in (fast_second_derivatives, nullcontext):
         posterior._forms = forms
         torch.manual_seed(1)
         found.append(gradients.looped_keeping_graphs(posterior, Batch(x, y)))
@@ -161,7 +164,8 @@ def test_segmentation_with_unpooling_gives_the_same():
 @pytest.mark.parametrize("name", ["2d", "transposed", "dropout"])
 def test_mixed_precision_is_as_exact_as_torchs_own(name):
     (exact, _), (ours, torchs) = (
-        compared(NETWORKS[name], gradients.looped, torch.float32, precision) for precision in (None, torch.bfloat16)
+        compared(NETWORKS[name], gradients.looped_gradients, torch.float32, precision)
+        for precision in (None, torch.bfloat16)
     )
     for key, gradient in exact.gradients.items():
         near, other = ((each.gradients[key] - gradient).norm() for each in (ours, torchs))
@@ -182,9 +186,9 @@ def test_batch_norm_in_float32_is_as_exact_as_torchs_own_far_from_zero():
         return torch.autograd.grad(g, leaves, u.to(dtype))
 
     exact = slopes(nullcontext, torch.float64)
-    torch.testing.assert_close(slopes(differentiated_twice, torch.float64), exact, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(slopes(fast_second_derivatives, torch.float64), exact, rtol=1e-10, atol=1e-10)
     for truth, ours, torchs in zip(
-        exact, *(slopes(f, torch.float32) for f in (differentiated_twice, nullcontext)), strict=True
+        exact, *(slopes(f, torch.float32) for f in (fast_second_derivatives, nullcontext)), strict=True
     ):
         assert (ours - truth).norm() <= 1.5 * (torchs - truth).norm() + 1e-7 * truth.norm()
 
@@ -210,11 +214,11 @@ def test_there_are_fewer_operations_and_no_kernels_as_large_as_images():
     networks = [flat(2, *layers(), *layers())[0] for _ in range(2)]
     posterior, batch = ds.FoRDE(networks), Batch(torch.randn(4, 2, 5, 6), torch.arange(4) % 3)
     seen = {}
-    for forms in (differentiated_twice, nullcontext):
+    for forms in (fast_second_derivatives, nullcontext):
         posterior._forms = forms
         with Counting() as seen[forms]:
             gradients.looped_keeping_graphs(posterior, batch)
-    ours, torchs = seen[differentiated_twice], seen[nullcontext]
+    ours, torchs = seen[fast_second_derivatives], seen[nullcontext]
     assert (ours.largest, torchs.largest) == (3, 6)
     assert sum(ours.counts.values()) < 0.6 * sum(torchs.counts.values())
     arithmetic = [each.counts["convolution"] + each.counts["convolution_backward"] for each in (ours, torchs)]
@@ -274,7 +278,7 @@ def test_small_layers_on_a_processor_are_torchs_own(monkeypatch):
     network, x = NETWORKS["dense"]()[0], torch.randn(7, 4)
     kinds = []
     for rows in (4, 7):  # batch norm's inputs are (rows, 6): 24 numbers and 42
-        with differentiated_twice():
+        with fast_second_derivatives():
             kinds.append(type(network[:2](x[:rows]).grad_fn).__name__)
     assert kinds == ["NativeBatchNormBackward0", "_BatchNormBackward"]
 
@@ -288,10 +292,10 @@ def test_a_graph_on_a_gpu_holds_them_and_gives_the_same(kind):
     x, y = torch.randn(6, *made[0][1], dtype=torch.float64), torch.arange(6) % 3
     posterior, batch = ds.FoRDE([each.double() for each, _ in made], repulsion=1.0).cuda(), Batch(x.cuda(), y.cuda())
     graphs = []
-    for forms in (differentiated_twice, nullcontext):
+    for forms in (fast_second_derivatives, nullcontext):
         posterior._forms = forms
-        run = strategy(kind)
-        with posterior.particles.turn(), posterior.particles.runner.running():
+        run = make_strategy(kind)
+        with posterior.particles.lock_network(), posterior.particles.runner.run_context():
             with torch.cuda.stream(torch.cuda.Stream()):  # libraries set themselves up
                 run(posterior, batch)
             graphs.append(Graph(partial(run, posterior, batch)))

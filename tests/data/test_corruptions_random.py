@@ -158,7 +158,7 @@ def test_canny_chamfer_distance_and_equalisation_equal_opencv() -> None:
     np.testing.assert_allclose(distance, theirs, atol=1e-3)
 
     levels = np.uint8(theirs)
-    spread = spatter.equalised(torch.from_numpy(levels).double())
+    spread = spatter.equalise_histogram(torch.from_numpy(levels).double())
     np.testing.assert_array_equal(spread, [cv2.equalizeHist(one) for one in levels])
 
 

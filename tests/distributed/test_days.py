@@ -14,9 +14,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from workers import workers
 
 import dissensus as ds
-from dissensus.distributed.hang_detector import STATUS, Watch
-from dissensus.distributed.init import check_seen
-from dissensus.distributed.preemption import SLACK, Leaving
+from dissensus.distributed.hang_detector import STATUS, HangDetector
+from dissensus.distributed.init import check_shared_folder
+from dissensus.distributed.preemption import SLACK, SigtermHandler
 
 
 def hanging(kind):
@@ -27,10 +27,10 @@ def hanging(kind):
     logging.getLogger("dissensus").addHandler(handler)
     ended = []
     store = distributed.PrefixStore("watch", _get_default_store())
-    watch = Watch(store, rank, 3, seconds=1.0, progress=lambda: 0)
+    watch = HangDetector(store, rank, 3, seconds=1.0, progress=lambda: 0)
     with mock.patch.object(os, "_exit", ended.append), watch:
         if rank == 1 and kind == "silent":
-            watch.over.set()  # as if its process stood still
+            watch.stop_event.set()  # as if its process stood still
         if rank == 1:
             time.sleep(3.0)
         distributed.barrier()
@@ -56,7 +56,7 @@ def exchanging():
     """Whether anything was said of ranks that exchange all the time and of one that waits less long than the limit."""
     count, ended = 0, []
     store = distributed.PrefixStore("watch", _get_default_store())
-    watch = Watch(store, distributed.get_rank(), 2, seconds=0.4, progress=lambda: count)
+    watch = HangDetector(store, distributed.get_rank(), 2, seconds=0.4, progress=lambda: count)
     with mock.patch.object(os, "_exit", ended.append), watch:
         end, going = time.monotonic() + 1.2, torch.ones(())
         while bool(going):
@@ -73,11 +73,11 @@ def test_ranks_that_go_on_are_left_alone():
 
 def leaving(at):
     """After which step each rank leaves; rank 1 gets the signal at step `at`."""
-    with Leaving(group=distributed.group.WORLD) as leaves:
+    with SigtermHandler(group=distributed.group.WORLD) as leaves:
         for step in range(100):
             if distributed.get_rank() == 1 and step == at:
                 os.kill(os.getpid(), signal.SIGTERM)
-            if leaves.due():
+            if leaves.should_stop():
                 return step
     return None
 
@@ -89,7 +89,7 @@ def test_all_ranks_leave_after_the_same_step(at):
 
 def seeing(folder, apart):
     try:
-        check_seen(folder / (str(distributed.get_rank() // 2) if apart else "same"), seconds=0.2)
+        check_shared_folder(folder / (str(distributed.get_rank() // 2) if apart else "same"), seconds=0.2)
     except ValueError as error:
         return str(error)
     return None

@@ -13,7 +13,7 @@ from workers import workers
 import dissensus as ds
 import test_contract
 import tiny
-from dissensus.training.distributed_checkpoint import read_ranks
+from dissensus.training.distributed_checkpoint import read_distributed
 from thinning import often
 
 MESHES = {"members": (2, 1), "data": (1, 2), "both": (2, 2)}
@@ -251,7 +251,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_its_file_is_read_by_one_process(t
     for state, _, members, *_ in found:
         assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
         assert torch.equal(loaded.predict(tiny.points()[0]).members, members)
-    checkpoint = read_ranks(tmp_path / "run.pt", None, torch.device("cpu"))
+    checkpoint = read_distributed(tmp_path / "run.pt", None, torch.device("cpu"))
     assert all(each["exp_avg"].shape[0] == 3 for each in checkpoint["optimizer"]["state"].values())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.pt", "saved"]
 

@@ -26,9 +26,9 @@ def sent(method, which, norm):
     mesh = ds.distributed.mesh(*which)
     counts = []
     for steps in (1, 2, 4):  # the first run also looks at things that are looked at once
-        before = [dict(axis.sent) for axis in (mesh.members, mesh.data)]
+        before = [dict(axis.bytes_sent) for axis in (mesh.members, mesh.data)]
         ds.fit(posterior, [tiny.points()] * steps, epochs=1, progress=False, mesh=mesh)
-        after = [axis.sent for axis in (mesh.members, mesh.data)]
+        after = [axis.bytes_sent for axis in (mesh.members, mesh.data)]
         counts.append([{kind: a[kind] - b[kind] for kind in b} for a, b in zip(after, before, strict=True)])
     return [{kind: (more[kind] - less[kind]) / 2 for kind in less} for less, more in zip(*counts[1:], strict=True)]
 
@@ -65,19 +65,19 @@ class Count(TorchDispatchMode):
 def test_on_one_process_nothing_is_exchanged_and_no_operation_dispatched_for_it():
     """What a step asks of an exchange, it is given back as it is; `averaged` is the mean that it was before."""
     value, tree = torch.ones(3), {"a": torch.ones(3)}
-    with Count() as count, ALONE.running(None, None), ALONE.in_turn():
-        assert ALONE.rows(5) == (5, slice(0, 5))
-        assert ALONE.share is None
+    with Count() as count, ALONE.gradient_context(None, None), ALONE.loop_context():
+        assert ALONE.batch_rows(5) == (5, slice(0, 5))
+        assert ALONE.batch_fraction is None
         assert (
-            ALONE.coupled(lambda z: z, tree)
-            is ALONE.mixed(lambda z: z, tree)
-            is ALONE.completed(None, tree)
-            is ALONE.found(tree)
+            ALONE.couple_members(lambda z: z, tree)
+            is ALONE.mix_gradients(lambda z: z, tree)
+            is ALONE.reduce_gradients(None, tree)
+            is ALONE.submit_gradients(tree)
             is tree
         )
-        assert ALONE.weighed(value) is ALONE.counted(value) is ALONE.everywhere(value) is value
-        assert ALONE.any(True) is True
-        ALONE.agree(value)
+        assert ALONE.scale_by_fraction(value) is ALONE.total_batch_weight(value) is ALONE.gather_members(value) is value
+        assert ALONE.any_process(True) is True
+        ALONE.reduce_flag(value)
     assert count.operations == 0
     asked = {name for name, _ in inspect.getmembers(type(ALONE)) if not name.startswith("_")} - {"members", "ranks"}
     assert asked == {

@@ -12,9 +12,9 @@ from dissensus.distributed.mesh import Axis
 def test_parts_put_together_are_the_whole(count, size):
     axes = [Axis(rank, size) for rank in range(size)]
     whole = list(range(count))
-    assert [i for axis in axes for i in whole[axis.part(count)]] == whole
+    assert [i for axis in axes for i in whole[axis.part_slice(count)]] == whole
     sizes = axes[0].sizes(count)
-    assert sizes == [len(whole[axis.part(count)]) for axis in axes]
+    assert sizes == [len(whole[axis.part_slice(count)]) for axis in axes]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -22,12 +22,12 @@ def test_one_process_has_everything_and_exchanges_nothing():
     mesh = ds.distributed.mesh()
     assert (mesh.size, mesh.rank, mesh.is_first, mesh.device_mesh) == (1, 0, True, None)
     assert repr(mesh) == "Mesh(rank 0 of 1: part 1 of 1 of the members, part 1 of 1 of the rows)"
-    assert mesh.rows(5) == slice(0, 5)
-    assert mesh.share(7) == slice(0, 7)
+    assert mesh.member_slice(5) == slice(0, 5)
+    assert mesh.row_slice(7) == slice(0, 7)
     x = torch.arange(3.0)
     assert mesh.data.sum(x) is x
     assert mesh.members.gather(x, 3) is x
-    assert mesh.objects("here") == ["here"]
+    assert mesh.gather_objects("here") == ["here"]
     with pytest.raises(ValueError, match="expected a mesh of 1 processes, got 2 × 1"):
         ds.distributed.mesh(members=2)
 
@@ -35,15 +35,15 @@ def test_one_process_has_everything_and_exchanges_nothing():
 def on_a_rank(members, data):
     mesh = ds.distributed.mesh(members, data)
     axes = mesh.members, mesh.data
-    mine = torch.arange(5.0)[mesh.rows(5)]
+    mine = torch.arange(5.0)[mesh.member_slice(5)]
     return {
         "rank": mesh.rank,
         "at": [axis.rank for axis in axes],
         "gathered": mesh.members.gather(torch.stack([mine, -mine]), 5, axis=1),
         "sum": mesh.data.sum(torch.tensor([float(mesh.rank)])),
-        "largest": mesh.members.largest(torch.tensor([float(mesh.rank)])),
-        "objects": mesh.objects(mesh.rank),
-        "sent": mesh.data.sent,
+        "largest": mesh.members.maximum(torch.tensor([float(mesh.rank)])),
+        "objects": mesh.gather_objects(mesh.rank),
+        "sent": mesh.data.bytes_sent,
     }
 
 

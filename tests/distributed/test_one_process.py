@@ -32,7 +32,7 @@ def check(method, backend, device, folder):
         found, validation = run(method, mesh, device)
     finally:
         distributed.destroy_process_group()
-    assert mesh.data.sent["sum"] > 0
+    assert mesh.data.bytes_sent["sum"] > 0
     assert validation == pytest.approx(scores, abs=1e-10)
     for name, tensor in wanted.items():
         torch.testing.assert_close(

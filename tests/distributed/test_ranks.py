@@ -7,7 +7,7 @@ from workers import workers
 
 import dissensus as ds
 import tiny
-from dissensus.training.distributed_checkpoint import newest, read_ranks, write_ranks
+from dissensus.training.distributed_checkpoint import newest_checkpoint, read_distributed, write_distributed
 from thinning import often
 
 
@@ -31,16 +31,16 @@ def state_of(mesh, members):
 def write(path, members, shape=(None, None)):
     mesh = ds.distributed.mesh(*shape)
     state, own = state_of(mesh, members)
-    write_ranks(path, state, mesh if mesh.size > 1 else None, members, own)
+    write_distributed(path, state, mesh if mesh.size > 1 else None, members, own)
 
 
 def read(path, members, shape=(None, None), rewrite=False):
     """Whether the state is this rank's part of what was written."""
     mesh = ds.distributed.mesh(*shape)
     together = mesh if mesh.size > 1 else None
-    found, (expected, _) = read_ranks(path, together, torch.device("cpu")), state_of(mesh, members)
+    found, (expected, _) = read_distributed(path, together, torch.device("cpu")), state_of(mesh, members)
     if rewrite:
-        write_ranks(path, found, together, members, {id(found["optimizer"]["state"][0]["exp_avg"])})
+        write_distributed(path, found, together, members, {id(found["optimizer"]["state"][0]["exp_avg"])})
     return same(expected, found)
 
 
@@ -69,7 +69,7 @@ def test_what_killed_processes_left_is_not_read_and_goes_with_the_next_write(tmp
     (path / ".00000001" / "run.pt").write_bytes(b"half")
     (path / "00000004").mkdir()  # being removed
     (path / "notes.txt").write_text("somebody else's")
-    assert newest(path).name == "00000000"
+    assert newest_checkpoint(path).name == "00000000"
     write(path, 3)
     assert {each.name for each in path.iterdir()} == {"00000001", "notes.txt"}
 
@@ -93,7 +93,7 @@ def fit(name, path, epochs, shape=(None, None)):
     loader = ds.data.Batches(x, y, batch_size=8, shuffle=True, seed=1)
     history = ds.fit(posterior, loader, epochs=epochs, validation=[(x, y)], mesh=mesh, **settings)
     moments = [
-        mesh.members.gather(value, 4) if value.ndim and len(value) == len(range(4)[mesh.rows(4)]) else value
+        mesh.members.gather(value, 4) if value.ndim and len(value) == len(range(4)[mesh.member_slice(4)]) else value
         for state in optimizer.state.values()
         for value in state.values()
     ]

@@ -325,7 +325,7 @@ class OtherFunctions(MemberFunctions):
     """Functions that a method of one's own has changed, and does not say how to cut."""
 
     def each(self, function, *args):
-        return pytree.tree_map(lambda found: found.roll(1, 0), super().each(function, *args))
+        return pytree.tree_map(lambda found: found.roll(1, 0), super().map_members(function, *args))
 
 
 class Other(ds.DeepEnsemble):
@@ -430,9 +430,9 @@ def test_a_rank_may_go_on_alone_after_the_group():
 def test_one_process_takes_no_turns():
     posterior = ensemble()
     said = (torch.ones(3, 2),)
-    assert posterior.portion(drawn := posterior.draw()).joined(lambda: said) is said
-    assert posterior.portion(drawn).mine is drawn
+    assert posterior.partition_functions(drawn := posterior.draw()).gather_tensors(lambda: said) is said
+    assert posterior.partition_functions(drawn).local_functions is drawn
     posterior.mesh = ds.distributed.mesh()
-    taken = posterior.shared(lambda batch: -batch, iter([1, 2]), posterior.portion(posterior.draw()))
+    taken = posterior.map_batches(lambda batch: -batch, iter([1, 2]), posterior.partition_functions(posterior.draw()))
     assert next(taken) == (1, -1), "and reads no batch before it is its turn"
     assert [*taken] == [(2, -2)]

@@ -59,14 +59,14 @@ def test_independent_processes_speak_for_themselves(tmp_path):
 
 def of_a_bench(trainings):
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), torchrun_ranks.only_the_first_prints():
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), torchrun_ranks.print_on_first_rank():
         print("a table")
         logging.getLogger("dissensus").warning("a remark")
     torchrun_ranks.wait()
     return (
         torchrun_ranks.rank(),
-        list(torchrun_ranks.dealt(trainings)),
-        torchrun_ranks.shared(len(trainings)),
+        list(torchrun_ranks.groups_of_this_rank(trainings)),
+        torchrun_ranks.is_training_shared(len(trainings)),
         out.getvalue(),
     )
 
@@ -82,8 +82,8 @@ def test_a_bench_deals_out_trainings_or_shares_each(trainings, dealt, shared):
 
 def test_a_bench_on_one_process_waits_for_nobody():
     assert (torchrun_ranks.rank(), torchrun_ranks.size(), torchrun_ranks.mesh()) == (0, 1, None)
-    assert torchrun_ranks.dealt([1, 2]) == [1, 2]
-    assert not torchrun_ranks.shared(0)
-    torchrun_ranks.leave_but_the_first()
+    assert torchrun_ranks.groups_of_this_rank([1, 2]) == [1, 2]
+    assert not torchrun_ranks.is_training_shared(0)
+    torchrun_ranks.exit_other_ranks()
     torchrun_ranks.connect()
     assert not distributed.is_initialized()

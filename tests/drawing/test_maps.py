@@ -31,7 +31,7 @@ def test_a_scene_has_a_row_for_every_method_and_pixels_where_they_were(unknown):
     truth[0], truth[4:, 6:] = segmentation_maps.VOID, segmentation_maps.UNKNOWN if unknown else 1
     image = np.arange(6 * 9 * 3, dtype=np.uint8).reshape(6, 9, 3)
     said = segmentation_maps.PixelMaps(np.abs(truth) % 2, np.full((6, 9), 0.5), np.zeros((6, 9)))
-    figure = segmentation_maps.scene(image, truth, {"map": said, "tradi": said}, classes=["road", "car"])
+    figure = segmentation_maps.scene_figure(image, truth, {"map": said, "tradi": said}, classes=["road", "car"])
     FigureCanvasAgg(figure).draw()
     shown = {(axes.get_title(), i): axes.images[0].get_array() for i, axes in enumerate(figure.axes) if axes.images}
     assert len(shown) == (4 + 2 * 5 if unknown else 2 + 2 * 3)

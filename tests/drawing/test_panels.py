@@ -19,7 +19,9 @@ def bands(count: int) -> Figure:
     members = np.stack([np.sin(where + i) for i in range(4)])
     band = method_panels.Band(members.mean(0), members.std(0), members)
     methods = dict.fromkeys(NAMES[:count], band)
-    return method_panels.bands(where, methods, seen=(where[::5], np.sin(where[::5])), palette=charts.colours(NAMES))
+    return method_panels.band_figure(
+        where, methods, seen=(where[::5], np.sin(where[::5])), palette=charts.colours(NAMES)
+    )
 
 
 def maps(count: int) -> Figure:
@@ -33,16 +35,14 @@ def maps(count: int) -> Figure:
 def distances(count: int) -> Figure:
     epochs = np.arange(0, 3001, 100)
     curve = {name: (epochs, 1000.0 + i + np.exp(-epochs / 500)) for i, name in enumerate(NAMES[:count])}
-    return curve_figures.distances_over_training(
-        dict.fromkeys(curve_figures.SPACES, curve), palette=charts.colours(NAMES)
-    )
+    return curve_figures.distance_figure(dict.fromkeys(curve_figures.SPACES, curve), palette=charts.colours(NAMES))
 
 
 def sweep(seeds: int) -> Figure:
     values = {f"forde-{alpha}": alpha for alpha in (0.0, 0.1, 0.2, 0.4, 0.8, 1.0)}
     numbers = 0.9 + 0.001 * np.arange(6 * seeds).reshape(seeds, 6)
     methods = dict(zip(values, numbers.T, strict=True)) | {"deep_ensemble": np.full(seeds, 0.9)}
-    return curve_figures.sweep(
+    return curve_figures.sweep_figure(
         dict.fromkeys(("clean", "damaged", "both"), methods), values, key="alpha", label="forde", chosen="forde-0.4",
         palette=charts.colours(list(methods)),
     )  # fmt: skip
@@ -134,7 +134,7 @@ def test_implicit_corruptions_stand_beside_the_image_with_their_change_below(cha
     rng = np.random.default_rng(0)
     before = rng.random((2, channels, 5, 6))
     after = before[:, None] + 0.1 * rng.standard_normal((2, 3, channels, 5, 6))
-    figure = method_panels.implicit(before, after, largest=0.2, title="a method")
+    figure = method_panels.implicit_figure(before, after, largest=0.2, title="a method")
     shown = [axes.images[0].get_array() if axes.images else None for axes in figure.axes]
     assert len(shown) == 2 * 2 * (1 + 3)  # two rows for each of two images
     assert shown[4] is None  # nothing has changed in the image itself

@@ -11,7 +11,7 @@ import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
 from dissensus.engine import async_checks
-from dissensus.engine.async_checks import Arriving, LateChecks, Timer, largest, one_behind
+from dissensus.engine.async_checks import AsyncHostCopy, LateChecks, Timer, delay_by_one, largest_input
 
 CPU = torch.device("cpu")
 
@@ -24,12 +24,12 @@ def test_items_come_when_the_next_has_been_made_and_the_first_at_once():
             happened.append(("made", i))
             yield i
 
-    for i in one_behind(made()):
+    for i in delay_by_one(made()):
         happened.append(("read", i))
     order = [("made", 0), ("read", 0), ("made", 1), ("made", 2), ("read", 1), ("made", 3), ("read", 2), ("read", 3)]
     assert happened == order
-    assert list(one_behind([])) == []
-    assert list(one_behind([1])) == [1]
+    assert list(delay_by_one([])) == []
+    assert list(delay_by_one([1])) == [1]
 
 
 def test_checks_are_one_batch_late_but_for_the_first_and_those_at_once():
@@ -38,7 +38,7 @@ def test_checks_are_one_batch_late_but_for_the_first_and_those_at_once():
     for batch in range(4):
         late.add(torch.tensor(batch), lambda value: done.append(int(value)))
         late.add(torch.tensor(10 + batch), lambda value: done.append(int(value)))
-        late.turn()
+        late.end_batch()
         assert done == [each for b in range(max(batch, 1)) for each in (b, 10 + b)]
     late.finish()
     assert done[-2:] == [3, 13]
@@ -54,35 +54,35 @@ def test_checks_may_be_several_batches_late_but_few_if_inputs_are_large(monkeypa
     late = LateChecks(at_once=False, behind=3)
     for batch in range(6):
         late.add(torch.tensor(batch), lambda value: done.append(int(value)))
-        late.turn()
+        late.end_batch()
         assert done == list(range(max(1, batch - 2)))  # the first at once
     late.finish()
     assert done == list(range(6))
     x = torch.zeros(5, device="meta")  # 20 bytes on a device other than the host
     monkeypatch.setattr(async_checks, "MOST", 45)
-    late.inputs(torch.zeros(5))
-    assert late.behind == 3
-    late.inputs(x)
-    assert late.behind == 2
+    late.add_input_check(torch.zeros(5))
+    assert late.delay == 3
+    late.add_input_check(x)
+    assert late.delay == 2
     monkeypatch.setattr(async_checks, "MOST", 1)
-    late.inputs(x)
-    assert late.behind == 1
+    late.add_input_check(x)
+    assert late.delay == 1
 
 
 def test_inputs_that_were_not_finite_raise_also_if_they_have_been_overwritten():
     x = torch.zeros(3, 2)
-    async_checks.check_inputs(torch.tensor(1.0), x)
+    async_checks.check_input_values(torch.tensor(1.0), x)
     with pytest.raises(ValueError, match="overwritten"):
-        async_checks.check_inputs(torch.tensor(float("nan")), x)
+        async_checks.check_input_values(torch.tensor(float("nan")), x)
     x[1] = float("inf")
     with pytest.raises(ValueError, match="row 1"):
-        async_checks.check_inputs(torch.tensor(float("inf")), x)
+        async_checks.check_input_values(torch.tensor(float("inf")), x)
 
 
 def test_on_the_host_everything_is_there_already():
     x = torch.randn(3)
-    assert Arriving([x]).read()[0] is x
-    assert float(largest(torch.tensor([float("nan")]))) == 0  # was checked when it was read
+    assert AsyncHostCopy([x]).read()[0] is x
+    assert float(largest_input(torch.tensor([float("nan")]))) == 0  # was checked when it was read
     timer = Timer(CPU)
     timer.stop()
     assert 0 <= timer.seconds() < 1
@@ -122,7 +122,7 @@ def test_between_two_batches_the_host_reads_nothing(call, make, monkeypatch):
     posterior.temperature.fill_(2.0)
     reads, due, lists = HostReads(), [], []
     late(monkeypatch)
-    monkeypatch.setattr(LateChecks, "_do", lambda checks, left: due.append(len(checks._due)))
+    monkeypatch.setattr(LateChecks, "_run_checks", lambda checks, left: due.append(len(checks._due)))
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: lists.append(tensor))
     # Random states are compared on the host, where they are.
     monkeypatch.setattr(torch, "equal", lambda a, b: a.dtype == torch.uint8 or reads.found.append("equal"))

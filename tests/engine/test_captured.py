@@ -14,7 +14,7 @@ from dissensus.engine import captured_step, cuda_graphs, plan
 from dissensus.engine.captured_step import CapturedStep
 from dissensus.engine.eager_step import EagerStep
 from dissensus.engine.graph_constants import Constants
-from dissensus.engine.strategies import strategy
+from dissensus.engine.strategies import make_strategy
 
 
 class Capturing(TorchFunctionMode):
@@ -80,7 +80,7 @@ def test_a_step_whose_capture_fails_is_captured_with_its_constants() -> None:
     # Three plain steps, a capture that fails, four steps (the one of the failure, too) that keep constants, a capture.
     assert captured_at[0] == 7
     assert FakeGraph.replays == 12 - 7
-    assert step.way.endswith("+captured")
+    assert step.engine_name.endswith("+captured")
     step.check()  # the end of an epoch: the next step is a plain one that compares
     step(batch)
     assert FakeGraph.replays == 5
@@ -102,7 +102,7 @@ def test_a_constant_that_changes_between_epochs_ends_the_capture(failed: bool, c
         network.scale = 2.0
         step(batch)
     assert not step.graphs
-    assert not step.way.endswith("captured")
+    assert not step.engine_name.endswith("captured")
     assert failed or [record.message for record in caplog.records] == [
         "the training step is not captured in a CUDA graph: tensors made on the host change from call to call "
         f"(test_captured.py:{Makes.forward.__code__.co_firstlineno + 1}: return self.linear(x * x.new_tensor([self.scale])))"
@@ -143,9 +143,9 @@ def test_a_way_to_run_members_is_timed_in_a_graph_with_constants_or_the_line_is_
     posterior = ds.DeepEnsemble([Makes() for _ in range(2)]).train()
     batch = Batch(torch.randn(4, 3), torch.zeros(4, dtype=torch.long))
     with caplog.at_level(logging.INFO, logger="dissensus"):
-        assert plan.timed(strategy(kind), posterior, batch, captured=True) is not None
+        assert plan.time_strategy(make_strategy(kind), posterior, batch, captured=True) is not None
         assert not caplog.records
         posterior.particles.template.network.scale = property  # no number: torch refuses it
-        assert plan.timed(strategy(kind), posterior, batch, captured=True) is None
+        assert plan.time_strategy(make_strategy(kind), posterior, batch, captured=True) is None
     assert f"members run {kind}" in caplog.records[-1].message
     assert "x.new_tensor([self.scale])" in caplog.records[-1].message

@@ -9,11 +9,11 @@ from torch import nn
 import dissensus as ds
 from dissensus.core.member_runner import ONE_LANE
 from dissensus.core.particles import Particles
-from dissensus.core.posterior import left_as_found
+from dissensus.core.posterior import inference_context
 from dissensus.data import Batches
 from dissensus.engine import captured_prediction, cuda_graphs
 from dissensus.engine.captured_prediction import CapturedFunction
-from dissensus.engine.precision import in_precision
+from dissensus.engine.precision import precision_context
 from dissensus.kernels import weight_cache
 
 
@@ -29,10 +29,10 @@ def test_looped_members_each_run_in_their_lane_and_are_waited_for() -> None:
         happened.append(index)
         return nullcontext()
 
-    plain = particles.each(lambda member, inputs: member.network(inputs), x)
-    with particles.runner.in_lanes((lane, lambda: happened.append("joined"))):
-        beside = particles.each(lambda member, inputs: member.network(inputs), x)
-    again = particles.each(lambda member, inputs: member.network(inputs), x)
+    plain = particles.map_members(lambda member, inputs: member.network(inputs), x)
+    with particles.runner.use_lanes((lane, lambda: happened.append("joined"))):
+        beside = particles.map_members(lambda member, inputs: member.network(inputs), x)
+    again = particles.map_members(lambda member, inputs: member.network(inputs), x)
     assert happened == [0, 1, 2, "joined"]
     assert torch.equal(plain, beside)
     assert torch.equal(plain, again)
@@ -67,9 +67,9 @@ def test_predicted_batches_leave_the_modes_as_they_were_between_them() -> None:
 @pytest.mark.parametrize(("count", "captured_at"), [(4, None), (5, 1), (None, 2), (500, 2)])
 def test_the_number_of_batches_decides_when_a_graph_is_captured(count, captured_at) -> None:
     posterior = ds.DeepEnsemble(networks())
-    with left_as_found(posterior):
+    with inference_context(posterior):
         drawn = posterior.draw()
-    captured = CapturedFunction(drawn.describe, drawn, lambda: left_as_found(posterior), count=count)
+    captured = CapturedFunction(drawn.describe, drawn, lambda: inference_context(posterior), count=count)
     for number in range(1, 5):
         x = torch.randn(5, 2, 4)
         assert torch.equal(captured(x)[0], drawn.describe(x)[0])
@@ -115,7 +115,7 @@ def test_what_a_graph_keeps_of_weights_is_theirs_and_goes_when_they_change(preci
 
     @contextmanager
     def context():
-        with left_as_found(posterior), in_precision(posterior, precision):
+        with inference_context(posterior), precision_context(posterior, precision):
             yield
 
     monkeypatch.setattr(Repeated, "context", staticmethod(context))
@@ -126,7 +126,7 @@ def test_what_a_graph_keeps_of_weights_is_theirs_and_goes_when_they_change(preci
         with context():
             expected = drawn.describe(x)[0]
         assert torch.equal(captured(x)[0], expected)
-        found.append((bool(captured.graphs), captured.kept is not None and captured.kept.casts))
+        found.append((bool(captured.graphs), captured.weight_cache is not None and captured.weight_cache.has_casts))
         if i in (3, 7):
             with torch.no_grad():
                 for parameter in posterior.parameters():
@@ -144,7 +144,7 @@ def test_a_graph_goes_when_weights_move_in_memory(keeps: bool) -> None:
     """As when `fit` lays them out for a GPU between two batches of `predict_batches`."""
     posterior = ds.DeepEnsemble(networks())
     drawn = posterior.draw()
-    captured = CapturedFunction(drawn.describe, drawn, lambda: left_as_found(posterior), keeps=keeps)
+    captured = CapturedFunction(drawn.describe, drawn, lambda: inference_context(posterior), keeps=keeps)
     x, found = torch.randn(5, 2, 4), []
     for i in range(6):
         captured(x)
@@ -166,9 +166,9 @@ def test_a_network_that_writes_to_its_weights_is_right_without_what_is_kept() ->
     posterior = ds.DeepEnsemble([Writes(4, 3) for _ in range(2)])
     posterior.particles.how = "loop"
     drawn = posterior.draw()
-    captured = CapturedFunction(drawn.describe, drawn, lambda: left_as_found(posterior), keeps=True, half=True)
+    captured = CapturedFunction(drawn.describe, drawn, lambda: inference_context(posterior), keeps=True, half=True)
     for _ in range(5):
         x = torch.randn(5, 4)
-        with left_as_found(posterior):
+        with inference_context(posterior):
             expected = drawn.describe(x)[0]
         assert torch.equal(captured(x)[0], expected)

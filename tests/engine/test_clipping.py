@@ -45,8 +45,8 @@ def test_a_held_network_is_clipped_as_one():
 
 def test_own_and_shared_tensors_are_clipped_apart():
     own, shared = TensorTree(), TensorTree()
-    own.plant("network.bias", nn.Parameter(torch.zeros(2, 3)))
-    shared.plant("network.weight", nn.Parameter(torch.zeros(3, 4)))
+    own.add_tensor("network.bias", nn.Parameter(torch.zeros(2, 3)))
+    shared.add_tensor("network.weight", nn.Parameter(torch.zeros(3, 4)))
     particles = Particles(Member(nn.Linear(4, 3), ds.Classification()), own=own, shared=shared, members=2)
     bias, weight = particles.own_parameters()["network.bias"], particles.shared_parameters()["network.weight"]
     bias.grad = torch.tensor([[3.0, 4.0, 0.0], [0.3, 0.4, 0.0]])

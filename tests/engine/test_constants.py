@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import dissensus as ds
-from dissensus.engine.graph_constants import Constants, NotConstant, reason
-from dissensus.engine.tracing import BatchFree
+from dissensus.engine.graph_constants import Constants, NotConstant, failure_reason
+from dissensus.engine.tracing import AnyBatchSize
 from dissensus.kernels import multi_tensor
 
 
@@ -30,7 +30,7 @@ class Makes(nn.Module):
 def watched(run, times: int = 2) -> Constants:
     constants = Constants("cpu")
     for _ in range(times):
-        with constants.watching():
+        with constants.record_constants():
             run()
     return constants
 
@@ -51,9 +51,9 @@ def test_kept_constants_give_what_was_computed_without_them(transform: str) -> N
     }[transform]
     expected, constants = run(), watched(run)
     assert constants.varying is None
-    assert len(constants.kept) >= 5
+    assert len(constants.entries) >= 5
     for _ in range(2):  # what the forward added to its copy is not in the next one
-        with constants.given():
+        with constants.reuse_constants():
             assert torch.equal(run(), expected)
 
 
@@ -61,8 +61,8 @@ def test_what_was_kept_is_handed_out_and_not_made_again() -> None:
     x = torch.zeros(1)
     run = lambda: x.new_tensor([1.0, 2.0])  # noqa: E731
     constants = watched(run)
-    constants.kept[0].made.fill_(7.0)
-    with constants.given():
+    constants.entries[0].made.fill_(7.0)
+    with constants.reuse_constants():
         assert run().tolist() == [7.0, 7.0]
 
 
@@ -88,7 +88,7 @@ def test_what_changes_from_call_to_call_is_not_frozen(make, times: int) -> None:
         make(torch.zeros(2), count)
 
     constants = watched(run, times)
-    with pytest.raises(NotConstant, match="change from call to call"), constants.given():
+    with pytest.raises(NotConstant, match="change from call to call"), constants.reuse_constants():
         run()
 
 
@@ -97,36 +97,36 @@ def test_the_line_that_makes_a_changing_tensor_is_named() -> None:
     constants = watched(lambda: torch.zeros(1).new_tensor([next(values)]))
     assert "test_constants.py" in constants.varying
     assert "new_tensor([next(values)])" in constants.varying
-    with pytest.raises(NotConstant, match=r"new_tensor\(\[next\(values\)\]\)"), constants.given():
+    with pytest.raises(NotConstant, match=r"new_tensor\(\[next\(values\)\]\)"), constants.reuse_constants():
         raise AssertionError("expected not to run")
 
 
 def test_what_is_trained_or_on_the_device_already_is_left_alone() -> None:
     trained = torch.ones(2, requires_grad=True)
     constants = Constants("cuda")
-    with constants.watching():
+    with constants.record_constants():
         assert trained.to(torch.float64).requires_grad
         torch.tensor([1.0])  # stays on the host
-    assert [kept.made for kept in constants.kept] == [None]
+    assert [kept.made for kept in constants.entries] == [None]
 
 
 def test_what_the_library_itself_makes_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multi_tensor, "works", lambda device: True)
+    monkeypatch.setattr(multi_tensor, "can_run_kernels", lambda device: True)
     constants = Constants("cpu")
-    with constants.watching():
+    with constants.record_constants():
         assert multi_tensor.Chunks().find([torch.zeros(3)], on="cpu")
         posterior = ds.MAP(nn.Linear(3, 2))
         posterior.predict(torch.zeros(2, 3))
-    assert constants.kept == []
+    assert constants.entries == []
 
 
 def test_what_a_forward_makes_is_seen_through_the_librarys_own_modes() -> None:
     network, x = Makes(), torch.randn(4, 3)
     expected, constants = network(x), Constants("cpu")
-    for context in (constants.watching, constants.watching, constants.given):
-        with context(), BatchFree():
+    for context in (constants.record_constants, constants.record_constants, constants.reuse_constants):
+        with context(), AnyBatchSize():
             assert torch.equal(network(x), expected)
-    assert len(constants.kept) >= 5
+    assert len(constants.entries) >= 5
 
 
 def test_the_reason_names_the_users_line_of_the_first_error() -> None:
@@ -141,4 +141,4 @@ def test_the_reason_names_the_users_line_of_the_first_error() -> None:
 
     with pytest.raises(RuntimeError, match="shape") as caught:
         capture()
-    assert 'raise RuntimeError("no copies while capturing")' in reason(caught.value)
+    assert 'raise RuntimeError("no copies while capturing")' in failure_reason(caught.value)

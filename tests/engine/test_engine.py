@@ -17,8 +17,8 @@ from dissensus.core.batch import Batch
 from dissensus.data import Batches
 from dissensus.engine import plan, strategies
 from dissensus.engine.cudnn_timing import timed_convolutions
-from dissensus.engine.memory import Memory, Taken, training_memory
-from dissensus.engine.strategies import functional_member_gradients, strategy
+from dissensus.engine.memory import Memory, PeakMemory, training_memory
+from dissensus.engine.strategies import functional_member_gradients, make_strategy
 from tiny import Repelling
 
 
@@ -111,9 +111,9 @@ def test_one_pass_and_two_pass_coupling_agree_with_autograd() -> None:
     torch.manual_seed(0)
     posterior = Repelling([dense() for _ in range(3)]).double().train()
     x, y = data(rows=10)
-    two = gradients.looped(posterior, Batch(x, y))
+    two = gradients.looped_gradients(posterior, Batch(x, y))
     one = gradients.looped_keeping_graphs(posterior, Batch(x, y))
-    all_at_once = gradients.vectorised(posterior, Batch(x, y))
+    all_at_once = gradients.vectorised_gradients(posterior, Batch(x, y))
     posterior.loss(x, y).backward()
     for name, parameter in posterior.particles.own_parameters().items():
         for found in (two, one, all_at_once):
@@ -135,12 +135,12 @@ def test_two_passes_of_a_coupled_member_see_the_same_dropout() -> None:
         [nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 3)) for _ in range(2)]
     ).double()
     posterior.train()
-    gradients.looped(posterior, Batch(*data(rows=6)))
+    gradients.looped_gradients(posterior, Batch(*data(rows=6)))
     first, second, again_first, again_second = Recording.seen
     assert torch.equal(first, again_first)
     assert torch.equal(second, again_second)
     before = torch.get_rng_state()
-    gradients.looped(posterior, Batch(*data(rows=6)))
+    gradients.looped_gradients(posterior, Batch(*data(rows=6)))
     assert not torch.equal(torch.get_rng_state(), before)  # and the next batch sees other masks
 
 
@@ -151,7 +151,7 @@ def test_dropout_has_one_law_whether_looped_or_vectorised() -> None:
     x, y = data(rows=20)
     draws = {
         kind: torch.stack([run(posterior, Batch(x, y)).losses for _ in range(300)])
-        for kind, run in {"loop": gradients.looped, "vectorised": gradients.vectorised}.items()
+        for kind, run in {"loop": gradients.looped_gradients, "vectorised": gradients.vectorised_gradients}.items()
     }  # (300, M)
     error = (draws["loop"].var(0) / 300 + draws["vectorised"].var(0) / 300).sqrt()
     assert ((draws["loop"].mean(0) - draws["vectorised"].mean(0)).abs() < 4 * error).all()
@@ -164,7 +164,7 @@ def test_dropout_has_one_law_whether_looped_or_vectorised() -> None:
 def test_functional_and_plain_gradients_of_a_member_agree() -> None:
     torch.manual_seed(0)
     posterior = ds.DeepEnsemble([dense() for _ in range(2)], weight_prior_std=0.5, data_size=10).double().train()
-    state = gradients.state_of(posterior).member(1)
+    state = gradients.detached_state(posterior).member(1)
     plain = gradients.member_gradients(posterior, state, Batch(*data(rows=8)), None)
     functional = functional_member_gradients(posterior, state, Batch(*data(rows=8)), None)
     for name, gradient in plain.gradients.items():
@@ -185,8 +185,8 @@ def test_compiled_gradients_are_one_graph_without_breaks(method, kind, monkeypat
     torch._dynamo.reset()
     monkeypatch.setattr(strategies, "_compile", functools.partial(torch.compile, fullgraph=True, backend="eager"))
     posterior, batch = method([partly_frozen() for _ in range(2)]).double(), Batch(*data(rows=8))
-    compiled = strategy(kind, compiled=True)
-    found, wanted = compiled(posterior, batch), gradients.looped(posterior, batch)
+    compiled = make_strategy(kind, compiled=True)
+    found, wanted = compiled(posterior, batch), gradients.looped_gradients(posterior, batch)
     assert compiled.name == f"{kind}+compiled"  # did not fall back
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
@@ -200,7 +200,7 @@ def test_a_strategy_that_fails_is_replaced_once_and_said_once(caplog, monkeypatc
 
     posterior = ds.DeepEnsemble([dense() for _ in range(2)]).double()
     monkeypatch.setattr(strategies, "_compile", lambda function: failing)
-    run = strategy("loop", compiled=True)
+    run = make_strategy("loop", compiled=True)
     with caplog.at_level(logging.INFO, logger="dissensus"):
         for _ in range(3):
             run(posterior, Batch(*data()))
@@ -228,7 +228,7 @@ def test_an_engine_that_cannot_be_is_one_clear_error(engine: str, message: str) 
 
 def test_auto_compiles_only_runs_that_are_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
-    monkeypatch.setattr(plan, "timed", lambda run, *_, **__: tried.append(run) or 0.01)
+    monkeypatch.setattr(plan, "time_strategy", lambda run, *_, **__: tried.append(run) or 0.01)
     x, y = data()
     for steps, expected in ((10, 1), (10**6, 2)):
         tried.clear()
@@ -241,7 +241,7 @@ def test_auto_compiles_only_runs_that_are_long_enough(monkeypatch: pytest.Monkey
 def test_a_short_run_does_not_forbid_compiling_to_a_long_one_nor_the_other_way_round(monkeypatch) -> None:
     tried: list[object] = []
     times = iter([0.01, 0.01, 0.005])  # plain for the short run, then plain and compiled for the long one
-    monkeypatch.setattr(plan, "timed", lambda run, *_, **__: tried.append(run) or next(times))
+    monkeypatch.setattr(plan, "time_strategy", lambda run, *_, **__: tried.append(run) or next(times))
     posterior, (x, y) = ds.DeepEnsemble([dense() for _ in range(2)]).double(), data()
 
     def compiled(steps: int) -> bool:
@@ -276,7 +276,7 @@ def test_expected_memory_counts_weights_states_and_kept_activations() -> None:
     # Kept: the input, tanh's output, the log-softmax of the logits; the loss may keep a few bytes and y more.
     least = 4 * 16 * (10 + 7 + 3)
     assert least <= memory.activations <= least + 16 * 8 + 64
-    assert memory.at_once == memory.one_at_a_time + 4 * memory.activations
+    assert memory.bytes_at_once == memory.bytes_in_loop + 4 * memory.activations
     assert "MiB" in str(memory) or "KiB" in str(memory)
 
 
@@ -296,10 +296,10 @@ def test_the_size_of_a_prediction_is_known_before(caplog: pytest.LogCaptureFixtu
 
 def test_vectorised_means_vectorised_for_convolutions_too(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    real = gradients.vectorised
-    monkeypatch.setattr(gradients, "vectorised", lambda *a: called.append(1) or real(*a))
+    real = gradients.vectorised_gradients
+    monkeypatch.setattr(gradients, "vectorised_gradients", lambda *a: called.append(1) or real(*a))
     posterior = ds.DeepEnsemble([conv() for _ in range(2)]).double()
-    strategy("vectorised")(posterior, Batch(*data((1, 4, 4))))
+    make_strategy("vectorised")(posterior, Batch(*data((1, 4, 4))))
     assert called
 
 
@@ -382,13 +382,13 @@ def test_a_network_no_graph_can_hold_is_timed_without_one(monkeypatch: pytest.Mo
         asked.append(captured)
         return None if captured else 0.01
 
-    monkeypatch.setattr(plan, "timed", timed)
+    monkeypatch.setattr(plan, "time_strategy", timed)
     posterior = ds.DeepEnsemble([dense() for _ in range(2)]).double()
     monkeypatch.setattr(ds.DeepEnsemble, "device", torch.device("cuda"))
     monkeypatch.setattr(plan, "autocast", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(plan, "forget_workspaces", lambda: None)  # there need be no GPU
-    monkeypatch.setattr(plan, "forget_peak", lambda device: None)
-    monkeypatch.setattr(plan, "held", lambda _: contextlib.nullcontext([]))
+    monkeypatch.setattr(plan, "free_workspaces", lambda: None)  # there need be no GPU
+    monkeypatch.setattr(plan, "reset_peak", lambda device: None)
+    monkeypatch.setattr(plan, "measure_peak", lambda _: contextlib.nullcontext([]))
     chosen = plan.make_plan("auto", posterior, Batch(*data()), precision=None, steps=1)
     assert asked == [True, True, False, False]
     assert not chosen.captured
@@ -398,12 +398,12 @@ def test_a_network_no_graph_can_hold_is_timed_without_one(monkeypatch: pytest.Mo
 def test_members_with_their_own_convolutions_are_not_vectorised_on_a_gpu_unless_asked(monkeypatch) -> None:
     """As grouped convolutions they take three times the memory and are slower."""
     tried = []
-    monkeypatch.setattr(plan, "timed", lambda run, *_, **__: tried.append(run.name) or 0.01)
+    monkeypatch.setattr(plan, "time_strategy", lambda run, *_, **__: tried.append(run.name) or 0.01)
     monkeypatch.setattr(ds.DeepEnsemble, "device", torch.device("cuda"))
     monkeypatch.setattr(plan, "autocast", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(plan, "forget_workspaces", lambda: None)
-    monkeypatch.setattr(plan, "forget_peak", lambda device: None)
-    monkeypatch.setattr(plan, "held", lambda _: contextlib.nullcontext([Taken(3, 5)]))
+    monkeypatch.setattr(plan, "free_workspaces", lambda: None)
+    monkeypatch.setattr(plan, "reset_peak", lambda device: None)
+    monkeypatch.setattr(plan, "measure_peak", lambda _: contextlib.nullcontext([PeakMemory(3, 5)]))
     batch = Batch(*data((1, 4, 4)))
     posterior = ds.DeepEnsemble([conv() for _ in range(2)]).double()
     chosen = plan.make_plan("auto", posterior, batch, precision=None, steps=1)
@@ -411,7 +411,7 @@ def test_members_with_their_own_convolutions_are_not_vectorised_on_a_gpu_unless_
     assert plan.make_plan("vectorised", posterior, batch, precision=None, steps=1).kind == "vectorised"
     # What was measured is stated in place of the estimate.
     memory = Memory(weights=100, gradients=100, optimizer=200, activations=1000, members=2, taken=chosen.taken)
-    assert (memory.at_once, memory.reserved) == (303, 305)
+    assert (memory.bytes_at_once, memory.reserved_bytes) == (303, 305)
 
 
 @pytest.mark.parametrize("asked", ["nothing", "deterministic", "deterministic algorithms", "benchmark"])
@@ -439,7 +439,7 @@ def test_expected_memory_counts_what_recorders_keep_and_what_is_drawn() -> None:
         (4 + 2 + 2) * weights <= memory.recorded <= (4 + 2 + 2) * weights + counts
     )  # deviations, SWAG's and TRADI's moments
     assert memory.drawn == (6 + 2) * weights
-    assert memory.at_once == unwatched.at_once + memory.recorded + memory.weights - unwatched.weights
+    assert memory.bytes_at_once == unwatched.bytes_at_once + memory.recorded + memory.weights - unwatched.weights
     assert "recorders" in str(memory)
     assert "afterwards a draw takes" in str(memory)
     assert "recorders" not in str(unwatched)

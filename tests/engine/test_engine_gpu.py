@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
-from dissensus.core.posterior import left_as_found
+from dissensus.core.posterior import inference_context
 from dissensus.data import Batches
 from dissensus.engine import CapturedStep, EagerStep
 from dissensus.engine.captured_prediction import CapturedFunction
-from dissensus.engine.precision import in_precision
+from dissensus.engine.precision import precision_context
 
 pytestmark = [
     pytest.mark.gpu,
@@ -418,7 +418,7 @@ def test_the_memory_stated_before_training_is_about_what_it_takes(engine: str) -
     history = ds.fit(posterior, loader, epochs=2, optimizer=optimizer, engine=engine, progress=False)
     took = torch.cuda.max_memory_allocated() - before
     memory = history.memory
-    stated = memory.one_at_a_time if engine == "loop" else memory.at_once
+    stated = memory.bytes_in_loop if engine == "loop" else memory.bytes_at_once
     assert 0.5 * took < stated < 2 * took, (stated / 2**20, took / 2**20, str(memory))
 
 
@@ -754,12 +754,12 @@ def test_what_is_kept_of_weights_gives_the_bits_of_what_is_computed_at_every_bat
     torch.manual_seed(0)
     posterior = POSTERIORS[name]().cuda()
     x = data(12)[0].float()
-    with left_as_found(posterior):
+    with inference_context(posterior):
         drawn = posterior.draw()
 
     @contextmanager
     def context():
-        with left_as_found(posterior), in_precision(posterior, precision):
+        with inference_context(posterior), precision_context(posterior, precision):
             yield
 
     once, always = (

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from dissensus.engine.cuda_graphs import MOST_GRAPHS, Captured, Graph
+from dissensus.engine.cuda_graphs import MOST_GRAPHS, CapturedCalls, Graph
 
 EMPTY = (
     "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong device or stream."
@@ -74,7 +74,7 @@ def test_a_replay_copies_what_is_given_into_the_memory_that_was_captured() -> No
         graph.replay([])
 
 
-class Twice(Captured):
+class Twice(CapturedCalls):
     what = "something"
     warm_up = 2
 
@@ -82,11 +82,11 @@ class Twice(Captured):
 @pytest.mark.filterwarnings("ignore:something else")
 def test_shapes_that_come_often_are_captured_up_to_a_few_in_one_pool(asked: list) -> None:
     captured = Twice()
-    assert [captured.due("a") for _ in range(4)] == [False, False, True, True]
+    assert [captured.should_capture("a") for _ in range(4)] == [False, False, True, True]
     for key in range(MOST_GRAPHS):
         assert captured.capture(key, lambda: None, []) is captured.graphs[key]
     assert [pool for _, pool, _ in asked] == [None, "pool", "pool"]
-    assert not any(captured.due("b") for _ in range(5))
+    assert not any(captured.should_capture("b") for _ in range(5))
 
 
 @pytest.mark.filterwarnings("ignore:something else")
@@ -97,12 +97,12 @@ def test_a_refused_capture_is_the_last_and_said_once_and_graphs_before_stay(capl
     with caplog.at_level(logging.INFO, logger="dissensus"):
         assert captured.capture("b", refusing, []) is None
         assert not captured.failed  # once more, after plain calls that keep constants
-        assert [captured.due("b") for _ in range(3)] == [False, False, True]
+        assert [captured.should_capture("b") for _ in range(3)] == [False, False, True]
         assert captured.capture("b", refusing, []) is None
-        captured.give_up("another reason")
+        captured.disable_capture("another reason")
     assert captured.failed
     assert captured.graphs == {"a": kept}
-    assert not any(captured.due("c") for _ in range(5))
+    assert not any(captured.should_capture("c") for _ in range(5))
     assert [record.message for record in caplog.records] == [
         "something is not captured in a CUDA graph: cannot be captured (test_graphs.py:51: "
         'raise RuntimeError("cannot be captured\\nand a second line"))'

@@ -161,7 +161,7 @@ def test_a_flag_on_the_device_stops_training_as_the_host_would(method: str, mode
     before = everything(posterior, optimizer)
     Marked.mode = mode
     step(Batch(X, Y))
-    assert not step.guard.reads
+    assert not step.guard.checks_at_once
     Marked.mode = None
     step(Batch(X, Y))  # a good batch after it does not move them either: they stay as they were
     step.finish()

@@ -135,7 +135,7 @@ def test_a_callback_keeps_every_kth_epoch_and_training_is_the_same():
     watched, record = trained(True)
     alone, _ = trained(False)
     assert record.epochs == [2, 4]
-    now = record.look(5)
+    now = record.measure(5)
     assert now == member_distances(watched, x, y)
     assert record.epochs == [2, 4, 5]
     assert record.distances[0] != record.distances[1]
@@ -146,7 +146,7 @@ def test_what_was_seen_is_told():
     posterior, (x, y) = ensemble(mlp, 2), points()
     told = []
     record = DistancesOverTraining(posterior, x, y, tell=lambda *seen: told.append(seen))
-    record.look(0)
+    record.measure(0)
     assert told == [(0, record.distances[0])]
 
 

@@ -67,10 +67,7 @@ def test_risk_and_acceptance_here_and_elsewhere():
     gate = ds.selective(posterior, [(x[:200], y[:200])], risk=0.3)
     alarm = ds.ood_gate(posterior, [(x[:200], y[:200])], false_alarm=0.1)
     found = ds.evaluate(
-        posterior,
-        [(x[200:], y[200:])],
-        ood={"flat": [(0.01 * x, y)]},
-        shift={"same": [(x[200:], y[200:])]},
+        posterior, [(x[200:], y[200:])], ood={"flat": [(0.01 * x, y)]}, shift={"same": [(x[200:], y[200:])]}
     ).metrics
     accept = gate(x[200:]).accept
     wrong = posterior.predict(x[200:]).mean.argmax(1) != y[200:]

@@ -13,9 +13,9 @@ from sklearn.isotonic import IsotonicRegression
 from torch import nn
 
 import dissensus as ds
-from dissensus.calibration.calibrate import held_out
-from dissensus.calibration.calibration_fits import best_lens
-from dissensus.core.calibrated import Lens
+from dissensus.calibration.calibrate import predict_held_out
+from dissensus.calibration.calibration_fits import fit_correction
+from dissensus.core.calibrated import Correction
 from dissensus.core.summary import ClassificationSummary
 from dissensus.metrics import ece
 from dissensus.numerics.isotonic import between_knots, isotonic_knots
@@ -116,9 +116,9 @@ def test_an_empty_bin_leaves_probabilities_as_they_are():
 
 def test_temperature_beats_other_temperatures_and_vector_beats_it():
     posterior, x, y = overconfident()
-    rows = held_out(posterior, [(x, y)])
+    rows = predict_held_out(posterior, [(x, y)])
     found = {method: ds.calibrate(posterior, [(x, y)], method) for method in CLASS_METHODS}
-    others = [rows.nll(Lens(math.exp(at / 10), None)) for at in range(-20, 30)]
+    others = [rows.nll(Correction(math.exp(at / 10), None)) for at in range(-20, 30)]
     assert found["temperature"].nll <= min(others) + 1e-9
     assert found["vector"].nll < found["temperature"].nll - 0.01  # the biases are real
     assert all(each.nll < each.nll_before - 0.05 and each.ece < each.ece_before for each in found.values())
@@ -128,15 +128,15 @@ def test_temperature_beats_other_temperatures_and_vector_beats_it():
 def test_vector_scaling_is_at_the_optimum_of_its_objective():
     """Gradients of mean NLL + |log scale − log 1/T|²/2N + |bias|²/2N vanish, by finite differences in the stored tensors."""
     posterior, x, y = overconfident(600)
-    rows = held_out(posterior, [(x, y)])
-    calibration = best_lens(rows, "vector").calibration
-    start = -math.log(best_lens(rows, "temperature").temperature)
+    rows = predict_held_out(posterior, [(x, y)])
+    calibration = fit_correction(rows, "vector").calibration
+    start = -math.log(fit_correction(rows, "temperature").temperature)
 
     def objective(log_scale, bias):
         moved = copy.deepcopy(calibration)
         moved.scale, moved.bias = log_scale.exp(), bias
         prior = (log_scale - start).square().sum() + bias.square().sum()
-        return rows.nll(Lens(1.0, moved)) + 0.5 * float(prior) / 600
+        return rows.nll(Correction(1.0, moved)) + 0.5 * float(prior) / 600
 
     log_scale, bias, step = calibration.scale.log(), calibration.bias, 1e-4
     for way in torch.eye(6, dtype=F64).reshape(6, 2, 3):
@@ -207,7 +207,9 @@ def test_no_class_is_ruled_out_and_none_known_is_uniform(method, caplog):
     torch.testing.assert_close(mean.amin(), torch.tensor(1 / (3 * 61), dtype=F64))  # one row more, in equal parts
     found = ClassificationSummary(*[torch.zeros(1, 2, 3, dtype=F64).log_softmax(2), *torch.zeros(2, 1, 2, dtype=F64)])
     posterior.calibration.value.zero_()
-    torch.testing.assert_close(posterior.calibration.mixture(found).mean, torch.full((2, 3), 1 / 3, dtype=F64))
+    torch.testing.assert_close(
+        posterior.calibration.calibrate_mixture(found).mean, torch.full((2, 3), 1 / 3, dtype=F64)
+    )
 
 
 def test_what_members_disagree_on_stays_theirs():
@@ -352,12 +354,12 @@ def test_scale_stretches_the_mixture_about_its_mean():
     torch.testing.assert_close(after.mean, before.mean)
     torch.testing.assert_close(after.total, factor**2 * before.total)
     torch.testing.assert_close(after.epistemic, factor**2 * before.epistemic)
-    rows = held_out(posterior, [(x, y)])
+    rows = predict_held_out(posterior, [(x, y)])
     others = []
     for at in range(-20, 20):
         other = copy.deepcopy(posterior.calibration)
         other.factor.fill_(math.exp(at / 10))
-        others.append(rows.nll(Lens(1.0, other)))
+        others.append(rows.nll(Correction(1.0, other)))
     assert found.nll <= min(others) + 1e-9
     torch.testing.assert_close(ds.summarise(posterior, [(x, y)])[0].total, after.total)
     torch.testing.assert_close(after.cdf(after.quantile(0.3)), torch.full_like(y, 0.3), atol=1e-9, rtol=0)

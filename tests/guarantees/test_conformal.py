@@ -9,7 +9,7 @@ from torch import nn
 
 import dissensus as ds
 from dissensus.calibration.conformal_scores import CLASS_SCORES
-from dissensus.calibration.conformal_sets import Conformal, covered
+from dissensus.calibration.conformal_sets import Conformal, measure_coverage
 
 CLASSES = 5
 
@@ -74,7 +74,7 @@ def mean_coverage(posterior, data, n, *, splits=25, tests=400, **settings):
     for split in range(splits):
         conformal = ds.conformal(posterior, rows(*data(n)), level=0.9, seed=split, **settings)
         x, y = data(tests)
-        found.append(float(covered(conformal, posterior.predict(x), y, generator).covered.mean()))
+        found.append(float(measure_coverage(conformal, posterior.predict(x), y, generator).covered.mean()))
     mean = math.ceil((n + 1) * 0.9 - 1e-9) / (n + 1)
     variance = mean * (1 - mean) / (n + 2)
     return np.mean(found), mean, math.sqrt((variance + (mean * (1 - mean) - variance) / tests) / splits)
@@ -121,7 +121,7 @@ def test_promises_whose_calibration_scores_were_random_have_larger_sets_that_sti
     now = ds.conformal(posterior, rows(x, y), score="aps")
     mass = CLASS_SCORES["aps"](posterior.predict(x), torch.rand(1000), {}).gather(1, y[:, None])
     earlier = Conformal(now.facts, {**dict(now.named_buffers()), "scores": mass.sort(0).values})
-    posterior.stand("earlier", earlier)
+    posterior.add_guarantee("earlier", earlier)
     small, large = now.set(new), earlier.set(new)
     assert (small <= large).all()
     assert int(large.sum()) > 1.03 * int(small.sum())
@@ -292,8 +292,8 @@ def test_equal_inputs_are_covered_alike_in_a_batch_of_one(score, nudge):
         conformal = ds.conformal(posterior, rows(x, targets), level=level, score=score)
         for at in range(9):
             one, held = slice(at, at + 1), torch.Generator().manual_seed(0)
-            alone = covered(conformal, posterior.predict(x[one]), targets[one], held).covered
-            assert alone == covered(conformal, posterior.predict(x[:9]), targets[:9], held).covered[at]
+            alone = measure_coverage(conformal, posterior.predict(x[one]), targets[one], held).covered
+            assert alone == measure_coverage(conformal, posterior.predict(x[:9]), targets[:9], held).covered[at]
 
 
 def test_every_class_is_covered_by_itself():

@@ -10,7 +10,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
-from dissensus.layers.conversion import Cut
+from dissensus.layers.conversion import ConvertedLayer
 from dissensus.methods.parts.embedded_posterior import collapse_note
 
 SIGN, NEUTRAL, AROUND = ds.Modulation.sign(), ds.Modulation.constant(1.0), ds.Modulation.normal(1.0, 0.5)
@@ -123,7 +123,7 @@ def overlap(width, seed):
     wanted = list(shared.values())
 
     def gradients(member, one):
-        params = {**shared, **rows.at(member).own}
+        params = {**shared, **rows.member_row(member).own}
         f = particles.call(lambda each: each.network(one[None]), params, {})[0]
         return torch.cat([g.flatten() for g in torch.autograd.grad(f.sum(), wanted)])
 
@@ -249,8 +249,8 @@ def test_it_trains_under_accumulate_and_clip_and_goes_on_from_a_checkpoint(net, 
 def test_factors_of_activations_of_kernels_and_folded_ones_agree(layer, shape):
     posterior = ds.BatchEnsemble(nn.Sequential(layer), members=3, modulation=ds.Modulation.normal(0.3, 1.0)).double()
     x = torch.randn(shape, dtype=torch.float64)
-    one_by_one = posterior.particles.each(lambda member: member.network(x), how="loop")
-    at_once = posterior.particles.each(lambda member: member.network(x), how="vectorised")
+    one_by_one = posterior.particles.map_members(lambda member: member.network(x), how="loop")
+    at_once = posterior.particles.map_members(lambda member: member.network(x), how="vectorised")
     torch.testing.assert_close(at_once, one_by_one, rtol=0, atol=1e-12)
     for m in range(3):
         ordinary = posterior.member(m)
@@ -265,10 +265,10 @@ def test_members_are_ordinary_networks_after_training_and_the_given_one_has_the_
     outputs = posterior.eval()(x)
     for m in range(3):
         ordinary = posterior.member(m).eval()
-        assert not any(isinstance(part, Cut) for part in ordinary.modules())
+        assert not any(isinstance(part, ConvertedLayer) for part in ordinary.modules())
         torch.testing.assert_close(ordinary(x), outputs[m], rtol=0, atol=1e-12)
     weight = posterior.particles.shared_parameters()["network.0.weight"]
-    assert torch.equal(posterior.given()[0].weight, weight)
+    assert torch.equal(posterior.plain_network()[0].weight, weight)
 
 
 def test_norm_layers_and_the_output_bias_are_own_and_everything_else_is_stored_once():

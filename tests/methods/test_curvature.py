@@ -9,7 +9,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.methods.parts import last_layer_curvature as curvatures
-from dissensus.methods.parts.last_layer_curvature import Curvature, CurvatureSums, decomposed
+from dissensus.methods.parts.last_layer_curvature import Curvature, CurvatureSums, eigendecompose
 
 N, D, C = 32, 4, 3
 
@@ -98,7 +98,7 @@ def test_the_kronecker_product_is_exact_where_the_hessians_are_all_one(case):
     kron = gathered("kron", likelihood, phi, outputs, weight)
     product = torch.kron(*kron.sums) / kron.weight
     torch.testing.assert_close(product, full.sums[0], rtol=0, atol=1e-12)
-    two = [Curvature.of(each, mean, layer=0) for each in (full, kron)]
+    two = [Curvature.from_sums(each, mean, layer=0) for each in (full, kron)]
     torch.testing.assert_close(*(each.eigenvalues.flatten().sort()[0] for each in two), rtol=0, atol=1e-10)
     torch.testing.assert_close(*(each.variance() for each in two), rtol=0, atol=1e-10)
     torch.testing.assert_close(*(each.log_marginal_likelihood(torch.tensor(2.0)) for each in two), rtol=0, atol=1e-10)
@@ -111,7 +111,7 @@ def curvature(request):
     sums = gathered(request.param, ds.Classification(), phi, phi @ mean.T, 5 * weight)
     sums.log_likelihood.fill_(-12.0)
     matrix = sums.sums[0] if request.param == "full" else torch.kron(*sums.sums) / sums.weight
-    return Curvature.of(sums, mean, layer=0), matrix.clone()
+    return Curvature.from_sums(sums, mean, layer=0), matrix.clone()
 
 
 def test_the_evidence_is_that_of_the_determinants(curvature):
@@ -198,6 +198,6 @@ def test_a_matrix_that_is_too_large_is_refused_before_it_is_made(structure, clas
 
 
 def test_eigenvalues_below_zero_by_rounding_are_zero():
-    values, vectors = decomposed(torch.tensor([[1.0, 1.0], [1.0, 1.0 - 1e-12]], dtype=torch.float64))
+    values, vectors = eigendecompose(torch.tensor([[1.0, 1.0], [1.0, 1.0 - 1e-12]], dtype=torch.float64))
     assert float(values.min()) == 0.0
     assert vectors.is_contiguous()

@@ -45,7 +45,9 @@ def test_channels_are_dropped_whole_and_the_loop_agrees_with_vmap():
     assert posterior.modulations["3.r"].shape == (3, 4)
     assert posterior.account.converted == {"3": "masks of 4 channels"}
     assert "inputs are not dropped" in posterior.account.left["0"]
-    each = [posterior.particles.each(lambda member: member.network(x), how=how) for how in ("loop", "vectorised")]
+    each = [
+        posterior.particles.map_members(lambda member: member.network(x), how=how) for how in ("loop", "vectorised")
+    ]
     torch.testing.assert_close(*each, rtol=0, atol=1e-12)
     assert "network.1.running_mean" in posterior.particles.own_buffers()
     assert not posterior.particles.own_parameters()  # all that is trained is shared

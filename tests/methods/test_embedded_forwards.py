@@ -8,7 +8,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus import theory
-from dissensus.layers.conversion import Cut
+from dissensus.layers.conversion import ConvertedLayer
 
 AROUND = ds.Modulation.normal(1.0, 0.5)
 
@@ -122,13 +122,13 @@ def test_members_are_what_the_ensemble_computes_whatever_the_forward_reads(net, 
 
 def test_a_layer_stays_cut_only_where_its_weight_is_used_past_it():
     cut = {
-        net: [name for name, part in embedded(net).member(0).named_modules() if isinstance(part, Cut)]
+        net: [name for name, part in embedded(net).member(0).named_modules() if isinstance(part, ConvertedLayer)]
         for net in (Past, Normalised, Both, Named, Dtype, Unused, Again)
     }
     assert cut == {Past: ["b"], Normalised: ["c"], Both: ["b"], Named: ["b"], Dtype: [], Unused: [], Again: []}
     posterior = embedded(Both)
     assert "its weight is read directly" in posterior.account.converted["b"]
-    assert not any(isinstance(part, Cut) for part in posterior.given().modules())
+    assert not any(isinstance(part, ConvertedLayer) for part in posterior.plain_network().modules())
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_convolution_that_changes_its_kernel_computes_the_same_one_by_one_and_
     posterior = embedded(lambda: nn.Sequential(Standardised(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3)))
     assert "has its own forward" in posterior.account.left["0"]
     x = torch.randn(2, 2, 8, 8, dtype=torch.float64)
-    loop, at_once = (posterior.particles.each(lambda m: m.network(x), how=how) for how in ("loop", "vectorised"))
+    loop, at_once = (posterior.particles.map_members(lambda m: m.network(x), how=how) for how in ("loop", "vectorised"))
     torch.testing.assert_close(loop, at_once, rtol=0, atol=1e-12)
 
 

@@ -18,7 +18,7 @@ from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
 from dissensus.numerics.rbf_kernels import BANDWIDTHS, input_gradient_log_density
 from thinning import often
 
-STRATEGIES = [strategies.vectorised, strategies.looped, strategies.looped_keeping_graphs]
+STRATEGIES = [strategies.vectorised_gradients, strategies.looped_gradients, strategies.looped_keeping_graphs]
 
 
 def expected_gradients(
@@ -104,7 +104,7 @@ def test_in_the_loop_one_members_graph_is_alive_at_a_time():
             return self.last(torch.tanh(Marked.apply(self.first(x))))
 
     posterior, (x, y) = FoRDE(networks(5, Network)), tiny.points()
-    for strategy, expected in ((strategies.looped, 1), (strategies.looped_keeping_graphs, 5)):
+    for strategy, expected in ((strategies.looped_gradients, 1), (strategies.looped_keeping_graphs, 5)):
         Token.most = 0
         strategy(posterior, Batch(x, y))
         assert (Token.now, Token.most) == (0, expected)
@@ -241,7 +241,7 @@ def test_the_clock_of_every_goes_on_after_loading(tmp_path):
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, plain()).train()
     loaded.before_step(Batch(x, y))
-    assert not loaded.coupled
+    assert not loaded.is_coupled
 
 
 def test_regression_repels_by_the_gradient_of_the_mean():

@@ -93,9 +93,9 @@ def test_latents_at_1_reproduce_a_foreign_model_which_trains_and_loads_around_a_
     network, x, y = make().eval(), inputs(), torch.tensor([0, 2])
     posterior = tiny.still(ds.NodeBNN(network, data_size=2, components=1, samples=1, batch_norm="frozen")).eval()
     with torch.no_grad():
-        expected = batches.call(network, x)
+        expected = batches.call_network(network, x)
         torch.testing.assert_close(posterior(x)[0], expected, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(batches.call(posterior.collapse(), x), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(batches.call_network(posterior.collapse(), x), expected, rtol=1e-5, atol=1e-6)
 
     posterior = ds.NodeBNN(network, data_size=2, components=2, samples=2, init_std=0.1, batch_norm="frozen")
     before = posterior.mean.detach().clone()
@@ -103,7 +103,7 @@ def test_latents_at_1_reproduce_a_foreign_model_which_trains_and_loads_around_a_
     ds.fit(posterior, [(x, y)], epochs=2, optimizer=torch.optim.SGD(groups), progress=False)
     assert not torch.equal(posterior.mean, before)
     with torch.no_grad():
-        passed = batches.call(posterior.member(1).eval(), x).log_softmax(-1)
+        passed = batches.call_network(posterior.member(1).eval(), x).log_softmax(-1)
     predictive = posterior.predict(x)
     torch.testing.assert_close(predictive.members[1], passed, rtol=1e-4, atol=1e-5)
     ds.save(posterior, tmp_path / "saved")
@@ -118,8 +118,8 @@ def test_laplace_takes_a_foreign_model_as_it_comes(name):
     network, x = make().eval(), inputs()
     posterior = ds.Laplace(network).fit_posthoc([(x, torch.tensor([0, 2]))])
     with torch.no_grad():
-        expected = batches.call(network, x)
-    torch.testing.assert_close(batches.call(posterior.network, x).detach(), expected)
+        expected = batches.call_network(network, x)
+    torch.testing.assert_close(batches.call_network(posterior.network, x).detach(), expected)
     assert float(posterior.predict(x).epistemic.min()) > 0
 
 
@@ -168,7 +168,7 @@ def test_outputs_named_out_are_taken_and_an_aux_head_is_not(method):
         ds.fit(posterior, [(x, y)] * 3, epochs=1, optimizer=optimizer, progress=False)
         found.append(posterior.predict(x).mean)
     assert torch.equal(found[0], found[1])
-    assert batches.logits({"out": x, "logits": y}) is y
+    assert batches.output_tensor({"out": x, "logits": y}) is y
 
 
 def test_outputs_without_logits_are_refused_in_training_too():

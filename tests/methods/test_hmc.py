@@ -102,7 +102,7 @@ def test_a_learned_noise_is_sampled_with_the_weights(tmp_path):
     assert 0.2 < float(noise.mean()) < 0.4
     assert 0.02 < float(noise.std()) < 0.08
     predictive = posterior.predict(x)
-    torch.testing.assert_close(predictive.described()[1][:, 0, 0].sqrt().double(), noise, rtol=1e-5, atol=0)
+    torch.testing.assert_close(predictive.defining_tensors()[1][:, 0, 0].sqrt().double(), noise, rtol=1e-5, atol=0)
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, nn.Linear(2, 1))
     assert torch.equal(loaded.predict(x).total, predictive.total)

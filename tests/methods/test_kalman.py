@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from dissensus.methods.parts.kalman import WeightFilters, kalman
+from dissensus.methods.parts.kalman import WeightFilters, kalman_step
 
 
 def gains(steps: int) -> tuple[float, float]:
     p_mean = p_variance = k_mean = k_variance = 0.0
     for _ in range(steps):
-        k_mean, p_mean = kalman(p_mean, 1e-4, 10.0)
-        k_variance, p_variance = kalman(p_variance, 5e-5, 10.0)
+        k_mean, p_mean = kalman_step(p_mean, 1e-4, 10.0)
+        k_variance, p_variance = kalman_step(p_variance, 5e-5, 10.0)
     return k_mean, k_variance
 
 
@@ -32,7 +32,7 @@ def test_the_filter_is_bayes_rule_for_a_random_walk():
     gain = torch.linalg.solve(walk + r * torch.eye(steps), walk[:, -1])
     mean, p = 0.0, 0.0
     for z in measured.tolist():
-        k, p = kalman(p, q, r)
+        k, p = kalman_step(p, q, r)
         mean = (1 - k) * mean + k * z
     assert mean == pytest.approx(float(gain @ measured), rel=1e-12)
     assert p == pytest.approx(float(walk[-1, -1] - gain @ walk[:, -1]), rel=1e-12)
@@ -52,7 +52,7 @@ def test_named_tensors_are_parts_of_one_block_and_stay_readable():
         module[0].bias.add_(1.0)
     before = filters.mean["0.bias"].clone()
     filters.step(optimizer)
-    gain = kalman(kalman(0.0, 0.1, 1.0)[1], 0.1, 1.0)[0]
+    gain = kalman_step(kalman_step(0.0, 0.1, 1.0)[1], 0.1, 1.0)[0]
     torch.testing.assert_close(filters.mean["0.bias"], before + gain)
     assert len({tensor.untyped_storage().data_ptr() for tensor in filters.mean.values()}) == 1
     filters.double()

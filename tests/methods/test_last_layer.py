@@ -6,7 +6,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.methods.parts.last_layer import LastLayer, check_outputs, last_layer, watching
+from dissensus.methods.parts.last_layer import LastLayer, check_outputs, last_layer, record_calls
 
 
 class Made(nn.Module):
@@ -39,7 +39,7 @@ def test_norm_layers_and_activations_behind_it_are_seen():
     x = tiny.points()[0]
     network = nn.Sequential(linear(), nn.Softmax(1))
     found = last_layer(network, x)
-    with watching(found) as seen:
+    with record_calls(found) as seen:
         outputs = network(x)
     with pytest.raises(ValueError, match=r"expected a network that returns the outputs of its last layer '0'.*softmax"):
         check_outputs(found, seen[-1][1], outputs)
@@ -49,7 +49,7 @@ def test_an_axis_of_one_may_be_left_out():
     x = tiny.points()[0]
     network = Made(lambda net, x: net.head(x).squeeze(1), head=linear(4, 1))
     found = last_layer(network, x)
-    with watching(found) as seen:
+    with record_calls(found) as seen:
         outputs = network(x)
     assert outputs.shape == (12,)
     check_outputs(found, seen[-1][1], outputs)

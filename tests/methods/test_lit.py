@@ -33,7 +33,9 @@ def penalty(g: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "strategy", [gradients.vectorised, gradients.looped, gradients.looped_keeping_graphs], ids=lambda s: s.__name__
+    "strategy",
+    [gradients.vectorised_gradients, gradients.looped_gradients, gradients.looped_keeping_graphs],
+    ids=lambda s: s.__name__,
 )
 def test_gradients_are_those_of_loss_and_penalty(strategy):
     nets, (x, y) = networks(), tiny.points()

@@ -344,7 +344,7 @@ def test_the_metrics_of_networks_in_a_regression():
     ds.fit(posterior, loader, epochs=2, progress=False)
     found = ds.evaluate(posterior, loader).metrics
     predictive, y = posterior.predict(X), 0.1 * X[:, :1]
-    means, variances = (tensor.chunk(2) for tensor in predictive.described())
+    means, variances = (tensor.chunk(2) for tensor in predictive.defining_tensors())
     each = [float(ds.metrics.mixture_nll(m, v, y)) for m, v in zip(means, variances, strict=True)]
     assert found["networks/nll"] == pytest.approx(sum(each) / 2, abs=1e-10)
     assert "networks/disagreement" not in found

@@ -183,7 +183,7 @@ def test_annealing_weighs_the_cost_and_train_samples_average():
     twice = float(posterior.loss(x, y).detach())
     posterior.train_samples = 1
     torch.manual_seed(0)
-    posterior.before_step(posterior.take(ds.core.batch.Batch(x, y, None)))
+    posterior.before_step(posterior.prepare_batch(ds.core.batch.Batch(x, y, None)))
     torch.manual_seed(0)
     once = [float(posterior.loss(x, y).detach()) for _ in range(2)]
     assert twice == pytest.approx(sum(once) / 2, rel=1e-12)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dissensus as ds
-from dissensus.layers.nodes import Noded
+from dissensus.layers.nodes import NodeLayer
 
 
 def build(net, **keywords):
@@ -106,7 +106,7 @@ def test_outputs_that_nobody_writes_into_have_the_short_backward_pass():
     x, y = batch()
     posterior = build(Net(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(inplace=True))))
     posterior.backward(x, y)
-    layers = [part for part in posterior.particles.template.network.modules() if isinstance(part, Noded)]
+    layers = [part for part in posterior.particles.template.network.modules() if isinstance(part, NodeLayer)]
     assert [layer.rewritten for layer in layers] == [False, False]
     assert [layer.seen for layer in layers] == [None, None]
     posterior = build(Net(nn.ReLU(inplace=True)))

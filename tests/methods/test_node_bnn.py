@@ -11,7 +11,7 @@ import dissensus as ds
 import tiny
 from dissensus.layers.frozen_norm import FrozenNorm
 from dissensus.methods.parts.node_functions import NodeFunctions
-from dissensus.methods.parts.node_latents import cross_entropy, entropy_bound, for_examples, surrogate_kl
+from dissensus.methods.parts.node_latents import cross_entropy, entropy_bound, sample_for_examples, surrogate_kl
 from dissensus.utils.batch_norm_stats import statistics_layers
 from thinning import often
 
@@ -103,10 +103,10 @@ def test_all_latents_at_1_reproduce_the_network(name, mode):
 
 def test_components_come_in_turn_and_every_example_meets_each_of_them():
     mean, std = torch.arange(4.0)[:, None], torch.zeros(4, 1)
-    seen = for_examples(mean, std, 12).reshape(3, 4)  # three examples, four samples of each
+    seen = sample_for_examples(mean, std, 12).reshape(3, 4)  # three examples, four samples of each
     assert torch.equal(seen.sort(1).values, torch.arange(4.0).expand(3, 4))
     torch.manual_seed(0)
-    firsts = [float(for_examples(mean, std, 1)) for _ in range(400)]  # fewer examples than components
+    firsts = [float(sample_for_examples(mean, std, 1)) for _ in range(400)]  # fewer examples than components
     assert {firsts.count(k) > 60 for k in range(4)} == {True}  # 100 ± 4 · 8.7 of each
 
 
@@ -123,8 +123,8 @@ def test_the_loss_is_the_expected_nll_plus_kl_less_gamma_times_entropy_over_n(bo
     torch.manual_seed(5)
     loss = float(posterior.loss(x, y).detach())
     torch.manual_seed(5)
-    z = for_examples(posterior.mean, posterior.std, 48)
-    drawn = NodeFunctions(posterior.particles.apart(), posterior.sites, z)
+    z = sample_for_examples(posterior.mean, posterior.std, 48)
+    drawn = NodeFunctions(posterior.particles.with_separate_template(), posterior.sites, z)
     outputs = torch.stack([drawn(x[i // 4][None])[i, 0] for i in range(48)])
     nll = nn.functional.cross_entropy(outputs, y.repeat_interleave(4))
     mean, std = posterior.mean, posterior.std
@@ -216,7 +216,7 @@ def test_collapse_is_the_forward_pass_with_those_latents_fixed(net):
     torch.manual_seed(0)
     x, _ = tiny.points()
     posterior = build(net, mode="both", bias_latent=True, init_spread=0.3).eval()
-    functions = NodeFunctions(posterior.particles.apart(), posterior.sites, posterior.mean)(x)
+    functions = NodeFunctions(posterior.particles.with_separate_template(), posterior.sites, posterior.mean)(x)
     for k in range(4):
         network = posterior.collapse(k)
         assert {type(part) for part in network.modules()} == {type(part) for part in net().modules()}
@@ -256,7 +256,7 @@ def test_functions_run_one_after_the_other_are_those_run_at_once():
     posterior, (x, _) = build(mode="both").eval(), tiny.points()
     at_once = posterior.draw()
     one_by_one = copy.copy(at_once)
-    one_by_one.particles = at_once.particles.apart()
+    one_by_one.particles = at_once.particles.with_separate_template()
     one_by_one.particles.how = "loop"
     torch.testing.assert_close(one_by_one(x), at_once(x), rtol=0, atol=1e-12)
     parts = list(one_by_one.predict_parts(x))
@@ -269,9 +269,9 @@ def test_drawn_functions_stay_what_they_are_whatever_becomes_of_the_weights(net,
     torch.manual_seed(0)
     posterior, (x, _) = build(net, mode="both", bias_latent=True).eval(), tiny.points()
     drawn = posterior.draw()
-    live = NodeFunctions(posterior.particles.apart(), posterior.sites, drawn.latents)
+    live = NodeFunctions(posterior.particles.with_separate_template(), posterior.sites, drawn.latents)
     monkeypatch.setattr("dissensus.methods.parts.node_functions.MOST_KERNELS", 0)  # no room: folded at every call
-    anew = NodeFunctions.fixed(posterior.particles, posterior.sites, drawn.latents)
+    anew = NodeFunctions.with_fixed_weights(posterior.particles, posterior.sites, drawn.latents)
     before = drawn(x)
     assert {name.split(".")[0] for name, _ in drawn.drawn.named_buffers()} == (
         {"latents"} if net is tiny.mlp else {"latents", "weight", "bias"}
@@ -330,7 +330,7 @@ def test_tied_weights_are_not_folded_along():
     posterior = ds.NodeBNN(network, data_size=9, mode="in", samples=4, init_spread=0.4).eval()
     x = torch.tensor([0, 1, 2])
     mean = posterior.mean[0]
-    outputs = NodeFunctions(posterior.particles.apart(), posterior.sites, posterior.mean)(x)
+    outputs = NodeFunctions(posterior.particles.with_separate_template(), posterior.sites, posterior.mean)(x)
     inner = network.conv((network.embed(x) * mean[:4])[:, :, None])[:, :, 0]
     torch.testing.assert_close(outputs[0], (inner * mean[4:]) @ network.embed.weight.T, rtol=0, atol=1e-12)
     torch.testing.assert_close(posterior.collapse(0)(x), outputs[0], rtol=0, atol=1e-12)
@@ -373,7 +373,7 @@ def test_frozen_batch_norm_is_cut_for_speed_and_is_an_ordinary_layer_wherever_ne
     assert isinstance(posterior.particles.template.network[2], FrozenNorm)
     assert type(ds.NodeBNN(network, data_size=12).particles.template.network[2]) is nn.BatchNorm2d
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
-    for out in (posterior.collapse(0), posterior.given(), posterior.draw().member(1)):
+    for out in (posterior.collapse(0), posterior.plain_network(), posterior.draw().member(1)):
         assert type(out[2]) is nn.BatchNorm2d
     torch.testing.assert_close(posterior.draw().member(1)(x), posterior.eval()(x)[1], rtol=0, atol=1e-12)
 
@@ -473,7 +473,7 @@ def test_networks_of_the_library_are_built_again_from_the_file(tmp_path):
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path)
     assert torch.equal(loaded.mean, posterior.mean)
-    assert type(loaded.given()) is ds.nets.MLP
+    assert type(loaded.plain_network()) is ds.nets.MLP
 
 
 # ---------------------------------------------------------------------------------------------------- bad input

@@ -12,7 +12,7 @@ from dissensus.methods.parts.node_latents import (
     component_entropies,
     cross_entropy,
     entropy_bound,
-    raw_std,
+    inverse_softplus,
     surrogate_kl,
 )
 
@@ -119,4 +119,4 @@ def test_the_cross_entropy_is_the_mean_of_the_log_prior_under_the_mixture():
 
 def test_raw_std_is_the_inverse_of_softplus_from_small_to_large():
     std = torch.tensor([1e-4, 0.02, 0.3, 5.0, 50.0], dtype=torch.float64)
-    torch.testing.assert_close(torch.nn.functional.softplus(raw_std(std)), std, rtol=1e-12, atol=0)
+    torch.testing.assert_close(torch.nn.functional.softplus(inverse_softplus(std)), std, rtol=1e-12, atol=0)

@@ -6,7 +6,7 @@ from torch import distributions, nn
 
 import dissensus as ds
 import tiny
-from dissensus.methods.parts.node_latents import Complexity, cauchy
+from dissensus.methods.parts.node_latents import Complexity, cauchy_noise
 
 MEAN = torch.tensor([[1.0, 0.8, 1.3], [1.2, 1.1, 0.9]], dtype=torch.float64)
 STD = torch.tensor([[0.3, 0.2, 0.1], [0.25, 0.4, 0.2]], dtype=torch.float64)
@@ -51,13 +51,13 @@ def test_the_cost_of_a_mixture_is_at_least_its_kl(family):
 @pytest.mark.parametrize("family", LAWS)
 def test_latents_are_drawn_from_their_law(family):
     posterior = build(nn.Linear(2, 2), family=family, components=1, samples=20_000)
-    latents = posterior._sample()  # (S, 4)
+    latents = posterior._sample_latents()  # (S, 4)
     law = LAWS[family](posterior.mean[0].detach(), posterior.std[0].detach())
     shares = torch.stack([(latents <= law.icdf(torch.tensor(q))).double().mean(0) for q in (0.1, 0.5, 0.9)])
     expected = torch.tensor([[0.1], [0.5], [0.9]], dtype=torch.float64)
     error = (expected * (1 - expected) / 20_000).sqrt()
     assert bool(((shares - expected).abs() < 5 * error).all())
-    assert bool(cauchy(1_000_000, dtype=torch.float32, device="cpu").isfinite().all())
+    assert bool(cauchy_noise(1_000_000, dtype=torch.float32, device="cpu").isfinite().all())
 
 
 def test_a_function_is_s_times_w_times_r_x_plus_b():

@@ -20,8 +20,8 @@ from dissensus.numerics.annealing import Annealing
 from saved_files import config_of, reseal
 
 STRATEGIES = {
-    "vectorised": strategies.vectorised,
-    "loop": strategies.looped,
+    "vectorised": strategies.vectorised_gradients,
+    "loop": strategies.looped_gradients,
     "loop, graphs kept": strategies.looped_keeping_graphs,
 }
 ESTIMATORS = {
@@ -192,14 +192,14 @@ def test_repulsion_happens_where_it_is_asked_to():
     torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-10)
 
     noisy = FunctionRDE(nets, data_size=50, repel_at="noise", noise=0.25)
-    inputs = noisy._elsewhere(x)
+    inputs = noisy._repulsion_inputs(x)
     assert float((inputs - x).std()) == pytest.approx(0.25, rel=0.3)  # 48 numbers
     noisy.backward(x, y)
     same = FunctionRDE(nets, data_size=50, repel_at=inputs)
     same.backward(x, y)
     torch.testing.assert_close(flat_gradients(noisy), flat_gradients(same), rtol=0, atol=1e-10)
     noisy.steps += 1
-    assert not torch.allclose(noisy._elsewhere(x), inputs)
+    assert not torch.allclose(noisy._repulsion_inputs(x), inputs)
 
 
 def test_the_functional_prior_is_the_score_of_fresh_networks():

@@ -137,7 +137,7 @@ def test_a_loop_of_ones_own_may_begin_late():
         optimizer.step()
         posterior.observe(optimizer)
     assert int(posterior.recorder.snapshots.taken) == 4
-    assert posterior.began == 0
+    assert posterior.steps_before_run == 0
 
 
 # ---------------------------------------------------------------------------------------------------- interruptions

@@ -132,7 +132,7 @@ def test_rate_and_noise_follow_the_cycles(cycles, expected):
 def test_snapshots_of_cycles_of_unequal_length_are_the_last_ones_of_each():
     snapshots = CycleSnapshots(6, cycles=3, tail=0.8)
     snapshots.begin(100)
-    due = [step for step in range(100) if snapshots.due()]
+    due = [step for step in range(100) if snapshots.count_step()]
     assert due == [30, 33, 63, 66, 96, 99]  # cycles of 34, 33 and 33 steps, of which 6 are sampled
 
 
@@ -140,7 +140,7 @@ def test_snapshots_of_cycles_of_unequal_length_are_the_last_ones_of_each():
 def test_a_number_that_cycles_do_not_divide_is_spread_over_them(wanted, expected):
     snapshots = CycleSnapshots(wanted, cycles=8, tail=0.5)
     snapshots.begin(80)
-    due = [step for step in range(80) if snapshots.due()]
+    due = [step for step in range(80) if snapshots.count_step()]
     assert [sum(10 * cycle <= step < 10 * (cycle + 1) for step in due) for cycle in range(8)] == expected
 
 
@@ -195,7 +195,7 @@ def test_it_is_saved_and_loaded_with_the_noise_of_each_snapshot(tmp_path):
     predictive = posterior.predict(x)
     noise = posterior.sample(3)["likelihood.log_noise"].double().flatten()  # (2 · 3,)
     assert len(noise.unique()) == 6
-    torch.testing.assert_close(predictive.described()[1][:, 0, 0], (2 * noise).exp(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(predictive.defining_tensors()[1][:, 0, 0], (2 * noise).exp(), rtol=0, atol=1e-12)
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, tiny.mlp(outputs=2))
     assert torch.equal(loaded.predict(x).members, predictive.members)

@@ -24,8 +24,8 @@ def test_the_three_kinds():
 def test_a_batch_is_the_largest_seen_in_training_times_those_gathered():
     strength = Strength("1/B", None)
     for size in (12, 5):
-        strength.see(size, training=True)
-    strength.see(100, training=False)  # an evaluation is no training batch
+        strength.note_batch_size(size, training=True)
+    strength.note_batch_size(100, training=False)  # an evaluation is no training batch
     assert strength() == 1 / 12
     assert strength(gathered=4) == 1 / 48
     assert Strength("1/B", None, 48)(gathered=4) == 1 / 48  # told, it is the whole step's
@@ -33,7 +33,7 @@ def test_a_batch_is_the_largest_seen_in_training_times_those_gathered():
 
 def test_a_weight_of_two_is_two_examples_and_a_weight_of_zero_none():
     strength = Strength("1/B", None)
-    strength.see(4, training=True)
+    strength.note_batch_size(4, training=True)
     assert float(strength(4, torch.tensor([2.0, 2.0, 2.0, 2.0]))) == 1 / 8
     assert float(strength(4, torch.tensor([1.0, 1.0, 0.0, 0.0]))) == 1 / 4  # a partial batch
     assert float(strength(4, torch.zeros(4))) == 0
@@ -110,5 +110,5 @@ def test_other_bad_input_is_an_error():
 
 def test_weights_in_half_precision_are_summed_in_full():
     strength = Strength("1/B", None)
-    strength.see(4096, training=True)
+    strength.note_batch_size(4096, training=True)
     assert float(strength(4096, torch.full((4096,), 20.0).half())) == pytest.approx(1 / (20 * 4096), rel=1e-6)

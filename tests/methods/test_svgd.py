@@ -27,8 +27,8 @@ from dissensus.numerics import score_estimates
 from dissensus.numerics.annealing import Annealing
 
 STRATEGIES = {
-    "vectorised": strategies.vectorised,
-    "loop": strategies.looped,
+    "vectorised": strategies.vectorised_gradients,
+    "loop": strategies.looped_gradients,
     "loop, graphs kept": strategies.looped_keeping_graphs,
 }
 
@@ -75,7 +75,7 @@ def test_every_way_of_running_members_gives_the_gradients_of_loss(space, strateg
     posterior = SVGD(nets, data_size=50, space=space)
     other = copy.deepcopy(posterior)
     found = STRATEGIES[strategy](posterior, Batch(x, y))
-    gradients = posterior.mix(found.gradients) if posterior.mixes else found.gradients
+    gradients = posterior.mix(found.gradients) if posterior.mixes_gradients else found.gradients
     other.loss(x, y).backward()
     for name, parameter in other.particles.own_parameters().items():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-10, msg=name)

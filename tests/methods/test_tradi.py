@@ -11,7 +11,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.methods import TRADI
-from dissensus.methods.parts.kalman import kalman
+from dissensus.methods.parts.kalman import kalman_step
 
 # ---------------------------------------------------------------------------------------------------- gains
 
@@ -19,8 +19,8 @@ from dissensus.methods.parts.kalman import kalman
 def gains(steps: int) -> tuple[float, float]:
     p_mean = p_variance = k_mean = k_variance = 0.0
     for _ in range(steps):
-        k_mean, p_mean = kalman(p_mean, 1e-4, 10.0)
-        k_variance, p_variance = kalman(p_variance, 5e-5, 10.0)
+        k_mean, p_mean = kalman_step(p_mean, 1e-4, 10.0)
+        k_variance, p_variance = kalman_step(p_variance, 5e-5, 10.0)
     return k_mean, k_variance
 
 
@@ -266,9 +266,9 @@ def test_under_plain_gradient_descent_the_lag_dies_out_as_the_product_of_the_gai
     posterior = watched("sgd", steps=60, init="he", state_noise=(0.3, 0.1))[0]
     share, p = 1.0, 0.0
     for _ in range(60):
-        k, p = kalman(p, 0.3, 10.0)
+        k, p = kalman_step(p, 0.3, 10.0)
         share *= 1 - k
-    assert posterior.filters.memory_of_start == pytest.approx(share, rel=1e-12)
+    assert posterior.filters.start_influence == pytest.approx(share, rel=1e-12)
     torch.manual_seed(3)
     start = network().double()
     for name, parameter in posterior.network.named_parameters():
@@ -432,11 +432,11 @@ def test_weight_and_bias_of_a_layer_are_correlated_where_layers_are(correlation,
 
 def test_what_torch_parametrizes_is_one_layer():
     module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)), nn.Linear(3, 1))
-    names = TRADI(module, correlation="layer").recorder._correlated()
+    names = TRADI(module, correlation="layer").recorder._correlated_groups()
     assert [len(each) for each in names] == [3, 2]
-    assert [len(each) for each in TRADI(nn.Linear(2, 1), correlation="layer").recorder._correlated()] == [2]
+    assert [len(each) for each in TRADI(nn.Linear(2, 1), correlation="layer").recorder._correlated_groups()] == [2]
     alone = TRADI(nn.utils.parametrizations.weight_norm(nn.Linear(2, 1)), correlation="layer")
-    assert [len(each) for each in alone.recorder._correlated()] == [3]
+    assert [len(each) for each in alone.recorder._correlated_groups()] == [3]
 
 
 # ---------------------------------------------------------------------------------------------------- draws and files

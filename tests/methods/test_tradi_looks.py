@@ -10,7 +10,7 @@ import dissensus as ds
 import tiny
 from dissensus.core.parameter_groups import plateau_linear
 from dissensus.methods import TRADI
-from dissensus.training.epochs import look, looks
+from dissensus.training.epochs import can_keep_epoch, draw_for_validation
 from dissensus.training.fit import validation_nll
 
 
@@ -26,7 +26,7 @@ def started(**keywords) -> TRADI:
 
 def looked_at(epochs: int, posterior: TRADI | None = None) -> list[int]:
     posterior = posterior or started()
-    return [epoch for epoch in range(epochs) if looks(posterior, epoch, epochs)]
+    return [epoch for epoch in range(epochs) if can_keep_epoch(posterior, epoch, epochs)]
 
 
 def fitted(posterior: TRADI, *, epochs: int = 16, rate: float = 0.3, validate: bool = True, **keywords):
@@ -95,7 +95,7 @@ def test_a_look_scores_sampled_networks_with_batch_statistics_of_the_validation_
     posterior = TRADI(network(), samples=5, state_noise=(1.0, 0.5))
     fitted(posterior, validate=False)
     rows = [tiny.points(15, seed=1), tiny.points(10, seed=2)]
-    drawn = look(posterior, 3, 4, rows)
+    drawn = draw_for_validation(posterior, 3, 4, rows)
     members = [drawn.member(i) for i in range(5)]
     for member in members:
         assert not torch.equal(member[0].weight, posterior.network[0].weight)
@@ -106,7 +106,7 @@ def test_a_look_scores_sampled_networks_with_batch_statistics_of_the_validation_
     mean = torch.stack([member(x).softmax(1) for member in members]).mean(0)
     nll = -mean[torch.arange(25), y].log().mean().detach()
     assert validation_nll(posterior, rows, drawn) == pytest.approx(float(nll), rel=1e-12)
-    assert look(posterior, 2, 4, rows) is None  # not an epoch to look at
+    assert draw_for_validation(posterior, 2, 4, rows) is None  # not an epoch to look at
     assert posterior.training is posterior.network.training is False
 
 

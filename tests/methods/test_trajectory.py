@@ -33,15 +33,15 @@ def test_snapshots_are_spread_over_the_last_quarter_and_end_with_the_run(steps, 
 
 
 def taken(snapshots: Snapshots, steps: int) -> list[int]:
-    return [step for step in range(steps) if snapshots.due()]
+    return [step for step in range(steps) if snapshots.count_step()]
 
 
 def test_a_step_to_record_is_known_before_it_is_taken():
     snapshots = Snapshots(3, 4, wanted=9)
     for _ in range(14):
-        expected = snapshots.upcoming
-        assert snapshots.upcoming == expected  # asking changes nothing
-        assert snapshots.due() == expected
+        expected = snapshots.reads_next_step
+        assert snapshots.reads_next_step == expected  # asking changes nothing
+        assert snapshots.count_step() == expected
 
 
 def test_given_times_are_counted_from_0():

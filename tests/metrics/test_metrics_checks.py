@@ -104,16 +104,16 @@ def test_integer_probabilities_and_missing_class_axis_are_errors():
 
 
 def test_void_labels_may_lie_outside_the_classes_but_only_they():
-    metric_inputs.labelled(P, torch.tensor([0, 255, 1]), 255)
+    metric_inputs.labelled_rows(P, torch.tensor([0, 255, 1]), 255)
     with pytest.raises(ValueError, match="got 7 at row 1; only 255 marks void"):
-        metric_inputs.labelled(P, torch.tensor([255, 7, 1]), 255)
+        metric_inputs.labelled_rows(P, torch.tensor([255, 7, 1]), 255)
 
 
 def test_pixels_come_out_as_rows_in_the_order_of_the_labels():
     p = torch.rand(2, 3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     p = p / p.sum(1, keepdim=True)
     y = torch.arange(40).reshape(2, 4, 5) % 3
-    rows, labels = metric_inputs.labelled(p, y)
+    rows, labels = metric_inputs.labelled_rows(p, y)
     for i, (n, h, w) in enumerate([(n, h, w) for n in range(2) for h in range(4) for w in range(5)]):
         assert torch.equal(rows[i], p[n, :, h, w])
         assert labels[i] == y[n, h, w]

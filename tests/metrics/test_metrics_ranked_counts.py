@@ -16,9 +16,9 @@ def test_counts_stand_at_distinct_scores_from_high_to_low():
 def test_swapping_equals_negating_the_scores_and_exchanging_the_classes():
     generator = torch.Generator().manual_seed(0)
     score_in, score_ood = torch.randn(30, generator=generator).round(), torch.randn(20, generator=generator).round()
-    swapped = ranked_counts(score_in, score_ood)[1].swapped()
+    swapped = ranked_counts(score_in, score_ood)[1].swap_classes()
     torch.testing.assert_close(swapped, ranked_counts(-score_ood, -score_in)[1], rtol=0, atol=0)
-    torch.testing.assert_close(swapped.swapped(), ranked_counts(score_in, score_ood)[1], rtol=0, atol=0)
+    torch.testing.assert_close(swapped.swap_classes(), ranked_counts(score_in, score_ood)[1], rtol=0, atol=0)
 
 
 def test_empty_bins_change_nothing():

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import dissensus as ds
-from dissensus.nets.enet import unpooled
+from dissensus.nets.enet import unpool
 
 
 @pytest.mark.parametrize("size", [(180, 240), (23, 45), (16, 8), (9, 10)])
@@ -17,7 +17,7 @@ def test_outputs_have_the_size_of_the_image(size):
 def test_values_are_put_back_as_torch_does(size):
     x = torch.randn(2, 3, *size)
     pooled, places = F.max_pool2d(x, 2, ceil_mode=True, return_indices=True)
-    assert torch.equal(unpooled(pooled, places, x.shape[2:]), F.max_unpool2d(pooled, places, 2, output_size=size))
+    assert torch.equal(unpool(pooled, places, x.shape[2:]), F.max_unpool2d(pooled, places, 2, output_size=size))
 
 
 def test_members_side_by_side_are_those_of_the_loop():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dissensus as ds
-from dissensus.bench.run.build import required
+from dissensus.bench.run.build import required_keywords
 
 # name -> (one network, inputs): as small as these networks take them
 NETS = {
@@ -50,7 +50,7 @@ def test_it_trains_predicts_and_comes_back(network, method, tmp_path):
     if method == "mc_dropout" and network != "LeNet":
         del keywords["rate"]  # they have dropout of their own
     several = next(iter(inspect.signature(kind).parameters)) == "modules"
-    if "data_size" in (needed := required(kind)):
+    if "data_size" in (needed := required_keywords(kind)):
         keywords["data_size"] = 4
     if "layer" in needed:
         last = list(dict(make().get_submodule(ENDS[network]).named_children()))

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import dissensus as ds
-from dissensus.numerics.eigen import by_products, extreme_eigenvectors, leading_eigenvectors
+from dissensus.numerics.eigen import eigenvectors_by_products, extreme_eigenvectors, leading_eigenvectors
 
 
 def symmetric(eigenvalues: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def test_what_rounding_leaves_beyond_the_rank_is_nothing(size, tail):
 def test_both_ways_give_the_same_end_of_the_spectrum(order):
     matrix = symmetric(torch.linspace(0.01, 1, 12, dtype=torch.float64))
     values, vectors = extreme_eigenvectors(matrix, 4, order)
-    others, theirs = by_products(matrix, 4, order)
+    others, theirs = eigenvectors_by_products(matrix, 4, order)
     everything = torch.linalg.eigvalsh(matrix)
     expected = everything[-4:] if order == "largest" else everything[:4]
     torch.testing.assert_close(values.sort().values, expected, rtol=0, atol=1e-14)

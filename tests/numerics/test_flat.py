@@ -37,8 +37,8 @@ def test_a_block_lies_as_its_tensors_do():
     assert block.flat.sum().item() == pytest.approx(float(rows.double().sum() + channels.double().sum()), abs=1e-12)
     block.flat.zero_()
     assert float(block.views[0].abs().max()) == 0
-    assert block.fits([rows, channels])
-    assert not block.fits([rows, channels.contiguous()])
+    assert block.has_layout_of([rows, channels])
+    assert not block.has_layout_of([rows, channels.contiguous()])
 
 
 def test_a_tensor_with_holes_in_memory_gets_a_dense_view():
@@ -47,4 +47,4 @@ def test_a_tensor_with_holes_in_memory_gets_a_dense_view():
     block.views[0].copy_(holes)
     assert torch.equal(block.views[0], holes)
     assert block.flat.shape == (12,)
-    assert block.fits([holes])
+    assert block.has_layout_of([holes])

@@ -9,8 +9,8 @@ from torch._C import _functorch as functorch
 from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import BaseTorchDispatchMode, _get_current_dispatch_mode_stack
 
-from dissensus.core.member_runner import Ways
-from dissensus.utils.torch_guard import torch_left_as_found
+from dissensus.core.member_runner import FallbackChain
+from dissensus.utils.torch_guard import TorchStateGuard
 
 
 def fail_halfway():
@@ -28,9 +28,9 @@ def state():
 
 def test_a_failure_halfway_leaves_neither_levels_nor_modes_open():
     before = state()
-    with torch_left_as_found("torch.onnx"):
+    with TorchStateGuard("torch.onnx"):
         assert logging.getLogger("torch.onnx").level == logging.CRITICAL
-    with pytest.raises(RuntimeError, match="halfway"), torch_left_as_found("torch.onnx"):
+    with pytest.raises(RuntimeError, match="halfway"), TorchStateGuard("torch.onnx"):
         fail_halfway()
     assert state() == before
     nn.Linear(2, 2)
@@ -39,7 +39,7 @@ def test_a_failure_halfway_leaves_neither_levels_nor_modes_open():
 def test_levels_and_modes_of_the_caller_stay():
     def inside(x):
         before = state()
-        with pytest.raises(RuntimeError, match="halfway"), torch_left_as_found():
+        with pytest.raises(RuntimeError, match="halfway"), TorchStateGuard():
             fail_halfway()
         assert state() == before
         return 2 * x
@@ -51,6 +51,6 @@ def test_levels_and_modes_of_the_caller_stay():
 
 def test_a_way_that_fails_halfway_leaves_torch_to_the_next_as_it_was():
     before, said = state(), []
-    ways = Ways(lambda name, reason: said.append((name, reason)), fast=fail_halfway, slow=lambda: state())
+    ways = FallbackChain(lambda name, reason: said.append((name, reason)), fast=fail_halfway, slow=lambda: state())
     assert ways() == before
     assert said == [("fast", "halfway")]

@@ -43,12 +43,12 @@ def filters_agree(
         weights = [p.detach() for p in parameters]
         for each in (plain, fast):
             k, l = each._gains(each.observed.add())
-            given = (weights, each._moved(optimizer), k, 1 - l, l * (1 - k) ** 2)
+            given = (weights, each._group_gradients(optimizer), k, 1 - l, l * (1 - k) ** 2)
             if each is fast:
                 skipped = torch.tensor(float(bad and step == 1), device=device) if flagged else None
-                assert each._state(weights).step_fused(*given, skipped=skipped, on=device)
+                assert each._filter_state(weights).step_fused(*given, skipped=skipped, on=device)
             else:
-                each._state(weights).step(*given)
+                each._filter_state(weights).step(*given)
     for name, mean in plain.mean.items():
         torch.testing.assert_close(fast.mean[name], mean, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(fast.variance[name], plain.variance[name], rtol=2e-6, atol=1e-7)
@@ -115,7 +115,7 @@ def test_compiled_kernels_equal_plain_operations():
 
 def test_tensors_that_no_kernel_may_go_over_are_refused(monkeypatch):
     """Holes and overlaps would be written to, other dtypes misread."""
-    monkeypatch.setattr(multi_tensor, "works", lambda device: True)
+    monkeypatch.setattr(multi_tensor, "can_run_kernels", lambda device: True)
     whole = [torch.zeros(4, 6), torch.zeros(3)]
     assert Chunks().find(whole, on="cpu")
     assert not Chunks().find(whole)  # not on a GPU
@@ -124,7 +124,7 @@ def test_tensors_that_no_kernel_may_go_over_are_refused(monkeypatch):
     assert not Chunks().find(whole, [torch.zeros(6, 4).T, torch.zeros(3)], on="cpu")
     assert not Chunks().find([torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16)], on="cpu")
     assert not Chunks().find([torch.zeros(3, dtype=torch.float64)], on="cpu")
-    monkeypatch.setattr(multi_tensor, "works", lambda device: False)
+    monkeypatch.setattr(multi_tensor, "can_run_kernels", lambda device: False)
     assert not Chunks().find(whole, on="cpu")
 
 
@@ -132,22 +132,22 @@ def test_where_triton_cannot_compile_the_plain_form_is_used_and_the_reason_logge
     def failing(*args, **kwargs):
         raise RuntimeError("Failed to find C compiler\nand more")
 
-    monkeypatch.setattr(multi_tensor, "triton", lambda: (None, None))
+    monkeypatch.setattr(multi_tensor, "load_kernels", lambda: (None, None))
     monkeypatch.setattr(multi_tensor, "_launch", failing)
-    multi_tensor.works.cache_clear()
+    multi_tensor.can_run_kernels.cache_clear()
     with caplog.at_level("INFO", logger="dissensus"):
         assert not Chunks().find([torch.zeros(3)], on="cpu")
-    multi_tensor.works.cache_clear()
+    multi_tensor.can_run_kernels.cache_clear()
     assert [record.message for record in caplog.records] == [
         "kernels in Triton are not used: Failed to find C compiler"
     ]
     gradients = [torch.ones(3)]
-    multi_tensor.clear_if(torch.ones(()), gradients, Chunks())
+    multi_tensor.clear_if_flagged(torch.ones(()), gradients, Chunks())
     assert gradients[0].tolist() == [0, 0, 0]
 
 
 def test_tables_follow_tensors_that_move(monkeypatch):
-    monkeypatch.setattr(multi_tensor, "works", lambda device: True)
+    monkeypatch.setattr(multi_tensor, "can_run_kernels", lambda device: True)
     chunks, first, second = Chunks(), torch.zeros(5), torch.zeros(5)
     for tensor in (first, second, second.resize_(2 * BLOCK + 1)):
         assert chunks.find([tensor], on="cpu")

@@ -3,35 +3,35 @@
 import torch
 
 from dissensus.data.corruption.image_draws import Draws, image_keys
-from dissensus.methods.parts.comparison_spaces import normal_of_step
-from dissensus.numerics.hashing import WEYL, mixed, shifted, signed
+from dissensus.methods.parts.comparison_spaces import normal_from_step
+from dissensus.numerics.hashing import WEYL, as_signed, mix_bits, shift_right
 
 
 def test_the_generator_is_splitmix64() -> None:
     # the first outputs for the seed 1234567, as widely published for this algorithm
     known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
-    ours = mixed(1234567 + torch.arange(1, 6) * WEYL)
+    ours = mix_bits(1234567 + torch.arange(1, 6) * WEYL)
     assert [word % 2**64 for word in ours.tolist()] == known
 
 
 def test_a_word_is_not_changed_where_it_lies() -> None:
     words = torch.tensor([-1, 7])
-    mixed(words)
+    mix_bits(words)
     assert words.tolist() == [-1, 7]
 
 
 def test_shifts_are_logical() -> None:
-    assert shifted(torch.tensor([-1]), 60).tolist() == [15]
-    assert [signed(word) for word in (2**64 - 1, 2**63, 5)] == [-1, -(2**63), 5]
+    assert shift_right(torch.tensor([-1]), 60).tolist() == [15]
+    assert [as_signed(word) for word in (2**64 - 1, 2**63, 5)] == [-1, -(2**63), 5]
 
 
 def test_vmap_gives_each_row_its_own_bits() -> None:
     words = torch.arange(6).reshape(2, 3)
-    assert torch.equal(torch.func.vmap(mixed)(words), mixed(words))
+    assert torch.equal(torch.func.vmap(mix_bits)(words), mix_bits(words))
 
 
 def test_steps_and_images_have_the_numbers_they_always_had() -> None:
-    noise = normal_of_step(torch.zeros(3, 2, dtype=torch.float64), torch.tensor(3))
+    noise = normal_from_step(torch.zeros(3, 2, dtype=torch.float64), torch.tensor(3))
     known = [
         1.3636668920516968,
         0.0416016653180122,

@@ -94,11 +94,11 @@ def test_pruned_and_parametrised_members_predict_with_what_is_computed(how: str,
 def test_names_follow_the_tree() -> None:
     tree = TensorTree()
     for name in ("a.weight", "b.c.weight", "b.bias"):
-        tree.plant(name, nn.Parameter(torch.randn(2)))
-    tree.plant("b.mean", torch.zeros(2))
+        tree.add_tensor(name, nn.Parameter(torch.randn(2)))
+    tree.add_tensor("b.mean", torch.zeros(2))
 
     def named() -> bool:
-        found = tree.named()
+        found = tree.parameters_and_buffers()
         expected = dict(tree.named_parameters()), dict(tree.named_buffers())
         return all(list(a) == list(b) and all(a[k] is b[k] for k in a) for a, b in zip(found, expected, strict=True))
 
@@ -106,7 +106,7 @@ def test_names_follow_the_tree() -> None:
     other = nn.Parameter(torch.ones(2))
     tree.b.c.weight = other
     assert named()
-    assert tree.named()[0]["b.c.weight"] is other
+    assert tree.parameters_and_buffers()[0]["b.c.weight"] is other
     del tree.b.bias
     assert named()
     tree.b.register_buffer("bias", torch.ones(2))

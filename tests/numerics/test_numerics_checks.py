@@ -9,7 +9,7 @@ import torch
 import dissensus as ds
 import tiny
 from dissensus.data import Batches
-from dissensus.utils.checks import number, one_of, share, whole
+from dissensus.utils.checks import fraction, integer, number, one_of
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_settings_that_are_no_numbers_are_named(method, keyword):
 
 def test_numbers_of_other_libraries_are_numbers():
     for value in (3, np.int64(3)):
-        assert whole("samples", value) == 3
+        assert integer("samples", value) == 3
     for value in (3, 0.5, np.float32(0.5), torch.tensor(0.5)):
         assert number("noise", value) is value
 
@@ -59,12 +59,15 @@ def test_a_batch_size_is_a_whole_number():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: whole("rank", 0), "expected rank of at least 1, got 0; pass a larger number"),
+        (lambda: integer("rank", 0), "expected rank of at least 1, got 0; pass a larger number"),
         (
-            lambda: whole("start", -1, least=0, hint="0 is the start"),
+            lambda: integer("start", -1, least=0, hint="0 is the start"),
             "expected start of at least 0, got -1; 0 is the start",
         ),
-        (lambda: share("rate", 1.0), "expected rate above 0 and below 1, got 1.0; pass a number within these bounds"),
+        (
+            lambda: fraction("rate", 1.0),
+            "expected rate above 0 and below 1, got 1.0; pass a number within these bounds",
+        ),
         (lambda: number("std", float("nan")), "expected std as a finite number, got nan"),
         (lambda: number("std", -1, least=0), "expected std of at least 0, got -1"),
         (lambda: number("level", 1.5, above=0, most=1), "expected level above 0 and of at most 1, got 1.5"),
@@ -78,7 +81,7 @@ def test_a_value_out_of_bounds_is_one_error(call, message):
 
 
 def test_values_within_bounds_come_back():
-    assert whole("rank", 1) == 1
-    assert share("rate", 0.5) == 0.5
+    assert integer("rank", 1) == 1
+    assert fraction("rate", 0.5) == 0.5
     assert number("level", 1, above=0, most=1) == 1
     assert one_of("mode", "a", {"a": 1}) == "a"

@@ -9,13 +9,13 @@ from torch.func import functional_call
 
 import dissensus as ds
 import tiny
-from dissensus.utils.tensor_tree import Places, TensorTree, call_with, named_tensors, parts
+from dissensus.utils.tensor_tree import TensorPlaces, TensorTree, call_with_tensors, named_submodules, named_tensors
 
 
 def tree():
     planted = TensorTree()
-    planted.plant("a.weight", nn.Parameter(torch.ones(2, 3)))
-    planted.plant("a.count", torch.zeros(2))
+    planted.add_tensor("a.weight", nn.Parameter(torch.ones(2, 3)))
+    planted.add_tensor("a.count", torch.zeros(2))
     return planted
 
 
@@ -29,7 +29,7 @@ def are_those_of(module):
 def test_names_follow_whatever_replaces_tensors():
     planted = tree()
     assert are_those_of(planted)
-    planted.plant("b.bias", nn.Parameter(torch.ones(2)))
+    planted.add_tensor("b.bias", nn.Parameter(torch.ones(2)))
     assert are_those_of(planted)
     planted.to(torch.float64)
     assert are_those_of(planted)
@@ -69,7 +69,9 @@ class Tied(nn.Module):
 
 def test_a_call_with_other_tensors_is_torchs_functional_call_and_puts_back_what_was_there():
     network, x = Tied().double(), torch.randn(3, 4, dtype=torch.float64)
-    assert [name for name, _ in parts(network)] == [f"{name}." if name else "" for name, _ in network.named_modules()]
+    assert [name for name, _ in named_submodules(network)] == [
+        f"{name}." if name else "" for name, _ in network.named_modules()
+    ]
     assert are_those_of(network)
     before = {name: (id(t), t.clone()) for name, t in network.state_dict(keep_vars=True).items()}
     mine, others = ({n: torch.randn_like(t) for n, t in tensors.items()} for tensors in named_tensors(network))
@@ -77,11 +79,11 @@ def test_a_call_with_other_tensors_is_torchs_functional_call_and_puts_back_what_
     copied = {name: t.clone() for name, t in given.items()}
     tied = {"last.weight": copied["first.weight"]}
     expected = functional_call(copy.deepcopy(network), {**copied, **tied}, (x,), tie_weights=False)
-    for places in (None, Places(network)):
+    for places in (None, TensorPlaces(network)):
         again = {name: t.clone() for name, t in given.items()}
-        torch.testing.assert_close(call_with(network, again, x, places=places), expected, rtol=0, atol=0)
+        torch.testing.assert_close(call_with_tensors(network, again, x, places=places), expected, rtol=0, atol=0)
     with pytest.raises(RuntimeError):
-        call_with(network, given, torch.zeros(3, 5, dtype=torch.float64))
+        call_with_tensors(network, given, torch.zeros(3, 5, dtype=torch.float64))
     after = network.state_dict(keep_vars=True)
     assert {name: id(t) for name, t in after.items()} == {name: known for name, (known, _) in before.items()}
     assert all(torch.equal(after[name], value) for name, (_, value) in before.items())

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dissensus.bench.report.prose import claims
-from dissensus.bench.report.results import Results, Swept
+from dissensus.bench.report.prose import question_sentences
+from dissensus.bench.report.results import Results, SweptSetting
 from dissensus.bench.report.setting_sweep import CRITERION, accuracies, sweep_of, sweep_sentence
 from dissensus.bench.run.extra_measures import with_choice
 from dissensus.evaluation.corruption_curves import CorruptedCounts
@@ -32,7 +32,7 @@ def test_seeds_on_which_the_focus_is_larger_are_counted_pair_by_pair():
         "forde": regions(1.5, 1.5, 3.5),
         "forde-sample": regions(9.0, 9.0, 9.0),
     }
-    said = claims(results(methods, focus="forde", baseline="deep_ensemble"))
+    said = question_sentences(results(methods, focus="forde", baseline="deep_ensemble"))
     assert said == [
         "Between the data, forde has a mean standard deviation of 2.167: larger than that of "
         "svgd (0.5) and lit (0.5) on 3 of 3 seeds; of deep_ensemble (2) on 2 of 3 seeds.",
@@ -43,7 +43,7 @@ def test_seeds_on_which_the_focus_is_larger_are_counted_pair_by_pair():
 
 def test_only_seeds_that_both_methods_have_are_compared():
     methods = {"deep_ensemble": regions(1.0), "forde": regions(2.0, 0.0)}
-    assert "on 1 of 1 seed." in claims(results(methods, focus="forde"))[0]
+    assert "on 1 of 1 seed." in question_sentences(results(methods, focus="forde"))[0]
 
 
 def test_twice_the_entropy_of_the_baseline_is_counted():
@@ -51,15 +51,15 @@ def test_twice_the_entropy_of_the_baseline_is_counted():
         return [evaluation(region__off_data__entropy=value) for value in values]
 
     methods = {"deep_ensemble": entropies(0.5, 0.5), "forde": entropies(1.0, 0.8)}
-    said = claims(results(methods, focus="forde", baseline="deep_ensemble"))
+    said = question_sentences(results(methods, focus="forde", baseline="deep_ensemble"))
     assert (
         said[-1] == "Off the data, forde's entropy is 1.80 times that of deep_ensemble; at least twice on 1 of 2 seeds."
     )
 
 
 def test_nothing_is_claimed_without_a_focus_or_regions():
-    assert claims(results({"forde": regions(1.0), "map": regions(2.0)})) == []
-    assert claims(results({"forde": [evaluation(rmse=1.0)]}, focus="forde")) == []
+    assert question_sentences(results({"forde": regions(1.0), "map": regions(2.0)})) == []
+    assert question_sentences(results({"forde": [evaluation(rmse=1.0)]}, focus="forde")) == []
 
 
 def swept(validation: dict[str, list[float]], test: dict[str, float]) -> Results:
@@ -81,7 +81,7 @@ def swept(validation: dict[str, list[float]], test: dict[str, float]) -> Results
     }
     methods["deep_ensemble"] = [Evaluation("classification", {"accuracy": 0.5}, {}, "entropy")]
     values = {"forde": 0.0, "forde-a": 0.4, "forde-b": 1.0}
-    return results(methods, baseline="deep_ensemble", sweep=Swept("alpha", values))
+    return results(methods, baseline="deep_ensemble", sweep=SweptSetting("alpha", values))
 
 
 def test_the_choice_is_made_on_validation_rows_whatever_the_test_says():
@@ -97,7 +97,7 @@ def test_the_choice_is_made_on_validation_rows_whatever_the_test_says():
         "20.00 % (clean), 20.00 % (severities 1–3), 45.00 % (severities 4–5); deep_ensemble gives 50.00 % (clean)"
         in said
     )
-    assert claims(found) == [said]
+    assert question_sentences(found) == [said]
 
 
 def test_equal_values_choose_the_smallest_and_one_value_is_no_sweep():
@@ -105,7 +105,7 @@ def test_equal_values_choose_the_smallest_and_one_value_is_no_sweep():
         {"forde": [0.5], "forde-a": [0.5], "forde-b": [0.5]}, dict.fromkeys(("forde", "forde-a", "forde-b"), 0.1)
     )
     assert sweep_of(found).chosen == "forde"
-    assert sweep_of(results({"forde": [evaluation(rmse=1.0)]}, sweep=Swept("alpha", {"forde": 0.0}))) is None
+    assert sweep_of(results({"forde": [evaluation(rmse=1.0)]}, sweep=SweptSetting("alpha", {"forde": 0.0}))) is None
 
 
 def test_severities_are_grouped_as_far_as_they_were_measured():

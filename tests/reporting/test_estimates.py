@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dissensus.bench.report.estimates import Words, array_over, claim_of, mean_interval, slope_weights, verdicts
+from dissensus.bench.report.estimates import VerdictWords, array_over, claim_of, mean_interval, slope_weights, verdicts
 from dissensus.bench.report.intervals import student_quantile
 
 
@@ -50,7 +50,7 @@ def test_rows_become_an_array_over_their_columns_with_nan_where_there_is_none():
 def test_words_go_by_where_the_interval_lies(centre, word):
     values = np.array([[centre - 1e-3], [centre], [centre + 1e-3]])  # half-width 0.0025
     claim = claim_of("Which?", "this one", values, "points")
-    words = Words("above", "below", "neither", near=0.01, equal="equal")
+    words = VerdictWords("above", "below", "neither", near=0.01, equal="equal")
     (said,) = verdicts([claim], {"Which?": words, "Unasked?": words})
     assert said.startswith(f"Which? this one: {word}, {claim.text}")
     assert claim.text.startswith(f"{100 * centre:+.2f} (".replace("-", "−"))
@@ -58,7 +58,7 @@ def test_words_go_by_where_the_interval_lies(centre, word):
 
 def test_the_interval_beside_a_word_is_adjusted_as_the_word_is():
     """What one claim alone shows is not shown among two, and the interval is wider there."""
-    words = {"Which?": Words("above", "below", "neither", near=0.01, equal="equal")}
+    words = {"Which?": VerdictWords("above", "below", "neither", near=0.01, equal="equal")}
     one = claim_of("Which?", "this one", np.array([[0.013], [0.02], [0.027]]), "points")  # half-width 0.0174
     far = claim_of("Which?", "that one", np.array([[0.049], [0.05], [0.051]]), "points")  # half-width 0.0025
     near = one._replace(value=0.0, lower=-0.009, upper=0.009)

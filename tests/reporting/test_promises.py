@@ -5,7 +5,7 @@ import torch
 
 import dissensus as ds
 from dissensus.bench.report.measures import measures
-from dissensus.bench.report.report_figures import promised
+from dissensus.bench.report.report_figures import guarantee_section
 from dissensus.bench.report.results import Results
 from dissensus.plots.charts import colours
 
@@ -43,7 +43,7 @@ def test_the_table_has_what_was_promised_and_what_came_of_it(evaluations):
 
 def test_curves_have_a_line_at_what_was_promised(evaluations):
     results = Results("", "", evaluations, {"first": [{}]})
-    title, _, figures = promised(results, colours(["first"]))
+    title, _, figures = guarantee_section(results, colours(["first"]))
     assert title == "Are promises kept?"
     assert [words for words, _ in figures] == [
         "Coverage by difficulty: conformal",
@@ -57,4 +57,4 @@ def test_curves_have_a_line_at_what_was_promised(evaluations):
 
 def test_without_promises_there_is_no_section(evaluations):
     plain = {"first": [ds.Evaluation("classification", {"accuracy": 1.0}, {}, "max_probability")]}
-    assert promised(Results("", "", plain, {"first": [{}]}), colours(["first"])) is None
+    assert guarantee_section(Results("", "", plain, {"first": [{}]}), colours(["first"])) is None

@@ -7,9 +7,9 @@ import torch
 
 from dissensus.bench.report.measures import measures
 from dissensus.bench.report.published_numbers import (
-    Published,
+    PublishedNumber,
     orderings,
-    published,
+    published_numbers,
     reference_sentences,
     reference_table,
 )
@@ -40,9 +40,9 @@ def results(reference=REFERENCE, **methods: tuple[float, float, float]) -> Resul
 
 
 def test_numbers_come_with_or_without_an_error():
-    found = published(REFERENCE)
-    assert found["deep_ensemble"]["accuracy"] == Published(0.95, 0.01)
-    assert found["map"]["nll"] == Published(0.5, None)
+    found = published_numbers(REFERENCE)
+    assert found["deep_ensemble"]["accuracy"] == PublishedNumber(0.95, 0.01)
+    assert found["map"]["nll"] == PublishedNumber(0.5, None)
     assert list(found) == ["map", "deep_ensemble", "swag"]
 
 

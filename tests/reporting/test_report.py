@@ -22,7 +22,7 @@ from matplotlib.image import imread
 
 import dissensus as ds
 from dissensus.bench.report import report_figures, tables
-from dissensus.bench.report.html_report import rendered, report_content, write_report
+from dissensus.bench.report.html_report import render_template, report_content, write_report
 from dissensus.bench.report.measures import measures
 from dissensus.bench.report.results import results_of_evaluations
 from dissensus.bench.run import jobs
@@ -222,20 +222,20 @@ def test_the_best_is_marked_and_its_equals_are(tmp_path):
     worse.arrays["test/nll"] = nll + shift
     worse.metrics["nll"] += 1
     results = results_of_evaluations({"good": good, "worse": worse, "twin": good}, "t")
-    found, draws = tables.draws_of(results)
+    found, draws = tables.measures_and_draws(results)
     rows = {(row.group, row.label): row for row in tables.main_table(results, found, draws).rows}
     nll = rows["test", "NLL"]
     assert [cell.best for cell in nll.cells] == [True, False, True]  # equal numbers are both best
     assert nll.cells[1].note == "p < 0.001"
     assert not nll.cells[1].equal
-    against = tables.differences(results, found, draws, "worse")
+    against = tables.compare_with_baseline(results, found, draws, "worse")
     difference = tables.difference_table(results, found, against, "worse")
     first = next(row for row in difference.rows if row.label == "NLL" and row.group == "test")
     assert first.cells[0].text == "−1.0000"
     assert not first.cells[0].best  # p < 0.001, but one seed says nothing of others
     several = results_of_evaluations({"good": [good, good], "worse": [worse, worse]}, "t")
-    found, draws = tables.draws_of(several)
-    against = tables.differences(several, found, draws, "worse")
+    found, draws = tables.measures_and_draws(several)
+    against = tables.compare_with_baseline(several, found, draws, "worse")
     rows = {(row.group, row.label): row for row in tables.difference_table(several, found, against, "worse").rows}
     assert rows["test", "NLL"].cells[0].clear
 
@@ -288,7 +288,7 @@ def test_the_best_coverage_is_the_one_nearest_its_target(tmp_path):
         return Evaluation("regression", metrics, {"test/covered90": inside}, "variance")
 
     results = results_of_evaluations({"all": covered(1.0), "near": covered(0.86)}, "t")
-    found, draws = tables.draws_of(results)
+    found, draws = tables.measures_and_draws(results)
     row = next(r for r in tables.main_table(results, found, draws).rows if r.label.startswith("Coverage"))
     assert [cell.best for cell in row.cells] == [False, True]
 
@@ -355,14 +355,14 @@ def every_figure() -> dict[str, Figure]:
     first, second = names
     edges = [i / 15 for i in range(16)]
     return {
-        "reliability": charts.reliability(
+        "reliability": charts.reliability_figure(
             [0] * 4 + [1] * 10 + [1996], edges[1:], edges[:-1], edges, title=f"{second}: ECE 12.34 %", colour="#4c8bc9"
         ),
         "entropy": charts.ood_histogram(
             [1e-12, 1e-5, 0.1], {second: [0.5, 1.0]}, score="entropy", title=second, colour="#4c8bc9"
         ),
         "energy": charts.ood_histogram([-3e3, -1.0], {first: [2e3]}, score="energy", title=first, colour="#4c8bc9"),
-        "roc": charts.roc(
+        "roc": charts.roc_figure(
             {first: ([0, 0.2, 1], [0, 0.9, 1], 0.9), second: ([0, 1], [0, 1], 0.5)}, title=second, palette=palette
         ),
         "risk": charts.risk_coverage_figure(
@@ -419,7 +419,7 @@ def test_the_text_of_a_figure_neither_overlaps_nor_leaves_it(name):
 def test_a_thinned_curve_keeps_its_ends_and_its_shape():
     x = torch.linspace(0, 1, 5000)
     y = (x > 0.5).double()
-    thin_x, thin_y = charts._thinned(x, y)
+    thin_x, thin_y = charts._thin_curve(x, y)
     assert len(thin_x) <= 302
     assert (thin_x[0], thin_x[-1]) == (0, 1)
     step = next(float(a) for a, b in zip(thin_x, thin_y, strict=True) if b == 1)
@@ -427,7 +427,7 @@ def test_a_thinned_curve_keeps_its_ends_and_its_shape():
 
 
 def test_svg_of_a_page_takes_its_colour_and_has_names_of_its_own():
-    figure = charts.roc({"a": ([0, 1], [0, 1], 0.5)}, title="t", palette={"a": "#ff0000"})
+    figure = charts.roc_figure({"a": ([0, 1], [0, 1], 0.5)}, title="t", palette={"a": "#ff0000"})
     text = report_figures.svg(figure, "f7")
     found = checked(text)
     assert text.startswith("<svg")
@@ -440,7 +440,9 @@ def test_svg_of_a_page_takes_its_colour_and_has_names_of_its_own():
 
 def test_images_become_pngs_whatever_their_units():
     def pixels(image):
-        return imread(io.BytesIO(base64.b64decode(report_figures.png(image).removeprefix("data:image/png;base64,"))))
+        return imread(
+            io.BytesIO(base64.b64decode(report_figures.image_data_uri(image).removeprefix("data:image/png;base64,")))
+        )
 
     levels = torch.arange(64, dtype=torch.uint8).reshape(1, 8, 8) * 4
     expected = levels[0].numpy() / 255
@@ -542,8 +544,8 @@ def test_a_best_number_is_shaded_over_several_seeds_and_by_enough_to_matter(by, 
     one = classification(0)
     several = {"good": [one] * seeds, "worse": [shifted(one, by)] * seeds}
     results = results_of_evaluations(several, "t")
-    found, draws = tables.draws_of(results)
-    against = tables.differences(results, found, draws, "worse")
+    found, draws = tables.measures_and_draws(results)
+    against = tables.compare_with_baseline(results, found, draws, "worse")
     assert against.p_values["nll", "good"] < 0.001  # however small the difference is
     main = next(row for row in tables.main_table(results, found, draws).rows if row.label == "NLL")
     assert [cell.best for cell in main.cells] == [by > 1e-4, False]  # the same as shown
@@ -555,7 +557,7 @@ def test_a_best_number_is_shaded_over_several_seeds_and_by_enough_to_matter(by, 
 def test_nothing_is_marked_where_all_numbers_are_the_same():
     one = classification(0)
     results = results_of_evaluations({"a": [one, one], "b": [one, one]}, "t")
-    found, draws = tables.draws_of(results)
+    found, draws = tables.measures_and_draws(results)
     cells = [cell for row in tables.main_table(results, found, draws).rows for cell in row.cells]
     assert not any(cell.best or cell.clear for cell in cells)
 
@@ -566,7 +568,7 @@ def test_nothing_is_marked_where_all_numbers_are_the_same():
 )
 def test_shares_are_alike_by_what_is_rarer(first, second, alike):
     accuracy = next(m for m in measures(classification(0)) if m.key == "accuracy")
-    assert accuracy.alike(first, second) == alike
+    assert accuracy.is_negligible(first, second) == alike
 
 
 def test_a_page_has_four_sentences_at_most_and_members_in_a_table(undrawn, tmp_path):
@@ -575,7 +577,7 @@ def test_a_page_has_four_sentences_at_most_and_members_in_a_table(undrawn, tmp_p
     assert 1 <= sum(len(re.findall(r"\.(?= |$)", text)) for text in content["headline"]) <= 4
     assert len(content["members"].columns) == 9
     assert content["against_cost"].figures
-    page = rendered("report.html.j2", content)
+    page = render_template("report.html.j2", content)
     assert page.index("<svg") < page.index('class="headline"') < page.index("<table")
 
 

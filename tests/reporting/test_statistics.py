@@ -6,7 +6,13 @@ import torch
 
 from dissensus import metrics
 from dissensus.bench.report import measures as of_measures
-from dissensus.bench.report.comparisons import Compared, Resampled, compared, family, resampled
+from dissensus.bench.report.comparisons import (
+    MethodComparison,
+    ResampledMeasure,
+    compare_methods,
+    comparison_family,
+    resample_measure,
+)
 from dissensus.bench.report.measures import Measure, measures
 from dissensus.bench.report.tables import signed_text
 from dissensus.evaluation.evaluation import Evaluation
@@ -84,113 +90,118 @@ def test_measures_on_resamples_are_the_metrics_of_the_resamples():
 def test_one_seed_counts_examples_as_the_t_test_does():
     first = random_values(500)
     second = first + 0.02 * random_values(500, seed=1) + 0.002
-    a, b = (resampled(NLL, [evaluation(v)], resamples=4000) for v in (first, second))
-    pair, mine = compared(a, b), a.interval()
+    a, b = (resample_measure(NLL, [evaluation(v)], resamples=4000) for v in (first, second))
+    pair, mine = compare_methods(a, b), a.interval()
     error = float((first - second).std()) / 500**0.5
     # the variance of 4000 draws has a relative error of √(2/4000), its root half of that
     assert pair.spread.examples == pytest.approx(error, rel=4 * (0.5 / 4000) ** 0.5)
     assert pair.p_value == pytest.approx(float(scipy.stats.ttest_rel(first, second).pvalue), rel=0.2)
     assert mine.estimate == float(first.mean())
     assert mine.upper - mine.lower == pytest.approx(2 * 1.96 * float(first.std()) / 500**0.5, rel=0.06)
-    assert pair.counted == "test examples, not seeds"
+    assert pair.counted_text == "test examples, not seeds"
 
 
 def test_seeds_are_counted_by_students_t():
     same = torch.ones(100, dtype=torch.float64)
-    several = resampled(NLL, [evaluation(same + shift) for shift in (0.0, 0.3, 0.9)])
+    several = resample_measure(NLL, [evaluation(same + shift) for shift in (0.0, 0.3, 0.9)])
     interval = several.interval()
     # examples do not vary: the t interval of 1, 1.3 and 1.9
     low, high = scipy.stats.ttest_1samp([1.0, 1.3, 1.9], 0).confidence_interval()
     assert (interval.lower, interval.upper) == (pytest.approx(low), pytest.approx(high))
-    other = resampled(NLL, [evaluation(same + shift) for shift in (0.1, 0.35, 1.05)])
-    pair = compared(other, several)
+    other = resample_measure(NLL, [evaluation(same + shift) for shift in (0.1, 0.35, 1.05)])
+    pair = compare_methods(other, several)
     assert pair.p_value == pytest.approx(scipy.stats.ttest_rel([0.1, 0.35, 1.05], [0.0, 0.3, 0.9]).pvalue)
-    assert pair.counted == "test examples and 3 seeds"
+    assert pair.counted_text == "test examples and 3 seeds"
 
 
 def test_seeds_are_paired_by_their_numbers_and_only_common_ones_are_compared():
     values = [evaluation(random_values(40, seed=i) + i) for i in range(3)]
-    three, two = resampled(NLL, values, seeds=[0, 1, 2]), resampled(NLL, [values[2], values[0]], seeds=[2, 0])
-    pair = compared(three, two)
+    three, two = (
+        resample_measure(NLL, values, seeds=[0, 1, 2]),
+        resample_measure(NLL, [values[2], values[0]], seeds=[2, 0]),
+    )
+    pair = compare_methods(three, two)
     assert pair is None  # the same numbers on both seeds
     moved = [evaluation(values[2].arrays["test/nll"].flip(0)), values[0]]
-    pair = compared(three, resampled(NLL, moved, seeds=[2, 0]))
+    pair = compare_methods(three, resample_measure(NLL, moved, seeds=[2, 0]))
     assert (pair.difference, pair.seeds, pair.p_value) == (pytest.approx(0.0, abs=1e-12), 2, pytest.approx(1.0))
-    assert compared(three, resampled(NLL, values, seeds=[7, 8, 9])) is None
+    assert compare_methods(three, resample_measure(NLL, values, seeds=[7, 8, 9])) is None
     with pytest.raises(ValueError, match="got a seed twice"):
-        resampled(NLL, values, seeds=[0, 1, 1])
+        resample_measure(NLL, values, seeds=[0, 1, 1])
 
 
 def test_splits_are_counted_by_the_seeds_alone_whatever_their_sizes():
     rows = [random_values(n, seed=n) for n in (40, 40, 37)]
-    split = resampled(NLL, [evaluation(each, target=each) for each in rows])
-    assert split.rows == "own"
+    split = resample_measure(NLL, [evaluation(each, target=each) for each in rows])
+    assert split.seed_overlap == "own"
     low, high = scipy.stats.ttest_1samp([float(each.mean()) for each in rows], 0).confidence_interval()
     assert (split.interval().lower, split.interval().upper) == (pytest.approx(low), pytest.approx(high))
-    pair = compared(split, resampled(NLL, [evaluation(1.1 * each, target=each) for each in rows]))
-    assert pair.counted == "3 seeds with test examples of their own"
-    one = compared(split.on([1]), resampled(NLL, [evaluation(1.1 * rows[1], rows[1])], seeds=[1]))
-    assert one.counted == "test examples, not seeds"
+    pair = compare_methods(split, resample_measure(NLL, [evaluation(1.1 * each, target=each) for each in rows]))
+    assert pair.counted_text == "3 seeds with test examples of their own"
+    one = compare_methods(split.for_seeds([1]), resample_measure(NLL, [evaluation(1.1 * rows[1], rows[1])], seeds=[1]))
+    assert one.counted_text == "test examples, not seeds"
 
 
 def test_examples_in_another_order_are_counted_as_if_seeds_erred_alike():
     nll, target = random_values(200), torch.arange(200) % 7
     order = torch.randperm(200, generator=torch.Generator().manual_seed(1))
-    ordered = resampled(NLL, [evaluation(nll, target), evaluation(nll, target)])
-    shuffled = resampled(NLL, [evaluation(nll, target), evaluation(nll[order], target[order])])
-    assert (ordered.rows, shuffled.rows) == ("shared", "shuffled")
+    ordered = resample_measure(NLL, [evaluation(nll, target), evaluation(nll, target)])
+    shuffled = resample_measure(NLL, [evaluation(nll, target), evaluation(nll[order], target[order])])
+    assert (ordered.seed_overlap, shuffled.seed_overlap) == ("shared", "shuffled")
     widths = [each.interval().upper - each.interval().lower for each in (ordered, shuffled)]
     assert widths[1] == pytest.approx(widths[0], rel=0.1)
-    assert compared(ordered, shuffled) is None  # not the same example by example
+    assert compare_methods(ordered, shuffled) is None  # not the same example by example
 
 
 def test_resamples_are_shared_by_methods():
     values = random_values(50)
     wave = 1e-6 * random_values(50, seed=1)
-    same = compared(resampled(NLL, [evaluation(values)]), resampled(NLL, [evaluation(values + 0.3 + wave)]))
+    same = compare_methods(
+        resample_measure(NLL, [evaluation(values)]), resample_measure(NLL, [evaluation(values + 0.3 + wave)])
+    )
     interval = same.interval()
     assert (interval.lower, interval.upper) == (pytest.approx(-0.3, abs=2e-6), pytest.approx(-0.3, abs=2e-6))
     assert same.p_value < 1e-9
 
 
 def test_one_example_and_equal_differences_have_no_interval_and_no_p():
-    one, other = (resampled(NLL, [evaluation(torch.tensor([value]))]) for value in (0.5521, 0.7))
+    one, other = (resample_measure(NLL, [evaluation(torch.tensor([value]))]) for value in (0.5521, 0.7))
     assert one.interval() is None
-    assert compared(one, other) is None
+    assert compare_methods(one, other) is None
     values = random_values(50)
-    methods = [resampled(NLL, [evaluation(values + shift)]) for shift in (0.0, 0.3)]  # equal up to rounding
+    methods = [resample_measure(NLL, [evaluation(values + shift)]) for shift in (0.0, 0.3)]  # equal up to rounding
     assert methods[0].interval() is not None
-    assert compared(*methods) is None
+    assert compare_methods(*methods) is None
     # two splits, each better by the same: nothing says how far another split would be
     rows = [random_values(n, seed=n) for n in (40, 37)]
-    splits = [resampled(NLL, [evaluation(each + shift, target=each) for each in rows]) for shift in (0.0, 0.1)]
-    assert compared(*splits) is None
+    splits = [resample_measure(NLL, [evaluation(each + shift, target=each) for each in rows]) for shift in (0.0, 0.1)]
+    assert compare_methods(*splits) is None
 
 
 def test_what_cannot_be_resampled_has_no_interval():
     bare = Evaluation("classification", {"nll": 1.0}, {}, "max_probability")
-    assert resampled(NLL, [bare]).interval() is None
-    assert resampled(NLL, [bare, bare]).interval() is None  # seeds alone would leave the examples out
+    assert resample_measure(NLL, [bare]).interval() is None
+    assert resample_measure(NLL, [bare, bare]).interval() is None  # seeds alone would leave the examples out
     values = torch.rand(50)
-    assert compared(resampled(NLL, [bare]), resampled(NLL, [evaluation(values)])) is None
-    infinite = resampled(NLL, [evaluation(torch.tensor([1.0, float("inf")]))])
+    assert compare_methods(resample_measure(NLL, [bare]), resample_measure(NLL, [evaluation(values)])) is None
+    infinite = resample_measure(NLL, [evaluation(torch.tensor([1.0, float("inf")]))])
     assert infinite.interval() is None
-    assert compared(infinite, infinite) is None
-    assert compared(*[resampled(NLL, [bare, bare])] * 2, seeds_alone=True) is None  # both the same
+    assert compare_methods(infinite, infinite) is None
+    assert compare_methods(*[resample_measure(NLL, [bare, bare])] * 2, seeds_alone=True) is None  # both the same
     two = [Evaluation("classification", {"nll": value}, {}, "max_probability") for value in (1.0, 1.5)]
-    pair = compared(resampled(NLL, [bare, bare]), resampled(NLL, two), seeds_alone=True)
-    assert pair.counted == "2 seeds, not test examples"
+    pair = compare_methods(resample_measure(NLL, [bare, bare]), resample_measure(NLL, two), seeds_alone=True)
+    assert pair.counted_text == "2 seeds, not test examples"
 
 
 def test_intervals_stay_inside_of_what_is_possible():
     accuracy = Measure("accuracy", "Accuracy", "test", "high", 100, samples=(("test/correct",),))
     correct = torch.cat([torch.ones(49), torch.zeros(1)])
-    interval = resampled(
+    interval = resample_measure(
         accuracy, [Evaluation("classification", {"accuracy": 0.98}, {"test/correct": correct}, "")]
     ).interval()
     assert interval.upper == 1.0
     assert 0.9 < interval.lower < 0.98
-    assert NLL.possible == (-float("inf"), float("inf"))  # a density may be above one
+    assert NLL.possible_range == (-float("inf"), float("inf"))  # a density may be above one
 
 
 def test_interval_and_p_value_of_a_comparison_never_disagree():
@@ -198,15 +209,15 @@ def test_interval_and_p_value_of_a_comparison_never_disagree():
         seeds, n = 1 + seed % 5, 30
         noise = random_values(2, seeds, n, seed=seed)
         first, second = noise + 0.5 * random_values(2, seeds, 1, seed=seed + 100) * (seed % 3)
-        a, b = (resampled(NLL, [evaluation(each) for each in m], resamples=100) for m in (first, second + 0.4))
-        pair = compared(a, b)
+        a, b = (resample_measure(NLL, [evaluation(each) for each in m], resamples=100) for m in (first, second + 0.4))
+        pair = compare_methods(a, b)
         interval = pair.interval()
         assert (interval.lower <= 0 <= interval.upper) == (pair.p_value >= 0.05)
 
 
 def test_a_family_may_be_adjusted_by_holm():
     pairs = {("nll", str(i)): comparison(difference) for i, difference in enumerate((2.5, 3.5, 0.1))}
-    alone, together = family(pairs | {("nll", "none"): None}), family(pairs, holm=True)
+    alone, together = comparison_family(pairs | {("nll", "none"): None}), comparison_family(pairs, holm=True)
     assert list(alone.p_values) == [("nll", "0"), ("nll", "1"), ("nll", "2")]
     assert [p < 0.05 for p in alone.p_values.values()] == [True, True, False]
     assert list(together.p_values.values()) == pytest.approx(
@@ -215,13 +226,15 @@ def test_a_family_may_be_adjusted_by_holm():
     for pair, each in together.comparisons.items():
         interval = each.interval(together.level)
         assert (interval.lower <= 0 <= interval.upper) == (together.p_values[pair] >= 0.05)
-    assert family({}, holm=True).level == 0.95
+    assert comparison_family({}, holm=True).level == 0.95
 
 
-def comparison(difference: float) -> Compared:
+def comparison(difference: float) -> MethodComparison:
     values, draws = {0: difference}, random_values(1, 1000) / float(random_values(1, 1000).std())
     zeros = torch.zeros(1, 1000, dtype=torch.float64)
-    return compared(*(Resampled(NLL, v, d, (None,), ((900,),)) for v, d in ((values, draws), ({0: 0.0}, zeros))))
+    return compare_methods(
+        *(ResampledMeasure(NLL, v, d, (None,), ((900,),)) for v, d in ((values, draws), ({0: 0.0}, zeros)))
+    )
 
 
 def test_measures_know_which_way_is_better():

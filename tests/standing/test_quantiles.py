@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from dissensus.calibration.quantiles import cumulative, least_rows, quantile
+from dissensus.calibration.quantiles import least_rows, sort_with_mass, weighted_quantile
 
 
 def thresholds(scores, level, weight=None, new=None):
     """(B, P) of scores (n, P)."""
     weight = torch.ones(len(scores), dtype=torch.float64) if weight is None else weight
     new = torch.ones(1, dtype=torch.float64) if new is None else new
-    return quantile(*cumulative(scores, weight), level, new)
+    return weighted_quantile(*sort_with_mass(scores, weight), level, new)
 
 
 def beta_binomial_error(n, level, tests, splits):

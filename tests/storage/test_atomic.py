@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from dissensus.storage import atomic_files
-from dissensus.storage.atomic_files import STRAY_SECONDS, remove_strays, replacing, temporary_name, write_whole
+from dissensus.storage.atomic_files import STRAY_SECONDS, remove_strays, replace_file, temporary_name, write_atomically
 
 
 @pytest.fixture
@@ -30,10 +30,10 @@ def test_files_are_renamed_in_order_and_only_when_all_are_written(tmp_path, monk
     renamed = []
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda old, new: (renamed.append(new.name), replace(old, new)))
-    write_whole({tmp_path / "a": b"1", tmp_path / "b": b"2"})
+    write_atomically({tmp_path / "a": b"1", tmp_path / "b": b"2"})
     assert renamed == ["a", "b"]
     with pytest.raises(TypeError):
-        write_whole({tmp_path / "a": b"3", tmp_path / "b": "not bytes"})
+        write_atomically({tmp_path / "a": b"3", tmp_path / "b": "not bytes"})
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"1", "b": b"2"}
 
 
@@ -53,7 +53,7 @@ def test_threads_that_write_one_file_do_not_meet(tmp_path):
     def write(value: int) -> None:
         try:
             for _ in range(100):
-                write_whole({tmp_path / "a": bytes([value]) * 1000})
+                write_atomically({tmp_path / "a": bytes([value]) * 1000})
         except Exception as error:
             errors.append(error)
 
@@ -69,7 +69,7 @@ def test_threads_that_write_one_file_do_not_meet(tmp_path):
 
 def test_what_killed_writers_left_is_removed_when_the_file_is_written_again(tmp_path, dead):
     left(tmp_path, f".a.{dead}-7-3.tmp", seconds=2 * STRAY_SECONDS)
-    with replacing(tmp_path / "a") as temporary:
+    with replace_file(tmp_path / "a") as temporary:
         temporary.write_bytes(b"1")
     assert os.listdir(tmp_path) == ["a"]
 
@@ -92,4 +92,4 @@ def test_a_process_of_somebody_else_is_alive(monkeypatch):
         raise PermissionError
 
     monkeypatch.setattr(os, "kill", refused)
-    assert atomic_files._alive(1)
+    assert atomic_files._is_running(1)

@@ -16,8 +16,8 @@ from torch.nn.utils import prune
 
 import dissensus as ds
 import tiny
-from dissensus.storage.atomic_files import write_whole
-from dissensus.storage.checksummed import METADATA, sealed
+from dissensus.storage.atomic_files import write_atomically
+from dissensus.storage.checksummed import METADATA, serialise_posterior
 from saved_files import config_of, reseal, tamper
 
 x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
@@ -130,7 +130,7 @@ def test_likelihoods_come_back(likelihood, tmp_path):
     assert type(loaded.likelihood) is type(likelihood)
     assert loaded.likelihood.config() == likelihood.config()
     found, expected = loaded.predict(x), posterior.predict(x)
-    assert all(torch.equal(a, b) for a, b in zip(found.described(), expected.described(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found.defining_tensors(), expected.defining_tensors(), strict=True))
 
 
 def test_a_layer_that_describes_itself_by_its_tensors_can_be_loaded(tmp_path):
@@ -173,7 +173,7 @@ def test_a_disk_that_is_full_leaves_what_was_there(folder, monkeypatch):
 
 def test_files_are_renamed_into_place_only_when_all_are_written(tmp_path):
     with pytest.raises(TypeError):
-        write_whole({tmp_path / "a": b"1", tmp_path / "b": "not bytes"})
+        write_atomically({tmp_path / "a": b"1", tmp_path / "b": "not bytes"})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -501,7 +501,9 @@ def test_variances_below_0_are_damage(tmp_path):
     ds.save(ds.MAP(network), tmp_path)
     tensors = load_file(tmp_path / "posterior.safetensors")
     tensors["particles.shared.network.1.running_var"][2] = -1.0
-    data, _ = sealed(tensors, {key: value for key, value in config_of(tmp_path).items() if key != "checksum"})
+    data, _ = serialise_posterior(
+        tensors, {key: value for key, value in config_of(tmp_path).items() if key != "checksum"}
+    )
     (tmp_path / "posterior.safetensors").write_bytes(data)
     with pytest.raises(ValueError, match=r"expected variances of at least 0, got a negative .*running_var"):
         ds.load(tmp_path, network)

@@ -7,7 +7,7 @@ from torch import nn
 
 import dissensus as ds
 from dissensus.layers import channel_launch as kernels
-from dissensus.layers.factored import scaled
+from dissensus.layers.factored import scale_channels
 from dissensus.layers.frozen_norm import FrozenNorm
 
 pytestmark = [
@@ -37,8 +37,8 @@ def test_products_with_factors_of_channels_and_their_gradients_are_those_of_doub
     x, g = (activations(shape, dtype, innermost).requires_grad_() for _ in range(2))
     many = torch.rand(shape[0], shape[1] + 9, device="cuda", dtype=dtype) + 0.5
     factors = many[:, 4 : 4 + shape[1]].reshape(*shape[:2], *[1] * (len(shape) - 2)).requires_grad_()
-    assert kernels.layout(x) is not None
-    y = scaled(x, factors, alone=False)
+    assert kernels.channel_layout(x) is not None
+    y = scale_channels(x, factors, alone=False)
     found = torch.autograd.grad(y, (x, factors), g)
     exact = [tensor.detach().double() for tensor in (x, factors, g)]
     close(y, exact[0] * exact[1], dtype)
@@ -50,7 +50,7 @@ def test_products_with_factors_of_channels_and_their_gradients_are_those_of_doub
 def test_a_factor_of_0_gives_no_gradient_of_its_own_and_no_nan():
     x = torch.randn(64, 4, 5, 5, device="cuda", requires_grad=True)
     factors = torch.zeros(64, 4, 1, 1, device="cuda", requires_grad=True)
-    for found in torch.autograd.grad(scaled(x, factors, alone=False).sum(), (x, factors)):
+    for found in torch.autograd.grad(scale_channels(x, factors, alone=False).sum(), (x, factors)):
         assert float(found.abs().max()) == 0
 
 
@@ -110,7 +110,7 @@ def test_a_step_of_node_noise_is_the_same_with_and_without_the_kernels(mode, kin
 def test_where_several_examples_are_batched_by_vmap_kernels_keep_out():
     x = torch.randn(3, 64, 4, 5, 5, device="cuda")
     factors = torch.rand(3, 64, 4, 1, 1, device="cuda")
-    found = torch.func.vmap(lambda a, b: scaled(a, b, alone=False))(x, factors)
+    found = torch.func.vmap(lambda a, b: scale_channels(a, b, alone=False))(x, factors)
     torch.testing.assert_close(found, x * factors)
-    slopes = torch.func.grad(lambda a: F.relu(scaled(a, factors[0], alone=False)).sum())(x[0])
+    slopes = torch.func.grad(lambda a: F.relu(scale_channels(a, factors[0], alone=False)).sum())(x[0])
     torch.testing.assert_close(slopes, (x[0] > 0) * factors[0])

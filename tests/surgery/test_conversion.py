@@ -8,11 +8,17 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.layers.conversion import Cut, convertible_copy, cut, folded, uncut
+from dissensus.layers.conversion import (
+    ConvertedLayer,
+    convert_layer,
+    convertible_copy,
+    fold_layers,
+    restore_plain_layers,
+)
 from dissensus.nets.ntk import NTKLinear
 
 
-class Tripled(Cut):
+class Tripled(ConvertedLayer):
     """3 times what the plain layer says."""
 
     added = ("factor",)
@@ -30,7 +36,7 @@ def tripled(network, layers=None):
     """(a copy of the network with all layers tripled, the account)."""
     copied, found, account = convertible_copy(network, layers=layers)
     for name, layer in found.items():
-        cut(layer, Tripled).register_buffer("factor", torch.tensor(3.0))
+        convert_layer(layer, Tripled).register_buffer("factor", torch.tensor(3.0))
         account.converted[name] = "tripled"
     return copied, account
 
@@ -57,8 +63,8 @@ def test_every_kind_of_layer_is_cut_folded_and_plain_again(kind):
     assert isinstance(cut_network[0], type(layer))
     assert type(network[0]) is type(layer)
     torch.testing.assert_close(cut_network(x), 3 * network(x))
-    torch.testing.assert_close(folded(copy.deepcopy(cut_network))(x), 3 * network(x))
-    again = uncut(cut_network)
+    torch.testing.assert_close(fold_layers(copy.deepcopy(cut_network))(x), 3 * network(x))
+    again = restore_plain_layers(cut_network)
     assert type(again[0]) is type(layer)
     assert list(again.state_dict()) == list(network.state_dict())
     assert torch.equal(again(x), network(x))
@@ -108,7 +114,7 @@ def test_tied_weights_stay_tied_and_folding_leaves_the_embedding_alone():
     assert cut_network.head.weight is not network.head.weight
     assert "lookup" in account.left["embedding"]
     outputs = cut_network(tokens)
-    ordinary = folded(cut_network)
+    ordinary = fold_layers(cut_network)
     assert torch.equal(ordinary.embedding.weight, network.embedding.weight)
     torch.testing.assert_close(ordinary(tokens), outputs)
 
@@ -166,8 +172,8 @@ def test_a_transformer_layer_calls_its_cut_layers_in_eval_mode_too():
         fast, slow = cut_layer(x), cut_layer(x.clone().requires_grad_())
         torch.testing.assert_close(fast, slow)
         assert not torch.allclose(fast, layer(x), atol=1e-2)
-        torch.testing.assert_close(folded(cut_layer)(x), fast)
-    assert uncut(cut_layer).activation_relu_or_gelu == layer.activation_relu_or_gelu == 1
+        torch.testing.assert_close(fold_layers(cut_layer)(x), fast)
+    assert restore_plain_layers(cut_layer).activation_relu_or_gelu == layer.activation_relu_or_gelu == 1
 
 
 def test_a_transformer_encoder_calls_its_cut_layers_with_padding_in_eval_mode_too():
@@ -179,7 +185,7 @@ def test_a_transformer_encoder_calls_its_cut_layers_with_padding_in_eval_mode_to
     with torch.no_grad():
         fast = cut_encoder(x, src_key_padding_mask=padding)
         torch.testing.assert_close(fast, slow)
-        again = folded(cut_encoder)(x, src_key_padding_mask=padding)
+        again = fold_layers(cut_encoder)(x, src_key_padding_mask=padding)
     torch.testing.assert_close(again[~padding], slow.detach()[~padding])
     assert vars(cut_encoder).keys() == vars(encoder).keys()
     assert cut_encoder.use_nested_tensor

@@ -43,13 +43,13 @@ def posterior(network, kind=ds.BatchEnsemble, **keywords):
 @pytest.fixture
 def used(monkeypatch):
     """Numbers of layers of the chains that were differentiated."""
-    lengths, written_out = [], dense_chains._written_out
+    lengths, written_out = [], dense_chains._explicit_gradients
 
     def counted(wanted, given, kept, z, g):
         lengths.append(len(kept) // 2)
         return written_out(wanted, given, kept, z, g)
 
-    monkeypatch.setattr(dense_chains, "_written_out", counted)
+    monkeypatch.setattr(dense_chains, "_explicit_gradients", counted)
     return lengths
 
 
@@ -74,11 +74,11 @@ def assert_same(found, expected, atol=1e-12):
 )
 def test_gradients_are_those_of_one_layer_after_the_other(network, keywords, lengths, used):
     made, given = posterior(network, **keywords), batch()
-    found = gradients.vectorised(made, given)
+    found = gradients.vectorised_gradients(made, given)
     assert used == lengths
-    assert_same(found, gradients.looped(made, given))
-    with made.particles.vectorising():
-        assert_same(found, functional_gradients(made, gradients.state_of(made), given))
+    assert_same(found, gradients.looped_gradients(made, given))
+    with made.particles.vmap_context():
+        assert_same(found, functional_gradients(made, gradients.detached_state(made), given))
     assert used == lengths  # neither of them by a chain
 
 
@@ -87,7 +87,7 @@ def test_gradients_of_factors_that_are_0_are_autograd_s(used):
     with torch.no_grad():
         for number, factor in enumerate(made.modulations.values()):
             factor[:, number % 2 :: 3] = 0.0
-    assert_same(gradients.vectorised(made, given), gradients.looped(made, given))
+    assert_same(gradients.vectorised_gradients(made, given), gradients.looped_gradients(made, given))
     assert used
 
 
@@ -117,7 +117,7 @@ def test_hooks_of_layers_inside_are_called(used):
     network, seen = mlp().double(), []
     network.layers[3].register_forward_hook(lambda layer, given, output: seen.append(output.shape))
     made = ds.BatchEnsemble(network, members=3, modulation=WIDE).train()
-    gradients.vectorised(made, batch())
+    gradients.vectorised_gradients(made, batch())
     assert seen == [(7, 4)]
     assert used == [2]  # behind it
 
@@ -126,7 +126,7 @@ def test_hooks_of_all_modules_are_called(used):
     made, seen = posterior(mlp).train(), []
     hook = nn.modules.module.register_module_forward_hook(lambda layer, given, output: seen.append(type(layer)))
     try:
-        gradients.vectorised(made, batch())
+        gradients.vectorised_gradients(made, batch())
     finally:
         hook.remove()
     assert nn.ReLU in seen
@@ -135,5 +135,5 @@ def test_hooks_of_all_modules_are_called(used):
 
 def test_networks_that_leave_the_posterior_have_ordinary_sequences():
     made = posterior(mlp)
-    assert isinstance(made.particles.template.network.layers, dense_chains.Chained)
-    assert type(made.member(0).layers) is type(made.given().layers) is nn.Sequential
+    assert isinstance(made.particles.template.network.layers, dense_chains.ChainedLayers)
+    assert type(made.member(0).layers) is type(made.plain_network().layers) is nn.Sequential

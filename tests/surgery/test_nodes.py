@@ -9,9 +9,9 @@ from torch import nn
 
 import dissensus.layers
 from dissensus.layers import channel_launch as kernels
-from dissensus.layers.conversion import folded
-from dissensus.layers.factored import Factors, folded_kernel, scaled
-from dissensus.layers.nodes import by_layer, standing, with_nodes
+from dissensus.layers.conversion import fold_layers
+from dissensus.layers.factored import Factors, folded_kernel, scale_channels
+from dissensus.layers.nodes import add_node_latents, split_by_layer, use_latents
 from dissensus.nets import NTKLinear
 
 LAYERS = {
@@ -44,12 +44,12 @@ def test_latents_folded_into_the_weights_do_what_they_do_on_activations(kind, mo
     layer = make().to(torch.float64)
     if layer.bias is not None:
         nn.init.normal_(layer.bias)
-    made = with_nodes(nn.Sequential(layer), mode, bias=True)
+    made = add_node_latents(nn.Sequential(layer), mode, bias=True)
     x, z = torch.randn(shape, dtype=torch.float64), draws(made)
-    nodes = by_layer(made.sites, z)
-    with standing(made.network, nodes):
+    nodes = split_by_layer(made.sites, z)
+    with use_latents(made.network, nodes):
         on_activations = made.network(x)
-    with standing(made.network, by_layer(made.sites, z.expand(5, -1))):
+    with use_latents(made.network, split_by_layer(made.sites, z.expand(5, -1))):
         per_example = made.network(x)
     weight, bias = folded_kernel(layer, nodes["0"])
     state = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
@@ -61,18 +61,20 @@ def test_latents_folded_into_the_weights_do_what_they_do_on_activations(kind, mo
 
 def test_each_example_has_latents_of_its_own():
     torch.manual_seed(0)
-    made = with_nodes(nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4)).double(), "both")
+    made = add_node_latents(
+        nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4)).double(), "both"
+    )
     x, z = torch.randn(5, 2, 4, 4, dtype=torch.float64), draws(made, rows=5)
-    with standing(made.network, by_layer(made.sites, z)):
+    with use_latents(made.network, split_by_layer(made.sites, z)):
         together = made.network(x)
     for i in range(5):
-        with standing(made.network, by_layer(made.sites, z[i])):
+        with use_latents(made.network, split_by_layer(made.sites, z[i])):
             torch.testing.assert_close(made.network(x[i : i + 1]), together[i : i + 1], rtol=0, atol=1e-12)
 
 
 def test_iBNNs_bias_latent_is_one_number_for_each_layer_with_a_bias():
     network = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3, bias=False))
-    made = with_nodes(network, "in", bias=True)
+    made = add_node_latents(network, "in", bias=True)
     assert [(site.layer, site.part, site.width) for site in made.sites] == [
         ("0", "before", 4),
         ("0", "bias", 1),
@@ -81,14 +83,14 @@ def test_iBNNs_bias_latent_is_one_number_for_each_layer_with_a_bias():
     assert (made.latents, made.widths) == (11, (5, 6))
     x, z = torch.randn(2, 4), torch.rand(made.latents) + 0.5
     layer = made.network[0]
-    with standing(made.network, by_layer(made.sites, z)):
+    with use_latents(made.network, split_by_layer(made.sites, z)):
         expected = (x * z[:4]) @ layer.weight.T + z[4] * layer.bias
         torch.testing.assert_close(layer(x), expected)
 
 
 def test_layers_are_chosen_by_pattern_and_the_account_says_which():
     network = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 4))
-    made = with_nodes(network, "in", layers=["2"])
+    made = add_node_latents(network, "in", layers=["2"])
     assert made.account.converted == {"2": "latents: 12 on input nodes"}
     assert made.account.left == {"0": "not selected by layers="}
     assert made.latents == 12
@@ -104,9 +106,9 @@ def test_a_layer_whose_first_axis_is_not_the_batch_is_an_error_that_names_it():
         def forward(self, x):
             return self.mixer(x.transpose(0, 1))
 
-    made = with_nodes(Turned(), "in")
+    made = add_node_latents(Turned(), "in")
     with (
-        standing(made.network, by_layer(made.sites, torch.ones(5, 4))),
+        use_latents(made.network, split_by_layer(made.sites, torch.ones(5, 4))),
         pytest.raises(ValueError, match=r"expected the 5 examples .* layer 'mixer', got a tensor of shape \(3, 5, 4\)"),
     ):
         made.network(torch.randn(5, 3, 4))
@@ -124,18 +126,18 @@ def test_folding_a_tied_layer_leaves_the_other_alone():
         def forward(self, x):
             return self.head(self.embed(x))
 
-    made = with_nodes(Tied(), "out")
+    made = add_node_latents(Tied(), "out")
     x, z = torch.arange(7), 0.5 + torch.rand(7)
-    with standing(made.network, by_layer(made.sites, z)):
+    with use_latents(made.network, split_by_layer(made.sites, z)):
         expected = made.network(x)
     plain = copy.deepcopy(made.network)
     plain.head.nodes = Factors(behind=z)
-    torch.testing.assert_close(folded(plain)(x), expected)
+    torch.testing.assert_close(fold_layers(plain)(x), expected)
 
 
 def test_an_unknown_mode_is_a_clear_error():
     with pytest.raises(ValueError, match="expected mode of in, out, both, got 'input'"):
-        with_nodes(nn.Linear(2, 2), "input")
+        add_node_latents(nn.Linear(2, 2), "input")
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -143,8 +145,8 @@ def test_the_short_backward_pass_is_the_gradient(alone):
     torch.manual_seed(0)
     x = torch.randn(3, 2, 4, 4, dtype=torch.float64, requires_grad=True)
     s = torch.randn(3, 2, 1, 1, dtype=torch.float64, requires_grad=True)
-    torch.autograd.gradcheck(lambda x, s: scaled(x, s, alone=alone).sin() * 2, (x, s))
-    torch.autograd.gradgradcheck(lambda x, s: scaled(x, s, alone=alone).sin() * 2, (x, s))
+    torch.autograd.gradcheck(lambda x, s: scale_channels(x, s, alone=alone).sin() * 2, (x, s))
+    torch.autograd.gradgradcheck(lambda x, s: scale_channels(x, s, alone=alone).sin() * 2, (x, s))
 
 
 def test_a_gradient_that_others_hold_is_not_written_over():
@@ -152,7 +154,7 @@ def test_a_gradient_that_others_hold_is_not_written_over():
     torch.manual_seed(0)
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     s = torch.full((3, 4), 2.0, dtype=torch.float64)
-    (scaled(x, s, alone=False) + x).sum().backward()
+    (scale_channels(x, s, alone=False) + x).sum().backward()
     torch.testing.assert_close(x.grad, torch.full_like(x, 3.0))
 
 
@@ -169,4 +171,4 @@ def test_where_kernels_cannot_be_built_the_log_says_so_and_torch_computes(caplog
     assert [record.message.split(" (")[0] for record in caplog.records] == [
         "latents and frozen batch norm run without the library's fast kernels"
     ]
-    assert kernels.layout(torch.ones(200, 3, 4)) is None  # no GPU's tensor
+    assert kernels.channel_layout(torch.ones(200, 3, 4)) is None  # no GPU's tensor

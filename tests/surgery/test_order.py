@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import dissensus as ds
-from dissensus.layers.call_order import call_order, follow
+from dissensus.layers.call_order import call_order, trace_calls
 
 
 def in_order(network, names):
-    return call_order(names, follow(network, names))
+    return call_order(names, trace_calls(network, names))
 
 
 def weighted(network):
@@ -118,9 +118,9 @@ class Reading(nn.Module):
 
 @pytest.mark.parametrize("past", [*READS, *NO_READS])
 def test_a_weight_is_read_where_something_is_computed_with_it_past_its_layer(past):
-    followed = follow(Reading({**READS, **NO_READS}[past]), ["first", "middle", "head"])
+    followed = trace_calls(Reading({**READS, **NO_READS}[past]), ["first", "middle", "head"])
     assert followed.calls == ["first", "middle", "head"]
-    assert followed.read == ({"middle"} if past in READS else set())
+    assert followed.read_directly == ({"middle"} if past in READS else set())
 
 
 @pytest.mark.parametrize("past", ["detached", "without gradients", "a number", "data"])

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from dissensus.layers.conversion import cut
+from dissensus.layers.conversion import convert_layer
 from dissensus.layers.factored import Kernel
-from dissensus.layers.nodes import placed
-from dissensus.layers.weight_noise import Perturbed, Spread, perturbed_copy
+from dissensus.layers.nodes import use_layer_latents
+from dissensus.layers.weight_noise import PerturbedLayer, WeightSpread, perturbed_copy
 
 DRAWS = 20_000
 LAYERS = {
@@ -42,18 +42,18 @@ def drawn(make, shape, *, only=None):
     std = {name: 0.2 + torch.rand_like(p).detach() for name, p in layer.named_parameters()}
     if only is not None:
         std = {name: each * (name == only) for name, each in std.items()}
-    noisy = cut(make().double(), Perturbed)
+    noisy = convert_layer(make().double(), PerturbedLayer)
     noisy.known_as = ""
     noisy.load_state_dict(layer.state_dict())
     given = {name: each for name, each in std.items() if only is None or name == only}
 
     def one(noise):
-        spread = Spread(
+        spread = WeightSpread(
             Kernel(noisy.weight, noisy.bias),
             (given.get("weight"), given.get("bias")),
             (noise.get("weight"), noise.get("bias")),
         )
-        with placed([noisy], [spread]):
+        with use_layer_latents([noisy], [spread]):
             return noisy(x).flatten(1)
 
     noise = {name: each * torch.randn(DRAWS, *each.shape, dtype=each.dtype) for name, each in given.items()}
@@ -94,11 +94,13 @@ def test_a_weight_or_a_bias_may_be_without_noise(name, only):
 
 
 def test_inputs_that_are_all_zero_have_finite_gradients():
-    layer = cut(nn.Linear(3, 2, bias=False), Perturbed)
+    layer = convert_layer(nn.Linear(3, 2, bias=False), PerturbedLayer)
     layer.known_as = ""
     std = torch.full((2, 3), 0.1, requires_grad=True)
     x = torch.zeros(4, 3, requires_grad=True)
-    with placed([layer], [Spread(Kernel(layer.weight, None), (std, None), (std * torch.randn(2, 3), None))]):
+    with use_layer_latents(
+        [layer], [WeightSpread(Kernel(layer.weight, None), (std, None), (std * torch.randn(2, 3), None))]
+    ):
         layer(x).square().sum().backward()
     assert bool(x.grad.isfinite().all())
     assert torch.equal(std.grad, torch.zeros(2, 3))

@@ -87,7 +87,7 @@ def test_kinked_activations_agree_with_samples():
     phi, dphi = partial(F.leaky_relu, negative_slope=slope), lambda z: torch.where(z > 0, 1.0, slope)
     law = theory.activation_of(nn.LeakyReLU(slope))
     a, b, c = (covariance[i, j].view(1, 1) for i, j in ((0, 0), (1, 1), (0, 1)))
-    within, between = law.within(a, b, c, v), law.between(a, b, c, v)
+    within, between = law.within_member(a, b, c, v), law.between_members(a, b, c, v)
     for expected, draws in (
         (within.value, phi(one * z) * phi(one * z_)),
         (within.slope, one**2 * dphi(one * z) * dphi(one * z_)),

@@ -255,14 +255,14 @@ def test_what_has_no_tangent_kernel_is_refused():
 
 def test_the_cheaper_way_is_taken_by_count():
     """Many outputs and few operations per parameter: products; convolutions use each weight often: gradients."""
-    from dissensus.theory.empirical_kernels import by_cost
+    from dissensus.theory.empirical_kernels import methods_by_cost
 
     dense, conv = nn.Sequential(nn.Linear(50, 100)), ds.nets.ResNet(20, 10).eval()
     for module, x, expected in (
         (dense, torch.randn(20, 50), "products"),
         (conv, torch.randn(20, 3, 32, 32), "jacobian"),
     ):
-        assert by_cost(module, x, len(x), module(x[:1]).numel())[0] == expected
+        assert methods_by_cost(module, x, len(x), module(x[:1]).numel())[0] == expected
 
 
 @pytest.mark.parametrize("form", ["ntk", "standard"])

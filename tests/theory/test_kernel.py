@@ -12,7 +12,7 @@ from torch import nn
 import dissensus as ds
 from dissensus import Modulation, theory
 from dissensus.nets import Erf, Residual
-from dissensus.theory.covariances import Units, patches
+from dissensus.theory.covariances import UnitMoments, patch_means
 
 # Made by benchmarks/make_kernel_vectors.py
 VECTORS = json.loads((Path(__file__).parent / "neural_tangents.json").read_text())
@@ -89,7 +89,7 @@ def test_an_expansion_is_the_integral():
     density = torch.exp(-(g**2 + h**2) / 2) * (grid[1] - grid[0]) ** 2 / (2 * torch.pi)
     expected = (torch.tanh(root[0, 0] * g) * torch.tanh(root[1, 0] * g + root[1, 1] * h) * density).sum()
     at = (torch.tensor([[q]], dtype=torch.float64) for q in (a, b, c))
-    assert theory.activation_of("tanh").within(*at).value.item() == pytest.approx(float(expected), abs=1e-11)
+    assert theory.activation_of("tanh").within_member(*at).value.item() == pytest.approx(float(expected), abs=1e-11)
 
 
 def test_a_network_without_modulations_is_one_member():
@@ -135,13 +135,13 @@ def test_one_half_of_a_symmetric_kernel_is_the_other(name):
 @pytest.mark.parametrize(("size", "padding", "dilation"), [(3, 1, 1), (2, 0, 3), (1, 2, 1), (4, 5, 2)])
 def test_sums_over_windows_are_convolutions_with_ones(size, padding, stride, dilation):
     moment = torch.randn(7, 9, 2, dtype=torch.float64)
-    units = Units(moment, None, "diagonal", [], None)
+    units = UnitMoments(moment, None, "diagonal", [], None)
     layer = nn.Conv2d(1, 1, (size, 2), padding=(padding, 1), stride=(stride, 2), dilation=(dilation, 3), bias=False)
     nn.init.constant_(layer.weight, 1 / (2 * size))
     expected = layer.double()(moment.permute(2, 0, 1)[:, None])[:, 0].permute(1, 2, 0)
-    assert torch.allclose(patches(units, layer).cross, expected, atol=1e-14)
+    assert torch.allclose(patch_means(units, layer).cross, expected, atol=1e-14)
     # p with p', which move together: Σ over shifts of z zᵀ is that of the outer products of shifted images
-    found = patches(Units(moment[:, :, None, None] * moment, None, "pairs", [], None), layer).cross
+    found = patch_means(UnitMoments(moment[:, :, None, None] * moment, None, "pairs", [], None), layer).cross
     columns = F.unfold(moment.permute(2, 0, 1)[:, None], layer.kernel_size, layer.dilation, layer.padding, layer.stride)
     pairs = (columns.mT @ columns / (2 * size)).permute(1, 2, 0)  # (L, L, 2)
     assert torch.allclose(found, pairs.reshape(*expected.shape[:2], *expected.shape), atol=1e-13)

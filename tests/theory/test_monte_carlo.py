@@ -57,10 +57,7 @@ def deviation(layers: nn.Module, x: torch.Tensor, networks: int, bias: float) ->
 
 @pytest.mark.parametrize(
     ("make", "x"),
-    [
-        (dense, VECTORS),
-        *(pytest.param(each, IMAGES, marks=pytest.mark.slow) for each in (residual, flat, pooled)),
-    ],
+    [(dense, VECTORS), *(pytest.param(each, IMAGES, marks=pytest.mark.slow) for each in (residual, flat, pooled))],
 )
 def test_small_networks_have_the_analytic_kernels(make, x):
     """60 networks of 32 units or channels: four standard errors and a bias of order 1/width."""

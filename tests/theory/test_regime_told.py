@@ -6,9 +6,9 @@ from torch import nn
 
 import dissensus as ds
 from dissensus import Modulation, theory
-from dissensus.layers.call_order import follow
-from dissensus.theory.regime import kind_of
-from dissensus.theory.wide_limit import passed
+from dissensus.layers.call_order import trace_calls
+from dissensus.theory.regime import regime_kind
+from dissensus.theory.wide_limit import unavoidable_layers
 from thinning import often
 
 SIGNS, AROUND = Modulation.sign(), Modulation.normal(1, 0.5)
@@ -46,7 +46,7 @@ def drawn_correlation(net, x, draws, **keywords):
         torch.manual_seed(i)
         posterior = ds.BatchEnsemble(net(), members=4, **keywords)
         with torch.no_grad():
-            f = posterior.particles.each(lambda member: member.network(x)).flatten(1)
+            f = posterior.particles.map_members(lambda member: member.network(x)).flatten(1)
         within[i] = f.square().sum()
         across[i] = (f.sum(0).square().sum() - within[i]) / 3
     ratio = float(across.mean() / within.mean())
@@ -148,7 +148,7 @@ def test_signs_on_the_last_layer_make_any_wide_network_independent(net):
 
 
 def all_pass(network, layers):
-    return passed(network, layers, follow(network, layers))
+    return unavoidable_layers(network, layers, trace_calls(network, layers))
 
 
 def test_layers_beside_another_way_are_none_that_all_pass():
@@ -172,7 +172,7 @@ def test_layers_beside_another_way_are_none_that_all_pass():
     ],
 )
 def test_the_line_is_as_documented(overlap, correlation, bound, kind):
-    assert kind_of(4, overlap, correlation, bound) == kind
+    assert regime_kind(4, overlap, correlation, bound) == kind
 
 
 @pytest.mark.parametrize("members", often([16], [2, 4, 8]))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import dissensus as ds
 import tiny
-from dissensus.training.checkpoint_match import warn_of_overruled
+from dissensus.training.checkpoint_match import warn_of_overridden
 
 X, Y = tiny.points(24)
 BATCHES = [(X[i : i + 8], Y[i : i + 8]) for i in (0, 8, 16)]
@@ -237,7 +237,7 @@ def test_a_rate_that_a_captured_step_kept_in_float32_is_the_same_rate(caplog):
     state = copy.deepcopy({"optimizer": optimizer.state_dict(), "scheduler": None})
     state["optimizer"]["param_groups"][0]["lr"] = torch.tensor(0.001, dtype=torch.float32)
     with caplog.at_level(logging.WARNING, "dissensus"):
-        warn_of_overruled(state, optimizer, None)
+        warn_of_overridden(state, optimizer, None)
     assert not caplog.messages
 
 

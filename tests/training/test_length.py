@@ -5,7 +5,7 @@ import torch
 
 import dissensus as ds
 import tiny
-from dissensus.methods.parts.stacked_posterior import annealed
+from dissensus.methods.parts.stacked_posterior import annealing_weight
 from dissensus.numerics.annealing import Annealing
 
 STEPS = 3
@@ -34,7 +34,7 @@ def weights(posterior, loader=None, **keywords) -> list[float]:
         loader or batches(),
         epochs=4,
         progress=False,
-        callback=lambda _: found.append(float(annealed(posterior, posterior.annealing))) and None,
+        callback=lambda _: found.append(float(annealing_weight(posterior, posterior.annealing))) and None,
         **keywords,
     )
     return found

@@ -29,7 +29,7 @@ class Ball:
     high: Tensor
 
     @classmethod
-    def around(
+    def around_inputs(
         cls, x: Tensor, epsilon: float | None, *, norm: Norm, bounds: Bounds, standardiser: Standardiser | None
     ) -> Ball:
         """The ball; without ε, everything within the bounds."""
@@ -52,36 +52,36 @@ class Ball:
     def step(self, at: Tensor, way: Tensor, size: float) -> Tensor:
         """A step of this size along `way`, projected onto the ball."""
         up = way.to(self.x) * self.unit  # the gradient in the units of ε
-        along = up.sign() if self.norm == "inf" else up / length(up).clamp(min=torch.finfo(up.dtype).tiny)
-        return self.nearest((at - self.x) / self.unit + size * along)
+        along = up.sign() if self.norm == "inf" else up / euclidean_norms(up).clamp(min=torch.finfo(up.dtype).tiny)
+        return self.project((at - self.x) / self.unit + size * along)
 
-    def nearest(self, delta: Tensor) -> Tensor:
+    def project(self, delta: Tensor) -> Tensor:
         """x + δ, with δ projected onto the ball and the sum onto the bounds; exactly x if δ is 0."""
         if self.norm == "inf":
             delta = delta.clamp(-self.epsilon, self.epsilon)
         else:
-            far = length(delta)
+            far = euclidean_norms(delta)
             delta = torch.where(far > self.epsilon, delta * (self.epsilon / far), delta)
         moved = torch.where(delta == 0, self.x, self.x + delta * self.unit)
         return torch.minimum(torch.maximum(moved, self.low), self.high)
 
-    def random(self, generator: torch.Generator | None) -> Tensor:
+    def random_point(self, generator: torch.Generator | None) -> Tensor:
         """A uniformly drawn point of the ball, projected onto the bounds."""
         empty = torch.empty_like(self.x, device=torch.device("cpu") if generator is None else generator.device)
         if self.norm == "inf":
             delta = empty.uniform_(-1, 1, generator=generator)
         else:  # a direction, and a radius whose D-th power is uniform
             delta = empty.normal_(generator=generator)
-            radius = torch.empty_like(length(delta)).uniform_(generator=generator)
-            delta = delta / length(delta) * radius ** (1 / max(math.prod(delta.shape[1:]), 1))
-        return self.nearest(self.epsilon * delta.to(self.x))
+            radius = torch.empty_like(euclidean_norms(delta)).uniform_(generator=generator)
+            delta = delta / euclidean_norms(delta) * radius ** (1 / max(math.prod(delta.shape[1:]), 1))
+        return self.project(self.epsilon * delta.to(self.x))
 
 
-def length(vectors: Tensor) -> Tensor:
+def euclidean_norms(vectors: Tensor) -> Tensor:
     """(B, 1...) Euclidean norms of vectors (B, ...)."""
-    return per_input(vectors.flatten(1).norm(dim=1), vectors)
+    return append_axes(vectors.flatten(1).norm(dim=1), vectors)
 
 
-def per_input(values: Tensor, like: Tensor) -> Tensor:
+def append_axes(values: Tensor, like: Tensor) -> Tensor:
     """Values (B,) or (M, B) with trailing axes of length 1, to broadcast with `like`."""
     return values.reshape(*values.shape, *[1] * (like.ndim - values.ndim))

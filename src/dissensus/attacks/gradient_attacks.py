@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dissensus.attacks.attack_loss import Adversarial, Aim, Draw
+from dissensus.attacks.attack_loss import Adversarial, AttackObjective, Draw
 from dissensus.attacks.constraint import Ball, Bounds, Norm
 from dissensus.core.posterior import Posterior
 from dissensus.data.standardise import Standardiser
-from dissensus.utils.checks import number, whole
+from dissensus.utils.checks import integer, number
 
 AT_ONCE = 1000
 
@@ -32,10 +32,10 @@ def fgsm(
     Returns an `Adversarial` with x + ε sign(∇ −log p̄), or x + ε ∇/‖∇‖ for norm "2", even if that does not raise the loss.
     Arguments as in `pgd`.
     """
-    aim = Aim(posterior, x, y, draw=draw, targeted=targeted, at_once=at_once)
-    ball = Ball.around(aim.x, epsilon, norm=norm, bounds=bounds, standardiser=standardiser)
-    moved = ball.step(aim.x, aim.look(aim.x).way, ball.epsilon)
-    return aim.look(moved, climb=False).found
+    aim = AttackObjective(posterior, x, y, draw=draw, targeted=targeted, at_once=at_once)
+    ball = Ball.around_inputs(aim.x, epsilon, norm=norm, bounds=bounds, standardiser=standardiser)
+    moved = ball.step(aim.x, aim.evaluate(aim.x).direction, ball.epsilon)
+    return aim.evaluate(moved, climb=False).found
 
 
 def pgd(
@@ -84,11 +84,13 @@ def pgd(
     Returns:
         `Adversarial`: inputs (B, ...), success (B,) and loss (B,).
     """
-    steps = whole("steps", steps, least=0)
-    aim = Aim(posterior, x, y, draw=draw, targeted=targeted, at_once=at_once)
-    ball = Ball.around(aim.x, epsilon, norm=norm, bounds=bounds, standardiser=standardiser)
+    steps = integer("steps", steps, least=0)
+    aim = AttackObjective(posterior, x, y, draw=draw, targeted=targeted, at_once=at_once)
+    ball = Ball.around_inputs(aim.x, epsilon, norm=norm, bounds=bounds, standardiser=standardiser)
     size = 2.5 * epsilon / max(steps, 1) if step_size is None else float(number("step_size", step_size, above=0))
-    return climb(aim, ball, steps=steps, size=size, start=ball.random(generator) if random_start else None)
+    return gradient_ascent(
+        aim, ball, steps=steps, size=size, start=ball.random_point(generator) if random_start else None
+    )
 
 
 def fool(
@@ -113,26 +115,28 @@ def fool(
         start: (B, ...) noise, for example `torch.rand(10, 1, 28, 28)`, standardised if a standardiser is given.
         target: the class to reach, one for all or (B,).
     """
-    steps = whole("steps", steps, least=0)
+    steps = integer("steps", steps, least=0)
     classes = torch.full((len(start),), target) if isinstance(target, int) else target
-    aim = Aim(posterior, start, classes, draw=draw, targeted=True, at_once=at_once)
-    ball = Ball.around(aim.x, None, norm=norm, bounds=bounds, standardiser=standardiser)
-    return climb(aim, ball, steps=steps, size=float(number("step_size", step_size, above=0)))
+    aim = AttackObjective(posterior, start, classes, draw=draw, targeted=True, at_once=at_once)
+    ball = Ball.around_inputs(aim.x, None, norm=norm, bounds=bounds, standardiser=standardiser)
+    return gradient_ascent(aim, ball, steps=steps, size=float(number("step_size", step_size, above=0)))
 
 
 def gradient(posterior: Posterior, x: Tensor, y: Tensor, *, at_once: int = AT_ONCE) -> Tensor:
     """(B, ...) the input gradient ∇ₓ −log p̄(y | x) of the mixture, at the posterior's temperature; arguments as in `pgd`."""
-    look = Aim(posterior, x, y, draw="fixed", targeted=False, at_once=at_once).look(x)
-    return look.way * look.slope
+    look = AttackObjective(posterior, x, y, draw="fixed", targeted=False, at_once=at_once).evaluate(x)
+    return look.direction * look.gradient_scale
 
 
-def climb(aim: Aim, ball: Ball, *, steps: int, size: float, start: Tensor | None = None) -> Adversarial:
+def gradient_ascent(
+    aim: AttackObjective, ball: Ball, *, steps: int, size: float, start: Tensor | None = None
+) -> Adversarial:
     """The best of the original inputs, the start, and the iterates after each step."""
-    now = best = aim.look(aim.x, climb=start is None and steps > 0)
+    now = best = aim.evaluate(aim.x, climb=start is None and steps > 0)
     if start is not None:
-        now = aim.look(start, climb=steps > 0)
-        best = best.better(now)
+        now = aim.evaluate(start, climb=steps > 0)
+        best = best.best_of(now)
     for step in range(steps):
-        now = aim.look(ball.step(now.found.inputs, now.way, size), climb=step + 1 < steps)
-        best = best.better(now)
+        now = aim.evaluate(ball.step(now.found.inputs, now.direction, size), climb=step + 1 < steps)
+        best = best.best_of(now)
     return best.found

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from dissensus.attacks.attack_loss import Draw
-from dissensus.attacks.constraint import per_input
+from dissensus.attacks.constraint import append_axes
 from dissensus.core.drawn_functions import DrawnFunctions
-from dissensus.core.posterior import Posterior, expect_posterior, left_as_found
-from dissensus.utils.checks import number, one_of, whole
+from dissensus.core.posterior import Posterior, expect_posterior, inference_context
+from dissensus.utils.checks import integer, number, one_of
 
 AT_ONCE = 1000
 GROWN, SHRUNK = 1.3, 0.5  # factors of the step size after an accepted and after a rejected step
@@ -67,12 +67,16 @@ def implicit_corruptions(
         `ImplicitCorruptions`: inputs (S, B, ...), functions (S,) and explained (S, B).
     """
     weight = float(number("penalty", penalty, above=0))
-    steps, wanted, at_once = whole("steps", steps, least=0), whole("functions", functions), whole("at_once", at_once)
+    steps, wanted, at_once = (
+        integer("steps", steps, least=0),
+        integer("functions", functions),
+        integer("at_once", at_once),
+    )
     if not isinstance(x, Tensor) or not x.is_floating_point():
         what = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"expected one floating-point tensor of inputs, got {what}; pass images as x / 255")
     x = x.detach().to(expect_posterior(posterior).device)
-    with left_as_found(posterior):
+    with inference_context(posterior):
         if isinstance(draw, DrawnFunctions):
             drawn = draw
         else:
@@ -95,7 +99,7 @@ def implicit_corruptions(
 def descend(drawn: DrawnFunctions, start: Tensor, aim: Tensor, penalty: float, steps: int) -> tuple[Tensor, Tensor]:
     """(inputs (P, ...), ‖aim − f̄(inputs)‖² (P,)) of P problems."""
 
-    def look(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def objective_at(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch.enable_grad():
             at = x.detach().requires_grad_()
             apart = (drawn(at).mean(0) - aim).flatten(1).square().sum(1)
@@ -104,14 +108,14 @@ def descend(drawn: DrawnFunctions, start: Tensor, aim: Tensor, penalty: float, s
         return value.detach(), slope, apart.detach()
 
     x, step = start, torch.ones(len(start), dtype=start.dtype, device=start.device)
-    value, slope, apart = look(x)
+    value, slope, apart = objective_at(x)
     for _ in range(steps):
-        tried = x - per_input(step, x) * slope
-        found = look(tried)
+        tried = x - append_axes(step, x) * slope
+        found = objective_at(tried)
         # accepted if it falls by at least a quarter of the linear prediction; NaN is not accepted
         taken = found[0] <= value - step / 4 * slope.flatten(1).square().sum(1)
-        x = torch.where(per_input(taken, x), tried, x)
+        x = torch.where(append_axes(taken, x), tried, x)
         value, apart = torch.where(taken, found[0], value), torch.where(taken, found[2], apart)
-        slope = torch.where(per_input(taken, x), found[1], slope)
+        slope = torch.where(append_axes(taken, x), found[1], slope)
         step = torch.where(taken, GROWN * step, SHRUNK * step)
     return x, apart

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dissensus.bench.run.build import built
-from dissensus.bench.task.config import parsed
-from dissensus.bench.task.objects import NetworkMaker, maker
-from dissensus.bench.task.schema import AnyKey, ValueRule, typed
+from dissensus.bench.run.build import make_network
+from dissensus.bench.task.config import parse_value
+from dissensus.bench.task.objects import NetworkMaker, network_maker
+from dissensus.bench.task.schema import AnyKey, ValueRule, parameter_rules
 from dissensus.layers.capacity import Capacity, capacity
 from dissensus.utils.checks import one_of
 
@@ -35,9 +35,9 @@ def capacities(names: Sequence[str], overrides: Sequence[str] = ()) -> dict[str,
 
     `overrides`: "network.key=value", applied to every network that has the key.
     """
-    settings = dict(_setting(each) for each in overrides)
+    settings = dict(_parse_override(each) for each in overrides)
     asked: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in names} or TALK
-    rules = {name: _rules(maker(network)) for name, (network, _) in asked.items()}
+    rules = {name: _setting_rules(network_maker(network)) for name, (network, _) in asked.items()}
     for key, value in settings.items():
         if not any(key in mine for mine in rules.values()):
             one_of("a setting of these networks", key, {each for mine in rules.values() for each in mine})
@@ -45,29 +45,29 @@ def capacities(names: Sequence[str], overrides: Sequence[str] = ()) -> dict[str,
             if key in mine:
                 mine[key](f"network.{key}", value)
     return {
-        name: capacity(_without_values(network, given | {k: v for k, v in settings.items() if k in rules[name]}))
+        name: capacity(_build_on_meta(network, given | {k: v for k, v in settings.items() if k in rules[name]}))
         for name, (network, given) in asked.items()
     }
 
 
-def _rules(make: NetworkMaker) -> dict[str, ValueRule]:
+def _setting_rules(make: NetworkMaker) -> dict[str, ValueRule]:
     """The settings of a network; any setting if it takes **keywords."""
     kinds = {each.kind for each in inspect.signature(make).parameters.values()}
-    return AnyKey(typed(make)) if inspect.Parameter.VAR_KEYWORD in kinds else typed(make)
+    return AnyKey(parameter_rules(make)) if inspect.Parameter.VAR_KEYWORD in kinds else parameter_rules(make)
 
 
-def _setting(override: str) -> tuple[str, Any]:
+def _parse_override(override: str) -> tuple[str, Any]:
     key, equals, value = override.partition("=")
     section, _, name = key.strip().partition(".")
     if section != "network" or not name or not equals:
         raise ValueError(f"expected network.key=value for --set, got {override!r}; write for example network.depth=18")
-    return name, parsed(value.strip())
+    return name, parse_value(value.strip())
 
 
-def _without_values(name: str, settings: Mapping[str, Any]) -> nn.Module:
+def _build_on_meta(name: str, settings: Mapping[str, Any]) -> nn.Module:
     """The network on the meta device (shapes only); with values if it cannot be built there."""
     try:
         with torch.device("meta"):
-            return built(name, maker(name), settings, {})
+            return make_network(name, network_maker(name), settings, {})
     except ValueError:  # `built` turns every exception of a constructor into one
-        return built(name, maker(name), settings, {})
+        return make_network(name, network_maker(name), settings, {})

@@ -15,20 +15,20 @@ from rich.table import Table as Grid
 
 from dissensus.bench import torchrun_ranks
 from dissensus.bench.capacity_table import LENET, capacities
-from dissensus.bench.names import listed
-from dissensus.bench.rows.named_sets import SETS, present
+from dissensus.bench.names import name_list
+from dissensus.bench.rows.named_sets import SETS, set_location
 from dissensus.bench.run import jobs
 from dissensus.bench.run.convert import convert
 from dissensus.bench.run.fit_calibration import CALIBRATED
-from dissensus.bench.run.run import Run, silent
+from dissensus.bench.run.run import Run, ignore_message
 from dissensus.bench.run.segment_images import write_maps
 from dissensus.bench.run.shared_training import train_runs
 from dissensus.bench.task.config import SIZES, load_task, own_tasks, read_task, run_config, task_names
-from dissensus.bench.task.method_names import check_read, counted_by
+from dissensus.bench.task.method_names import check_overrides_read, count_setting
 from dissensus.bench.task.schema import CALIBRATION
-from dissensus.bench.terminal import print_before_and_after, print_each, print_results, remarks, wide_console
+from dissensus.bench.terminal import log_to_stderr, print_before_and_after, print_each, print_results, wide_console
 from dissensus.bench.theory_commands import app as theory
-from dissensus.bench.user_code import imported
+from dissensus.bench.user_code import is_import_path
 from dissensus.methods import METHODS
 from dissensus.utils.checks import first_names
 from dissensus.version import __version__
@@ -73,7 +73,7 @@ def options(
 ) -> None:
     """Options before a command."""
     if context.invoked_subcommand not in TOGETHER:
-        torchrun_ranks.leave_but_the_first()
+        torchrun_ranks.exit_other_ranks()
 
 
 @app.command("bench")
@@ -91,9 +91,9 @@ def bench_command(
     quiet: Quiet = False,
 ) -> None:
     """Train, evaluate and report all methods of a task. The same command continues a stopped bench."""
-    chosen, tell = listed(methods or "") or None, silent if quiet else _tell
+    chosen, tell = name_list(methods or "") or None, ignore_message if quiet else _tell
     loaded = load_task(task, size=size, overrides=set_, methods=chosen)
-    check_read(set_, chosen or loaded.methods)
+    check_overrides_read(set_, chosen or loaded.methods)
     if "widths" in loaded.settings:
         if methods is not None or baseline is not None or holm:
             raise ValueError("expected no --methods, --baseline or --holm for a task over widths, got one; omit it")
@@ -128,11 +128,11 @@ def train_command(
 ) -> None:
     """Train one method on a task and print the run's folder."""
     loaded = load_task(task, size=size, overrides=set_, methods=[method])
-    check_read(set_, [method])
+    check_overrides_read(set_, [method])
     folder = jobs.default_folder(loaded) if out is None else out
-    runs = jobs.begun(loaded, [run_config(loaded, method, seed)], folder, source=data)
-    runs[0].shared = torchrun_ranks.shared(1)
-    with jobs.withdrawing(runs):
+    runs = jobs.begin_runs(loaded, [run_config(loaded, method, seed)], folder, source=data)
+    runs[0].is_shared = torchrun_ranks.is_training_shared(1)
+    with jobs.withdraw_on_failure(runs):
         train_runs(runs, progress=not quiet)
     print(runs[0].folder)
 
@@ -146,11 +146,11 @@ def evaluate_command(
 ) -> None:
     """Evaluate a trained run and print its metrics."""
     opened = Run.open(run, source=data)
-    opened.shared = torchrun_ranks.shared(1)
+    opened.is_shared = torchrun_ranks.is_training_shared(1)
     if again:
         opened.posterior()  # raises for a damaged posterior before results are removed
-        opened.forget_evaluation()
-    print(opened.evaluate(tell=silent if quiet else lambda text: _tell(f"evaluating {text}")).table())
+        opened.remove_evaluation()
+    print(opened.evaluate(tell=ignore_message if quiet else lambda text: _tell(f"evaluating {text}")).table())
 
 
 @app.command("calibrate")
@@ -177,7 +177,7 @@ def calibrate_command(
         if value is not None:
             CALIBRATION[name](f"--{name}", value)
     given = {name: value for name, value in asked.items() if value is not None}
-    with nullcontext() if quiet else remarks(level=logging.WARNING):
+    with nullcontext() if quiet else log_to_stderr(level=logging.WARNING):
         before, after = jobs.calibrate_run(Run.open(run, source=data), given, rows=rows)
     print_before_and_after(before, after)
     print(run / CALIBRATED)
@@ -193,7 +193,7 @@ def report_command(
     holm: Holm = False,
 ) -> None:
     """Write results.csv, report.md and report.html of evaluated runs, or one file, such as LaTeX tables in page.tex."""
-    folder = jobs.found_runs(runs)[0].parent if out is None else out
+    folder = jobs.find_runs(runs)[0].parent if out is None else out
     results, written = jobs.report_runs(runs, folder, baseline=baseline, holm=holm)
     print_results(results)
     print_each(written)
@@ -224,7 +224,7 @@ def convert_command(
 
     For your own network (network.name=package.module:name), pass the network to ds.load too.
     """
-    with remarks():
+    with log_to_stderr():
         convert(weights, method, out, overrides=set_, seed=seed)
     print(out)
 
@@ -257,20 +257,20 @@ def list_command(data: Data = None) -> None:
     tasks = Grid("task", "what", "data", "methods", title="Tasks", title_justify="left")
     own = own_tasks()
     for name, task in {**{name: read_task(name) for name in task_names()}, **own}.items():
-        named, used = task["data"]["name"], ", ".join(listed(task["methods"]))
+        named, used = task["data"]["name"], ", ".join(name_list(task["methods"]))
         tasks.add_row(*map(escape, (name, str(task.get("title", "")), named, used)))
     methods = Grid("method", "what", "networks", title="Methods", title_justify="left")
     for name, method in METHODS.items():
         about = (method.__doc__ or "").strip().split("\n")[0]
-        methods.add_row(name, escape(about), counted_by(method) or "one")
+        methods.add_row(name, escape(about), count_setting(method) or "one")
     for file, task in own.items():
-        for name in filter(imported, listed(task["methods"])):
+        for name in filter(is_import_path, name_list(task["methods"])):
             methods.add_row(escape(name), f"your own, named in {escape(file)}", "–")
     known = Grid("data set", "what", "where", title="Data sets", title_justify="left")
     for name, source in SETS.items():
-        known.add_row(name, escape(source.about), escape(present(name, data)))
+        known.add_row(name, escape(source.description), escape(set_location(name, data)))
     for file, task in own.items():
-        if imported(task["data"]["name"]):
+        if is_import_path(task["data"]["name"]):
             known.add_row(escape(task["data"]["name"]), "your own function", f"named in {escape(file)}")
     console = wide_console()
     for grid in (tasks, methods, known):
@@ -281,7 +281,7 @@ def main() -> None:
     """Runs the command line; a user's error is one line on stderr, with exit code 2."""
     try:
         torchrun_ranks.connect()
-        with torchrun_ranks.only_the_first_prints():
+        with torchrun_ranks.print_on_first_rank():
             # The exit code of a command that does not return.
             code = app(prog_name="dissensus", standalone_mode=False)
     except (ValueError, TypeError, OSError) as error:
@@ -303,7 +303,7 @@ def main() -> None:
 
 
 def _fail(text: str, *, code: int = 2) -> None:
-    print(f"dissensus: {torchrun_ranks.failed(text)}", file=sys.stderr)
+    print(f"dissensus: {torchrun_ranks.failure_message(text)}", file=sys.stderr)
     sys.exit(code)
 
 

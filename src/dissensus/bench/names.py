@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 
-def listed(names: str | Sequence[str]) -> list[str]:
+def name_list(names: str | Sequence[str]) -> list[str]:
     """["a", "b"] of "a,b" or of a list."""
     split = names.split(",") if isinstance(names, str) else names
     if wrong := [name for name in split if not isinstance(name, str)]:

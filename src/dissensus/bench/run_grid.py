@@ -10,21 +10,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dissensus.bench.report import curve_figures, figure_sections
-from dissensus.bench.report.comparisons import Family, compared, family
-from dissensus.bench.report.html_report import compared_by, rendered
+from dissensus.bench.report.comparisons import Family, compare_methods, comparison_family
+from dissensus.bench.report.html_report import comparison_sentence, render_template
 from dissensus.bench.report.measures import Measure
 from dissensus.bench.report.report_figures import svg, write_files
 from dissensus.bench.report.results import Results, table_text
-from dissensus.bench.report.tables import MeasureDraws, Row, Table, difference_table, draws_of, main_table, p_text
-from dissensus.bench.rows.task_rows import LastData
+from dissensus.bench.report.tables import (
+    MeasureDraws,
+    Row,
+    Table,
+    difference_table,
+    main_table,
+    measures_and_draws,
+    p_text,
+)
+from dissensus.bench.rows.task_rows import DataCache
 from dissensus.bench.run.collect_runs import results_of_runs
-from dissensus.bench.run.jobs import begun, default_folder, finished
-from dissensus.bench.run.run import Run, Tell, silent
-from dissensus.bench.task.config import Task, overridden, run_config
+from dissensus.bench.run.jobs import begin_runs, default_folder, finish_runs
+from dissensus.bench.run.run import Run, Tell, ignore_message
+from dissensus.bench.task.config import Task, apply_override, run_config
 from dissensus.bench.task.method_names import base_name, setting_path
 from dissensus.bench.task.schema import GRID, check_task
 from dissensus.plots.charts import colours
-from dissensus.utils.checks import number, one_of, whole
+from dissensus.utils.checks import integer, number, one_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class GridCell(NamedTuple):
     """A task at one point of the grid."""
 
     name: str
-    at: dict[str, float]  # axis -> value
+    axis_values: dict[str, float]  # axis -> value
     task: Task
 
 
@@ -57,8 +65,8 @@ def cells_of(task: Task, methods: Sequence[str]) -> list[GridCell]:
         settings, here = plain, list(zip(axes, places, strict=True))
         for axis, i in here:
             for key, values in axis.settings.items():
-                if _read(key, methods):
-                    settings = overridden(
+                if _is_read(key, methods):
+                    settings = apply_override(
                         settings, f"{key}={json.dumps(values[i])}", methods=methods, beside=str(task.folder or "")
                     )
         at = {axis.name: axis.values[i] for axis, i in here}
@@ -78,12 +86,12 @@ def _axis(name: str, table: Mapping[str, Any], task: Task) -> Axis:
     for key, several in settings.items():
         if not isinstance(several, list) or not isinstance(values, list) or len(several) != len(values):
             raise ValueError(f"expected a {key} for each of {values!r} in [grid.{name}], got {several!r}; pass a list")
-        _check_alone(key, task.settings, f"[grid.{name}]")
+        _check_set_once(key, task.settings, f"[grid.{name}]")
     numbers = [float(number(f"grid.{name}: a value of the axis", each)) for each in values]
     return Axis(name, str(table.get("label", name)), bool(table.get("log", False)), numbers, settings)
 
 
-def _check_alone(key: str, settings: Mapping[str, Any], where: str) -> None:
+def _check_set_once(key: str, settings: Mapping[str, Any], where: str) -> None:
     """Raises if the task also sets a setting of the grid: one of the two would be ignored silently."""
     section, *rest = key.split(".")
     tables = (
@@ -98,7 +106,7 @@ def _check_alone(key: str, settings: Mapping[str, Any], where: str) -> None:
             raise ValueError(f"expected {key} in {where} only, got it elsewhere in the task too; remove one")
 
 
-def _read(key: str, methods: Sequence[str]) -> bool:
+def _is_read(key: str, methods: Sequence[str]) -> bool:
     """Whether one of the methods reads a setting: method.NAME.key is for NAME only."""
     path = setting_path(key, [*methods, *map(base_name, methods)])
     return path[0] != "method" or len(path) < 3 or path[1] in {*methods, *map(base_name, methods)}
@@ -111,7 +119,7 @@ DIFFERENCES = "On the same test examples and seeds; bold: better with p < 0.05 o
 LEARNING = "Accuracy over epochs, on up to 1,000 rows of each kind: means over seeds; bands from lowest to highest."
 
 
-class Measured(NamedTuple):
+class MeasuredCell(NamedTuple):
     """A cell with its results, the measures to show, and their resamples."""
 
     cell: GridCell
@@ -131,22 +139,22 @@ def bench_grid(
     baseline: str | None = None,
     holm: bool = False,
     jobs: int = 1,
-    tell: Tell = silent,
+    tell: Tell = ignore_message,
 ) -> tuple[list[str], list[Path]]:
     """(sentences, files) of a task over a grid; arguments as in `jobs.bench`. Finished stages are not repeated."""
     chosen, folder = list(methods or task.methods), default_folder(task) if out is None else Path(out)
     if baseline is not None:
         one_of("a baseline", baseline, chosen, hint="run it too, or choose one of them")
     cells = cells_of(task, chosen)
-    asked = begin_cells(cells, chosen, range(whole("--seeds", seeds)), folder, source=source)
+    asked = begin_cells(cells, chosen, range(integer("--seeds", seeds)), folder, source=source)
     runs = list({id(run): run for several in asked for run in several}.values())
-    done = finished(runs, source=source, progress=progress, jobs=whole("--jobs", jobs), tell=tell)
+    done = finish_runs(runs, source=source, progress=progress, jobs=integer("--jobs", jobs), tell=tell)
     evaluations = dict(zip(map(id, runs), done, strict=True))
     tell("writing the report")
     measured = []
     for cell, several in zip(cells, asked, strict=True):
-        results = results_of_runs(several, [evaluations[id(run)] for run in several]).compared_with(None, holm=holm)
-        measured.append(Measured(cell, results, *draws_of(results, SHOWN)))
+        results = results_of_runs(several, [evaluations[id(run)] for run in several]).with_baseline(None, holm=holm)
+        measured.append(MeasuredCell(cell, results, *measures_and_draws(results, SHOWN)))
     named = baseline or measured[0].results.baseline or chosen[0]
     return write_grid(task, axes_of(task), measured, folder, named)
 
@@ -155,54 +163,58 @@ def begin_cells(
     cells: Sequence[GridCell], methods: Sequence[str], seeds: Sequence[int], out: Path, *, source: str | None
 ) -> list[list[Run]]:
     """The runs of every cell, method by method; cells with equal settings share a run."""
-    load, there, found = LastData(source), dict[str, Run](), []
+    load, there, found = DataCache(source), dict[str, Run](), []
     for cell in cells:
         configs = [run_config(cell.task, method, seed) for method in methods for seed in seeds]
         keys = [json.dumps(config.table(), sort_keys=True) for config in configs]
         new = {key: config for key, config in zip(keys, configs, strict=True) if key not in there}
         if new:
-            runs = begun(cell.task, list(new.values()), out / cell.name, source=source, load=load)
+            runs = begin_runs(cell.task, list(new.values()), out / cell.name, source=source, load=load)
             there |= dict(zip(new, runs, strict=True))
         found.append([there[key] for key in keys])
     return found
 
 
 def write_grid(
-    task: Task, axes: Sequence[Axis], measured: Sequence[Measured], folder: Path, baseline: str
+    task: Task, axes: Sequence[Axis], measured: Sequence[MeasuredCell], folder: Path, baseline: str
 ) -> tuple[list[str], list[Path]]:
     """(sentences, files): the rows, the figures, report.md and report.html."""
     methods = list(measured[0].results.methods)
-    palette, (every, against) = colours(methods), compared_cells(measured, baseline)
-    drawn = curve_figures.over_values(quality(axes, measured), label=axes[0].label, log=axes[0].log, palette=palette)
+    palette, (every, against) = colours(methods), compare_cells(measured, baseline)
+    drawn = curve_figures.setting_figure(
+        quality_rows(axes, measured), label=axes[0].label, log=axes[0].log, palette=palette
+    )
     figures = {"grid.png": (drawn, QUALITY.format(label=axes[0].label))}
     if learned := {
-        place(axes, each.cell): found for each in measured if (found := figure_sections.learned(each.results))
+        cell_label(axes, each.cell): found
+        for each in measured
+        if (found := figure_sections.learning_data(each.results))
     }:
-        figures["curves.png"] = (curve_figures.learning_curves(learned, palette=palette), LEARNING)
+        figures["curves.png"] = (curve_figures.learning_figure(learned, palette=palette), LEARNING)
     first = measured[0].results
     count = len(first.methods[methods[0]])
     seeds = f" of {count} seeds" if count > 1 else ""
-    said = sentences(axes, measured, against, first.focus, baseline)
+    said = focus_sentences(axes, measured, against, first.focus, baseline)
     content = {
         "title": task.title, "description": first.description, "sentences": said, "facts": first.facts,
         "tables": [
-            (f"Results{seeds}", RESULTS, joined(axes, measured, [main_table(*each[1:]) for each in measured])),
-            (f"Differences to {baseline}", f"{DIFFERENCES} {compared_by(first, every)}", joined(axes, measured, [
+            (f"Results{seeds}", RESULTS, join_tables(axes, measured, [main_table(*each[1:]) for each in measured])),
+            (f"Differences to {baseline}", f"{DIFFERENCES} {comparison_sentence(first, every)}", join_tables(axes, measured, [
                 difference_table(*each[1:3], found, baseline) for each, found in zip(measured, against, strict=True)
             ])),
         ],
         "figures": [(name, text, svg(figure, name[0])) for name, (figure, text) in figures.items()],
     }  # fmt: skip
-    texts = {f"report.{end}": rendered(f"cells.{end}.j2", content) for end in ("md", "html")}
-    texts["results.csv"] = rows_text(measured)
+    texts = {f"report.{end}": render_template(f"cells.{end}.j2", content) for end in ("md", "html")}
+    texts["results.csv"] = results_csv(measured)
     return said, write_files(folder, {name: figure for name, (figure, _) in figures.items()}, texts)
 
 
-def compared_cells(measured: Sequence[Measured], baseline: str) -> tuple[Family, list[Family]]:
+def compare_cells(measured: Sequence[MeasuredCell], baseline: str) -> tuple[Family, list[Family]]:
     """All methods against the baseline: one family over all cells, by cell, measure and method; and one family per cell."""
-    every = family(
+    every = comparison_family(
         {
-            (each.cell.name, measure.key, name): compared(draws, each.draws[measure.key][baseline])
+            (each.cell.name, measure.key, name): compare_methods(draws, each.draws[measure.key][baseline])
             for each in measured
             for measure in each.measures
             for name, draws in each.draws[measure.key].items()
@@ -211,43 +223,46 @@ def compared_cells(measured: Sequence[Measured], baseline: str) -> tuple[Family,
         holm=measured[0].results.holm,
     )
 
-    def of(cell: str, table: Mapping[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
+    def entries_of_cell(cell: str, table: Mapping[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
         return {key[1:]: value for key, value in table.items() if key[0] == cell}
 
     names = [each.cell.name for each in measured]
-    return every, [Family(of(name, every.comparisons), of(name, every.p_values), every.level) for name in names]
+    return every, [
+        Family(entries_of_cell(name, every.comparisons), entries_of_cell(name, every.p_values), every.level)
+        for name in names
+    ]
 
 
-def joined(axes: Sequence[Axis], measured: Sequence[Measured], tables: Sequence[Table]) -> Table:
+def join_tables(axes: Sequence[Axis], measured: Sequence[MeasuredCell], tables: Sequence[Table]) -> Table:
     """The cells' tables joined into one, measure by measure."""
     rows: dict[str, list[Row]] = {}
     for each, table in zip(measured, tables, strict=True):
         for row in table.rows:
-            rows.setdefault(row.label, []).append(replace(row, label=place(axes, each.cell), group=row.label))
+            rows.setdefault(row.label, []).append(replace(row, label=cell_label(axes, each.cell), group=row.label))
     return replace(tables[0], rows=[row for several in rows.values() for row in several])
 
 
-def place(axes: Sequence[Axis], cell: GridCell) -> str:
-    return ", ".join(f"{axis.label} {cell.at[axis.name]:g}" for axis in axes)
+def cell_label(axes: Sequence[Axis], cell: GridCell) -> str:
+    return ", ".join(f"{axis.label} {cell.axis_values[axis.name]:g}" for axis in axes)
 
 
-def quality(axes: Sequence[Axis], measured: Sequence[Measured]) -> curve_figures.OverValues:
+def quality_rows(axes: Sequence[Axis], measured: Sequence[MeasuredCell]) -> curve_figures.OverValues:
     """Draws every measure against the first axis, with one row of panels per place on the other axes."""
     rows: curve_figures.OverValues = {}
     known = {measure.key: measure for each in measured for measure in each.measures}
     for each in measured:
-        row = rows.setdefault(place(axes[1:], each.cell), {measure: {} for measure in known.values()})
+        row = rows.setdefault(cell_label(axes[1:], each.cell), {measure: {} for measure in known.values()})
         for measure in each.measures:
             for name, draws in each.draws[measure.key].items():
                 interval = draws.interval()
                 ends = (draws.estimate,) * 2 if interval is None else (interval.lower, interval.upper)
                 points = row[known[measure.key]].setdefault(name, {})
-                points[each.cell.at[axes[0].name]] = (draws.estimate, *ends)
+                points[each.cell.axis_values[axes[0].name]] = (draws.estimate, *ends)
     return rows
 
 
-def sentences(
-    axes: Sequence[Axis], measured: Sequence[Measured], against: Sequence[Family], focus: str | None, baseline: str
+def focus_sentences(
+    axes: Sequence[Axis], measured: Sequence[MeasuredCell], against: Sequence[Family], focus: str | None, baseline: str
 ) -> list[str]:
     """Sentences on the task's focus against the baseline, in every cell; empty if the task has no focus."""
     said: dict[str, list[str]] = {}
@@ -258,15 +273,15 @@ def sentences(
                 values = f"{measure.text(one.first)} against {measure.text(one.second)}"
                 p_value = p_text(found.p_values[measure.key, focus or ""])
                 told = said.setdefault(f"{measure.label}{f', {measure.unit}' if measure.unit else ''}", [])
-                told.append(f"{place(axes, each.cell)}: {values} ({p_value})")
+                told.append(f"{cell_label(axes, each.cell)}: {values} ({p_value})")
     return [f"{label}, {focus} against {baseline}: {'; '.join(cells)}." for label, cells in said.items()]
 
 
-def rows_text(measured: Sequence[Measured]) -> str:
+def results_csv(measured: Sequence[MeasuredCell]) -> str:
     """results.csv: one row per cell, method and seed, every metric in full precision."""
     rows = [
-        each.cell.at | origin | {key: repr(value) for key, value in evaluation.metrics.items()}
+        each.cell.axis_values | origin | {key: repr(value) for key, value in evaluation.metrics.items()}
         for each in measured
-        for origin, evaluation in each.results.each()
+        for origin, evaluation in each.results.iterate_evaluations()
     ]
     return table_text(list(dict.fromkeys(key for row in rows for key in row)), rows)

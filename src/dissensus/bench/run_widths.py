@@ -16,30 +16,30 @@ import torch
 from dissensus.bench.report.estimates import (
     Array,
     Claim,
-    Words,
+    VerdictWords,
     array_over,
     claim_of,
     mean_interval,
-    means,
+    seed_means,
     slope_weights,
     verdicts,
 )
-from dissensus.bench.report.html_report import rendered
+from dissensus.bench.report.html_report import render_template
 from dissensus.bench.report.report_figures import svg, write_files
 from dissensus.bench.report.results import table_text
 from dissensus.bench.report.tables import Cell, Row, Table
-from dissensus.bench.run.jobs import begun, default_folder
-from dissensus.bench.run.processes import DIVERGED, in_processes
+from dissensus.bench.run.jobs import begin_runs, default_folder
+from dissensus.bench.run.processes import DIVERGED, run_in_processes
 from dissensus.bench.run.provenance import ORIGIN
 from dissensus.bench.run.records import read_evaluation, read_predictions
-from dissensus.bench.run.run import Run, Tell, silent
+from dissensus.bench.run.run import Run, Tell, ignore_message
 from dissensus.bench.task.config import RunConfig, Task, run_config
 from dissensus.core.predictive import ClassificationPredictive
 from dissensus.metrics import accuracy_values, effective_members
-from dissensus.plots.charts import INK, PALETTE, Curve, Panel, curve_figure, marked
+from dissensus.plots.charts import INK, PALETTE, Curve, Panel, curve_figure, marker_style
 from dissensus.storage.run_files import read_json
 from dissensus.theory import largest_eigenvalue
-from dissensus.utils.checks import number, one_of, whole
+from dissensus.utils.checks import integer, number, one_of
 
 INDEPENDENT, EMBEDDED = "deep_ensemble", "batch_ensemble"
 REGIMES = {"independent": "M", "collective": "1"}  # regime -> γ
@@ -55,7 +55,7 @@ WidthRow = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class GridCell:
+class WidthCell:
     """One ensemble to train. `p`: of modulations p + √(1 − p²) N(0, 1); None for the task's modulations."""
 
     config: RunConfig
@@ -67,7 +67,7 @@ class GridCell:
     gamma: str = ""  # "M", "1", or "" if weights are not shared
 
 
-def cells(task: Task, seeds: Sequence[int]) -> list[GridCell]:
+def width_cells(task: Task, seeds: Sequence[int]) -> list[WidthCell]:
     """All ensembles of a task, the slowest to train first; smaller independent ensembles are subsets of the largest."""
     widths, needed = DEFAULTS | task.settings["widths"], ("of", "factors", "members")
     if missing := [key for key in needed if not widths.get(key)]:
@@ -76,7 +76,7 @@ def cells(task: Task, seeds: Sequence[int]) -> list[GridCell]:
         one_of("a method of a task with [widths]", method, (INDEPENDENT, EMBEDDED), hint="it compares these two")
     one_of("widths.rate", widths["rate"], ("fixed", "sharing"))
     factors = sorted({float(number("widths.factors", each, above=0)) for each in widths["factors"]})
-    sizes = sorted({whole("widths.members", each) for each in widths["members"]})
+    sizes = sorted({integer("widths.members", each) for each in widths["members"]})
     swept = [float(number("widths.p", each)) for each in dict.fromkeys(widths["p"])]
     for regime, rates in widths["p_rates"].items():
         one_of("a regime of widths.p_rates", regime, REGIMES)
@@ -90,11 +90,11 @@ def cells(task: Task, seeds: Sequence[int]) -> list[GridCell]:
     return [_cell(run_config(task, each[0], seed), widths, *each) for each in asked for seed in seeds]
 
 
-def _cell(config: RunConfig, widths: Any, method: str, factor: float, members: int, *transition: Any) -> GridCell:
+def _cell(config: RunConfig, widths: Any, method: str, factor: float, members: int, *transition: Any) -> WidthCell:
     """The cell at this width with `members` members; `transition`: p, regime and rate that replace the task's."""
     p, regime, rate = transition or (None, None, None)
     of, settings = widths["of"], {**config.settings, "members": members}
-    scaled = _scaled(f"network.{of}, which widths.of names,", config.network.get(of), factor)
+    scaled = _scale_units(f"network.{of}, which widths.of names,", config.network.get(of), factor)
     units = scaled if isinstance(scaled, list) else [scaled]
     name, gamma = f"{method}-N{units[0]}", ""
     if method == EMBEDDED:
@@ -108,18 +108,18 @@ def _cell(config: RunConfig, widths: Any, method: str, factor: float, members: i
             rate = lr / largest_eigenvalue(members, min(units), p=0.0)  # of the kernel of M members over N shared units
     training = config.training if rate is None else {**config.training, "lr": number("widths.p_rates", rate)}
     changed = replace(config, method=name, network={**config.network, of: scaled}, settings=settings, training=training)
-    return GridCell(changed, method, factor, units[0], members, p, gamma)
+    return WidthCell(changed, method, factor, units[0], members, p, gamma)
 
 
-def _scaled(what: str, value: Any, factor: float) -> Any:
+def _scale_units(what: str, value: Any, factor: float) -> Any:
     """A whole number, or a list of them, times the factor, rounded to whole numbers."""
     if isinstance(value, list):
-        return [_scaled(what, each, factor) for each in value]
-    scaled = whole(what, value) * factor
-    return whole(f"{what} times {factor:g}", int(scaled) if scaled.is_integer() else scaled)
+        return [_scale_units(what, each, factor) for each in value]
+    scaled = integer(what, value) * factor
+    return integer(f"{what} times {factor:g}", int(scaled) if scaled.is_integer() else scaled)
 
 
-def rows_of_runs(cells: Sequence[GridCell], runs: Sequence[Run]) -> list[WidthRow]:
+def rows_of_runs(cells: Sequence[WidthCell], runs: Sequence[Run]) -> list[WidthRow]:
     """The rows of finished runs: one for each embedded ensemble, and one for each size of independent ensembles."""
     sizes = sorted({cell.members for cell in cells if cell.method == EMBEDDED})
     found = [
@@ -130,7 +130,7 @@ def rows_of_runs(cells: Sequence[GridCell], runs: Sequence[Run]) -> list[WidthRo
     return sorted(found, key=lambda row: [row["p"] is not None, *(row[key] or 0 for key in PLACE)])
 
 
-def _row(cell: GridCell, run: Run, members: int) -> WidthRow:
+def _row(cell: WidthCell, run: Run, members: int) -> WidthRow:
     row: WidthRow = {**vars(cell), "members": members, "seed": cell.config.seed, "diverged": None, "parameters": 0}
     row |= {key: str(run.provenance.get(key, "")) for key in ORIGIN}
     if (run.folder / DIVERGED).is_file():
@@ -150,7 +150,7 @@ def _row(cell: GridCell, run: Run, members: int) -> WidthRow:
     return row | {"parameters": round(whole["cost/parameters"] * members / cell.members)}
 
 
-class Grid:
+class WidthArrays:
     """The rows as arrays over some of their columns."""
 
     def __init__(self, rows: Sequence[WidthRow]) -> None:
@@ -162,12 +162,12 @@ class Grid:
         self.seeds = sorted({row["seed"] for row in rows})
         self.p = sorted({row["p"] for row in self.rows if row["p"] is not None})
 
-    def main(self, name: str) -> Array:
+    def main_array(self, name: str) -> Array:
         """(2, F, M, S, n): embedded and independent ensembles, widths, numbers of members, seeds and test examples."""
         axes = {"method": (EMBEDDED, INDEPENDENT), "factor": self.factors, "members": self.sizes, "seed": self.seeds}
         return array_over(self.rows, name, p=[None], **axes)[0]
 
-    def swept(self, name: str) -> Array:
+    def transition_array(self, name: str) -> Array:
         """(2, P, S, n) for γ = M and γ = 1."""
         return array_over(self.rows, name, gamma=("M", "1"), p=self.p, seed=self.seeds)
 
@@ -178,10 +178,10 @@ BEST = "Does the best M grow with the width?"
 TRANSITION = "Which γ is better on the way from independent to equal members?"
 FAR = ("above by more than a point", "below by more than a point", "not to be told to a point")
 WORDS = {
-    FOLLOW: Words(*FAR, near=0.01, equal="equal within a point"),
-    FALL: Words("no, it grows", "yes", "not to be told"),
-    BEST: Words("yes", "no, it falls", "not to be told"),
-    TRANSITION: Words("γ = M", "γ = 1", "neither"),
+    FOLLOW: VerdictWords(*FAR, near=0.01, equal="equal within a point"),
+    FALL: VerdictWords("no, it grows", "yes", "not to be told"),
+    BEST: VerdictWords("yes", "no, it falls", "not to be told"),
+    TRANSITION: VerdictWords("γ = M", "γ = 1", "neither"),
 }
 SPOKEN = ("embedded", "the same", "members'", "doublings", "γ")  # beginnings of the claims that sentences use
 
@@ -189,7 +189,10 @@ SPOKEN = ("embedded", "the same", "members'", "doublings", "γ")  # beginnings o
 def width_claims(rows: Sequence[WidthRow]) -> list[Claim]:
     """All numbers, question by question; empty if no seed has all its ensembles."""
     units = dict.fromkeys(WORDS, "points") | {BEST: "doublings"}
-    claims = [claim_of(question, about, values, units[question]) for question, about, values in _asked(Grid(rows))]
+    claims = [
+        claim_of(question, about, values, units[question])
+        for question, about, values in _question_values(WidthArrays(rows))
+    ]
     return [claim for claim in claims if claim.seeds]
 
 
@@ -199,10 +202,10 @@ def width_verdicts(found: Sequence[Claim]) -> list[str]:
     return verdicts(list({claim.about.partition(", width ")[0]: claim for claim in spoken}.values()), WORDS)
 
 
-def _asked(grid: Grid) -> Iterator[tuple[str, str, Array]]:
+def _question_values(grid: WidthArrays) -> Iterator[tuple[str, str, Array]]:
     """Yields (question, subject, values (S, n)). Within a width, M/N varies with M."""
     factors, sizes, wide = grid.factors, grid.sizes, len(grid.factors) > 1
-    accuracy, members = grid.main("accuracy"), grid.main("member_accuracy")
+    accuracy, members = grid.main_array("accuracy"), grid.main_array("member_accuracy")
     gap, apart = accuracy[0] - accuracy[1], members[0] - members[1]  # (F, M, S, n)
 
     def by_width(question: str, about: str, values: Array) -> Iterator[tuple[str, str, Array]]:
@@ -219,7 +222,7 @@ def _asked(grid: Grid) -> Iterator[tuple[str, str, Array]]:
         yield from by_width(FOLLOW, f"a member's accuracy, embedded − independent, M = {sizes[-1]}", apart[:, -1])
     if len(sizes) > 1:
         for name, what in (("member_accuracy", "test"), ("train_member_accuracy", "training")):
-            slopes = np.einsum("m,fmsn->fsn", slope_weights(sizes), grid.main(name)[0])
+            slopes = np.einsum("m,fmsn->fsn", slope_weights(sizes), grid.main_array(name)[0])
             about = f"members' {what} accuracy for every doubling of M"
             yield from by_width(FALL, about, slopes)
             if wide:
@@ -230,7 +233,7 @@ def _asked(grid: Grid) -> Iterator[tuple[str, str, Array]]:
         yield from by_width(BEST, "log₂ of the best M", best)
         growth = np.einsum("f,fsn->sn", slope_weights(factors), best)
         yield BEST, "doublings of the best M for every doubling of the width", growth
-    for p, (summed, averaged) in zip(grid.p, grid.swept("accuracy").swapaxes(0, 1), strict=True):
+    for p, (summed, averaged) in zip(grid.p, grid.transition_array("accuracy").swapaxes(0, 1), strict=True):
         yield TRANSITION, f"γ = M − γ = 1 at p = {p:g}", summed - averaged
 
 
@@ -253,20 +256,20 @@ def bench_widths(
     out: Path | None = None,
     source: str | None = None,
     jobs: int = 1,
-    tell: Tell = silent,
+    tell: Tell = ignore_message,
 ) -> tuple[list[str], list[Path]]:
     """(sentences, files) of a task over widths; finished stages are not repeated."""
-    asked = cells(task, range(whole("--seeds", seeds)))
+    asked = width_cells(task, range(integer("--seeds", seeds)))
     folder = out or default_folder(task)
-    runs = begun(task, [cell.config for cell in asked], folder, source=source)
-    in_processes([[run] for run in runs], whole("--jobs", jobs), source=source, tell=tell, keep_going=True)
+    runs = begin_runs(task, [cell.config for cell in asked], folder, source=source)
+    run_in_processes([[run] for run in runs], integer("--jobs", jobs), source=source, tell=tell, keep_going=True)
     tell("writing the report")
     return write_page(rows_of_runs(asked, runs), folder, task.title, str(task.settings.get("description", "")))
 
 
 def write_page(rows: Sequence[WidthRow], folder: Path, title: str, description: str) -> tuple[list[str], list[Path]]:
     """Writes rows, claims, two figures, report.md and report.html; returns (sentences, files)."""
-    found, grid = width_claims(rows), Grid(rows)
+    found, grid = width_claims(rows), WidthArrays(rows)
     origin = {key: "; ".join(dict.fromkeys(row[key] for row in rows)) for key in ORIGIN}
     said, lost = width_verdicts(found), [row for row in rows if row["diverged"] is not None]
     if lost:
@@ -287,7 +290,7 @@ def write_page(rows: Sequence[WidthRow], folder: Path, title: str, description: 
         ),
         "figures": [(n, text, svg(drawn[n], n[0])) for n, text in zip(drawn, (MAIN, SWEPT), strict=False)],
     }
-    texts = {f"report.{end}": rendered(f"widths.{end}.j2", content) for end in ("md", "html")}
+    texts = {f"report.{end}": render_template(f"widths.{end}.j2", content) for end in ("md", "html")}
     texts["results.csv"] = table_text(COLUMNS, rows)
     texts["claims.csv"] = table_text([*Claim._fields, *ORIGIN], [claim._asdict() | origin for claim in found])
     return said, write_files(folder, drawn, texts)
@@ -295,8 +298,10 @@ def write_page(rows: Sequence[WidthRow], folder: Path, title: str, description: 
 
 def accuracy_table(rows: Sequence[WidthRow]) -> Table:
     """Ensemble accuracy with member accuracy in brackets, one row per width and kind (in the column of units)."""
-    grid = Grid(rows)
-    shares = 100 * np.stack([means(grid.main(name)) for name in ("accuracy", "member_accuracy")], -1)  # (2, F, M, 2)
+    grid = WidthArrays(rows)
+    shares = 100 * np.stack(
+        [seed_means(grid.main_array(name)) for name in ("accuracy", "member_accuracy")], -1
+    )  # (2, F, M, 2)
     lines = []
     for f, factor in enumerate(grid.factors):
         for kind, found in zip(("embedded", "independent"), shares[:, f], strict=True):
@@ -305,21 +310,21 @@ def accuracy_table(rows: Sequence[WidthRow]) -> Table:
     return Table([f"M = {members}" for members in grid.sizes], lines)
 
 
-def width_panels(grid: Grid) -> list[Panel]:
+def width_panels(grid: WidthArrays) -> list[Panel]:
     """Accuracy over M for every width: of ensembles, of members, of members on training rows; and over parameters."""
     panels = []
     for name, title, over in PANELS:
-        x, values, curves = means(grid.main(over)), grid.main(name), []
+        x, values, curves = seed_means(grid.main_array(over)), grid.main_array(name), []
         for f, factor in enumerate(grid.factors):
             colour = {"color": PALETTE[f % len(PALETTE)]}
-            curves.append(_curve(x[0, f], values[0, f], grid.names[factor], colour | marked(f)))
+            curves.append(_curve(x[0, f], values[0, f], grid.names[factor], colour | marker_style(f)))
             curves.append(_curve(x[1, f], values[1, f], "", colour | {"linestyle": "--"}))
         axes = {"xscale": "log", "xlabel": over, "ylabel": "accuracy", "title": title}
         panels.append(Panel([*curves, *KINDS], axes, percent="y", ticks=grid.sizes if over == "members" else ()))
     return panels
 
 
-def transition_panels(grid: Grid) -> list[Panel]:
+def transition_panels(grid: WidthArrays) -> list[Panel]:
     """Accuracy of ensemble and members, and effective members, over p for both γ, at one width and M."""
     law, panels = next(row for row in grid.rows if row["p"] is not None), []
     alone = {"method": [INDEPENDENT], "factor": [law["factor"]], "members": [law["members"]], "seed": grid.seeds}
@@ -327,8 +332,8 @@ def transition_panels(grid: Grid) -> list[Panel]:
         share = name != "effective"
         beside = array_over(grid.rows, name, **alone)[0, 0].repeat(len(grid.p), 0)  # (P, S, n)
         curves = [_curve(grid.p, beside, "independent networks", DASHED, share=share)]
-        for i, (gamma, values) in enumerate(zip(("M", "1"), grid.swept(name), strict=True)):
-            curves.append(_curve(grid.p, values, f"γ = {gamma}", {"color": PALETTE[i], **marked(i)}, share=share))
+        for i, (gamma, values) in enumerate(zip(("M", "1"), grid.transition_array(name), strict=True)):
+            curves.append(_curve(grid.p, values, f"γ = {gamma}", {"color": PALETTE[i], **marker_style(i)}, share=share))
         axes = {"xlabel": "p: modulations p + √(1 − p²) N(0, 1)", "title": f"{title}, M = {law['members']}"}
         panels.append(Panel(curves, {**axes, "ylabel": "accuracy" * share}, percent="y" * share))
     return panels

@@ -12,13 +12,13 @@ from rich.markup import escape
 from rich.table import Table as Grid
 from rich.text import Text
 
-from dissensus.bench.report.prose import cautions, claims, few, tested
+from dissensus.bench.report.prose import cautions, few_examples_caution, question_sentences, test_set_sentences
 from dissensus.bench.report.results import CONTROL, Results
-from dissensus.bench.report.tables import Table, draws_of, main_table
+from dissensus.bench.report.tables import Table, main_table, measures_and_draws
 from dissensus.evaluation.evaluation import Evaluation, metric_text
 
 
-def as_text(text: str) -> str:
+def safe_markup(text: str) -> str:
     """A title or a name as safe markup, without control characters."""
     return escape(text.translate(CONTROL))
 
@@ -35,27 +35,31 @@ def print_before_and_after(before: Evaluation, after: Evaluation) -> None:
     for key, value in after.metrics.items():
         if not key.startswith(("members/", "networks/", "cost/")):
             found = before.metrics.get(key)
-            grid.add_row(as_text(key), "" if found is None else metric_text(found), metric_text(value))
+            grid.add_row(safe_markup(key), "" if found is None else metric_text(found), metric_text(value))
     wide_console().print(grid)
 
 
 def print_results(results: Results) -> None:
     """Prints a report's main table, the reasons why methods are not compared, and the sentences on the task's question."""
-    found, draws = draws_of(results)
+    found, draws = measures_and_draws(results)
     table: Table = main_table(results, found, draws)
-    grid = Grid("", *map(as_text, table.headings), title=Text(results.title.translate(CONTROL)), title_justify="left")
+    grid = Grid(
+        "", *map(safe_markup, table.headings), title=Text(results.title.translate(CONTROL)), title_justify="left"
+    )
     group = ""
     for row in table.rows:
         if row.group != group:
             group = row.group
             grid.add_section()
-            grid.add_row(f"[dim]{as_text(group)}[/dim]", *[""] * len(row.cells))
+            grid.add_row(f"[dim]{safe_markup(group)}[/dim]", *[""] * len(row.cells))
         label = f"{row.label}{f', {row.unit}' if row.unit else ''} {row.arrow}".strip()
         cells = [
-            f"[bold]{as_text(cell.text)}[/bold]" if cell.best else f"{as_text(cell.text)}{' ≈' if cell.equal else ''}"
+            f"[bold]{safe_markup(cell.text)}[/bold]"
+            if cell.best
+            else f"{safe_markup(cell.text)}{' ≈' if cell.equal else ''}"
             for cell in row.cells
         ]
-        grid.add_row(as_text(label), *cells)
+        grid.add_row(safe_markup(label), *cells)
     console = wide_console()
     console.print(grid)
     console.print("bold: best   ≈: not distinguishable from the best (p ≥ 0.05)   ↑ ↓: higher or lower is better")
@@ -63,12 +67,17 @@ def print_results(results: Results) -> None:
         console.print(
             "one seed: p-values count test examples only; run several seeds to count training variation (--seeds 5)"
         )
-    for sentence in (*tested(draws["nll"]), *few(draws), *claims(results), *cautions(results)):
-        console.print(as_text(sentence))
+    for sentence in (
+        *test_set_sentences(draws["nll"]),
+        *few_examples_caution(draws),
+        *question_sentences(results),
+        *cautions(results),
+    ):
+        console.print(safe_markup(sentence))
 
 
 @contextmanager
-def remarks(level: int = logging.INFO) -> Iterator[None]:
+def log_to_stderr(level: int = logging.INFO) -> Iterator[None]:
     """Context that prints log messages of this level or above to stderr."""
     log, shown = logging.getLogger("dissensus"), logging.StreamHandler()
     shown.setFormatter(logging.Formatter("dissensus: %(message)s"))

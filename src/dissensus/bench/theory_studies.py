@@ -33,7 +33,7 @@ class Study(NamedTuple):
     """A figure, its findings in sentences, and its rows if they are to be saved."""
 
     figure: Figure
-    said: list[str]
+    sentences: list[str]
     rows: Sequence[dict[str, Any]] = ()
 
 
@@ -59,7 +59,7 @@ class Setting(NamedTuple):
         return theory.EmbeddedNetwork.draw(INPUTS, u=self.u, generator=generator, **size, **LAW)
 
 
-def data(count: int, *, seed: int) -> tuple[Tensor, Tensor]:
+def random_data(count: int, *, seed: int) -> tuple[Tensor, Tensor]:
     """Random data of unit variance: x (count, 4), y (count, 1)."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, INPUTS, generator=generator, dtype=torch.float64)
@@ -70,7 +70,7 @@ SETTINGS = {
     "independent: u = ±1, γ = M": Setting(Modulation.sign()),
     "collective: dropout 0.8, γ = 1": Setting(Modulation.bernoulli(0.8), "none", 1.0),
 }
-SIX = data(6, seed=3)
+SIX = random_data(6, seed=3)
 
 
 def kernels(widths: Sequence[int], *, seeds: int) -> Study:
@@ -96,7 +96,7 @@ def kernels(widths: Sequence[int], *, seeds: int) -> Study:
 
 def deviations(setting: Setting, widths: Sequence[int], seeds: int) -> Tensor:
     """(5, W) root mean square of empirical minus analytic KERNELS of two inputs, relative to the kernel within a member."""
-    x, _ = data(2, seed=0)
+    x, _ = random_data(2, seed=0)
     expected, found = setting.kernels(x[:1], x[1:]), []
     analytic = torch.cat([getattr(expected, kernel)[0] for kernel in KERNELS])  # (5,)
     scale = analytic[[0, 0, 2, 2, 4]]  # between members it may be 0
@@ -112,7 +112,7 @@ def deviations(setting: Setting, widths: Sequence[int], seeds: int) -> Tensor:
     return (off.square().mean(1).sqrt() / torch.where(scale == 0, 1.0, scale)).T
 
 
-def course(setting: str, *, width: int, members: int, steps: int, seed: int) -> tuple[Tensor, Tensor, float]:
+def training_course(setting: str, *, width: int, members: int, steps: int, seed: int) -> tuple[Tensor, Tensor, float]:
     """Residuals (T, M, 6, 1) of training at 0.1·B/λ_max, their prediction by the kernels, and its largest relative error."""
     (x, y), law = SIX, SETTINGS[setting]
     dynamics = law.dynamics(members)
@@ -130,7 +130,7 @@ def dynamics(width: int, members: int, steps: int, seed: int) -> Study:
     """Training curves of both modes in each setting: points are measured, lines predicted."""
     panels, said, times = [], [], range(steps + 1)
     for name in SETTINGS:
-        *both, error = course(name, width=width, members=members, steps=steps, seed=seed)
+        *both, error = training_course(name, width=width, members=members, steps=steps, seed=seed)
         means = [residual.mean(1, keepdim=True) for residual in both]
         modes = {"mean − target": means, "members − mean": [f - mean for f, mean in zip(both, means, strict=True)]}
         curves = []
@@ -147,7 +147,7 @@ def width(widths: Sequence[int], *, seeds: int, members: int) -> Study:
     """Error of predicted training over the width, one point per seed, with its log-log slope, fitted for each seed."""
     asked = product(SETTINGS, widths, range(seeds))
     places: list[dict[str, Any]] = [{"setting": name, "width": width, "seed": seed} for name, width, seed in asked]
-    rows = [place | {"error": course(**place, members=members, steps=60)[2]} for place in places]
+    rows = [place | {"error": training_course(**place, members=members, steps=60)[2]} for place in places]
     errors = array_over(rows, "error", setting=SETTINGS, seed=range(seeds), width=widths)  # (2, S, W, 1)
     curves, said = [], []
     for name, each, colour, shift in zip(SETTINGS, errors, PALETTE, (0.97, 1.03), strict=False):

@@ -31,19 +31,19 @@ def connect() -> None:
 
 
 def rank() -> int:
-    return distributed.get_rank() if _connected() else 0
+    return distributed.get_rank() if _is_connected() else 0
 
 
 def size() -> int:
-    return distributed.get_world_size() if _connected() else 1
+    return distributed.get_world_size() if _is_connected() else 1
 
 
-def shared(trainings: int) -> bool:
+def is_training_shared(trainings: int) -> bool:
     """Whether all processes share each training, given the number of trainings."""
     return 1 < size() > trainings
 
 
-def dealt(groups: Sequence[Item]) -> Sequence[Item]:
+def groups_of_this_rank(groups: Sequence[Item]) -> Sequence[Item]:
     """The groups that this process trains alone."""
     return groups[rank() :: size()]
 
@@ -56,11 +56,11 @@ def mesh() -> Any:
 def wait() -> None:
     """Waits for all processes, however long their runs take."""
     if size() > 1:
-        distributed.barrier(_patient(distributed.group.WORLD))
+        distributed.barrier(_patient_group(distributed.group.WORLD))
 
 
 @contextmanager
-def only_the_first_prints() -> Iterator[None]:
+def print_on_first_rank() -> Iterator[None]:
     """Context in which only the first process prints and logs."""
     if rank() == 0:
         yield
@@ -69,7 +69,7 @@ def only_the_first_prints() -> Iterator[None]:
         yield
 
 
-def failed(text: str) -> str:
+def failure_message(text: str) -> str:
     """The message of a failing process, with its rank; other ranks wait first, so that rank 0 can report a common error."""
     if rank() == 0:
         return text
@@ -77,14 +77,14 @@ def failed(text: str) -> str:
     return f"{text} (rank {rank()})"
 
 
-def leave_but_the_first() -> None:
+def exit_other_ranks() -> None:
     """Ends all processes except the first, which writes the report of all runs."""
     wait()
     if rank():
         sys.exit(0)
 
 
-def _connected() -> bool:
+def _is_connected() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
@@ -96,5 +96,5 @@ def _mesh(world: Any) -> Any:
 
 
 @cache
-def _patient(world: Any) -> Any:
+def _patient_group(world: Any) -> Any:
     return distributed.new_group(backend="gloo", timeout=LONGEST)

@@ -15,7 +15,7 @@ LISTS = (list, tuple, Sequence)
 
 
 @functools.cache
-def annotated(function: Callable[..., Any]) -> dict[str, Types]:
+def annotated_types(function: Callable[..., Any]) -> dict[str, Types]:
     """Parameter -> the allowed types of its TOML value; () if the annotation does not say."""
     try:
         hints = typing.get_type_hints(
@@ -25,10 +25,10 @@ def annotated(function: Callable[..., Any]) -> dict[str, Types]:
         return {}
     for hint in [each for each in hints.values() if typing.get_origin(each) is typing.Unpack]:  # **keywords by name
         hints |= typing.get_type_hints(typing.get_args(hint)[0])
-    return {name: _types(hint) or () for name, hint in hints.items()}
+    return {name: _toml_types(hint) or () for name, hint in hints.items()}
 
 
-def _types(hint: Any) -> Types | None:
+def _toml_types(hint: Any) -> Types | None:
     """The TOML types of an annotation; None if it has none: any value is then allowed, and the function checks it."""
     if hint in PLAIN:
         return PLAIN[hint]
@@ -36,13 +36,13 @@ def _types(hint: Any) -> Types | None:
     if origin is typing.Literal:
         return tuple(dict.fromkeys(type(value) for value in arguments))
     if origin in (typing.Union, types.UnionType):
-        parts = [_types(argument) for argument in arguments]
+        parts = [_toml_types(argument) for argument in arguments]
         return None if None in parts else tuple(dict.fromkeys(kind for part in parts if part for kind in part))
     return (list,) if (origin or hint) in LISTS else None
 
 
 @contextmanager
-def fitting(
+def settings_errors(
     what: str, *, wanted: str = "settings that fit", remedy: str = "correct them in the task or in --set"
 ) -> Iterator[None]:
     """Turns every exception of a constructor or function into one error about its settings or files."""

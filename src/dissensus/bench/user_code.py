@@ -18,23 +18,23 @@ _added: list[str] = []  # folders appended to sys.path for tasks
 _read: WeakKeyDictionary[ModuleType, bytes] = WeakKeyDictionary()  # module -> contents of its file when imported
 
 
-def imported(name: str) -> bool:
+def is_import_path(name: str) -> bool:
     """Whether a name has the form package.module:name."""
     return ":" in name
 
 
-def own_object(name: str, what: str, beside: str = "") -> Any:
+def import_object(name: str, what: str, beside: str = "") -> Any:
     """Imports the object of that name. Modules are searched in Python's path, then in `beside`, then in the current folder."""
     module, _, attributes = name.partition(":")
     try:
-        found = _module(module, beside)
-        if (file := _own_file(found)) is not None:
-            top, seen = _top(module, file), {(file, "")}
-            _reached(file, {attributes.partition(".")[0]}, top, seen)
+        found = _import_module(module, beside)
+        if (file := _user_file(found)) is not None:
+            top, seen = _import_root(module, file), {(file, "")}
+            _needed_statements(file, {attributes.partition(".")[0]}, top, seen)
             # Its imports may belong to another task.
             for path in {path for path, _ in seen if path.is_relative_to(top)}:
                 parts = path.relative_to(top).with_suffix("").parts
-                _check_is(".".join(parts[:-1] if parts[-1] == "__init__" else parts), path)
+                _check_module_file(".".join(parts[:-1] if parts[-1] == "__init__" else parts), path)
         return reduce(getattr, attributes.split("."), found)
     except Exception as error:  # an import may raise anything
         if str(error).startswith("expected"):
@@ -51,13 +51,13 @@ def code_digest(name: str, beside: str = "") -> str:
     "" for an installed package.
     """
     module, _, attributes = name.partition(":")
-    if (file := _own_file(_module(module, beside))) is None:
+    if (file := _user_file(_import_module(module, beside))) is None:
         return ""
-    code = _reached(file, {attributes.partition(".")[0]}, _top(module, file), set())
+    code = _needed_statements(file, {attributes.partition(".")[0]}, _import_root(module, file), set())
     return hashlib.sha256("\n".join(code).encode()).hexdigest()[:12]
 
 
-def _module(name: str, beside: str) -> ModuleType:
+def _import_module(name: str, beside: str) -> ModuleType:
     """The module; the user's file if one of the user's folders has it."""
     places = [str(Path(folder).absolute()) for folder in (beside, os.getcwd()) if folder]
     # Appended last, so that no user file replaces an installed module; this task's folders come before those of other tasks.
@@ -67,31 +67,31 @@ def _module(name: str, beside: str) -> ModuleType:
     importlib.invalidate_caches()  # a file may have been written a moment ago
     found = importlib.import_module(name)
     for folder in map(Path, places):
-        if here := [(each, path) for each in (name.partition(".")[0], name) for path in _files(folder, each)]:
+        if here := [(each, path) for each in (name.partition(".")[0], name) for path in _module_files(folder, each)]:
             for each, path in here:
-                _check_is(each, path)
+                _check_module_file(each, path)
             break
     return found
 
 
-def _files(folder: Path, name: str) -> list[Path]:
+def _module_files(folder: Path, name: str) -> list[Path]:
     """The file of a module in the folder, if it is there."""
     base = folder.joinpath(*name.split("."))
     return [path for path in (base / "__init__.py", Path(f"{base}.py")) if path.is_file()][:1]
 
 
-def _own_file(module: ModuleType) -> Path | None:
+def _user_file(module: ModuleType) -> Path | None:
     """The module's file; None for an installed package, or if it is not Python source."""
     file = Path(getattr(module, "__file__", None) or "")
     return file if file.suffix == ".py" and not {"site-packages", "dist-packages"} & set(file.parts) else None
 
 
-def _top(name: str, file: Path) -> Path:
+def _import_root(name: str, file: Path) -> Path:
     """The folder from which a module's imports start."""
     return file.parents[name.count(".") + (file.name == "__init__.py")]
 
 
-def _check_is(name: str, path: Path) -> None:
+def _check_module_file(name: str, path: Path) -> None:
     """Raises if an imported module of that name is not this file, or the file was changed since."""
     if (module := sys.modules.get(name)) is None:
         return
@@ -103,7 +103,7 @@ def _check_is(name: str, path: Path) -> None:
         raise ValueError(f"expected {path} as it was imported, got a file changed since; restart Python")
 
 
-def _reached(file: Path, names: set[str], top: Path, seen: set[tuple[Path, str]]) -> list[str]:
+def _needed_statements(file: Path, names: set[str], top: Path, seen: set[tuple[Path, str]]) -> list[str]:
     """The statements of a file, and of its imports, that the names need, directly or not; statements without a name count too.
 
     `top`: the folder from which imports start; modules elsewhere are installed, and are not followed.
@@ -112,7 +112,11 @@ def _reached(file: Path, names: set[str], top: Path, seen: set[tuple[Path, str]]
     statements = [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
     waiting, kept = set(names), set[int]()
     while True:
-        new = [i for i, node in enumerate(statements) if i not in kept and (not _bound(node) or _bound(node) & waiting)]
+        new = [
+            i
+            for i, node in enumerate(statements)
+            if i not in kept and (not _defined_names(node) or _defined_names(node) & waiting)
+        ]
         if not new:
             break
         kept.update(new)
@@ -135,12 +139,12 @@ def _reached(file: Path, names: set[str], top: Path, seen: set[tuple[Path, str]]
                 key = (path, ",".join(sorted(wanted_names or ["*"])))
                 if path.is_file() and key not in seen:
                     seen.add(key)
-                    everything = set().union(*(_bound(each) for each in ast.parse(path.read_bytes()).body))
-                    code += _reached(path, wanted_names or everything, top, seen)
+                    everything = set().union(*(_defined_names(each) for each in ast.parse(path.read_bytes()).body))
+                    code += _needed_statements(path, wanted_names or everything, top, seen)
     return code
 
 
-def _bound(node: ast.stmt) -> set[str]:
+def _defined_names(node: ast.stmt) -> set[str]:
     """The names that a statement defines; empty for other statements, which always count."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}

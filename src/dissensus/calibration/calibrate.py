@@ -8,12 +8,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.calibration.calibration_fits import Rows, best_lens
+from dissensus.calibration.calibration_fits import HeldOutRows, fit_correction
 from dissensus.calibration.temperature import SUSPICIOUS, WIDEST
 from dissensus.calibration.value_calibrations import DeviationScaling
-from dissensus.core.calibrated import Lens
+from dissensus.core.calibrated import Correction
 from dissensus.core.input_checks import check_loader
-from dissensus.core.likelihood import spread
+from dissensus.core.likelihood import expand_weight
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive
 from dissensus.data.batches import as_loader
@@ -55,10 +55,10 @@ def calibrate(posterior: Posterior, loader: Iterable[Any], method: CalibrationMe
     Returns:
         `Calibrated`: NLL and calibration error of these rows before and after.
     """
-    rows = held_out(posterior, loader)
-    lens = best_lens(rows, method)
-    _warn(rows, lens, method)
-    before = Lens(1.0, None)
+    rows = predict_held_out(posterior, loader)
+    lens = fit_correction(rows, method)
+    _warn_if_unfit(rows, lens, method)
+    before = Correction(1.0, None)
     calibrated = Calibrated(
         method,
         int((rows.weight > 0).sum()),
@@ -86,32 +86,32 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
     return calibrate(posterior, loader, "temperature").temperature
 
 
-def held_out(posterior: Posterior, loader: Iterable[Any]) -> Rows:
+def predict_held_out(posterior: Posterior, loader: Iterable[Any]) -> HeldOutRows:
     """Uncalibrated predictions for the loader's rows."""
-    loader = expect_posterior(posterior).whole(as_loader(loader, raw=posterior.inputs is not None))
+    loader = expect_posterior(posterior).complete_loader(as_loader(loader, raw=posterior.inputs is not None))
     check_loader(loader)
     view = copy.copy(posterior)  # a copy: other threads may use the calibrated posterior meanwhile
     view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
     view._modules = {**posterior._modules, "calibration": None, "promises": torch.nn.ModuleDict()}
     weights: list[Tensor | None] = []
-    predictive, y = predict(view, _checked_batches(view, loader, weights))
-    counted = posterior.likelihood.counted(y)
+    predictive, y = predict(view, _check_batches(view, loader, weights))
+    counted = posterior.likelihood.target_mask(y)
     y = y if counted is None else torch.where(counted, y, 0)
     like = predictive.log_prob(y)
-    given = _joined_weights(weights, y)
-    weight = torch.ones_like(like, dtype=torch.float64) if given is None else spread(given, like).double()
+    given = _concatenate_weights(weights, y)
+    weight = torch.ones_like(like, dtype=torch.float64) if given is None else expand_weight(given, like).double()
     if counted is not None:  # an ignored label is an example of weight 0
         weight = weight * counted
     if not weight.any():
         raise ValueError(
             "expected an example that counts, got none; pass labels that are not ignored and weights above 0"
         )
-    return Rows(predictive, y, weight)
+    return HeldOutRows(predictive, y, weight)
 
 
-def calibration_error(rows: Rows, lens: Lens) -> float | None:
+def calibration_error(rows: HeldOutRows, lens: Correction) -> float | None:
     """The weighted expected calibration error; None for soft labels and regressions."""
-    seen = lens.mixture(lens.members(rows.predictive))
+    seen = lens.correct_mixture(lens.correct_members(rows.predictive))
     if not isinstance(seen, CategoricalPredictive) or rows.y.is_floating_point():
         return None
     confidence, prediction = seen.mean.max(1)
@@ -119,7 +119,7 @@ def calibration_error(rows: Rows, lens: Lens) -> float | None:
     return float(confidence_ece(confidence[kept], (prediction == rows.y)[kept], weights=rows.weight[kept]))
 
 
-def _warn(rows: Rows, lens: Lens, method: str) -> None:
+def _warn_if_unfit(rows: HeldOutRows, lens: Correction, method: str) -> None:
     """Warns if these rows look unfit for calibration."""
     if method == "temperature" and lens.temperature < 0.99 * SUSPICIOUS:
         log.warning(
@@ -148,7 +148,7 @@ def _warn(rows: Rows, lens: Lens, method: str) -> None:
         )
 
 
-def _checked_batches(posterior: Posterior, loader: Iterable[Any], weights: list[Tensor | None]) -> Iterator[Any]:
+def _check_batches(posterior: Posterior, loader: Iterable[Any], weights: list[Tensor | None]) -> Iterator[Any]:
     """Yields the loader's batches after checking that targets fit the outputs; appends their weights to the list."""
     for batch in posterior.read(loader, anywhere=True):
         posterior.check_batch(batch)
@@ -156,7 +156,7 @@ def _checked_batches(posterior: Posterior, loader: Iterable[Any], weights: list[
         yield batch
 
 
-def _joined_weights(weights: list[Tensor | None], y: Tensor) -> Tensor | None:
+def _concatenate_weights(weights: list[Tensor | None], y: Tensor) -> Tensor | None:
     """The weights of all batches in one tensor; None if there are none."""
     given = [weight for weight in weights if weight is not None]
     if not given:

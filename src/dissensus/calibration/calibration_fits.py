@@ -10,10 +10,10 @@ from torch import Tensor
 from dissensus.calibration.class_calibrations import HistogramCalibration, IsotonicCalibration, VectorScaling
 from dissensus.calibration.temperature import WIDEST, best_temperature, minimise
 from dissensus.calibration.value_calibrations import CumulativeCalibration, DeviationScaling, normal_scores
-from dissensus.core.calibrated import Calibration, Lens
+from dissensus.core.calibrated import Calibration, Correction
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive
 from dissensus.metrics.calibration import confidence_bin
-from dissensus.numerics.isotonic import isotonic_knots, padded
+from dissensus.numerics.isotonic import isotonic_knots, pad_knots
 from dissensus.utils.checks import one_of
 
 BINS = 15  # of "histogram"; the calibration error uses as many
@@ -21,7 +21,7 @@ BINS = 15  # of "histogram"; the calibration error uses as many
 PIECES, ROWS_EACH = 20, 20
 
 
-class Rows(NamedTuple):
+class HeldOutRows(NamedTuple):
     """Held-out rows: uncalibrated predictions, targets and example weights."""
 
     predictive: Predictive
@@ -32,12 +32,12 @@ class Rows(NamedTuple):
         """() Weighted mean of values (N, ...); values of weight 0 may be infinite."""
         return (self.weight * values.where(self.weight > 0, 0.0)).sum() / self.weight.sum()
 
-    def nll(self, lens: Lens) -> float:
+    def nll(self, lens: Correction) -> float:
         """The mean negative log-likelihood of the mixture under this temperature and calibration."""
-        return -float(self.mean(lens.mixture(lens.members(self.predictive)).log_prob(self.y)))
+        return -float(self.mean(lens.correct_mixture(lens.correct_members(self.predictive)).log_prob(self.y)))
 
 
-def best_lens(rows: Rows, method: str) -> Lens:
+def fit_correction(rows: HeldOutRows, method: str) -> Correction:
     """The temperature and calibration that a method fits to these rows. Errors list the methods."""
     regression = not isinstance(rows.predictive, CategoricalPredictive)
     known = OF_REGRESSIONS if regression else OF_CLASSES
@@ -46,12 +46,12 @@ def best_lens(rows: Rows, method: str) -> Lens:
     return fit(rows)
 
 
-def temperature(rows: Rows) -> Lens:
+def fit_temperature(rows: HeldOutRows) -> Correction:
     """Divides members' logits by one number, or multiplies their noise's deviation by it."""
-    return Lens(best_temperature(rows.predictive, rows.y, rows.weight), None)
+    return Correction(best_temperature(rows.predictive, rows.y, rows.weight), None)
 
 
-def vector(rows: Rows) -> Lens:
+def fit_vector(rows: HeldOutRows) -> Correction:
     """Scale and bias of members' logits for every class, found by minimising the mixture's NLL.
 
     Log-scales have a standard normal prior centred at the best temperature, biases one centred at 0. With thousands of rows
@@ -85,55 +85,55 @@ def vector(rows: Rows) -> Lens:
     if not found.isfinite().all() or float(objective().detach()) > before:  # no improvement over the temperature
         found = torch.zeros_like(found)
     tensors = {"scale": (start + found[0]).exp(), "bias": found[1] - found[1].mean()}
-    return Lens(1.0, made(VectorScaling, rows, tensors))
+    return Correction(1.0, make_calibration(VectorScaling, rows, tensors))
 
 
-def isotonic(rows: Rows) -> Lens:
+def fit_isotonic(rows: HeldOutRows) -> Correction:
     """For every class, isotonic regression of its labels on its mean probability."""
     mean, labels, weight = one_against_rest(rows)
-    at, value = padded([isotonic_knots(p, t, weight) for p, t in zip(mean, labels, strict=True)])
-    return Lens(1.0, made(IsotonicCalibration, rows, {"at": at, "value": value}))
+    at, value = pad_knots([isotonic_knots(p, t, weight) for p, t in zip(mean, labels, strict=True)])
+    return Correction(1.0, make_calibration(IsotonicCalibration, rows, {"at": at, "value": value}))
 
 
-def histogram(rows: Rows) -> Lens:
+def fit_histogram(rows: HeldOutRows) -> Correction:
     """For every class, the share of its labels in each bin of its mean probability."""
     mean, labels, weight = one_against_rest(rows)
     index = confidence_bin(mean, BINS)  # (C, n)
     empty = torch.zeros(len(mean), BINS, dtype=torch.float64, device=mean.device)
     hits, counts = (empty.scatter_add(1, index, each) for each in (weight * labels, weight.expand_as(labels)))
-    return Lens(1.0, made(HistogramCalibration, rows, {"value": hits / counts}))  # 0/0: NaN
+    return Correction(1.0, make_calibration(HistogramCalibration, rows, {"value": hits / counts}))  # 0/0: NaN
 
 
-def scale(rows: Rows) -> Lens:
+def fit_scale(rows: HeldOutRows) -> Correction:
     """The factor of the predictive deviation that minimises the mixture's NLL, computed in float64 for a precise minimum."""
     wide = rows._replace(predictive=rows.predictive.to(torch.float64))
 
-    def seen(rows: Rows, log_factor: float) -> Lens:
+    def scaling_by(rows: HeldOutRows, log_factor: float) -> Correction:
         factor = torch.tensor(math.exp(log_factor), dtype=torch.float64)
-        return Lens(1.0, made(DeviationScaling, rows, {"factor": factor}))
+        return Correction(1.0, make_calibration(DeviationScaling, rows, {"factor": factor}))
 
-    return seen(rows, minimise(lambda at: wide.nll(seen(wide, at)), -math.log(WIDEST), math.log(WIDEST)))
+    return scaling_by(rows, minimise(lambda at: wide.nll(scaling_by(wide, at)), -math.log(WIDEST), math.log(WIDEST)))
 
 
-def cumulative(rows: Rows) -> Lens:
+def fit_cumulative(rows: HeldOutRows) -> Correction:
     """A rising, piecewise linear g that makes Φ(g(Φ⁻¹(F(y)))) uniform on these rows."""
-    means, variances = (each.double() for each in rows.predictive.described())
+    means, variances = (each.double() for each in rows.predictive.defining_tensors())
     z = normal_scores(means, variances, rows.y[None])[0]  # (N, *outputs)
     outputs = z.reshape(len(z), -1).T  # (D, N)
     pieces = max(1, min(PIECES, int((rows.weight > 0).sum()) // ROWS_EACH))
-    knots = [_rising(each, rows.weight, pieces) for each in outputs]  # each (2, K)
+    knots = [_rising_knots(each, rows.weight, pieces) for each in outputs]  # each (2, K)
     at, value = torch.stack(knots, dim=2).reshape(2, -1, *z.shape[1:])
-    return Lens(1.0, made(CumulativeCalibration, rows, {"at": at, "value": value}))
+    return Correction(1.0, make_calibration(CumulativeCalibration, rows, {"at": at, "value": value}))
 
 
-def made(kind: type[Calibration], rows: Rows, tensors: dict[str, Tensor]) -> Calibration:
+def make_calibration(kind: type[Calibration], rows: HeldOutRows, tensors: dict[str, Tensor]) -> Calibration:
     """Builds the calibration, with tensors in the precision and on the device of the predictions."""
-    like = rows.predictive.described()[0]
+    like = rows.predictive.defining_tensors()[0]
     facts = {"rows": int((rows.weight > 0).sum()), "weight": float(rows.weight.sum())}
     return kind(facts, {name: tensor.to(like) for name, tensor in tensors.items()})
 
 
-def one_against_rest(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+def one_against_rest(rows: HeldOutRows) -> tuple[Tensor, Tensor, Tensor]:
     """(mean probabilities (C, n), labels (C, n) as 1, 0 or soft, weights (n,)) of the rows that count."""
     mean = rows.predictive.mean  # (N, C, ...)
     soft = rows.y.is_floating_point()
@@ -143,7 +143,7 @@ def one_against_rest(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     return p, t, weight[weight > 0]
 
 
-def _rising(z: Tensor, weight: Tensor, pieces: int) -> Tensor:
+def _rising_knots(z: Tensor, weight: Tensor, pieces: int) -> Tensor:
     """(2, pieces + 1) knots of g, from scores z (N,) to normal scores of their ranks, with equally many rows between knots.
 
     Ranks are mid-ranks (C − w/2) / Σ w with the cumulative weight C; ties share one. They are never 0 or 1.
@@ -163,14 +163,14 @@ def _rising(z: Tensor, weight: Tensor, pieces: int) -> Tensor:
     return torch.tensor(found, dtype=torch.float64, device=z.device).T
 
 
-OF_CLASSES: dict[str, Callable[[Rows], Lens]] = {
-    "temperature": temperature,
-    "vector": vector,
-    "isotonic": isotonic,
-    "histogram": histogram,
+OF_CLASSES: dict[str, Callable[[HeldOutRows], Correction]] = {
+    "temperature": fit_temperature,
+    "vector": fit_vector,
+    "isotonic": fit_isotonic,
+    "histogram": fit_histogram,
 }
-OF_REGRESSIONS: dict[str, Callable[[Rows], Lens]] = {
-    "temperature": temperature,
-    "scale": scale,
-    "isotonic": cumulative,
+OF_REGRESSIONS: dict[str, Callable[[HeldOutRows], Correction]] = {
+    "temperature": fit_temperature,
+    "scale": fit_scale,
+    "isotonic": fit_cumulative,
 }

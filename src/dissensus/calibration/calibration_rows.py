@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.input_checks import check_loader
-from dissensus.core.posterior import Posterior, expect_posterior, left_as_found
+from dissensus.core.posterior import Posterior, expect_posterior, inference_context
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.data.batches import as_loader
-from dissensus.numerics.randomness import Watch
+from dissensus.numerics.randomness import RandomnessDetector
 from dissensus.predict import predict_batches
 
 
@@ -31,25 +31,25 @@ def calibration_rows(
     posterior: Posterior, loader: Iterable[Any], *, labelled: bool = True
 ) -> Iterator[CalibrationRows]:
     """Yields the CalibrationRows of each batch; `labelled`: whether y is read."""
-    loader = expect_posterior(posterior).whole(as_loader(loader, raw=posterior.inputs is not None))
+    loader = expect_posterior(posterior).complete_loader(as_loader(loader, raw=posterior.inputs is not None))
     check_loader(loader)
-    with left_as_found(posterior), Watch() as watch:
+    with inference_context(posterior), RandomnessDetector() as watch:
         posterior.draw()
-    if watch.drew:
+    if watch.has_drawn:
         raise ValueError(
             f"expected fixed functions, got {type(posterior).__name__}, which draws new ones for each prediction; a promise "
             "holds only for the functions it was fitted on: call ds.refresh(posterior, training_loader) first"
         )
     waiting: deque[Batch] = deque()
 
-    def checked() -> Iterator[Batch]:
+    def check_batches() -> Iterator[Batch]:
         for batch in posterior.read(loader, anywhere=True):
             if labelled:
                 posterior.check_batch(batch)
             waiting.append(batch)
             yield batch
 
-    for predictive, y in predict_batches(posterior, checked()):
+    for predictive, y in predict_batches(posterior, check_batches()):
         batch = waiting.popleft()
         if isinstance(predictive, CategoricalPredictive):
             check_exchangeable(predictive, y if labelled else None)
@@ -59,9 +59,9 @@ def calibration_rows(
                 f"expected one weight per row, ({len(y)},), got {tuple(weight.shape)}; reshape the weights"
             )
         weight = weight.to(y.device, torch.float64)
-        counted = posterior.likelihood.counted(y) if labelled else None
+        counted = posterior.likelihood.target_mask(y) if labelled else None
         keep = weight > 0 if counted is None else (weight > 0) & counted
-        x = batches.apply(batches.to(batch.x, y.device), itemgetter(keep))
+        x = batches.map_tensors(batches.move_to_device(batch.x, y.device), itemgetter(keep))
         yield CalibrationRows(predictive[keep], x, y[keep], weight[keep])
 
 

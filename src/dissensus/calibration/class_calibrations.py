@@ -26,10 +26,10 @@ class VectorScaling(Calibration):
     scale: Tensor  # (C,)
     bias: Tensor  # (C,)
 
-    def members(self, predictive: Predictive) -> Predictive:
-        return ClassificationPredictive(self.logits(predictive.members).log_softmax(2))
+    def calibrate_members(self, predictive: Predictive) -> Predictive:
+        return ClassificationPredictive(self.calibrate_logits(predictive.members).log_softmax(2))
 
-    def logits(self, logits: Tensor) -> Tensor:
+    def calibrate_logits(self, logits: Tensor) -> Tensor:
         shape = (-1, *[1] * (logits.ndim - 3))
         scale, bias = (each.to(logits.dtype).reshape(shape) for each in (self.scale, self.bias))
         return scale * logits + bias
@@ -49,7 +49,7 @@ class MeanCalibration(Calibration, ABC):
         super().__init__(facts, tensors)
         self.rows = float(facts["weight"])  # N
 
-    def mixture(self, predictive: Predictive) -> Predictive:
+    def calibrate_mixture(self, predictive: Predictive) -> Predictive:
         mean = predictive.mean  # (B, C, ...)
         found = self.one_against_rest(mean.movedim(1, 0).flatten(1))  # (C, n)
         by_class = found.reshape(mean.shape[1], mean.shape[0], *mean.shape[2:]).movedim(0, 1)

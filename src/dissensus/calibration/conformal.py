@@ -17,10 +17,10 @@ from dissensus.calibration.conformal_scores import (
     interval_score,
 )
 from dissensus.calibration.conformal_sets import Conformal, RowFunction
-from dissensus.calibration.quantiles import cumulative, least_rows
+from dissensus.calibration.quantiles import least_rows, sort_with_mass
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import CategoricalPredictive, Predictive
-from dissensus.utils.checks import number, one_of, share, whole
+from dissensus.utils.checks import fraction, integer, number, one_of
 
 log = logging.getLogger("dissensus")
 
@@ -70,18 +70,18 @@ def conformal(
         ValueError: fewer rows than the level needs; the message says how many.
     """
     check_name(name)
-    share("level", level, hint="pass for example 0.9")
+    fraction("level", level, hint="pass for example 0.9")
     if not (by is None or callable(by)):
         one_of("by", by, ("class",), hint='pass "class" or a function of inputs')
     kept: list[tuple[Tensor, Tensor, Tensor]] = []  # scores (B, P), weights (B,), groups (B,)
     generator = torch.Generator().manual_seed(seed)
     facts: dict[str, Any] = {}
     for rows in calibration_rows(posterior, loader):
-        facts = facts or _facts(rows.predictive, level, score, by, randomised, penalty, free)
+        facts = facts or _conformal_facts(rows.predictive, level, score, by, randomised, penalty, free)
         w = rows.weight
         if weight is not None:
             w = w * weight(rows.x).to(w.device, torch.float64)
-        kept.append((_scores(rows, facts, generator).cpu(), w.cpu(), _groups(rows, by).cpu()))
+        kept.append((_true_scores(rows, facts, generator).cpu(), w.cpu(), _group_numbers(rows, by).cpu()))
     found, w, groups = (torch.cat(each) for each in zip(*kept, strict=True)) if kept else [torch.empty(0)] * 3
     least = least_rows(level)
     if len(found) < least:
@@ -92,13 +92,13 @@ def conformal(
     number("every weight", float(w.amax()), hint="a density ratio is finite")
     facts["weighted"] = weight is not None or bool((w != w[0]).any())
     w = w if facts["weighted"] else torch.ones_like(w)
-    promise = Conformal(facts, _tensors(found, w, groups, facts, least))
+    promise = Conformal(facts, _conformal_tensors(found, w, groups, facts, least))
     promise.weight_of, promise.group_of = weight, by if callable(by) else None
-    posterior.stand(name, promise)
+    posterior.add_guarantee(name, promise)
     return promise
 
 
-def _facts(
+def _conformal_facts(
     predictive: Predictive,
     level: float,
     score: str | None,
@@ -118,7 +118,7 @@ def _facts(
     for name, value in (("penalty", penalty), ("free", free)):
         if value is not None:
             one_of("a setting", name, settings, hint=f"{score} has these")
-            settings[name] = float(number(name, value, least=0)) if name == "penalty" else whole(name, value, least=0)
+            settings[name] = float(number(name, value, least=0)) if name == "penalty" else integer(name, value, least=0)
     outputs = predictive.mean.shape[1:].numel()
     named = "class" if by == "class" else None if by is None else "group"
     return {
@@ -131,7 +131,7 @@ def _facts(
     }
 
 
-def _scores(rows: CalibrationRows, facts: dict[str, Any], generator: torch.Generator) -> Tensor:
+def _true_scores(rows: CalibrationRows, facts: dict[str, Any], generator: torch.Generator) -> Tensor:
     """(B, P) scores of the true labels or values."""
     predictive, y = rows.predictive, rows.y
     if not isinstance(predictive, CategoricalPredictive):
@@ -139,7 +139,7 @@ def _scores(rows: CalibrationRows, facts: dict[str, Any], generator: torch.Gener
     return class_scores(predictive, facts, generator).gather(1, y.long()[:, None])
 
 
-def _groups(rows: CalibrationRows, by: object) -> Tensor:
+def _group_numbers(rows: CalibrationRows, by: object) -> Tensor:
     """(B,) group numbers."""
     if by is None:
         return torch.zeros(len(rows.y), dtype=torch.int64)
@@ -154,10 +154,12 @@ def _groups(rows: CalibrationRows, by: object) -> Tensor:
     return found.long()
 
 
-def _tensors(scores: Tensor, weight: Tensor, groups: Tensor, facts: dict[str, Any], least: int) -> dict[str, Tensor]:
+def _conformal_tensors(
+    scores: Tensor, weight: Tensor, groups: Tensor, facts: dict[str, Any], least: int
+) -> dict[str, Tensor]:
     """The tensors of `Conformal`: scores and cumulative weights, group after group."""
     known = torch.arange(facts["outputs"]) if facts["by"] == "class" else torch.unique(groups)
-    parts = [cumulative(scores[groups == group], weight[groups == group]) for group in known]
+    parts = [sort_with_mass(scores[groups == group], weight[groups == group]) for group in known]
     sizes = torch.tensor([len(part) for part, _ in parts])
     if len(few := known[sizes < least]):
         needs = f"a level of {facts['level']:g} needs {least} rows of each {facts['by']}"

@@ -68,7 +68,7 @@ def class_scores(predictive: CategoricalPredictive, facts: Mapping[str, Any], ge
     return CLASS_SCORES[facts["score"]](predictive, u.to(predictive.log_mean.device), facts["settings"])
 
 
-def ends(predictive: Predictive, score: str, level: float) -> tuple[Tensor, Tensor, Tensor]:
+def interval_ends(predictive: Predictive, score: str, level: float) -> tuple[Tensor, Tensor, Tensor]:
     """(lower, upper, unit), each (B, P): the interval at threshold q is [lower − q · unit, upper + q · unit]."""
     mean = _flat(predictive.mean)
     if score == "residual":
@@ -79,7 +79,7 @@ def ends(predictive: Predictive, score: str, level: float) -> tuple[Tensor, Tens
 
 def interval_score(predictive: Predictive, y: Tensor, score: str, level: float) -> Tensor:
     """(B, P) the smallest threshold at which the interval contains y."""
-    lower, upper, unit = ends(predictive, score, level)
+    lower, upper, unit = interval_ends(predictive, score, level)
     return torch.maximum(lower - _flat(y), _flat(y) - upper) / unit
 
 

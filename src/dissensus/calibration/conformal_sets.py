@@ -6,16 +6,16 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from dissensus.calibration.conformal_scores import CLASS_SCORES, class_scores, ends
-from dissensus.calibration.quantiles import loosened, quantile
+from dissensus.calibration.conformal_scores import CLASS_SCORES, class_scores, interval_ends
+from dissensus.calibration.quantiles import add_tolerance, weighted_quantile
 from dissensus.core.batch import Inputs
-from dissensus.core.calibrated import Promise
+from dissensus.core.calibrated import Guarantee
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 
 RowFunction = Callable[[Any], Tensor]  # inputs (B, ...) -> one number per row, (B,)
 
 
-class Conformal(Promise):
+class Conformal(Guarantee):
     """Sets (`.set`) or intervals (`.interval`) with guaranteed coverage; made by `ds.conformal`, saved with the posterior.
 
     P(truth in the set) ≥ level over the randomness of a new row and the calibration rows, if these are exchangeable. For one
@@ -63,14 +63,14 @@ class Conformal(Promise):
         """
         if self.score not in CLASS_SCORES:
             raise TypeError(f"expected a classification for sets, got the score {self.score!r}; call .interval(x)")
-        predictive, thresholds = self._asked(x, weight, group)
+        predictive, thresholds = self._resolve_inputs(x, weight, group)
         if not isinstance(predictive, CategoricalPredictive) or predictive.log_mean.shape[1:] != (
             self.facts["outputs"],
         ):
             raise ValueError(
                 f"expected {self.facts['outputs']} classes per row, got {predictive!r}; use its own posterior"
             )
-        return class_scores(predictive, self.facts, generator) <= loosened(thresholds)
+        return class_scores(predictive, self.facts, generator) <= add_tolerance(thresholds)
 
     def interval(
         self, x: Inputs | Predictive, *, weight: Tensor | None = None, group: Tensor | None = None
@@ -81,8 +81,8 @@ class Conformal(Promise):
         """
         if self.score in CLASS_SCORES:
             raise TypeError(f"expected a regression for intervals, got the score {self.score!r}; call .set(x)")
-        predictive, thresholds = self._asked(x, weight, group)
-        lower, upper, unit = ends(predictive, self.score, self.level)  # (B, P)
+        predictive, thresholds = self._resolve_inputs(x, weight, group)
+        lower, upper, unit = interval_ends(predictive, self.score, self.level)  # (B, P)
         if lower.shape[1] != self.facts["outputs"]:
             raise ValueError(
                 f"expected {self.facts['outputs']} outputs per row, got {predictive!r}; use its own posterior"
@@ -96,18 +96,24 @@ class Conformal(Promise):
         mean = predictive.mean
         return ordered[0].reshape(mean.shape).to(mean.dtype), ordered[1].reshape(mean.shape).to(mean.dtype)
 
-    def _asked(self, x: Inputs | Predictive, weight: Tensor | None, group: Tensor | None) -> tuple[Predictive, Tensor]:
+    def _resolve_inputs(
+        self, x: Inputs | Predictive, weight: Tensor | None, group: Tensor | None
+    ) -> tuple[Predictive, Tensor]:
         """(predictive, (B or 1, P or K) thresholds)."""
         posterior = self.posterior  # raises if its predictions have changed
         predictive = x if isinstance(x, Predictive) else posterior.predict(x)
         inputs = None if isinstance(x, Predictive) else posterior.transformed(x)  # as in calibration
         one = torch.ones(1)
-        w = self._of_rows("weight", weight, self.weight_of, inputs, len(predictive)) if self.facts["weighted"] else one
+        w = (
+            self._row_values("weight", weight, self.weight_of, inputs, len(predictive))
+            if self.facts["weighted"]
+            else one
+        )
         by_group = self.facts["by"] == "group"
-        g = self._of_rows("group", group, self.group_of, inputs, len(predictive)) if by_group else None
-        return predictive, self.thresholds(w.double(), g).to(predictive.described()[0].device)
+        g = self._row_values("group", group, self.group_of, inputs, len(predictive)) if by_group else None
+        return predictive, self.thresholds(w.double(), g).to(predictive.defining_tensors()[0].device)
 
-    def _of_rows(self, name: str, given: Tensor | None, function: RowFunction | None, x: Any, rows: int) -> Tensor:
+    def _row_values(self, name: str, given: Tensor | None, function: RowFunction | None, x: Any, rows: int) -> Tensor:
         found = given if given is not None or function is None or x is None else function(x)
         if found is None or found.shape != (rows,) or (name == "weight" and bool((found < 0).any())):
             got = "none" if found is None else f"{found.dtype} {tuple(found.shape)}, the least {float(found.min()):g}"
@@ -136,7 +142,7 @@ class Conformal(Promise):
         """(G, B, P) thresholds of every group for rows with these weights (B,)."""
         sizes, weight = self.sizes.tolist(), weight.to(self.scores.device)
         parts = zip(torch.split(self.scores, sizes), torch.split(self.mass, sizes), strict=True)
-        return torch.stack([quantile(scores, mass, self.level, weight) for scores, mass in parts])
+        return torch.stack([weighted_quantile(scores, mass, self.level, weight) for scores, mass in parts])
 
     def __repr__(self) -> str:
         return f"Conformal({self.describe()})"
@@ -150,22 +156,22 @@ class Conformal(Promise):
         return f"{what} contain the truth with probability at least {self.level:g}{by} ({self.rows} calibration rows)"
 
 
-class Covered(NamedTuple):
+class Coverage(NamedTuple):
     """Coverage and size of a conformal predictor's sets on labelled rows."""
 
     covered: Tensor  # (N,) share of outputs inside; 0 or 1 for a class
     size: Tensor  # (N,) number of classes in the set, or mean width
 
 
-def covered(
+def measure_coverage(
     conformal: Conformal, predictive: Predictive, y: Tensor, generator: torch.Generator, **rows: Tensor | None
-) -> Covered:
+) -> Coverage:
     """`Covered` for predictions of rows with targets y; `rows`: weight and group, if used."""
     if conformal.score in CLASS_SCORES:
         found = conformal.set(predictive, generator=generator, **rows)
         hit = found.gather(1, y.to(found.device)[:, None])[:, 0]
-        return Covered(hit.double(), found.sum(1).double())
+        return Coverage(hit.double(), found.sum(1).double())
     lower, upper = (end.double() for end in conformal.interval(predictive, **rows))
     inside = (lower <= y.to(lower.device)) & (y.to(lower.device) <= upper)
     rows_first = (len(y), -1)
-    return Covered(inside.double().reshape(rows_first).mean(1), (upper - lower).reshape(rows_first).mean(1))
+    return Coverage(inside.double().reshape(rows_first).mean(1), (upper - lower).reshape(rows_first).mean(1))

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from dissensus.calibration.conformal_scores import CLASS_UNCERTAINTY, VALUE_UNCERTAINTY, Uncertainty
 from dissensus.core.batch import Inputs
-from dissensus.core.calibrated import Promise
+from dissensus.core.calibrated import Guarantee
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 
 
-class Gated(NamedTuple):
+class GateDecision(NamedTuple):
     """The result of a gate for B inputs."""
 
     accept: Tensor  # (B,) boolean
@@ -19,7 +19,7 @@ class Gated(NamedTuple):
     predictive: Predictive
 
 
-class Gate(Promise):
+class Gate(Guarantee):
     """Accepts inputs whose score is below `threshold`; made by `ds.selective` and `ds.ood_gate`, saved with the posterior.
 
     Public attributes: `threshold`, −∞ if no guarantee is possible, so that nothing is accepted; `score`; `facts`, with `risk`
@@ -33,15 +33,15 @@ class Gate(Promise):
         self.threshold = float(facts["threshold"])  # JSON has no infinity: written as text
         self.score = str(facts["score"])
 
-    def forward(self, x: Inputs | Predictive) -> Gated:
+    def forward(self, x: Inputs | Predictive) -> GateDecision:
         """`gate(x)`: `Gated` for a batch of inputs, or for the posterior's `Predictive` of one."""
         posterior = self.posterior  # raises if its predictions have changed
         return self.decide(x if isinstance(x, Predictive) else posterior.predict(x))
 
-    def decide(self, predictive: Predictive) -> Gated:
+    def decide(self, predictive: Predictive) -> GateDecision:
         """The result for a predictive, without asking whether it is the posterior's present one."""
-        score = uncertainty(predictive, self.score)(predictive)
-        return Gated(score < self.threshold, score, predictive)
+        score = uncertainty_function(predictive, self.score)(predictive)
+        return GateDecision(score < self.threshold, score, predictive)
 
     def __repr__(self) -> str:
         return f"Gate({self.score} below {self.threshold:.4g}: {self.describe()})"
@@ -59,7 +59,7 @@ class Gate(Promise):
         return f"of accepted inputs at most {100 * risk:g} % are wrong, with confidence {confidence:g}"
 
 
-def wrong(predictive: Predictive, y: Tensor, tolerance: float | None) -> Tensor:
+def error_mask(predictive: Predictive, y: Tensor, tolerance: float | None) -> Tensor:
     """(B,) boolean: the class is wrong, or an output is off by more than the tolerance."""
     if isinstance(predictive, CategoricalPredictive):
         return predictive.log_mean.argmax(1) != y
@@ -68,7 +68,7 @@ def wrong(predictive: Predictive, y: Tensor, tolerance: float | None) -> Tensor:
     return off.reshape(len(off), -1).any(1)
 
 
-def uncertainty(predictive: Predictive, score: str) -> Uncertainty:
+def uncertainty_function(predictive: Predictive, score: str) -> Uncertainty:
     """The function that computes this score; raises if such predictives do not have it."""
     classes = isinstance(predictive, CategoricalPredictive)
     return (CLASS_UNCERTAINTY if classes else VALUE_UNCERTAINTY)[score]

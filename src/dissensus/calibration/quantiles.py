@@ -16,13 +16,13 @@ def least_rows(level: float) -> int:
     return math.ceil(level / (1 - level) * (1 - 1e-9))
 
 
-def cumulative(scores: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def sort_with_mass(scores: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(sorted scores, cumulative weights), both (n, P), from scores (n, P) and weights (n,), for `quantile`."""
     ordered, order = scores.sort(0)
     return ordered, weight[order].cumsum(0)
 
 
-def quantile(scores: Tensor, mass: Tensor, level: float, weight: Tensor) -> Tensor:
+def weighted_quantile(scores: Tensor, mass: Tensor, level: float, weight: Tensor) -> Tensor:
     """(B, P) thresholds for B new rows with these weights (B,); ∞ if there are too few calibration rows.
 
     The smallest score s with Σ_{s_i ≤ s} w_i ≥ level · (Σ w_i + w), where w_i are the calibration rows' weights and w that of
@@ -38,6 +38,6 @@ def quantile(scores: Tensor, mass: Tensor, level: float, weight: Tensor) -> Tens
     return torch.cat([scores, last]).gather(0, index)
 
 
-def loosened(threshold: Tensor) -> Tensor:
+def add_tolerance(threshold: Tensor) -> Tensor:
     """The threshold, raised by a rounding tolerance, so that equal scores fall on the same side."""
     return torch.maximum((1 + SAME) * threshold, (1 - SAME) * threshold)

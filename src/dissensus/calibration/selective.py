@@ -9,12 +9,12 @@ from torch import Tensor
 
 from dissensus.calibration.calibration_rows import CalibrationRows, calibration_rows, check_name
 from dissensus.calibration.conformal_scores import CLASS_UNCERTAINTY, VALUE_UNCERTAINTY
-from dissensus.calibration.gate import Gate, uncertainty, wrong
-from dissensus.calibration.quantiles import SAME, cumulative, least_rows, loosened, quantile
+from dissensus.calibration.gate import Gate, error_mask, uncertainty_function
+from dissensus.calibration.quantiles import SAME, add_tolerance, least_rows, sort_with_mass, weighted_quantile
 from dissensus.calibration.risk_tests import Threshold, binomial_bound, errorless_rows, least_risk, safe_threshold
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import CategoricalPredictive, Predictive
-from dissensus.utils.checks import number, one_of, share
+from dissensus.utils.checks import fraction, number, one_of
 
 log = logging.getLogger("dissensus")
 
@@ -55,26 +55,28 @@ def selective(
         ValueError: fewer rows than any promise needs; the message says how many.
     """
     check_name(name)
-    share("risk", risk, hint="pass for example 0.01")
-    share("confidence", confidence, hint="pass for example 0.95")
+    fraction("risk", risk, hint="pass for example 0.01")
+    fraction("confidence", confidence, hint="pass for example 0.95")
     delta, least = 1 - confidence, errorless_rows(risk, 1 - confidence)
     found: list[tuple[Tensor, Tensor]] = []
-    for rows in _equal_rows(posterior, loader):
-        known = _score(rows.predictive, score)
-        found.append((uncertainty(rows.predictive, known)(rows.predictive).cpu(), _errors(rows, tolerance).cpu()))
+    for rows in _equally_weighted_rows(posterior, loader):
+        known = _score_name(rows.predictive, score)
+        found.append(
+            (uncertainty_function(rows.predictive, known)(rows.predictive).cpu(), _row_errors(rows, tolerance).cpu())
+        )
     if (n := sum(len(each) for each, _ in found)) < least:
         raise ValueError(
             f"expected at least {least} rows for a risk of {risk:g} at confidence {confidence:g}, got {n}; pass more rows, "
             "or a higher risk"
         )
     scores, errors = (torch.cat(each) for each in zip(*found, strict=True))
-    _say_if_alike(scores, known)
+    _warn_if_constant(scores, known)
     safe = safe_threshold(scores, errors, risk, delta, ordered=ordered)
     if not safe.accepted:
-        _say_what_can_be(scores, errors, risk, confidence, ordered)
+        _warn_of_no_threshold(scores, errors, risk, confidence, ordered)
     facts = {"risk": float(risk), "confidence": float(confidence), "ordered": bool(ordered), "tolerance": tolerance}
     below = safe._replace(threshold=(1 - SAME) * safe.threshold)  # a margin against rounding
-    return _stand(posterior, name, known, below, {**facts, "rows": n})
+    return _add_gate(posterior, name, known, below, {**facts, "rows": n})
 
 
 def ood_gate(
@@ -101,27 +103,29 @@ def ood_gate(
         ValueError: fewer rows than 1/false_alarm − 1.
     """
     check_name(name)
-    share("false_alarm", false_alarm, hint="pass for example 0.05")
+    fraction("false_alarm", false_alarm, hint="pass for example 0.05")
     found, least = [], least_rows(1 - false_alarm)
-    for rows in _equal_rows(posterior, loader, labelled=False):
-        known = _score(rows.predictive, score)
-        found.append(uncertainty(rows.predictive, known)(rows.predictive).cpu())
+    for rows in _equally_weighted_rows(posterior, loader, labelled=False):
+        known = _score_name(rows.predictive, score)
+        found.append(uncertainty_function(rows.predictive, known)(rows.predictive).cpu())
     scores = torch.cat(found) if found else torch.empty(0)
     if len(scores) < least:
         raise ValueError(
             f"expected at least {least} rows for a false-alarm rate of {false_alarm:g}, got {len(scores)}; pass more rows or a "
             "higher rate"
         )
-    _say_if_alike(scores, known)
+    _warn_if_constant(scores, known)
     one = torch.ones(1, dtype=torch.float64)
-    highest = quantile(*cumulative(scores[:, None], torch.ones_like(scores)), 1 - false_alarm, one)[0, 0]
+    highest = weighted_quantile(*sort_with_mass(scores[:, None], torch.ones_like(scores)), 1 - false_alarm, one)[0, 0]
     # A gate accepts scores below its threshold: use the next number above the highest accepted score.
-    above = torch.nextafter(loosened(highest), torch.tensor(torch.inf, dtype=torch.float64))
+    above = torch.nextafter(add_tolerance(highest), torch.tensor(torch.inf, dtype=torch.float64))
     safe = Threshold(float(above), int((scores < above).sum()), 0)
-    return _stand(posterior, name, known, safe, {"false_alarm": float(false_alarm), "rows": len(scores)})
+    return _add_gate(posterior, name, known, safe, {"false_alarm": float(false_alarm), "rows": len(scores)})
 
 
-def _equal_rows(posterior: Posterior, loader: Iterable[Any], *, labelled: bool = True) -> Iterator[CalibrationRows]:
+def _equally_weighted_rows(
+    posterior: Posterior, loader: Iterable[Any], *, labelled: bool = True
+) -> Iterator[CalibrationRows]:
     first: Tensor | None = None
     for rows in calibration_rows(posterior, loader, labelled=labelled):
         first = rows.weight[:1] if first is None or not len(first) else first
@@ -132,14 +136,14 @@ def _equal_rows(posterior: Posterior, loader: Iterable[Any], *, labelled: bool =
         yield rows
 
 
-def _score(predictive: Predictive, score: str | None) -> str:
+def _score_name(predictive: Predictive, score: str | None) -> str:
     classes = isinstance(predictive, CategoricalPredictive)
     known = CLASS_UNCERTAINTY if classes else VALUE_UNCERTAINTY
     kind = "classification" if classes else "regression"
     return next(iter(known)) if score is None else one_of("score", score, known, hint=f"a {kind} has these")
 
 
-def _errors(rows: CalibrationRows, tolerance: float | None) -> Tensor:
+def _row_errors(rows: CalibrationRows, tolerance: float | None) -> Tensor:
     """(B,) boolean: True where the prediction is wrong."""
     if isinstance(rows.predictive, CategoricalPredictive):
         if tolerance is not None:
@@ -148,17 +152,19 @@ def _errors(rows: CalibrationRows, tolerance: float | None) -> Tensor:
         raise ValueError(
             "expected a tolerance for a regression, got none; pass tolerance=, the largest error that counts as right"
         )
-    return wrong(rows.predictive, rows.y, tolerance if tolerance is None else number("tolerance", tolerance, least=0))
+    return error_mask(
+        rows.predictive, rows.y, tolerance if tolerance is None else number("tolerance", tolerance, least=0)
+    )
 
 
-def _say_if_alike(scores: Tensor, known: str) -> None:
+def _warn_if_constant(scores: Tensor, known: str) -> None:
     if bool((scores == scores[0]).all()):
         log.warning(
             "all %d rows have the same %s, so the gate accepts all or none; use another score", len(scores), known
         )
 
 
-def _say_what_can_be(scores: Tensor, errors: Tensor, risk: float, confidence: float, ordered: bool) -> None:
+def _warn_of_no_threshold(scores: Tensor, errors: Tensor, risk: float, confidence: float, ordered: bool) -> None:
     n, wrong = len(scores), int(errors.sum())
     bound = binomial_bound(wrong, n, 1 - confidence)
     least = least_risk(scores, errors, 1 - confidence, ordered=ordered)
@@ -171,8 +177,8 @@ def _say_what_can_be(scores: Tensor, errors: Tensor, risk: float, confidence: fl
     )  # fmt: skip
 
 
-def _stand(posterior: Posterior, name: str, score: str, safe: Threshold, facts: dict[str, Any]) -> Gate:
+def _add_gate(posterior: Posterior, name: str, score: str, safe: Threshold, facts: dict[str, Any]) -> Gate:
     shown = {"threshold": repr(safe.threshold), "accepted": safe.accepted, "errors": safe.errors}
     gate = Gate({**facts, "score": score, **shown}, {})
-    posterior.stand(name, gate)
+    posterior.add_guarantee(name, gate)
     return gate

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dissensus.core.likelihood import spread
+from dissensus.core.likelihood import expand_weight
 from dissensus.core.predictive import Predictive
 
 log = logging.getLogger("dissensus")
@@ -22,15 +22,15 @@ def best_temperature(predictive: Predictive, y: Tensor, weight: Tensor | None = 
 
     `weight`: example weights, (N,) or of the shape of the log-probabilities.
     """
-    rows = max(1, NUMBERS // max(1, predictive.described()[0][:, :1].numel()))  # converted at once
+    rows = max(1, NUMBERS // max(1, predictive.defining_tensors()[0][:, :1].numel()))  # converted at once
     parts = [slice(start, start + rows) for start in range(0, len(predictive), rows)]
 
     def losses(at: float) -> Tensor:
-        tempered = (predictive[part].to(torch.float64).tempered(math.exp(at)) for part in parts)
+        tempered = (predictive[part].to(torch.float64).apply_temperature(math.exp(at)) for part in parts)
         return -torch.cat([each.log_prob(y[part]) for each, part in zip(tempered, parts, strict=True)])
 
     like = losses(0.0)
-    each = None if weight is None else spread(weight.to(like.device), like)
+    each = None if weight is None else expand_weight(weight.to(like.device), like)
 
     def mean(values: Tensor) -> float:
         # An infinite loss of weight 0 does not count.

@@ -68,9 +68,9 @@ class RecalibratedRegression(SummaryPredictive):
         each = -0.5 * ((y - means) ** 2 / variances + variances.log() + math.log(2 * math.pi))
         density = each.logsumexp(0) - math.log(len(means))  # (B, D)
         z = normal_scores(means, variances, y[None])
-        low = piece(z, self._at)
+        low = knot_index(z, self._at)
         rise, run = (each.gather(0, low + 1) - each.gather(0, low) for each in (self._value, self._at))
-        found = density + (0.5 * (z**2 - along(z, self._at, self._value) ** 2) + (rise / run).log())[0]
+        found = density + (0.5 * (z**2 - interpolate_knots(z, self._at, self._value) ** 2) + (rise / run).log())[0]
         return found.flatten(1).sum(1) if found.ndim > 1 else found
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
@@ -79,23 +79,25 @@ class RecalibratedRegression(SummaryPredictive):
         uniform = torch.rand(n, *like.shape[1:], generator=generator, dtype=like.dtype, device=like.device)
         return self._quantiles(uniform.clamp(TAIL, 1 - TAIL))
 
-    def tempered(self, temperature: float) -> "RecalibratedRegression":
+    def apply_temperature(self, temperature: float) -> "RecalibratedRegression":
         means, variances, at, value = self._described
         return RecalibratedRegression(means, variances * temperature**2, at, value)
 
     def _scores(self, y: Tensor) -> Tensor:
         """(n, B, D) g(Φ⁻¹(F(y))) at y (n, B, D)."""
-        return along(normal_scores(*self._mixture, y), self._at, self._value)
+        return interpolate_knots(normal_scores(*self._mixture, y), self._at, self._value)
 
     def _quantiles(self, q: Tensor) -> Tensor:
         """(n, B, D) y with P(Y ≤ y) = q (n, B, D)."""
-        return at_scores(*self._mixture, along(torch.special.ndtri(q), self._value, self._at))
+        return values_at_scores(*self._mixture, interpolate_knots(torch.special.ndtri(q), self._value, self._at))
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
         """(B, D) mean and variance: E Y = b − ∫ G, E (Y − b)² = 2 ∫ (b − y) G over [a, b], by Simpson's rule."""
         tails = torch.stack([torch.full_like(self._at[0], each) for each in (TAIL, 1 - TAIL)])
-        lower, upper = bracket(*self._mixture, along(torch.special.ndtri(tails), self._value, self._at))
+        lower, upper = score_bracket(
+            *self._mixture, interpolate_knots(torch.special.ndtri(tails), self._value, self._at)
+        )
         a, b = lower[0], upper[1]
         mean, square = torch.zeros_like(a), torch.zeros_like(a)
         for start in range(0, POINTS + 1, AT_ONCE):
@@ -135,9 +137,9 @@ def _log_ndtri(tail: Tensor) -> Tensor:
     return z
 
 
-def at_scores(means: Tensor, variances: Tensor, z: Tensor) -> Tensor:
+def values_at_scores(means: Tensor, variances: Tensor, z: Tensor) -> Tensor:
     """(n, B, D) y with Φ⁻¹(F(y)) = z (n, B, D), by bisection to machine precision."""
-    lower, upper = bracket(means, variances, z)
+    lower, upper = score_bracket(means, variances, z)
     middle: Tensor = 0.5 * (lower + upper)
     tail = torch.special.log_ndtr(-z.abs())
     for _ in range(80 if z.dtype == torch.float64 else 40):
@@ -148,20 +150,20 @@ def at_scores(means: Tensor, variances: Tensor, z: Tensor) -> Tensor:
     return middle
 
 
-def bracket(means: Tensor, variances: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+def score_bracket(means: Tensor, variances: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """(n, B, D) smallest and largest y with this score under a member; the mixture's y lies between them."""
     each = means + variances.sqrt() * z[:, None]  # (n, M, B, D)
     return each.amin(1), each.amax(1)
 
 
-def piece(x: Tensor, at: Tensor) -> Tensor:
+def knot_index(x: Tensor, at: Tensor) -> Tensor:
     """(n, B, D) index of the knot below each x, clamped to the first and the last but one."""
     return (x[:, None] >= at[None, 1:-1]).sum(1)
 
 
-def along(x: Tensor, at: Tensor, value: Tensor) -> Tensor:
+def interpolate_knots(x: Tensor, at: Tensor, value: Tensor) -> Tensor:
     """(n, B, D) value at x (n, B, D) of the piecewise linear function with knots (at, value), each (K, B, D)."""
-    low = piece(x, at)
+    low = knot_index(x, at)
     x0, x1, y0, y1 = (each.gather(0, i) for each in (at, value) for i in (low, low + 1))
     return torch.lerp(y0, y1, (x - x0) / (x1 - x0))
 
@@ -176,11 +178,11 @@ class DeviationScaling(Calibration):
     kind = "scale"
     factor: Tensor  # ()
 
-    def mixture(self, predictive: Predictive) -> Predictive:
+    def calibrate_mixture(self, predictive: Predictive) -> Predictive:
         if isinstance(predictive, RegressionSummary):
-            mean, aleatoric, epistemic = predictive.described()
+            mean, aleatoric, epistemic = predictive.defining_tensors()
             return RegressionSummary(mean, aleatoric * self.factor**2, epistemic * self.factor**2)
-        means, variances = predictive.described()
+        means, variances = predictive.defining_tensors()
         return RegressionPredictive(
             predictive.mean + self.factor * (means - predictive.mean), variances * self.factor**2
         )
@@ -196,9 +198,9 @@ class CumulativeCalibration(Calibration):
     at: Tensor  # (K, *outputs) knots of g, strictly increasing: scores Φ⁻¹(F(y))
     value: Tensor  # (K, *outputs) values of g, strictly increasing
 
-    def mixture(self, predictive: Predictive) -> Predictive:
+    def calibrate_mixture(self, predictive: Predictive) -> Predictive:
         if isinstance(predictive, RegressionSummary):
             predictive = RegressionPredictive(predictive.mean[None], predictive.total[None])
-        means, variances = cast(RegressionPredictive, predictive).described()
+        means, variances = cast(RegressionPredictive, predictive).defining_tensors()
         knots = (each.to(means.dtype)[:, None].expand(-1, *means.shape[1:]) for each in (self.at, self.value))
         return RecalibratedRegression(means, variances, *knots)

@@ -23,14 +23,14 @@ class Batch(NamedTuple):
     weight: Tensor | None = None
 
     @classmethod
-    def of(cls, given: Any, *, anywhere: bool = False) -> "Batch":
+    def from_tuple(cls, given: Any, *, anywhere: bool = False) -> "Batch":
         """A batch from a loader's (x, y) or (x, y, weight), with types, weights and inputs (`check_finite`) checked."""
         if isinstance(given, cls):  # checked when it was made
             return given
         if not isinstance(given, tuple | list) or len(given) not in (2, 3):
             what = type(given).__name__ + (f" of length {len(given)}" if hasattr(given, "__len__") else "")
             raise TypeError(f"expected batches (x, y) or (x, y, weight), got {what}; let the loader yield such tuples")
-        x, y, weight = batch = cls(inputs_of(given[0]), *map(as_tensor, given[1:]))
+        x, y, weight = batch = cls(convert_inputs(given[0]), *map(as_tensor, given[1:]))
         for what, each in (("targets", y), ("example weights", y if weight is None else weight)):
             if not isinstance(each, Tensor):
                 raise TypeError(f"expected {what} as a tensor, got {type(each).__name__}; use torch.as_tensor")
@@ -42,29 +42,30 @@ class Batch(NamedTuple):
     @property
     def size(self) -> int:
         """Number of examples."""
-        return size(self.x)
+        return count_examples(self.x)
 
     def tensors(self) -> list[Tensor]:
         """All its tensors, in a fixed order."""
-        return [*tensors(self.x), self.y, *(() if self.weight is None else (self.weight,))]
+        return [*input_tensors(self.x), self.y, *(() if self.weight is None else (self.weight,))]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """The batch with function applied to every tensor in it."""
         weight = None if self.weight is None else function(self.weight)
-        return Batch(apply(self.x, function), function(self.y), weight)
+        return Batch(map_tensors(self.x, function), function(self.y), weight)
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on the device."""
         x, y, weight = self
-        return Batch(to(x, device), to(y, device), None if weight is None else to(weight, device))  # type: ignore[arg-type]
+        found = (None if each is None else move_to_device(each, device) for each in (x, y, weight))
+        return Batch(*found)  # type: ignore[arg-type]
 
 
-def each(loader: Iterable[Any], *, anywhere: bool = False) -> Iterator[Batch]:
+def read_batches(loader: Iterable[Any], *, anywhere: bool = False) -> Iterator[Batch]:
     """The loader's batches, each checked as in `Batch.of`."""
-    return (Batch.of(given, anywhere=anywhere) for given in loader)
+    return (Batch.from_tuple(given, anywhere=anywhere) for given in loader)
 
 
-def call(network: nn.Module, x: Inputs) -> Tensor:
+def call_network(network: nn.Module, x: Inputs) -> Tensor:
     """network's output for x: a tuple is passed as positional arguments, a dict as keyword arguments."""
     if isinstance(x, Tensor):  # first, here and below: it is the usual case and the quickest question
         outputs = network(x)
@@ -74,10 +75,10 @@ def call(network: nn.Module, x: Inputs) -> Tensor:
         outputs = network(*x)
     else:
         outputs = network(x)
-    return outputs if isinstance(outputs, Tensor) else logits(outputs)
+    return outputs if isinstance(outputs, Tensor) else output_tensor(outputs)
 
 
-def logits(outputs: Any) -> Tensor:
+def output_tensor(outputs: Any) -> Tensor:
     """The output tensor of a network: what it returned, or the entry "logits", or else "out", of a dict of outputs.
 
     Models of transformers return "logits", torchvision's segmentation models "out" (their "aux" head is ignored). Named
@@ -92,7 +93,7 @@ def logits(outputs: Any) -> Tensor:
     return found
 
 
-def inputs_of(x: Any) -> Inputs:
+def convert_inputs(x: Any) -> Inputs:
     """x with arrays and DataFrames as tensors."""
     if isinstance(x, Tensor):
         return x
@@ -102,7 +103,7 @@ def inputs_of(x: Any) -> Inputs:
     return given
 
 
-def tensors(x: Inputs) -> list[Tensor]:
+def input_tensors(x: Inputs) -> list[Tensor]:
     """The tensors in x, in a fixed order; raises if one is sparse."""
     if isinstance(x, Tensor):
         found = [x]
@@ -115,7 +116,7 @@ def tensors(x: Inputs) -> list[Tensor]:
     return found
 
 
-def apply(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
+def map_tensors(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     """x with function applied to every tensor in it."""
 
     if isinstance(x, Tensor):
@@ -129,16 +130,16 @@ def apply(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     return tuple(one(value) for value in x)
 
 
-def to(x: Inputs, device: torch.device) -> Inputs:
+def move_to_device(x: Inputs, device: torch.device) -> Inputs:
     """x on the device."""
     # Copies to the host block: otherwise the values could be read before the copy is done.
     soon = device.type != "cpu"
     if isinstance(x, Tensor):
-        return x if x.device == device else _pinned(x, device).to(device, non_blocking=soon)
-    return apply(x, lambda tensor: _pinned(tensor, device).to(device, non_blocking=soon))
+        return x if x.device == device else _pin_for_gpu(x, device).to(device, non_blocking=soon)
+    return map_tensors(x, lambda tensor: _pin_for_gpu(tensor, device).to(device, non_blocking=soon))
 
 
-def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+def _pin_for_gpu(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor, in pinned memory if it goes to a GPU: from ordinary memory the copy would wait for the step before it."""
     if device.type != "cuda":
         return tensor
@@ -146,39 +147,39 @@ def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory() if goes and not tensor.is_pinned() else tensor
 
 
-def size(x: Inputs) -> int:
+def count_examples(x: Inputs) -> int:
     """Number of examples: the length of the first tensor's first axis."""
     if isinstance(x, Tensor) and x.layout == torch.strided and (shape := x.shape):
         return shape[0]
-    return _batched(x)[0].shape[0]
+    return _batched_tensors(x)[0].shape[0]
 
 
-def _batched(x: Inputs) -> list[Tensor]:
+def _batched_tensors(x: Inputs) -> list[Tensor]:
     """The tensors in x; raises if there is none, or the first has no batch axis."""
-    found = tensors(x)
+    found = input_tensors(x)
     if not found:
         raise TypeError(
-            f"expected inputs as a tensor, tuple or dict of tensors, got {_kinds_held(x)}; convert x with torch.as_tensor, or "
-            "pass a loader to ds.predict"
+            f"expected inputs as a tensor, tuple or dict of tensors, got {_describe_types(x)}; convert x with torch.as_tensor, "
+            "or pass a loader to ds.predict"
         )
     if found[0].ndim == 0:
         raise ValueError("expected inputs with a batch axis first, got a scalar; pass tensors of shape (B, ...)")
     return found
 
 
-def _kinds_held(x: object) -> str:
+def _describe_types(x: object) -> str:
     """The type of inputs that hold no tensor, with the types in a tuple or dict."""
     held = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else ()
     kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in held))
     return f"{type(x).__name__} of {kinds}" if kinds else type(x).__name__
 
 
-class unchanged:  # not a generator, which takes three times as long
+class UnchangedInputs:  # not a generator, which takes three times as long
     """Raises at exit if x was modified in place: the next member would get other inputs."""
 
     def __init__(self, x: Inputs) -> None:
         # inference tensors count no versions
-        self.given = [(each, each._version) for each in tensors(x) if not each.is_inference()]
+        self.given = [(each, each._version) for each in input_tensors(x) if not each.is_inference()]
 
     def __enter__(self) -> None:
         return None
@@ -192,7 +193,7 @@ class unchanged:  # not a generator, which takes three times as long
                 )
 
 
-def length(loader: Iterable[Any]) -> int | None:
+def count_batches(loader: Iterable[Any]) -> int | None:
     """Number of batches in the loader; None if it has no length, like a DataLoader over a stream."""
     try:
         return len(loader)  # type: ignore[arg-type]
@@ -200,7 +201,7 @@ def length(loader: Iterable[Any]) -> int | None:
         return None
 
 
-def sampler_of(loader: Any) -> Any:
+def distributed_sampler(loader: Any) -> Any:
     """The loader's sampler if it gives each rank its own rows, like torch's DistributedSampler; else None."""
     prepared = type(loader).__module__ == "accelerate.data_loader"
     if prepared and distributed.is_initialized() and distributed.get_world_size() > 1:
@@ -222,7 +223,7 @@ def check_finite(x: Inputs, *, anywhere: bool = False) -> None:
 
     `anywhere`: also checks tensors on a GPU, which synchronises with it; otherwise only those on the host.
     """
-    for tensor in _batched(x):
+    for tensor in _batched_tensors(x):
         if (tensor.device.type != "cpu" and not anywhere) or not tensor.is_floating_point() or not tensor.numel():
             continue
         if not tensor.max().item() < math.inf:  # NaN is the largest where there is one

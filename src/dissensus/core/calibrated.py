@@ -21,18 +21,18 @@ from dissensus.core.particles import Particles
 from dissensus.core.predictive import Predictive
 from dissensus.numerics.hashing import fingerprint
 from dissensus.utils.checks import one_of
-from dissensus.utils.dtensor import joined
-from dissensus.utils.tensor_tree import KnownParts
+from dissensus.utils.dtensor import gather_full_tensor
+from dissensus.utils.tensor_tree import SubmoduleCache
 
 log = logging.getLogger("dissensus")
 
 STATE = (
     "_extra_state"  # torch's name for what a state holds besides tensors; here the model's description, as JSON bytes
 )
-KINDS: dict[str, type[Fitted]] = {}  # all calibrations and promises, by their names in files
+KINDS: dict[str, type[FittedModule]] = {}  # all calibrations and promises, by their names in files
 
 
-class Fitted(nn.Module, ABC):
+class FittedModule(nn.Module, ABC):
     """Base class of calibrations and promises: settings and buffers that are saved, moved and copied with the posterior.
 
     Files name a class by its `kind`; the constructor takes the saved values.
@@ -61,64 +61,64 @@ class Fitted(nn.Module, ABC):
         return {"kind": self.kind, "facts": self.facts}
 
 
-class Calibration(Fitted, ABC):
+class Calibration(FittedModule, ABC):
     """Base class: a map from the networks' mixture to the calibrated one. Pure functions of tensors.
 
     Members may be processed one at a time, so there are two steps: `members` acts on some members, `mixture` on the whole.
     """
 
-    def members(self, predictive: Predictive) -> Predictive:
+    def calibrate_members(self, predictive: Predictive) -> Predictive:
         """The predictive of some members, each calibrated."""
         return predictive
 
-    def mixture(self, predictive: Predictive) -> Predictive:
+    def calibrate_mixture(self, predictive: Predictive) -> Predictive:
         """The predictive of all members, or their summary, with a calibrated mean."""
         return predictive
 
-    def logits(self, logits: Tensor) -> Tensor:
+    def calibrate_logits(self, logits: Tensor) -> Tensor:
         """Members' logits (M, B, C, ...), calibrated as `members` does."""
         return logits
 
 
-class Lens(NamedTuple):
+class Correction(NamedTuple):
     """Temperature and calibration at one moment, applied to the networks' mixture throughout one prediction."""
 
     temperature: float
     calibration: Calibration | None
 
-    def members(self, predictive: Predictive) -> Predictive:
+    def correct_members(self, predictive: Predictive) -> Predictive:
         """Some members, tempered and calibrated; call `mixture` once all members are there."""
-        tempered = predictive if self.temperature == 1.0 else predictive.tempered(self.temperature)
-        return tempered if self.calibration is None else self.calibration.members(tempered)
+        tempered = predictive if self.temperature == 1.0 else predictive.apply_temperature(self.temperature)
+        return tempered if self.calibration is None else self.calibration.calibrate_members(tempered)
 
-    def mixture(self, predictive: Predictive) -> Predictive:
+    def correct_mixture(self, predictive: Predictive) -> Predictive:
         """The calibrated mixture of all members."""
-        return predictive if self.calibration is None else self.calibration.mixture(predictive)
+        return predictive if self.calibration is None else self.calibration.calibrate_mixture(predictive)
 
-    def logits(self, logits: Tensor) -> Tensor:
+    def correct_logits(self, logits: Tensor) -> Tensor:
         """Members' logits (M, B, C, ...), tempered and calibrated as by `members`."""
         tempered = logits / self.temperature
-        return tempered if self.calibration is None else self.calibration.logits(tempered)
+        return tempered if self.calibration is None else self.calibration.calibrate_logits(tempered)
 
 
-class Promise(Fitted, ABC):
+class Guarantee(FittedModule, ABC):
     """Base class: a guarantee about a posterior's predictions, such as sets with coverage or a gate with a risk."""
 
-    _of: tuple[Any] | None = None  # its posterior; a tuple, so that it is no submodule
+    _owner: tuple[Any] | None = None  # its posterior; a tuple, so that it is no submodule
 
     @property
     @final
     def posterior(self) -> Any:
         """The `Posterior` that it was fitted to; raises if its predictions have changed since."""
-        if self._of is None or not any(each is self for each in self._of[0].promises.values()):
+        if self._owner is None or not any(each is self for each in self._owner[0].promises.values()):
             raise ValueError(
                 f"expected a {self.kind} fitted to the posterior's present predictions, got one fitted to others (training, a "
                 "calibration or a new draw changed them, or another was fitted under its name); fit it again"
             )
-        return self._of[0]
+        return self._owner[0]
 
 
-class Ground(nn.Module):
+class CalibratedModule(nn.Module):
     """Base class of posteriors: holds their temperature, calibration and promises.
 
     Public attributes: `temperature` (), `calibration` (a `Calibration` or None; acts after the temperature), `promises`
@@ -128,32 +128,32 @@ class Ground(nn.Module):
     temperature: Tensor  # () logits are divided by it; saved with the state
     calibration: Calibration | None
     particles: Particles
-    network_at_first: dict[str, Any]  # the description of the network when the posterior was built
+    initial_network: dict[str, Any]  # the description of the network when the posterior was built
 
     def __init__(self) -> None:
         super().__init__()
         self.register_module("calibration", None)
         self._modules["promises"] = nn.ModuleDict()  # `promises` is a property
-        self.known_parts = KnownParts()  # of what is looked at in a prediction
+        self.known_parts = SubmoduleCache()  # of what is looked at in a prediction
 
     @property
     @final
     def promises(self) -> nn.ModuleDict:
         """Name -> `Promise`, those that hold for the present predictions."""
-        self.drop_stale_promises()
+        self.drop_stale_guarantees()
         return self._modules["promises"]  # type: ignore[return-value]
 
     @final
-    def drop_stale_promises(self) -> None:
+    def drop_stale_guarantees(self) -> None:
         """Drops promises that were fitted to other predictions than the present ones, with a warning."""
-        if found := self.promises_as_stored():
+        if found := self.stored_guarantees():
             present = self.fingerprint()
             if stale := [name for name, each in found.items() if each.facts["fitted_to"] != present]:
                 log.warning("predictions have changed since %s was fitted to them; fit it again", ", ".join(stale))
                 self._modules["promises"] = nn.ModuleDict({n: each for n, each in found.items() if n not in stale})
 
     @final
-    def promises_as_stored(self) -> dict[str, Promise]:
+    def stored_guarantees(self) -> dict[str, Guarantee]:
         """All promises by name, also stale ones."""
         return dict(self._modules["promises"].items())  # type: ignore[union-attr, operator]
 
@@ -162,36 +162,41 @@ class Ground(nn.Module):
         """What predictions depend on, in 16 digits: the tensors, temperature, calibration, and the likelihood's settings."""
         left_out = {"steps", "promises", "watchers", *self._non_persistent_buffers_set}
         own = {**self._parameters, **self._buffers, **self._modules}.items()
-        with self.particles.turn(), torch.no_grad():
-            tensors = [joined(each) for name, part in sorted(own) if name not in left_out for each in _tensors(part)]
+        with self.particles.lock_network(), torch.no_grad():
+            tensors = [
+                gather_full_tensor(each)
+                for name, part in sorted(own)
+                if name not in left_out
+                for each in _state_tensors(part)
+            ]
             calibration = None if self.calibration is None else self.calibration.config()
             text = as_bytes([describe_likelihood(self.particles.likelihood), calibration])
             return f"{fingerprint([text, *tensors]):016x}"
 
     @final
-    def lens(self) -> Lens:
+    def current_correction(self) -> Correction:
         """The present temperature and calibration."""
-        with self.particles.turn():
+        with self.particles.lock_network():
             temperature: Any = self._buffers["temperature"]
-            return Lens(temperature.item(), self._modules["calibration"])  # type: ignore[arg-type]
+            return Correction(temperature.item(), self._modules["calibration"])  # type: ignore[arg-type]
 
     @final
-    def stand(self, name: str, promise: Promise) -> None:
+    def add_guarantee(self, name: str, promise: Guarantee) -> None:
         """Adds a promise about the present predictions under this name; replaces an earlier one."""
         promise.facts["fitted_to"] = self.fingerprint()
-        self._add(name, promise)
+        self._attach_guarantee(name, promise)
 
-    def _add(self, name: str, promise: Promise) -> None:
-        promise._of = (self,)
+    def _attach_guarantee(self, name: str, promise: Guarantee) -> None:
+        promise._owner = (self,)
         self._modules["promises"][name] = promise.to(self.temperature.device)  # type: ignore[index, operator]
 
     @final
     def recalibrate(self, temperature: float, calibration: Calibration | None) -> None:
         """Sets temperature and calibration; promises fitted to other ones are dropped with a warning."""
-        with self.particles.turn():  # no other thread may predict in between
+        with self.particles.lock_network():  # no other thread may predict in between
             self.temperature.fill_(temperature)
             self.calibration = calibration if calibration is None else calibration.to(self.temperature.device)
-        self.drop_stale_promises()
+        self.drop_stale_guarantees()
 
     @final
     def uncalibrate(self, change: str) -> None:
@@ -209,34 +214,34 @@ class Ground(nn.Module):
         """Calibration and promises as JSON values, without their tensors."""
         return {
             "calibration": None if self.calibration is None else self.calibration.config(),
-            "promises": {name: each.config() for name, each in self.promises_as_stored().items()},
+            "promises": {name: each.config() for name, each in self.stored_guarantees().items()},
         }
 
     @final
     def restore_fitted(self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str = "") -> None:
         """Builds the calibration and promises that `describe_fitted` describes, with their tensors from a state or file."""
 
-        def built(config: Mapping[str, Any], under: str) -> Any:
+        def build_fitted(config: Mapping[str, Any], under: str) -> Any:
             # They enter KINDS when their room is imported, which lies above this one.
             importlib.import_module("dissensus.calibration")
             own = {name.removeprefix(under): tensor for name, tensor in tensors.items() if name.startswith(under)}
             return KINDS[one_of("kind", config["kind"], KINDS)](config["facts"], own)
 
         calibration, promises = saved.get("calibration"), saved.get("promises") or {}
-        self.calibration = None if calibration is None else built(calibration, f"{prefix}calibration.")
-        before = self.promises_as_stored()
+        self.calibration = None if calibration is None else build_fitted(calibration, f"{prefix}calibration.")
+        before = self.stored_guarantees()
         self._modules["promises"] = nn.ModuleDict()
         for name, config in promises.items():
             same = (
                 name in before and before[name].config() == config
             )  # keeps its functions of inputs, which no file holds
-            self._add(name, before[name] if same else built(config, f"{prefix}promises.{name}."))
+            self._attach_guarantee(name, before[name] if same else build_fitted(config, f"{prefix}promises.{name}."))
 
     @final
     def description(self) -> dict[str, Any]:
         """The model besides its tensors and the method's settings, as JSON values."""
         likelihood = describe_likelihood(self.particles.likelihood)
-        return {"likelihood": likelihood, "network": self.network_at_first, **self.describe_fitted()}
+        return {"likelihood": likelihood, "network": self.initial_network, **self.describe_fitted()}
 
     def get_extra_state(self) -> Tensor:
         """The model's description, which a state needs besides its tensors; bytes, since tools expect tensors in a state."""
@@ -261,7 +266,7 @@ class Ground(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-def _tensors(part: Any) -> list[Tensor]:
+def _state_tensors(part: Any) -> list[Tensor]:
     """The tensors in the state of a part: a tensor, a module or None."""
     state = part.state_dict().items() if isinstance(part, nn.Module) else [("", part)]
     return [each for _, each in sorted(state) if isinstance(each, Tensor)]

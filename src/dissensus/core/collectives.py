@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dissensus.core.member_runner import averaged
+from dissensus.core.member_runner import first_axis_mean
 from dissensus.utils.tensor_tree import Tensors
 
 
@@ -22,59 +22,59 @@ class Exchange:
     ranks: int = 1  # number of processes that see different rows of a batch
     members: int | None = None  # M over all processes, if each process holds only some members
 
-    def running(self, posterior: Any, batch: Any) -> AbstractContextManager[object]:
+    def gradient_context(self, posterior: Any, batch: Any) -> AbstractContextManager[object]:
         """The context in which the gradients of a batch are computed."""
         return nullcontext()
 
-    def in_turn(self) -> AbstractContextManager[object]:
+    def loop_context(self) -> AbstractContextManager[object]:
         """The context of a loop over this process's members."""
         return nullcontext()
 
-    def rows(self, size: int) -> tuple[int, slice]:
+    def batch_rows(self, size: int) -> tuple[int, slice]:
         """(number of rows of the whole batch, which of them this process has); `size`: the number of rows it has."""
         return size, slice(0, size)
 
-    def weighed(self, value: Tensor) -> Tensor:
+    def scale_by_fraction(self, value: Tensor) -> Tensor:
         """This process's part of a mean over the whole batch: value · (weight of its rows / weight of all rows)."""
         return value
 
-    def counted(self, weight: Tensor) -> Tensor:
+    def total_batch_weight(self, weight: Tensor) -> Tensor:
         """() the weight of the whole batch; `weight`: that of this process's rows."""
         return weight
 
     @property
-    def share(self) -> Tensor | None:
+    def batch_fraction(self) -> Tensor | None:
         """() the factor of `weighed`; None for 1."""
         return None
 
-    def coupled(self, couple: Callable[[Any], Any], z: Any) -> Any:
+    def couple_members(self, couple: Callable[[Any], Any], z: Any) -> Any:
         """couple(z) over all members and all rows, cut to those of this process."""
         return couple(z)
 
-    def found(self, gradients: Any) -> Any:
+    def submit_gradients(self, gradients: Any) -> Any:
         """One member's `Gradients`, in a loop over members: they may be exchanged while the next member runs."""
         return gradients
 
-    def completed(self, posterior: Any, found: Any) -> Any:
+    def reduce_gradients(self, posterior: Any, found: Any) -> Any:
         """Losses and gradients (`core.gradients.Gradients`) of the whole batch; shared tensors' summed over all members."""
         return found
 
-    def mixed(self, mix: Callable[[Tensors], Tensors], gradients: Tensors) -> Tensors:
+    def mix_gradients(self, mix: Callable[[Tensors], Tensors], gradients: Tensors) -> Tensors:
         """mix(gradients) over all members, cut to those of this process."""
         return mix(gradients)
 
-    def averaged(self, values: Tensor) -> Tensor:
+    def average_members(self, values: Tensor) -> Tensor:
         """The mean over the members of all processes; `values` (M, ...): those of this process."""
-        return averaged(values)
+        return first_axis_mean(values)
 
-    def any(self, here: bool) -> bool:
+    def any_process(self, here: bool) -> bool:
         """Whether `here` is true in any process."""
         return here
 
-    def agree(self, flag: Tensor) -> None:
+    def reduce_flag(self, flag: Tensor) -> None:
         """Sets the flag () in place if any process has set it, without blocking the host."""
 
-    def everywhere(self, values: Tensor) -> Tensor:
+    def gather_members(self, values: Tensor) -> Tensor:
         """(K, M) values of all members; `values`: (K, M of this process)."""
         return values
 

@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.core.calibrated import Lens
+from dissensus.core.calibrated import Correction
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.particles import Member, Particles, member_index, some
+from dissensus.core.particles import Member, Particles, member_index, member_subset
 from dissensus.core.predictive import Predictive
 
 Found = TypeVar("Found")
@@ -32,7 +32,7 @@ class DrawnFunctions(nn.Module, ABC):
     seed: int = 0  # together with the tensors it determines the functions
 
     @abstractmethod
-    def each(self, function: Callable[..., Any], *args: Any) -> Any:
+    def map_members(self, function: Callable[..., Any], *args: Any) -> Any:
         """function(member, *args) of each drawn function, stacked along a new first axis."""
 
     @abstractmethod
@@ -40,12 +40,12 @@ class DrawnFunctions(nn.Module, ABC):
         """One function as an ordinary module."""
 
     @final
-    def part(self, rows: slice) -> "DrawnFunctions | None":
+    def function_subset(self, rows: slice) -> "DrawnFunctions | None":
         """Some of the functions, at least one, with the same tensors; None where they cannot be had apart from the others."""
-        found = self.cut(rows)
+        found = self.build_subset(rows)
         return found if type(found) is type(self) else None  # a subclass says itself how it is cut
 
-    def cut(self, rows: slice) -> "DrawnFunctions | None":
+    def build_subset(self, rows: slice) -> "DrawnFunctions | None":
         """What `part` gives; None for a kind that does not say how."""
         return None
 
@@ -55,13 +55,13 @@ class DrawnFunctions(nn.Module, ABC):
         return self.particles.templates[0].likelihood
 
     def forward(self, x: Inputs) -> Tensor:
-        with batches.unchanged(x):
-            outputs: Tensor = self.each(_outputs, x)  # (M, B, ...)
+        with batches.UnchangedInputs(x):
+            outputs: Tensor = self.map_members(_network_outputs, x)  # (M, B, ...)
         return outputs
 
     def predict(self, x: Inputs) -> Predictive:
         """The `Predictive` of the functions' mixture at inputs x (B, ...), not calibrated."""
-        with batches.unchanged(x):
+        with batches.UnchangedInputs(x):
             described = self.describe(x)
         return self.likelihood.predictive(*described)
 
@@ -69,19 +69,19 @@ class DrawnFunctions(nn.Module, ABC):
         """The mixture in parts of a few functions each; if functions run in a loop, memory does not grow with M."""
         yield self.predict(x)
 
-    def one_by_one(self, x: Inputs, describe: Callable[[int], tuple[Tensor, ...]]) -> Iterator[Predictive]:
+    def predict_one_by_one(self, x: Inputs, describe: Callable[[int], tuple[Tensor, ...]]) -> Iterator[Predictive]:
         """`predict_parts` for functions that run in a loop; describe(i): the likelihood's description of the i-th outputs."""
         if self.particles.how == "vectorised":
             yield self.predict(x)
             return
         for i in range(self.members):
-            with batches.unchanged(x):
+            with batches.UnchangedInputs(x):
                 described = describe(i)
             yield self.likelihood.predictive(*(tensor[None] for tensor in described))
 
     def describe(self, x: Inputs) -> tuple[Tensor, ...]:
         """The likelihood's description of each function's outputs, each tensor (M, B, ...)."""
-        described: tuple[Tensor, ...] = self.each(described_outputs, x)
+        described: tuple[Tensor, ...] = self.map_members(describe_outputs, x)
         return described
 
 
@@ -98,15 +98,17 @@ class MemberFunctions(DrawnFunctions):
         settings = {"particles": particles, "ordinary": ordinary, "training": particles.training}
         vars(self).update(settings, members=particles.members, networks=particles.members)
 
-    def each(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self.particles.each(function, *args)
+    def map_members(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self.particles.map_members(function, *args)
 
     def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
         particles = self.particles
-        return self.one_by_one(x, lambda i: particles.call(described_outputs, *particles.at(i), x)[0])
+        return self.predict_one_by_one(
+            x, lambda i: particles.call(describe_outputs, *particles.member_tensors(i), x)[0]
+        )
 
-    def cut(self, rows: slice) -> DrawnFunctions:
-        return MemberFunctions(some(self.particles, rows), ordinary=self.ordinary)
+    def build_subset(self, rows: slice) -> DrawnFunctions:
+        return MemberFunctions(member_subset(self.particles, rows), ordinary=self.ordinary)
 
     def member(self, index: int) -> nn.Module:
         network = self.particles.member(index)
@@ -128,19 +130,19 @@ class Mixture(DrawnFunctions):
     def families(self) -> tuple[DrawnFunctions, ...]:
         return tuple(self._families)  # type: ignore[arg-type]
 
-    def each(self, function: Callable[..., Any], *args: Any) -> Any:
-        found = [family.each(function, *args) for family in self.families]
+    def map_members(self, function: Callable[..., Any], *args: Any) -> Any:
+        found = [family.map_members(function, *args) for family in self.families]
         return pytree.tree_map(lambda *parts: torch.cat(parts), *found)
 
     def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
         for family in self.families:
             yield from family.predict_parts(x)
 
-    def cut(self, rows: slice) -> DrawnFunctions | None:
+    def build_subset(self, rows: slice) -> DrawnFunctions | None:
         found, first = [], 0
         for family in self.families:
             start, stop = (min(max(end - first, 0), family.members) for end in (rows.start, rows.stop))
-            found += [family.part(slice(start, stop))] if start < stop else []
+            found += [family.function_subset(slice(start, stop))] if start < stop else []
             first += family.members
         whole = [each for each in found if each is not None]
         return Mixture(whole) if len(whole) == len(found) else None
@@ -152,35 +154,35 @@ class Mixture(DrawnFunctions):
         return family.member(own)
 
 
-def mixture(families: Iterable[DrawnFunctions]) -> DrawnFunctions:
+def join_families(families: Iterable[DrawnFunctions]) -> DrawnFunctions:
     """All families as one; a single family is returned as it is."""
     found = list(families)
     return found[0] if len(found) == 1 else Mixture(found)
 
 
-class Portion:
+class FunctionPartition:
     """Of drawn functions those that run in this process: all of them. Processes of a mesh may divide them (`distributed`)."""
 
     def __init__(self, drawn: DrawnFunctions) -> None:
         self.drawn = drawn
 
     @property
-    def mine(self) -> DrawnFunctions:
+    def local_functions(self) -> DrawnFunctions:
         """Those that run here."""
         return self.drawn
 
     @property
-    def first(self) -> int:
+    def first_local_index(self) -> int:
         """The number of the first of them."""
         return 0
 
-    def everyones(self, find: Callable[[], Found]) -> list[Found]:
+    def gather_results(self, find: Callable[[], Found]) -> list[Found]:
         """What find() gives in every process that runs some of the functions, in their order."""
         return [find()]
 
-    def joined(self, find: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def gather_tensors(self, find: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Tensors (M, ...) of all functions; find() gives those of the functions that run here."""
-        first, *others = self.everyones(find)
+        first, *others = self.gather_results(find)
         return tuple(torch.cat(each) for each in zip(first, *others, strict=True)) if others else first
 
 
@@ -190,7 +192,7 @@ class Predictor(nn.Module):
     Always in eval mode; parameters are frozen, gradients reach x. Inputs and outputs are plain tensors, for `torch.export`.
     """
 
-    def __init__(self, drawn: DrawnFunctions, lens: Lens) -> None:
+    def __init__(self, drawn: DrawnFunctions, lens: Correction) -> None:
         super().__init__()
         self.drawn = copy.deepcopy(drawn).requires_grad_(False)
         self.temperature = lens.temperature
@@ -206,17 +208,17 @@ class Predictor(nn.Module):
 
     def predictive(self, x: Inputs) -> Predictive:
         """The calibrated `Predictive` of these functions for x."""
-        lens = Lens(self.temperature, self.calibration)
-        return lens.mixture(lens.members(self.drawn.predict(x)))
+        lens = Correction(self.temperature, self.calibration)
+        return lens.correct_mixture(lens.correct_members(self.drawn.predict(x)))
 
     def forward(self, x: Inputs) -> dict[str, Tensor]:
         predictive = self.predictive(x)
         return {name: getattr(predictive, name) for name in MOMENTS}
 
 
-def _outputs(member: Member, x: Inputs) -> Tensor:
-    return batches.call(member.network, x)
+def _network_outputs(member: Member, x: Inputs) -> Tensor:
+    return batches.call_network(member.network, x)
 
 
-def described_outputs(member: Member, x: Inputs) -> tuple[Tensor, ...]:
-    return member.likelihood.describe(batches.call(member.network, x))
+def describe_outputs(member: Member, x: Inputs) -> tuple[Tensor, ...]:
+    return member.likelihood.describe(batches.call_network(member.network, x))

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch._C import _functorch
 from torch.utils import _pytree as pytree
 
-from dissensus.core.member import NUMBER, PREFIX, emptied
+from dissensus.core.member import NUMBER, PREFIX, empty_copy
 from dissensus.utils.module_state import OWN
-from dissensus.utils.tensor_tree import KnownParts, keeping_tensors, made, parts
+from dissensus.utils.tensor_tree import SubmoduleCache, derived_names, named_submodules, run_keeping_tensors
 
 MOST = 10_000  # entries of a list or dict; longer ones are not looked at
 MISSING = object()
@@ -26,7 +26,7 @@ Named = Sequence[tuple[str, nn.Module]]  # modules with their paths
 Attribute = tuple[dict[str, Any], str, Any]  # a module's attributes, the name of one, and its value
 
 
-class OneAtATime(RuntimeError):
+class SeparateRunsNeeded(RuntimeError):
     """A forward or a hook keeps tensors of vmap, which mean nothing after it."""
 
 
@@ -34,10 +34,10 @@ class ForwardAttributes:
     """Runs a template, restores its attributes, and finds out which of them are state."""
 
     def __init__(self, unread: set[str] | None = None, state: Iterable[str] = ()) -> None:
-        self.known, self.found = KnownParts(), [nn.Module()]
+        self.known, self.found = SubmoduleCache(), [nn.Module()]
         self.unread = unread  # what training sets before it reads it; None before the first such call
         self.state = {*state}  # names of the attributes that are state
-        self.waiting: list[Attribute] = []  # the state that the last training call has left
+        self.pending_state: list[Attribute] = []  # the state that the last training call has left
 
     def __reduce__(self) -> tuple[type["ForwardAttributes"], tuple[Any, ...]]:
         return ForwardAttributes, (self.unread, self.state)
@@ -47,60 +47,64 @@ class ForwardAttributes:
         if torch.compiler.is_dynamo_compiling():
             return ()
         if (found := self.known(template)) is not self.found:
-            self.found, self.all = found, parts(template)
-            self.foreign = [(path, part) for path, part in self.all if _foreign(type(part)) or "forward" in vars(part)]
+            self.found, self.all = found, named_submodules(template)
+            self.foreign = [
+                (path, part) for path, part in self.all if _is_foreign(type(part)) or "forward" in vars(part)
+            ]
             self.hooks = [*chain.from_iterable((part._forward_hooks, part._forward_pre_hooks) for part in found)]
-            self.seen: list[Any] = []
+            self.known_values: list[Any] = []
         return self.all if any(self.hooks) else self.foreign
 
-    def lend(self, template: nn.Module) -> "_Lent | None":
+    def take_snapshot(self, template: nn.Module) -> "_AttributeSnapshot | None":
         """For several runs in eval mode: `take_back` restores the attributes after each. None if there are none to restore."""
-        return _Lent(self, watched) if (watched := self.modules_to_watch(template)) else None
+        return _AttributeSnapshot(self, watched) if (watched := self.modules_to_watch(template)) else None
 
-    def run_itself(self, template: Any, function: Callable[..., Any], *args: Any) -> Any:
+    def run_with_own_tensors(self, template: Any, function: Callable[..., Any], *args: Any) -> Any:
         """function(template, *args) with the template's own tensors, which are restored, too."""
-        return self.run(template, lambda: keeping_tensors(self.found, function, template, *args))
+        return self.run(template, lambda: run_keeping_tensors(self.found, function, template, *args))
 
     def run(self, template: Any, function: Callable[..., Any], *args: Any, alone: bool = True, **keywords: Any) -> Any:
         """function(*args, **keywords), which runs the template; `alone`: whether no other member runs in it."""
         if not (watched := self.modules_to_watch(template)):
             return function(*args, **keywords)
-        outside = [(each, each.copy()) for each in _known_outside(self.hooks)] if any(self.hooks) else ()
-        trains, lent = template.network.training, _Lent(self, watched)
-        self.waiting = [] if trains else self.waiting
+        outside = [(each, each.copy()) for each in _outside_containers(self.hooks)] if any(self.hooks) else ()
+        trains, lent = template.network.training, _AttributeSnapshot(self, watched)
+        self.pending_state = [] if trains else self.pending_state
         try:
             if trains and self.unread is None:
                 lent.trace(watched)
             result = function(*args, **keywords)
         finally:
-            changed = lent.take_back()
+            changed = lent.restore_attributes()
         for each, before in outside:
-            if any(isinstance(value, Tensor) and _functorch.is_batchedtensor(value) for value in _values(each)):
+            if any(
+                isinstance(value, Tensor) and _functorch.is_batchedtensor(value) for value in _container_values(each)
+            ):
                 each.clear()
                 (each.extend if isinstance(each, list) else each.update)(before)
-                raise OneAtATime("a hook keeps tensors of all members outside of the network")
+                raise SeparateRunsNeeded("a hook keeps tensors of all members outside of the network")
         if trains:
             if self.unread is None:
                 self.unread = {name for name in changed if lent.first.get(name)}
-                self.unread |= {path + name for path, part in watched for name in made(part)}
+                self.unread |= {path + name for path, part in watched for name in derived_names(part)}
             self.state |= (state := changed.keys() - self.unread)
             if state and alone:
                 # A CUDA graph would repeat what this call has read.
                 stack = _functorch.get_interpreter_stack() or ()
                 at_once = any(each.key() == _functorch.TransformType.Vmap for each in stack)
                 if at_once or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-                    raise OneAtATime(f"forward reads and changes {min(state)}")
-                self.waiting += map(changed.__getitem__, state)  # besides that of an inner run
+                    raise SeparateRunsNeeded(f"forward reads and changes {min(state)}")
+                self.pending_state += map(changed.__getitem__, state)  # besides that of an inner run
         return result
 
-    def store(self) -> None:
+    def store_state(self) -> None:
         """Stores the state that the last training call has left."""
-        for attributes, name, value in self.waiting:
+        for attributes, name, value in self.pending_state:
             attributes[name] = value
-        self.waiting = []
+        self.pending_state = []
 
 
-class _Lent:
+class _AttributeSnapshot:
     """The attributes of modules before a call. Lists, dicts and plain tensors are lent as copies, to be changed in place."""
 
     def __init__(self, written: ForwardAttributes, watched: Named) -> None:
@@ -108,29 +112,29 @@ class _Lent:
         self.kinds: list[tuple[nn.Module, type[nn.Module]]] = []  # of modules that are traced
         self.copies: dict[int, Any] = {}  # by id of the list, dict or tensor
         self.first: dict[str, bool] = {}  # name of a traced attribute -> whether it was set before it was read
-        if len(written.seen) != len(watched):
-            written.seen = [(path, vars(part), {}, []) for path, part in watched]
-        for i, (path, now, before, _) in enumerate(written.seen):
+        if len(written.known_values) != len(watched):
+            written.known_values = [(path, vars(part), {}, []) for path, part in watched]
+        for i, (path, now, before, _) in enumerate(written.known_values):
             if len(now) != len(before) or not all(map(is_, now.values(), before.values())):
                 keys = [key for key, each in now.items() if key not in OWN and isinstance(each, list | dict | Tensor)]
-                written.seen[i] = path, now, now.copy(), keys
-        self.before = written.seen.copy()
-        self._lend()
+                written.known_values[i] = path, now, now.copy(), keys
+        self.before = written.known_values.copy()
+        self._lend_copies()
 
-    def _lend(self) -> None:
+    def _lend_copies(self) -> None:
         self.copies.clear()
         for _, now, before, keys in self.before:
             for key in keys:
-                now[key] = self._copy(before[key])
+                now[key] = self._copy_container(before[key])
 
     def trace(self, watched: Named) -> None:
         """Notes which attributes of a caller's modules are read, and which are set, first."""
         for path, part in watched:
-            if _foreign(kind := type(part)):
+            if _is_foreign(kind := type(part)):
                 self.kinds.append((part, kind))
-                object.__setattr__(part, "__class__", _traced(kind, path, self.first))
+                object.__setattr__(part, "__class__", _tracing_class(kind, path, self.first))
 
-    def take_back(self, *, again: bool = False) -> dict[str, Attribute]:
+    def restore_attributes(self, *, again: bool = False) -> dict[str, Attribute]:
         """Restores the attributes; returns those that the call has changed, by name. `again`: lends them again."""
         for part, kind in self.kinds:
             object.__setattr__(part, "__class__", kind)
@@ -141,23 +145,25 @@ class _Lent:
             for key, each in now.items():
                 value = before.get(key, MISSING)
                 lent = self.copies.get(id(value), value)
-                if each is not lent or (lent is not value and self._differs(value, lent)):
+                if each is not lent or (lent is not value and self._has_changed(value, lent)):
                     found[path + key] = now, key, each
                     self.first[path + key] = each is not lent and self.first.get(path + key, False)
             for key in now.keys() - before.keys():
                 del now[key]
             now.update(before)
         if again and self.copies:
-            self._lend()
+            self._lend_copies()
         return found
 
-    def _copy(self, value: Any) -> Any:
+    def _copy_container(self, value: Any) -> Any:
         if id(value) not in self.copies and (isinstance(value, Tensor) or len(value) <= MOST):
-            deep = isinstance(value, Tensor) or any(isinstance(e, list | dict | tuple | Tensor) for e in _values(value))
-            self.copies[id(value)] = pytree.tree_map(self._leaf, value) if deep else value.copy()
+            deep = isinstance(value, Tensor) or any(
+                isinstance(e, list | dict | tuple | Tensor) for e in _container_values(value)
+            )
+            self.copies[id(value)] = pytree.tree_map(self._copy_leaf, value) if deep else value.copy()
         return self.copies.get(id(value), value)
 
-    def _leaf(self, each: Any) -> Any:
+    def _copy_leaf(self, each: Any) -> Any:
         """A copy, if this is a tensor that is neither registered nor part of a graph or a transform."""
         if not isinstance(each, Tensor) or each.requires_grad or each.is_inference():
             return each
@@ -166,8 +172,8 @@ class _Lent:
             return each
         return self.copies.setdefault(id(each), each.detach().clone())
 
-    def _differs(self, value: Any, lent: Any) -> bool:
-        if not isinstance(value, Tensor) and _same(value, lent):
+    def _has_changed(self, value: Any, lent: Any) -> bool:
+        if not isinstance(value, Tensor) and _has_same_objects(value, lent):
             return False
         (leaves, form), (now, other) = pytree.tree_flatten(value), pytree.tree_flatten(lent)
         same = (
@@ -176,7 +182,7 @@ class _Lent:
         return form != other or not all(same)
 
 
-def _traced(kind: type[nn.Module], path: str, first: dict[str, bool]) -> type[nn.Module]:
+def _tracing_class(kind: type[nn.Module], path: str, first: dict[str, bool]) -> type[nn.Module]:
     def get(part: nn.Module, name: str) -> Any:
         first.setdefault(path + name, False)
         return kind.__getattribute__(part, name)
@@ -190,7 +196,7 @@ def _traced(kind: type[nn.Module], path: str, first: dict[str, bool]) -> type[nn
     return meta(kind.__name__, (kind,), {"__getattribute__": get, "__setattr__": put, **names})  # type: ignore[no-any-return]
 
 
-def _known_outside(hooks: Sequence[dict[int, Any]]) -> list[Any]:
+def _outside_containers(hooks: Sequence[dict[int, Any]]) -> list[Any]:
     """Lists and dicts outside of the network that its hooks know as variables."""
     found: list[Any] = []
     for each in chain.from_iterable(map(dict.values, hooks)):
@@ -200,16 +206,20 @@ def _known_outside(hooks: Sequence[dict[int, Any]]) -> list[Any]:
     return [each for each in found if isinstance(each, list | dict)]
 
 
-def _same(now: Any, before: Any) -> bool:
+def _has_same_objects(now: Any, before: Any) -> bool:
     """Whether lists or dicts hold the same objects."""
-    return len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, _values(now), _values(before)))
+    return (
+        len(now) == len(before)
+        and all(map(is_, now, before))
+        and all(map(is_, _container_values(now), _container_values(before)))
+    )
 
 
-def _values(holder: Any) -> Any:
+def _container_values(holder: Any) -> Any:
     return holder.values() if isinstance(holder, dict) else holder
 
 
-def _foreign(kind: type[nn.Module]) -> bool:
+def _is_foreign(kind: type[nn.Module]) -> bool:
     """Whether layers of this class may write attributes: torch's and the library's own do not."""
     return not kind.__module__.startswith(("torch.", "dissensus."))
 
@@ -228,7 +238,7 @@ def run_separately(particles: Any, run: Callable[[], Result]) -> Result:
     result = run()
     if not particles._written[0].state or len(particles.templates) >= particles.members:
         return result
-    others = [emptied(particles.template) for _ in range(1, particles.members)]
+    others = [empty_copy(particles.template) for _ in range(1, particles.members)]
     particles.templates = (particles.template, *others)
     particles.own.plant(NUMBER, torch.arange(particles.members, device=particles.device), persistent=False)
     particles._settle()
@@ -245,7 +255,7 @@ def run_compiled(particles: Any, run: Callable[[], Result]) -> Result:
     finally:
         for written, each in lent:
             if each is not None and each.take_back().keys() - (written.unread or set()):
-                raise OneAtATime("forward changes attributes")
+                raise SeparateRunsNeeded("forward changes attributes")
 
 
 def warn_of_state(particles: Any) -> None:

@@ -17,13 +17,13 @@ from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Batch
 from dissensus.core.collectives import ALONE
-from dissensus.core.member_runner import ONE_LANE, MemberLanes, mapped
+from dissensus.core.member_runner import ONE_LANE, MemberLanes, map_trees
 from dissensus.core.particles import Particles, Rows
-from dissensus.kernels.cast_weights import Halves, halved
+from dissensus.kernels.cast_weights import CastWeights, use_cast_weights
 from dissensus.kernels.fused_norm import thread
 from dissensus.kernels.multi_copy import copy_all
-from dissensus.numerics.randomness import random_state
-from dissensus.utils.dtensor import here, is_divided
+from dissensus.numerics.randomness import save_random_state
+from dissensus.utils.dtensor import is_divided, local_part
 from dissensus.utils.nonfinite import amax
 from dissensus.utils.tensor_tree import OwnTensors, Tensors, computed_names, named_tensors
 
@@ -73,7 +73,7 @@ class State(NamedTuple):
         return {**self.shared_buffers, **self.own_buffers}
 
 
-def stacks_for(particles: Particles, state: State, lanes: MemberLanes) -> Tensors:
+def allocate_stacks(particles: Particles, state: State, lanes: MemberLanes) -> Tensors:
     """Stacks (M, ...) for own gradients and for buffers, which members in several lanes fill beside the work of the others."""
     if lanes is ONE_LANE or particles.exchange is not ALONE or particles.members < 2:
         return {}
@@ -83,31 +83,35 @@ def stacks_for(particles: Particles, state: State, lanes: MemberLanes) -> Tensor
     return {**buffers, **{name: torch.empty_like(stack) for name, stack in state.own.items()}}
 
 
-def placed(one: Gradients, stacks: Tensors, index: int) -> Gradients:
+def copy_into_stacks(one: Gradients, stacks: Tensors, index: int) -> Gradients:
     """A member's results, copied into their rows of the stacks, and the largest () of its own gradients."""
     if not stacks:
         return one
     rows = {name: stack[index] for name, stack in stacks.items()}
     gradients = {name: rows[name] for name in one.gradients if name in rows}
-    buffers = {name: rows[name] for name, each in one.buffers.items() if name in rows and _alike(each, rows[name])}
+    buffers = {
+        name: rows[name]
+        for name, each in one.buffers.items()
+        if name in rows and _same_shape_and_dtype(each, rows[name])
+    }
     mine, given = {**gradients, **buffers}, {**one.gradients, **one.buffers}
     copy_all(list(mine.values()), [given[name] for name in mine])
     largest = amax(list(gradients.values()), one.losses.device)
     return Gradients(one.losses, {**one.gradients, **gradients}, {**one.buffers, **buffers}, largest)
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def _same_shape_and_dtype(a: Tensor, b: Tensor) -> bool:
     """Whether a forward pass has left a buffer its shape and dtype."""
     return (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
-def gathered(state: State, found: list[Gradients], stacks: Tensors) -> Gradients:
+def combine_gradients(state: State, found: list[Gradients], stacks: Tensors) -> Gradients:
     """Joins the results of single members: own gradients are stacked in their parameter's layout, shared ones summed.
 
     `stacks`: those in which gradients are already in place.
     """
     like = {**state.shared, **(state.member(0).own if len(found) == 1 else {})}
-    found = [one._replace(gradients=_in_full(one.gradients, like)) for one in found]
+    found = [one._replace(gradients=_cast_like_parameters(one.gradients, like)) for one in found]
     if len(found) == 1:
         (one,) = found
         mine = {name: g[None] if name in state.own else g for name, g in one.gradients.items()}
@@ -118,17 +122,17 @@ def gathered(state: State, found: list[Gradients], stacks: Tensors) -> Gradients
         each = [one.gradients.get(name) for one in found]
         if name in state.own:
             gradients[name] = stacks[name] if name in stacks else torch.empty_like(state.own[name])
-            rows = zip(here(gradients[name]).unbind(), each, strict=True)
+            rows = zip(local_part(gradients[name]).unbind(), each, strict=True)
             # A member may not have used a tensor that other members used.
             missing = [(row, g) for row, g in rows if g is None or name not in stacks]
             targets += [row for row, _ in missing]
-            sources += [torch.zeros_like(row) if g is None else here(g) for row, g in missing]
+            sources += [torch.zeros_like(row) if g is None else local_part(g) for row, g in missing]
         else:
             given = [g for g in each if g is not None]
             gradients[name] = sum(given[1:], given[0])
     buffers: Tensors = {}
     for name, first in found[0].buffers.items():
-        in_place = name in stacks and _alike(first, stacks[name][0])
+        in_place = name in stacks and _same_shape_and_dtype(first, stacks[name][0])
         buffers[name] = stacks[name] if in_place else first.new_empty((len(found), *first.shape))
         pairs = zip(buffers[name].unbind(), [one.buffers[name] for one in found], strict=True)
         elsewhere = [(row, b) for row, b in pairs if row.data_ptr() != b.data_ptr()]
@@ -140,7 +144,7 @@ def gathered(state: State, found: list[Gradients], stacks: Tensors) -> Gradients
     return Gradients(torch.stack([one.losses for one in found]), gradients, buffers, largest)
 
 
-def _in_full(gradients: Tensors, like: Tensors) -> Tensors:
+def _cast_like_parameters(gradients: Tensors, like: Tensors) -> Tensors:
     """Gradients in the precision of these parameters, if they are in half precision; others as they are."""
     lower = [name for name, g in gradients.items() if name in like and g.dtype != like[name].dtype]
     full = {name: torch.empty_like(like[name]) for name in lower}
@@ -151,7 +155,7 @@ def _in_full(gradients: Tensors, like: Tensors) -> Tensors:
 Found = tuple[Tensor, Tensors, Tensors]  # the fields of `core.gradients.Gradients`
 
 
-def trains_itself(posterior: Any, batch: Batch) -> bool:
+def can_train_in_place(posterior: Any, batch: Batch) -> bool:
     """Whether the one member is the caller's module, on a CPU and in one process only.
 
     A CUDA graph is captured with new leaves: nodes of the caller's own may be on another stream.
@@ -161,7 +165,7 @@ def trains_itself(posterior: Any, batch: Batch) -> bool:
     return whole and particles.exchange is ALONE and not posterior.coupled and batch.y.device.type == "cpu"
 
 
-def gradients_by_its_own(posterior: Any, batch: Batch) -> Found:
+def in_place_gradients(posterior: Any, batch: Batch) -> Found:
     """(losses (1,), gradients, buffers (1, ...)) by the module's own parameters, so that nothing is put in their place."""
     particles = posterior.particles
     params = OwnTensors(particles.template)
@@ -189,9 +193,9 @@ def _derivatives(value: Tensor, by: tuple[Tensor, ...]) -> tuple[Tensor | None, 
 
 
 @torch.no_grad()
-def hooked(particles: Particles, found: Tensors) -> Tensors:
+def apply_tensor_hooks(particles: Particles, found: Tensors) -> Tensors:
     """Gradients by other leaves than the caller's parameters, after the tensor hooks of these, which autograd has not run."""
-    if not particles.held or particles.divided or particles.fully:
+    if not particles.wraps_original or particles.divided or particles.fully_sharded:
         return found
     gradients, named = dict(found), particles.shared_parameters()
     for name in gradients:
@@ -209,10 +213,10 @@ class Objective(Protocol):
     ranks: Literal["independent"] | None
 
     @property
-    def coupled(self) -> bool: ...
+    def is_coupled(self) -> bool: ...
 
     @property
-    def mixes(self) -> bool: ...
+    def mixes_gradients(self) -> bool: ...
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]: ...
 
@@ -224,19 +228,19 @@ class Objective(Protocol):
 Strategy = Callable[[Objective, Batch], Gradients]
 
 
-def vectorised(posterior: Objective, batch: Batch) -> Gradients:
+def vectorised_gradients(posterior: Objective, batch: Batch) -> Gradients:
     """Gradients of the members' sum, all members at once by vmap: shared tensors need no copy per member."""
-    state = state_of(posterior)
+    state = detached_state(posterior)
     # Detached leaves, not the parameters themselves, so that `.grad` and the parameters' own graphs do not change.
     wanted = {name: tensor.requires_grad_() for name, tensor in {**state.shared, **state.own}.items()}
-    with posterior.particles.vectorising(), torch.enable_grad():
-        total, losses, after = all_members(posterior, state, batch)
+    with posterior.particles.vmap_context(), torch.enable_grad():
+        total, losses, after = vmapped_objective(posterior, state, batch)
     # Plain autograd, because function transforms would also keep a graph of the gradients.
     found = torch.autograd.grad(total, list(wanted.values()), materialize_grads=True) if total.requires_grad else ()
-    return Gradients(losses.detach(), dict(zip(wanted, found, strict=False)), detached(after))
+    return Gradients(losses.detach(), dict(zip(wanted, found, strict=False)), detach_tree(after))
 
 
-def all_members(posterior: Objective, state: State, batch: Batch) -> tuple[Tensor, Tensor, Tensors]:
+def vmapped_objective(posterior: Objective, state: State, batch: Batch) -> tuple[Tensor, Tensor, Tensors]:
     """(objective (), losses (M,), buffers afterwards), all members at once. Call it within `particles.vectorising()`."""
 
     def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
@@ -245,64 +249,62 @@ def all_members(posterior: Objective, state: State, batch: Batch) -> tuple[Tenso
 
     rows = Rows({**state.own, **state.own_frozen}, state.own_buffers, {})
     losses, z, after = torch.func.vmap(one, randomness="different")(rows)
-    return objective(posterior, losses, z), losses, after
+    return total_objective(posterior, losses, z), losses, after
 
 
-def objective(posterior: Objective, losses: Tensor, z: Any) -> Tensor:
+def total_objective(posterior: Objective, losses: Tensor, z: Any) -> Tensor:
     """() Σ_i loss_i + ⟨z_i, v_i⟩ from losses (M,) and the members' z."""
-    total = posterior.particles.exchange.weighed(losses.sum())
-    return total + inner(z, cotangents(posterior, z)) if posterior.coupled else total
+    total = posterior.particles.exchange.scale_by_fraction(losses.sum())
+    return total + inner_product(z, cotangents(posterior, z)) if posterior.is_coupled else total
 
 
 def cotangents(posterior: Objective, z: Any) -> Any:
     """v, the detached factors of the members' z (M, ...)."""
-    return posterior.particles.exchange.coupled(posterior.couple, detached(z))
+    return posterior.particles.exchange.couple_members(posterior.couple, detach_tree(z))
 
 
-def looped(
-    posterior: Objective,
-    batch: Batch,
-    *,
-    member: Callable[..., Gradients] | None = None,
-    lanes: MemberLanes = ONE_LANE,
+def looped_gradients(
+    posterior: Objective, batch: Batch, *, member: Callable[..., Gradients] | None = None, lanes: MemberLanes = ONE_LANE
 ) -> Gradients:
     """Gradients with one member after the other; only one graph exists at a time.
 
     Coupled members run twice: first without a graph, for z; then, with v known, for the gradient of loss_i + ⟨z_i, v_i⟩.
     Random layers draw the same numbers both times. `member`: computes one member's gradients.
     """
-    if member is None and lanes is ONE_LANE and trains_itself(posterior, batch):
-        return Gradients(*gradients_by_its_own(posterior, batch))
+    if member is None and lanes is ONE_LANE and can_train_in_place(posterior, batch):
+        return Gradients(*in_place_gradients(posterior, batch))
     member = member or member_gradients
-    state, (lane, join), exchange = state_of(posterior), lanes, posterior.particles.exchange
-    members, whole = range(posterior.particles.members), posterior.particles.put_together
+    state, (lane, join), exchange = detached_state(posterior), lanes, posterior.particles.exchange
+    members, whole = range(posterior.particles.members), posterior.particles.full_tensors
     streams: list[Callable[[], None]] = []
     pulls: list[Any] = [None] * len(members)
-    with exchange.in_turn():
-        if posterior.coupled:
+    with exchange.loop_context():
+        if posterior.is_coupled:
             seen = []
             for i in members:
                 # For the second run: dropout must drop the same units, or z would not be the one that v belongs to.
-                streams.append(random_state())
+                streams.append(save_random_state())
                 mine = state.member(i)
                 with lane(i), torch.no_grad():
                     seen.append(posterior.member_loss(whole(mine.parameters()), mine.buffers(), batch)[1])
             join()
-            streams.append(random_state())  # after one run of each member: the final state of the generators
+            streams.append(save_random_state())  # after one run of each member: the final state of the generators
             pulls = _cotangents_of_each(posterior, seen)
 
-        found, stacks = [], stacks_for(posterior.particles, state, lanes)
+        found, stacks = [], allocate_stacks(posterior.particles, state, lanes)
         for i in members:
             if streams:
                 streams[i]()
             with lane(i):
                 one = member(posterior, state.member(i), batch, pulls[i])
-                one = exchange.found(one._replace(gradients=hooked(posterior.particles, one.gradients)))
-                found.append(placed(one, stacks, i))
+                one = exchange.submit_gradients(
+                    one._replace(gradients=apply_tensor_hooks(posterior.particles, one.gradients))
+                )
+                found.append(copy_into_stacks(one, stacks, i))
         join()
         if streams:
             streams[-1]()
-    return gathered(state, found, stacks)
+    return combine_gradients(state, found, stacks)
 
 
 def looped_keeping_graphs(
@@ -317,24 +319,26 @@ def looped_keeping_graphs(
     Faster than `looped`, with M times its memory.
     """
     forward = forward or posterior.member_loss
-    state, (lane, join) = state_of(posterior), lanes
+    state, (lane, join) = detached_state(posterior), lanes
     leaves, results, halves = [], [], []
     for i in range(posterior.particles.members):
         mine = state.member(i)
         leaves.append(mine.leaves())
-        with lane(i), torch.enable_grad(), in_half(posterior, leaves[i]) as its:
+        with lane(i), torch.enable_grad(), cast_context(posterior, leaves[i]) as its:
             halves.append(its)
             results.append(forward(mine.parameters(leaves[i]), mine.buffers(), batch))
     join()
     pulls = _cotangents_of_each(posterior, [z for _, z, _ in results])
-    found, stacks = [], stacks_for(posterior.particles, state, lanes)
+    found, stacks = [], allocate_stacks(posterior.particles, state, lanes)
     for i, wanted in enumerate(leaves):
         with lane(i):
             # Taken off the list, so that what is left of its graph is freed for the next member in this lane.
-            one = _differentiated(posterior.particles.exchange.share, wanted, *results.pop(0), pulls[i], halves[i])
-            found.append(placed(one, stacks, i))
+            one = _differentiate_member(
+                posterior.particles.exchange.batch_fraction, wanted, *results.pop(0), pulls[i], halves[i]
+            )
+            found.append(copy_into_stacks(one, stacks, i))
     join()
-    return gathered(state, found, stacks)
+    return combine_gradients(state, found, stacks)
 
 
 def _cotangents_of_each(posterior: Objective, each: list[Any]) -> list[Any]:
@@ -343,25 +347,25 @@ def _cotangents_of_each(posterior: Objective, each: list[Any]) -> list[Any]:
     return [pytree.tree_map(lambda part, i=i: part[i], together) for i in range(len(each))]
 
 
-def in_half(posterior: Objective, leaves: Tensors) -> AbstractContextManager[Halves | None]:
+def cast_context(posterior: Objective, leaves: Tensors) -> AbstractContextManager[CastWeights | None]:
     """The context of a member's forward: layers that may be fused get weights cast at once (`kernels/cast_weights.py`)."""
-    return halved(leaves, usable=thread.fusing and posterior.particles.exchange is ALONE)
+    return use_cast_weights(leaves, usable=thread.fusing and posterior.particles.exchange is ALONE)
 
 
 def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent: Any) -> Gradients:
     """Loss (), gradients and buffers of one member, by plain autograd, which works for every module."""
-    if posterior.particles.fully:
+    if posterior.particles.fully_sharded:
         return _fully_sharded_gradients(posterior, batch)
     wanted, particles = state.leaves(), posterior.particles
     params, before = state.parameters(wanted), state.buffers()
     if particles.divided:  # gradients by the parts follow from those of the whole
         with torch.enable_grad():
-            params = particles.put_together(params)
+            params = particles.full_tensors(params)
 
     def run(*_: Any) -> Gradients:
-        with torch.enable_grad(), in_half(posterior, wanted) as halves:
+        with torch.enable_grad(), cast_context(posterior, wanted) as halves:
             result = posterior.member_loss(params, before, batch)
-        return _differentiated(particles.exchange.share, wanted, *result, cotangent, halves)
+        return _differentiate_member(particles.exchange.batch_fraction, wanted, *result, cotangent, halves)
 
     return particles.runner.differentiate(run, lambda: particles.call(run, params, before))  # type: ignore[no-any-return]
 
@@ -369,25 +373,25 @@ def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent
 def _fully_sharded_gradients(posterior: Objective, batch: Batch) -> Gradients:
     """As `member_gradients`, for a network divided by `fully_shard`: its hooks gather weights and reduce gradients."""
     particles = posterior.particles
-    params, buffers = particles.at(0)
+    params, buffers = particles.member_tensors(0)
     before = {name: parameter.grad for name, parameter in params.items()}
     for parameter in params.values():
         parameter.grad = None
     with torch.enable_grad():
         value, _, after = posterior.member_loss(params, buffers, batch)
     # torch takes the mean over ranks; here the shares of one batch must be summed.
-    share, ranks = particles.exchange.share, particles.exchange.ranks
+    share, ranks = particles.exchange.batch_fraction, particles.exchange.ranks
     (value if share is None else value * (share * ranks).to(value.dtype)).backward()  # type: ignore[no-untyped-call]
     found = {name: parameter.grad for name, parameter in params.items() if parameter.grad is not None}
     for name, parameter in params.items():
         parameter.grad = before[name]
     gradients = {name: g if is_divided(g) else g / ranks for name, g in found.items()}
-    return Gradients(value.detach(), gradients, detached(after))
+    return Gradients(value.detach(), gradients, detach_tree(after))
 
 
-def _differentiated(
+def _differentiate_member(
     share: Tensor | None, wanted: Tensors, value: Tensor, z: Any, buffers: Tensors, cotangent: Any,
-    halves: Halves | None = None,
+    halves: CastWeights | None = None,
 ) -> Gradients:  # fmt: skip
     """One member's `Gradients`, of share · loss + ⟨z, v⟩; tensors that it did not use have no gradient."""
     share = None if share is None else share.to(value.dtype)
@@ -401,12 +405,12 @@ def _differentiated(
         gradients = torch.autograd.grad(outputs, list(wanted.values()), weights, allow_unused=True)
     used = {name: g for name, g in zip(wanted, gradients, strict=False) if g is not None}
     if halves is not None:
-        used = halves.joined(used)
+        used = halves.merge_gradients(used)
         used = {name: used[name] for name in wanted if name in used}
-    return Gradients(value.detach(), used, detached(buffers))
+    return Gradients(value.detach(), used, detach_tree(buffers))
 
 
-def state_of(posterior: Objective) -> State:
+def detached_state(posterior: Objective) -> State:
     """The posterior's tensors, detached."""
     particles = posterior.particles
     shared, common = named_tensors(particles.shared)
@@ -424,11 +428,11 @@ def state_of(posterior: Objective) -> State:
     return State(*trained, *frozen, changing, common)
 
 
-def inner(a: Any, b: Any) -> Tensor:
+def inner_product(a: Any, b: Any) -> Tensor:
     """⟨a, b⟩ over two equal trees of tensors."""
     terms = [(p * q).sum() for p, q in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)]
     return torch.stack(terms).sum()
 
 
-def detached(tree: Any) -> Any:
-    return mapped(lambda column: column[0].detach(), [tree])
+def detach_tree(tree: Any) -> Any:
+    return map_trees(lambda column: column[0].detach(), [tree])

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from dissensus.core.particles import Particles
-from dissensus.numerics.randomness import look_ahead, restore, states
+from dissensus.numerics.randomness import generator_states, restore_generators, set_lookahead
 from dissensus.utils.tensor_tree import TensorTree
 
 _mode = attrgetter("training")
 
 
-class Looking:
+class InferenceContext:
     """Eval mode without gradients, with the network locked; afterwards modes and random state are restored.
 
     One context instead of `Particles.turn`, `eval_mode`, `torch.no_grad`, `looking_ahead` and `same_random_state` inside each
@@ -27,21 +27,21 @@ class Looking:
 
     def __enter__(self) -> None:
         posterior, particles = self.posterior, self.posterior.particles
-        self.turn = particles.turn()
-        self.turn.__enter__()
+        self.lock = particles.turn()
+        self.lock.__enter__()
         try:
-            self.random = states(posterior.device)
+            self.random = generator_states(posterior.device)
             parts = posterior.known_parts(*posterior._modules.values(), *particles.templates, trees=False)
             self.parts = [posterior, *parts]
             self.modes = [*map(_mode, self.parts)]
         except BaseException:
-            self.turn.__exit__(None, None, None)
+            self.lock.__exit__(None, None, None)
             raise
-        self.recorded, self.ahead = torch.is_grad_enabled(), look_ahead(True)
+        self.recorded, self.previous_lookahead = torch.is_grad_enabled(), set_lookahead(True)
         torch._C._set_grad_enabled(False)
         if any(self.modes):
             try:
-                if all_plain(self.parts):
+                if has_plain_modes(self.parts):
                     for part in self.parts:
                         vars(part)["training"] = False
                 else:
@@ -53,25 +53,25 @@ class Looking:
 
     def __exit__(self, *_: object) -> None:
         if self.modes != [*map(_mode, self.parts)]:
-            plain = all_plain(self.parts)
+            plain = has_plain_modes(self.parts)
             for part, mode in zip(self.parts, self.modes, strict=True):
                 if plain:
                     vars(part)["training"] = mode
                 else:
                     part.training = mode
-        restore(self.random, self.posterior.device, mine=self.posterior.draws_itself)
+        restore_generators(self.random, self.posterior.device, mine=self.posterior.draws_itself)
         torch._C._set_grad_enabled(self.recorded)
-        look_ahead(self.ahead)
-        self.turn.__exit__(None, None, None)
+        set_lookahead(self.previous_lookahead)
+        self.lock.__exit__(None, None, None)
 
 
-def all_plain(parts: Sequence[nn.Module]) -> bool:
+def has_plain_modes(parts: Sequence[nn.Module]) -> bool:
     """Whether a mode is nothing but an attribute of each: then it is set there, which is faster than `eval()`."""
     held = all("training" in each and "train" not in each and "eval" not in each for each in map(vars, parts))
-    return held and all(map(_plain, {*map(type, parts)}))
+    return held and all(map(_has_plain_mode, {*map(type, parts)}))
 
 
 @cache
-def _plain(kind: type[nn.Module]) -> bool:
+def _has_plain_mode(kind: type[nn.Module]) -> bool:
     known = kind.train in (nn.Module.train, Particles.train, TensorTree.train) and kind.eval is nn.Module.eval
     return known and kind.__setattr__ is nn.Module.__setattr__

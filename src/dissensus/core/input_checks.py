@@ -41,11 +41,11 @@ class KnownInputs:
         key = _kind_of_inputs(x, dtype)
         if key not in self.shapes:
             self.shapes[key] = batched_outputs(run, x).shape[1:]
-        found = torch.Size((batches.size(x), *self.shapes[key]))
+        found = torch.Size((batches.count_examples(x), *self.shapes[key]))
         self._same = None if exact is None else (exact, found)
         return found
 
-    def doubt(self, word: str | None) -> None:
+    def warn_once(self, word: str | None) -> None:
         """Logs a warning about the outputs, once."""
         if word is not None and not self.doubted:
             log.warning("%s", word)
@@ -57,8 +57,8 @@ class KnownInputs:
         if last is not None and last == self.last:
             return
         key = _kind_of_inputs(x, dtype)
-        if key not in self.taken and key not in self.shapes and batches.size(x) > 0:
-            if not isinstance(x, Tensor) or not _takes(run, x[:1]):
+        if key not in self.taken and key not in self.shapes and batches.count_examples(x) > 0:
+            if not isinstance(x, Tensor) or not _accepts_inputs(run, x[:1]):
                 batched_outputs(run, x)
             self.taken.add(key)
         self.last = last
@@ -66,14 +66,14 @@ class KnownInputs:
 
 def _kind_of_inputs(x: Inputs, dtype: torch.dtype) -> tuple[Any, ...]:
     found: list[Any] = [dtype]
-    for tensor in batches.tensors(x):
+    for tensor in batches.input_tensors(x):
         found += tensor.shape[1:], tensor.dtype
     return tuple(found)
 
 
 def batched_outputs(run: Forward, x: Inputs) -> Tensor:
     """(B, ...) run(x); raises if the batch axis is not first, as for a single example that some layers accept."""
-    outputs, size = run(x), batches.size(x)
+    outputs, size = run(x), batches.count_examples(x)
     if outputs.ndim == 0 or outputs.shape[0] != size:
         raise ValueError(
             f"expected outputs with the batch axis first ({size}, ...), got {tuple(outputs.shape)}; let the network keep the "
@@ -82,7 +82,7 @@ def batched_outputs(run: Forward, x: Inputs) -> Tensor:
     return outputs
 
 
-def _takes(run: Forward, x: Tensor) -> bool:
+def _accepts_inputs(run: Forward, x: Tensor) -> bool:
     try:
         return bool(batched_outputs(run, x).shape)
     except torch.OutOfMemoryError:
@@ -92,18 +92,18 @@ def _takes(run: Forward, x: Tensor) -> bool:
 
 
 @contextmanager
-def explained(x: Inputs, particles: Particles) -> Iterator[None]:
+def explain_input_errors(x: Inputs, particles: Particles) -> Iterator[None]:
     """Turns torch's error for a network run on x into one that names the layer and what to convert."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError, AssertionError) as error:
-        clear = _in_a_layer(error, x, particles)
+        clear = _layer_error(error, x, particles)
         if clear is None:
             raise
         raise clear from error
 
 
-def _in_a_layer(error: Exception, x: Inputs, particles: Particles) -> ValueError | None:
+def _layer_error(error: Exception, x: Inputs, particles: Particles) -> ValueError | None:
     """The error with the layer that raised it and the shapes of its inputs; None if no layer raised it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = [frame for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)]
@@ -113,8 +113,8 @@ def _in_a_layer(error: Exception, x: Inputs, particles: Particles) -> ValueError
     torchs = home.startswith("torch.nn.") or (home.startswith("dissensus.layers.") and isinstance(error, RuntimeError))
     if name is None or not calls or not torchs or type(error) is NotImplementedError:
         return None
-    given = batches.tensors((*calls[-1]["args"], *calls[-1]["kwargs"].values()))
-    shapes = [", ".join(str(tuple(tensor.shape)) for tensor in each) for each in (batches.tensors(x), given)]
+    given = batches.input_tensors((*calls[-1]["args"], *calls[-1]["kwargs"].values()))
+    shapes = [", ".join(str(tuple(tensor.shape)) for tensor in each) for each in (batches.input_tensors(x), given)]
     where = f"layer '{name}'" if name else "the network"
     what = type(layer).__name__ if next(layer.children(), None) else str(layer)
     return ValueError(
@@ -149,7 +149,7 @@ def check_loader(*loaders: Iterable[Any] | None) -> None:
 def _gives_batches(dataset: Dataset[Any]) -> bool:
     try:
         x, y, *_ = dataset[0]
-        return isinstance(y, Tensor) and y.ndim > 0 and len(y) == batches.size(x)
+        return isinstance(y, Tensor) and y.ndim > 0 and len(y) == batches.count_examples(x)
     except (TypeError, ValueError):
         return False
     except (IndexError, KeyError):  # empty, or not indexed from 0: the loop that reads it will show

@@ -47,20 +47,20 @@ class Likelihood(nn.Module, ABC):
     def predictive(self, *described: Tensor) -> Predictive:
         """The mixture over members, from the stacked results of `describe`: each tensor (M, B, ...)."""
 
-    def counted(self, y: Tensor) -> Tensor | None:
+    def target_mask(self, y: Tensor) -> Tensor | None:
         """(B, ...) which entries of log_prob count; None if all do."""
         return None
 
     def training_weight(self, y: Tensor) -> Tensor | None:
         """(B, ...) weight of every entry of log_prob in the training loss; None if all count the same."""
-        counted = self.counted(y)
+        counted = self.target_mask(y)
         return None if counted is None else counted.to(torch.get_default_dtype())
 
     def check(self, output_shape: torch.Size, y: Tensor) -> None:
         """Raises a ValueError if y does not fit outputs of this shape. Values are read only if y is on the host."""
         return None
 
-    def doubt(self, outputs: Tensor) -> str | None:
+    def output_warning(self, outputs: Tensor) -> str | None:
         """A warning about outputs (B, ...) that look wrong, with the remedy; or None. Called once per shape of x."""
         return None
 
@@ -96,7 +96,7 @@ class Likelihood(nn.Module, ABC):
         counted = self.training_weight(y)
         if weight is None and counted is None:
             return -log_prob.mean()
-        w = torch.ones_like(log_prob) if weight is None else spread(weight, log_prob)
+        w = torch.ones_like(log_prob) if weight is None else expand_weight(weight, log_prob)
         if counted is not None:
             w = torch.where(counted > 0, w * counted.to(w.dtype), 0.0)
         # A batch in which no entry counts has loss 0 and gradient 0, not 0/0.
@@ -154,7 +154,7 @@ class Classification(Likelihood):
     def training_weight(self, y: Tensor) -> Tensor | None:
         if self.class_weights is None or y.is_floating_point():
             return super().training_weight(y)
-        table, counted = self._weight_of_classes(y.device, torch.float64), self.counted(y)
+        table, counted = self._weight_of_classes(y.device, torch.float64), self.target_mask(y)
         return table[y.long()] if counted is None else torch.where(counted, table[torch.where(counted, y, 0).long()], 0)
 
     def _weight_of_classes(self, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -163,7 +163,7 @@ class Classification(Likelihood):
             self._weights[device, dtype] = torch.tensor(self.class_weights, device=device, dtype=dtype)
         return self._weights[device, dtype]
 
-    def counted(self, y: Tensor) -> Tensor | None:
+    def target_mask(self, y: Tensor) -> Tensor | None:
         return None if self.ignore_index is None or y.is_floating_point() else y != self.ignore_index
 
     def curvature(self, outputs: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -177,7 +177,7 @@ class Classification(Likelihood):
     def predictive(self, *described: Tensor) -> Predictive:
         return ClassificationPredictive(*described)
 
-    def doubt(self, outputs: Tensor) -> str | None:
+    def output_warning(self, outputs: Tensor) -> str | None:
         if outputs.ndim < 2 or outputs.shape[1] < 2 or outputs.numel() == 0:
             return None
         # No warning about log-probabilities: log_softmax does not change them, so they are valid logits.
@@ -251,7 +251,7 @@ def _check_logits(shape: torch.Size) -> None:
         )
 
 
-def spread(weight: Tensor, like: Tensor) -> Tensor:
+def expand_weight(weight: Tensor, like: Tensor) -> Tensor:
     """The weight, (B,) or of like's shape, in like's shape and dtype."""
     if weight.shape[:1] != like.shape[:1] or weight.ndim > like.ndim:
         raise ValueError(
@@ -264,9 +264,9 @@ def log_prob_sum(
     likelihood: Likelihood, predictive: Predictive, y: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """() the weighted sum of log-probabilities of targets that count, and () the sum of those weights; both float64."""
-    counted = likelihood.counted(y)
+    counted = likelihood.target_mask(y)
     log_prob = predictive.log_prob(y if counted is None else torch.where(counted, y, 0)).double()
-    w = torch.ones_like(log_prob) if weight is None else spread(weight, log_prob)
+    w = torch.ones_like(log_prob) if weight is None else expand_weight(weight, log_prob)
     if counted is not None:
         w = w * counted
     return (w * log_prob.where(w > 0, 0.0)).sum(), w.sum()  # avoids 0 · −∞ for positions that do not count

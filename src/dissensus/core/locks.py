@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from dissensus.kernels.cpu_products import on_arm
-from dissensus.utils.tensor_tree import all_parts
+from dissensus.kernels.cpu_products import is_on_arm
+from dissensus.utils.tensor_tree import all_submodules
 
 # The lock for torch's global state: backend switches, and the capture of CUDA graphs. A thread that needs this lock and a
 # network's takes this one first, except for a capture, since no other run waits for its network.
@@ -28,20 +28,20 @@ ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoder
 
 def has_attention(network: nn.Module) -> bool:
     """Whether the network contains torch's attention, whose inference fast path is switched for the whole process."""
-    return any(isinstance(part, ATTENTION) for part in all_parts(network))
+    return any(isinstance(part, ATTENTION) for part in all_submodules(network))
 
 
-class _Turn:
+class _NetworkLock:
     """One network's lock, and the thread that trains it, if one does."""
 
     def __init__(self, network: nn.Module) -> None:
         self.lock = threading.RLock()
         self.trainer: int | None = None
         # On Arm small products switch oneDNN off (`core.products`), which would change what other networks compute.
-        self.alone = on_arm() or has_attention(network)
+        self.locks_process = is_on_arm() or has_attention(network)
 
     def __enter__(self) -> None:
-        if self.alone:
+        if self.locks_process:
             PROCESS.acquire()
         self.lock.acquire()
         if self.trainer not in (None, threading.get_ident()):
@@ -58,37 +58,37 @@ class _Turn:
         traceback: TracebackType | None = None,
     ) -> None:
         self.lock.release()
-        if self.alone:
+        if self.locks_process:
             PROCESS.release()
 
 
-_turns: dict[int, _Turn] = {}  # by id of the network, until it is deleted
+_turns: dict[int, _NetworkLock] = {}  # by id of the network, until it is deleted
 _making = threading.Lock()
 
 
-def _turn_of(network: nn.Module) -> _Turn:
+def _lock_of(network: nn.Module) -> _NetworkLock:
     found = _turns.get(id(network))
     if found is None:
         with _making:
             found = _turns.get(id(network))
             if found is None:
-                found = _Turn(network)
+                found = _NetworkLock(network)
                 _turns[id(network)] = found
                 weakref.finalize(network, _turns.pop, id(network), None).atexit = False
     return found
 
 
-def turn(network: nn.Module) -> AbstractContextManager[object]:
+def network_lock(network: nn.Module) -> AbstractContextManager[object]:
     """Locks the network against other threads. In compiled code it does nothing: the caller holds the lock."""
-    return nullcontext() if torch.compiler.is_dynamo_compiling() else _turns.get(id(network)) or _turn_of(network)
+    return nullcontext() if torch.compiler.is_dynamo_compiling() else _turns.get(id(network)) or _lock_of(network)
 
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def copied(module: Module, memo: dict[int, Any], network: nn.Module) -> Module:
+def locked_deepcopy(module: Module, memo: dict[int, Any], network: nn.Module) -> Module:
     """`copy.deepcopy` of a module that runs this network, but not while another thread runs it."""
-    with turn(network):
+    with network_lock(network):
         made = type(module).__new__(type(module))
         memo[id(module)] = made
         made.__setstate__(copy.deepcopy(module.__dict__, memo))  # type: ignore[no-untyped-call]
@@ -96,9 +96,9 @@ def copied(module: Module, memo: dict[int, Any], network: nn.Module) -> Module:
 
 
 @contextmanager
-def training(network: nn.Module) -> Iterator[None]:
+def lock_for_training(network: nn.Module) -> Iterator[None]:
     """Inside, using the network in another thread raises: between two steps it would see half-trained weights."""
-    mine = _turn_of(network)
+    mine = _lock_of(network)
     with mine:
         before, mine.trainer = mine.trainer, threading.get_ident()
     try:

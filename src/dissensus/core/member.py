@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.core.batch import Batch, call
+from dissensus.core.batch import Batch, call_network
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.locks import turn
+from dissensus.core.locks import network_lock
 from dissensus.core.member_runner import first_line
 from dissensus.utils.batch_norm_stats import frozen_norms, statistics_names
-from dissensus.utils.fsdp import check_whole
-from dissensus.utils.memory_layout import owned
-from dissensus.utils.module_state import unmade
-from dissensus.utils.tensor_tree import Tensors, TensorTree, buffers_by_name, found_quickly
+from dissensus.utils.fsdp import check_copyable
+from dissensus.utils.memory_layout import with_own_memory
+from dissensus.utils.module_state import deepcopy_memo
+from dissensus.utils.tensor_tree import Tensors, TensorTree, buffers_by_name, cache_submodules
 
 log = logging.getLogger("dissensus")
 PREFIX = "network."  # prefix of the names of a network's tensors in a member
@@ -41,7 +41,7 @@ class Member(nn.Module):
         self.network = network
         self.likelihood = likelihood
         self.latents = TensorTree() if latents is None else latents
-        found_quickly(self, "network", "likelihood", "latents")
+        cache_submodules(self, "network", "likelihood", "latents")
         self.training = network.training  # not self.train(), which would change the submodules
         # Submodules that the caller has put in eval mode: they stay in it during training.
         self.always_eval = [name for name, part in self.named_modules() if network.training and not part.training]
@@ -54,30 +54,30 @@ class Member(nn.Module):
 
     def nll(self, batch: Batch) -> Tensor:
         """() mean negative log-likelihood of the batch."""
-        return self.likelihood.nll(call(self.network, batch.x), batch.y, batch.weight)
+        return self.likelihood.nll(call_network(self.network, batch.x), batch.y, batch.weight)
 
 
-def emptied(member: Member) -> Member:
+def empty_copy(member: Member) -> Member:
     """A copy of the member with empty tensors, into which real ones are put at every call. Tied tensors stay tied."""
-    check_whole(member.network)
-    with turn(member.network):  # another thread's hooks and forwards must not be copied
-        copied: Member = copy.deepcopy(member, blanks(member))
+    check_copyable(member.network)
+    with network_lock(member.network):  # another thread's hooks and forwards must not be copied
+        copied: Member = copy.deepcopy(member, empty_tensor_memo(member))
     return copied
 
 
-def emptied_if_possible(member: Member) -> Member:
+def empty_copy_if_possible(member: Member) -> Member:
     """The same, or the member itself where it cannot be copied."""
     try:
-        return emptied(member)
+        return empty_copy(member)
     except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
         # Some modules cannot be copied (they hold a lock). The original is used, under its lock, and restored each time.
         log.info("functions run in the caller's network: it cannot be copied (%s)", first_line(error))
         return member
 
 
-def blanks(part: nn.Module) -> dict[int, Any]:
+def empty_tensor_memo(part: nn.Module) -> dict[int, Any]:
     """What a copy of the part gets in place of its tensors: empty ones."""
-    found = unmade(part)
+    found = deepcopy_memo(part)
     for parameter in part.parameters():
         empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         found[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
@@ -123,20 +123,20 @@ def split_trees(
     trees = {True: TensorTree(), False: TensorTree()}
     for name, each in rows.items():
         mine = own(name)
-        value = _stacked(each) if mine else each[0].detach().clone()
+        value = _stack_rows(each) if mine else each[0].detach().clone()
         first = each if isinstance(each, nn.Parameter) else each[0]
         if isinstance(first, nn.Parameter):
             value = nn.Parameter(value, requires_grad=first.requires_grad)
-        trees[mine].plant(name, value, persistent=name in kept)
+        trees[mine].add_tensor(name, value, persistent=name in kept)
     return trees[True], trees[False]
 
 
-def tensors_of(module: nn.Module) -> Tensors:
+def tensors_by_name(module: nn.Module) -> Tensors:
     """Name -> parameter or buffer."""
     return dict(chain(module.named_parameters(), module.named_buffers()))
 
 
-def frozen_alike(member: Member, rows: Mapping[str, Sequence[Tensor]]) -> set[str]:
+def equal_frozen_names(member: Member, rows: Mapping[str, Sequence[Tensor]]) -> set[str]:
     """Names of frozen tensors that are equal in all members: parameters, and statistics of frozen norm layers.
 
     Empty if that would be all tensors, or if there is only one member.
@@ -149,14 +149,16 @@ def frozen_alike(member: Member, rows: Mapping[str, Sequence[Tensor]]) -> set[st
     return alike if several and len(alike) < len(rows) else set()
 
 
-def as_stored(state: dict[str, Any], prefix: str, *, own: nn.Module, shared: nn.Module, members: int) -> None:
+def convert_state_layout(
+    state: dict[str, Any], prefix: str, *, own: nn.Module, shared: nn.Module, members: int
+) -> None:
     """Converts a state dict to the layout of these trees: single tensors are repeated, or equal rows become one."""
-    for name in tensors_of(own):
+    for name in tensors_by_name(own):
         mine, common = f"{prefix}own.{name}", f"{prefix}shared.{name}"
         if common in state and mine not in state:
             value = state.pop(common)
             state[mine] = value.expand(members, *value.shape)
-    for name in tensors_of(shared):
+    for name in tensors_by_name(shared):
         mine, common = f"{prefix}own.{name}", f"{prefix}shared.{name}"
         if mine in state and common not in state:
             rows = state[mine]
@@ -164,8 +166,8 @@ def as_stored(state: dict[str, Any], prefix: str, *, own: nn.Module, shared: nn.
                 state[common] = state.pop(mine)[0]
 
 
-def _stacked(rows: Sequence[Tensor] | Tensor) -> Tensor:
+def _stack_rows(rows: Sequence[Tensor] | Tensor) -> Tensor:
     """(M, ...) as a copy: with views of a flat tensor, products would differ in the last bit from those after loading."""
     if isinstance(rows, nn.Parameter):
         return rows.detach()
-    return owned(rows.detach()) if isinstance(rows, Tensor) else torch.stack([row.detach() for row in rows])
+    return with_own_memory(rows.detach()) if isinstance(rows, Tensor) else torch.stack([row.detach() for row in rows])

@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError
 
 from dissensus.core.locks import has_attention
-from dissensus.kernels.cpu_products import StackedLinear, has_own_convolution, small_products, without_onednn
-from dissensus.numerics.randomness import random_state
+from dissensus.kernels.cpu_products import StackedLinear, has_own_convolution, has_small_products, without_onednn
+from dissensus.numerics.randomness import save_random_state
 from dissensus.utils.tensor_tree import Tensors
-from dissensus.utils.torch_guard import torch_left_as_found
+from dissensus.utils.torch_guard import TorchStateGuard
 from dissensus.utils.torch_modes import plain_attention
 
 log = logging.getLogger("dissensus")
@@ -36,14 +36,14 @@ class Rows(NamedTuple):
     buffers: Tensors
     varying: Tensors
 
-    def at(self, index: int) -> "Rows":
+    def member_row(self, index: int) -> "Rows":
         """One member's row."""
         return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
 
-    def each(self, count: int) -> Iterator["Rows"]:
+    def iterate_rows(self, count: int) -> Iterator["Rows"]:
         """Every member's row. Views of all rows at once, which are made faster, cannot be changed in place with gradients."""
         if torch.is_grad_enabled():
-            yield from map(self.at, range(count))
+            yield from map(self.member_row, range(count))
             return
         columns = [(part, [c.unbind() if isinstance(c, Tensor) else c for c in part.values()]) for part in self]
         for i in range(count):
@@ -53,14 +53,14 @@ class Rows(NamedTuple):
 def loop(one: Callable[[Rows], Any], rows: Rows, count: int, lanes: MemberLanes = ONE_LANE) -> Any:
     """one(row) of each row in turn, results stacked along a new first axis."""
     results, (lane, join) = [], lanes
-    for i, row in enumerate(rows.each(count)):
+    for i, row in enumerate(rows.iterate_rows(count)):
         with lane(i):
             results.append(one(row))
     join()
-    return stacked(results)
+    return stack_trees(results)
 
 
-def at_once(one: Callable[[Rows], Any], rows: Rows, count: int) -> Any:
+def run_by_vmap(one: Callable[[Rows], Any], rows: Rows, count: int) -> Any:
     """one(row) of all rows by vmap, results with a new first axis.
 
     What `torch.func.vmap` does, without its treatment of trees, which takes longer than a small network. Compilers and
@@ -73,17 +73,17 @@ def at_once(one: Callable[[Rows], Any], rows: Rows, count: int) -> Any:
     try:
         add, remove = _functorch._add_batch_dim, _functorch._remove_batch_dim
         found = one(Rows(*({name: add(tensor, 0, level) for name, tensor in part.items()} for part in rows)))
-        return mapped(lambda column: remove(column[0], level, count, 0), [found])
+        return map_trees(lambda column: remove(column[0], level, count, 0), [found])
     finally:
         _functorch._vmap_decrement_nesting()
 
 
-def stacked(results: Sequence[Any]) -> Any:
+def stack_trees(results: Sequence[Any]) -> Any:
     """Equal trees of tensors as one, its tensors stacked along a new first axis."""
-    return mapped(torch.stack, results)
+    return map_trees(torch.stack, results)
 
 
-def mapped(function: Callable[[Any], Tensor], trees: Sequence[Any]) -> Any:
+def map_trees(function: Callable[[Any], Tensor], trees: Sequence[Any]) -> Any:
     """The tree of function([tensors that equal trees have at one place]).
 
     The trees that networks give without torch's pytree, which takes as long as a small layer.
@@ -92,20 +92,20 @@ def mapped(function: Callable[[Any], Tensor], trees: Sequence[Any]) -> Any:
     if isinstance(first, Tensor):
         return function(trees)
     if type(first) is tuple:
-        return tuple([mapped(function, column) for column in zip(*trees, strict=True)])
+        return tuple([map_trees(function, column) for column in zip(*trees, strict=True)])
     if type(first) is dict:
-        return {name: mapped(function, [each[name] for each in trees]) for name in first}
+        return {name: map_trees(function, [each[name] for each in trees]) for name in first}
     return pytree.tree_map(lambda *column: function(column), *trees)
 
 
-def averaged(values: Tensor) -> Tensor:
+def first_axis_mean(values: Tensor) -> Tensor:
     """The mean over the first axis, exact if all values are equal; for integers the first value."""
     if not values.is_floating_point() or len(values) == 1:
         return values[0]
     return values[0] + (values - values[0]).mean(0)
 
 
-class Ways:
+class FallbackChain:
     """Named implementations of one function, fastest first: one that fails is dropped for the next, and `note` gets the reason.
 
     vmap and the compiler can fail in many ways, and no such failure may end a training run, except running out of memory.
@@ -115,22 +115,22 @@ class Ways:
 
     def __init__(self, note: Callable[..., object], **ways: Callable[..., Any]) -> None:
         """`note(name, reason, *args)`: called with the dropped implementation, the reason, and the call's arguments."""
-        self.note = note
-        self.ways = ways
+        self.report_fallback = note
+        self.implementations = ways
 
     @property
     def name(self) -> str:
         """Name of the implementation in use."""
-        return next(iter(self.ways))
+        return next(iter(self.implementations))
 
     def __call__(self, *args: Any) -> Any:
         failed: dict[str, str] = {}
-        *others, last = self.ways
+        *others, last = self.implementations
         for name in others:
-            restore = random_state()
+            restore = save_random_state()
             try:
-                with torch_left_as_found():
-                    result = self.ways[name](*args)
+                with TorchStateGuard():
+                    result = self.implementations[name](*args)
                 break
             except torch.OutOfMemoryError:
                 raise
@@ -138,10 +138,10 @@ class Ways:
                 restore()
                 failed[name] = first_line(error)
         else:
-            result = self.ways[last](*args)
+            result = self.implementations[last](*args)
         for name, reason in failed.items():
-            del self.ways[name]
-            self.note(name, reason, *args)
+            del self.implementations[name]
+            self.report_fallback(name, reason, *args)
         return result
 
 
@@ -164,22 +164,22 @@ class Runner:
         self.how: How = "loop" if has_own_convolution(template, own) else "vectorised"
         self.attention = has_attention(template)
         self.linear = StackedLinear(template, own=own)
-        self.small_products = small_products(template)
+        self.small_products = has_small_products(template)
         self.lanes: tuple[int, MemberLanes] | None = None  # in use by the thread of this id
         self.plans: dict[Any, Any] = {}  # the fastest plans found for training, by request
 
-    def running(self) -> AbstractContextManager[object]:
+    def run_context(self) -> AbstractContextManager[object]:
         """The context in which members run and their gradients are computed."""
         return without_onednn() if self.small_products else NOTHING
 
     @contextmanager
-    def vectorising(self, device: torch.device) -> Iterator[None]:
+    def vmap_context(self, device: torch.device) -> Iterator[None]:
         """The context of vmap over members: layers take forms that vmap supports and that are fast."""
-        with plain_attention(self.attention), self.linear.on(device):
+        with plain_attention(self.attention), self.linear.use_stacked_forwards(device):
             yield
 
     @contextmanager
-    def in_lanes(self, lanes: MemberLanes) -> Iterator[None]:
+    def use_lanes(self, lanes: MemberLanes) -> Iterator[None]:
         """Inside, members of a loop run in these lanes."""
         self.lanes = (threading.get_ident(), lanes)
         try:
@@ -195,11 +195,11 @@ class Runner:
             owner, lanes = self.lanes or (None, ONE_LANE)
             return loop(one, rows, count, lanes if owner == threading.get_ident() else ONE_LANE)
 
-        def vectorised() -> Any:
-            with self.vectorising(device):
-                return at_once(one, rows, count)
+        def run_vectorised() -> Any:
+            with self.vmap_context(device):
+                return run_by_vmap(one, rows, count)
 
-        return Ways(self.note_fallback, vectorised=vectorised, loop=lambda: loop(one, rows, count))()
+        return FallbackChain(self.note_fallback, vectorised=run_vectorised, loop=lambda: loop(one, rows, count))()
 
     def differentiate(self, run: Callable[[], Any], in_place: Callable[[], tuple[Any, Tensors]]) -> Any:
         """A member's gradients by run(), or, with activation checkpointing, by in_place(), which also returns buffers."""

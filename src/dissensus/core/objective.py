@@ -18,9 +18,17 @@ from torch import Tensor, distributed
 from dissensus.core.batch import Batch
 from dissensus.core.collectives import ALONE
 from dissensus.core.forward_attributes import run_separately
-from dissensus.core.gradients import Gradients, Objective, Strategy, inner, looped, objective, vectorised
+from dissensus.core.gradients import (
+    Gradients,
+    Objective,
+    Strategy,
+    inner_product,
+    looped_gradients,
+    total_objective,
+    vectorised_gradients,
+)
 from dissensus.core.locks import PROCESS
-from dissensus.core.member_runner import Ways
+from dissensus.core.member_runner import FallbackChain
 from dissensus.core.particles import Particles, Rows
 from dissensus.utils.tensor_tree import Tensors
 
@@ -29,32 +37,32 @@ def loss(posterior: Objective, batch: Batch) -> Tensor:
     """() the objective, differentiable by the parameters; batch statistics are updated."""
     particles = posterior.particles
     shared, common = particles.shared_parameters(), particles.shared_buffers()
-    if posterior.mixes:
+    if posterior.mixes_gradients:
         # A scalar with the value Σ losses and the mixed gradients as its derivative, although no loss has that gradient.
-        found = find(posterior, batch)
+        found = compute_gradients(posterior, batch)
         particles.write_buffers(found.buffers)
         parameters = {**shared, **particles.own_parameters()}
-        slope = inner({name: parameters[name] for name in found.gradients}, found.gradients)
+        slope = inner_product({name: parameters[name] for name in found.gradients}, found.gradients)
         return found.losses.sum() + slope - slope.detach()
 
     def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
         return posterior.member_loss({**shared, **row.own}, {**common, **row.buffers}, batch)
 
-    with _turn(posterior):
+    with _training_lock(posterior):
         losses, z, buffers = run_separately(particles, lambda: particles.run(one, particles.rows(), particles.members))
         particles.write_buffers(buffers)
-        return objective(posterior, losses, z)
+        return total_objective(posterior, losses, z)
 
 
 def backward(posterior: Objective, batch: Batch, strategy: Strategy | None = None) -> Tensor:
     """(M,) losses; adds the objective's gradients to `.grad` and updates batch statistics."""
-    found = find(posterior, batch, strategy)
+    found = compute_gradients(posterior, batch, strategy)
     posterior.particles.write_buffers(found.buffers)
     add_gradients(posterior.particles.parameters_by_name(), found.gradients)
     return found.losses
 
 
-def find(
+def compute_gradients(
     posterior: Objective,
     batch: Batch,
     strategy: Strategy | None = None,
@@ -65,14 +73,14 @@ def find(
     The network is locked against other threads meanwhile.
     """
     exchange = posterior.particles.exchange
-    with _turn(posterior), posterior.particles.runner.running():
-        with exchange.running(posterior, batch):
-            found = run_separately(posterior.particles, lambda: (strategy or automatic)(posterior, batch))
-        found = cast(Gradients, exchange.completed(posterior, found))
-        if not posterior.mixes:
+    with _training_lock(posterior), posterior.particles.runner.run_context():
+        with exchange.gradient_context(posterior, batch):
+            found = run_separately(posterior.particles, lambda: (strategy or automatic_gradients)(posterior, batch))
+        found = cast(Gradients, exchange.reduce_gradients(posterior, found))
+        if not posterior.mixes_gradients:
             return found
         unmixed(found.gradients)
-        return found._replace(gradients=exchange.mixed(posterior.mix, found.gradients), largest=None)
+        return found._replace(gradients=exchange.mix_gradients(posterior.mix, found.gradients), largest=None)
 
 
 def add_gradients(parameters: Tensors, gradients: Tensors, *, share: Tensor | None = None) -> None:
@@ -95,20 +103,20 @@ def add_gradients(parameters: Tensors, gradients: Tensors, *, share: Tensor | No
             parameter.grad.add_(gradient)
 
 
-def _turn(posterior: Objective) -> AbstractContextManager[object]:
+def _training_lock(posterior: Objective) -> AbstractContextManager[object]:
     """Checks that training is possible and locks the network; coupled members lock the whole process.
 
     Coupled members draw the same random numbers twice and switch attention kernels, and both are global to the process.
     """
     check_trainable(posterior)
-    _check_alone(posterior)
+    _check_single_process(posterior)
     _check_frozen(posterior.particles)
-    return _in_process(posterior) if posterior.coupled else posterior.particles.turn()
+    return _process_lock(posterior) if posterior.is_coupled else posterior.particles.lock_network()
 
 
 @contextmanager
-def _in_process(posterior: Objective) -> Iterator[None]:
-    with PROCESS, posterior.particles.turn():
+def _process_lock(posterior: Objective) -> Iterator[None]:
+    with PROCESS, posterior.particles.lock_network():
         yield
 
 
@@ -134,7 +142,7 @@ def _check_frozen(particles: Particles) -> None:
             )
 
 
-def _check_alone(posterior: Objective) -> None:
+def _check_single_process(posterior: Objective) -> None:
     """Raises if the processes of a group would each train a separate model by mistake."""
     alone = posterior.ranks is None and posterior.particles.exchange is ALONE
     grouped = alone and distributed.is_available() and distributed.is_initialized()
@@ -147,10 +155,10 @@ def _check_alone(posterior: Objective) -> None:
         )
 
 
-def automatic(posterior: Objective, batch: Batch) -> Gradients:
+def automatic_gradients(posterior: Objective, batch: Batch) -> Gradients:
     """Gradients by vmap, or in a loop if vmap fails; the fallback is logged once."""
     particles = posterior.particles
     if particles.how == "loop" or particles.members == 1:
-        return looped(posterior, batch)
-    ways = Ways(particles.runner.note_fallback, vectorised=vectorised, loop=looped)
+        return looped_gradients(posterior, batch)
+    ways = FallbackChain(particles.runner.note_fallback, vectorised=vectorised_gradients, loop=looped_gradients)
     return ways(posterior, batch)  # type: ignore[no-any-return]

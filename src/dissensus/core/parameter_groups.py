@@ -33,7 +33,7 @@ class Group:
     prior: bool = True  # whether the weight prior acts on them; norm layers and tensors of no member never have one
 
 
-def disjoint(groups: Iterable[Group]) -> list[Group]:
+def disjoint_groups(groups: Iterable[Group]) -> list[Group]:
     """The groups, with each parameter only in the last group that holds it."""
     taken: set[int] = set()
     found: list[Group] = []
@@ -48,7 +48,7 @@ def optimizer_groups(
     module: nn.Module, groups: Iterable[Group], *, lr: float, weight_decay: float, rates: Mapping[str, float]
 ) -> list[dict[str, Any]]:
     """Optimiser groups of the module's trained parameters. `rates`: group name -> rate, instead of the group's own."""
-    apart = disjoint(groups)
+    apart = disjoint_groups(groups)
     held = {id(each) for group in apart for each in group.parameters.values()}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in held:
@@ -67,7 +67,7 @@ def optimizer_groups(
     return [group for group in made if group["params"]] or made[:1]
 
 
-def decayed_groups(optimizer: Optimizer, groups: Iterable[Group]) -> list[str]:
+def decay_warnings(optimizer: Optimizer, groups: Iterable[Group]) -> list[str]:
     """Warnings about an optimiser whose weight decay acts on groups that should not decay."""
     drawn = {id(each) for group in optimizer.param_groups if group.get("weight_decay") for each in group["params"]}
     return [
@@ -82,7 +82,7 @@ def plateau_linear(t: float, *, start: float = 0.5, end: float = 0.9, floor: flo
     return 1.0 + (floor - 1.0) * min(max((t - start) / (end - start), 0.0), 1.0)
 
 
-def refusal(posterior: nn.Module, kind: type[Optimizer]) -> str | None:
+def optimizer_refusal(posterior: nn.Module, kind: type[Optimizer]) -> str | None:
     """Why this kind of optimiser cannot train the posterior and its watchers; None if it can."""
     for each in posterior.modules():
         accepted: tuple[type[Optimizer], ...] | None = getattr(each, "optimizers", None)
@@ -92,7 +92,7 @@ def refusal(posterior: nn.Module, kind: type[Optimizer]) -> str | None:
     return None
 
 
-def mixed_members(optimizer: Optimizer, stacked: Iterable[Tensor]) -> list[str]:
+def mixing_warnings(optimizer: Optimizer, stacked: Iterable[Tensor]) -> list[str]:
     """Warnings about an optimiser that would mix the members of stacked tensors."""
     rows = {id(each) for each in stacked if each.requires_grad and len(each) > 1}
     held = any(id(each) in rows for group in optimizer.param_groups for each in group["params"])
@@ -110,9 +110,9 @@ def check_optimizer(posterior: nn.Module, optimizer: Optimizer) -> None:
         raise TypeError(
             f"expected an optimizer, got {optimizer!r}; build one on posterior.parameters(), or leave it out"
         )
-    if (refused := refusal(posterior, type(optimizer))) is not None:
+    if (refused := optimizer_refusal(posterior, type(optimizer))) is not None:
         raise TypeError(f"{refused}; build one, or use posterior.default_optimizer()")
-    held = {id(parameter) for parameter in _held(optimizer)}
+    held = {id(parameter) for parameter in _optimizer_tensors(optimizer)}
     if held.isdisjoint(id(parameter) for parameter in posterior.parameters()):
         raise ValueError(
             "expected an optimizer over the posterior's parameters, got one over other tensors; ensembles copy their "
@@ -129,15 +129,17 @@ def check_rates(optimizer: Any) -> None:
         )
 
 
-def note_step(optimizer: Optimizer, *_: object) -> None:
+def count_optimizer_step(optimizer: Optimizer, *_: object) -> None:
     """Counts a step of any optimiser in the process; called by torch, and when steps are replayed from a graph."""
-    if held := _held(optimizer):
-        if (counter := _steps.get(_first(held))) is None:  # slow to write, so what is there is a list, which is changed
-            _steps[_first(held)] = counter = [0]
+    if held := _optimizer_tensors(optimizer):
+        if (
+            counter := _steps.get(_step_key(held))
+        ) is None:  # slow to write, so what is there is a list, which is changed
+            _steps[_step_key(held)] = counter = [0]
         counter[0] += 1
 
 
-register_optimizer_step_post_hook(note_step)
+register_optimizer_step_post_hook(count_optimizer_step)
 
 
 def has_stepped(posterior: nn.Module, optimizer: Optimizer) -> bool:
@@ -153,18 +155,18 @@ def has_stepped(posterior: nn.Module, optimizer: Optimizer) -> bool:
         check_optimizer(posterior, optimizer)
         check_rates(optimizer)
         _shown[posterior] = weakref.ref(optimizer), (before := [])
-    held = _held(optimizer)
+    held = _optimizer_tensors(optimizer)
     # Fused optimisers change weights without a new version; weights set by hand change without an optimiser step.
-    now = [_steps.get(_first(held), (0,))[0], *[each._version for each in held]]
+    now = [_steps.get(_step_key(held), (0,))[0], *[each._version for each in held]]
     stepped = now[0] > 0 if new else now != before
     before[:] = now  # in place: the dictionary is slow to write
     return stepped or all(each.grad is None for each in held)
 
 
-def _first(held: list[Tensor]) -> Tensor:
+def _step_key(held: list[Tensor]) -> Tensor:
     # Of one that processes have parts of the part: torch cannot move a module with a weak reference to the tensor itself.
     return getattr(held[0], "_local_tensor", held[0])
 
 
-def _held(optimizer: Optimizer) -> list[Tensor]:
+def _optimizer_tensors(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

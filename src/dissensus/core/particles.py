@@ -20,35 +20,35 @@ from torch._C import _functorch
 from dissensus.core.collectives import ALONE, Exchange
 from dissensus.core.forward_attributes import ForwardAttributes, run_separately, warn_of_state
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.locks import copied, turn
+from dissensus.core.locks import locked_deepcopy, network_lock
 from dissensus.core.member import (
     NUMBER,
     PREFIX,
     Member,
-    as_stored,
-    blanks,
     check_initialised,
-    emptied,
-    emptied_if_possible,
-    frozen_alike,
+    convert_state_layout,
+    empty_copy,
+    empty_copy_if_possible,
+    empty_tensor_memo,
+    equal_frozen_names,
     member_index,
     split_trees,
-    tensors_of,
+    tensors_by_name,
 )
-from dissensus.core.member_runner import How, Rows, Runner, loop, stacked
-from dissensus.kernels.multi_copy import copies, copy_all
+from dissensus.core.member_runner import How, Rows, Runner, loop, stack_trees
+from dissensus.kernels.multi_copy import copy_all, copy_by_name
 from dissensus.utils.batch_norm_stats import frozen_norms
-from dissensus.utils.dtensor import is_divided, joined_all
-from dissensus.utils.fsdp import check_its_own, check_whole, is_fully_sharded, stay_divided
-from dissensus.utils.module_state import difference, plain_attributes, unmade
+from dissensus.utils.dtensor import gather_full_tensors, is_divided
+from dissensus.utils.fsdp import check_copyable, check_own_tensors, is_fully_sharded, reshard_after_forward
+from dissensus.utils.module_state import deepcopy_memo, differing_attribute, plain_attributes
 from dissensus.utils.tensor_tree import (
     OwnTensors,
-    Places,
+    TensorPlaces,
     Tensors,
     TensorTree,
-    assign,
-    call_with,
-    found_quickly,
+    assign_tensors,
+    cache_submodules,
+    call_with_tensors,
     named_tensors,
 )
 
@@ -74,33 +74,33 @@ class Particles(nn.Module):
         self.templates = templates  # a tuple, so that their (emptied) tensors are not registered as this module's
         self.own, self.shared, self.members = own, shared, members
         self.training = self.template.training
-        self._settle()
-        self._places: dict[int, Places] = {}  # of our own templates, by number
-        self._written = defaultdict[int, ForwardAttributes](ForwardAttributes)  # by number of the template
-        self._rows = KeptRows()
-        self.fully = is_fully_sharded(self.template.network)  # divided by torch, which gathers layers itself
+        self._choose_runner()
+        self._places: dict[int, TensorPlaces] = {}  # of our own templates, by number
+        self._forward_attributes = defaultdict[int, ForwardAttributes](ForwardAttributes)  # by number of the template
+        self._rows = MemberRowCache()
+        self.fully_sharded = is_fully_sharded(self.template.network)  # divided by torch, which gathers layers itself
         self._frozen = {*frozen}  # tensors stored once because no member trains them
-        self._said: set[str] = set()
+        self._logged_names: set[str] = set()
 
-    def _settle(self) -> None:
+    def _choose_runner(self) -> None:
         """Chooses the runner for the present split into own and shared tensors."""
-        stacked = tensors_of(self.own)
-        own = {id(tensor) for name, tensor in tensors_of(self.template).items() if name in stacked}
+        stacked = tensors_by_name(self.own)
+        own = {id(tensor) for name, tensor in tensors_by_name(self.template).items() if name in stacked}
         self.runner = Runner(self.template, own)
         # whether processes have parts of the weights (`ds.distributed.shard`, `fully_shard`)
-        self.divided = any(map(is_divided, chain(stacked.values(), tensors_of(self.shared).values())))
-        self.held = self.shared is self.template  # whether the one member is the caller's module itself
-        found_quickly(self, "own", "shared")
+        self.divided = any(map(is_divided, chain(stacked.values(), tensors_by_name(self.shared).values())))
+        self.wraps_original = self.shared is self.template  # whether the one member is the caller's module itself
+        cache_submodules(self, "own", "shared")
         if len(self.templates) > 1 or self.divided:
             self.how = "loop"
 
     @classmethod
-    def hold(cls, network: nn.Module, likelihood: Likelihood, latents: nn.Module | None = None) -> "Particles":
+    def wrap_network(cls, network: nn.Module, likelihood: Likelihood, latents: nn.Module | None = None) -> "Particles":
         """One member that is the caller's module itself, not a copy, with these latents. Particles are returned unchanged."""
         if isinstance(network, Particles):
             return network
         check_initialised(network)
-        stay_divided(network)
+        reshard_after_forward(network)
         member = Member(network, copy.deepcopy(likelihood), latents)
         return cls(member, own=TensorTree(), shared=member, members=1)
 
@@ -123,18 +123,18 @@ class Particles(nn.Module):
         """
         each = [None] * len(networks) if latents is None else latents
         members = [Member(network, likelihood, mine) for network, mine in zip(networks, each, strict=True)]
-        apart = difference(networks) is not None
+        apart = differing_attribute(networks) is not None
         # A buffer, because rows of tensors are all that reaches `call`: it reads there whose template to take.
         for number, member in enumerate(members if apart else ()):
-            where = next((tensor.device for tensor in tensors_of(member).values()), None)
+            where = next((tensor.device for tensor in tensors_by_name(member).values()), None)
             member.register_buffer(NUMBER, torch.tensor(number, device=where), persistent=False)
-        columns = [tensors_of(member) for member in members]
+        columns = [tensors_by_name(member) for member in members]
         rows = {name: [column[name] for column in columns] for name in columns[0]}
-        alike = frozen_alike(members[0], rows) if own is None else {*frozen}
+        alike = equal_frozen_names(members[0], rows) if own is None else {*frozen}
         rule = own or (lambda name: name not in alike)
         kept = members[0].state_dict()
         mine, common = split_trees(rows, own=lambda name: name == NUMBER or rule(name), kept=kept)
-        templates = [emptied(member) for member in (members if apart else members[:1])]
+        templates = [empty_copy(member) for member in (members if apart else members[:1])]
         particles = cls(*templates, own=mine, shared=common, members=len(members), frozen=alike)
         return particles.train(particles.training)
 
@@ -165,27 +165,27 @@ class Particles(nn.Module):
         return self.template.likelihood
 
     @property
-    def everywhere(self) -> int:
+    def total_members(self) -> int:
         """M over all processes that train together."""
         return self.exchange.members or self.members
 
-    def turn(self) -> AbstractContextManager[object]:
+    def lock_network(self) -> AbstractContextManager[object]:
         """Inside, no other thread runs these members' network."""
-        return turn(self.templates[0].network)
+        return network_lock(self.templates[0].network)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Particles":
         for part in (*self.templates, self.own, self.shared):
-            memo.update(unmade(part))
-        return copied(self, memo, self.template.network)
+            memo.update(deepcopy_memo(part))
+        return locked_deepcopy(self, memo, self.template.network)
 
-    def apart(self) -> "Particles":
+    def with_separate_template(self) -> "Particles":
         """The same tensors with a separate template: hooks, modes and forwards set there have no effect elsewhere."""
-        templates = (self.copied_template(), *map(emptied, self.templates[1:]))
+        templates = (self.copy_template(), *map(empty_copy, self.templates[1:]))
         return Particles(*templates, own=self.own, shared=self.shared, members=self.members)
 
-    def copied_template(self, index: int = 0) -> Member:
+    def copy_template(self, index: int = 0) -> Member:
         """A copy of this member's template, without tensors."""
-        return emptied_if_possible(self.templates[index % len(self.templates)])
+        return empty_copy_if_possible(self.templates[index % len(self.templates)])
 
     def train(self, mode: bool = True) -> "Particles":
         super().train(mode)
@@ -194,8 +194,8 @@ class Particles(nn.Module):
             template.train(mode)
             for name in (*template.always_eval, *fixed):
                 template.get_submodule(name).training = False
-        if new := sorted({*fixed} - {*self.template.always_eval, *self._said}):
-            self._said.update(new)
+        if new := sorted({*fixed} - {*self.template.always_eval, *self._logged_names}):
+            self._logged_names.update(new)
             log.info("%s: kept in eval mode during training, since all their parameters are frozen", ", ".join(new))
         return self
 
@@ -206,21 +206,21 @@ class Particles(nn.Module):
 
     def store_once(self, names: Collection[str]) -> None:
         """Stores only the first member's copy of these tensors, for all members."""
-        own, shared = tensors_of(self.own), tensors_of(self.shared)
+        own, shared = tensors_by_name(self.own), tensors_by_name(self.shared)
         if own.keys().isdisjoint(names):
             return
         rows: dict[str, Any] = {**own, **{name: [tensor] for name, tensor in shared.items()}}
         kept = {**self.own.state_dict(), **self.shared.state_dict()}
         self.own, self.shared = split_trees(rows, own=lambda name: name in own and name not in names, kept=kept)
-        self._settle()
+        self._choose_runner()
 
     @property
     def stored_once(self) -> dict[str, bool]:
         """Name of a tensor stored once for all members -> whether the reason is that no member trains it."""
-        return {name: name in self._frozen for name in tensors_of(self.shared)}
+        return {name: name in self._frozen for name in tensors_by_name(self.shared)}
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Particles":
-        self._rows.drop()  # only to free their memory
+        self._rows.clear_rows()  # only to free their memory
         return super()._apply(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -229,7 +229,7 @@ class Particles(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         """Also loads states that store a tensor once instead of M rows, and, if the rows are equal, the reverse."""
-        as_stored(state_dict, prefix, own=self.own, shared=self.shared, members=self.members)
+        convert_state_layout(state_dict, prefix, own=self.own, shared=self.shared, members=self.members)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def own_parameters(self) -> Tensors:
@@ -252,30 +252,32 @@ class Particles(nn.Module):
 
     def call(self, function: Callable[..., Any], params: Tensors, buffers: Tensors, *args: Any) -> tuple[Any, Tensors]:
         """(function(member, *args), buffers afterwards) for the member with these tensors. Pure: changes nothing."""
-        if self.fully:
-            check_its_own(params, self.shared_parameters())
+        if self.fully_sharded:
+            check_own_tensors(params, self.shared_parameters())
         # Read on the host, which neither vmap nor a CUDA graph can do: both then fall back to the plain loop.
         number = 0 if len(self.templates) == 1 else int(buffers[NUMBER])
         template = self.templates[number]
-        written, alone = self._written[number], len(self.templates) >= self.members
+        written, alone = self._forward_attributes[number], len(self.templates) >= self.members
         if isinstance(params, OwnTensors) and not buffers:
-            return written.run_itself(template, function, *args), {}
+            return written.run_with_own_tensors(template, function, *args), {}
         if template.training:  # batch norm writes its statistics in place, so it gets copies
-            buffers = copies(buffers)
-        whole = self.put_together({**params, **buffers})
-        if number not in self._places and not self.held:  # found once, except in the caller's module, which may change
-            self._places[number] = Places(template)
+            buffers = copy_by_name(buffers)
+        whole = self.full_tensors({**params, **buffers})
+        if (
+            number not in self._places and not self.wraps_original
+        ):  # found once, except in the caller's module, which may change
+            self._places[number] = TensorPlaces(template)
         places = self._places.get(number)
-        return written.run(template, call_with, template, whole, function, *args, places=places, alone=alone)  # type: ignore[no-any-return]
+        return written.run(template, call_with_tensors, template, whole, function, *args, places=places, alone=alone)  # type: ignore[no-any-return]
 
-    def put_together(self, tensors: Tensors) -> Tensors:
+    def full_tensors(self, tensors: Tensors) -> Tensors:
         """One member's tensors, whole where processes have parts of them."""
-        return joined_all(tensors) if self.divided and not self.fully else tensors
+        return gather_full_tensors(tensors) if self.divided and not self.fully_sharded else tensors
 
     def write_buffers(self, buffers: Tensors) -> None:
         """Stores buffers (M, ...) after a run, and state in attributes; shared buffers get the mean over members."""
-        for written in self._written.values():
-            written.store()
+        for written in self._forward_attributes.values():
+            written.store_state()
         if not buffers:
             return
         # Each member has updated its copy of a shared buffer by its own activations; the mean weighs them equally.
@@ -284,7 +286,7 @@ class Particles(nn.Module):
             mine = [name for name in buffers if name in own]
             common = [name for name in buffers if name not in own and name not in self._frozen]
             targets = [*(own[name] for name in mine), *(shared[name] for name in common)]
-            means = (self.exchange.averaged(buffers[name]) for name in common)
+            means = (self.exchange.average_members(buffers[name]) for name in common)
             copy_all(targets, [*(buffers[name] for name in mine), *means])
 
     def rows(self, varying: Tensors | None = None, common: Tensors | None = None) -> Rows:
@@ -299,18 +301,20 @@ class Particles(nn.Module):
             buffers = {**{name: b.expand(self.members, *b.shape) for name, b in shared.items()}, **buffers}
         return Rows(own, buffers, varying or {})
 
-    def each(
+    def map_members(
         self, function: Callable[..., Any], *args: Any, varying: Tensors | None = None, how: How | None = None
     ) -> Any:
         """function(member, *args) for every member, stacked along a new first axis; batch statistics are updated.
 
         `varying`: further tensors (V, ...), such as masks, one row per function of one stored member, passed before args.
         """
-        if varying is None and self.held and not self.training and not self.divided:
-            with self.turn(), self.runner.running():
-                return stacked([self._written[0].run_itself(self.templates[0], function, *args)])
-        if varying is None and (how or self.how) == "loop" and self._rows.serve(self):
-            return self._rows.one_by_one(self, function, *args)
+        if varying is None and self.wraps_original and not self.training and not self.divided:
+            with self.lock_network(), self.runner.run_context():
+                return stack_trees(
+                    [self._forward_attributes[0].run_with_own_tensors(self.templates[0], function, *args)]
+                )
+        if varying is None and (how or self.how) == "loop" and self._rows.can_run_members(self):
+            return self._rows.run_one_by_one(self, function, *args)
         shared, common = named_tensors(self.shared)
 
         def one(row: Rows) -> tuple[Any, Tensors]:
@@ -325,18 +329,18 @@ class Particles(nn.Module):
 
     def run(self, one: Callable[[Rows], Any], rows: Rows, count: int, *, how: How | None = None) -> Any:
         """one(row) for each of `count` rows, stacked; the runner chooses vmap or a loop."""
-        with self.turn(), self.runner.running():
+        with self.lock_network(), self.runner.run_context():
             device = next((each.device for each in rows.own.values()), None) or self.device
             return self.runner.run(one, rows, count, device=device, how=how)
 
-    def at(self, index: int) -> tuple[Tensors, Tensors]:
+    def member_tensors(self, index: int) -> tuple[Tensors, Tensors]:
         """(parameters, buffers) of one member, for `call`."""
-        (params, buffers), row = named_tensors(self.shared), Rows(*named_tensors(self.own), {}).at(index)
+        (params, buffers), row = named_tensors(self.shared), Rows(*named_tensors(self.own), {}).member_row(index)
         return {**params, **row.own}, {**buffers, **row.buffers}
 
-    def vectorising(self) -> AbstractContextManager[object]:
+    def vmap_context(self) -> AbstractContextManager[object]:
         """The context that vmap over members needs."""
-        return self.runner.vectorising(self.device)
+        return self.runner.vmap_context(self.device)
 
     @property
     def how(self) -> How:
@@ -356,16 +360,16 @@ class Particles(nn.Module):
 
     def member(self, index: int) -> nn.Module:
         """A copy of one member's network: an ordinary module that shares no tensor with this one."""
-        return self.copied_part(self.templates[index % len(self.templates)].network, PREFIX, index)
+        return self.copy_part(self.templates[index % len(self.templates)].network, PREFIX, index)
 
-    def copied_part(self, part: Part, prefix: str, index: int) -> Part:
+    def copy_part(self, part: Part, prefix: str, index: int) -> Part:
         """A copy of a part of the template with one member's tensors."""
         index = member_index(index, self.members)
-        check_whole(self.template.network)
-        with self.turn(), torch.no_grad():
-            copied = copy.deepcopy(part, blanks(part) if self.divided else unmade(part))
-            params, buffers = self.at(index)
-            values = {**self.put_together(params), **buffers}
+        check_copyable(self.template.network)
+        with self.lock_network(), torch.no_grad():
+            copied = copy.deepcopy(part, empty_tensor_memo(part) if self.divided else deepcopy_memo(part))
+            params, buffers = self.member_tensors(index)
+            values = {**self.full_tensors(params), **buffers}
             for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
                 tensor.data = values[f"{prefix}{name}"].detach().clone()
         return copied
@@ -374,48 +378,48 @@ class Particles(nn.Module):
 _shape = attrgetter("shape")
 
 
-class KeptRows:
+class MemberRowCache:
     """Each member's tensors, a list in the order of a template's places. To cut hundreds of rows takes as long as some layers.
 
     They are views: values written into the stacks show up in them. A stack that lies elsewhere than before is cut again.
     """
 
     def __init__(self) -> None:
-        self.places: Places | None = None  # in the template
+        self.places: TensorPlaces | None = None  # in the template
         self.known: tuple[list[Any], list[list[Tensor]]] | None = None
 
-    def __reduce__(self) -> tuple[type["KeptRows"], tuple[()]]:
-        return KeptRows, ()  # neither copied nor saved
+    def __reduce__(self) -> tuple[type["MemberRowCache"], tuple[()]]:
+        return MemberRowCache, ()  # neither copied nor saved
 
-    def drop(self) -> None:
+    def clear_rows(self) -> None:
         """Forgets the rows, so that the memory of stacks that are replaced is freed."""
         self.known = None
 
-    def serve(self, particles: Any) -> bool:
+    def can_run_members(self, particles: Any) -> bool:
         """Whether these particles can run by `one_by_one` now: in eval mode, in one template and with tensors to cut."""
         alone = particles.held or particles.divided or particles.runner.lanes or len(particles.templates) > 1
-        return not (alone or particles.training) and bool(particles.own._modules) and _may_keep()
+        return not (alone or particles.training) and bool(particles.own._modules) and _can_cache_rows()
 
-    def one_by_one(self, particles: Any, function: Callable[..., Any], *args: Any) -> Any:
+    def run_one_by_one(self, particles: Any, function: Callable[..., Any], *args: Any) -> Any:
         """function(member, *args) of every member, stacked; afterwards the template has its own tensors again."""
         template, found = particles.templates[0], []
         with particles.turn(), particles.runner.running():
-            self.places = places = self.places or Places(template)
+            self.places = places = self.places or TensorPlaces(template)
             before = [*map(dict.__getitem__, places.registries, places.keys)]
             lent = particles._written[0].lend(template)
             try:
-                for tensors in self.rows(particles, places.names):
-                    assign(places, tensors)
+                for tensors in self.member_rows(particles, places.names):
+                    assign_tensors(places, tensors)
                     found.append(function(template, *args))
                     if lent is not None:
                         lent.take_back(again=True)
             finally:
-                assign(places, before)
+                assign_tensors(places, before)
                 if lent is not None:
                     lent.take_back()
-            return stacked(found)
+            return stack_trees(found)
 
-    def rows(self, particles: Any, names: Sequence[str]) -> list[list[Tensor]]:
+    def member_rows(self, particles: Any, names: Sequence[str]) -> list[list[Tensor]]:
         """Each member's own and shared tensors, in the order of the names."""
         trees = map(named_tensors, (particles.own, particles.shared))
         own, shared = ({**params, **buffers} for params, buffers in trees)
@@ -430,26 +434,26 @@ class KeptRows:
         return self.known[1]
 
 
-def _may_keep() -> bool:
+def _can_cache_rows() -> bool:
     """Whether tensors made now can be used later: not with gradients, by compilers, in transforms or of fake tensors."""
     plain = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling())
     return plain and _functorch.peek_interpreter_stack() is None and not torch._C._len_torch_dispatch_stack()
 
 
-def only(particles: Particles, index: int) -> Particles:
+def single_member(particles: Particles, index: int) -> Particles:
     """One member with its own template; its tensors are views of the stacked ones, so later changes are seen."""
     if not particles.own_parameters() and not particles.own_buffers():
-        return particles.apart()
+        return particles.with_separate_template()
     alone = TensorTree()
     for tree in (particles.own, particles.shared):
         kept = tree.state_dict().keys()
-        for name, tensor in tensors_of(tree).items():
+        for name, tensor in tensors_by_name(tree).items():
             if name != NUMBER:
-                alone.plant(name, tensor[index] if tree is particles.own else tensor, persistent=name in kept)
-    return Particles(particles.copied_template(index), own=TensorTree(), shared=alone, members=1)
+                alone.add_tensor(name, tensor[index] if tree is particles.own else tensor, persistent=name in kept)
+    return Particles(particles.copy_template(index), own=TensorTree(), shared=alone, members=1)
 
 
-class KeptApart:
+class SingleMemberCache:
     """One network's particles with a separate template, as `only` makes them, kept until it could have changed.
 
     To copy a small network takes longer than to run it.
@@ -458,47 +462,47 @@ class KeptApart:
     def __init__(self) -> None:
         self.known: tuple[list[Any], Particles] | None = None
 
-    def __reduce__(self) -> tuple[type["KeptApart"], tuple[()]]:
-        return KeptApart, ()  # neither copied nor saved
+    def __reduce__(self) -> tuple[type["SingleMemberCache"], tuple[()]]:
+        return SingleMemberCache, ()  # neither copied nor saved
 
     def __call__(self, particles: Particles) -> Particles:
-        with particles.turn():
-            now = plain_attributes(particles.template) if particles.held else None
+        with particles.lock_network():
+            now = plain_attributes(particles.template) if particles.wraps_original else None
             if now is None or self.known is None or self.known[0] != now:
-                made = only(particles, 0)
+                made = single_member(particles, 0)
                 kept = now is not None and made.template is not particles.template
                 self.known = (now, made) if now is not None and kept else None
                 return made
             return self.known[1]
 
 
-def some(particles: Particles, rows: slice) -> Particles:
+def member_subset(particles: Particles, rows: slice) -> Particles:
     """These members, which run as all of them do, with the same tensors."""
     own = TensorTree()
-    for name, tensor in tensors_of(particles.own).items():
-        own.plant(name, tensor.detach()[rows])
+    for name, tensor in tensors_by_name(particles.own).items():
+        own.add_tensor(name, tensor.detach()[rows])
     mine = Particles(*particles.templates, own=own, shared=particles.shared, members=rows.stop - rows.start)
     mine.runner = particles.runner  # with what it has found out about the network
     return mine
 
 
-def share(particles: Particles, names: Iterable[str]) -> None:
+def store_tensors_once(particles: Particles, names: Iterable[str]) -> None:
     """Stores these tensors once for all members, as frozen ones, to match the layout of a file."""
-    particles._frozen |= {name for name in names if name in tensors_of(particles.own)}
+    particles._frozen |= {name for name in names if name in tensors_by_name(particles.own)}
     particles.store_once(particles._frozen)
     for name in particles._frozen & particles.shared_parameters().keys():
         particles.shared_parameters()[name].requires_grad_(False)
 
 
-def on(particles: Particles, device: torch.device) -> Particles:
+def copy_to_device(particles: Particles, device: torch.device) -> Particles:
     """Copies of the tensors on another device, with the same template."""
     trees = [TensorTree(), TensorTree()]
     for tree, source in zip(trees, (particles.own, particles.shared), strict=True):
-        for name, tensor in tensors_of(source).items():
-            tree.plant(name, tensor.detach().to(device))
+        for name, tensor in tensors_by_name(source).items():
+            tree.add_tensor(name, tensor.detach().to(device))
     return Particles(*particles.templates, own=trees[0], shared=trees[1], members=particles.members)
 
 
-def likelihood_of(particles: Particles, index: int) -> Likelihood:
+def copy_likelihood(particles: Particles, index: int) -> Likelihood:
     """A copy of one member's likelihood."""
-    return particles.copied_part(particles.likelihood, "likelihood.", index)
+    return particles.copy_part(particles.likelihood, "likelihood.", index)

@@ -16,25 +16,25 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core import input_checks, objective, regression
 from dissensus.core.batch import Batch, Inputs
-from dissensus.core.calibrated import Lens
+from dissensus.core.calibrated import Correction
 from dissensus.core.description import describe_network
-from dissensus.core.drawn_functions import DrawnFunctions, Portion, Predictor
+from dissensus.core.drawn_functions import DrawnFunctions, FunctionPartition, Predictor
 from dissensus.core.errors import Diverged
-from dissensus.core.inference_context import Looking
+from dissensus.core.inference_context import InferenceContext
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.locks import copied
+from dissensus.core.locks import locked_deepcopy
 from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.regression import RealTargets
-from dissensus.core.trainable import TrainingRules
-from dissensus.numerics.randomness import Watch
+from dissensus.core.trainable import TrainableModule
+from dissensus.numerics.randomness import RandomnessDetector
 from dissensus.utils.arrays import as_tensor
-from dissensus.utils.nonfinite import diverged, diverged_members, member_maxima
+from dissensus.utils.nonfinite import diverged_members, has_diverged, member_maxima
 from dissensus.utils.tensor_tree import Tensors
 
 
-class Posterior(TrainingRules, ABC):
+class Posterior(TrainableModule, ABC):
     """A distribution over networks, from which M functions are drawn; the base class of all methods.
 
     It is an `nn.Module`, so optimisers, `.to()` and checkpoints work as usual. Besides their own arguments, all methods
@@ -54,7 +54,7 @@ class Posterior(TrainingRules, ABC):
     """
 
     name: ClassVar[str]  # its name on the command line and in saved files
-    untrained: ClassVar[tuple[str, ...]] = ()  # keys of `config` that only drawing reads, not training
+    draw_only_settings: ClassVar[tuple[str, ...]] = ()  # keys of `config` that only drawing reads, not training
 
     def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:
         super().__init__(particles, **prior)
@@ -62,7 +62,7 @@ class Posterior(TrainingRules, ABC):
             raise TypeError(
                 f"expected a network, got the posterior {type(network).__name__}; pass the network inside it"
             )
-        self.network_at_first = describe_network(network)
+        self.initial_network = describe_network(network)
         where = next((each.device for each in particles.parameters()), None)  # a network may be on a GPU already
         self.register_buffer("temperature", torch.ones((), device=where))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=where))
@@ -73,7 +73,7 @@ class Posterior(TrainingRules, ABC):
         self._known = input_checks.KnownInputs()
         # Whether learned noise was checked before a step, and before a prediction.
         self._started = self._predicted = False
-        self.draws_itself = False  # whether the network itself draws random numbers in eval mode
+        self.network_is_random = False  # whether the network itself draws random numbers in eval mode
 
     # ------------------------------------------------------------------ what a method declares
 
@@ -111,7 +111,7 @@ class Posterior(TrainingRules, ABC):
     @final
     def identity(self) -> dict[str, Any]:
         """The method and its training settings, as JSON values; a checkpoint can be resumed only if they are equal."""
-        settings = {key: value for key, value in self.config().items() if key not in self.untrained}
+        settings = {key: value for key, value in self.config().items() if key not in self.draw_only_settings}
         watchers = [watcher.identity() for watcher in self.watchers]
         described = {"method": self.name, "class": type(self).__name__, **settings}
         return {**described, "watchers": watchers} if watchers else described
@@ -126,18 +126,20 @@ class Posterior(TrainingRules, ABC):
             config: the result of `config()`.
         """
 
-    def given(self) -> nn.Module:
+    def plain_network(self) -> nn.Module:
         """A copy of one member as a network of the caller's architecture.
 
         Saved files describe this architecture, and `load` takes it. Methods that cut layers put the plain ones back here.
         """
-        return self.particles.member(0) if self.base is None else self.base[0].given()
+        return self.particles.member(0) if self.base is None else self.base[0].plain_network()
 
     @property
     @final
-    def cuts(self) -> bool:
+    def has_converted_layers(self) -> bool:
         """Whether the method has cut layers of the network, so that files describe another network than the running one."""
-        return type(self).given is not Posterior.given or (self.base is not None and self.base[0].cuts)
+        return type(self).plain_network is not Posterior.plain_network or (
+            self.base is not None and self.base[0].has_converted_layers
+        )
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Stores a draw with the posterior, with batch statistics re-estimated from the loader.
@@ -166,7 +168,7 @@ class Posterior(TrainingRules, ABC):
             y: targets, in the form that the likelihood takes.
             weight: (B,) example weights; None is 1 for each.
         """
-        batch = self.take(self.batch((x, y, weight)))
+        batch = self.prepare_batch(self.make_batch((x, y, weight)))
         self.before_step(batch)
         return objective.loss(self, batch)
 
@@ -177,14 +179,14 @@ class Posterior(TrainingRules, ABC):
         Use it in your own training loop: zero_grad, backward, optimizer.step, `observe(optimizer)`. Arguments as in
         `loss`.
         """
-        batch = self.take(self.batch((x, y, weight)))
+        batch = self.prepare_batch(self.make_batch((x, y, weight)))
         self.before_step(batch)
         return objective.backward(self, batch)
 
     @final  # type: ignore[misc]
     def forward(self, x: Inputs) -> Tensor:
         """(M, B, *out): draw()(x), the networks' raw outputs, not calibrated; see `predictor` for calibrated ones."""
-        batches.size(x := self.transformed(x))  # raises if x has no tensor
+        batches.count_examples(x := self.transform_inputs(x))  # raises if x has no tensor
         outputs: Tensor = self.draw()(x)
         return outputs
 
@@ -205,12 +207,12 @@ class Posterior(TrainingRules, ABC):
         Raises:
             Diverged: a member predicts NaN.
         """
-        batches.check_finite(x := self.transformed(x), anywhere=True)
-        x = batches.to(x, self.device)
-        with Looking(self):
+        batches.check_finite(x := self.transform_inputs(x), anywhere=True)
+        x = batches.move_to_device(x, self.device)
+        with InferenceContext(self):
             drawn = self.draw()  # first: it raises if there is nothing to draw from
             self.check_inputs(x)
-            return self.checked(drawn.predict(x))
+            return self.checked_prediction(drawn.predict(x))
 
     def __repr__(self) -> str:
         trained = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
@@ -224,7 +226,7 @@ class Posterior(TrainingRules, ABC):
 
     @final
     def checked_members(
-        self, predictive: Predictive, lens: Lens, *, first: int = 0, later: list[Tensor] | None = None
+        self, predictive: Predictive, lens: Correction, *, first: int = 0, later: list[Tensor] | None = None
     ) -> Predictive:
         """The calibrated prediction of some members; raises Diverged with their indices if they hold NaN.
 
@@ -232,15 +234,15 @@ class Posterior(TrainingRules, ABC):
             first: index of the first of these members.
             later: a list that takes maxima for `check_diverged` instead, so that the host need not wait for the device.
         """
-        described = predictive.described()
+        described = predictive.defining_tensors()
         if later is not None:
             later.append(member_maxima(described))
-        elif diverged(described):
+        elif has_diverged(described):
             self.check_diverged([member_maxima(described)], first=first)
         if not self._predicted:
             self._predicted = True
-            self._known.doubt(regression.doubt(self.particles))
-        return lens.members(predictive)
+            self._known.warn_once(regression.noise_warning(self.particles))
+        return lens.correct_members(predictive)
 
     @final
     def check_diverged(self, maxima: Sequence[Tensor], *, first: int = 0) -> None:
@@ -249,10 +251,10 @@ class Posterior(TrainingRules, ABC):
             raise Diverged([first + i for i in bad], int(self.steps), "prediction")
 
     @final
-    def checked(self, predictive: Predictive) -> Predictive:
+    def checked_prediction(self, predictive: Predictive) -> Predictive:
         """The networks' mixture with temperature and calibration applied; raises Diverged on NaN."""
-        lens = self.lens()
-        return lens.mixture(self.checked_members(predictive, lens))
+        lens = self.current_correction()
+        return lens.correct_mixture(self.checked_members(predictive, lens))
 
     @final
     def member(self, index: int) -> nn.Module:
@@ -271,11 +273,11 @@ class Posterior(TrainingRules, ABC):
 
         It holds a copy of one draw, so later changes of the posterior do not affect it. It does not check for NaN.
         """
-        with left_as_found(self):
-            return Predictor(self.draw(), self.lens())
+        with inference_context(self):
+            return Predictor(self.draw(), self.current_correction())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Posterior:
-        return copied(self, memo, self.particles.template.network)
+        return locked_deepcopy(self, memo, self.particles.template.network)
 
     @property
     @final
@@ -284,16 +286,16 @@ class Posterior(TrainingRules, ABC):
         return self._buffers["temperature"].device  # type: ignore[union-attr]
 
     @final
-    def transformed(self, x: Any) -> Inputs:
+    def transform_inputs(self, x: Any) -> Inputs:
         """Inputs in the form that the networks take: arrays as tensors, raw inputs transformed by `inputs`, if set."""
-        return batches.inputs_of(x) if self.inputs is None else self.inputs(x).to(self.temperature.dtype)
+        return batches.convert_inputs(x) if self.inputs is None else self.inputs(x).to(self.temperature.dtype)
 
     @final
-    def batch(self, given: Any, *, anywhere: bool = False) -> Batch:
+    def make_batch(self, given: Any, *, anywhere: bool = False) -> Batch:
         """A batch from a loader, `transformed` and checked as in `Batch.of`; a `Batch` is returned as it is."""
         raw = isinstance(given, tuple | list) and not isinstance(given, Batch)
         if self.inputs is not None and raw and len(given) in (2, 3):
-            x, y = self.transformed(given[0]), as_tensor(given[1])
+            x, y = self.transform_inputs(given[0]), as_tensor(given[1])
             if (
                 isinstance(self.likelihood, RealTargets)
                 and getattr(y, "ndim", 0) == 1
@@ -301,25 +303,25 @@ class Posterior(TrainingRules, ABC):
             ):
                 y = y[:, None]  # a table's column
             given = (x, y, *given[2:])
-        return Batch.of(given, anywhere=anywhere)
+        return Batch.from_tuple(given, anywhere=anywhere)
 
     @final
     def read(self, loader: Iterable[Any], *, anywhere: bool = False) -> Iterator[Batch]:
         """The loader's batches, transformed and checked. All data reach a posterior through this method."""
-        return (self.batch(given, anywhere=anywhere) for given in loader)
+        return (self.make_batch(given, anywhere=anywhere) for given in loader)
 
     @property
     @final
-    def others(self) -> Any:
+    def connected_mesh(self) -> Any:
         """The mesh, if it has other processes that are still connected; else None."""
         return self.mesh if self.mesh is not None and self.mesh.size > 1 and self.mesh.alive else None
 
     @final
-    def whole(self, loader: Any) -> Any:
+    def complete_loader(self, loader: Any) -> Any:
         """The loader, or, if it gives each process a part of the data, a loader over all parts."""
-        if self.others is not None:
-            return self.others.whole(loader)
-        parts = batches.sampler_of(loader)
+        if self.connected_mesh is not None:
+            return self.connected_mesh.whole(loader)
+        parts = batches.distributed_sampler(loader)
         if parts is not None and parts.num_replicas > 1 and self.ranks is None:
             raise ValueError(
                 "expected a posterior with a mesh, since the loader gives each process a part of the data, got none; set "
@@ -328,15 +330,15 @@ class Posterior(TrainingRules, ABC):
         return loader
 
     @final
-    def portion(self, drawn: DrawnFunctions) -> Portion:
+    def partition_functions(self, drawn: DrawnFunctions) -> FunctionPartition:
         """The drawn functions, the same on all processes, of which each runs some where they share a batch."""
-        if self.others is None:
-            return Portion(drawn)
-        return self.others.portion(drawn, self.device, lambda: not self.draws_itself)  # type: ignore[no-any-return]
+        if self.connected_mesh is None:
+            return FunctionPartition(drawn)
+        return self.connected_mesh.portion(drawn, self.device, lambda: not self.network_is_random)  # type: ignore[no-any-return]
 
     @final
-    def shared(
-        self, work: Callable[[Any], Any], given: Iterable[Any], portion: Portion, device: Any = "cpu"
+    def map_batches(
+        self, work: Callable[[Any], Any], given: Iterable[Any], portion: FunctionPartition, device: Any = "cpu"
     ) -> Iterator[tuple[Any, Any]]:
         """(batch, work(batch)) for every batch, in order. Processes of the mesh share the work; each gets all results.
 
@@ -344,17 +346,17 @@ class Posterior(TrainingRules, ABC):
             portion: the functions used by `work`; those that run here, while it is done.
             device: device for the results of other processes.
         """
-        if self.others is None or self.particles.divided:  # whose processes all run each network together
+        if self.connected_mesh is None or self.particles.divided:  # whose processes all run each network together
             return ((batch, work(batch)) for batch in given)
         standing: list[Any] = [each for each in (self.calibration, *self.promises.values()) if each is not None]
         seen_by = (self.temperature, *((repr(each.config()), *each.buffers()) for each in standing))
-        found: Iterator[tuple[Any, Any]] = self.others.in_turns(
+        found: Iterator[tuple[Any, Any]] = self.connected_mesh.in_turns(
             work, given, portion=portion, seen_by=seen_by, device=device
         )
         return found
 
     @final
-    def take(self, batch: Batch) -> Batch:
+    def prepare_batch(self, batch: Batch) -> Batch:
         """The batch on this posterior's device; checked on the host first, where labels can be read."""
         self.check_batch(batch)
         return batch.to(self.device)
@@ -367,24 +369,33 @@ class Posterior(TrainingRules, ABC):
         super().before_step(batch)
         if not self._started:
             self._started = True
-            self._known.doubt(regression.started(self.particles, lambda: self._first_member(batch.x), batch))
+            self._known.warn_once(
+                regression.start_noise(self.particles, lambda: self._run_first_member(batch.x), batch)
+            )
 
     @final
     def output_shape(self, x: Inputs) -> torch.Size:
         """Shape (B, *out) of one member's outputs for x; found by running it once per shape of x."""
-        return self._known.output_shape(x, self._first_member, self._buffers["temperature"].dtype)  # type: ignore[union-attr]
+        return self._known.output_shape(x, self._run_first_member, self._buffers["temperature"].dtype)  # type: ignore[union-attr]
 
     @final
     def check_inputs(self, x: Inputs) -> None:
         """Raises if the network fails on x, or x has no batch axis; runs one example per shape of x."""
-        self._known.check(x, self._first_member, self._buffers["temperature"].dtype)  # type: ignore[union-attr]
+        self._known.check(x, self._run_first_member, self._buffers["temperature"].dtype)  # type: ignore[union-attr]
 
-    def _first_member(self, x: Inputs) -> Tensor:
-        particles, x = self.particles, batches.to(x, self.device)
-        with left_as_found(self), Watch() as watch, batches.unchanged(x), input_checks.explained(x, particles):
-            outputs: Tensor = particles.call(lambda member: batches.call(member.network, x), *particles.at(0))[0]
-            self.draws_itself |= watch.drew
-        self._known.doubt(self.likelihood.doubt(outputs))
+    def _run_first_member(self, x: Inputs) -> Tensor:
+        particles, x = self.particles, batches.move_to_device(x, self.device)
+        with (
+            inference_context(self),
+            RandomnessDetector() as watch,
+            batches.UnchangedInputs(x),
+            input_checks.explain_input_errors(x, particles),
+        ):
+            outputs: Tensor = particles.call(
+                lambda member: batches.call_network(member.network, x), *particles.member_tensors(0)
+            )[0]
+            self.network_is_random |= watch.has_drawn
+        self._known.warn_once(self.likelihood.output_warning(outputs))
         return outputs
 
 
@@ -399,7 +410,7 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
         posterior: a trained posterior.
         loader: the training batches (x, y).
     """
-    input_checks.check_loader(loader := posterior.whole(loader))
+    input_checks.check_loader(loader := posterior.complete_loader(loader))
     for each in [posterior, *(watcher for watcher in posterior.watchers if watcher.ready)]:
         each.store_draw(loader)
 
@@ -411,6 +422,6 @@ def expect_posterior(given: object) -> Posterior:
     return given
 
 
-def left_as_found(posterior: Posterior) -> Looking:
+def inference_context(posterior: Posterior) -> InferenceContext:
     """Eval mode without gradients, with the network locked; afterwards modes and random state are restored."""
-    return Looking(expect_posterior(posterior))
+    return InferenceContext(expect_posterior(posterior))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dissensus.numerics.entropy import entropy_terms
 from dissensus.utils.arrays import tensor_of
-from dissensus.utils.checks import number, share, whole
+from dissensus.utils.checks import fraction, integer, number
 
 
 class Predictive(ABC):
@@ -65,11 +65,11 @@ class Predictive(ABC):
         """(n, B, ...) n draws of y from the mixture; `generator` must be on the predictive's device."""
 
     @abstractmethod
-    def described(self) -> tuple[Tensor, ...]:
+    def defining_tensors(self) -> tuple[Tensor, ...]:
         """The tensors that define this predictive, member axis first; they are stored and concatenated."""
 
     @abstractmethod
-    def tempered(self, temperature: float) -> Predictive:
+    def apply_temperature(self, temperature: float) -> Predictive:
         """A copy with each member's logits divided by the temperature, or its noise std multiplied by it."""
 
     @property
@@ -82,26 +82,28 @@ class Predictive(ABC):
         """One predictive for the inputs of all parts, in order."""
         if not parts:
             raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
-        if len(shapes := {tuple(tensor.shape[2:] for tensor in part.described()) for part in parts}) > 1:
+        if len(shapes := {tuple(tensor.shape[2:] for tensor in part.defining_tensors()) for part in parts}) > 1:
             raise ValueError(
                 f"expected outputs of one shape in all batches, got {sorted(tuple(each[0]) for each in shapes)}; pad all "
                 "batches to one length, or read them one by one with ds.predict_batches"
             )
-        return type(parts[0])(*(torch.cat(each, dim=1) for each in zip(*(p.described() for p in parts), strict=True)))
+        return type(parts[0])(
+            *(torch.cat(each, dim=1) for each in zip(*(p.defining_tensors() for p in parts), strict=True))
+        )
 
     def to(self, target: torch.device | str | torch.dtype) -> Predictive:
         """A copy on another device or in another precision."""
-        return type(self)(*(tensor.to(target) for tensor in self.described()))
+        return type(self)(*(tensor.to(target) for tensor in self.defining_tensors()))
 
     def __getitem__(self, index: int | slice | Tensor) -> Predictive:
         """The predictive for some of the inputs; an int selects one and keeps the batch axis."""
         if isinstance(index, int):
             at = range(len(self))[index]
             index = slice(at, at + 1)
-        return type(self)(*(tensor[:, index] for tensor in self.described()))
+        return type(self)(*(tensor[:, index] for tensor in self.defining_tensors()))
 
     def __len__(self) -> int:
-        return int(self.described()[0].shape[1])
+        return int(self.defining_tensors()[0].shape[1])
 
     def plot(
         self, x: Tensor | None = None, *, seen: tuple[Tensor, Tensor] | None = None, classes: Sequence[str] = ()
@@ -115,18 +117,18 @@ class Predictive(ABC):
             seen: inputs and targets to draw as dots, such as the training data; for segmentations (x, truth).
             classes: names of the classes.
         """
-        from dissensus.plots.charts import shown  # loads matplotlib
+        from dissensus.plots.charts import notebook_figure  # loads matplotlib
         from dissensus.plots.display import predictive_figure
 
-        return shown(predictive_figure(self, x, seen, classes))
+        return notebook_figure(predictive_figure(self, x, seen, classes))
 
     def _repr_html_(self) -> str:
-        from dissensus.plots.display import html_of
+        from dissensus.plots.display import html_table
 
-        return html_of(self)
+        return html_table(self)
 
     def __repr__(self) -> str:
-        shape = tuple(self.described()[0].shape)
+        shape = tuple(self.defining_tensors()[0].shape)
         return f"{type(self).__name__}(members={shape[0]}, inputs={shape[1]}, outputs={shape[2:]})"
 
 
@@ -163,7 +165,7 @@ class CategoricalPredictive(Predictive):
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """(n, B, ...) class indices."""
         rows = self.mean.movedim(1, -1)  # (B, ..., C)
-        whole("n", n)
+        integer("n", n)
         flat = torch.multinomial(rows.reshape(-1, rows.shape[-1]), n, replacement=True, generator=generator)
         return flat.T.reshape(n, *rows.shape[:-1])
 
@@ -207,12 +209,12 @@ class ClassificationPredictive(CategoricalPredictive):
         """(lower, upper) of the mean's shape: central quantiles over members of each class probability, without a guarantee."""
         tail = tail_probability(level)
         ordered = self._members.exp().sort(dim=0).values  # torch.quantile refuses more than 2²⁴ entries
-        return _between(ordered, tail), _between(ordered, 1 - tail)
+        return _linear_quantile(ordered, tail), _linear_quantile(ordered, 1 - tail)
 
-    def described(self) -> tuple[Tensor, ...]:
+    def defining_tensors(self) -> tuple[Tensor, ...]:
         return (self._members,)
 
-    def tempered(self, temperature: float) -> ClassificationPredictive:
+    def apply_temperature(self, temperature: float) -> ClassificationPredictive:
         return ClassificationPredictive((self._members / temperature).log_softmax(2))
 
 
@@ -271,7 +273,7 @@ class RegressionPredictive(Predictive):
 
     def quantile(self, q: float) -> Tensor:
         """(B, D) y with P(Y ≤ y) = q, for each output, by bisection to machine precision; q strictly between 0 and 1."""
-        q = float(share("q", q, hint="pass for example 0.9"))
+        q = float(fraction("q", q, hint="pass for example 0.9"))
         reach = -torch.special.ndtri(torch.tensor(min(q, 1 - q), dtype=torch.float64))  # in standard deviations
         spread = self.variances.sqrt() * float(reach)
         # Every member's own quantile lies inside this bracket, so the mixture's does.
@@ -294,20 +296,20 @@ class RegressionPredictive(Predictive):
         """(n, B, D) draws, each from one member chosen at random per input."""
         members, inputs = self._means.shape[:2]
         device = self._means.device
-        whole("n", n)
+        integer("n", n)
         who = torch.randint(members, (n, inputs), generator=generator, device=device)
         rows = torch.arange(inputs, device=device)
         mean, std = self._means[who, rows], self.variances[who, rows].sqrt()  # (n, B, D)
         return mean + std * torch.randn(mean.shape, generator=generator, device=device, dtype=mean.dtype)
 
-    def described(self) -> tuple[Tensor, ...]:
+    def defining_tensors(self) -> tuple[Tensor, ...]:
         return self._means, self.variances
 
-    def tempered(self, temperature: float) -> RegressionPredictive:
+    def apply_temperature(self, temperature: float) -> RegressionPredictive:
         return RegressionPredictive(self._means, self.variances * temperature**2)
 
 
-def _between(ordered: Tensor, q: float) -> Tensor:
+def _linear_quantile(ordered: Tensor, q: float) -> Tensor:
     """The q-quantile along the sorted first axis, linear between order statistics."""
     position = q * (len(ordered) - 1)
     low = math.floor(position)
@@ -317,4 +319,4 @@ def _between(ordered: Tensor, q: float) -> Tensor:
 
 def tail_probability(level: float) -> float:
     """Probability on each side of a central interval."""
-    return (1 - float(share("level", level, hint="pass for example 0.9"))) / 2
+    return (1 - float(fraction("level", level, hint="pass for example 0.9"))) / 2

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from dissensus.utils.checks import number, whole
+from dissensus.utils.checks import integer, number
 from dissensus.utils.tensor_tree import Tensors
 
 NORM_LAYERS: tuple[type[nn.Module], ...] = (
@@ -133,7 +133,7 @@ class PriorKeywords(TypedDict, total=False):
     data_size: int | None
 
 
-def spelled_out(constructor: Callable[..., Any]) -> inspect.Signature:
+def expanded_signature(constructor: Callable[..., Any]) -> inspect.Signature:
     """A constructor's signature with `**prior` replaced by its keywords, for `help` and the bench."""
     *known, last = list(inspect.signature(constructor).parameters.values())[1:]
     if last.kind is not last.VAR_KEYWORD or last.name != "prior":
@@ -144,12 +144,12 @@ def spelled_out(constructor: Callable[..., Any]) -> inspect.Signature:
     )
 
 
-def prior_of(
+def make_prior(
     prior: Any = None, weight_prior_std: float | Mapping[str, float] | None = None, data_size: int | None = None
 ) -> Prior | None:
     """The prior given by a method's keywords; a dict is the description from a file."""
     if data_size is not None:
-        whole("data_size", data_size, hint="pass len(training_set)")
+        integer("data_size", data_size, hint="pass len(training_set)")
     if weight_prior_std is not None:
         if not isinstance(weight_prior_std, Mapping):
             number("weight_prior_std", weight_prior_std, above=0)
@@ -171,7 +171,7 @@ def prior_of(
     return FunctionPrior(prior, {"name": getattr(prior, "__qualname__", type(prior).__name__)})
 
 
-def under(prior: Prior | None, network: nn.Module, names: Iterable[str]) -> set[str]:
+def names_under_prior(prior: Prior | None, network: nn.Module, names: Iterable[str]) -> set[str]:
     """The names in `names` whose parameters are under the prior."""
     if prior is None:
         return set()

@@ -26,13 +26,13 @@ class Recorder(nn.Module, ABC):
     """
 
     # Whether it can record weights of which each process has a part (`utils/dtensor.py`).
-    by_parts: ClassVar[bool] = False
+    can_shard: ClassVar[bool] = False
 
     def __init__(self, source: Callable[[], Weights]) -> None:
         super().__init__()
         self.source = source
         self.weights = source()
-        if not self.by_parts and any(map(is_divided, self.weights.stored.values())):
+        if not self.can_shard and any(map(is_divided, self.weights.stored.values())):
             raise NotImplementedError(
                 f"expected weights that lie whole in a process, got divided ones, which {type(self).__name__} cannot record; "
                 "leave shard out"
@@ -55,13 +55,13 @@ class Recorder(nn.Module, ABC):
         """Called before a run of unknown length; `begin` is called after the first epoch."""
 
     @property
-    def upcoming(self) -> bool:
+    def reads_next_step(self) -> bool:
         """Whether the next `observe` reads the weights."""
         return True
 
-    def renew(self) -> None:
+    def renew_weights(self) -> None:
         """Gets the weights from the source again, if the next `observe` reads them."""
-        if self.upcoming:
+        if self.reads_next_step:
             self.weights = self.source()
 
     @abstractmethod

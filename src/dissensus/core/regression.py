@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.core.batch import Batch
-from dissensus.core.likelihood import Likelihood, full_precision, spread
+from dissensus.core.likelihood import Likelihood, expand_weight, full_precision
 from dissensus.core.particles import Particles
 from dissensus.core.predictive import Predictive, RegressionPredictive
 from dissensus.utils.checks import number, one_of
@@ -28,9 +28,9 @@ class RealTargets(Likelihood):
         self.unit = unit  # unit of y, for reports
         self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         if targets is not None:
-            self.standardise(targets)
+            self.set_target_scale(targets)
 
-    def standardise(self, targets: Any) -> None:
+    def set_target_scale(self, targets: Any) -> None:
         """Makes outputs mean z from now on. `targets`: {"mean": D numbers, "std": D numbers above 0}, or a `Standardiser`."""
         given = targets if isinstance(targets, Mapping) else {"mean": targets.mean, "std": targets.std}
         # Ten digits, so that a mean over shuffled batches does not depend on their order.
@@ -43,7 +43,7 @@ class RealTargets(Likelihood):
         self.targets = {"mean": rounded["mean"], "std": rounded["std"]}
         self._scales = {}
 
-    def scale(self, like: Tensor) -> tuple[Tensor, Tensor]:
+    def target_scale(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """(mean, std) of y, each (D,)."""
         key = (like.device, like.dtype)
         if key not in self._scales:  # made before a CUDA graph is captured, or a graph traced
@@ -52,23 +52,23 @@ class RealTargets(Likelihood):
             self._scales[key] = mean, std
         return self._scales[key]
 
-    def standardised(self, y: Tensor) -> Tensor:
+    def to_output_units(self, y: Tensor) -> Tensor:
         """z, in the units of the network's outputs."""
         if self.targets is None:
             return y
-        mean, std = self.scale(y)
+        mean, std = self.target_scale(y)
         return (y - mean) / std
 
-    def density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    def target_log_density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         """(B,) log-density of y, given mean and variance of z."""
-        each = gaussian_log_prob(self.standardised(y), mean, variance)
-        return _per_example(each if self.targets is None else each - self.scale(y)[1].log())
+        each = gaussian_log_prob(self.to_output_units(y), mean, variance)
+        return _per_example(each if self.targets is None else each - self.target_scale(y)[1].log())
 
-    def in_units(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    def to_target_units(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of z, converted to the units of y."""
         if self.targets is None:
             return mean, variance
-        shift, std = self.scale(mean)
+        shift, std = self.target_scale(mean)
         return mean * std + shift, variance * std**2
 
     def predictive(self, *described: Tensor) -> Predictive:
@@ -127,17 +127,17 @@ class Regression(RealTargets):
         if self.noise == "learned":
             return torch.exp(2 * full_precision(self.log_noise)).to(outputs.dtype).expand_as(outputs)
         fixed = torch.full_like(outputs, float(self.noise) ** 2)
-        return fixed if self.targets is None else fixed / self.scale(outputs)[1] ** 2
+        return fixed if self.targets is None else fixed / self.target_scale(outputs)[1] ** 2
 
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return self.density(y, outputs, self._variance(outputs))  # (B,)
+        return self.target_log_density(y, outputs, self._variance(outputs))  # (B,)
 
     def curvature(self, outputs: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         return self._variance(outputs).reciprocal(), None
 
     def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
         outputs = full_precision(outputs)
-        return self.in_units(outputs, self._variance(outputs))
+        return self.to_target_units(outputs, self._variance(outputs))
 
     def config(self) -> dict[str, Any]:
         return {"noise": self.noise, "initial": self.initial, **super().config()}
@@ -161,7 +161,7 @@ class HeteroscedasticRegression(RealTargets):
         return mean, F.softplus(raw) + 1e-6
 
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return self.density(y, *self._moments(outputs))  # (B,)
+        return self.target_log_density(y, *self._moments(outputs))  # (B,)
 
     def curvature(self, outputs: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The Fisher information, the Hessian's mean over y ~ p, since the Hessian itself may be indefinite."""
@@ -169,7 +169,7 @@ class HeteroscedasticRegression(RealTargets):
         return torch.cat([variance.reciprocal(), 0.5 * (slope / variance).square()], dim=1), None
 
     def describe(self, outputs: Tensor) -> tuple[Tensor, ...]:
-        return self.in_units(*self._moments(full_precision(outputs)))
+        return self.to_target_units(*self._moments(full_precision(outputs)))
 
     def check(self, output_shape: torch.Size, y: Tensor) -> None:
         if len(output_shape) < 2 or output_shape[1] % 2:
@@ -205,7 +205,7 @@ def _check_real_targets(shape: torch.Size, y: Tensor) -> None:
 FAR = 5.0  # errors above this start the noise elsewhere than at 1: errors of standardised targets are smaller
 
 
-def untrained(particles: Particles) -> Tensor | None:
+def untrained_noise(particles: Particles) -> Tensor | None:
     """Logarithm of a learned noise, () or (M,), if it still has its initial value; else None."""
     noise = {**particles.shared_parameters(), **particles.own_parameters()}.get("likelihood.log_noise")
     if noise is None or not noise.requires_grad or not isinstance(particles.likelihood, Regression):
@@ -214,16 +214,16 @@ def untrained(particles: Particles) -> Tensor | None:
     return noise if bool(((noise.detach() - start).abs() < 1e-6).all()) else None
 
 
-def started(particles: Particles, outputs: Callable[[], Tensor], batch: Batch) -> str | None:
+def start_noise(particles: Particles, outputs: Callable[[], Tensor], batch: Batch) -> str | None:
     """Starts the noise at the error of the outputs if that is far above 1, where a start at 1 would take long to correct."""
-    noise, likelihood = untrained(particles), particles.likelihood
+    noise, likelihood = untrained_noise(particles), particles.likelihood
     heads = isinstance(likelihood, HeteroscedasticRegression)  # its variances are network outputs and cannot be set
     if not heads and (noise is None or likelihood.initial is not None):
         return None
     mean, variance = likelihood.describe(outputs()) if heads else (outputs(), 1.0)
     y = batch.y if heads else likelihood.standardised(batch.y)  # in the units of the outputs
     squares = (y - mean).double().square() / variance
-    w = torch.ones_like(squares) if batch.weight is None else spread(batch.weight, squares)
+    w = torch.ones_like(squares) if batch.weight is None else expand_weight(batch.weight, squares)
     error = float(((w * squares).sum() / w.sum()).sqrt())
     if not FAR < error < math.inf:
         return None
@@ -236,9 +236,9 @@ def started(particles: Particles, outputs: Callable[[], Tensor], batch: Batch) -
     )
 
 
-def doubt(particles: Particles) -> str | None:
+def noise_warning(particles: Particles) -> str | None:
     """A warning if the noise was never trained, else None."""
-    return None if (noise := untrained(particles)) is None else (
+    return None if (noise := untrained_noise(particles)) is None else (
         f"the learned noise was never trained and is still {float(noise.detach().flatten()[0].exp()):g}; train it, pass "
         "Regression(noise=...), or pass the likelihood of the posterior in which the network was trained"
     )  # fmt: skip

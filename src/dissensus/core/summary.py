@@ -8,12 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dissensus.core.predictive import (
-    CategoricalPredictive,
-    ClassificationPredictive,
-    Predictive,
-    RegressionPredictive,
-)
+from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive, RegressionPredictive
 from dissensus.numerics.entropy import entropy_terms
 
 
@@ -46,7 +41,7 @@ class SummaryPredictive(Predictive):
     def epistemic(self) -> Tensor:
         return self._described[2][0]
 
-    def described(self) -> tuple[Tensor, ...]:
+    def defining_tensors(self) -> tuple[Tensor, ...]:
         return self._described
 
     def __repr__(self) -> str:
@@ -63,8 +58,8 @@ class ClassificationSummary(SummaryPredictive, CategoricalPredictive):
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         return ClassificationPredictive(self.members).interval(level)
 
-    def tempered(self, temperature: float) -> Predictive:
-        return ClassificationPredictive(self.members).tempered(temperature)
+    def apply_temperature(self, temperature: float) -> Predictive:
+        return ClassificationPredictive(self.members).apply_temperature(temperature)
 
 
 class RegressionSummary(SummaryPredictive):
@@ -87,7 +82,7 @@ class RegressionSummary(SummaryPredictive):
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         return self._gaussian().sample(n, generator=generator)
 
-    def tempered(self, temperature: float) -> RegressionSummary:
+    def apply_temperature(self, temperature: float) -> RegressionSummary:
         mean, aleatoric, epistemic = self._described
         return RegressionSummary(mean, aleatoric * temperature**2, epistemic)
 

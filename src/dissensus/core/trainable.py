@@ -8,16 +8,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dissensus.core.batch import Batch
-from dissensus.core.calibrated import Ground
+from dissensus.core.calibrated import CalibratedModule
 from dissensus.core.member import PREFIX
-from dissensus.core.parameter_groups import Group, disjoint, has_stepped, optimizer_groups, plateau_linear
+from dissensus.core.parameter_groups import Group, disjoint_groups, has_stepped, optimizer_groups, plateau_linear
 from dissensus.core.particles import Particles
-from dissensus.core.prior import GaussianPrior, Prior, PriorKeywords, prior_of, spelled_out, under
+from dissensus.core.prior import GaussianPrior, Prior, PriorKeywords, expanded_signature, make_prior, names_under_prior
 from dissensus.core.recorder import Recorder
-from dissensus.numerics.annealing import with_gradient_times
-from dissensus.numerics.flat_weights import wide
+from dissensus.numerics.annealing import scale_gradient
+from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.utils.checks import one_of
-from dissensus.utils.tensor_tree import Tensors, found_quickly
+from dissensus.utils.tensor_tree import Tensors, cache_submodules
 
 
 class Watchers(nn.ModuleList):
@@ -33,7 +33,7 @@ class Watchers(nn.ModuleList):
         return super().__iter__()
 
 
-class Clock(Ground):
+class TrainingClock(CalibratedModule):
     """Base class of `TrainingRules`. `fit`, or your own loop, calls `begin` once and `observe` after every step.
 
     Both calls are passed on to the method's recorders (its attributes of class `Recorder`) and to its watchers.
@@ -46,7 +46,7 @@ class Clock(Ground):
         super().__init__()
         self.steps_per_epoch: int | None = None
         self.epochs: int | None = None
-        self.began = 0  # `steps` at the beginning of this run
+        self.steps_before_run = 0  # `steps` at the beginning of this run
         self.batches_per_step = 1  # batches whose gradients make one step; `fit` sets it to `accumulate`
         self.ranks: Literal["independent"] | None = None  # set if every process of a group trains its own model
         self.mesh: Any = None  # a `ds.distributed.Mesh` of the processes that predict and evaluate together
@@ -71,7 +71,7 @@ class Clock(Ground):
 
     @property
     @final
-    def observes(self) -> bool:
+    def has_observers(self) -> bool:
         """Whether `observe` does more than count steps."""
         return bool(self.recorders or len(self.watchers))
 
@@ -87,7 +87,7 @@ class Clock(Ground):
             done: steps of the run that are already done, in a resumed run.
         """
         self.steps_per_epoch, self.epochs = steps_per_epoch, epochs
-        self.began = int(self.steps) - done
+        self.steps_before_run = int(self.steps) - done
         self.uncalibrate("training")
         for watcher in self.watchers:
             watcher.begin(steps_per_epoch, epochs, done=done)
@@ -97,9 +97,9 @@ class Clock(Ground):
     @final
     def begin_unmeasured(self, epochs: int) -> None:
         """Begins a run of this many epochs of unknown length. `begin` is called after the first epoch."""
-        if self.began != int(self.steps):  # the length known so far belongs to an earlier run
+        if self.steps_before_run != int(self.steps):  # the length known so far belongs to an earlier run
             self.steps_per_epoch = self.epochs = None
-        self.began = int(self.steps)
+        self.steps_before_run = int(self.steps)
         self.uncalibrate("training")
         for watcher in self.watchers:
             watcher.begin_unmeasured(epochs)
@@ -115,20 +115,20 @@ class Clock(Ground):
         Args:
             optimizer: the optimiser that trains this posterior.
         """
-        if not self.observes:
-            return self._count(optimizer)
+        if not self.has_observers:
+            return self._count_step(optimizer)
         recorders = self.recorders
         with torch.no_grad():
             for recorder in recorders:
-                recorder.renew()  # first: if it raises, the step is not counted
+                recorder.renew_weights()  # first: if it raises, the step is not counted
             for watcher in self.watchers:
                 watcher.observe(optimizer)
-            stepped = self._count(optimizer)
+            stepped = self._count_step(optimizer)
             for recorder in recorders if stepped else ():
                 recorder.observe(optimizer)
         return stepped
 
-    def _count(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _count_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Counts a step if the optimiser has stepped."""
         stepped = has_stepped(self, optimizer)
         if stepped:
@@ -138,7 +138,7 @@ class Clock(Ground):
         return stepped
 
 
-class TrainingRules(Clock):
+class TrainableModule(TrainingClock):
     """Base class of `Posterior`: what optimisers and `fit` need from a method. Methods may override what is not final."""
 
     needed: ClassVar[tuple[str, ...]] = ()  # required keywords, despite their None default
@@ -152,22 +152,22 @@ class TrainingRules(Clock):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        cls.__signature__ = spelled_out(cls.__init__)  # type: ignore[attr-defined]
+        cls.__signature__ = expanded_signature(cls.__init__)  # type: ignore[attr-defined]
 
     def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:
         super().__init__()
         self.particles = particles
-        found_quickly(self, "particles")
+        cache_submodules(self, "particles")
         self.watchers = Watchers()  # posteriors that record this one's training (`ds.track`)
         # How members interact, from the hooks that the method defines; one member alone does not. SVGD has both and sets it.
-        ways = [each for each in ("couple", "mix") if getattr(type(self), each) is not getattr(TrainingRules, each)]
-        self.acts: str | None = ways[0] if ways and particles.members > 1 else None
+        ways = [each for each in ("couple", "mix") if getattr(type(self), each) is not getattr(TrainableModule, each)]
+        self.interaction: str | None = ways[0] if ways and particles.members > 1 else None
         self.data_size: int | None = None
         if unknown := prior.keys() - PriorKeywords.__annotations__:
             raise TypeError(
                 f"expected a keyword of {type(self).__name__}, got {min(unknown)!r}; see help({type(self).__name__})"
             )
-        self.use_prior(prior_of(**prior), prior.get("data_size"))
+        self.use_prior(make_prior(**prior), prior.get("data_size"))
         if self.data_size is None and "data_size" in self.needed:
             raise ValueError("expected data_size, got none; pass data_size=len(training_set)")
 
@@ -193,22 +193,22 @@ class TrainingRules(Clock):
 
     @property
     @final
-    def mixes(self) -> bool:
+    def mixes_gradients(self) -> bool:
         """Whether gradients are mixed over members before the optimiser gets them."""
-        return self.acts == "mix"
+        return self.interaction == "mix"
 
     @property
     @final
-    def coupled(self) -> bool:
+    def is_coupled(self) -> bool:
         """Whether members are coupled by `couple`."""
-        return self.acts == "couple"
+        return self.interaction == "couple"
 
     def groups(self) -> list[Group]:
         """All parameters, trained or not, in groups; if groups overlap, the last wins.
 
         A method adds its own at the end: `[*super().groups(), Group("scales", {…}, rate=1e-2, decay=False)]`.
         """
-        named = {_of_member(name): parameter for name, parameter in self.named_parameters()}
+        named = {_member_name(name): parameter for name, parameter in self.named_parameters()}
         roots = {name: name.partition(".")[0] for name in named}
         network, noise = ({n: p for n, p in named.items() if roots[n] == root} for root in ("network", "likelihood"))
         latents = {n: p for n, p in named.items() if roots[n] == "latents"}
@@ -224,11 +224,13 @@ class TrainingRules(Clock):
         ]
 
     @final
-    def with_prior(self) -> list[str]:
+    def names_with_prior(self) -> list[str]:
         """Names of the members' trained parameters under the prior, from groups with `prior=True`."""
         if self._with_prior is None:
-            names = {name for group in disjoint(self.groups()) if group.prior for name in group.parameters}
-            plain = under(self.prior, self.particles.template.network, (name.removeprefix(PREFIX) for name in names))
+            names = {name for group in disjoint_groups(self.groups()) if group.prior for name in group.parameters}
+            plain = names_under_prior(
+                self.prior, self.particles.template.network, (name.removeprefix(PREFIX) for name in names)
+            )
             self._with_prior = frozenset(PREFIX + name for name in plain)
         # From the stored tensors: inside vmap and func transforms, a member's tensors do not have requires_grad.
         stored = {**self.particles.shared_parameters(), **self.particles.own_parameters()}
@@ -240,12 +242,12 @@ class TrainingRules(Clock):
         if self.prior is None or self.data_size is None:
             return 0.0
         weights, shared = {}, self.particles.shared_parameters()
-        for name in self.with_prior():
+        for name in self.names_with_prior():
             # Sums of squares overflow float16 and lose digits in bfloat16 long before the weights do.
-            full = wide(params[name])
-            once = name in shared and self.particles.everywhere > 1
+            full = at_least_float32(params[name])
+            once = name in shared and self.particles.total_members > 1
             weights[name.removeprefix(PREFIX)] = (
-                with_gradient_times(full, 1 / self.particles.everywhere) if once else full
+                scale_gradient(full, 1 / self.particles.total_members) if once else full
             )
         if not weights:
             return 0.0
@@ -266,7 +268,7 @@ class TrainingRules(Clock):
             data_size: N, if the posterior does not know it yet.
         """
         size = self.data_size if data_size is None else data_size
-        if (made := prior_of(prior, data_size=size)) is not None:
+        if (made := make_prior(prior, data_size=size)) is not None:
             own, shared = self.particles.own_parameters(), self.particles.shared_parameters()
             shapes = {name: t.shape for name, t in shared.items()} | {name: t.shape[1:] for name, t in own.items()}
             made.check_fits({n.removeprefix(PREFIX): s for n, s in shapes.items() if n.startswith(PREFIX)})
@@ -316,6 +318,6 @@ class TrainingRules(Clock):
         return lambda epoch: plateau_linear(epoch / max(epochs, 1))
 
 
-def _of_member(name: str) -> str:
+def _member_name(name: str) -> str:
     """The name within a member of a posterior's parameter."""
     return name.removeprefix("particles.own.").removeprefix("particles.shared.")

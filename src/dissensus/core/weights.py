@@ -11,7 +11,7 @@ from torch import Tensor
 from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
 from dissensus.numerics.flat_weights import state_dtype
-from dissensus.utils.dtensor import cut_last, is_divided, joined
+from dissensus.utils.dtensor import gather_full_tensor, is_divided, shard_last_axis
 from dissensus.utils.tensor_tree import Tensors
 
 
@@ -21,23 +21,23 @@ class Weights:
 
     stored: Mapping[str, Tensor]
     own: frozenset[str]
-    built: int  # number of members at construction
+    initial_members: int  # number of members at construction
 
     @property
     def members(self) -> int:
         """Number of members now: processes that train together may each hold a part of them."""
-        return next((len(tensor) for name, tensor in self.stored.items() if name in self.own), self.built)
+        return next((len(tensor) for name, tensor in self.stored.items() if name in self.own), self.initial_members)
 
-    def only(self, wanted: Callable[[str, Tensor], bool]) -> Weights:
+    def filter_tensors(self, wanted: Callable[[str, Tensor], bool]) -> Weights:
         """The tensors for which wanted(name, stored tensor) is true."""
-        return Weights({n: t for n, t in self.stored.items() if wanted(n, t)}, self.own, self.built)
+        return Weights({n: t for n, t in self.stored.items() if wanted(n, t)}, self.own, self.initial_members)
 
-    def joined(self, other: Weights) -> Weights:
+    def merge_with(self, other: Weights) -> Weights:
         """These and the other's tensors; for a name in both, this one's."""
         others = {name: tensor for name, tensor in other.stored.items() if name not in self.stored}
-        return Weights({**self.stored, **others}, self.own | other.own, self.built)
+        return Weights({**self.stored, **others}, self.own | other.own, self.initial_members)
 
-    def lifted(self, tensors: Mapping[str, Tensor]) -> Tensors:
+    def expand_members(self, tensors: Mapping[str, Tensor]) -> Tensors:
         """Name -> detached views (M, ...) of tensors that have the shapes of the stored ones."""
         return {
             name: t.detach() if name in self.own else t.detach().expand(self.members, *t.shape)
@@ -46,7 +46,7 @@ class Weights:
 
     def rows(self) -> Tensors:
         """Name -> (M, ...) views of the present tensors."""
-        return self.lifted(self.stored)
+        return self.expand_members(self.stored)
 
     def flat(self, dtype: torch.dtype | None = None) -> Tensor:
         """(M, P) copies of all entries of each member, tensor after tensor; in at least float32 by default.
@@ -59,33 +59,35 @@ class Weights:
             return torch.cat([each.to(dtype).reshape(self.members, -1) for each in rows.values()], dim=1)
         return torch.stack(
             [
-                cut_last(torch.cat([joined(each[m]).to(dtype).flatten() for each in rows.values()]), like)
+                shard_last_axis(
+                    torch.cat([gather_full_tensor(each[m]).to(dtype).flatten() for each in rows.values()]), like
+                )
                 for m in range(self.members)
             ]
         )
 
-    def one(self) -> Tensors:
+    def first_member(self) -> Tensors:
         """Name -> the first member's tensor."""
         return {name: rows[0] for name, rows in self.rows().items()}
 
 
-def parameters(particles: Particles) -> Weights:
+def network_parameters(particles: Particles) -> Weights:
     """The networks' parameters."""
-    return _of_networks(particles, particles.shared_parameters(), particles.own_parameters())
+    return _network_weights(particles, particles.shared_parameters(), particles.own_parameters())
 
 
-def buffers(particles: Particles) -> Weights:
+def network_buffers(particles: Particles) -> Weights:
     """The networks' buffers."""
-    return _of_networks(particles, particles.shared_buffers(), particles.own_buffers())
+    return _network_weights(particles, particles.shared_buffers(), particles.own_buffers())
 
 
-def of_likelihood(particles: Particles) -> Weights:
+def likelihood_parameters(particles: Particles) -> Weights:
     """The likelihood's parameters, such as learned noise, by their full names: "likelihood.log_noise"."""
     stored = {**particles.shared_parameters(), **particles.own_parameters()}
     mine = {name: tensor for name, tensor in stored.items() if name.startswith("likelihood.")}
     return Weights(mine, frozenset(particles.own_parameters()) & mine.keys(), particles.members)
 
 
-def _of_networks(particles: Particles, shared: Tensors, own: Tensors) -> Weights:
+def _network_weights(particles: Particles, shared: Tensors, own: Tensors) -> Weights:
     stored = {n.removeprefix(PREFIX): t for n, t in {**shared, **own}.items() if n.startswith(PREFIX)}
     return Weights(stored, frozenset(n.removeprefix(PREFIX) for n in own), particles.members)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dissensus.data.segmentation import VOID
-from dissensus.utils.checks import number, whole
+from dissensus.utils.checks import integer, number
 
 
 class Streams:
@@ -43,7 +43,7 @@ class Augmentation(Streams):
     """
 
     def __init__(self, *, padding: int = 4, flip: bool = True, cutout: int = 0, seed: int | None = None) -> None:
-        self.padding, self.cutout = whole("padding", padding, least=0), whole("cutout", cutout, least=0)
+        self.padding, self.cutout = integer("padding", padding, least=0), integer("cutout", cutout, least=0)
         self.flip, self.seed = flip, seed
         self._generators: dict[torch.device, torch.Generator] = {}
         self._counted: dict[tuple[int, torch.device], Tensor] = {}
@@ -112,7 +112,7 @@ class SegmentationAugmentation(Streams):
     ) -> None:
         low = number("scale", scale[0], above=0)
         self.flip, self.scale, self.seed = flip, (low, number("scale", scale[1], least=low)), seed
-        self.crop = None if crop is None else (whole("crop", crop[0]), whole("crop", crop[1]))
+        self.crop = None if crop is None else (integer("crop", crop[0]), integer("crop", crop[1]))
         self._generators = {}
 
     def __call__(self, images: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,10 +127,10 @@ class SegmentationAugmentation(Streams):
             places.append(start[:, None] + steps / factor[:, None])
         if self.flip:
             places[1] = torch.where(draws[3, :, None] < 0.5, size[1] - places[1], places[1])
-        return _sampled(images, masks, *places)
+        return _sample_at(images, masks, *places)
 
 
-def _sampled(images: Tensor, masks: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+def _sample_at(images: Tensor, masks: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     """Images (B, C, h, w) and masks (B, h, w) at these places, rows (B, h) and columns (B, w) in pixels from the edges."""
     height, width = masks.shape[1:]
     inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]

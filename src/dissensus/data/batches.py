@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dissensus.utils.arrays import as_tensor, is_array
-from dissensus.utils.checks import whole
+from dissensus.utils.checks import integer
 
 BatchInputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
@@ -56,7 +56,7 @@ class Batches:
                 f"expected no seed without shuffle, got seed={seed}; pass shuffle=True or leave the seed out"
             )
         self.x, self.y, self.weight = x, y, weight
-        self.batch_size, self.shuffle, self.drop_last = whole("batch_size", batch_size), shuffle, drop_last
+        self.batch_size, self.shuffle, self.drop_last = integer("batch_size", batch_size), shuffle, drop_last
         self.augment = augment
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
 
@@ -102,10 +102,10 @@ class Batches:
 
     def at(self, rows: Any) -> tuple[Any, ...]:
         """The batch of these rows."""
-        x, y = _taken_rows(self.x, rows), _taken_rows(self.y, rows)
+        x, y = _take_rows(self.x, rows), _take_rows(self.y, rows)
         if self.augment is not None:
             x, y = self.augment(x, y) if getattr(self.augment, "joint", False) else (self.augment(x), y)
-        return (x, y) if self.weight is None else (x, y, _taken_rows(self.weight, rows))
+        return (x, y) if self.weight is None else (x, y, _take_rows(self.weight, rows))
 
     def _order(self) -> Tensor | None:
         if not self.shuffle:
@@ -128,14 +128,14 @@ class RawBatches:
         return len(self.rows)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        return ((_raw_rows(self.x, index), *rest) for index, *rest in self.rows)
+        return ((_take_raw_rows(self.x, index), *rest) for index, *rest in self.rows)
 
 
-def _raw_rows(x: Any, index: Tensor) -> Any:
+def _take_raw_rows(x: Any, index: Tensor) -> Any:
     if hasattr(x, "iloc"):
         return x.iloc[index.numpy()]
     if isinstance(x, dict):
-        return {name: _raw_rows(column, index) for name, column in x.items()}
+        return {name: _take_raw_rows(column, index) for name, column in x.items()}
     return [x[i] for i in index.tolist()] if isinstance(x, list | tuple) else x[index]
 
 
@@ -175,10 +175,10 @@ def _input_tensors(x: BatchInputs) -> list[Tensor]:
     return list(x.values()) if isinstance(x, dict) else list(x) if isinstance(x, tuple | list) else [x]
 
 
-def _taken_rows(x: BatchInputs, rows: Any) -> Any:
+def _take_rows(x: BatchInputs, rows: Any) -> Any:
     """The rows of every tensor of x."""
     if isinstance(x, dict):
-        return {name: _taken_rows(tensor, rows) for name, tensor in x.items()}
+        return {name: _take_rows(tensor, rows) for name, tensor in x.items()}
     if isinstance(x, tuple | list):
-        return tuple(_taken_rows(tensor, rows) for tensor in x)
+        return tuple(_take_rows(tensor, rows) for tensor in x)
     return x[rows.to(x.device) if isinstance(rows, Tensor) else rows]

@@ -19,7 +19,7 @@ from dissensus.data import numpy_files
 from dissensus.data.corruption import blur, digital, jpeg, noise, spatter, weather
 from dissensus.data.corruption.image_draws import Draws, image_keys
 from dissensus.data.corruption.pixel_levels import from_levels
-from dissensus.utils.checks import number, one_of, whole
+from dissensus.utils.checks import integer, number, one_of
 
 
 class Recipe(NamedTuple):
@@ -121,7 +121,7 @@ def corrupt(
         index: (B,) the images' positions in their data set; 0 … B−1 by default.
     """
     one_of("name", name, CORRUPTIONS)
-    number("severity", whole("severity", severity), most=5)
+    number("severity", integer("severity", severity), most=5)
     _check_images(images)
     index = _checked_index(index, images)
     levels = images if images.dtype == torch.uint8 else (images.float() * 255).round().to(torch.uint8)
@@ -157,7 +157,7 @@ def read_cifar_c(folder: str | PathLike[str], name: str, severity: int | None = 
     """
     one_of("name", name, CORRUPTIONS)
     if severity is not None:
-        number("severity", whole("severity", severity), most=5)
+        number("severity", integer("severity", severity), most=5)
     images = numpy_files.read_array(Path(folder) / f"{name}.npy", (5 * _ROWS_PER_SEVERITY, 32, 32, 3))
     labels = numpy_files.read_array(Path(folder) / "labels.npy", (5 * _ROWS_PER_SEVERITY,))
     rows = (

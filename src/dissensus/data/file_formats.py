@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from dissensus.data.numpy_files import npz_pair
-from dissensus.data.untrusted_files import BatchUnpickler, matlab_arrays, most
-from dissensus.utils.file_errors import reading
+from dissensus.data.untrusted_files import BatchUnpickler, matlab_arrays, unpacked_limit
+from dissensus.utils.file_errors import read_errors
 
 FETCH_AGAIN = "download the file again"
 
@@ -32,13 +32,13 @@ def read_idx(path: str | Path) -> np.ndarray:
     """
     raw = Path(path).read_bytes()
     if raw[:2] == b"\x1f\x8b":  # judged by content: unpacked downloads often keep the suffix .gz
-        with reading(path, FETCH_AGAIN, kind="a gzip file"), gzip.open(path) as file:
-            size, limit = len(raw), most(len(raw))
+        with read_errors(path, FETCH_AGAIN, kind="a gzip file"), gzip.open(path) as file:
+            size, limit = len(raw), unpacked_limit(len(raw))
             if len(raw := file.read(limit + 1)) > limit:
                 raise ValueError(
                     f"it unpacks to more than {limit} bytes from {size}, far more than usual; unpack it yourself"
                 )
-    with reading(path, FETCH_AGAIN, kind="an IDX file (bytes 0, 0, type, rank)"):
+    with read_errors(path, FETCH_AGAIN, kind="an IDX file (bytes 0, 0, type, rank)"):
         zeros, dtype, rank = raw[:2], np.dtype(IDX_TYPES[raw[2]]), raw[3]
         shape = tuple(int.from_bytes(raw[4 * i + 4 : 4 * i + 8], "big") for i in range(rank))
         expected = 4 + 4 * rank + math.prod(shape) * dtype.itemsize
@@ -59,7 +59,7 @@ def read_npz(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
 def read_mat(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
     """Reads images (N, C, H, W) uint8 and labels (N,) int64 from a MATLAB file with X (H, W, C, N) and y (N, 1), as in SVHN."""
     raw = Path(path).read_bytes()
-    with reading(path, FETCH_AGAIN, kind="a MATLAB 5 file"):
+    with read_errors(path, FETCH_AGAIN, kind="a MATLAB 5 file"):
         arrays = matlab_arrays(raw)
     if "X" not in arrays or "y" not in arrays or arrays["X"].ndim != 4:
         raise ValueError(
@@ -92,7 +92,7 @@ def read_cifar_python(path: str | Path, *, labels: str = "labels") -> tuple[np.n
     labels: the entry to read; "labels" in CIFAR-10, "fine_labels" or "coarse_labels" in CIFAR-100.
     """
     raw = Path(path).read_bytes()
-    with reading(path, FETCH_AGAIN, kind="a CIFAR batch for Python at"):
+    with read_errors(path, FETCH_AGAIN, kind="a CIFAR batch for Python at"):
         batch = BatchUnpickler(io.BytesIO(raw), encoding="bytes").load()
         entries = {key if isinstance(key, str) else key.decode("latin1"): value for key, value in batch.items()}
         if "data" not in entries or labels not in entries:

@@ -30,12 +30,16 @@ def locate(
                 paths = [root / sub / file.name for file in variant.files]
                 if not all(path.is_file() for path in paths):
                     continue
-                if sub == "." and variant.reader in SHARED_NAMES and not all(map(_is, paths, variant.files)):
+                if (
+                    sub == "."
+                    and variant.reader in SHARED_NAMES
+                    and not all(map(_matches_checksum, paths, variant.files))
+                ):
                     continue
                 if verify:
-                    _check(paths, variant.files)
+                    _check_checksums(paths, variant.files)
                 return variant, paths
-    raise FileNotFoundError(_missing(name, split, root, variants))
+    raise FileNotFoundError(_missing_message(name, split, root, variants))
 
 
 def data_folder(folder: str | Path | None) -> Path | None:
@@ -57,11 +61,11 @@ def find_place(folder: str | Path | None, places: Sequence[str], what: str) -> P
     )
 
 
-def _is(path: Path, file: SourceFile) -> bool:
+def _matches_checksum(path: Path, file: SourceFile) -> bool:
     return path.stat().st_size == file.bytes and sha256(path) == file.sha256
 
 
-def _check(paths: list[Path], files: tuple[SourceFile, ...]) -> None:
+def _check_checksums(paths: list[Path], files: tuple[SourceFile, ...]) -> None:
     for path, file in zip(paths, files, strict=True):
         if (found := sha256(path)) != file.sha256:
             wanted = file.sha256 or "as published, but none is published: pass verify=False"
@@ -73,7 +77,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _missing(name: str, split: str, root: Path | None, variants: tuple[Variant, ...]) -> str:
+def _missing_message(name: str, split: str, root: Path | None, variants: tuple[Variant, ...]) -> str:
     if root is None:
         shown, got = Path("FOLDER"), NO_FOLDER
     else:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dissensus.data.images import ImageSet
 from dissensus.data.segmentation import SUFFIXES, image_files
-from dissensus.utils.checks import one_of, whole
-from dissensus.utils.file_errors import reading
+from dissensus.utils.checks import integer, one_of
+from dissensus.utils.file_errors import read_errors
 
 log = logging.getLogger("dissensus")
 
@@ -87,10 +87,10 @@ def _stack(files: Sequence[Path], size: int | Sequence[int] | None, channels: in
 
     one_of("channels", channels, (1, 3))
     given = (size, size) if isinstance(size, int) else size
-    shape = None if given is None else (whole("size", given[0]), whole("size", given[1]))
+    shape = None if given is None else (integer("size", given[0]), integer("size", given[1]))
     images, resized = torch.empty(0), 0
     for row, path in enumerate(files):
-        with reading(path, "save it again", kind="an image"), Image.open(path) as opened:
+        with read_errors(path, "save it again", kind="an image"), Image.open(path) as opened:
             image = eight_bits(opened, "L" if channels == 1 else "RGB", str(path))
         if shape is not None and image.size != shape[::-1]:
             image, resized = image.resize(shape[::-1], Image.Resampling.BILINEAR), resized + 1
@@ -99,14 +99,16 @@ def _stack(files: Sequence[Path], size: int | Sequence[int] | None, channels: in
             images = torch.empty(len(files), *found.shape, dtype=torch.uint8)
         if found.shape != images.shape[1:]:
             raise ValueError(
-                f"expected images of one size, got {_by(images)} in {files[0]} and {found.shape[1]}×{found.shape[2]} in "
+                f"expected images of one size, got {_size_text(images)} in {files[0]} and {found.shape[1]}×{found.shape[2]} in "
                 f"{path}; resize them by size = {int(images.shape[2])}"
             )
         images[row] = torch.from_numpy(np.array(found))
     if resized:
-        log.info("%d of %d images in %s were resized to %s", resized, len(files), files[0].parents[1], _by(images))
+        log.info(
+            "%d of %d images in %s were resized to %s", resized, len(files), files[0].parents[1], _size_text(images)
+        )
     return images
 
 
-def _by(images: Tensor) -> str:
+def _size_text(images: Tensor) -> str:
     return "×".join(map(str, images.shape[2:]))

@@ -69,7 +69,7 @@ def image_set(name: str, split: str, *, folder: str | Path | None = None, verify
         FileNotFoundError: the files are missing; the message names them and their place.
     """
     variant, paths = locate(name, split, folder=folder, verify=verify)
-    images, labels = _arrays_of(variant.reader, paths)
+    images, labels = _read_arrays(variant.reader, paths)
     return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), name, CATALOGUE[name].classes)
 
 
@@ -106,7 +106,7 @@ def svhn(split: str = "test", *, folder: str | Path | None = None, verify: bool 
 Arrays = tuple[np.ndarray, np.ndarray]  # images (N, C, H, W) uint8, labels (N,) int64
 
 
-def _arrays_of(reader: str, paths: list[Path]) -> Arrays:
+def _read_arrays(reader: str, paths: list[Path]) -> Arrays:
     if reader == "idx":  # one file of images and one of labels
         images, labels = (read_idx(path) for path in paths)
         return images[:, None], labels.astype(np.int64)

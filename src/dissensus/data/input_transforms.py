@@ -16,7 +16,7 @@ from dissensus.data.standardise import Standardiser, check_columns
 from dissensus.data.table_encoding import NumberColumn, TableEncoder, table_columns
 from dissensus.data.table_encoding import _numbers as numbers_in
 from dissensus.utils.arrays import as_tensor
-from dissensus.utils.checks import number, whole
+from dissensus.utils.checks import integer, number
 
 
 class InputTransform(ABC):
@@ -68,9 +68,9 @@ class ImageInputs(InputTransform):
             raise ValueError(f"expected one mean and std per channel, got {len(means)} and {len(stds)}; pass C of each")
         self.mean = [float(number("every mean", each)) for each in means]
         self.std = [float(number("every std", each, above=0)) for each in stds]
-        self.resize = None if resize is None else whole("resize", resize)
+        self.resize = None if resize is None else integer("resize", resize)
         sides = (crop, crop) if isinstance(crop, int) else crop
-        self.crop = None if sides is None else tuple(whole("crop", side) for side in sides)
+        self.crop = None if sides is None else tuple(integer("crop", side) for side in sides)
 
     @staticmethod
     def of(standardiser: Standardiser, **keywords: Any) -> ImageInputs:
@@ -121,7 +121,7 @@ class ImageInputs(InputTransform):
             )
         return pixels if first else pixels.movedim(-1, 1)
 
-    def _sized(self, pixels: Tensor) -> Tensor:
+    def _resize_and_crop(self, pixels: Tensor) -> Tensor:
         """Resized and cropped pixels, from 0 to 255 in float32."""
         pixels = pixels.to(torch.float32)
         if self.resize is not None and min(pixels.shape[2:]) != self.resize:
@@ -140,7 +140,7 @@ class ImageInputs(InputTransform):
         return pixels
 
     def transform(self, raw: Tensor) -> Tensor:
-        pixels = self._sized(raw) / 255
+        pixels = self._resize_and_crop(raw) / 255
         mean, std = (torch.tensor(each, device=raw.device)[:, None, None] for each in (self.mean, self.std))
         return (pixels - mean) / std
 

@@ -8,8 +8,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dissensus.data.untrusted_files import most
-from dissensus.utils.file_errors import reading
+from dissensus.data.untrusted_files import unpacked_limit
+from dissensus.utils.file_errors import read_errors
 
 COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # those NumPy writes; others may take any amount of memory
 
@@ -24,11 +24,11 @@ def npz_arrays(source: str | Path | BinaryIO, limit: int | None = None) -> dict[
             return npz_arrays(file, limit)
     name = getattr(source, "name", "in memory")
     with (
-        reading(name, "save it with numpy.savez", kind="an .npz file of plain arrays"),
+        read_errors(name, "save it with numpy.savez", kind="an .npz file of plain arrays"),
         zipfile.ZipFile(source) as file,
     ):
         size, entries = source.seek(0, 2), file.infolist()
-        total, limit = sum(entry.file_size for entry in entries), most(size) if limit is None else limit
+        total, limit = sum(entry.file_size for entry in entries), unpacked_limit(size) if limit is None else limit
         if total > limit:
             raise ValueError(f"it unpacks to {total:,} bytes, and at most {limit:,} are allowed")
         if others := [entry.filename for entry in entries if entry.compress_type not in COMPRESSIONS]:
@@ -67,7 +67,7 @@ def read_array(path: Path, shape: tuple[int, ...]) -> np.ndarray:
         raise FileNotFoundError(
             f"expected the file {path}, got nothing there; unpack the CIFAR-C archive and pass the folder of .npy files"
         )
-    with reading(path, "download it again", kind="a NumPy array file at"):
+    with read_errors(path, "download it again", kind="a NumPy array file at"):
         found = np.lib.format.open_memmap(path, mode="c")  # maps only existing bytes, and no objects
         if found.offset + found.nbytes != path.stat().st_size:
             raise ValueError("the file is longer than its array")

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.utils.checks import number, one_of, whole
-from dissensus.utils.file_errors import reading
+from dissensus.utils.checks import integer, number, one_of
+from dissensus.utils.file_errors import read_errors
 
 VOID = 255  # the label of ignored pixels: they count neither in the loss nor in the metrics
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
@@ -54,7 +54,7 @@ def segmentation_folder(
         void: the number of ignored pixels in the files.
         size: (H, W) in pixels to resize to; images by antialiased bilinear interpolation, masks by the nearest pixel.
     """
-    return read_pairs(paired(Path(images), Path(masks)), classes, void=void, size=size)
+    return read_pairs(pair_images_with_masks(Path(images), Path(masks)), classes, void=void, size=size)
 
 
 def with_unknown(found: SegmentationSet, unknown: Sequence[str]) -> tuple[SegmentationSet, Tensor]:
@@ -82,7 +82,7 @@ def class_weights(masks: Tensor, classes: int | Sequence[str]) -> Tensor:
     p_c is the share of class c among all pixels that are not VOID (Paszke, Chaurasia, Kim & Culurciello, "ENet", 2016).
     SegNet's median frequencies differ: they count only the images that contain the class.
     """
-    count = whole("classes", classes if isinstance(classes, int) else len(classes), least=2)
+    count = integer("classes", classes if isinstance(classes, int) else len(classes), least=2)
     pixels = torch.bincount(masks[masks != VOID].flatten(), minlength=count)
     if len(pixels) > count or not pixels.any():
         got = len(pixels) - 1 if len(pixels) > count else "none but VOID"
@@ -90,7 +90,7 @@ def class_weights(masks: Tensor, classes: int | Sequence[str]) -> Tensor:
     return (1 / (1.02 + pixels / pixels.sum(dtype=torch.float64)).log()).to(torch.get_default_dtype())
 
 
-def paired(images: Path, masks: Path, *, ending: str = "") -> list[Pair]:
+def pair_images_with_masks(images: Path, masks: Path, *, ending: str = "") -> list[Pair]:
     """Every image of a folder with its mask, sorted by name. The mask's name is the image's plus `ending`, with any suffix."""
     for folder in (images, masks):
         if not folder.is_dir():
@@ -122,16 +122,16 @@ def read_pairs(
     from PIL import Image
 
     table = numbers_of_classes(classes, void)
-    shape = None if size is None else (whole("size", size[0]), whole("size", size[1]))
+    shape = None if size is None else (integer("size", size[0]), integer("size", size[1]))
     images = masks = torch.empty(0)
     for row, (name, image_path, mask_path) in enumerate(pairs):
         mask = read_mask(mask_path, table)
-        with reading(image_path, "save it again", kind="an image"), Image.open(image_path) as opened:
+        with read_errors(image_path, "save it again", kind="an image"), Image.open(image_path) as opened:
             image = opened.convert("RGB")
         if image.size != mask.shape[::-1]:
             raise ValueError(
-                f"expected an image and a mask of one size, got {_by(image.size[::-1])} in {image_path} and "
-                f"{_by(mask.shape)} in {mask_path}; make both from the same picture"
+                f"expected an image and a mask of one size, got {_size_text(image.size[::-1])} in {image_path} and "
+                f"{_size_text(mask.shape)} in {mask_path}; make both from the same picture"
             )
         if shape is not None and mask.shape != shape:
             image = image.resize(shape[::-1], Image.Resampling.BILINEAR)
@@ -141,8 +141,8 @@ def read_pairs(
             masks = torch.empty(len(pairs), *mask.shape, dtype=torch.uint8)
         if mask.shape != masks.shape[1:]:
             raise ValueError(
-                f"expected images of one size, got {_by(masks.shape[1:])} in {pairs[0][0]} and {_by(mask.shape)} in {name}; "
-                "pass size=(height, width) to resize them"
+                f"expected images of one size, got {_size_text(masks.shape[1:])} in {pairs[0][0]} and "
+                f"{_size_text(mask.shape)} in {name}; pass size=(height, width) to resize them"
             )
         images[row] = torch.from_numpy(np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)))
         masks[row] = torch.from_numpy(np.array(mask))
@@ -159,7 +159,7 @@ def numbers_of_classes(classes: Sequence[str], void: int) -> dict[int, int]:
     """Number in a file -> class, or VOID."""
     if isinstance(classes, str) or not 2 <= len(set(classes)) == len(classes) < VOID:
         raise ValueError(f"expected 2 to 254 different class names, got {classes!r}; pass a list of names")
-    number("void", whole("void", void, least=0), most=VOID)
+    number("void", integer("void", void, least=0), most=VOID)
     values = [value for value in range(len(classes) + 1) if value != void]
     return {**dict(zip(values, range(len(classes)), strict=False)), void: VOID}
 
@@ -168,7 +168,7 @@ def read_mask(path: Path, table: dict[int, int]) -> np.ndarray:
     """(H, W) uint8: the class of every pixel of one file."""
     from PIL import Image
 
-    with reading(path, "save it again", kind="an image"), Image.open(path) as opened:
+    with read_errors(path, "save it again", kind="an image"), Image.open(path) as opened:
         found = np.asarray(opened, np.int32)
     if found.ndim != 2:
         raise ValueError(
@@ -189,5 +189,5 @@ def read_mask(path: Path, table: dict[int, int]) -> np.ndarray:
     return labels.astype(np.uint8)
 
 
-def _by(size: Sequence[int]) -> str:
+def _size_text(size: Sequence[int]) -> str:
     return "×".join(map(str, size))

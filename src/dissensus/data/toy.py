@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from dissensus.data.shipped import regression_points
-from dissensus.utils.checks import number, whole
+from dissensus.utils.checks import integer, number
 
 
 def two_moons(
     count: int = 1500, *, noise: float = 0.1, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """Two classes on interleaved half circles: x (count, 2) and y (count,) in {0, 1}; noise: standard deviation per axis."""
-    whole("count", count)
+    integer("count", count)
     upper = torch.linspace(0, math.pi, count // 2, dtype=torch.float64)
     lower = torch.linspace(0, math.pi, count - count // 2, dtype=torch.float64)
     x = torch.cat(
         [torch.stack([upper.cos(), upper.sin()], 1), torch.stack([1 - lower.cos(), 0.5 - lower.sin()], 1)]
     )  # (count, 2)
-    generator = _seeded(seed)
+    generator = _seeded_generator(seed)
     x = x + noise * _normal(x.shape, generator)
-    return _shuffled(x.to(dtype), _classes(len(upper), len(lower)), generator)
+    return _shuffle_rows(x.to(dtype), _classes(len(upper), len(lower)), generator)
 
 
 def five_blobs(
@@ -42,12 +42,12 @@ def five_blobs(
     The set of the repulsive-ensemble papers: 40 points per class for training and, with another seed, 20 for testing.
     `scale` multiplies both radius and std; 0.4 gives the smaller picture in the FoRDE paper.
     """
-    whole("points", points)
+    integer("points", points)
     angles = math.pi / 2 + 2 * math.pi / 5 * torch.arange(5, dtype=torch.float64)
     centres = radius * torch.stack([angles.cos(), angles.sin()], 1)  # (5, 2)
-    generator = _seeded(seed)
+    generator = _seeded_generator(seed)
     x = centres.repeat_interleave(points, 0) + std * _normal((5 * points, 2), generator)
-    return _shuffled((scale * x).to(dtype), _classes(*[points] * 5), generator)
+    return _shuffle_rows((scale * x).to(dtype), _classes(*[points] * 5), generator)
 
 
 def donuts(
@@ -62,10 +62,10 @@ def donuts(
 
     `radii`: radii of the inner and the outer ring. `std`: standard deviation of the distance to the origin.
     """
-    whole("count", count)
+    integer("count", count)
     y = _classes(count // 2, count - count // 2)
-    generator = _seeded(seed)
-    return _shuffled(_ring(torch.tensor(radii, dtype=torch.float64)[y], std, generator).to(dtype), y, generator)
+    generator = _seeded_generator(seed)
+    return _shuffle_rows(_ring(torch.tensor(radii, dtype=torch.float64)[y], std, generator).to(dtype), y, generator)
 
 
 def far_ring(
@@ -78,8 +78,8 @@ def far_ring(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Out-of-distribution points for `five_blobs`, x (count + centre, 2): first a wide ring, then N(0, std²) in its middle."""
-    whole("count", count)
-    generator = _seeded(seed)
+    integer("count", count)
+    generator = _seeded_generator(seed)
     ring = _ring(torch.full((count,), radius, dtype=torch.float64), std, generator)
     return torch.cat([ring, std * _normal((centre, 2), generator)]).to(dtype)
 
@@ -88,8 +88,8 @@ def x_sin_x(
     points: int = 45, *, noise: float = 0.25, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """Regression with a gap: x (2 · points, 1) in U[1.5, 2.5] and U[4.5, 6], y = x sin x + noise · N(0, 1)."""
-    whole("points", points)
-    generator = _seeded(seed)
+    integer("points", points)
+    generator = _seeded_generator(seed)
     x = torch.cat([_uniform((points, 1), 1.5, 2.5, generator), _uniform((points, 1), 4.5, 6.0, generator)])
     y = x * x.sin() + noise * _normal(x.shape, generator)
     return x.to(dtype), y.to(dtype)
@@ -99,8 +99,8 @@ def cubic(
     count: int = 20, *, noise: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """Cubic regression: x (count, 1) in U[−4, 4] and y = x³ + noise · N(0, 1), usually plotted on [−6, 6]."""
-    whole("count", count)
-    generator = _seeded(seed)
+    integer("count", count)
+    generator = _seeded_generator(seed)
     x = _uniform((count, 1), -4.0, 4.0, generator)
     y = x**3 + noise * _normal(x.shape, generator)
     return x.to(dtype), y.to(dtype)
@@ -113,8 +113,8 @@ def cubic_gap(
 
     The toy set of iBNN (Trinh, Kaski & Heinonen 2020), with steps of 0.01.
     """
-    whole("count", count)
-    generator = _seeded(seed)
+    integer("count", count)
+    generator = _seeded_generator(seed)
     right = torch.linspace(1.0, 3.0, count, dtype=torch.float64)[:, None]
     x = torch.cat([-right.flip(0), right])
     y = x**3 + noise * _normal(x.shape, generator)
@@ -129,11 +129,11 @@ def hill(
     The noise is noise · N(0, 1). A monotone function, such as a network with one hidden unit, can fit only one of the two
     slopes; its posterior has two modes of equal weight.
     """
-    whole("points", points)
+    integer("points", points)
     right = torch.linspace(1.5, 2.5, points, dtype=torch.float64)[:, None]
     top = torch.linspace(-0.5, 0.5, 2 * points - 1, dtype=torch.float64)[:, None]
     x = torch.cat([-right.flip(0), top, right])
-    y = torch.where(x.abs() < 1, 1.0, -1.0) + noise * _normal(x.shape, _seeded(seed))
+    y = torch.where(x.abs() < 1, 1.0, -1.0) + noise * _normal(x.shape, _seeded_generator(seed))
     return x.to(dtype), y.to(dtype)
 
 
@@ -153,9 +153,9 @@ def gaussian_process(
     f has the RBF kernel k(x, x') = amplitude² exp(−(x − x')² / (2 lengthscale²)). The same seed with noise=0 gives f at the
     same inputs.
     """
-    whole("count", count)
+    integer("count", count)
     number("lengthscale", lengthscale, above=0)
-    generator = _seeded(seed)
+    generator = _seeded_generator(seed)
     x = _uniform((count, 1), low, high, generator)
     kernel = torch.exp(-0.5 * ((x - x.T) / lengthscale) ** 2)
     # float64 and a jitter of 1e-9 on the unit diagonal: the kernel of near points is singular to working precision
@@ -180,7 +180,7 @@ def quadratic_features(x: Tensor) -> Tensor:
     return torch.cat([x / 2, (x / 2) ** 2], 1)
 
 
-def _seeded(seed: int) -> torch.Generator:
+def _seeded_generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
@@ -199,7 +199,7 @@ def _ring(radius: Tensor, std: float, generator: torch.Generator) -> Tensor:
     return distance[:, None] * torch.stack([angle.cos(), angle.sin()], 1)
 
 
-def _shuffled(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _shuffle_rows(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Rows in random order, so that the first rows are a fair sample."""
     order = torch.randperm(len(x), generator=generator)
     return x[order], y[order]

@@ -36,7 +36,7 @@ PICKLE_NAMES = {
 REFUSED = (pickle.EMPTY_SET, pickle.FROZENSET, pickle.BYTEARRAY8, pickle.EXT1, pickle.EXT2, pickle.EXT4)
 
 
-def most(size: int) -> int:
+def unpacked_limit(size: int) -> int:
     """How many bytes a compressed file of `size` bytes may unpack to."""
     return max(FLOOR, RATIO * size)
 
@@ -44,7 +44,7 @@ def most(size: int) -> int:
 def matlab_arrays(raw: bytes) -> dict[str, np.ndarray]:
     """Real numeric arrays of a MATLAB 5 file by name, in Fortran order; other variables are skipped."""
     order, arrays = {b"IM": "<", b"MI": ">"}[raw[126:128]], {}
-    for kind, matrix in _elements(memoryview(raw)[128:], order, most(len(raw))):
+    for kind, matrix in _elements(memoryview(raw)[128:], order, unpacked_limit(len(raw))):
         if kind != MATRIX:
             continue
         (_, flags), (_, sizes), (_, name), *values = itertools.islice(_elements(matrix, order, 0), 4)

@@ -28,8 +28,8 @@ def start(*, timeout: float = 1800.0) -> bool:
         timeout: seconds that a rank waits for others in training before the ranks that hang are reported and all end.
     """
     number("timeout", timeout, above=0)
-    if connected() or int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
-        return connected() and distributed.get_world_size() > 1
+    if is_connected() or int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+        return is_connected() and distributed.get_world_size() > 1
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -43,12 +43,12 @@ def start(*, timeout: float = 1800.0) -> bool:
     return bool(size > 1)
 
 
-def connected() -> bool:
+def is_connected() -> bool:
     """Whether this process is in a group."""
     return distributed.is_available() and distributed.is_initialized()
 
 
-def joined() -> tuple[Store, float] | None:
+def group_store() -> tuple[Store, float] | None:
     """(store, time limit) of the group that `start` has joined; None where somebody else has made it."""
     return next(iter(_stores), None)
 
@@ -60,7 +60,7 @@ def host_group() -> distributed.ProcessGroup:
     return distributed.new_group(backend="gloo")  # type: ignore[no-any-return]
 
 
-def check_seen(folder: Path, *, seconds: float = 10.0) -> None:
+def check_shared_folder(folder: Path, *, seconds: float = 10.0) -> None:
     """Raises, on all ranks, where one of them does not see what rank 0 writes into the folder, which is made if need be.
 
     `seconds`: how long to look, since network file systems show a new file late.

@@ -16,14 +16,20 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dissensus.core.batch import sampler_of
+from dissensus.core.batch import distributed_sampler
 from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.member import check_initialised
-from dissensus.distributed.init import connected, start
-from dissensus.distributed.work_split import DividedPortion, Interleaved, Joined, in_turns, part_of
-from dissensus.utils.checks import one_of, whole
-from dissensus.utils.fsdp import check_whole
-from dissensus.utils.progress import ask_before_speaking
+from dissensus.distributed.init import is_connected, start
+from dissensus.distributed.work_split import (
+    ConcatenatedBatches,
+    InterleavedBatches,
+    MeshFunctionPartition,
+    map_batches,
+    part_slice,
+)
+from dissensus.utils.checks import integer, one_of
+from dissensus.utils.fsdp import check_copyable
+from dissensus.utils.progress import set_reporting_check
 
 Statistics = Literal["synchronised", "per rank"]
 Given = Literal["whole", "parts"]
@@ -39,24 +45,24 @@ class Axis:
         self.rank = rank
         self.size = size
         self.group = group
-        self.sent = {"sum": 0, "gather": 0}
+        self.bytes_sent = {"sum": 0, "gather": 0}
 
     def __repr__(self) -> str:
         return f"part {self.rank + 1} of {self.size}"
 
-    def part(self, count: int, rank: int | None = None) -> slice:
+    def part_slice(self, count: int, rank: int | None = None) -> slice:
         """Which of `count` things are this rank's (or another one's): a contiguous part."""
-        return part_of(count, self.rank if rank is None else rank, self.size)
+        return part_slice(count, self.rank if rank is None else rank, self.size)
 
     def sizes(self, count: int) -> list[int]:
         """How many of `count` things each rank has."""
-        parts = [self.part(count, rank) for rank in range(self.size)]
+        parts = [self.part_slice(count, rank) for rank in range(self.size)]
         return [part.stop - part.start for part in parts]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The tensor, contiguous, which becomes the sum over ranks in place."""
         if self.group is not None:
-            self.sent["sum"] += tensor.nbytes
+            self.bytes_sent["sum"] += tensor.nbytes
             distributed.all_reduce(tensor, group=self.group)
         return tensor
 
@@ -64,14 +70,14 @@ class Axis:
         """Begins what `sum` does; the tensor is the sum once the work has been waited for."""
         if self.group is None:
             return None
-        self.sent["sum"] += tensor.nbytes
+        self.bytes_sent["sum"] += tensor.nbytes
         work: distributed.Work = distributed.all_reduce(tensor, group=self.group, async_op=True)
         return work
 
-    def largest(self, tensor: Tensor) -> Tensor:
+    def maximum(self, tensor: Tensor) -> Tensor:
         """The tensor, contiguous, which becomes the largest over ranks in place, entry by entry."""
         if self.group is not None:
-            self.sent["sum"] += tensor.nbytes
+            self.bytes_sent["sum"] += tensor.nbytes
             distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX, group=self.group)
         return tensor
 
@@ -84,12 +90,12 @@ class Axis:
         # Collectives want equal shapes: shorter parts are filled up, and cut again.
         padded = mine.new_zeros(max(sizes), *mine.shape[1:])
         padded[: len(mine)] = mine
-        self.sent["gather"] += padded.nbytes
+        self.bytes_sent["gather"] += padded.nbytes
         parts = [torch.empty_like(padded) for _ in sizes]
         distributed.all_gather(parts, padded, group=self.group)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).movedim(0, axis)
 
-    def objects(self, mine: Any) -> list[Any]:
+    def gather_objects(self, mine: Any) -> list[Any]:
         """What every rank has of a Python object, in the order of ranks."""
         if self.group is None:
             return [mine]
@@ -124,8 +130,8 @@ class Mesh:
         self.statistics = statistics
         self.batches = batches
         self.device_mesh = device_mesh
-        self._world = distributed.group.WORLD if connected() else None
-        ask_before_speaking(lambda: self.is_first or not self.alive)
+        self._world = distributed.group.WORLD if is_connected() else None
+        set_reporting_check(lambda: self.is_first or not self.is_alive)
 
     def __repr__(self) -> str:
         return f"Mesh(rank {self.rank} of {self.size}: {self.members!r} of the members, {self.data!r} of the rows)"
@@ -147,44 +153,48 @@ class Mesh:
         return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether its processes are still connected."""
-        return connected() and distributed.group.WORLD is self._world
+        return is_connected() and distributed.group.WORLD is self._world
 
     @property
     def is_first(self) -> bool:
         """Whether this is the process that writes and prints."""
         return self.rank == 0
 
-    def rows(self, members: int) -> slice:
+    def member_slice(self, members: int) -> slice:
         """Which of M members lie here."""
-        return self.members.part(members)
+        return self.members.part_slice(members)
 
-    def share(self, examples: int) -> slice:
+    def row_slice(self, examples: int) -> slice:
         """Which of the B examples of a batch lie here."""
-        return self.data.part(examples)
+        return self.data.part_slice(examples)
 
-    def objects(self, mine: Any) -> list[Any]:
+    def gather_objects(self, mine: Any) -> list[Any]:
         """What every process has of a Python object, in the order of ranks."""
-        along = self.data.objects(mine)
-        return [each for row in self.members.objects(along) for each in row]
+        along = self.data.gather_objects(mine)
+        return [each for row in self.members.gather_objects(along) for each in row]
 
-    def portion(self, drawn: DrawnFunctions, device: torch.device, apart: Callable[[], bool]) -> DividedPortion:
+    def partition_functions(
+        self, drawn: DrawnFunctions, device: torch.device, apart: Callable[[], bool]
+    ) -> MeshFunctionPartition:
         """The drawn functions, of which each process runs some where several share a batch."""
-        return DividedPortion(drawn, device, apart)
+        return MeshFunctionPartition(drawn, device, apart)
 
-    def in_turns(self, work: Callable[[Any], Any], batches: Iterable[Any], **about: Any) -> Iterator[tuple[Any, Any]]:
+    def map_batches(
+        self, work: Callable[[Any], Any], batches: Iterable[Any], **about: Any
+    ) -> Iterator[tuple[Any, Any]]:
         """(batch, work(batch)) of every batch on every process, each worked on by one or several: `sharing.in_turns`."""
-        return in_turns(self, work, batches, **about)
+        return map_batches(self, work, batches, **about)
 
-    def whole(self, loader: Any) -> Any:
+    def complete_loader(self, loader: Any) -> Any:
         """The loader; where it gives each process a part of the data, one of all the parts, the same everywhere."""
-        if isinstance(loader, Joined):
+        if isinstance(loader, ConcatenatedBatches):
             return loader
-        sampler = sampler_of(loader)
+        sampler = distributed_sampler(loader)
         if sampler is not None and sampler.num_replicas > 1:
-            return Interleaved(self.data if sampler.num_replicas == self.data.size else self, loader, sampler)
-        return Joined(self.data, loader) if self.batches == "parts" and self.data.size > 1 else loader
+            return InterleavedBatches(self.data if sampler.num_replicas == self.data.size else self, loader, sampler)
+        return ConcatenatedBatches(self.data, loader) if self.batches == "parts" and self.data.size > 1 else loader
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self  # a copied posterior is on the same mesh, and process groups cannot be copied
@@ -225,15 +235,15 @@ def mesh(
     one_of("statistics", statistics, ("synchronised", "per rank"))
     one_of("batches", batches, ("whole", "parts"))
     start()
-    size = distributed.get_world_size() if connected() else 1
-    given = whole("members", 1 if members is None else members) * whole("data", 1 if data is None else data)
+    size = distributed.get_world_size() if is_connected() else 1
+    given = integer("members", 1 if members is None else members) * integer("data", 1 if data is None else data)
     left = max(size // given, 1)
     if members is None:
         members, data = left, data or 1
     data = left if data is None else data
     if members * data != size:
         raise ValueError(f"expected a mesh of {size} processes, got {members} × {data} (members × data); change one")
-    if not connected():
+    if not is_connected():
         return Mesh(Axis(), Axis(), statistics=statistics, batches=batches)
     kind = "cuda" if "nccl" in str(distributed.get_backend()) else "cpu"
     found = init_device_mesh(kind, (members, data), mesh_dim_names=("members", "data"))
@@ -260,7 +270,7 @@ def shard(network: Network, mesh: Mesh) -> Network:
         mesh: with ranks for data alone, `mesh(members=1)`.
     """
     check_initialised(network)
-    check_whole(network)
+    check_copyable(network)
     if mesh.device_mesh is None:
         return network
     from torch.distributed.tensor import Shard, distribute_tensor

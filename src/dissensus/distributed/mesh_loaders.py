@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from dissensus.core.batch import Batch, apply, length, sampler_of
+from dissensus.core.batch import Batch, count_batches, distributed_sampler, map_tensors
 from dissensus.core.posterior import Posterior
 from dissensus.distributed.mesh import Axis, Mesh
 from dissensus.distributed.work_split import check_same
@@ -23,13 +23,13 @@ def check_sampler(sampler: Any, axis: Axis) -> None:
         )
 
 
-def check_even(sizes: list[int]) -> None:
+def check_equal_sizes(sizes: list[int]) -> None:
     """Raises where ranks have other numbers of rows."""
     if len({*sizes}) > 1:
         raise ValueError(f"expected parts of a batch with as many rows in every process, got {sizes}; make them even")
 
 
-class InStep:
+class LockstepBatches:
     """Batches of a loader, as many on every rank: where one has none left, the others would wait for it in the next step.
 
     Lengths are compared once. If loaders have none, ranks tell each other before every step whether they have a batch.
@@ -37,8 +37,8 @@ class InStep:
 
     def __init__(self, batches: Iterable[Any], loader: Any, mesh: Mesh) -> None:
         stream = isinstance(getattr(loader, "dataset", None), IterableDataset)  # of which a length may be a guess
-        self.batches, self.mesh, self.length = batches, mesh, None if stream else length(loader)
-        check_same(mesh.objects(self.length), "number of batches", "make the loaders equally long")
+        self.batches, self.mesh, self.length = batches, mesh, None if stream else count_batches(loader)
+        check_same(mesh.gather_objects(self.length), "number of batches", "make the loaders equally long")
 
     def __iter__(self) -> Iterator[Any]:
         left, mesh = iter(self.batches), self.mesh
@@ -56,11 +56,11 @@ class InStep:
             yield batch
 
 
-class Parts:
+class PartBatches:
     """Batches of a loader that gives each rank its own rows; rows that its sampler repeats, to be even, have weight 0."""
 
     def __init__(self, loader: Iterable[Any], posterior: Posterior) -> None:
-        self.loader, self.posterior, self.sampler = loader, posterior, sampler_of(loader)
+        self.loader, self.posterior, self.sampler = loader, posterior, distributed_sampler(loader)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ class Parts:
             yield batch
 
 
-class OwnRows:
+class LocalRowBatches:
     """Batches of `ds.data.Batches`, of which this rank reads its own rows alone while `cut` is true, and whole ones before.
 
     `taken`: (rows of the whole batch, which of them lie here) of the last one, None where it was whole.
@@ -85,7 +85,7 @@ class OwnRows:
 
     def __init__(self, loader: Any, axis: Axis) -> None:
         self.loader, self.axis = loader, axis
-        self.cut, self.taken = False, cast(tuple[int, slice] | None, None)
+        self.reads_part, self.last_part = False, cast(tuple[int, slice] | None, None)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -95,19 +95,19 @@ class OwnRows:
 
     def _read(self, rows: Any) -> Any:
         size = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-        if not self.cut or size < self.axis.size:
-            self.taken = None
+        if not self.reads_part or size < self.axis.size:
+            self.last_part = None
             return self.loader.at(rows)
-        here = self.axis.part(size)
-        self.taken = size, here
+        here = self.axis.part_slice(size)
+        self.last_part = size, here
         whole = isinstance(rows, slice)
         return self.loader.at(slice(rows.start + here.start, rows.start + here.stop) if whole else rows[here])
 
 
-class Together:
+class GatheredBatches:
     """Whole batches, put together from the parts that the ranks of the data axis read: the same in all of them."""
 
-    def __init__(self, parts: Parts, mesh: Mesh) -> None:
+    def __init__(self, parts: PartBatches, mesh: Mesh) -> None:
         self.parts, self.mesh = parts, mesh
 
     def __len__(self) -> int:
@@ -118,15 +118,15 @@ class Together:
         while True:
             batch = next(left, None)
             size = 0 if batch is None else batch.size
-            check_even(axis.objects(size))  # also where a rank has none left
+            check_equal_sizes(axis.gather_objects(size))  # also where a rank has none left
             if batch is None:
                 return
 
-            def gathered(tensor: Tensor, size: int = size) -> Tensor:
+            def gather_tensor(tensor: Tensor, size: int = size) -> Tensor:
                 if not tensor.ndim or len(tensor) != size:
                     return tensor
                 whole = axis.gather(tensor.to(device), size * axis.size)
                 return whole.to(tensor.device)
 
-            weight = None if batch.weight is None else gathered(batch.weight)
-            yield Batch(apply(batch.x, gathered), gathered(batch.y), weight)
+            weight = None if batch.weight is None else gather_tensor(batch.weight)
+            yield Batch(map_tensors(batch.x, gather_tensor), gather_tensor(batch.y), weight)

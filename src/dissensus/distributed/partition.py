@@ -10,167 +10,186 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dissensus.core.batch import Batch, sampler_of
+from dissensus.core.batch import Batch, distributed_sampler
 from dissensus.core.collectives import Exchange
 from dissensus.core.errors import Diverged
-from dissensus.core.member import tensors_of
+from dissensus.core.member import tensors_by_name
 from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
-from dissensus.distributed.consistency import check_alike, check_batches, check_rows, counted, rows_of
-from dissensus.distributed.init import connected, start
+from dissensus.distributed.consistency import (
+    check_batches,
+    check_equal_tensors,
+    check_independent_rows,
+    example_weights,
+    select_rows,
+)
+from dissensus.distributed.init import is_connected, start
 from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.mesh import mesh as make_mesh
-from dissensus.distributed.mesh_collectives import MeshExchange, Share
-from dissensus.distributed.mesh_loaders import InStep, OwnRows, Parts, Together, check_even, check_sampler
-from dissensus.distributed.single_process import Undivided
-from dissensus.distributed.work_split import check_dealt
-from dissensus.engine.fast_optimisers import lay_out
+from dissensus.distributed.mesh_collectives import LocalBatch, MeshExchange
+from dissensus.distributed.mesh_loaders import (
+    GatheredBatches,
+    LocalRowBatches,
+    LockstepBatches,
+    PartBatches,
+    check_equal_sizes,
+    check_sampler,
+)
+from dissensus.distributed.single_process import TrainingPartition
+from dissensus.distributed.work_split import check_sampler_order
+from dissensus.engine.fast_optimisers import use_channels_last
 from dissensus.utils.checks import one_of
 from dissensus.utils.dtensor import is_divided
 
 
 @contextmanager
-def divided(posterior: Posterior, mesh: Mesh | None, loader: Any) -> Iterator[Undivided]:
+def partition_training(posterior: Posterior, mesh: Mesh | None, loader: Any) -> Iterator[TrainingPartition]:
     """Inside, how the posterior trains: on this mesh, on one that suits the processes there are, or on one process.
 
     Members are divided over as many ranks as divide their number, since those exchange no gradients; the rest divide batches.
     """
     if mesh is None and posterior.ranks is None:
         start()
-        size = distributed.get_world_size() if connected() else 1
-        rows = getattr(sampler_of(loader), "num_replicas", None)  # a sampler has divided rows already
+        size = distributed.get_world_size() if is_connected() else 1
+        rows = getattr(distributed_sampler(loader), "num_replicas", None)  # a sampler has divided rows already
         members = math.gcd(size, posterior.particles.members) if rows is None else max(size // rows, 1)
         mesh = make_mesh(members=members) if size > 1 else None
     if mesh is None:
-        yield Undivided()
+        yield TrainingPartition()
         return
     posterior.particles.exchange = Exchange()  # between epochs all processes do the same, and exchange nothing
     try:
-        yield Division(mesh, posterior)
+        yield MeshTrainingPartition(mesh, posterior)
     finally:
         del posterior.particles.exchange
 
 
-class Division(Undivided):
+class MeshTrainingPartition(TrainingPartition):
     """A posterior's training, divided over a mesh; made by `fit`, the same in every process."""
 
     def __init__(self, mesh: Mesh, posterior: Posterior) -> None:
         check_divisible(mesh, posterior)
         self.mesh, self.posterior, self.particles = mesh, posterior, posterior.particles
         self.exchange = MeshExchange(mesh, posterior)
-        self.members, self.mine = self.exchange.members, self.exchange.mine
+        self.members, self.member_slice = self.exchange.members, self.exchange.member_slice
         self.is_first = mesh.is_first
-        self.several = mesh if mesh.size > 1 else None
-        self.parts = False  # whether the loader gives this rank's rows alone
-        self._own: OwnRows | None = None  # the loader, where it can be asked for them
+        self.active_mesh = mesh if mesh.size > 1 else None
+        self.reads_parts = False  # whether the loader gives this rank's rows alone
+        self._row_loader: LocalRowBatches | None = None  # the loader, where it can be asked for them
         self._began = False
         self._sizes: set[int] = set()  # of parts
         self._uneven: Tensor | None = None  # () whether ranks had parts of other sizes; looked at after an epoch
-        self._whole: list[tuple[Tensor, Tensor, int]] = []  # (tensor, its values of all members, the axis of members)
+        self._full_tensors: list[
+            tuple[Tensor, Tensor, int]
+        ] = []  # (tensor, its values of all members, the axis of members)
 
     # ------------------------------------------------------------------ the state: all members, or those that lie here
 
     def begin(self) -> None:
         """Gives every process the first one's tensors and random streams."""
-        lay_out(self.posterior)  # all members, so that those that lie here stay laid out from epoch to epoch
-        self._same_tensors()
+        use_channels_last(self.posterior)  # all members, so that those that lie here stay laid out from epoch to epoch
+        self._broadcast_tensors()
         cuda = self.posterior.device.type == "cuda"
-        host, device = self.first((torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None))
+        host, device = self.broadcast_object((torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None))
         torch.set_rng_state(host)
         if device is not None:
             torch.cuda.set_rng_state(device)
 
     @torch.no_grad()
-    def _same_tensors(self) -> None:
+    def _broadcast_tensors(self) -> None:
         for tensor in {id(each): each for each in (*self.posterior.parameters(), *self.posterior.buffers())}.values():
             if is_divided(tensor):  # each process has a part of its own
                 continue
             tensor.copy_(self.mesh.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format)))
 
     @contextmanager
-    def here(self, optimizer: Optimizer, batch: Batch) -> Iterator[None]:
+    def local_state(self, optimizer: Optimizer, batch: Batch) -> Iterator[None]:
         """Inside, particles, recorders and chains of the optimiser are those that lie here; afterwards all have all again.
 
         `batch`: the first one, which must be the same in processes that read whole batches.
         """
-        check_batches(self.mesh, batch, parts=self.parts)
-        if self.parts and not self._began:  # what was measured on the first batch was measured on other rows
-            self._same_tensors()
+        check_batches(self.mesh, batch, parts=self.reads_parts)
+        if self.reads_parts and not self._began:  # what was measured on the first batch was measured on other rows
+            self._broadcast_tensors()
         if self.mesh.data.size > 1 and not self._began:
-            check_rows(self.posterior, batch)
+            check_independent_rows(self.posterior, batch)
         self._began = True
-        if self._own is not None:  # the first batch was whole, to be compared and measured
-            self._own.cut = True
-        for tensor, axis in self._with_members():
+        if self._row_loader is not None:  # the first batch was whole, to be compared and measured
+            self._row_loader.reads_part = True
+        for tensor, axis in self._member_tensors():
             whole = tensor.data
-            self._whole.append((tensor, whole, axis))
-            tensor.data = whole.narrow(axis, self.mine.start, self.mine.stop - self.mine.start).clone()
+            self._full_tensors.append((tensor, whole, axis))
+            tensor.data = whole.narrow(
+                axis, self.member_slice.start, self.member_slice.stop - self.member_slice.start
+            ).clone()
         chains = getattr(optimizer, "generators", [])
-        if self._whole:
-            self.particles.members = self.mine.stop - self.mine.start
+        if self._full_tensors:
+            self.particles.members = self.member_slice.stop - self.member_slice.start
             if len(chains) == self.members:
-                optimizer.generators = chains[self.mine]  # type: ignore[attr-defined]
+                optimizer.generators = chains[self.member_slice]  # type: ignore[attr-defined]
         between, self.particles.exchange = self.particles.exchange, self.exchange
         try:
             yield
-            self._gather()
+            self._gather_members()
         except Diverged:  # in all processes, which are as they were after the last good step
-            self._gather()
+            self._gather_members()
             raise
         finally:
-            for tensor, whole, _ in self._whole:
+            for tensor, whole, _ in self._full_tensors:
                 tensor.data, tensor.grad = whole, None
-            self._whole = []
+            self._full_tensors = []
             self.particles.members = self.members
             self.particles.exchange = between
             if chains:
                 optimizer.generators = chains  # type: ignore[attr-defined]
-            if self._own is not None:
-                self._own.cut = False
+            if self._row_loader is not None:
+                self._row_loader.reads_part = False
         if self._uneven is not None and bool(self._uneven):
             raise ValueError("expected parts of a batch with as many rows in every process, got others; make them even")
-        check_alike(self.mesh, self.posterior)
+        check_equal_tensors(self.mesh, self.posterior)
 
-    def _with_members(self) -> list[tuple[Tensor, int]]:
+    def _member_tensors(self) -> list[tuple[Tensor, int]]:
         """(tensor, axis of members) of everything that has a row for each member, where these lie in different processes."""
-        if not self.exchange.apart:
+        if not self.exchange.splits_members:
             return []
-        found = {id(tensor): (tensor, 0) for tensor in tensors_of(self.particles.own).values()}
+        found = {id(tensor): (tensor, 0) for tensor in tensors_by_name(self.particles.own).values()}
         for recorder in (each for each in self.posterior.modules() if isinstance(each, Recorder)):
             found |= {id(tensor): (tensor, axis) for tensor, axis in recorder.with_members()}
         return list(found.values())
 
     @torch.no_grad()
-    def _gather(self) -> None:
+    def _gather_members(self) -> None:
         """Puts what lies here into the tensors of all members, with what lies in other processes."""
         if self.mesh.statistics == "per rank":
             for buffer in self.particles.buffers():
                 if buffer.is_floating_point():
                     buffer.copy_(self.mesh.data.sum(buffer.contiguous().clone()) / self.mesh.data.size)
-        for tensor, whole, axis in self._whole:
+        for tensor, whole, axis in self._full_tensors:
             whole.copy_(self.mesh.members.gather(tensor, self.members, axis=axis))
 
     @contextmanager
-    def whole(self, optimizer: Optimizer) -> Iterator[None]:
+    def full_optimizer_state(self, optimizer: Optimizer) -> Iterator[None]:
         """Inside, the optimiser has the states of all members, as one process would; afterwards those that lie here again."""
         chains = getattr(optimizer, "generators", [])
-        if self.exchange.apart and len(chains) == self.members:
-            states = self.mesh.members.objects([chain.get_state() for chain in chains[self.mine]])
+        if self.exchange.splits_members and len(chains) == self.members:
+            states = self.mesh.members.objects([chain.get_state() for chain in chains[self.member_slice]])
             for chain, state in zip(chains, (state for each in states for state in each), strict=True):
                 chain.set_state(state)
-        for parameter, key, value in self._states(optimizer):
-            if value.shape == (self.mine.stop - self.mine.start, *parameter.shape[1:]):
+        for parameter, key, value in self._member_states(optimizer):
+            if value.shape == (self.member_slice.stop - self.member_slice.start, *parameter.shape[1:]):
                 whole = torch.empty_like(parameter, dtype=value.dtype)  # in its layout, which fused kernels go through
                 optimizer.state[parameter][key] = whole.copy_(self.mesh.members.gather(value, self.members))
         yield
-        for parameter, key, value in self._states(optimizer):
+        for parameter, key, value in self._member_states(optimizer):
             if value.shape == parameter.shape:
-                optimizer.state[parameter][key] = value[self.mine].clone()
+                optimizer.state[parameter][key] = value[self.member_slice].clone()
 
-    def _states(self, optimizer: Optimizer) -> list[tuple[Tensor, str, Tensor]]:
+    def _member_states(self, optimizer: Optimizer) -> list[tuple[Tensor, str, Tensor]]:
         """(parameter, key, tensor) of the states of own parameters, where members lie in different processes."""
         own = (
-            {id(parameter) for parameter in self.particles.own_parameters().values()} if self.exchange.apart else set()
+            {id(parameter) for parameter in self.particles.own_parameters().values()}
+            if self.exchange.splits_members
+            else set()
         )
         return [
             (parameter, key, value)
@@ -181,72 +200,72 @@ class Division(Undivided):
 
     # ------------------------------------------------------------------ loaders and batches
 
-    def reads(self, loader: Any) -> Any:
-        if (sampler := sampler_of(loader)) is not None:
+    def training_loader(self, loader: Any) -> Any:
+        if (sampler := distributed_sampler(loader)) is not None:
             check_sampler(sampler, self.mesh.data)
-            check_dealt(self.mesh.data, sampler)
-        self.parts = sampler is not None or self.mesh.batches == "parts"
+            check_sampler_order(self.mesh.data, sampler)
+        self.reads_parts = sampler is not None or self.mesh.batches == "parts"
         rows = self.mesh.data.size > 1 and self.posterior.inputs is None and getattr(loader, "divisible", False)
-        self._own = OwnRows(loader, self.mesh.data) if rows and not self.parts else None
-        read = Parts(loader, self.posterior) if self.parts else self._own or loader
-        return read if self.several is None else InStep(read, loader, self.mesh)
+        self._row_loader = LocalRowBatches(loader, self.mesh.data) if rows and not self.reads_parts else None
+        read = PartBatches(loader, self.posterior) if self.reads_parts else self._row_loader or loader
+        return read if self.active_mesh is None else LockstepBatches(read, loader, self.mesh)
 
     @property
-    def loaders(self) -> int:  # type: ignore[override]
-        return self.mesh.data.size if self.parts else 1
+    def loader_count(self) -> int:  # type: ignore[override]
+        return self.mesh.data.size if self.reads_parts else 1
 
-    def together(self, loader: Any) -> Any:
-        given = sampler_of(loader) is not None or self.mesh.batches == "parts"
-        return Together(Parts(loader, self.posterior), self.mesh) if given else loader
+    def complete_loader(self, loader: Any) -> Any:
+        given = distributed_sampler(loader) is not None or self.mesh.batches == "parts"
+        return GatheredBatches(PartBatches(loader, self.posterior), self.mesh) if given else loader
 
-    def epoch(self, loader: Any, index: int) -> None:
-        if hasattr(sampler := sampler_of(loader), "set_epoch"):
+    def begin_epoch(self, loader: Any, index: int) -> None:
+        if hasattr(sampler := distributed_sampler(loader), "set_epoch"):
             sampler.set_epoch(index)
 
-    def part(self, batch: Batch) -> Batch:
+    def take_local_rows(self, batch: Batch) -> Batch:
         """The rows of the batch that lie here; takes note of how much of it they are."""
-        data, size, weight = self.mesh.data, batch.size, counted(self.posterior, batch)
+        data, size, weight = self.mesh.data, batch.size, example_weights(self.posterior, batch)
         if data.group is None:
-            self.exchange.taken = Share(size, slice(0, size))
+            self.exchange.local_batch = LocalBatch(size, slice(0, size))
             return batch
-        if self.parts:
-            self.exchange.taken = self._of_parts(size, weight.sum())
+        if self.reads_parts:
+            self.exchange.local_batch = self._measure_part(size, weight.sum())
             return batch
-        if self._own is not None and self._own.taken is not None:
-            size, here = self._own.taken
+        if self._row_loader is not None and self._row_loader.last_part is not None:
+            size, here = self._row_loader.last_part
             own = weight.sum()
             alike = batch.weight is None and self.posterior.likelihood.training_weight(batch.y) is None
             total = weight.new_tensor(size) if alike else data.sum(own.clone())
             mine = torch.where(total > 0, own / total, batch.size / size)
-            self.exchange.taken = Share(size, here, mine, total, divided=True)
+            self.exchange.local_batch = LocalBatch(size, here, mine, total, is_split=True)
             return batch
         if size < data.size:
-            self.exchange.taken = Share(size, slice(0, size), weight.new_tensor(1 / data.size), weight.sum())
+            self.exchange.local_batch = LocalBatch(size, slice(0, size), weight.new_tensor(1 / data.size), weight.sum())
             return batch
         here = self.mesh.share(size)
         total = weight.sum()
         mine = torch.where(total > 0, weight[here].sum() / total, (here.stop - here.start) / size)
-        self.exchange.taken = Share(size, here, mine, total, divided=True)
+        self.exchange.local_batch = LocalBatch(size, here, mine, total, is_split=True)
 
         weights = None if batch.weight is None else batch.weight[here]
-        return Batch(rows_of(batch.x, size, here), cast(Tensor, rows_of(batch.y, size, here)), weights)
+        return Batch(select_rows(batch.x, size, here), cast(Tensor, select_rows(batch.y, size, here)), weights)
 
-    def _of_parts(self, size: int, weight: Tensor) -> Share:
+    def _measure_part(self, size: int, weight: Tensor) -> LocalBatch:
         """The share of a batch that is this rank's part of a whole one."""
         data = self.mesh.data
         each = data.gather(torch.stack([weight.new_tensor(size), weight])[None], data.size)  # (R, 2)
         if size not in self._sizes:
             self._sizes.add(size)
-            check_even([*map(int, each[:, 0].tolist())])
+            check_equal_sizes([*map(int, each[:, 0].tolist())])
         uneven = (each[:, 0] != size).any()
         self._uneven = uneven if self._uneven is None else self._uneven | uneven
         total = each[:, 1].sum()
         mine = torch.where(total > 0, weight / total, 1 / data.size)
-        return Share(size * data.size, slice(size * data.rank, size * (data.rank + 1)), mine, total, divided=True)
+        return LocalBatch(size * data.size, slice(size * data.rank, size * (data.rank + 1)), mine, total, is_split=True)
 
     # ------------------------------------------------------------------ what all must agree on
 
-    def engine(self, engine: str) -> str:
+    def choose_engine(self, engine: str) -> str:
         """Plain members, at once or in a loop, in every process alike: as one process would by itself on a CPU."""
         known = ("auto", "loop") if self.particles.divided else ("auto", "loop", "vectorised")
         what = (
@@ -259,15 +278,15 @@ class Division(Undivided):
         self.exchange.at_once = engine == "vectorised"
         return engine
 
-    def losses(self, losses: Tensor) -> Tensor:
-        return self.mesh.members.gather(losses, self.members) if self.exchange.apart else losses
+    def gather_losses(self, losses: Tensor) -> Tensor:
+        return self.mesh.members.gather(losses, self.members) if self.exchange.splits_members else losses
 
-    def apart(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def assigned_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         if self.particles.divided:  # all must run it together
             return iter(batches)
         return (batch for number, batch in enumerate(batches) if number % self.mesh.size == self.mesh.rank)
 
-    def first(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         return self.mesh.objects(value)[0]
 
 
@@ -279,7 +298,7 @@ def check_divisible(mesh: Mesh, posterior: Posterior) -> None:
         count = posterior.particles.members
         got = f"{mesh.members.size}; pass mesh(data={mesh.size}), which divides batches"
         raise ValueError(f"expected at most {count} ranks for {count} members, got {got}")
-    if posterior.particles.divided and posterior.mixes:
+    if posterior.particles.divided and posterior.mixes_gradients:
         kind = type(posterior).__name__
         raise NotImplementedError(f"expected undivided networks for {kind}, got divided ones; leave shard out")
     if posterior.particles.divided and mesh.members.size > 1:

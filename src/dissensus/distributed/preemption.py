@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, distributed
 
 from dissensus.distributed import init
-from dissensus.distributed.hang_detector import Watch
+from dissensus.distributed.hang_detector import HangDetector
 from dissensus.distributed.mesh import Mesh
 
 # Steps between a rank's word and what comes of it: as long as that, ranks that exchange nothing else may drift apart.
 SLACK = 8
 
 
-class Leaving:
+class SigtermHandler:
     """Inside, SIGTERM only notes that the process should end: `due` says when, `leave` then lets the signal act.
 
     In other threads than the main one, where Python hears no signals, nothing is noted.
@@ -26,66 +26,66 @@ class Leaving:
 
     def __init__(self, *, hears: bool = True, group: distributed.ProcessGroup | None = None) -> None:
         """`hears`: False leaves the signal alone; `group`: of the ranks that stop together, None for a process alone."""
-        self.mine = hears and threading.current_thread() is threading.main_thread()
+        self.handles_signal = hears and threading.current_thread() is threading.main_thread()
         self.group = group if hears else None
-        self.asked = self.agreed = False
-        self.words: deque[tuple[Tensor, distributed.Work]] = deque()
-        self.before: object = None
+        self.is_requested = self.is_agreed = False
+        self.pending_flags: deque[tuple[Tensor, distributed.Work]] = deque()
+        self.previous_handler: object = None
 
     def __enter__(self) -> Self:
-        if self.mine:
-            self.before = signal.signal(signal.SIGTERM, self._note)
+        if self.handles_signal:
+            self.previous_handler = signal.signal(signal.SIGTERM, self._note_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.mine:
-            signal.signal(signal.SIGTERM, self.before)  # type: ignore[arg-type]
+        if self.handles_signal:
+            signal.signal(signal.SIGTERM, self.previous_handler)  # type: ignore[arg-type]
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        self.is_requested = True
 
-    def due(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether to stop now, the same on all ranks; to be called by each of them after every step."""
         if self.group is None:
-            return self.asked
-        word = torch.tensor(int(self.asked), dtype=torch.int32)
+            return self.is_requested
+        word = torch.tensor(int(self.is_requested), dtype=torch.int32)
         # Not waited for: the answer of some steps ago is there already.
         work = distributed.all_reduce(word, op=distributed.ReduceOp.MAX, group=self.group, async_op=True)
-        self.words.append((word, work))
-        if len(self.words) > SLACK:
-            word, work = self.words.popleft()
+        self.pending_flags.append((word, work))
+        if len(self.pending_flags) > SLACK:
+            word, work = self.pending_flags.popleft()
             work.wait()
-            self.agreed = self.agreed or bool(word)
-        return self.agreed
+            self.is_agreed = self.is_agreed or bool(word)
+        return self.is_agreed
 
-    def leave(self) -> NoReturn:
+    def terminate(self) -> NoReturn:
         """Does what SIGTERM would have done, and ends the process in any case."""
         self.__exit__()
         signal.raise_signal(signal.SIGTERM)
         raise SystemExit(128 + signal.SIGTERM)
 
 
-class BadDays:
+class Interruptions:
     """Around training. `mesh`: None for a process alone; `hears`: whether SIGTERM waits for a checkpoint to be written."""
 
     def __init__(self, mesh: Mesh | None, *, hears: bool) -> None:
         self.mesh = mesh
-        self.leaving = Leaving(hears=hears, group=init.host_group() if mesh is not None and hears else None)
+        self.sigterm = SigtermHandler(hears=hears, group=init.host_group() if mesh is not None and hears else None)
         self._inside = ExitStack()
 
     def __enter__(self) -> Self:
-        self._inside.enter_context(self.leaving)
-        if self.mesh is not None and (joined := init.joined()) is not None:
+        self._inside.enter_context(self.sigterm)
+        if self.mesh is not None and (joined := init.group_store()) is not None:
             store, timeout = joined
             axes = (self.mesh.members, self.mesh.data)
             # Before the collective itself fails, in words that name nobody.
             self._inside.enter_context(
-                Watch(
+                HangDetector(
                     store,
                     distributed.get_rank(),
                     self.mesh.size,
                     seconds=0.8 * timeout,
-                    progress=lambda: [sum(axis.sent.values()) for axis in axes],
+                    progress=lambda: [sum(axis.bytes_sent.values()) for axis in axes],
                 )
             )
         return self
@@ -93,10 +93,10 @@ class BadDays:
     def __exit__(self, *details: object) -> None:
         self._inside.close()
 
-    def over(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether to stop here, in the middle of an epoch; to be asked by all ranks after every step."""
-        return self.leaving.due()
+        return self.sigterm.should_stop()
 
-    def leave(self) -> NoReturn:
+    def terminate(self) -> NoReturn:
         """Ends the process as SIGTERM would have."""
-        self.leaving.leave()
+        self.sigterm.terminate()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dissensus.core.batch import Batch, apply, size
+from dissensus.core.batch import Batch, count_examples, map_tensors
 
 aten = torch.ops.aten
 # Operations by what says the shape of what they draw: their first tensor, or a list of sizes.
@@ -35,11 +35,11 @@ class Draw:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     shape: torch.Size
-    drew: bool  # whether it took numbers from a generator: attention without dropout does not
+    uses_generator: bool  # whether it took numbers from a generator: attention without dropout does not
     axis: int | None = None
     per_row: int = 0
 
-    def drawn(self, shape: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def draw_with_shape(self, shape: Sequence[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the operation gives with these arguments, for another shape."""
         packet = self.func.overloadpacket
         if packet in SIZED:
@@ -56,7 +56,7 @@ class Draw:
         )
 
 
-def shape_of(func: Any, args: tuple[Any, ...]) -> torch.Size:
+def drawn_shape(func: Any, args: tuple[Any, ...]) -> torch.Size:
     """The shape of what a random operation draws."""
     sizes = next((each for each in args if isinstance(each, list | tuple | torch.Size)), None)
     found = next((each for each in args if isinstance(each, Tensor)), None)
@@ -65,7 +65,7 @@ def shape_of(func: Any, args: tuple[Any, ...]) -> torch.Size:
     )
 
 
-class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DrawRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, random operations are noted, in their order."""
 
     def __init__(self) -> None:
@@ -76,32 +76,34 @@ class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        before = _states(kwargs.get("generator"))
+        before = _generator_states(kwargs.get("generator"))
         found = func(*args, **kwargs)
-        drew = any(not torch.equal(a, b) for a, b in zip(before, _states(kwargs.get("generator")), strict=True))
+        drew = any(
+            not torch.equal(a, b) for a, b in zip(before, _generator_states(kwargs.get("generator")), strict=True)
+        )
         held = tuple(each.detach() if isinstance(each, Tensor) else each for each in args)
-        self.draws.append(Draw(func, held, kwargs, shape_of(func, args), drew))
+        self.draws.append(Draw(func, held, kwargs, drawn_shape(func, args), drew))
         return found
 
 
-def _states(generator: torch.Generator | None) -> list[Tensor]:
+def _generator_states(generator: torch.Generator | None) -> list[Tensor]:
     if generator is not None:
         return [generator.get_state()]
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]  # type: ignore[no-untyped-call]
 
 
-def of_rows(batch: Batch, rows: int) -> Batch:
+def repeat_first_row(batch: Batch, rows: int) -> Batch:
     """A batch of the first example so many times."""
-    count = size(batch.x)
+    count = count_examples(batch.x)
 
-    def repeated(tensor: Tensor) -> Tensor:
+    def repeat_row(tensor: Tensor) -> Tensor:
         return tensor[:1].expand(rows, *tensor.shape[1:]) if tensor.ndim and len(tensor) == count else tensor
 
-    weight = None if batch.weight is None else torch.ones_like(repeated(batch.weight))
-    return Batch(apply(batch.x, repeated), repeated(batch.y), weight)
+    weight = None if batch.weight is None else torch.ones_like(repeat_row(batch.weight))
+    return Batch(map_tensors(batch.x, repeat_row), repeat_row(batch.y), weight)
 
 
-def grown(two: torch.Size, three: torch.Size) -> tuple[int | None, int]:
+def find_row_axis(two: torch.Size, three: torch.Size) -> tuple[int | None, int]:
     """(the axis that grows with the rows, how much with each), of a tensor's shapes with two rows and with three."""
     if two == three:
         return None, 0
@@ -113,17 +115,17 @@ def grown(two: torch.Size, three: torch.Size) -> tuple[int | None, int]:
     return axis, per_row
 
 
-def plan(two: list[Draw], three: list[Draw]) -> list[Draw]:
+def plan_draws(two: list[Draw], three: list[Draw]) -> list[Draw]:
     """The draws of a run, with their axes, from those of two runs."""
     if [each.func for each in two] != [each.func for each in three]:
         advice = 'train on one process, or pass fit(ranks="independent")'
         raise ValueError(f"expected random operations that do not depend on the batch, got some that do; {advice}")
     for small, large in zip(two, three, strict=True):
-        small.axis, small.per_row = grown(small.shape, large.shape)
+        small.axis, small.per_row = find_row_axis(small.shape, large.shape)
     return two
 
 
-class WholeNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FullBatchNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, random operations of this plan draw for the whole batch and all members, and give what lies here.
 
     `members`: (M, which lie here), where all run at once; `rows`: (B, which lie here).
@@ -135,7 +137,7 @@ class WholeNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.position = 0
         self.paused = False
 
-    def whole(self, draw: Draw, shape: torch.Size) -> tuple[list[int], tuple[slice, ...]]:
+    def full_shape(self, draw: Draw, shape: torch.Size) -> tuple[list[int], tuple[slice, ...]]:
         """(the shape for all, which of it lies here)."""
         full, here = list(shape), [slice(None)] * len(shape)
         if self.members is not None:
@@ -148,14 +150,14 @@ class WholeNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise ValueError(f"expected noise with a row for each example, got shape {tuple(shape)}; {ELSE}")
         return full, tuple(here)
 
-    def skip(self, runs: int) -> None:
+    def draw_for_others(self, runs: int) -> None:
         """Draws what so many other members would."""
         self.paused = True
-        for draw in [each for each in self.draws if each.drew] * runs:
+        for draw in [each for each in self.draws if each.uses_generator] * runs:
             shape = list(draw.shape)
             if draw.axis is not None:
                 shape[draw.axis] = self.rows[0] * draw.per_row
-            draw.drawn(shape, draw.args, draw.kwargs)
+            draw.draw_with_shape(shape, draw.args, draw.kwargs)
         self.paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -166,9 +168,9 @@ class WholeNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.position += 1
         if draw is None or draw.func is not func:
             raise ValueError(f"expected the random operations of the first batch, got {func}; {ELSE}")
-        shape = shape_of(func, args)
-        full, here = self.whole(draw, shape)
-        if not draw.drew or full == list(shape):
+        shape = drawn_shape(func, args)
+        full, here = self.full_shape(draw, shape)
+        if not draw.uses_generator or full == list(shape):
             return func(*args, **kwargs)
         packet = func.overloadpacket
         if packet not in FILLING | LIKE | SIZED or any(isinstance(each, Tensor) for each in args[1:]):
@@ -177,7 +179,7 @@ class WholeNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
             chances = args[0].new_zeros(full)
             chances[here] = args[0]
             return func(chances, **kwargs)[here]
-        drawn = draw.drawn(full, args, kwargs)
+        drawn = draw.draw_with_shape(full, args, kwargs)
         if packet in FILLING:
             return args[0].copy_(drawn[here])
         if packet is aten.native_dropout:
@@ -189,8 +191,8 @@ class WholeNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
 ELSE = 'train on one process, or pass fit(ranks="independent")'
 
 
-def recorded(run: Callable[[Batch], Any], batch: Batch, rows: int) -> tuple[list[Draw], Any]:
+def record_draws(run: Callable[[Batch], Any], batch: Batch, rows: int) -> tuple[list[Draw], Any]:
     """(random operations of a run on so many rows, what it gave)."""
-    with Recorded() as seen:
-        found = run(of_rows(batch, rows))
+    with DrawRecorder() as seen:
+        found = run(repeat_first_row(batch, rows))
     return seen.draws, found

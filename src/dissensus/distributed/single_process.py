@@ -10,53 +10,53 @@ from torch.optim import Optimizer
 from dissensus.core.batch import Batch
 
 
-class Undivided:
+class TrainingPartition:
     """Training on one process. `is_first`: whether it writes and prints; `mine`: which members lie here."""
 
     is_first = True
     mesh: Any = None
-    several: Any = None  # the mesh, where there are several processes
-    mine: slice = slice(None)
-    loaders = 1  # whose batches make a whole one
+    active_mesh: Any = None  # the mesh, where there are several processes
+    member_slice: slice = slice(None)
+    loader_count = 1  # whose batches make a whole one
 
     def begin(self) -> None:
         """Before anything trains."""
 
-    def here(self, optimizer: Optimizer, batch: Batch) -> AbstractContextManager[object]:
+    def local_state(self, optimizer: Optimizer, batch: Batch) -> AbstractContextManager[object]:
         """Around the steps of an epoch."""
         return nullcontext()
 
-    def whole(self, optimizer: Optimizer) -> AbstractContextManager[object]:
+    def full_optimizer_state(self, optimizer: Optimizer) -> AbstractContextManager[object]:
         """Around what reads or writes the optimiser's state for a file."""
         return nullcontext()
 
-    def engine(self, engine: str) -> str:
+    def choose_engine(self, engine: str) -> str:
         """How members run."""
         return engine
 
-    def reads(self, loader: Any) -> Any:
+    def training_loader(self, loader: Any) -> Any:
         """What training reads from a loader."""
         return loader
 
-    def together(self, loader: Any) -> Any:
+    def complete_loader(self, loader: Any) -> Any:
         """The loader's batches, whole: for what is measured on all rows."""
         return loader
 
-    def epoch(self, loader: Any, index: int) -> None:
+    def begin_epoch(self, loader: Any, index: int) -> None:
         """Before an epoch of this number."""
 
-    def part(self, batch: Batch) -> Batch:
+    def take_local_rows(self, batch: Batch) -> Batch:
         """The rows of a batch that lie here."""
         return batch
 
-    def losses(self, losses: Tensor) -> Tensor:
+    def gather_losses(self, losses: Tensor) -> Tensor:
         """(M,) losses, of those that lie here."""
         return losses
 
-    def apart(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def assigned_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches that this process looks at where each is looked at by one."""
         return iter(batches)
 
-    def first(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """What the first process says."""
         return value

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Batch
-from dissensus.core.drawn_functions import DrawnFunctions, Portion
+from dissensus.core.drawn_functions import DrawnFunctions, FunctionPartition
 
 Given = TypeVar("Given")
 Found = TypeVar("Found")
@@ -45,7 +45,7 @@ class Ranks(Protocol):
     def size(self) -> int: ...
     @property
     def rank(self) -> int: ...
-    def objects(self, mine: Any, /) -> list[Any]: ...
+    def gather_objects(self, mine: Any, /) -> list[Any]: ...
 
 
 class Axes(Ranks, Protocol):
@@ -55,14 +55,14 @@ class Axes(Ranks, Protocol):
     data: Any
 
 
-def part_of(count: int, rank: int, size: int) -> slice:
+def part_slice(count: int, rank: int, size: int) -> slice:
     """Which of `count` things are this rank's: contiguous parts, the larger ones first."""
     least, more = divmod(count, size)
     start = rank * least + min(rank, more)
     return slice(start, start + least + (rank < more))
 
 
-class DividedPortion(Portion):
+class MeshFunctionPartition(FunctionPartition):
     """Of drawn functions those that run here while ranks share a batch (`work`); at other times all.
 
     `most`: how many ranks may share them. `apart()`: whether functions that run without the others are the same functions.
@@ -70,54 +70,54 @@ class DividedPortion(Portion):
 
     def __init__(self, drawn: DrawnFunctions, device: torch.device, apart: Callable[[], bool]) -> None:
         super().__init__(drawn)
-        self.device, self.apart = device, apart
+        self.device, self.is_separable = device, apart
         together = any(hasattr(each, "full_tensor") for each in (*drawn.parameters(), *drawn.buffers()))
-        self.most = 1 if together or drawn.part(slice(0, drawn.members)) is None else drawn.members
+        self.max_ranks = 1 if together or drawn.function_subset(slice(0, drawn.members)) is None else drawn.members
         self._sharers: Ranks | None = None
         self._parts: dict[Ranks, DrawnFunctions] = {}
 
-    def work(self, sharers: Ranks, work: Callable[[], Found]) -> Found:
+    def run_shared(self, sharers: Ranks, work: Callable[[], Found]) -> Found:
         """work(), by all these ranks at once, each with its part of the functions; an error of one is raised on all."""
         found = list[Found]()
         self._sharers = sharers
         try:
-            exchanged(sharers, lambda: found.append(work()), "what was found")
+            exchange_results(sharers, lambda: found.append(work()), "what was found")
         finally:
             self._sharers = None
         return found[0]
 
     @property
-    def sharers(self) -> Ranks | None:
-        return self._sharers if self._sharers is not None and self.apart() else None
+    def sharing_ranks(self) -> Ranks | None:
+        return self._sharers if self._sharers is not None and self.is_separable() else None
 
     @property
-    def mine(self) -> DrawnFunctions:
-        if (ranks := self.sharers) is None:
+    def local_functions(self) -> DrawnFunctions:
+        if (ranks := self.sharing_ranks) is None:
             return self.drawn
         if ranks not in self._parts:
-            self._parts[ranks] = cast(DrawnFunctions, self.drawn.part(self._rows(ranks)))
+            self._parts[ranks] = cast(DrawnFunctions, self.drawn.function_subset(self._rank_slice(ranks)))
         return self._parts[ranks]
 
     @property
-    def first(self) -> int:
-        return 0 if (ranks := self.sharers) is None else self._rows(ranks).start
+    def first_local_index(self) -> int:
+        return 0 if (ranks := self.sharing_ranks) is None else self._rank_slice(ranks).start
 
-    def _rows(self, ranks: Ranks) -> slice:
-        return part_of(self.drawn.members, ranks.rank, ranks.size)
+    def _rank_slice(self, ranks: Ranks) -> slice:
+        return part_slice(self.drawn.members, ranks.rank, ranks.size)
 
-    def everyones(self, find: Callable[[], Found]) -> list[Found]:
-        if (ranks := self.sharers) is None:
+    def gather_results(self, find: Callable[[], Found]) -> list[Found]:
+        if (ranks := self.sharing_ranks) is None:
             return [find()]
         some = ranks.rank < self.drawn.members
-        return gathered(ranks, lambda: [find()] if some else [], self.device, "what functions say")
+        return gather_from_ranks(ranks, lambda: [find()] if some else [], self.device, "what functions say")
 
 
-def in_turns(
+def map_batches(
     mesh: Axes,
     work: Callable[[Given], Found],
     batches: Iterable[Given],
     *,
-    portion: Portion,
+    portion: FunctionPartition,
     seen_by: Iterable[Any],
     device: torch.device | str,
 ) -> Iterator[tuple[Given, Found]]:
@@ -134,53 +134,59 @@ def in_turns(
     left, window, seen = iter(batches), list[Given](), 0
     about = {
         "calls": work.__qualname__,
-        "functions": _mark_of(portion.drawn),
-        "calibrations and promises": mark([*seen_by]),
+        "functions": _functions_checksum(portion.drawn),
+        "calibrations and promises": tree_checksum([*seen_by]),
     }
-    most = portion.most if isinstance(portion, DividedPortion) else 1
+    most = portion.max_ranks if isinstance(portion, MeshFunctionPartition) else 1
     takers, sharers = (mesh.data, mesh.members) if 1 < mesh.members.size <= most else (mesh, None)
 
     def read() -> dict[str, Any]:
         window[:] = islice(left, takers.size)
-        return about | {"batches": [*map(mark, window)]}
+        return about | {"batches": [*map(tree_checksum, window)]}
 
-    def mine() -> list[Found]:
-        return [shared(sharers, batch) for batch in window[takers.rank : takers.rank + 1]]
+    def work_on_own() -> list[Found]:
+        return [work_on_batch(sharers, batch) for batch in window[takers.rank : takers.rank + 1]]
 
-    def shared(ranks: Ranks | None, batch: Given) -> Found:
-        if ranks is None or not isinstance(portion, DividedPortion):
+    def work_on_batch(ranks: Ranks | None, batch: Given) -> Found:
+        if ranks is None or not isinstance(portion, MeshFunctionPartition):
             return work(batch)
-        return portion.work(ranks, lambda: work(batch))
+        return portion.run_shared(ranks, lambda: work(batch))
 
     while True:
-        everyone = exchanged(mesh, read, "batches")
+        everyone = exchange_results(mesh, read, "batches")
         for what, remedy in SAME.items():
             check_same([each[what] for each in everyone], what, remedy)
         only = not seen and len(window) == 1 < min(most, takers.size)
         seen += len(window)
-        found = [shared(mesh, window[0])] if only else gathered(takers, mine, device, "what was found")
+        found = (
+            [work_on_batch(mesh, window[0])]
+            if only
+            else gather_from_ranks(takers, work_on_own, device, "what was found")
+        )
         yield from zip([*window], found, strict=True)
         if len(window) < takers.size:
             return
 
 
-def gathered(ranks: Ranks, find: Callable[[], list[Found]], device: torch.device | str, what: str) -> list[Found]:
+def gather_from_ranks(
+    ranks: Ranks, find: Callable[[], list[Found]], device: torch.device | str, what: str
+) -> list[Found]:
     """What find() gave on every rank, in their order; tensors of other ranks lie on the device."""
     mine = list[Found]()
 
     def make() -> bytes:
         mine.extend(find())
-        return _packed(mine) if ranks.size > 1 else b""
+        return _serialise(mine) if ranks.size > 1 else b""
 
-    everyone = exchanged(ranks, make, what)
+    everyone = exchange_results(ranks, make, what)
     return [
         found
         for rank, packed in enumerate(everyone)
-        for found in (mine if rank == ranks.rank else _unpacked(packed, device))
+        for found in (mine if rank == ranks.rank else _deserialise(packed, device))
     ]
 
 
-class Joined:
+class ConcatenatedBatches:
     """The batches of loaders that give each rank rows of its own, joined: those of all ranks, in their order.
 
     Ranks may have other numbers of rows, or none. Each reads its own from the disk, and inputs are exchanged.
@@ -197,15 +203,15 @@ class Joined:
 
         def read() -> tuple[int, bytes]:
             mine[:] = islice(left, 1)
-            return mark(mine), _packed(mine) if mine else b""
+            return tree_checksum(mine), _serialise(mine) if mine else b""
 
         while True:
-            everyone = exchanged(self.ranks, read, "parts of batches")
+            everyone = exchange_results(self.ranks, read, "parts of batches")
             if mine and isinstance(mine[0], Batch):  # from a posterior's door: joined before
                 yield mine[0]
                 yield from left
                 return
-            parts = {mark: _unpacked(packed, "cpu")[0] for mark, packed in everyone if packed}
+            parts = {mark: _deserialise(packed, "cpu")[0] for mark, packed in everyone if packed}
             if not parts:
                 return
             if len(parts) < sum(bool(packed) for _, packed in everyone):
@@ -214,7 +220,7 @@ class Joined:
             yield pytree.tree_map(lambda *each: torch.cat(each), *parts.values())
 
 
-class Interleaved(Joined):
+class InterleavedBatches(ConcatenatedBatches):
     """The batches of DataLoaders whose DistributedSamplers give each rank its part, joined: all rows, in the samplers' order.
 
     Rank r of W has rows r, r + W, r + 2W, …, and samplers repeat a few at the end where W does not divide their number: those
@@ -227,17 +233,17 @@ class Interleaved(Joined):
 
     def __iter__(self) -> Iterator[Any]:
         about = self.sampler.num_replicas, len(self.sampler.dataset), len(self.loader)
-        everyone = exchanged(self.ranks, lambda: (about, self.sampler.rank), "samplers")
+        everyone = exchange_results(self.ranks, lambda: (about, self.sampler.rank), "samplers")
         check_same([each for each, _ in everyone], "sampler and set", DATA)
         if (found := [rank for _, rank in everyone]) != [*range(about[0])]:
             got = f"{found} of {about[0]}"
             advice = "use DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank, shuffle=False)"
             raise ValueError(f"expected samplers of ranks 0 to {self.ranks.size - 1}, got {got}; {advice}")
-        check_dealt(self.ranks, self.sampler)
+        check_sampler_order(self.ranks, self.sampler)
         left, rows = iter(self.loader), about[1]
         for _ in range(about[2]):
-            everyones = exchanged(self.ranks, lambda: _packed(next(left)), "parts of batches")
-            parts = [_unpacked(each, "cpu") for each in everyones]
+            everyones = exchange_results(self.ranks, lambda: _serialise(next(left)), "parts of batches")
+            parts = [_deserialise(each, "cpu") for each in everyones]
             # (B, W, ...) flattened is in the samplers' order: row i of rank r is number i·W + r
             whole = pytree.tree_map(lambda *each: torch.stack(each, 1).flatten(0, 1), *parts)
             size = len(pytree.tree_leaves(whole)[0])
@@ -245,16 +251,16 @@ class Interleaved(Joined):
             rows -= size
 
 
-def check_dealt(ranks: Ranks, sampler: Any) -> None:
+def check_sampler_order(ranks: Ranks, sampler: Any) -> None:
     """Raises where samplers do not deal out rows in turns, all of them before one is repeated, in order unless they shuffle."""
-    each = exchanged(ranks, lambda: [*sampler], "rows of samplers")
+    each = exchange_results(ranks, lambda: [*sampler], "rows of samplers")
     order = [row for turn in zip_longest(*each) for row in turn][: len(sampler.dataset)]
     if len({*order}) < len(order) or not (getattr(sampler, "shuffle", False) or order == sorted(order)):
         advice = "use DistributedSampler, or give each rank its own rows with mesh(batches='parts')"
         raise ValueError(f"expected samplers that deal out rows in turns, got {type(sampler).__name__}; {advice}")
 
 
-def exchanged(ranks: Ranks, make: Callable[[], Found], what: str) -> list[Found]:
+def exchange_results(ranks: Ranks, make: Callable[[], Found], what: str) -> list[Found]:
     """What make() gave on every rank, in their order; an error of one rank is raised on all.
 
     `what` names the exchange: ranks that are at different ones raise an error. make() may exchange with the same ranks itself.
@@ -266,7 +272,7 @@ def exchanged(ranks: Ranks, make: Callable[[], Found], what: str) -> list[Found]
         if getattr(error, "known_to", None) == id(ranks):  # an exchange within has raised it on all of them
             raise
         failed = error
-    everyone = ranks.objects((what, _sendable(failed), mine))
+    everyone = ranks.gather_objects((what, _picklable_error(failed), mine))
     errors = [failed if rank == ranks.rank else error for rank, (_, error, _) in enumerate(everyone)]
     bad = next((each for each in errors if each is not None), None)
     if bad is None and len({place for place, *_ in everyone}) > 1:
@@ -288,7 +294,7 @@ def check_same(several: Iterable[object], what: str, remedy: str) -> None:
             raise ValueError(f"expected the same {what} on all ranks, got unequal ones on ranks {rank} and 0; {remedy}")
 
 
-def _sendable(error: Exception | None) -> Exception | None:
+def _picklable_error(error: Exception | None) -> Exception | None:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # an error's class may take other arguments than it keeps
@@ -296,12 +302,12 @@ def _sendable(error: Exception | None) -> Exception | None:
     return error
 
 
-def _mark_of(drawn: DrawnFunctions) -> int:
+def _functions_checksum(drawn: DrawnFunctions) -> int:
     seeds = [each.seed for each in drawn.modules() if isinstance(each, DrawnFunctions)]
-    return mark([*drawn.parameters(), *drawn.buffers(), seeds])
+    return tree_checksum([*drawn.parameters(), *drawn.buffers(), seeds])
 
 
-def mark(tree: Any) -> int:
+def tree_checksum(tree: Any) -> int:
     """A number that differs where tensors of the tree do, or texts and numbers."""
     found = 0
     for leaf in pytree.tree_leaves(tree):
@@ -313,12 +319,12 @@ def mark(tree: Any) -> int:
     return found
 
 
-def _packed(found: object) -> bytes:
+def _serialise(found: object) -> bytes:
     file = io.BytesIO()
     torch.save(found, file)
     return file.getvalue()
 
 
-def _unpacked(packed: bytes, device: torch.device | str) -> Any:
+def _deserialise(packed: bytes, device: torch.device | str) -> Any:
     # It comes from another rank of the same run, never from a file.
     return torch.load(io.BytesIO(packed), map_location=device, weights_only=False)

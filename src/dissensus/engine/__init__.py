@@ -9,10 +9,10 @@ from dissensus.core.batch import Batch
 from dissensus.core.posterior import Posterior
 from dissensus.engine.captured_step import CapturedStep
 from dissensus.engine.eager_step import EagerStep
-from dissensus.engine.fast_optimisers import lay_out
+from dissensus.engine.fast_optimisers import use_channels_last
 from dissensus.engine.memory import Memory
 from dissensus.engine.plan import Plan, make_plan
-from dissensus.engine.strategies import strategy
+from dissensus.engine.strategies import make_strategy
 
 log = logging.getLogger("dissensus")
 
@@ -35,8 +35,8 @@ def build_step(
 
     With "auto", members run one after the other if there is not enough memory for all at once.
     """
-    lay_out(posterior)  # first: the optimiser's states follow
-    if memory is not None and engine == "auto" and not memory.fits(posterior.device):
+    use_channels_last(posterior)  # first: the optimiser's states follow
+    if memory is not None and engine == "auto" and not memory.fits_at_once(posterior.device):
         log.info("members run one after the other: there is not enough memory for all at once")
         engine = "loop"
     chosen = make_plan(engine, posterior, batch, precision=precision, steps=steps)
@@ -45,7 +45,7 @@ def build_step(
     step = EagerStep(
         posterior,
         optimizer,
-        strategy=chosen.tried or strategy(chosen.kind, compiled=chosen.compiled),
+        strategy=chosen.tried or make_strategy(chosen.kind, compiled=chosen.compiled),
         clip=clip,
         precision=precision,
         accumulate=accumulate,

@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 MOST = 2**28  # bytes of inputs on a device whose checks are waited for
 
 
-class Arriving:
+class AsyncHostCopy:
     """Tensors on their way to the host; `read()` waits for them, but not for what the device got to do afterwards."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -52,9 +52,9 @@ class LateChecks:
 
     def __init__(self, *, at_once: bool, behind: int = 1) -> None:
         self.at_once = at_once
-        self.behind = behind
+        self.delay = behind
         self._new: list[tuple[Tensor, Callable[[Tensor], object]]] = []
-        self._due: deque[tuple[Arriving, list[Callable[[Tensor], object]]]] = deque()
+        self._pending: deque[tuple[AsyncHostCopy, list[Callable[[Tensor], object]]]] = deque()
         self._first = True
 
     def add(self, values: Tensor, check: Callable[[Tensor], object]) -> None:
@@ -64,36 +64,36 @@ class LateChecks:
         else:
             self._new.append((values, check))
 
-    def inputs(self, x: Inputs) -> None:
+    def add_input_check(self, x: Inputs) -> None:
         """Checks that x is finite, unless `at_once`: then the loader's batches are checked when they are read."""
-        size = sum(each.nbytes for each in batches.tensors(x) if each.device.type != "cpu")
+        size = sum(each.nbytes for each in batches.input_tensors(x) if each.device.type != "cpu")
         if not self.at_once and size:
-            self.behind = max(1, min(self.behind, MOST // size))
-            self.add(largest(x), lambda values: check_inputs(values, x))
+            self.delay = max(1, min(self.delay, MOST // size))
+            self.add(largest_input(x), lambda values: check_input_values(values, x))
 
-    def turn(self) -> None:
+    def end_batch(self) -> None:
         """To be called after every batch."""
         if self.at_once:
             return
-        self._send()
-        self._do(0 if self._first else self.behind)
+        self._start_copy()
+        self._run_checks(0 if self._first else self.delay)
         self._first = False
 
     def finish(self) -> None:
         """Does all checks that are left."""
-        self._send()
-        self._do(0)
+        self._start_copy()
+        self._run_checks(0)
 
-    def _send(self) -> None:
+    def _start_copy(self) -> None:
         if self._new:
             values, checks = zip(*self._new, strict=True)
             self._new = []
-            self._due.append((Arriving(values), [*checks]))
+            self._pending.append((AsyncHostCopy(values), [*checks]))
 
-    def _do(self, left: int) -> None:
+    def _run_checks(self, left: int) -> None:
         """Does the checks of all but so many batches."""
-        while len(self._due) > left:
-            arriving, checks = self._due.popleft()
+        while len(self._pending) > left:
+            arriving, checks = self._pending.popleft()
             for values, check in zip(arriving.read(), checks, strict=True):
                 check(values)
 
@@ -123,7 +123,7 @@ class Timer:
         return float(self._start.elapsed_time(self._end)) / 1000
 
 
-def one_behind(items: Iterable[Item]) -> Iterator[Item]:
+def delay_by_one(items: Iterable[Item]) -> Iterator[Item]:
     """The items, each when the next one has been made; the first at once."""
     waiting: list[Item] = []
     for number, item in enumerate(items):
@@ -134,7 +134,7 @@ def one_behind(items: Iterable[Item]) -> Iterator[Item]:
     yield from waiting
 
 
-def check_inputs(found: Tensor, x: Inputs) -> None:
+def check_input_values(found: Tensor, x: Inputs) -> None:
     """Raises if what `largest` found in the inputs is not finite, if possible with their row."""
     if not float(found) < math.inf:
         batches.check_finite(x, anywhere=True)
@@ -144,9 +144,9 @@ def check_inputs(found: Tensor, x: Inputs) -> None:
         )
 
 
-def largest(x: Inputs) -> Tensor:
+def largest_input(x: Inputs) -> Tensor:
     """() the largest entry of x on a device other than the host, NaN if there is one; what is on the host counts as 0."""
-    given = [each for each in batches.tensors(x) if each.device.type != "cpu" and each.is_floating_point()]
+    given = [each for each in batches.input_tensors(x) if each.device.type != "cpu" and each.is_floating_point()]
     found = [tensor.amax() for tensor in given if tensor.numel()]
     if len(found) == 1:
         return found[0]

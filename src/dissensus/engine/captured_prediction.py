@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.drawn_functions import DrawnFunctions
-from dissensus.core.member_runner import ONE_LANE, Ways, first_line
-from dissensus.engine.cuda_graphs import Captured, Lanes, shapes
+from dissensus.core.member_runner import ONE_LANE, FallbackChain, first_line
+from dissensus.engine.cuda_graphs import CapturedCalls, Lanes, shape_key
 from dissensus.engine.cudnn_timing import timed_convolutions
-from dissensus.kernels.fused_norm import fused
-from dissensus.kernels.weight_cache import Kept, keeping
-from dissensus.numerics.randomness import same_random_state
+from dissensus.kernels.fused_norm import fuse_layers
+from dissensus.kernels.weight_cache import WeightCache, use_weight_cache
+from dissensus.numerics.randomness import preserve_random_state
 
 log = logging.getLogger("dissensus")
 
@@ -28,7 +28,7 @@ FEW = 5  # batches for which a graph does not pay
 MANY = 500  # batches for which cuDNN may try its algorithms first, which takes about a second
 
 
-class CapturedFunction(Captured):
+class CapturedFunction(CapturedCalls):
     """A function of a batch that runs drawn members; on a GPU it is replayed from a graph for shapes seen before.
 
     Args:
@@ -42,7 +42,7 @@ class CapturedFunction(Captured):
             by timing, and in between the first batch is already replayed, if kernels can be loaded without it.
     """
 
-    what = "prediction"
+    log_name = "prediction"
     warm_up = 1
     relaxed = True
 
@@ -71,62 +71,69 @@ class CapturedFunction(Captured):
             each for each in chain(drawn.parameters(), drawn.buffers()) if type(each) in (Tensor, nn.Parameter)
         ]
         self.places: list[int] = []  # of these tensors in memory, where graphs read them
-        self.keeps = keeps and plain
-        self.kept: Kept | None = None
-        self.forgot = self.looked = False  # whether weights have been written to, and whether casts were looked for
-        self.ways = Ways(_note_unfused, fused=self._fused, unfused=function)
-        self.side: torch.cuda.Stream | None = None  # where what is kept is computed during a capture
+        self.caches_weights = keeps and plain
+        self.weight_cache: WeightCache | None = None
+        self.has_dropped_cache = self.has_checked_casts = (
+            False  # whether weights have been written to, and whether casts were looked for
+        )
+        self.implementations = FallbackChain(_note_unfused, fused=self._run_fused, unfused=function)
+        self.side_stream: torch.cuda.Stream | None = None  # where what is kept is computed during a capture
 
     def __call__(self, x: Inputs) -> tuple[Tensor, ...]:
         """function(x)."""
-        tensors = batches.tensors(x)
+        tensors = batches.input_tensors(x)
         devices = {tensor.device for tensor in tensors}
         if len(devices) != 1 or (device := devices.pop()).type != DEVICE:
             with self.context():
                 return self.function(x)
-        key = shapes(tensors)
-        with torch.cuda.device(device), same_random_state(device):  # graphs and streams belong to the current device
-            self._forget_what_changed()
+        key = shape_key(tensors)
+        with (
+            torch.cuda.device(device),
+            preserve_random_state(device),
+        ):  # graphs and streams belong to the current device
+            self._drop_if_changed()
             graph = self.graphs.get(key)
-            if graph is None and (self._first() or self.due(key)):
+            if graph is None and (self._can_capture_first() or self.should_capture(key)):
                 with self.context():
-                    held = batches.apply(x, torch.clone)
+                    held = batches.map_tensors(x, torch.clone)
                     self._load_kernels(held)
-                    graph = self.capture(key, lambda: self._captured(held), batches.tensors(held))
+                    graph = self.capture(key, lambda: self._run_for_capture(held), batches.input_tensors(held))
                 if graph is None:
                     self.graphs.clear()
-                elif self.side is not None:
-                    torch.cuda.current_stream().wait_stream(self.side)
+                elif self.side_stream is not None:
+                    torch.cuda.current_stream().wait_stream(self.side_stream)
             if graph is not None:
                 return tuple(result.clone() for result in graph.replay(tensors))
-            with self.context(), self.watching(key), self._timing(device):
+            with self.context(), self.record_constants(key), self._timing_context(device):
                 return self.function(x)
 
-    def _first(self) -> bool:
+    def _can_capture_first(self) -> bool:
         """Whether this is the first batch of several and can be captured before any has run."""
         at_once, self.at_once = self.at_once, False
         return at_once and not self.failed and self._loads_kernels
 
     @property
     def _loads_kernels(self) -> bool:
-        return self.plain and self.drawn.particles.how != "vectorised" and "fused" in self.ways.ways
+        return (
+            self.plain and self.drawn.particles.how != "vectorised" and "fused" in self.implementations.implementations
+        )
 
-    def _forget_what_changed(self) -> None:
+    def _drop_if_changed(self) -> None:
         """Begins anew if weights have been moved, or written to since something of them was kept.
 
         At the second time, as with a network that writes to them itself, nothing is kept any more.
         """
         places = [tensor.data_ptr() for tensor in self.tensors]
-        written = self.kept is not None and not self.kept.fresh()
+        written = self.weight_cache is not None and not self.weight_cache.is_fresh()
         if places == self.places and not written:
             return
         self.places = places
         self.graphs.clear()
-        self.seen.clear()
-        self.keeps = self.keeps and not (written and self.forgot)
-        self.forgot |= written
-        self.kept = Kept(self.tensors) if self.keeps else None
-        self.looked = False
+        self.occurrences.clear()
+        self.caches_weights = self.caches_weights and not (written and self.has_dropped_cache)
+        self.has_dropped_cache |= written
+        self.weight_cache = WeightCache(self.tensors) if self.caches_weights else None
+        self.has_checked_casts = False
 
     def _load_kernels(self, x: Inputs) -> None:
         """Runs the first member as a graph will: libraries load their kernels, which they cannot do in a capture."""
@@ -135,54 +142,54 @@ class CapturedFunction(Captured):
 
         def lane(index: int) -> AbstractContextManager[object]:
             if index > 0:
-                raise _Enough
+                raise _FirstMemberDone
             return nullcontext()
 
         try:
-            with self._keeping(), self.drawn.particles.runner.in_lanes((lane, lambda: None)):
-                self._fused(x)
-        except _Enough:
+            with self._cache_context(), self.drawn.particles.runner.use_lanes((lane, lambda: None)):
+                self._run_fused(x)
+        except _FirstMemberDone:
             pass
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a user's network may do anything
-            del self.ways.ways["fused"]
+            del self.implementations.implementations["fused"]
             _note_unfused("fused", first_line(error))
 
     def _run(self, x: Inputs) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = self.ways(x) if self.plain else self.function(x)
+        found: tuple[Tensor, ...] = self.implementations(x) if self.plain else self.function(x)
         return found
 
-    def _fused(self, x: Inputs) -> tuple[Tensor, ...]:
-        with fused():
+    def _run_fused(self, x: Inputs) -> tuple[Tensor, ...]:
+        with fuse_layers():
             return self.function(x)
 
-    def _timing(self, device: torch.device) -> AbstractContextManager[object]:
+    def _timing_context(self, device: torch.device) -> AbstractContextManager[object]:
         return timed_convolutions(device) if self.timed else nullcontext()
 
     @contextmanager
-    def _keeping(self, beside: torch.cuda.Stream | None = None) -> Iterator[None]:
-        if self.kept is None:
+    def _cache_context(self, beside: torch.cuda.Stream | None = None) -> Iterator[None]:
+        if self.weight_cache is None:
             yield
             return
         # To look at casts costs time at every operation: done once, and then only if there are some to be answered.
-        casts = self.half and (self.kept.casts or not self.looked)
-        self.looked = True
-        with keeping(self.kept, casts=casts, beside=beside):
+        casts = self.half and (self.weight_cache.has_casts or not self.has_checked_casts)
+        self.has_checked_casts = True
+        with use_weight_cache(self.weight_cache, casts=casts, beside=beside):
             yield
 
-    def _captured(self, x: Inputs) -> tuple[Tensor, ...]:
+    def _run_for_capture(self, x: Inputs) -> tuple[Tensor, ...]:
         """function(x) as a graph holds it: members in parallel on streams, and what is kept is read."""
-        self.side = self.side or (torch.cuda.Stream() if DEVICE == "cuda" else None)
+        self.side_stream = self.side_stream or (torch.cuda.Stream() if DEVICE == "cuda" else None)
         lanes = Lanes().for_members(self.drawn.members) if self.plain else ONE_LANE
-        with self._keeping(self.side), self.drawn.particles.runner.in_lanes(lanes):
+        with self._cache_context(self.side_stream), self.drawn.particles.runner.use_lanes(lanes):
             found = self._run(x)
-        if self.kept is not None and not self.kept.fresh():
+        if self.weight_cache is not None and not self.weight_cache.is_fresh():
             raise RuntimeError("the network changes its weights")
         return found
 
 
-class _Enough(Exception):
+class _FirstMemberDone(Exception):
     """The first member has run."""
 
 

@@ -10,63 +10,63 @@ import torch
 from torch import Tensor
 
 from dissensus.core.batch import Batch
-from dissensus.core.parameter_groups import note_step
-from dissensus.engine.cuda_graphs import Captured, Graph, shapes
+from dissensus.core.parameter_groups import count_optimizer_step
+from dissensus.engine.cuda_graphs import CapturedCalls, Graph, shape_key
 from dissensus.engine.eager_step import EagerStep
 from dissensus.engine.fast_optimisers import can_be_captured, make_capturable
 from dissensus.engine.graph_constants import NotConstant
 
 
-class CapturedStep(Captured):
+class CapturedStep(CapturedCalls):
     """One optimiser step of all members per batch, replayed from the graph for the batch's shape if there is one."""
 
-    what = "the training step"
+    log_name = "the training step"
     warm_up = 3  # these steps train like any others
 
     def __init__(self, step: EagerStep) -> None:
         super().__init__()
         self.step = step
         self.finish = step.finish
-        self.compiled = "compiled" in step.way
+        self.compiled = "compiled" in step.engine_name
         self.due_to_compare: set[Hashable] = set()  # shapes whose constants are compared in the next step
         self.posterior = step.posterior
         self.gradients: dict[
             Hashable, list[tuple[Tensor, Tensor | None]]
         ] = {}  # parameters and the gradients that a graph writes
-        self.shown: Graph | None = None  # the graph whose gradients are in `.grad`
-        self.side = torch.cuda.Stream()
+        self.active_graph: Graph | None = None  # the graph whose gradients are in `.grad`
+        self.side_stream = torch.cuda.Stream()
         # A method's own `observe` may do things that cannot be captured; it is then called after each replay.
-        self.observes = not self.posterior.observes
+        self.captures_observe = not self.posterior.has_observers
         self.restore = (
             make_capturable(step.optimizer, self.posterior.device) if can_be_captured(step.optimizer) else None
         )
         if self.restore is None:
-            self.give_up(f"{type(step.optimizer).__name__} has no step that can be captured")
+            self.disable_capture(f"{type(step.optimizer).__name__} has no step that can be captured")
         if not self.posterior.capturable:
-            self.give_up(f"{type(self.posterior).__name__} does different things at different steps")
+            self.disable_capture(f"{type(self.posterior).__name__} does different things at different steps")
         if step.accumulate > 1:
-            self.give_up("gradients are accumulated over several batches")
+            self.disable_capture("gradients are accumulated over several batches")
 
     def __call__(self, batch: Batch) -> Tensor:
         """(M,) losses on the batch; the next call overwrites them."""
         tensors = batch.tensors()
-        key = (batch.weight is None, self.posterior.training, *shapes(tensors))
+        key = (batch.weight is None, self.posterior.training, *shape_key(tensors))
         compare = key in self.due_to_compare
         graph = None if compare else self.graphs.get(key)
-        if graph is None and not compare and self.due(key):
-            graph = self._capture(key, batch)
-        if graph is not self.shown:  # a plain step, or another graph, has put its own gradients into .grad
-            self.shown = graph
+        if graph is None and not compare and self.should_capture(key):
+            graph = self._capture_graph(key, batch)
+        if graph is not self.active_graph:  # a plain step, or another graph, has put its own gradients into .grad
+            self.active_graph = graph
             for parameter, gradient in () if graph is None else self.gradients[key]:
                 parameter.grad = gradient
         if graph is None:
-            losses = self._plain(key, batch)
+            losses = self._run_plain(key, batch)
             if compare:
-                self._compared(key)
+                self._compare_constants(key)
         else:
             losses = graph.replay(tensors)
-            if not self.observes:
-                note_step(self.step.optimizer)  # torch counts those that it calls
+            if not self.captures_observe:
+                count_optimizer_step(self.step.optimizer)  # torch counts those that it calls
                 self.step.guard.observe()
         return losses
 
@@ -76,42 +76,42 @@ class CapturedStep(Captured):
         self.due_to_compare = self.graphs.keys() & self.constants.keys()
 
     @property
-    def way(self) -> str:
+    def engine_name(self) -> str:
         """How members run, such as "loop+compiled+captured"."""
-        return self.step.way if self.failed else f"{self.step.way}+captured"
+        return self.step.engine_name if self.failed else f"{self.step.engine_name}+captured"
 
     def close(self) -> None:
         """Restores the optimiser's settings and frees the graphs."""
         torch.cuda.synchronize()
         self.graphs.clear()
         self.gradients.clear()
-        self.shown = None
+        self.active_graph = None
         if self.restore is not None:
             self.restore()
         self.step.close()
 
-    def _plain(self, key: Hashable, batch: Batch) -> Tensor:
+    def _run_plain(self, key: Hashable, batch: Batch) -> Tensor:
         # On a side stream: memory allocated before a capture must not belong to the default stream.
-        self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side), self.watching(key):
+        self.side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side_stream), self.record_constants(key):
             losses = self.step(batch)
-        torch.cuda.current_stream().wait_stream(self.side)
+        torch.cuda.current_stream().wait_stream(self.side_stream)
         return losses
 
-    def _compared(self, key: Hashable) -> None:
+    def _compare_constants(self, key: Hashable) -> None:
         """Drops the graphs if a constant has changed, for example in a callback."""
         self.due_to_compare.discard(key)
         if (line := self.constants[key].varying) is not None:
             torch.cuda.synchronize()
             self.graphs.clear()
-            self.give_up(str(NotConstant(line)))
+            self.disable_capture(str(NotConstant(line)))
 
-    def _capture(self, key: Hashable, batch: Batch) -> Graph | None:
+    def _capture_graph(self, key: Hashable, batch: Batch) -> Graph | None:
         # Batches are copied into these tensors, which every replay reads: the loader's own tensors may be freed by then.
         steps, held = self.posterior.steps.clone(), batch.map(torch.clone)
         self.posterior.zero_grad(set_to_none=True)  # all gradients: existing ones would be added to at every replay
         generators = getattr(self.step.optimizer, "generators", ())
-        graph = self.capture(key, lambda: self.step(held, observe=self.observes), held.tensors(), generators)
+        graph = self.capture(key, lambda: self.step(held, observe=self.captures_observe), held.tensors(), generators)
         if graph is None:
             self.posterior.steps.copy_(steps)
         else:

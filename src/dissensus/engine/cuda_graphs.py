@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dissensus.core.locks import PROCESS
 from dissensus.core.member_runner import MemberLanes
-from dissensus.engine.graph_constants import Constants, reason
+from dissensus.engine.graph_constants import Constants, failure_reason
 
 log = logging.getLogger("dissensus")
 
@@ -49,15 +49,15 @@ class Graph:
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             try:
                 with (
-                    _capturing(self.graph, pool, relaxed=relaxed),
-                    nullcontext() if constants is None else constants.given(),
+                    _capture_into(self.graph, pool, relaxed=relaxed),
+                    nullcontext() if constants is None else constants.reuse_constants(),
                 ):
                     self.results = function()
             except Exception:
                 # torch's random generators stay in the state of a capture that failed, and refuse to draw, until one ends well.
                 with suppress(Exception):
                     torch.cuda.synchronize()
-                    with _capturing(_new_graph(generators), None, relaxed=relaxed):
+                    with _capture_into(_new_graph(generators), None, relaxed=relaxed):
                         torch.zeros((), device="cuda")
                 raise
 
@@ -70,7 +70,7 @@ class Graph:
 
 
 @contextmanager
-def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, *, relaxed: bool) -> Iterator[None]:
+def _capture_into(graph: torch.cuda.CUDAGraph, pool: Any, *, relaxed: bool) -> Iterator[None]:
     """As `torch.cuda.graph`; if relaxed and memory is plenty, its cache is not emptied, which takes as long as a capture."""
     mode = "relaxed" if relaxed else "thread_local"
     if not relaxed or torch.cuda.mem_get_info()[0] < torch.cuda.memory_reserved():
@@ -92,29 +92,31 @@ def _new_graph(generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-class Captured:
+class CapturedCalls:
     """Base class of calls replayed from graphs, one graph for each of the first few shapes that occur often enough.
 
     Calls that cannot be captured run as plain calls, which is logged once.
     """
 
-    what: ClassVar[str]  # name in the log
+    log_name: ClassVar[str]  # name in the log
     warm_up: ClassVar[int]  # plain calls before a capture
     relaxed: ClassVar[bool] = False  # whether a capture may allocate memory for other streams
     compiled = False  # then constants are the compiler's: it would compile again to look at them
 
     def __init__(self) -> None:
         self.graphs: dict[Hashable, Graph] = {}
-        self.seen: Counter[Hashable] = Counter()
+        self.occurrences: Counter[Hashable] = Counter()
         self.constants: dict[Hashable, Constants] = {}  # of shapes whose capture failed without them
         self.failed = False
 
-    def due(self, key: Hashable) -> bool:
+    def should_capture(self, key: Hashable) -> bool:
         """Counts an occurrence of shapes without a graph; returns whether to capture one now."""
         if self.failed or len(self.graphs) == MOST_GRAPHS:
             return False
-        self.seen[key] += 1
-        return self.seen[key] > max(self.warm_up, 2 if key in self.constants else 0)  # two calls show what is constant
+        self.occurrences[key] += 1
+        return self.occurrences[key] > max(
+            self.warm_up, 2 if key in self.constants else 0
+        )  # two calls show what is constant
 
     def capture(
         self,
@@ -136,25 +138,25 @@ class Captured:
         except Exception as error:  # a user's network may do anything that cannot be captured
             torch.cuda.synchronize()
             if constants is None and not self.compiled and not isinstance(error, torch.OutOfMemoryError):
-                self.constants[key], self.seen[key] = Constants(), 0
+                self.constants[key], self.occurrences[key] = Constants(), 0
             else:
-                self.give_up(reason(error))
+                self.disable_capture(failure_reason(error))
         return self.graphs.get(key)
 
-    def watching(self, key: Hashable) -> AbstractContextManager[object]:
+    def record_constants(self, key: Hashable) -> AbstractContextManager[object]:
         """The context of a plain call: it keeps constants for a capture to come, and compares those of a graph."""
         constants = self.constants.get(key)
         needed = key in self.graphs or not self.failed
-        return constants.watching() if constants is not None and needed else nullcontext()
+        return constants.record_constants() if constants is not None and needed else nullcontext()
 
-    def give_up(self, reason: str) -> None:
+    def disable_capture(self, reason: str) -> None:
         """Captures nothing from now on."""
         if not self.failed:
-            log.info("%s is not captured in a CUDA graph: %s", self.what, reason)
+            log.info("%s is not captured in a CUDA graph: %s", self.log_name, reason)
         self.failed = True
 
 
-def shapes(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
+def shape_key(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
     """The properties of tensors that must equal those at capture."""
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
 

@@ -8,13 +8,13 @@ from torch import Tensor
 from dissensus.core import objective
 from dissensus.core.batch import Batch
 from dissensus.core.gradients import Strategy
-from dissensus.core.likelihood import spread
+from dissensus.core.likelihood import expand_weight
 from dissensus.core.member_runner import NOTHING
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
-from dissensus.engine.fast_optimisers import fuse
+from dissensus.engine.fast_optimisers import use_fused_kernels
 from dissensus.engine.step_guard import Guard
-from dissensus.utils.dtensor import here, is_divided, joined
+from dissensus.utils.dtensor import gather_full_tensor, is_divided, local_part
 
 
 def clip_members(particles: Particles, largest: float) -> Tensor:
@@ -26,21 +26,21 @@ def clip_members(particles: Particles, largest: float) -> Tensor:
     found = []
     for gradients in (own, [g.unsqueeze(0) for g in shared]):  # (M, ...), (1, ...)
         if gradients:
-            norms = _squares(gradients).sum(0).sqrt()
+            norms = _squared_norms(gradients).sum(0).sqrt()
             factor = (largest / norms.clamp(min=1e-12)).clamp(max=1.0)
-            for gradient in map(here, gradients):
+            for gradient in map(local_part, gradients):
                 gradient.mul_(factor.to(gradient.dtype).reshape(-1, *[1] * (gradient.ndim - 1)))
             found.append(norms)
     return found[0]
 
 
-def _squares(gradients: list[Tensor]) -> Tensor:
+def _squared_norms(gradients: list[Tensor]) -> Tensor:
     """(T, M) squares of each tensor's norm, member by member."""
     # In float32 at least: a norm that overflows in float16 would clip every gradient to zero.
     full = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
     return torch.stack(
         [
-            joined(each.square().sum(tuple(range(1, each.ndim))))
+            gather_full_tensor(each.square().sum(tuple(range(1, each.ndim))))
             if is_divided(each)
             else each.reshape(len(each), -1).square().sum(1)
             for each in full
@@ -56,7 +56,7 @@ class EagerStep:
         posterior: Posterior,
         optimizer: torch.optim.Optimizer,
         *,
-        strategy: Strategy = objective.automatic,
+        strategy: Strategy = objective.automatic_gradients,
         clip: float | None = None,
         precision: torch.dtype | None = None,
         accumulate: int = 1,
@@ -68,8 +68,8 @@ class EagerStep:
         self.precision = precision
         self.accumulate = accumulate
         self.pending = 0  # batches accumulated since the last step
-        self.gathered = torch.zeros(())  # total weight of their examples
-        self._restore = fuse(optimizer)
+        self.accumulated_weight = torch.zeros(())  # total weight of their examples
+        self._restore = use_fused_kernels(optimizer)
         self._parameters = list(posterior.parameters())  # found once: it takes as long as a small layer
         self.guard = Guard(posterior, optimizer, host=posterior.device.type == "cpu")
 
@@ -85,7 +85,7 @@ class EagerStep:
                 parameter.grad = None
             self.guard.begin(several=self.accumulate > 1)
         number, self.pending = self.pending + 1, 0  # if this batch raises, the accumulated ones are dropped
-        losses = self._batch(batch, number)
+        losses = self._run_batch(batch, number)
         if number < self.accumulate:
             self.pending = number
         else:
@@ -97,13 +97,13 @@ class EagerStep:
         if self.pending == 0:
             return
         self.pending = 0
-        self.guard.look(None, complete=True)
-        if not self.guard.reads:
-            self.guard.undo()
+        self.guard.check_values(None, complete=True)
+        if not self.guard.checks_at_once:
+            self.guard.restore_buffers()
         self._update()
 
     @property
-    def way(self) -> str:
+    def engine_name(self) -> str:
         """How members run, such as "loop+compiled"."""
         return str(getattr(self.strategy, "name", "auto"))
 
@@ -115,19 +115,19 @@ class EagerStep:
         """Restores the optimiser's settings."""
         self._restore()
 
-    def _batch(self, batch: Batch, number: int) -> Tensor:
+    def _run_batch(self, batch: Batch, number: int) -> Tensor:
         """(M,) losses of a step's batch `number` (from 1); sets `.grad`, and batch statistics if all is finite."""
         with NOTHING if self.precision is None else autocast(self.posterior.device, self.precision):
-            found = objective.find(self.posterior, batch, self.strategy, self.guard.look_unmixed)
-        share = self._share(batch, number, found.losses.dtype)
+            found = objective.compute_gradients(self.posterior, batch, self.strategy, self.guard.check_unmixed)
+        share = self._weight_fraction(batch, number, found.losses.dtype)
         objective.add_gradients(self.guard.weights, found.gradients, share=share)
         # Of the only batch of a step, what was found on the way is what is in `.grad`.
         known = found.largest if self.accumulate == 1 else None
-        self.guard.look(found.losses, complete=number == self.accumulate, known=known)
-        self.guard.write(found.buffers)
+        self.guard.check_values(found.losses, complete=number == self.accumulate, known=known)
+        self.guard.write_buffers(found.buffers)
         return found.losses
 
-    def _share(self, batch: Batch, number: int, dtype: torch.dtype) -> Tensor | None:
+    def _weight_fraction(self, batch: Batch, number: int, dtype: torch.dtype) -> Tensor | None:
         """() the batch's share of the weight accumulated so far; None for a step of one batch.
 
         Each batch's loss is a mean, Σ w ℓ / Σ w. Their mean, weighted by these shares, is the loss of one large batch.
@@ -137,19 +137,19 @@ class EagerStep:
         counted = self.posterior.likelihood.training_weight(batch.y)
         w = torch.ones(len(batch.y), device=batch.y.device) if batch.weight is None else batch.weight
         if counted is not None:
-            w = spread(w, counted.to(w.dtype)) * counted
-        counts = self.posterior.particles.exchange.counted(w.sum(dtype=dtype))
-        self.gathered = counts if number == 1 else self.gathered + counts
-        return torch.where(self.gathered > 0, counts / self.gathered, 1 / number)
+            w = expand_weight(w, counted.to(w.dtype)) * counted
+        counts = self.posterior.particles.exchange.total_batch_weight(w.sum(dtype=dtype))
+        self.accumulated_weight = counts if number == 1 else self.accumulated_weight + counts
+        return torch.where(self.accumulated_weight > 0, counts / self.accumulated_weight, 1 / number)
 
     def _update(self, *, observe: bool = True) -> None:
         if self.clip is not None:
             clip_members(self.posterior.particles, self.clip)
-        with self.guard.skipping():
+        with self.guard.skip_bad_step():
             self.optimizer.step()
         if observe:
             self.guard.observe()
-        self.guard.join()
+        self.guard.join_side_stream()
 
 
 def autocast(device: torch.device, precision: torch.dtype | None) -> AbstractContextManager[object]:

@@ -22,7 +22,7 @@ def can_skip(optimizer: Optimizer) -> bool:
     return can_be_captured(optimizer) and (fused or getattr(optimizer, "skips", False))
 
 
-def lay_out(posterior: Posterior) -> None:
+def use_channels_last(posterior: Posterior) -> None:
     """Converts weights of 2-D convolutions, also stacked ones, to channels-last in place; only on a GPU."""
     if posterior.device.type != "cuda":
         return
@@ -38,7 +38,7 @@ def lay_out(posterior: Posterior) -> None:
             parameter.data = parameter.data.movedim(-3, -1).contiguous().movedim(-1, -3)
 
 
-def fuse(optimizer: Optimizer) -> Callable[[], None]:
+def use_fused_kernels(optimizer: Optimizer) -> Callable[[], None]:
     """Gives SGD, Adam and AdamW fused kernels if the caller did not choose; returns a function that undoes it.
 
     Results are the same up to rounding.
@@ -53,7 +53,7 @@ def fuse(optimizer: Optimizer) -> Callable[[], None]:
         # Not every optimiser has a fused kernel for divided tensors.
         and all(p.is_floating_point() and not is_divided(p) for p in group["params"])
     ]
-    return _changed(optimizer, groups, fused=True, foreach=False)
+    return _change_settings(optimizer, groups, fused=True, foreach=False)
 
 
 def make_capturable(optimizer: Optimizer, device: torch.device) -> Callable[[], None]:
@@ -61,7 +61,7 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> Callable[[], 
 
     Schedulers keep working: torch's schedulers write into a tensor learning rate in place, and the graph reads it.
     """
-    put_back = _changed(optimizer, optimizer.param_groups, fused=True, foreach=False, capturable=True)
+    put_back = _change_settings(optimizer, optimizer.param_groups, fused=True, foreach=False, capturable=True)
     for group in optimizer.param_groups:
         # float32 is what fused kernels read.
         group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device).clone()
@@ -77,7 +77,7 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> Callable[[], 
     return restore
 
 
-def _changed(optimizer: Optimizer, groups: list[dict[str, Any]], **settings: bool) -> Callable[[], None]:
+def _change_settings(optimizer: Optimizer, groups: list[dict[str, Any]], **settings: bool) -> Callable[[], None]:
     """Changes the settings that the groups have; returns a function that undoes it.
 
     States get the memory layout of their parameter, because fused kernels read both in order.

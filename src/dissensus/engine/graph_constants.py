@@ -34,7 +34,7 @@ class NotConstant(RuntimeError):
         super().__init__(f"tensors made on the host change from call to call ({where})")
 
 
-class Kept(NamedTuple):
+class HostConstant(NamedTuple):
     """One call that made a tensor from the host's data: the data, and the tensor if it is on the device."""
 
     function: Any
@@ -51,77 +51,77 @@ class Constants(TorchFunctionMode):
 
     def __init__(self, on: str = "cuda") -> None:
         super().__init__()
-        self.on = on
-        self.kept: list[Kept] = []
+        self.device_type = on
+        self.entries: list[HostConstant] = []
         self.varying: str | None = None  # the first line of code whose tensor differed between calls
-        self._at = 0
-        self._gives = False
+        self._position = 0
+        self._reuses = False
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def record_constants(self) -> Iterator[None]:
         """A call before the capture, or one that looks whether constants are still the same (`varying`)."""
-        first = not self.kept
-        self._at, self._gives = 0, False
+        first = not self.entries
+        self._position, self._reuses = 0, False
         with self:
             yield
-        if not first and self._at != len(self.kept):
+        if not first and self._position != len(self.entries):
             self.varying = self.varying or "a number of them that varies"
 
     @contextlib.contextmanager
-    def given(self) -> Iterator[None]:
+    def reuse_constants(self) -> Iterator[None]:
         """The call that is captured."""
-        self._at, self._gives = 0, True
+        self._position, self._reuses = 0, True
         if self.varying is not None:
             raise NotConstant(self.varying)
         with self:
             yield
-        if self._at != len(self.kept):
+        if self._position != len(self.entries):
             raise NotConstant("a number of them that varies")
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or _is_library(sys._getframe(1)):
             return function(*args, **kwargs)
-        if function is Tensor.__getitem__ and args[0].device.type == self.on:
+        if function is Tensor.__getitem__ and args[0].device.type == self.device_type:
             several = isinstance(args[1], tuple)
-            index = [self._index(each, args[0].device) for each in (args[1] if several else (args[1],))]
+            index = [self._device_index(each, args[0].device) for each in (args[1] if several else (args[1],))]
             return function(args[0], tuple(index) if several else index[0])
         data = _host_data(function, args, kwargs)
         if data is None:
             return function(*args, **kwargs)
-        return self._sent(function, data, lambda: function(*args, **kwargs))
+        return self._reuse_or_make(function, data, lambda: function(*args, **kwargs))
 
-    def _index(self, index: Any, device: torch.device) -> Any:
+    def _device_index(self, index: Any, device: torch.device) -> Any:
         """An index on the device, if it is a list or an array of integers."""
         data = _as_tensor(index) if isinstance(index, list | np.ndarray | Tensor) else None
         if data is None or data.dtype == torch.bool or data.ndim == 0 or data.is_floating_point():
             return index
-        return self._sent(Tensor.__getitem__, data, lambda: data.to(device))
+        return self._reuse_or_make(Tensor.__getitem__, data, lambda: data.to(device))
 
-    def _sent(self, function: Any, data: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    def _reuse_or_make(self, function: Any, data: Tensor, make: Callable[[], Tensor]) -> Tensor:
         """make(), or a copy of what it made before."""
-        number, self._at = self._at, self._at + 1
-        if number < len(self.kept):
-            before = self.kept[number]
-            if before.function is not function or (before.made is not None and not _same(before.data, data)):
+        number, self._position = self._position, self._position + 1
+        if number < len(self.entries):
+            before = self.entries[number]
+            if before.function is not function or (before.made is not None and not _has_same_bits(before.data, data)):
                 self.varying = self.varying or user_line()
-                if self._gives:
+                if self._reuses:
                     raise NotConstant(self.varying)
-            if not self._gives or before.made is None:
+            if not self._reuses or before.made is None:
                 return make()
             copy = before.made.clone()
             return copy.requires_grad_() if before.needs_grad else copy
-        if self._gives:
+        if self._reuses:
             raise NotConstant(user_line())
         made = make()
         with torch._C._DisableFuncTorch():  # what is kept outlives the function transforms that the call is in
             plain = data.clone()
-            there = plain.to(made.device, made.dtype, copy=True) if made.device.type == self.on else None
-        self.kept.append(Kept(function, plain, there, made.requires_grad))
+            there = plain.to(made.device, made.dtype, copy=True) if made.device.type == self.device_type else None
+        self.entries.append(HostConstant(function, plain, there, made.requires_grad))
         return made
 
 
-def reason(error: Exception) -> str:
+def failure_reason(error: Exception) -> str:
     """Why a call could not be captured, with the line of the user's code."""
     line = None if isinstance(error, NotConstant) else user_line(error)
     return first_line(error) + (f" ({line})" if line else "")
@@ -130,10 +130,10 @@ def reason(error: Exception) -> str:
 def user_line(error: BaseException | None = None) -> str | None:
     """ "file.py:12: code" of the innermost line outside of torch and this library: of an error, or of this call."""
     if error is None:
-        return _line(traceback.walk_stack(sys._getframe(1)))
+        return _innermost_line(traceback.walk_stack(sys._getframe(1)))
     found = None
     while error is not None:  # leaving a failed capture raises another error: the line of the first one counts
-        found = _line(reversed(list(traceback.walk_tb(error.__traceback__)))) or found
+        found = _innermost_line(reversed(list(traceback.walk_tb(error.__traceback__)))) or found
         error = error.__context__
     return found
 
@@ -147,7 +147,7 @@ def _is_library(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(LIBRARY)
 
 
-def _line(inner_first: Iterable[tuple[FrameType, int]]) -> str | None:
+def _innermost_line(inner_first: Iterable[tuple[FrameType, int]]) -> str | None:
     for frame, number in inner_first:
         file = frame.f_code.co_filename
         if not file.startswith((TORCH, LIBRARY, contextlib.__file__)):
@@ -178,7 +178,7 @@ def _as_tensor(data: Any) -> Tensor | None:
         return None
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _has_same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether both have the same bits."""
     with torch._C._DisableFuncTorch():
         alike = (a.shape, a.dtype) == (b.shape, b.dtype)

@@ -16,21 +16,21 @@ from dissensus.core.recorder import Recorder
 from dissensus.engine.cuda_graphs import Lanes
 from dissensus.engine.cudnn_timing import timed_convolutions
 from dissensus.engine.eager_step import autocast
-from dissensus.engine.fast_optimisers import lay_out
-from dissensus.numerics.randomness import same_random_state
-from dissensus.utils.text import readable as readable
+from dissensus.engine.fast_optimisers import use_channels_last
+from dissensus.numerics.randomness import preserve_random_state
+from dissensus.utils.text import format_bytes as format_bytes
 
 EXTRA_STREAMS = 2  # one for plain steps, one for the capture of graphs
 
 
-class Taken(NamedTuple):
+class PeakMemory(NamedTuple):
     """Bytes of a GPU at the largest use: those of tensors, and those that torch reserved for them."""
 
     alive: int = 0
     reserved: int = 0
 
 
-UNMEASURED = Taken()
+UNMEASURED = PeakMemory()
 
 
 @dataclass(frozen=True)
@@ -45,47 +45,49 @@ class Memory:
     workspace: int = 0  # kept by the GPU's libraries per stream
     recorded: int = 0  # kept by recorders of the weights
     drawn: int = 0  # weights sampled after training; not in the sums
-    taken: Taken = UNMEASURED  # for the gradients of all members at once, measured when ways to run them were tried
+    taken: PeakMemory = (
+        UNMEASURED  # for the gradients of all members at once, measured when ways to run them were tried
+    )
 
     @property
-    def at_once(self) -> int:
+    def bytes_at_once(self) -> int:
         """Bytes of all tensors if members run at once: vectorised, or streamed on up to ten streams."""
         if self.taken.alive:
             return self.weights + self.recorded + self.optimizer + self.taken.alive
         lanes = min(self.members, Lanes().most) + EXTRA_STREAMS
-        return self._lasting + self.members * self.activations + lanes * self.workspace
+        return self._persistent_bytes + self.members * self.activations + lanes * self.workspace
 
     @property
-    def reserved(self) -> int:
+    def reserved_bytes(self) -> int:
         """Bytes that torch takes from a GPU for that: streams, and libraries in a graph, do not share memory."""
         # Libraries allocate again within a graph, by measurements (benchmarks/training_memory.py) half as much.
-        return self.at_once + self.taken.reserved - self.taken.alive + self.workspace // 2
+        return self.bytes_at_once + self.taken.reserved - self.taken.alive + self.workspace // 2
 
     @property
-    def one_at_a_time(self) -> int:
+    def bytes_in_loop(self) -> int:
         """Bytes if the graph of one member exists at a time: in a loop."""
-        return self._lasting + self.activations + (1 + EXTRA_STREAMS) * self.workspace
+        return self._persistent_bytes + self.activations + (1 + EXTRA_STREAMS) * self.workspace
 
     @property
-    def _lasting(self) -> int:
+    def _persistent_bytes(self) -> int:
         # Gradients count twice: each member's are copied into a stack.
         return self.weights + self.recorded + 2 * self.gradients + self.optimizer
 
-    def fits(self, device: torch.device) -> bool:
+    def fits_at_once(self, device: torch.device) -> bool:
         """Whether all members fit at once; always true on the host, which can swap."""
         free = free_bytes(device)
-        return free is None or self.at_once - self.weights - self.recorded < 0.9 * free
+        return free is None or self.bytes_at_once - self.weights - self.recorded < 0.9 * free
 
     def __str__(self) -> str:
-        streams = f" ({readable(self.reserved)} reserved)" if self.taken.reserved else ""
+        streams = f" ({format_bytes(self.reserved_bytes)} reserved)" if self.taken.reserved else ""
         return (
-            f"about {readable(self.at_once)}{streams} with all members at once, "
-            f"{readable(self.one_at_a_time)} one after the other "
-            f"(weights {readable(self.weights)}, gradients {readable(self.gradients)}, optimiser "
-            f"{readable(self.optimizer)}, activations {readable(self.activations)} a member"
-            + (f", recorders {readable(self.recorded)}" if self.recorded else "")
-            + (f", libraries {readable(self.workspace)} a stream)" if self.workspace else ")")
-            + (f"; afterwards a draw takes {readable(self.drawn)}" if self.drawn else "")
+            f"about {format_bytes(self.bytes_at_once)}{streams} with all members at once, "
+            f"{format_bytes(self.bytes_in_loop)} one after the other "
+            f"(weights {format_bytes(self.weights)}, gradients {format_bytes(self.gradients)}, optimiser "
+            f"{format_bytes(self.optimizer)}, activations {format_bytes(self.activations)} a member"
+            + (f", recorders {format_bytes(self.recorded)}" if self.recorded else "")
+            + (f", libraries {format_bytes(self.workspace)} a stream)" if self.workspace else ")")
+            + (f"; afterwards a draw takes {format_bytes(self.drawn)}" if self.drawn else "")
         )
 
 
@@ -98,25 +100,21 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def training_memory(
-    posterior: Posterior,
-    optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    *,
-    precision: torch.dtype | None = None,
+    posterior: Posterior, optimizer: torch.optim.Optimizer, batch: Batch, *, precision: torch.dtype | None = None
 ) -> Memory:
     """The memory for training on batches like this one: measured on one member on a GPU, elsewhere counted."""
     tensors = [*posterior.parameters(), *posterior.buffers()]
     recorded = _bytes([b for part in posterior.modules() if isinstance(part, Recorder) for b in part.buffers()])
     trained = [parameter for parameter in posterior.parameters() if parameter.requires_grad]
     if posterior.device.type == "cuda":
-        lay_out(posterior)  # as in training
-        activations, workspace = _measured(posterior, batch, precision)
+        use_channels_last(posterior)  # as in training
+        activations, workspace = _measure_member(posterior, batch, precision)
     else:
-        activations, workspace = _activations(posterior, batch, precision), 0
+        activations, workspace = _activation_bytes(posterior, batch, precision), 0
     return Memory(
         weights=_bytes(tensors) - recorded,
         gradients=_bytes(trained),
-        optimizer=_states(optimizer) * _bytes(trained),
+        optimizer=_state_count(optimizer) * _bytes(trained),
         activations=activations,
         members=posterior.particles.members,
         workspace=workspace,
@@ -126,31 +124,31 @@ def training_memory(
 
 
 @contextmanager
-def held(device: torch.device) -> Iterator[list[Taken]]:
+def measure_peak(device: torch.device) -> Iterator[list[PeakMemory]]:
     """Its list gets what is `Taken` inside, besides what was there before; nothing on the host."""
-    found: list[Taken] = []
-    forget_peak(device)
-    before = _now(device)
+    found: list[PeakMemory] = []
+    reset_peak(device)
+    before = _current_memory(device)
     yield found
     if device.type == "cuda":
         alive, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-        found.append(Taken(alive - before.alive, reserved - before.reserved))
+        found.append(PeakMemory(alive - before.alive, reserved - before.reserved))
 
 
-def _now(device: torch.device) -> Taken:
+def _current_memory(device: torch.device) -> PeakMemory:
     if device.type != "cuda":
         return UNMEASURED
-    return Taken(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
+    return PeakMemory(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
 
 
-def forget_peak(device: torch.device) -> None:
+def reset_peak(device: torch.device) -> None:
     """Frees cached memory of a GPU, and counts the largest use from now on."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def forget_workspaces() -> None:
+def free_workspaces() -> None:
     """Frees the memory that the GPU's libraries keep per stream; they allocate it again when needed."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
@@ -158,12 +156,12 @@ def forget_workspaces() -> None:
         clear()
 
 
-def _measured(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> tuple[int, int]:
+def _measure_member(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> tuple[int, int]:
     """(bytes for forward and backward of one member, bytes that libraries keep per stream)."""
-    state = gradients.state_of(posterior).member(0)
+    state = gradients.detached_state(posterior).member(0)
     cotangent = None
-    if posterior.coupled:  # backward goes through z, too
-        with torch.no_grad(), autocast(posterior.device, precision), same_random_state(posterior.device):
+    if posterior.is_coupled:  # backward goes through z, too
+        with torch.no_grad(), autocast(posterior.device, precision), preserve_random_state(posterior.device):
             z = posterior.member_loss(state.parameters(), state.buffers(), batch)[1]
         cotangent = pytree.tree_map(torch.zeros_like, z)
 
@@ -178,7 +176,7 @@ def _measured(posterior: Posterior, batch: Batch, precision: torch.dtype | None)
         return torch.cuda.max_memory_allocated() - before - _bytes(list(found.gradients.values()))
 
     device = posterior.device
-    with same_random_state(device), timed_convolutions(device), torch.cuda.stream(torch.cuda.Stream()):
+    with preserve_random_state(device), timed_convolutions(device), torch.cuda.stream(torch.cuda.Stream()):
         before = torch.cuda.memory_allocated()
         run()
         workspace = torch.cuda.memory_allocated() - before
@@ -186,11 +184,11 @@ def _measured(posterior: Posterior, batch: Batch, precision: torch.dtype | None)
     return max(activations, 0), max(workspace, 0)
 
 
-def _activations(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> int:
+def _activation_bytes(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> int:
     """Bytes that autograd keeps for one member's backward pass, without its weights and the batch."""
     if posterior.particles.divided:  # it would be put together once more, and `fully_shard` wants a backward pass
         return 0
-    state = gradients.state_of(posterior).member(0)
+    state = gradients.detached_state(posterior).member(0)
     params = state.parameters(state.leaves())
     known = {t.untyped_storage().data_ptr() for t in [*posterior.parameters(), *posterior.buffers()]}
     kept: dict[int, int] = {}
@@ -201,7 +199,7 @@ def _activations(posterior: Posterior, batch: Batch, precision: torch.dtype | No
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with same_random_state(posterior.device), autocast(posterior.device, precision), torch.enable_grad():
+    with preserve_random_state(posterior.device), autocast(posterior.device, precision), torch.enable_grad():
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             result = posterior.member_loss(params, state.buffers(), batch)
         del result
@@ -212,7 +210,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _states(optimizer: torch.optim.Optimizer) -> int:
+def _state_count(optimizer: torch.optim.Optimizer) -> int:
     """Number of tensors of a parameter's size that the optimiser keeps per parameter."""
     settings = optimizer.param_groups[0]
     if "betas" in settings:

@@ -16,10 +16,10 @@ from dissensus.core.posterior import Posterior
 from dissensus.engine.cuda_graphs import Graph
 from dissensus.engine.cudnn_timing import timed_convolutions
 from dissensus.engine.eager_step import autocast
-from dissensus.engine.graph_constants import Constants, reason
-from dissensus.engine.memory import UNMEASURED, Taken, forget_peak, forget_workspaces, held
-from dissensus.engine.strategies import Kind, strategy
-from dissensus.numerics.randomness import same_random_state
+from dissensus.engine.graph_constants import Constants, failure_reason
+from dissensus.engine.memory import UNMEASURED, PeakMemory, free_workspaces, measure_peak, reset_peak
+from dissensus.engine.strategies import Kind, make_strategy
+from dissensus.numerics.randomness import preserve_random_state
 
 log = logging.getLogger("dissensus")
 
@@ -39,7 +39,7 @@ class Plan:
     captured: bool = False
     seconds: float | None = None  # for the gradients of one batch, if timed
     plain: float | None = field(default=None, compare=False, repr=False)  # the same without compiling
-    taken: Taken = field(default=UNMEASURED, compare=False, repr=False)  # for these gradients, if timed on a GPU
+    taken: PeakMemory = field(default=UNMEASURED, compare=False, repr=False)  # for these gradients, if timed on a GPU
     # The strategy that was timed, compiled already.
     tried: Strategy | None = field(default=None, compare=False, repr=False)
 
@@ -48,14 +48,7 @@ class Plan:
         return "+".join(words)
 
 
-def make_plan(
-    engine: str,
-    posterior: Posterior,
-    batch: Batch,
-    *,
-    precision: torch.dtype | None,
-    steps: int,
-) -> Plan:
+def make_plan(engine: str, posterior: Posterior, batch: Batch, *, precision: torch.dtype | None, steps: int) -> Plan:
     """The plan for `engine`: "auto", or words of loop, vectorised, streamed, compiled, captured joined by "+".
 
     Choices not fixed by the words are made here. `steps`: the length of the run, which decides whether compiling pays.
@@ -71,7 +64,7 @@ def make_plan(
     on_gpu = posterior.device.type == "cuda"
     if not on_gpu and (wanting := words & {"streamed", "captured"}):
         raise ValueError(f'expected a GPU for engine "{sorted(wanting)[0]}", got {posterior.device}; use "auto"')
-    key = (engine, str(posterior.device), precision, *(tuple(t.shape) for t in batches.tensors(batch.x)))
+    key = (engine, str(posterior.device), precision, *(tuple(t.shape) for t in batches.input_tensors(batch.x)))
     # Two plans, for runs in which compiling pays and for shorter ones: a posterior may be fitted again, for longer.
     known: dict[bool, Plan] = posterior.particles.runner.plans.setdefault(key, {})
     for plan in known.values():
@@ -84,7 +77,7 @@ def make_plan(
     if on_gpu:
         open_ones = ["streamed"] if particles.how == "loop" else ["vectorised", "streamed"]
     candidates = named or (["loop"] if particles.members == 1 else open_ones)
-    chosen = _best(candidates, words, posterior, batch, precision, steps)
+    chosen = _fastest_plan(candidates, words, posterior, batch, precision, steps)
     took = "" if chosen.seconds is None else f" ({1e3 * chosen.seconds:.2f} ms for the gradients of a batch)"
     log.info("members run %s%s", chosen, took)
     # Without the timed strategy: copies of the posterior must not copy compiled code.
@@ -97,7 +90,7 @@ def _worth_compiling(plan: Plan, steps: int) -> bool:
     return plan.plain is not None and steps * plan.plain > WORTH_COMPILING
 
 
-def _best(
+def _fastest_plan(
     candidates: list[Kind],
     words: set[str],
     posterior: Posterior,
@@ -107,26 +100,26 @@ def _best(
 ) -> Plan:
     on_gpu, compiled = posterior.device.type == "cuda", "compiled" in words
     captured = on_gpu and ("captured" in words or (not words and posterior.capturable))
-    may_compile = not words and _compiler_gains(posterior, on_gpu)
+    may_compile = not words and _can_gain_by_compiling(posterior, on_gpu)
     if len(candidates) == 1 and not may_compile:
         return Plan(candidates[0], compiled, captured)
 
-    taken: dict[Strategy, Taken] = {}
+    taken: dict[Strategy, PeakMemory] = {}
 
     def seconds(run: Strategy) -> float | None:
-        with autocast(posterior.device, precision), held(posterior.device) as memory:
-            found = timed(run, posterior, batch, captured=captured)
+        with autocast(posterior.device, precision), measure_peak(posterior.device) as memory:
+            found = time_strategy(run, posterior, batch, captured=captured)
         taken[run] = memory[0] if memory else UNMEASURED
         return found
 
     was_training = posterior.training
     posterior.train()  # dropout and batch statistics take time in a step, and can fail
     try:
-        ways = {kind: strategy(kind) for kind in candidates}
+        ways = {kind: make_strategy(kind) for kind in candidates}
         possible = {kind: found for kind, run in ways.items() if (found := seconds(run)) is not None}
         if captured and not possible:  # none can be captured: find the fastest without a graph
             captured = False
-            ways = {kind: strategy(kind) for kind in candidates}
+            ways = {kind: make_strategy(kind) for kind in candidates}
             possible = {kind: found for kind, run in ways.items() if (found := seconds(run)) is not None}
         if not possible:  # all of them fail: the plain loop works or raises the error
             return Plan("loop", compiled, False)
@@ -135,33 +128,37 @@ def _best(
             return Plan(kind, True, captured)
         plain = Plan(kind, False, captured, possible[kind], possible[kind], taken[ways[kind]])
         if may_compile and _worth_compiling(plain, steps):
-            faster = seconds(run := strategy(kind, compiled=True))
+            faster = seconds(run := make_strategy(kind, compiled=True))
             if faster is not None and faster < possible[kind]:
                 return Plan(kind, True, captured, faster, possible[kind], taken[run], run)
         return plain
     finally:
         posterior.train(was_training)
         if on_gpu:
-            forget_workspaces()  # of the candidates
-            forget_peak(posterior.device)
+            free_workspaces()  # of the candidates
+            reset_peak(posterior.device)
 
 
-def _compiler_gains(posterior: Posterior, on_gpu: bool) -> bool:
+def _can_gain_by_compiling(posterior: Posterior, on_gpu: bool) -> bool:
     """Whether compiling can help: not for convolutions on a CPU (library calls), nor for members that differ."""
     first, *others = posterior.particles.templates
     return not others and (on_gpu or not any(isinstance(part, nn.modules.conv._ConvNd) for part in first.modules()))
 
 
-def timed(run: Strategy, posterior: Posterior, batch: Batch, *, captured: bool) -> float | None:
+def time_strategy(run: Strategy, posterior: Posterior, batch: Batch, *, captured: bool) -> float | None:
     """Median seconds for the gradients of one batch, captured if the step will be; None if they fail."""
     try:
-        with posterior.particles.turn(), posterior.particles.runner.running(), same_random_state(posterior.device):
+        with (
+            posterior.particles.lock_network(),
+            posterior.particles.runner.run_context(),
+            preserve_random_state(posterior.device),
+        ):
             if not captured:
                 on_gpu = posterior.device.type == "cuda"
                 with timed_convolutions(posterior.device):
-                    return _median(lambda: run(posterior, batch), repeats=3, synchronise=on_gpu)
-            graph = _graph(run, posterior, batch)
-            return None if graph is None else _median(graph.replay, repeats=5, synchronise=True)
+                    return _median_seconds(lambda: run(posterior, batch), repeats=3, synchronise=on_gpu)
+            graph = _capture_gradients(run, posterior, batch)
+            return None if graph is None else _median_seconds(graph.replay, repeats=5, synchronise=True)
     except torch.OutOfMemoryError:
         return None
     except Exception as error:  # a candidate that cannot run this network is dropped
@@ -172,7 +169,7 @@ def timed(run: Strategy, posterior: Posterior, batch: Batch, *, captured: bool) 
             torch.cuda.empty_cache()
 
 
-def _graph(run: Strategy, posterior: Posterior, batch: Batch) -> Graph | None:
+def _capture_gradients(run: Strategy, posterior: Posterior, batch: Batch) -> Graph | None:
     """The gradients of a batch in a graph, if need be with the constants that a forward makes; None if it fails."""
     ways = [None] if "compiled" in getattr(run, "name", "") else [None, Constants()]
     for constants in ways:
@@ -182,21 +179,21 @@ def _graph(run: Strategy, posterior: Posterior, batch: Batch) -> Graph | None:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side), timed_convolutions(posterior.device):
                 for _ in range(2):
-                    with nullcontext() if constants is None else constants.watching():
+                    with nullcontext() if constants is None else constants.record_constants():
                         run(posterior, batch)
             torch.cuda.current_stream().wait_stream(side)
-            forget_peak(posterior.device)  # that of libraries which try algorithms
+            reset_peak(posterior.device)  # that of libraries which try algorithms
             return Graph(lambda: run(posterior, batch), constants=constants)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a user's network may do anything that cannot be captured
             torch.cuda.synchronize()
-            failed = reason(error)
+            failed = failure_reason(error)
     log.info("members run %s are not captured in a CUDA graph: %s", getattr(run, "name", ""), failed)
     return None
 
 
-def _median(function: Callable[[], object], *, repeats: int, synchronise: bool) -> float:
+def _median_seconds(function: Callable[[], object], *, repeats: int, synchronise: bool) -> float:
     """Median seconds of a call, without the first one."""
     times = []
     for _ in range(1 + repeats):

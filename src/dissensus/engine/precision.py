@@ -22,12 +22,12 @@ def prediction_precision(name: str, value: PredictionPrecision) -> PredictionPre
     return one_of(name, value, ("float32", "bf16"), hint=hint)
 
 
-def in_precision(posterior: Posterior, precision: PredictionPrecision) -> AbstractContextManager[object]:
+def precision_context(posterior: Posterior, precision: PredictionPrecision) -> AbstractContextManager[object]:
     """The context in which the posterior's networks run; likelihoods compute in float32 in any case."""
     return autocast(posterior.device, torch.bfloat16 if precision == "bf16" else None)
 
 
-def warn_of_standing(posterior: Posterior, precision: PredictionPrecision) -> None:
+def warn_of_precision(posterior: Posterior, precision: PredictionPrecision) -> None:
     """Warns if predictions in bf16 get corrections and guarantees that were fitted to predictions in float32."""
     fitted = [*posterior.promises, *(["a calibration"] if posterior.calibration is not None else [])]
     fitted += ["a temperature"] if float(posterior.temperature) != 1.0 else []

@@ -16,9 +16,9 @@ from dissensus.core.member_runner import NOTHING
 from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
 from dissensus.engine.fast_optimisers import can_skip
-from dissensus.kernels.multi_tensor import Chunks, clear_if
-from dissensus.utils.dtensor import here
-from dissensus.utils.nonfinite import flag_not_finite, largest, suspicious
+from dissensus.kernels.multi_tensor import Chunks, clear_if_flagged
+from dissensus.utils.dtensor import local_part
+from dissensus.utils.nonfinite import flag_not_finite, has_nonfinite_norm, largest_magnitudes
 from dissensus.utils.tensor_tree import Tensors
 
 # Values that may be bad, in the order of reporting: a loss, a gradient before mixing, a member's gradient, a shared one.
@@ -36,9 +36,9 @@ class Guard:
         self.posterior = posterior
         self.optimizer = optimizer
         self.host = host
-        self.reads = True  # whether this step is checked at once
-        self.taken = False  # whether there has been a step
-        self.tracks = posterior.observes
+        self.checks_at_once = True  # whether this step is checked at once
+        self.has_stepped = False  # whether there has been a step
+        self.has_observers = posterior.has_observers
         # Found once: walking over the modules costs more than a step of a small network.
         parts = list(posterior.modules())
         self._clocked = [part for part in parts if isinstance(part, Posterior)]
@@ -48,28 +48,28 @@ class Guard:
         self.halted = torch.zeros((), dtype=torch.float32, device=device)  # 1 from the first bad step on
         self.bad = torch.zeros(len(FAULTS), particles.members, dtype=torch.bool, device=device)  # at the first bad step
         self._one = torch.ones_like(self.halted)
-        self._kept: Tensors | None = None
+        self._saved_buffers: Tensors | None = None
         self._unmixed: Tensor | None = None  # (M,) largest gradients before they were mixed
-        self._aside = Aside(device)
+        self._side_stream = SideStream(device)
         self._chunks = Chunks()  # of the gradients that recorders read
-        self._sound = {what: self._finite_now(tensors) for what, tensors in self._tensors().items()}
+        self._finite_names = {what: self._names_of_finite(tensors) for what, tensors in self._checked_tensors().items()}
 
     def begin(self, *, several: bool) -> None:
         """Call it before a step's first batch. `several`: whether the step has more batches, which all change statistics."""
-        self.reads = self.host or not self.taken or not can_skip(self.optimizer)
+        self.checks_at_once = self.host or not self.has_stepped or not can_skip(self.optimizer)
         # With one batch, statistics are written once the batch is known to be good. With several, those of the first are
         # written before the last is seen, so a copy is needed to restore them.
-        self._kept = {name: buffer.clone() for name, buffer in self._buffers().items()} if several else None
+        self._saved_buffers = {name: buffer.clone() for name, buffer in self._buffers().items()} if several else None
         self._unmixed = None
 
-    def look_unmixed(self, gradients: Mapping[str, Tensor]) -> None:
+    def check_unmixed(self, gradients: Mapping[str, Tensor]) -> None:
         """Checks gradients before mixing, which would spread one member's bad values to all."""
-        if self.reads and not suspicious(list(gradients.values())):
+        if self.checks_at_once and not has_nonfinite_norm(list(gradients.values())):
             return
-        mine = self._largest(gradients)[0]
+        mine = self._largest_values(gradients)[0]
         self._unmixed = mine if self._unmixed is None else torch.maximum(self._unmixed, mine)
 
-    def look(self, losses: Tensor | None, *, complete: bool, known: Tensor | None = None) -> None:
+    def check_values(self, losses: Tensor | None, *, complete: bool, known: Tensor | None = None) -> None:
         """Checks losses, and gradients if the step is complete; raises Diverged if this step is checked at once.
 
         `known`: (M,) the largest values of members' own gradients, if somebody has looked: these are not read again then.
@@ -80,25 +80,25 @@ class Guard:
             own = particles.own_parameters()
             gradients = {name: each for name, each in gradients.items() if name not in own}
         if particles.divided:
-            gradients = {name: here(gradient) for name, gradient in gradients.items()}
+            gradients = {name: local_part(gradient) for name, gradient in gradients.items()}
         given = [*(each for each in (losses, known) if each is not None), *gradients.values()]
         exchange = particles.exchange
-        if self.reads:
+        if self.checks_at_once:
             flag_not_finite(given, self.halted, self._one)
-            if exchange.any(self.halted.item() > 0):
-                self._note(losses, gradients, known)
-                self.halted.copy_(exchange.everywhere(self.bad).any())
+            if exchange.any_process(self.halted.item() > 0):
+                self._record_faults(losses, gradients, known)
+                self.halted.copy_(exchange.gather_members(self.bad).any())
                 self._raise_if_halted()
         elif given:
-            with self._aside(losses, known):  # first, so that it also overlaps with the flag's kernel
-                self._note(losses, gradients, known)
+            with self._side_stream(losses, known):  # first, so that it also overlaps with the flag's kernel
+                self._record_faults(losses, gradients, known)
             flag_not_finite(given, self.halted, self._one)
-            exchange.agree(self.halted)
+            exchange.reduce_flag(self.halted)
 
-    def _note(self, losses: Tensor | None, gradients: Mapping[str, Tensor], known: Tensor | None) -> None:
+    def _record_faults(self, losses: Tensor | None, gradients: Mapping[str, Tensor], known: Tensor | None) -> None:
         """Records which values of which members are bad, unless an earlier step was bad."""
         nothing = torch.zeros_like(self.bad[0], dtype=torch.float32)
-        mine, common = self._largest(gradients)
+        mine, common = self._largest_values(gradients)
         mine = mine if known is None else known
         of_losses = nothing if losses is None else losses.detach()
         before = nothing if self._unmixed is None else self._unmixed
@@ -106,29 +106,33 @@ class Guard:
         # torch.where, not `if`: a branch on the host would wait for the device and could not be captured.
         self.bad.copy_(torch.where(self.bad.any(), self.bad, now))
 
-    def join(self) -> None:
+    def join_side_stream(self) -> None:
         """Waits for the side stream; call it at the end of a step."""
-        self._aside.join()
+        self._side_stream.join()
 
-    def write(self, buffers: Tensors) -> None:
+    def write_buffers(self, buffers: Tensors) -> None:
         """Stores batch statistics (M, ...) after a batch, unless this or an earlier batch was bad."""
-        if buffers and not self.reads:
-            before = self._kept or self._buffers()
-            buffers = _unless(self.halted, {name: each for name, each in buffers.items() if name in before}, before)
+        if buffers and not self.checks_at_once:
+            before = self._saved_buffers or self._buffers()
+            buffers = _restore_if_flagged(
+                self.halted, {name: each for name, each in buffers.items() if name in before}, before
+            )
         self.posterior.particles.write_buffers(buffers)
 
-    def undo(self) -> None:
+    def restore_buffers(self) -> None:
         """Restores the batch statistics from before the step's first batch if a later batch was bad."""
-        if self._kept is not None:
-            self.posterior.particles.write_buffers(_unless(self.halted, self._buffers(), self._kept))
+        if self._saved_buffers is not None:
+            self.posterior.particles.write_buffers(
+                _restore_if_flagged(self.halted, self._buffers(), self._saved_buffers)
+            )
 
-    def skipping(self) -> AbstractContextManager[object]:
+    def skip_bad_step(self) -> AbstractContextManager[object]:
         """Inside, the optimiser's step does nothing if a value was bad, and recorders can know it."""
-        self.taken = True
-        return NOTHING if self.reads else self._skipping()
+        self.has_stepped = True
+        return NOTHING if self.checks_at_once else self._skip_by_flag()
 
     @contextmanager
-    def _skipping(self) -> Iterator[None]:
+    def _skip_by_flag(self) -> Iterator[None]:
         # As torch's GradScaler does: if the flag is 1, kernels of fused optimisers return at once, and Adam counts no step.
         self.optimizer.found_inf = self.halted  # type: ignore[attr-defined]
         try:
@@ -138,15 +142,15 @@ class Guard:
 
     def observe(self) -> None:
         """Calls the method's `observe`, and resets its clock if the step was bad."""
-        if self.reads:
+        if self.checks_at_once:
             self.posterior.observe(self.optimizer)
             return
         clocks = [part.steps for part in self._clocked]
         # Recorders count on the host: after a bad step they see unchanged weights and gradients of 0.
-        if any(recorder.upcoming for recorder in self._recorders):
-            gradients = [here(p.grad) for p in self.weights.values() if p.grad is not None]
-            clear_if(self.halted, gradients, self._chunks)
-        with self.skipping(), nullcontext() if self.tracks else self._aside():
+        if any(recorder.reads_next_step for recorder in self._recorders):
+            gradients = [local_part(p.grad) for p in self.weights.values() if p.grad is not None]
+            clear_if_flagged(self.halted, gradients, self._chunks)
+        with self.skip_bad_step(), nullcontext() if self.has_observers else self._side_stream():
             self.posterior.observe(self.optimizer)
             lost = self.halted.to(torch.int64)
             for clock in clocks:
@@ -157,24 +161,28 @@ class Guard:
         if not self.host:
             self._raise_if_halted()
         found = {
-            what: {name: tensor for name, tensor in tensors.items() if name in self._sound[what] or what == "moment"}
-            for what, tensors in self._tensors().items()
+            what: {
+                name: tensor for name, tensor in tensors.items() if name in self._finite_names[what] or what == "moment"
+            }
+            for what, tensors in self._checked_tensors().items()
         }
         exchange = self.posterior.particles.exchange
-        if not exchange.any(suspicious([tensor for tensors in found.values() for tensor in tensors.values()])):
+        if not exchange.any_process(
+            has_nonfinite_norm([tensor for tensors in found.values() for tensor in tensors.values()])
+        ):
             return
         for what, tensors in found.items():
-            mine, common = (~size.isfinite() for size in self._largest(tensors))
-            all_mine, all_common = exchange.everywhere(torch.stack([mine, common.expand_as(mine)]))
+            mine, common = (~size.isfinite() for size in self._largest_values(tensors))
+            all_mine, all_common = exchange.gather_members(torch.stack([mine, common.expand_as(mine)]))
             if all_mine.any() or all_common.any():
                 bad = all_mine if all_mine.any() else all_common
                 raise Diverged(bad.nonzero().flatten().tolist(), int(self.posterior.steps), what)
 
     def _raise_if_halted(self) -> None:
         if self.halted > 0:
-            self.undo()
+            self.restore_buffers()
             self.posterior.zero_grad(set_to_none=True)
-            bad = self.posterior.particles.exchange.everywhere(self.bad)
+            bad = self.posterior.particles.exchange.gather_members(self.bad)
             by_fault = dict(zip(FAULTS, bad.tolist(), strict=True))
             what, members = next((what, each) for what, each in by_fault.items() if any(each))
             self.halted.zero_()
@@ -188,17 +196,17 @@ class Guard:
         shared = {name: buffer[None] for name, buffer in particles.shared_buffers().items()}
         return {**shared, **particles.own_buffers()}
 
-    def _largest(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _largest_values(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Largest absolute values: ((M,) of own tensors, () of the others)."""
         particles = self.posterior.particles
         own = particles.own_parameters().keys() | particles.own_buffers().keys()
         mine = [tensor for name, tensor in tensors.items() if name.partition("/")[0] in own]
         others = [tensor for name, tensor in tensors.items() if name.partition("/")[0] not in own]
         device = self.posterior.device
-        found = largest(mine, others, particles.members, device)
+        found = largest_magnitudes(mine, others, particles.members, device)
         return found[0].to(device), found[1].to(device)
 
-    def _tensors(self) -> dict[str, Tensors]:
+    def _checked_tensors(self) -> dict[str, Tensors]:
         """Kind ("weight", "buffer", "moment") -> floating-point tensors by name, which are checked."""
         everywhere = dict(self.posterior.named_buffers())
         others = {name: buffer for name, buffer in everywhere.items() if not name.startswith("particles.own.")}
@@ -209,7 +217,7 @@ class Guard:
             if isinstance(value, Tensor) and value.shape == weight.shape
         }
         return {
-            what: {name: here(t.detach()) for name, t in tensors.items() if t.is_floating_point()}
+            what: {name: local_part(t.detach()) for name, t in tensors.items() if t.is_floating_point()}
             for what, tensors in (
                 ("weight", self.weights),
                 ("buffer", {**others, **self.posterior.particles.own_buffers()}),
@@ -217,14 +225,14 @@ class Guard:
             )
         }
 
-    def _finite_now(self, tensors: Tensors) -> set[str]:
+    def _names_of_finite(self, tensors: Tensors) -> set[str]:
         """Names of tensors that are finite now. Others, such as masks of −∞, are not checked later."""
-        if not suspicious(list(tensors.values())):
+        if not has_nonfinite_norm(list(tensors.values())):
             return set(tensors)
         return {name for name, tensor in tensors.items() if bool(tensor.isfinite().all())}
 
 
-class Aside:
+class SideStream:
     """A side stream within a CUDA graph, for work that can run in parallel with the optimiser."""
 
     def __init__(self, device: torch.device) -> None:
@@ -249,7 +257,7 @@ class Aside:
         self.held.clear()
 
 
-def _unless(flag: Tensor, values: Tensors, before: Tensors) -> Tensors:
+def _restore_if_flagged(flag: Tensor, values: Tensors, before: Tensors) -> Tensors:
     """`values`, or `before` if the flag is set, in few kernels for any number of tensors."""
     chosen: Tensors = {}
     for dtype in {value.dtype for value in values.values()}:

@@ -22,9 +22,9 @@ from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.core.forward_attributes import run_compiled
 from dissensus.core.gradients import Gradients, Objective, State, Strategy
-from dissensus.core.member_runner import Ways
+from dissensus.core.member_runner import FallbackChain
 from dissensus.engine.cuda_graphs import Lanes
-from dissensus.kernels.fused_norm import fused
+from dissensus.kernels.fused_norm import fuse_layers
 from dissensus.utils.tensor_tree import Tensors
 
 log = logging.getLogger("dissensus")
@@ -32,17 +32,17 @@ log = logging.getLogger("dissensus")
 Kind = Literal["loop", "vectorised", "streamed"]
 
 
-def strategy(kind: Kind, *, compiled: bool = False) -> Ways:
+def make_strategy(kind: Kind, *, compiled: bool = False) -> FallbackChain:
     """The strategy of this kind; it falls back to a simpler one if it fails. `name` is the one in use: "loop+compiled"."""
-    make = _vectorised if kind == "vectorised" else functools.partial(Looped, streamed=kind == "streamed")
-    ways = {f"{kind}+compiled": _loud(make(compiled=True))} if compiled else {}
+    make = _make_vectorised if kind == "vectorised" else functools.partial(LoopStrategy, streamed=kind == "streamed")
+    ways = {f"{kind}+compiled": _forbid_recompile_limit(make(compiled=True))} if compiled else {}
     ways[kind] = make(compiled=False)
     if kind == "vectorised":
-        ways["loop"] = gradients.looped
-    return Ways(_note, **ways)
+        ways["loop"] = gradients.looped_gradients
+    return FallbackChain(_note_fallback, **ways)
 
 
-def _note(name: str, reason: str, posterior: Objective, batch: Batch) -> None:
+def _note_fallback(name: str, reason: str, posterior: Objective, batch: Batch) -> None:
     if name == "vectorised":
         posterior.particles.runner.note_fallback(name, reason)
     else:
@@ -53,32 +53,32 @@ def _note_unfused(_: str, reason: str, *args: object) -> None:
     log.info("batch norm runs apart from the layers after it: fused kernels fail for this network (%s)", reason)
 
 
-def _loud(run: Strategy) -> Strategy:
+def _forbid_recompile_limit(run: Strategy) -> Strategy:
     """The strategy, but raising at dynamo's limit of recompilations, where it would silently run plain code."""
 
-    def loud(posterior: Objective, batch: Batch) -> Gradients:
+    def run_or_raise(posterior: Objective, batch: Batch) -> Gradients:
         config = torch._dynamo.config
         name = "recompile" if hasattr(config, "fail_on_recompile_limit_hit") else "cache"  # the latter before torch 2.7
         with config.patch({f"fail_on_{name}_limit_hit": True}):
             return run_compiled(posterior.particles, lambda: run(posterior, batch))
 
-    return loud
+    return run_or_raise
 
 
-def _vectorised(*, compiled: bool) -> Strategy:
+def _make_vectorised(*, compiled: bool) -> Strategy:
     if not compiled:
-        return gradients.vectorised
+        return gradients.vectorised_gradients
     function = _compile(functional_gradients)
 
     def run(posterior: Objective, batch: Batch) -> Gradients:
-        with posterior.particles.vectorising():
-            found: Gradients = function(posterior, gradients.state_of(posterior), batch)
+        with posterior.particles.vmap_context():
+            found: Gradients = function(posterior, gradients.detached_state(posterior), batch)
         return found
 
     return run
 
 
-class Looped:
+class LoopStrategy:
     """One member after the other; `streamed`: over CUDA streams, so that small kernels of several run together."""
 
     def __init__(self, *, streamed: bool, compiled: bool) -> None:
@@ -86,24 +86,24 @@ class Looped:
         self.member = _compile(functional_member_gradients) if compiled else None  # None: as `looped` does
         self.forward: Callable[..., Any] | None = None
         self.lanes = Lanes() if streamed else None
-        self.ways = Ways(_note_unfused, fused=self.fused, plain=self.run)
+        self.implementations = FallbackChain(_note_unfused, fused=self.run_fused, plain=self.run)
 
     def __call__(self, posterior: Objective, batch: Batch) -> Gradients:
         if self.compiled or batch.y.device.type != "cuda":  # where the members are, too
             return self.run(posterior, batch)
-        return self.ways(posterior, batch)  # type: ignore[no-any-return]
+        return self.implementations(posterior, batch)  # type: ignore[no-any-return]
 
-    def fused(self, posterior: Objective, batch: Batch) -> Gradients:
+    def run_fused(self, posterior: Objective, batch: Batch) -> Gradients:
         """As `run`, with batch norm and the layers after it in one kernel."""
-        with fused():
+        with fuse_layers():
             return self.run(posterior, batch)
 
     def run(self, posterior: Objective, batch: Batch) -> Gradients:
         if self.lanes is None:
-            return gradients.looped(posterior, batch, member=self.member)
+            return gradients.looped_gradients(posterior, batch, member=self.member)
         lanes = self.lanes.for_members(posterior.particles.members)
-        if not posterior.coupled:
-            return gradients.looped(posterior, batch, member=self.member, lanes=lanes)
+        if not posterior.is_coupled:
+            return gradients.looped_gradients(posterior, batch, member=self.member, lanes=lanes)
         # All members use memory at once anyway, so their graphs are kept and no member runs twice.
         if self.forward is None:
             self.forward = _compile(posterior.member_loss) if self.compiled else posterior.member_loss
@@ -116,9 +116,9 @@ def functional_member_gradients(posterior: Objective, state: State, batch: Batch
     def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
         params = {**shared, **state.shared_frozen, **own, **state.own_frozen}
         value, z, buffers = posterior.member_loss(params, {**state.shared_buffers, **state.own_buffers}, batch)
-        return value if cotangent is None else value + gradients.inner(z, cotangent), (value, buffers)
+        return value if cotangent is None else value + gradients.inner_product(z, cotangent), (value, buffers)
 
-    return _by_transforms(objective, state)
+    return _gradients_by_transforms(objective, state)
 
 
 def functional_gradients(posterior: Objective, state: State, batch: Batch) -> Gradients:
@@ -126,16 +126,16 @@ def functional_gradients(posterior: Objective, state: State, batch: Batch) -> Gr
 
     def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
         frozen, buffers = (state.own_frozen, state.shared_frozen), (state.own_buffers, state.shared_buffers)
-        total, losses, after = gradients.all_members(posterior, State(own, shared, *frozen, *buffers), batch)
+        total, losses, after = gradients.vmapped_objective(posterior, State(own, shared, *frozen, *buffers), batch)
         return total, (losses, after)
 
-    found = _by_transforms(objective, state)
+    found = _gradients_by_transforms(objective, state)
     # In the parameters' layout: the compiler fuses the copy with the product that computes the gradient.
     contiguous = {name: gradient.contiguous() for name, gradient in found.gradients.items()}
     return Gradients(found.losses, contiguous, found.buffers)
 
 
-def _by_transforms(objective: Callable[..., Any], state: State) -> Gradients:
+def _gradients_by_transforms(objective: Callable[..., Any], state: State) -> Gradients:
     (own, shared), (losses, after) = torch.func.grad(objective, argnums=(0, 1), has_aux=True)(state.own, state.shared)
     return Gradients(losses, {**shared, **own}, after)
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
-from dissensus.utils.torch_guard import torch_left_as_found
+from dissensus.utils.torch_guard import TorchStateGuard
 
 CONVOLUTIONS = (
     F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
@@ -28,12 +28,12 @@ ROW_BY_ROW = (  # functions that act on each row of a batch, without weights
 )  # fmt: skip
 
 
-class BatchFree(TorchFunctionMode):
+class AnyBatchSize(TorchFunctionMode):
     """Inside, layers that vmap would fix to one batch size accept any."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not any(_member_axis(each) for each in (*args, *kwargs.values())):
+        if not any(_has_member_axis(each) for each in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         if function is F.batch_norm:
             return _batch_norm(*args, **kwargs)
@@ -44,11 +44,11 @@ class BatchFree(TorchFunctionMode):
         if function in CONVOLUTIONS:
             return _convolution(function, *args, **kwargs)
         if function in ROW_BY_ROW:
-            return _folded(lambda x: function(x, *args[1:], **kwargs), args[0])
+            return _fold_members(lambda x: function(x, *args[1:], **kwargs), args[0])
         return function(*args, **kwargs)
 
 
-class Traced(nn.Module):
+class TracedModule(nn.Module):
     """The module for tracing: takes the tensors of a tuple or dict as separate arguments, in their order."""
 
     def __init__(self, module: nn.Module, like: Inputs) -> None:
@@ -59,7 +59,7 @@ class Traced(nn.Module):
 
     def forward(self, *x: Tensor) -> Any:
         given: Any = dict(zip(self.names, x, strict=True)) if self.names else x if self.several else x[0]
-        with torch.no_grad(), BatchFree():
+        with torch.no_grad(), AnyBatchSize():
             return self.module(given)
 
 
@@ -70,13 +70,13 @@ def trace(module: nn.Module, x: Inputs, forms: Mapping[Any, Callable[..., Any]] 
         x: at least two examples, since torch treats an axis of length one as fixed.
         forms: torch operation -> function that computes it by others, for a file's format that lacks it.
     """
-    given = tuple(batches.tensors(x))
+    given = tuple(batches.input_tensors(x))
     size = Dim("batch", min=1)
     shapes = (tuple({0: size} for _ in given),)
     # torch logs and prints whole graphs if tracing fails; the caller tries another way or raises.
-    with torch_left_as_found("torch.fx.experimental.symbolic_shapes", "torch._export"):
+    with TorchStateGuard("torch.fx.experimental.symbolic_shapes", "torch._export"):
         # Strict is the default of older torch versions, and refuses most modules.
-        exported = torch.export.export(Traced(module, x).eval(), given, dynamic_shapes=shapes, strict=False)
+        exported = torch.export.export(TracedModule(module, x).eval(), given, dynamic_shapes=shapes, strict=False)
         return exported.run_decompositions(forms or {})  # type: ignore[no-any-return]  # remaining vmap operations become plain
 
 
@@ -92,13 +92,13 @@ def random_operations(exported: ExportedProgram) -> list[str]:
     return sorted({str(each) for each in found if torch.Tag.nondeterministic_seeded in getattr(each, "tags", ())})
 
 
-def _member_axis(x: Any) -> bool:
+def _has_member_axis(x: Any) -> bool:
     return isinstance(x, Tensor) and bool(functorch.is_batchedtensor(x))
 
 
-def _folded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _fold_members(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """function(x) for all members' rows at once; function must act on each row separately."""
-    if not _member_axis(x):
+    if not _has_member_axis(x):
         return function(x)
     from torch._functorch import predispatch  # missing in older torch versions: members then run one after the other
 
@@ -112,10 +112,10 @@ def _folded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def _convolution(
     function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kw: Any
 ) -> Tensor:
-    if _member_axis(weight):
+    if _has_member_axis(weight):
         raise ValueError("members have their own kernels: they run one after the other")
-    outputs = _folded(lambda x: function(x, weight, None, *args, **kw), input)
-    return outputs if bias is None else outputs + _channels(bias, outputs)
+    outputs = _fold_members(lambda x: function(x, weight, None, *args, **kw), input)
+    return outputs if bias is None else outputs + _as_channels(bias, outputs)
 
 
 def _batch_norm(
@@ -130,7 +130,7 @@ def _batch_norm(
 ) -> Tensor:
     if training:
         raise ValueError("expected batch norm in eval mode, got one that reads the batch's own statistics")
-    scaled = (input - _channels(running_mean, input)) * _channels(torch.rsqrt(running_var + eps), input)
+    scaled = (input - _as_channels(running_mean, input)) * _as_channels(torch.rsqrt(running_var + eps), input)
     return _affine(scaled, weight, bias)
 
 
@@ -151,14 +151,14 @@ def _layer_norm(
 def _group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    return _affine(_folded(lambda x: F.group_norm(x, num_groups, eps=eps), input), weight, bias)
+    return _affine(_fold_members(lambda x: F.group_norm(x, num_groups, eps=eps), input), weight, bias)
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    x = x if weight is None else x * _channels(weight, x)
-    return x if bias is None else x + _channels(bias, x)
+    x = x if weight is None else x * _as_channels(weight, x)
+    return x if bias is None else x + _as_channels(bias, x)
 
 
-def _channels(values: Tensor, like: Tensor) -> Tensor:
+def _as_channels(values: Tensor, like: Tensor) -> Tensor:
     """Values (C,) in a shape that broadcasts with `like` (B, C, ...)."""
     return values.reshape(-1, *[1] * (like.ndim - 2))

@@ -13,16 +13,16 @@ from dissensus.attacks import implicit_corruptions
 from dissensus.attacks.attack_loss import Draw
 from dissensus.attacks.constraint import Ball, Bounds, Norm
 from dissensus.core import batch as batches
-from dissensus.core.drawn_functions import Portion
+from dissensus.core.drawn_functions import FunctionPartition
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import CategoricalPredictive
 from dissensus.core.summary import SummaryPredictive
 from dissensus.data.standardise import Standardiser
-from dissensus.evaluation.fixed_draw import Functions
-from dissensus.evaluation.loader_predictions import check_hard
+from dissensus.evaluation.fixed_draw import FixedDraw
+from dissensus.evaluation.loader_predictions import check_hard_labels
 from dissensus.methods.map import MAP
 from dissensus.metrics.calibration import confidence_ece
-from dissensus.utils.checks import one_of, whole
+from dissensus.utils.checks import integer, one_of
 
 ATTACKS = ("fgsm", "pgd", "transfer")
 VALUES = ("accuracy", "nll", "confidence", "entropy", "mutual_information")  # per example
@@ -54,9 +54,9 @@ class AttackCurves:
         for name in self.names:
             one_of("an attack", name, ATTACKS)
         for epsilon in self.epsilons:  # raise now rather than after the clean pass
-            Ball.around(torch.zeros(0, 1), epsilon, norm=self.norm, bounds=self.bounds, standardiser=None)
-        whole("steps", self.steps)
-        whole("fool_steps", self.fool_steps, least=0)
+            Ball.around_inputs(torch.zeros(0, 1), epsilon, norm=self.norm, bounds=self.bounds, standardiser=None)
+        integer("steps", self.steps)
+        integer("fool_steps", self.fool_steps, least=0)
         if not self.names or not self.epsilons or [0, *self.epsilons] != sorted({0, *self.epsilons}):
             got = f"{[*self.names]} at {[*self.epsilons]}"
             raise ValueError(f"expected attacks and ascending epsilons above 0, got {got}; 0 is always measured")
@@ -114,35 +114,38 @@ class AttackedInputs:
 
 
 def attacked_inputs(
-    functions: Functions, loader: Iterable[Any], spec: AttackCurves, *, tell: Callable[[int], object] | None = None
+    functions: FixedDraw, loader: Iterable[Any], spec: AttackCurves, *, tell: Callable[[int], object] | None = None
 ) -> AttackedInputs:
     """AttackedInputs of a loader; after every batch, `tell` is called with the number of inputs done."""
     posterior, member = functions.posterior, MAP(functions.drawn.member(0), likelihood=functions.posterior.likelihood)
-    member.recalibrate(*copy.deepcopy(posterior.lens()))
+    member.recalibrate(*copy.deepcopy(posterior.current_correction()))
     sources: dict[str, tuple[Posterior, Draw]] = dict.fromkeys(ATTACKS, (posterior, functions.drawn))
     sources["transfer"] = (member, "fixed")
     rows, seen = [], 0
 
-    def kept_rows() -> Iterator[tuple[batches.Inputs, Tensor]]:
+    def labelled_batches() -> Iterator[tuple[batches.Inputs, Tensor]]:
         for x, y, _ in posterior.read(loader, anywhere=True):
-            check_hard(y, functions)
+            check_hard_labels(y, functions)
             if functions.ignore_index is not None:
                 kept = y != functions.ignore_index
-                x, y = batches.apply(x, lambda tensor, kept=kept: tensor[kept]), y[kept]  # type: ignore[misc]
+                x, y = batches.map_tensors(x, lambda tensor, kept=kept: tensor[kept]), y[kept]  # type: ignore[misc]
             if len(y):
                 yield x, y
 
     def work(batch: tuple[batches.Inputs, Tensor]) -> Tensor:
         images, y = cast(Tensor, batch[0]), batch[1]
-        clean = said(functions, images, y)
+        clean = example_values(functions, images, y)
         table = [
-            [clean, *(said(functions, spec.apply(name, e, *sources[name], images, y), y) for e in spec.epsilons)]
+            [
+                clean,
+                *(example_values(functions, spec.apply(name, e, *sources[name], images, y), y) for e in spec.epsilons),
+            ]
             for name in spec.names
         ]
         return torch.stack([torch.stack(each) for each in table])  # (attacks, 1 + E, 5, B)
 
     # Gradients are of all functions together, whose parts would have to exchange graphs.
-    for batch, values in posterior.shared(work, kept_rows(), Portion(functions.drawn)):
+    for batch, values in posterior.map_batches(work, labelled_batches(), FunctionPartition(functions.drawn)):
         images, y = batch
         rows.append(values)
         seen += len(y)
@@ -154,7 +157,7 @@ def attacked_inputs(
     return AttackedInputs(tuple(spec.names), tuple(map(float, spec.epsilons)), torch.cat(rows, 3), fooling)
 
 
-def said(functions: Functions, x: batches.Inputs, y: Tensor) -> Tensor:
+def example_values(functions: FixedDraw, x: batches.Inputs, y: Tensor) -> Tensor:
     """(5, B) VALUES of inputs x."""
     predictive = cast(CategoricalPredictive, functions.predict(x).to("cpu"))
     summary = isinstance(predictive, SummaryPredictive)  # of a calibrated mean; it keeps the mutual information
@@ -171,7 +174,7 @@ def said(functions: Functions, x: batches.Inputs, y: Tensor) -> Tensor:
     )
 
 
-def fooling_inputs(functions: Functions, spec: AttackCurves, like: Tensor) -> dict[str, Tensor]:
+def fooling_inputs(functions: FixedDraw, spec: AttackCurves, like: Tensor) -> dict[str, Tensor]:
     """Fooling inputs for every class and their predictions; they start from the same noise for every posterior."""
     generator, classes = torch.Generator().manual_seed(0), functions.posterior.output_shape(like)[1]
     start = torch.empty(classes, *like.shape[1:])
@@ -183,7 +186,7 @@ def fooling_inputs(functions: Functions, spec: AttackCurves, like: Tensor) -> di
     where: dict[str, Any] = {"bounds": spec.bounds, "standardiser": spec.standardiser, "draw": functions.drawn}
     target = torch.arange(classes)
     found = attacks.fool(functions.posterior, start.to(like), target, steps=spec.fool_steps, **where).inputs
-    reached, nll, _, entropy, information = said(functions, found, target)
+    reached, nll, _, entropy, information = example_values(functions, found, target)
     return {
         "inputs": (found if spec.standardiser is None else spec.standardiser.inverse(found)).cpu(),
         "target": target,

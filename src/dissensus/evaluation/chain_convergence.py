@@ -7,7 +7,7 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.drawn_functions import DrawnFunctions
-from dissensus.core.posterior import Posterior, left_as_found
+from dissensus.core.posterior import Posterior, inference_context
 from dissensus.metrics.chain_diagnostics import effective_sample_size, split_rhat
 
 
@@ -37,11 +37,13 @@ def convergence(posterior: Posterior, x: Inputs) -> Convergence:
     Returns:
         `Convergence`: `.rhat` and `.effective_samples`, each (B, C) or (B, D). R̂ near 1 means that the chains agree.
     """
-    batches.size(x := batches.inputs_of(x))  # raises if x has no tensor
-    x = batches.to(x, posterior.device)
-    with left_as_found(posterior):
+    batches.count_examples(x := batches.convert_inputs(x))  # raises if x has no tensor
+    x = batches.move_to_device(x, posterior.device)
+    with inference_context(posterior):
         drawn: DrawnFunctions = posterior.draw()
         posterior.check_inputs(x)
-        said = posterior.checked_members(drawn.predict(x), posterior.lens()).described()[0]  # (M · S, B, C)
+        said = posterior.checked_members(drawn.predict(x), posterior.current_correction()).defining_tensors()[
+            0
+        ]  # (M · S, B, C)
     chains = said.reshape(drawn.networks, -1, *said.shape[1:])  # (M, S, B, C)
     return Convergence(split_rhat(chains), effective_sample_size(chains), len(said))

@@ -8,7 +8,7 @@ from torch import Tensor
 from dissensus import metrics
 from dissensus.core.predictive import ClassificationPredictive
 from dissensus.core.summary import SummaryPredictive
-from dissensus.evaluation.loader_predictions import Numbers, Predictions
+from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions
 
 SCORES = ("max_probability", "entropy", "mutual_information", "energy")
 OOD_METRICS = {
@@ -117,4 +117,4 @@ def _categorical(predictions: Predictions) -> ClassificationPredictive:
     return cast(ClassificationPredictive, predictions.predictive)
 
 
-CLASSIFICATION = Numbers("classification", class_metrics, class_arrays, class_scores, class_members)
+CLASSIFICATION = MetricFunctions("classification", class_metrics, class_arrays, class_scores, class_members)

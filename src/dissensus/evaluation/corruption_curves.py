@@ -16,11 +16,11 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.data.standardise import Standardiser
-from dissensus.evaluation.fixed_draw import Functions
-from dissensus.evaluation.guarantees import CorruptedPromises
-from dissensus.evaluation.loader_predictions import check_hard, is_image
+from dissensus.evaluation.fixed_draw import FixedDraw
+from dissensus.evaluation.guarantees import CorruptedGuarantees
+from dissensus.evaluation.loader_predictions import check_hard_labels, is_image
 from dissensus.metrics.calibration import bin_sums, ece_from_sums
-from dissensus.metrics.metric_inputs import labelled
+from dissensus.metrics.metric_inputs import labelled_rows
 
 BINS = 15
 
@@ -45,21 +45,24 @@ class Corruptions:
 
     def __post_init__(self) -> None:
         if isinstance(self.names, str) and self.names not in ("all", "benchmark"):
-            advice = f"pass a list with some of {', '.join(_known().CORRUPTIONS)}"
+            advice = f"pass a list with some of {', '.join(_corruption_module().CORRUPTIONS)}"
             raise ValueError(f'expected "all", "benchmark" or a list of corruptions, got {self.names!r}; {advice}')
         if not self.types or not self.severities:
             raise ValueError("expected at least one corruption and one severity, got none; pass None to leave them out")
         probe = torch.zeros(0, 1, 32, 32)
         for name in self.types:  # raise now rather than after the clean pass
             for severity in self.severities:
-                _known().corrupt(probe, name, severity)
+                _corruption_module().corrupt(probe, name, severity)
 
     @property
     def types(self) -> tuple[str, ...]:
         """The names of the corruptions, T of them, in order."""
         if not isinstance(self.names, str):
             return tuple(self.names)
-        known: dict[str, tuple[str, ...]] = {"all": _known().CORRUPTIONS, "benchmark": _known().BENCHMARK}
+        known: dict[str, tuple[str, ...]] = {
+            "all": _corruption_module().CORRUPTIONS,
+            "benchmark": _corruption_module().BENCHMARK,
+        }
         return known[self.names]
 
     def apply(self, x: Tensor, name: str, severity: int, index: Tensor) -> Tensor:
@@ -72,16 +75,16 @@ class Corruptions:
             index: (B,) positions of the images in the data set; they seed the noise.
         """
         if self.standardiser is None:
-            found: Tensor = _known().corrupt(x, name, severity, seed=self.seed, index=index)
+            found: Tensor = _corruption_module().corrupt(x, name, severity, seed=self.seed, index=index)
             return found
         pixels = self.standardiser.inverse(x)
         inside = pixels.clamp(0, 1)
         # Removes rounding errors; larger deviations raise.
         pixels = torch.where((pixels - inside).abs() < 1e-3, inside, pixels)
-        return self.standardiser(_known().corrupt(pixels, name, severity, seed=self.seed, index=index))
+        return self.standardiser(_corruption_module().corrupt(pixels, name, severity, seed=self.seed, index=index))
 
 
-def _known() -> ModuleType:
+def _corruption_module() -> ModuleType:
     """The module of corruptions, imported on first use."""
     from dissensus.data import corruptions
 
@@ -116,7 +119,7 @@ class CorruptedCounts:
         for name, values in by_severity.items():
             for severity, value in zip(self.severities, values.tolist(), strict=True):
                 found[f"corrupt/severity{severity}/{name}"] = value
-        for name, table in (self.each() | self.promised).items():
+        for name, table in (self.by_type_and_severity() | self.promised).items():
             for kind, value in zip(self.types, table.nanmean(1).tolist(), strict=True):
                 found[f"corrupt/{kind}/{name}"] = value
         return {
@@ -133,7 +136,7 @@ class CorruptedCounts:
             "ece": ece_from_sums(*pooled),
         }
 
-    def each(self) -> dict[str, Tensor]:
+    def by_type_and_severity(self) -> dict[str, Tensor]:
         """accuracy, nll and ece (T, S) of each type at each severity."""
         total = self.counts.sum(2).double()
         ece = ece_from_sums(self.counts, self.confidence, self.correct)
@@ -143,14 +146,14 @@ class CorruptedCounts:
         return {
             "corrupt/example_accuracy": self.example_accuracy,
             "corrupt/example_nll": self.example_nll,
-            **{f"corrupt/{name}": table for name, table in self.each().items()},
+            **{f"corrupt/{name}": table for name, table in self.by_type_and_severity().items()},
             **{f"corrupt/by_severity/{name}": values for name, values in self.by_severity().items()},
             **{f"corrupt/clean/{name}": self.clean[i] for i, name in enumerate(("accuracy", "nll", "ece"))},
         }
 
 
 def corrupted_counts(
-    functions: Functions, loader: Iterable[Any], spec: Corruptions, *, tell: Callable[[int], object] | None = None
+    functions: FixedDraw, loader: Iterable[Any], spec: Corruptions, *, tell: Callable[[int], object] | None = None
 ) -> CorruptedCounts:
     """CorruptedCounts of all inputs of a loader; after every batch, `tell` is called with the number of inputs done."""
     types, severities = spec.types, tuple(spec.severities)
@@ -158,21 +161,21 @@ def corrupted_counts(
     clean = torch.zeros(1 + 3 * BINS, dtype=torch.float64)
     means, examples, seen = [], [], 0  # (3, B) and (3, T, S, B) of each batch
     promises = dict(functions.posterior.promises.items())
-    promised = CorruptedPromises(promises)
+    promised = CorruptedGuarantees(promises)
 
-    def numbered() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def indexed_images() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         first = 0
         for x, y, _ in functions.posterior.read(loader, anywhere=True):
             if not is_image(x):
-                got = [tuple(t.shape) for t in batches.tensors(x)]
+                got = [tuple(t.shape) for t in batches.input_tensors(x)]
                 raise ValueError(f"expected images (B, 1 or 3, H, W) to corrupt, got {got}; pass corrupt=None")
-            check_hard(y, functions)
+            check_hard_labels(y, functions)
             yield x, y, torch.arange(first, first + len(y))  # type: ignore[misc]
             first += len(y)
 
     def work(batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Any, ...]:
         images, y, index = (each.to(functions.device) for each in batch)
-        part = CorruptedPromises(promises, seed=int(batch[2][:1].sum()))  # from the first image's index
+        part = CorruptedGuarantees(promises, seed=int(batch[2][:1].sum()))  # from the first image's index
         undamaged = _outcome(functions.predict(images), y, functions.ignore_index).sums()
         each = torch.zeros(3, len(types), len(severities), len(y), dtype=torch.float64)
         sums = torch.zeros_like(table)
@@ -186,7 +189,7 @@ def corrupted_counts(
                 each[:, t, s] = outcome.per_example(len(y))
         return undamaged, sums, each, part.rows
 
-    for (_, y, _), (undamaged, sums, each, rows) in functions.shared(work, numbered()):
+    for (_, y, _), (undamaged, sums, each, rows) in functions.run_batches(work, indexed_images()):
         seen += len(y)
         clean += undamaged
         table += sums
@@ -197,8 +200,8 @@ def corrupted_counts(
             tell(seen)
     if not seen:
         raise ValueError("expected images to corrupt, got no batch; pass a loader that can be iterated more than once")
-    nll, counts, confidence, correct = _separated(table)
-    clean_nll, *bins = _separated(clean)
+    nll, counts, confidence, correct = _split_sums(table)
+    clean_nll, *bins = _split_sums(clean)
     total = bins[0].sum()
     _, example_accuracy, example_nll = torch.cat(means, dim=1)
     return CorruptedCounts(
@@ -216,7 +219,7 @@ def corrupted_counts(
     )
 
 
-def _separated(sums: Tensor) -> list[Tensor]:
+def _split_sums(sums: Tensor) -> list[Tensor]:
     """nll (...), and counts, confidence and correctness (..., K) of the bins, from sums (..., 1 + 3K)."""
     return [each.clone() for each in (sums[..., 0], *sums[..., 1:].reshape(*sums.shape[:-1], 3, BINS).unbind(-2))]
 
@@ -244,7 +247,7 @@ class _Outcome:
 def _outcome(predictive: Predictive, y: Tensor, ignore_index: int | None) -> _Outcome:
     if not isinstance(predictive, CategoricalPredictive):
         raise ValueError("expected a classification to corrupt the inputs of, got a regression; pass corrupt=None")
-    rows, labels = labelled(predictive.log_mean, y, ignore_index, log=True)  # (n, C), (n,)
+    rows, labels = labelled_rows(predictive.log_mean, y, ignore_index, log=True)  # (n, C), (n,)
     example = torch.arange(len(y), device=y.device).reshape(-1, *[1] * (y.ndim - 1)).expand(y.shape)
     if ignore_index is not None:
         example = example[y != ignore_index]

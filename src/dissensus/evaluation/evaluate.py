@@ -21,9 +21,9 @@ from dissensus.evaluation import classification, regression, segmentation
 from dissensus.evaluation.attack_curves import AttackCurves, AttackedInputs, attacked_inputs
 from dissensus.evaluation.corruption_curves import CorruptedCounts, Corruptions, as_corruptions, corrupted_counts
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
-from dissensus.evaluation.fixed_draw import Functions, drawn_once
-from dissensus.evaluation.guarantees import Promises, promise_details, promise_metrics
-from dissensus.evaluation.loader_predictions import Numbers, Predictions, foreign_loader, predictions
+from dissensus.evaluation.fixed_draw import FixedDraw, draw_once
+from dissensus.evaluation.guarantees import Promises, guarantee_details, guarantee_metrics
+from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions, foreign_loader, predictions
 from dissensus.methods.parts.embedded_posterior import collapse_note
 from dissensus.utils.checks import one_of
 from dissensus.utils.progress import LoaderProgress
@@ -86,33 +86,34 @@ def evaluate(
             raise TypeError(f"expected {keyword} as a dict of loaders, got {got}; pass {keyword}={{'name': loader}}")
     raw, real = posterior.inputs is not None, isinstance(posterior.likelihood, RealTargets)
 
-    def read_by_all(given: Any) -> Any:
-        return posterior.whole(as_loader(given, raw=raw))
+    def shared_loader(given: Any) -> Any:
+        return posterior.complete_loader(as_loader(given, raw=raw))
 
     ood = {name: foreign_loader(each, real=real) for name, each in (ood or {}).items()}
-    ood, shift = ({name: read_by_all(each) for name, each in (sets or {}).items()} for sets in (ood, shift))
-    loader = read_by_all(loader)
+    ood, shift = ({name: shared_loader(each) for name, each in (sets or {}).items()} for sets in (ood, shift))
+    loader = shared_loader(loader)
     check_loader(loader, *ood.values(), *shift.values())
     for name in (*ood, *shift):
         if not isinstance(name, str) or not name or "/" in name:
             raise ValueError(f"expected names without '/' for OOD and shift sets, got {name!r}; rename it")
     parts = 1 + len(ood) + len(shift) + (spec is not None) + (attack is not None)
     with (
-        drawn_once(posterior, precision) as functions,
+        draw_once(posterior, precision) as functions,
         LoaderProgress(parts, title=f"evaluating {posterior.name}", show=progress) as bar,
     ):
-        count = batches.length(loader)
+        count = batches.count_batches(loader)
         kind, once = _kind_of_predictions(functions, loader)
-        loader_again = bar.over(once, "test", count)
+        loader_again = bar.track_batches(once, "test", count)
         ood, shift = (
-            {name: bar.over(each, name, batches.length(each)) for name, each in sets.items()} for sets in (ood, shift)
+            {name: bar.track_batches(each, name, batches.count_batches(each)) for name, each in sets.items()}
+            for sets in (ood, shift)
         )
-        corruptible, attackable = (bar.over(loader, name, count) for name in ("corruptions", "attacks"))
+        corruptible, attackable = (bar.track_batches(loader, name, count) for name in ("corruptions", "attacks"))
         score = checked_score(score, kind, functions.members)
         if attack is not None:
             check_attackable(kind)
         if kind == "segmentation":
-            found = _segmentation(functions, loader_again, corruptible, ood, shift, spec, score, classes)
+            found = _evaluate_segmentation(functions, loader_again, corruptible, ood, shift, spec, score, classes)
         else:
             shown = pixels if spec is None else spec.standardiser
             picture = None if shown is None else shown.inverse
@@ -120,7 +121,7 @@ def evaluate(
             like, outputs = test.shapes, test.predictive.mean.shape[1:].numel()
             if classes is not None and len(classes) != outputs:
                 raise ValueError(f"expected {outputs} class names, got {len(classes)}; pass one name per output")
-            found = evaluation_of(
+            found = evaluate_predictions(
                 test,
                 ood={n: predictions(functions, o, name=n, labelled=False, like=like) for n, o in ood.items()},
                 shift={n: predictions(functions, moved, name=n, like=like) for n, moved in shift.items()},
@@ -147,7 +148,7 @@ def precision_note(precision: PredictionPrecision) -> dict[str, str]:
     return {} if precision == "float32" else {"precision": precision}
 
 
-def evaluation_of(
+def evaluate_predictions(
     test: Predictions,
     *,
     ood: Mapping[str, Predictions],
@@ -165,7 +166,7 @@ def evaluation_of(
     prevalence: the share of foreign inputs to which aupr_adjusted and ece_union are reweighted. temperature: the
     predictions' temperature, recorded if it is not 1. promises: the promises behind `Predictions.promised`.
     """
-    part = numbers_of(test)
+    part = metric_functions(test)
     classes = part is classification.CLASSIFICATION
     found, scores = part.metrics(test), part.scores(test)
     arrays = part.arrays(test) | {f"test/score/{name}": value for name, value in scores.items()} | test.examples
@@ -179,20 +180,20 @@ def evaluation_of(
     for name, each in shift.items():
         found |= {f"shift/{name}/{key}": value for key, value in part.metrics(each).items()}
     if promises:
-        details, kept = promise_details(promises, test.promised, test.targets, test.predictive)
-        found, arrays = found | promise_metrics(promises, test.promised) | details, arrays | kept
+        details, kept = guarantee_details(promises, test.row_outcomes, test.targets, test.predictive)
+        found, arrays = found | guarantee_metrics(promises, test.row_outcomes) | details, arrays | kept
         gates = {name: promise for name, promise in promises.items() if isinstance(promise, Gate)}
         # Foreign inputs have no truth to cover.
         for group, sets, asked in (("ood", ood, gates), ("shift", shift, promises)):
             for name, each in sets.items():
-                numbers = promise_metrics(asked, each.promised)
+                numbers = guarantee_metrics(asked, each.row_outcomes)
                 found |= {f"{group}/{name}/{key}": value for key, value in numbers.items()}
     members = part.members(test) | test.network_metrics()
     if classes and test.members > 1:
         members |= _member_ood(test, ood, score)
     if attacked is not None:
         found, arrays = found | attacked.metrics(), arrays | attacked.arrays()
-    return joined_evaluation(
+    return complete_evaluation(
         Evaluation(part.kind, found, arrays, score, tuple(ood), tuple(shift)),
         corrupted,
         members,
@@ -202,13 +203,13 @@ def evaluation_of(
     )
 
 
-def numbers_of(test: Predictions) -> Numbers:
+def metric_functions(test: Predictions) -> MetricFunctions:
     """The metric functions for this kind of predictions."""
     classes = isinstance(test.predictive, CategoricalPredictive)
     return classification.CLASSIFICATION if classes else regression.REGRESSION
 
 
-def joined_evaluation(
+def complete_evaluation(
     found: Evaluation,
     corrupted: CorruptedCounts | None,
     members: Mapping[str, float],
@@ -261,14 +262,14 @@ def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -
     return found
 
 
-def _kind_of_predictions(functions: Functions, loader: Iterable[Any]) -> tuple[PredictionKind, Iterable[Any]]:
+def _kind_of_predictions(functions: FixedDraw, loader: Iterable[Any]) -> tuple[PredictionKind, Iterable[Any]]:
     """The kind of predictions, judged by the first batch, and an iterator over all batches, the first included."""
     left = iter(loader)  # the others are checked by those who read them
     first = next(functions.posterior.read(left, anywhere=True), None)
     if first is None:
         raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
     outputs = torch.zeros(functions.posterior.output_shape(first.x), device=functions.device)
-    described = functions.drawn.particles.each(lambda member: member.likelihood.describe(outputs))
+    described = functions.drawn.particles.map_members(lambda member: member.likelihood.describe(outputs))
     predictive = functions.drawn.likelihood.predictive(*described)
     kind: PredictionKind
     if isinstance(predictive, ClassificationPredictive):
@@ -281,8 +282,8 @@ def _kind_of_predictions(functions: Functions, loader: Iterable[Any]) -> tuple[P
     return kind, chain([first], left)
 
 
-def _segmentation(
-    functions: Functions,
+def _evaluate_segmentation(
+    functions: FixedDraw,
     once: Iterable[Any],
     loader: Iterable[Any],
     ood: Loaders,
@@ -301,7 +302,7 @@ def _segmentation(
     for name, each in shift.items():
         moved, _, _ = segmentation.pixel_sums(functions, each, name=name, like=shapes)
         found |= {f"shift/{name}/{key}": value for key, value in moved.metrics(classes).items()}
-    return joined_evaluation(
+    return complete_evaluation(
         Evaluation("segmentation", found, arrays, score, tuple(ood), tuple(shift)),
         None if spec is None else corrupted_counts(functions, loader, spec),
         sums.member_metrics(),

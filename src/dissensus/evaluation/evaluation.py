@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from dissensus.utils.pandas_rows import frame
+from dissensus.utils.pandas_rows import as_dataframe
 
 PredictionKind = Literal["classification", "regression", "segmentation"]
 
@@ -74,7 +74,7 @@ class Evaluation:
 
     def to_dataframe(self) -> Any:
         """A pandas.DataFrame: one row per metric, in the column `value`."""
-        return frame([{"metric": name, "value": value} for name, value in self.metrics.items()], index="metric")
+        return as_dataframe([{"metric": name, "value": value} for name, value in self.metrics.items()], index="metric")
 
     def plot(self, kind: str = "reliability") -> Any:
         """Draws the evaluation as a matplotlib figure.
@@ -83,10 +83,10 @@ class Evaluation:
             kind: "reliability" (for a regression, the coverage of its intervals), "risk" (error among the most certain
                 inputs), "ood" (scores of test and foreign inputs) or "corruptions" (accuracy, NLL and ECE by severity).
         """
-        from dissensus.plots.charts import shown  # loads matplotlib
+        from dissensus.plots.charts import notebook_figure  # loads matplotlib
         from dissensus.plots.display import evaluation_figure
 
-        return shown(evaluation_figure(self, kind))
+        return notebook_figure(evaluation_figure(self, kind))
 
     @property
     def cautions(self) -> dict[str, str]:

@@ -13,12 +13,12 @@ from dissensus.core.batch import Inputs
 from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.likelihood import Classification
 from dissensus.core.particles import Member
-from dissensus.core.posterior import Posterior, left_as_found
+from dissensus.core.posterior import Posterior, inference_context
 from dissensus.core.predictive import Predictive
-from dissensus.engine.async_checks import Arriving, Timer, check_inputs, largest
+from dissensus.engine.async_checks import AsyncHostCopy, Timer, check_input_values, largest_input
 from dissensus.engine.captured_prediction import CapturedFunction
-from dissensus.engine.precision import PredictionPrecision, in_precision, prediction_precision, warn_of_standing
-from dissensus.numerics.randomness import same_random_state
+from dissensus.engine.precision import PredictionPrecision, precision_context, prediction_precision, warn_of_precision
+from dissensus.numerics.randomness import preserve_random_state
 
 
 class Answer(NamedTuple):
@@ -28,7 +28,7 @@ class Answer(NamedTuple):
     energy: Tensor | None  # (M, B, ...) energy of every member's logits; None if outputs are not logits
 
 
-class Functions:
+class FixedDraw:
     """M functions drawn once from a posterior. Call them only inside `drawn_once`, which makes them."""
 
     def __init__(self, posterior: Posterior, drawn: DrawnFunctions, precision: PredictionPrecision = "float32") -> None:
@@ -36,13 +36,13 @@ class Functions:
         self.precision = precision
         self.drawn = drawn
         self.members = drawn.members
-        self.lens = posterior.lens()
+        self.correction = posterior.current_correction()
         self.logits = isinstance(posterior.likelihood, Classification)
-        self.portion = posterior.portion(drawn)
+        self.portion = posterior.partition_functions(drawn)
 
         @contextmanager
         def context() -> Iterator[None]:  # for each batch: other threads run between
-            with left_as_found(posterior), in_precision(posterior, precision):
+            with inference_context(posterior), precision_context(posterior, precision):
                 yield
 
         how: dict[str, Any] = {"context": context, "keeps": True, "half": precision == "bf16"}
@@ -61,9 +61,9 @@ class Functions:
         return getattr(self.posterior.likelihood, "ignore_index", None)
 
     @property
-    def alone(self) -> bool:
+    def is_single_process(self) -> bool:
         """Whether no other process shares the work."""
-        return self.posterior.others is None
+        return self.posterior.connected_mesh is None
 
     def predict(self, x: Inputs) -> Predictive:
         """The mixture's prediction for one batch."""
@@ -77,7 +77,7 @@ class Functions:
         self.posterior.check_diverged([maxima])
         return answer
 
-    def later(self, x: Inputs) -> Callable[[], tuple[Answer, float]]:
+    def start_answer(self, x: Inputs) -> Callable[[], tuple[Answer, float]]:
         """A function that waits for what `answer(x)` gives: (the answer on the host, the seconds it took).
 
         Until then the device can go on with another batch. Inputs on a device are checked to be finite, too.
@@ -87,11 +87,11 @@ class Functions:
         timer.stop()
         made, with_energy = type(answer.predictive), answer.energy is not None
         energy = [answer.energy] if answer.energy is not None else []
-        arriving = Arriving([maxima, largest(x), *energy, *answer.predictive.described()])
+        arriving = AsyncHostCopy([maxima, largest_input(x), *energy, *answer.predictive.defining_tensors()])
 
         def read() -> tuple[Answer, float]:
             maxima, most, *described = arriving.read()
-            check_inputs(most, x)
+            check_input_values(most, x)
             self.posterior.check_diverged([maxima])
             energy = described.pop(0) if with_energy else None
             return Answer(made(*described), energy), timer.seconds()
@@ -100,40 +100,40 @@ class Functions:
 
     def _answer(self, x: Inputs, *, energy: bool) -> tuple[Answer, Tensor]:
         """The answer, with or without energies, and the members' maxima, which must be checked."""
-        said = self._said(self._everything if energy else self._describe, x)
+        said = self._run_function(self._everything if energy else self._describe, x)
         outputs, described = (said[0], said[1:]) if energy else (None, said)
         maxima: list[Tensor] = []
         predictive = self.drawn.likelihood.predictive(*described)
-        members = self.posterior.checked_members(predictive, self.lens, later=maxima)
+        members = self.posterior.checked_members(predictive, self.correction, later=maxima)
         # Energy of the members' logits at the temperature; a calibration of their mean does not change it.
-        energies = None if outputs is None else -self.lens.logits(outputs).double().logsumexp(2)
-        return Answer(self.lens.mixture(members), energies), maxima[0]
+        energies = None if outputs is None else -self.correction.correct_logits(outputs).double().logsumexp(2)
+        return Answer(self.correction.correct_mixture(members), energies), maxima[0]
 
-    def shared(
+    def run_batches(
         self, work: Callable[[Any], Any], given: Iterable[Any], device: Any = "cpu"
     ) -> Iterator[tuple[Any, Any]]:
         """Yields (batch, work(batch)) in order, with result tensors on `device`: see `Posterior.shared`."""
-        return self.posterior.shared(work, given, self.portion, device)
+        return self.posterior.map_batches(work, given, self.portion, device)
 
-    def _said(self, function: Callable[[DrawnFunctions], CapturedFunction], x: Inputs) -> Any:
-        x = batches.to(x, self.device)
-        with in_precision(self.posterior, self.precision):
+    def _run_function(self, function: Callable[[DrawnFunctions], CapturedFunction], x: Inputs) -> Any:
+        x = batches.move_to_device(x, self.device)
+        with precision_context(self.posterior, self.precision):
             self.posterior.check_inputs(x)
-        with batches.unchanged(x):
-            return self.portion.joined(lambda: function(self.portion.mine)(x))
+        with batches.UnchangedInputs(x):
+            return self.portion.gather_tensors(lambda: function(self.portion.local_functions)(x))
 
 
 @contextmanager
-def drawn_once(posterior: Posterior, precision: PredictionPrecision = "float32") -> Iterator[Functions]:
+def draw_once(posterior: Posterior, precision: PredictionPrecision = "float32") -> Iterator[FixedDraw]:
     """Context with the functions of one draw, in eval mode without gradients; modes and random states are restored."""
     prediction_precision("precision", precision)
-    warn_of_standing(posterior, precision)
-    with left_as_found(posterior):
+    warn_of_precision(posterior, precision)
+    with inference_context(posterior):
         drawn = posterior.draw()
-    with torch.no_grad(), same_random_state(posterior.device, mine=lambda: posterior.draws_itself):
-        yield Functions(posterior, drawn, precision)
+    with torch.no_grad(), preserve_random_state(posterior.device, mine=lambda: posterior.network_is_random):
+        yield FixedDraw(posterior, drawn, precision)
 
 
 def _outputs_and_description(member: Member, x: Inputs) -> tuple[Any, ...]:
-    outputs = batches.call(member.network, x)
+    outputs = batches.call_network(member.network, x)
     return outputs, *member.likelihood.describe(outputs)

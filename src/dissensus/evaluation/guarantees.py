@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dissensus.calibration.conformal_sets import Conformal, covered
-from dissensus.calibration.gate import Gate, wrong
+from dissensus.calibration.conformal_sets import Conformal, measure_coverage
+from dissensus.calibration.gate import Gate, error_mask
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 
 log = logging.getLogger("dissensus")
@@ -18,7 +18,7 @@ RowValues = dict[str, Tensor]  # "NAME/covered", "NAME/size", "NAME/accepted", "
 DIFFICULTIES = ("easy", "medium", "hard")  # thirds of the rows, by the predictive's total uncertainty
 
 
-def outcomes(
+def guarantee_outcomes(
     promises: Promises,
     predictive: Predictive,
     generator: torch.Generator,
@@ -41,11 +41,13 @@ def outcomes(
         if isinstance(promise, Gate):
             found[f"{name}/accepted"] = promise(predictive).accept.double()
             if y is not None and "risk" in promise.facts:
-                found[f"{name}/error"] = wrong(predictive, y, promise.facts["tolerance"]).double()
+                found[f"{name}/error"] = error_mask(predictive, y, promise.facts["tolerance"]).double()
         elif isinstance(promise, Conformal) and y is not None:
             rows = _row_values(promise, x, weight)
             if rows is not None:
-                found[f"{name}/covered"], found[f"{name}/size"] = covered(promise, predictive, y, generator, **rows)
+                found[f"{name}/covered"], found[f"{name}/size"] = measure_coverage(
+                    promise, predictive, y, generator, **rows
+                )
     return found
 
 
@@ -59,18 +61,18 @@ def _row_values(promise: Conformal, x: Any, weight: Tensor | None) -> dict[str, 
     return None if None in found.values() else found  # type: ignore[return-value]
 
 
-def joined_outcomes(parts: Iterable[RowValues]) -> RowValues:
+def join_outcomes(parts: Iterable[RowValues]) -> RowValues:
     """The outcomes of all batches."""
     parts = list(parts)
     return {key: torch.cat([part[key] for part in parts]) for key in (parts[0] if parts else ())}
 
 
-def promise_metrics(promises: Promises, rows: RowValues) -> dict[str, float]:
+def guarantee_metrics(promises: Promises, rows: RowValues) -> dict[str, float]:
     """NAME/coverage, size and level of conformal sets; NAME/accepted, risk or refused of gates, and the promised values."""
     found: dict[str, float] = {}
     for name, promise in promises.items():
         if f"{name}/covered" in rows:
-            found |= {f"{name}/{key}": value for key, value in _sets(rows, name).items()}
+            found |= {f"{name}/{key}": value for key, value in _set_metrics(rows, name).items()}
             found[f"{name}/level"] = promise.level
         elif f"{name}/accepted" in rows:
             accepted = rows[f"{name}/accepted"]
@@ -88,7 +90,7 @@ def promise_metrics(promises: Promises, rows: RowValues) -> dict[str, float]:
     return found
 
 
-def promise_details(
+def guarantee_details(
     promises: Promises, rows: RowValues, y: Tensor, predictive: Predictive
 ) -> tuple[dict[str, float], RowValues]:
     """(NAME/easy/coverage, …, NAME/worst_class/coverage; arrays NAME/class/coverage and size (K,), test/NAME/… (N,))."""
@@ -102,7 +104,7 @@ def promise_details(
             continue
         for i, difficulty in enumerate(DIFFICULTIES):
             chosen = {key: value[third == i] for key, value in rows.items()}
-            found |= {f"{name}/{difficulty}/{key}": value for key, value in _sets(chosen, name).items()}
+            found |= {f"{name}/{difficulty}/{key}": value for key, value in _set_metrics(chosen, name).items()}
         if classes:
             number = predictive.mean.shape[1]
             counts = torch.bincount(y, minlength=number)
@@ -113,7 +115,7 @@ def promise_details(
     return found, arrays
 
 
-class CorruptedPromises:
+class CorruptedGuarantees:
     """Outcomes of promises on corrupted inputs, by type and severity. No promise holds for corrupted inputs."""
 
     def __init__(self, promises: Promises, *, seed: int = 0) -> None:
@@ -126,7 +128,7 @@ class CorruptedPromises:
         """Adds one batch."""
         if self.promises and y.ndim == 1:
             keep = torch.ones_like(y, dtype=torch.bool) if ignored is None else y != ignored
-            said = outcomes(self.promises, predictive[keep], self._generator, y=y[keep], x=x[keep])
+            said = guarantee_outcomes(self.promises, predictive[keep], self._generator, y=y[keep], x=x[keep])
             self.rows.setdefault((t, s), []).append({key: value.cpu() for key, value in said.items()})
 
     def merge(self, rows: Mapping[tuple[int, int], list[RowValues]]) -> None:
@@ -136,7 +138,7 @@ class CorruptedPromises:
 
     def tables(self) -> dict[str, Tensor]:
         """NAME/coverage, size, accepted, risk or refused -> (T, S); NaN if nothing was accepted."""
-        found = {at: promise_metrics(self.promises, joined_outcomes(parts)) for at, parts in self.rows.items()}
+        found = {at: guarantee_metrics(self.promises, join_outcomes(parts)) for at, parts in self.rows.items()}
         names = dict.fromkeys(
             key for each in found.values() for key in each if not key.endswith(("/level", "/promised"))
         )
@@ -148,7 +150,7 @@ class CorruptedPromises:
         return tables
 
 
-def _sets(rows: RowValues, name: str) -> dict[str, float]:
+def _set_metrics(rows: RowValues, name: str) -> dict[str, float]:
     """coverage; size, the mean of finite sizes; infinite, the share of infinite sizes, if there are any."""
     covered, size = rows[f"{name}/covered"], rows[f"{name}/size"]
     finite = size.isfinite()

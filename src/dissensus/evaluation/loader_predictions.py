@@ -14,11 +14,11 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive
 from dissensus.core.summary import SummaryPredictive
-from dissensus.engine.async_checks import Arriving, one_behind
+from dissensus.engine.async_checks import AsyncHostCopy, delay_by_one
 from dissensus.evaluation.evaluation import PredictionKind
 from dissensus.evaluation.extreme_inputs import Extremes
-from dissensus.evaluation.fixed_draw import Answer, Functions
-from dissensus.evaluation.guarantees import RowValues, joined_outcomes, outcomes
+from dissensus.evaluation.fixed_draw import Answer, FixedDraw
+from dissensus.evaluation.guarantees import RowValues, guarantee_outcomes, join_outcomes
 from dissensus.metrics import disagreement, max_probability_score
 from dissensus.utils.arrays import is_array
 
@@ -38,18 +38,22 @@ class Predictions:
     shapes: Shapes | None  # of one input; None if it differs between batches, as for padded sequences
     milliseconds: float  # per input, in the loader's batches
     networks: int = 1  # number of networks; members are their functions, network by network
-    promised: RowValues = field(default_factory=dict)  # outcomes of the posterior's promises for each row
+    row_outcomes: RowValues = field(default_factory=dict)  # outcomes of the posterior's promises for each row
 
     @property
     def members(self) -> int:
         """Number of members; 1 if a calibration of their mean left only a summary."""
-        return 1 if isinstance(self.predictive, SummaryPredictive) else int(self.predictive.described()[0].shape[0])
+        return (
+            1 if isinstance(self.predictive, SummaryPredictive) else int(self.predictive.defining_tensors()[0].shape[0])
+        )
 
     def network_metrics(self) -> dict[str, float]:
         """Metrics of single networks, each with the mixture of its functions; empty for one network or one function each."""
         if not 1 < self.networks < self.members:
             return {}
-        parts = zip(*(tensor.double().chunk(self.networks) for tensor in self.predictive.described()), strict=True)
+        parts = zip(
+            *(tensor.double().chunk(self.networks) for tensor in self.predictive.defining_tensors()), strict=True
+        )
         mixtures = [type(self.predictive)(*part) for part in parts]
         log_probs = torch.stack([mixture.log_prob(self.targets) for mixture in mixtures])
         found = {"networks/count": float(self.networks), "networks/nll": -float(log_probs.mean())}
@@ -58,7 +62,7 @@ class Predictions:
         return found
 
 
-class Numbers(NamedTuple):
+class MetricFunctions(NamedTuple):
     """The metric functions of one kind of predictions."""
 
     kind: PredictionKind
@@ -69,7 +73,7 @@ class Numbers(NamedTuple):
 
 
 def predictions(
-    functions: Functions,
+    functions: FixedDraw,
     loader: Iterable[Any],
     *,
     name: str = "test",
@@ -93,31 +97,31 @@ def predictions(
         checked_shapes(batch.x, like, name)
         if labelled:
             functions.posterior.check_batch(batch)
-            check_hard(batch.y, functions)
-        found = functions.later(batch.x)
-        return found if functions.alone else found()
+            check_hard_labels(batch.y, functions)
+        found = functions.start_answer(batch.x)
+        return found if functions.is_single_process else found()
 
-    def begun() -> Iterator[tuple[Batch, Any, Arriving]]:
+    def start_batches() -> Iterator[tuple[Batch, Any, AsyncHostCopy]]:
         given = functions.posterior.read(
-            loader if labelled else map(with_targets, loader), anywhere=not functions.alone
+            loader if labelled else map(with_placeholder_targets, loader), anywhere=not functions.is_single_process
         )
-        for batch, found in functions.shared(work, given):
+        for batch, found in functions.run_batches(work, given):
             images = [batch.x] if is_image(batch.x) else []
-            yield batch, found, Arriving([batch.y, *images] if labelled else [])
+            yield batch, found, AsyncHostCopy([batch.y, *images] if labelled else [])
 
-    for batch, found, there in one_behind(begun()):
+    for batch, found, there in delay_by_one(start_batches()):
         x, y, weight = batch
-        answer, taken = found() if functions.alone else found
+        answer, taken = found() if functions.is_single_process else found
         y, *images = there.read() if labelled else [y]
-        said = unweighted(weight, name, said)
+        said = warn_of_weights(weight, name, said)
         shapes.add(shapes_of(x))
-        seconds.append((taken, batches.size(x)))
-        index = torch.arange(seen, seen + batches.size(x))
-        seen += batches.size(x)
+        seconds.append((taken, batches.count_examples(x)))
+        index = torch.arange(seen, seen + batches.count_examples(x))
+        seen += batches.count_examples(x)
         if labelled and functions.ignore_index is not None:
             counted = y != functions.ignore_index
-            answer, index = chosen_rows(answer, counted), index[counted]
-            x, y = batches.apply(batches.to(x, counted.device), itemgetter(counted)), y[counted]
+            answer, index = select_rows(answer, counted), index[counted]
+            x, y = batches.map_tensors(batches.move_to_device(x, counted.device), itemgetter(counted)), y[counted]
             images = [each[counted] for each in images]
             weight = None if weight is None else weight.cpu()[counted]
         if images and len(shapes) == 1 and isinstance(answer.predictive, CategoricalPredictive) and len(index):
@@ -126,7 +130,7 @@ def predictions(
             extremes.update(max_probability_score(log_mean), log_mean.argmax(1) == y, index, shown)
         if promises:
             true = y if labelled else None
-            promised.append(outcomes(promises, answer.predictive, generator, y=true, x=x, weight=weight))
+            promised.append(guarantee_outcomes(promises, answer.predictive, generator, y=true, x=x, weight=weight))
         answers.append(answer)
         targets.append(y if labelled else torch.empty(0))
     if not answers:
@@ -141,7 +145,7 @@ def predictions(
         shapes=shapes.pop() if len(shapes) == 1 else None,
         milliseconds=1000 * sum(s for s, _ in timed) / sum(n for _, n in timed),
         networks=functions.drawn.networks,
-        promised=joined_outcomes(promised),
+        row_outcomes=join_outcomes(promised),
     )
 
 
@@ -153,16 +157,16 @@ def foreign_loader(given: Any, *, real: bool) -> Any:
     bare = isinstance(given, list) and all(map(is_array, given)) and len({each.shape[1:] for each in given}) == 1
     if bare and real and len(given) in (2, 3) and len({each.shape for each in given}) == 1:
         raise ValueError(f"expected foreign inputs x, or (x, y), got {len(given)} arrays of one shape; pass x alone")
-    return [with_targets(each) for each in given] if bare else with_targets(given)
+    return [with_placeholder_targets(each) for each in given] if bare else with_placeholder_targets(given)
 
 
-def with_targets(given: Any) -> Any:
+def with_placeholder_targets(given: Any) -> Any:
     """A batch or data (x, y), with targets that mean nothing where x or [x] was given alone."""
     x = given[0] if isinstance(given, tuple | list) and len(given) == 1 else given
     return (x, torch.zeros(len(x))) if is_array(x) else given
 
 
-def unweighted(weight: Tensor | None, name: str, said: bool) -> bool:
+def warn_of_weights(weight: Tensor | None, name: str, said: bool) -> bool:
     """Warns once if weights are not 1, because metrics ignore them; returns whether the warning was given."""
     if weight is None or said or not bool((weight != 1).any()):
         return said
@@ -174,19 +178,19 @@ def unweighted(weight: Tensor | None, name: str, said: bool) -> bool:
 
 def shapes_of(x: Inputs) -> Shapes:
     """The shapes of one input."""
-    return tuple(tuple(tensor.shape[1:]) for tensor in batches.tensors(x))
+    return tuple(tuple(tensor.shape[1:]) for tensor in batches.input_tensors(x))
 
 
 def checked_shapes(x: Inputs, like: Shapes | None, name: str) -> Shapes:
     """The shapes of one input; raises if they differ from those of a test set whose inputs all have one shape."""
     shapes = shapes_of(x)
     if like is not None and shapes != like:
-        got = f"{_shown(shapes)}; resize them or convert their channels first"
-        raise ValueError(f"expected inputs of shape {_shown(like)} in {name!r}, as in the test set, got {got}")
+        got = f"{_shapes_text(shapes)}; resize them or convert their channels first"
+        raise ValueError(f"expected inputs of shape {_shapes_text(like)} in {name!r}, as in the test set, got {got}")
     return shapes
 
 
-def check_hard(y: Tensor, functions: Functions) -> None:
+def check_hard_labels(y: Tensor, functions: FixedDraw) -> None:
     """Raises if a classification's targets are soft: accuracy and calibration need one true class."""
     if functions.logits and y.is_floating_point():
         raise ValueError(f"expected class indices to evaluate on, got {y.dtype} labels; pass y.argmax(1)")
@@ -197,17 +201,17 @@ def is_image(x: Inputs) -> bool:
     return isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] in (1, 3)
 
 
-def chosen_rows(answer: Answer, keep: Tensor) -> Answer:
+def select_rows(answer: Answer, keep: Tensor) -> Answer:
     """The answer for some of the inputs; keep: (B,) boolean."""
     return Answer(answer.predictive[keep], None if answer.energy is None else answer.energy[:, keep])
 
 
-def now(device: torch.device) -> float:
+def synchronised_time(device: torch.device) -> float:
     """Time in seconds, after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def _shown(shapes: Shapes) -> str:
+def _shapes_text(shapes: Shapes) -> str:
     return " and ".join(map(str, shapes)) if shapes else "()"

@@ -10,11 +10,11 @@ from dissensus import metrics
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.particles import Member
-from dissensus.core.posterior import Posterior, expect_posterior, left_as_found
+from dissensus.core.posterior import Posterior, expect_posterior, inference_context
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
 from dissensus.methods.parts.comparison_spaces import input_gradient, selected_output
-from dissensus.numerics.rbf_kernels import directions, squared_distances, working
-from dissensus.utils.checks import whole
+from dissensus.numerics.rbf_kernels import directions, squared_distances, to_kernel_precision
+from dissensus.utils.checks import integer
 
 
 class MemberDistances(NamedTuple):
@@ -52,20 +52,20 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
     particles = expect_posterior(posterior).particles
     if particles.members < 2:
         raise ValueError(f"expected several stored members, got {type(posterior).__name__} with one; pass an ensemble")
-    x, y, _ = posterior.take(posterior.batch((x, y), anywhere=True))
+    x, y, _ = posterior.prepare_batch(posterior.make_batch((x, y), anywhere=True))
 
     def outputs_and_gradient(member: Member) -> tuple[Tensor, Tensor]:
-        def selected(at: Inputs) -> tuple[Tensor, Tensor]:
-            outputs = batches.call(member.network, at)
+        def gradient_target(at: Inputs) -> tuple[Tensor, Tensor]:
+            outputs = batches.call_network(member.network, at)
             return selected_output(member.likelihood, outputs, y, "logit"), outputs
 
-        gradient, outputs = input_gradient(selected, x)
+        gradient, outputs = input_gradient(gradient_target, x)
         return outputs.detach(), gradient.detach()
 
-    with left_as_found(posterior), batches.unchanged(x):
-        outputs, gradients = particles.each(outputs_and_gradient)  # (M, B, ...), (M, B, D)
+    with inference_context(posterior), batches.UnchangedInputs(x):
+        outputs, gradients = particles.map_members(outputs_and_gradient)  # (M, B, ...), (M, B, D)
         # The stored members, not a new draw.
-        predictive = posterior.checked_members(posterior.current().predict(x), posterior.lens())
+        predictive = posterior.checked_members(posterior.current().predict(x), posterior.current_correction())
     own = {
         name: tensor.detach()
         for name, tensor in particles.own_parameters().items()
@@ -99,7 +99,7 @@ def mean_angle(vectors: Tensor) -> Tensor:
 
     With unit vectors s the angle is 2 atan2(‖sᵢ − sⱼ‖, ‖sᵢ + sⱼ‖), which is accurate for small angles; arccos is not.
     """
-    unit = directions(working(vectors.detach()))  # (M, B, D)
+    unit = directions(to_kernel_precision(vectors.detach()))  # (M, B, D)
     there = unit.square().sum(2) > 0  # (M, B)
     total, count = unit.new_zeros(()), unit.new_zeros(())
     for i in range(len(unit) - 1):
@@ -111,7 +111,7 @@ def mean_angle(vectors: Tensor) -> Tensor:
     return total / count
 
 
-class Numbered(Protocol):
+class HasEpoch(Protocol):
     """The argument of a `fit` callback: an Epoch, of which only the number is read."""
 
     epoch: int
@@ -121,7 +121,7 @@ class DistancesOverTraining:
     """A callback for `fit` that records the members' distances at fixed inputs every k epochs.
 
         record = DistancesOverTraining(posterior, x, y, every=10)
-        record.look(0)  # before training
+        record.measure(0)  # before training
         fit(posterior, loader, epochs=100, callback=record)
 
     Attributes: `.epochs` lists the numbers of epochs done, `.distances` the `MemberDistances` after each.
@@ -143,17 +143,17 @@ class DistancesOverTraining:
     ) -> None:
         self.posterior = posterior
         self.x, self.y = x, y
-        self.every = whole("every", every)
+        self.every = integer("every", every)
         self.tell = tell
         self.epochs: list[int] = []
         self.distances: list[MemberDistances] = []
 
-    def __call__(self, epoch: Numbered) -> None:
+    def __call__(self, epoch: HasEpoch) -> None:
         """Measures after every k-th epoch; returns None, so training continues."""
         if (epoch.epoch + 1) % self.every == 0:
-            self.look(epoch.epoch + 1)
+            self.measure(epoch.epoch + 1)
 
-    def look(self, epochs_done: int) -> MemberDistances:
+    def measure(self, epochs_done: int) -> MemberDistances:
         """Measures the distances now and stores them under the number of epochs done; pass 0 before training."""
         found = member_distances(self.posterior, self.x, self.y)
         self.epochs.append(epochs_done)

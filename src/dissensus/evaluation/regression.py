@@ -8,7 +8,7 @@ from torch import Tensor
 from dissensus import metrics
 from dissensus.calibration.value_calibrations import RecalibratedRegression
 from dissensus.core.predictive import RegressionPredictive
-from dissensus.evaluation.loader_predictions import Numbers, Predictions
+from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions
 
 SCORES = ("variance", "epistemic")
 LEVEL = 0.9
@@ -30,14 +30,14 @@ def regression_arrays(predictions: Predictions) -> dict[str, Tensor]:
     """Values per example (means over outputs), the probability integral transform and the risk–coverage curve."""
     predictive, y = _gaussians(predictions), predictions.targets
     squared = (predictive.mean.double() - y.double()).square().reshape(len(y), -1).mean(1)
-    curve = metrics.risk_coverage(-_flat(predictive.total), squared)
+    curve = metrics.risk_coverage(-_output_means(predictive.total), squared)
     return {
         "test/target": y,
         "test/mean": predictive.mean,
         "test/variance": predictive.total,
         "test/squared_error": squared,
-        **{f"test/{name}": _flat(values) for name, values in _values(predictive, y).items()},
-        "test/covered90": _flat(metrics.interval_coverage_values(*predictive.interval(LEVEL), y)),
+        **{f"test/{name}": _output_means(values) for name, values in _values(predictive, y).items()},
+        "test/covered90": _output_means(metrics.interval_coverage_values(*predictive.interval(LEVEL), y)),
         # P(Y ≤ y): a central interval of level l holds y where |2 P − 1| ≤ l, so one array gives every coverage.
         "test/cumulative": predictive.cdf(y),
         **{f"risk_coverage/{name}": value for name, value in curve._asdict().items()},
@@ -58,7 +58,7 @@ def regression_members(predictions: Predictions) -> dict[str, float]:
     if predictions.members == 1:
         return {}
     predictive, y = _gaussians(predictions), predictions.targets
-    means, variances = predictive.described()
+    means, variances = predictive.defining_tensors()
     log_likelihood = torch.stack(
         [-metrics.gaussian_nll_values(m, v, y) for m, v in zip(means, variances, strict=True)]
     )  # (M, N)
@@ -91,7 +91,7 @@ def _values(predictive: Any, y: Tensor) -> dict[str, Tensor]:
 
 def _crps_of_cdf(predictive: RecalibratedRegression, y: Tensor, points: int = 200) -> Tensor:
     """(N, D) ∫_{−∞}^y G² dt + ∫_y^∞ (1 − G)² dt of a cumulative distribution G, by Simpson's rule on both sides of y."""
-    means, variances = predictive.described()[:2]
+    means, variances = predictive.defining_tensors()[:2]
     reach = 8 * variances.sqrt()
     found = torch.zeros_like(y, dtype=torch.float64)
     for end, below in (((means - reach).amin(0).minimum(y), True), ((means + reach).amax(0).maximum(y), False)):
@@ -102,7 +102,7 @@ def _crps_of_cdf(predictive: RecalibratedRegression, y: Tensor, points: int = 20
     return found
 
 
-def _flat(values: Tensor) -> Tensor:
+def _output_means(values: Tensor) -> Tensor:
     """(N,) means over outputs."""
     return values.double().reshape(len(values), -1).mean(1)
 
@@ -111,4 +111,4 @@ def _gaussians(predictions: Predictions) -> RegressionPredictive:
     return cast(RegressionPredictive, predictions.predictive)
 
 
-REGRESSION = Numbers("regression", regression_metrics, regression_arrays, regression_scores, regression_members)
+REGRESSION = MetricFunctions("regression", regression_metrics, regression_arrays, regression_scores, regression_members)

@@ -16,11 +16,18 @@ from dissensus import metrics
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.summary import SummaryPredictive
-from dissensus.evaluation.fixed_draw import Answer, Functions
-from dissensus.evaluation.loader_predictions import Shapes, check_hard, checked_shapes, now, shapes_of, unweighted
+from dissensus.evaluation.fixed_draw import Answer, FixedDraw
+from dissensus.evaluation.loader_predictions import (
+    Shapes,
+    check_hard_labels,
+    checked_shapes,
+    shapes_of,
+    synchronised_time,
+    warn_of_weights,
+)
 from dissensus.metrics import CalibrationBins, ConfusionCounts, RiskHistogram, ScoreHistogram
 from dissensus.metrics.calibration import bin_sums
-from dissensus.metrics.metric_inputs import labelled
+from dissensus.metrics.metric_inputs import labelled_rows
 from dissensus.metrics.ranked_counts import RankedCounts, ranked_counts
 
 RANKED_BY = ("max_probability", "entropy", "mutual_information")  # always; the energy on request
@@ -53,7 +60,7 @@ class PixelSums:
             self.bins = CalibrationBins.empty(device=mean.device)
             self.risk = RiskHistogram.empty(device=mean.device)
             self.member_nll = torch.zeros(len(members), dtype=torch.float64, device=mean.device)
-        rows, labels = labelled(log_mean, y, ignore_index, log=True)  # (n, C), (n,)
+        rows, labels = labelled_rows(log_mean, y, ignore_index, log=True)  # (n, C), (n,)
         if not len(labels):
             return
         seen = ConfusionCounts.empty(mean.shape[1], mean.device).update(mean, y, ignore_index=ignore_index)
@@ -138,7 +145,7 @@ class PixelSums:
         }
 
 
-def pixel_sums(functions: Functions, loader: Iterable[Any], *, name: str = "test", like: Shapes | None = None) -> Any:
+def pixel_sums(functions: FixedDraw, loader: Iterable[Any], *, name: str = "test", like: Shapes | None = None) -> Any:
     """(PixelSums, shapes of one input or None if they differ, number of images) of a labelled loader."""
     sums, shapes, images, said = PixelSums(), set[Shapes](), 0, False
 
@@ -146,21 +153,21 @@ def pixel_sums(functions: Functions, loader: Iterable[Any], *, name: str = "test
         part = PixelSums()  # of a batch by itself: sums are then added up in one order on any number of ranks
         checked_shapes(batch.x, like, name)
         functions.posterior.check_batch(batch)
-        check_hard(batch.y, functions)
-        start = now(functions.device)
+        check_hard_labels(batch.y, functions)
+        start = synchronised_time(functions.device)
         predictive: Any = functions.predict(batch.x)
-        part.seconds = now(functions.device) - start
+        part.seconds = synchronised_time(functions.device) - start
         y = batch.y.to(functions.device)
         for row in range(len(y)):  # one by one: the memory of scores grows with members × pixels
             part.update(predictive[row], y[row : row + 1], functions.ignore_index)
         return part
 
     read = functions.posterior.read(loader, anywhere=True)
-    for (x, _, weight), part in functions.shared(work, read, functions.device):
-        said = unweighted(weight, name, said)
+    for (x, _, weight), part in functions.run_batches(work, read, functions.device):
+        said = warn_of_weights(weight, name, said)
         shapes.add(shapes_of(x))
         sums = sums.merge(part)
-        images += batches.size(x)
+        images += batches.count_examples(x)
     return sums, shapes.pop() if len(shapes) == 1 else None, images
 
 
@@ -176,7 +183,7 @@ class PixelRanking:
         self.histogram = self.histogram.update(score_in, score_ood)
         if len(score_in) and len(score_ood):
             counts: RankedCounts = ranked_counts(score_in, score_ood)[1]
-            each = counts.auroc(), counts.aupr(), counts.fpr(), counts.swapped().fpr()
+            each = counts.auroc(), counts.aupr(), counts.fpr(), counts.swap_classes().fpr()
             self.images.append(torch.stack(each).tolist())
 
     def merge(self, other: "PixelRanking") -> "PixelRanking":
@@ -192,7 +199,7 @@ class PixelRanking:
 
 
 def pixel_ood(
-    functions: Functions, loader: Iterable[Any], score: str, *, name: str, like: Shapes | None
+    functions: FixedDraw, loader: Iterable[Any], score: str, *, name: str, like: Shapes | None
 ) -> tuple[dict[str, PixelRanking], CalibrationBins]:
     """(score -> ranking, confidence bins of OOD pixels, all counted as wrong) of a loader of (x, mask).
 
@@ -230,7 +237,7 @@ def pixel_ood(
 
     (rankings, bins), voids = empty(), set[int]()
     read = functions.posterior.read(loader, anywhere=True)
-    for (_, mask, _), (part, foreign, classes) in functions.shared(work, read, functions.device):
+    for (_, mask, _), (part, foreign, classes) in functions.run_batches(work, read, functions.device):
         voids |= set(torch.unique(mask).tolist()) - {0, 1}
         if len(voids) > 1 or voids & (set(range(classes)) - {functions.ignore_index}):
             advice = "pass 1 at OOD pixels, 0 elsewhere, the likelihood's ignore_index or 255 at void pixels"

@@ -18,7 +18,7 @@ from dissensus.utils.tensor_tree import Tensors
 DEVICE = "cuda"  # "cpu" in tests
 
 
-class Halves:
+class CastWeights:
     """Copies of weights in half precision; `gradients`: those by the copies, by the weight's name.
 
     Args:
@@ -35,16 +35,16 @@ class Halves:
         self.wanted = False  # whether gradients are kept here, and not passed on to the weights
         self._known = {id(leaf): (leaf, leaf._version, name, made[name]) for name, leaf in large.items()}
 
-    def of(self, weight: Tensor) -> Tensor:
+    def cast_copy(self, weight: Tensor) -> Tensor:
         """The weight's copy, if autocast would make the same; else the weight."""
         leaf, version, name, made = self._known.get(id(weight), (None, 0, "", weight))
         transformed = torch._C._functorch.peek_interpreter_stack() is not None
         if leaf is None or leaf._version != version or transformed or not _casts_to(self.dtype):
             return weight
-        found: Tensor = _Half.apply(leaf, made, name, self)  # type: ignore[no-untyped-call]
+        found: Tensor = _CastWeight.apply(leaf, made, name, self)  # type: ignore[no-untyped-call]
         return found
 
-    def joined(self, found: Tensors) -> Tensors:
+    def merge_gradients(self, found: Tensors) -> Tensors:
         """Gradients by the weights, with those by their copies added; the latter alone stay in half precision."""
         for name, each in self.gradients.items():
             if name not in found and len(each) == 1:
@@ -55,9 +55,9 @@ class Halves:
         return found
 
 
-class _Half(torch.autograd.Function):
+class _CastWeight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, made: Tensor, name: str, halves: Halves) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, made: Tensor, name: str, halves: CastWeights) -> Tensor:
         ctx.name, ctx.halves, ctx.dtype = name, halves, leaf.dtype
         return made.detach()
 
@@ -71,30 +71,30 @@ class _Half(torch.autograd.Function):
 
 
 class _Thread(threading.local):
-    halves: Halves | None = None
+    halves: CastWeights | None = None
 
 
 _thread = _Thread()
 
 
 @contextmanager
-def halved(leaves: Tensors, *, usable: bool) -> Iterator[Halves | None]:
+def use_cast_weights(leaves: Tensors, *, usable: bool) -> Iterator[CastWeights | None]:
     """Inside, `half` gives copies of these weights; if usable, on a GPU, in mixed precision."""
     dtype = torch.get_autocast_dtype(DEVICE)
     usable = usable and bool(leaves) and all(leaf.device.type == DEVICE for leaf in leaves.values())
     if not usable or not _casts_to(dtype) or torch.compiler.is_compiling():
         yield None
         return
-    before, _thread.halves = _thread.halves, Halves(leaves, dtype)
+    before, _thread.halves = _thread.halves, CastWeights(leaves, dtype)
     try:
         yield _thread.halves
     finally:
         _thread.halves = before
 
 
-def half(weight: Tensor) -> Tensor:
+def cast_weight(weight: Tensor) -> Tensor:
     """The weight, or, where it would be cast to half precision, a copy of it that was cast before."""
-    return weight if _thread.halves is None else _thread.halves.of(weight)
+    return weight if _thread.halves is None else _thread.halves.cast_copy(weight)
 
 
 def _casts_to(dtype: torch.dtype) -> bool:

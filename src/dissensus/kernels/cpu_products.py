@@ -26,13 +26,13 @@ from torch import Tensor, nn
 SMALL = 2**19  # most weights of a linear layer for which oneDNN is avoided
 
 
-def on_arm() -> bool:
+def is_on_arm() -> bool:
     return platform.machine().lower() in ("aarch64", "arm64")
 
 
-def small_products(network: nn.Module) -> bool:
+def has_small_products(network: nn.Module) -> bool:
     """Whether to avoid oneDNN: on Arm, for networks that compute only small matrix products."""
-    if not on_arm() or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not is_on_arm() or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     layers = list(network.modules())
     if any(isinstance(layer, nn.modules.conv._ConvNd | nn.RNNBase) for layer in layers):
@@ -73,7 +73,7 @@ class StackedLinear:
         self.modulated = [vars(layer) for layer in template.modules() if "members_at_once" in vars(layer)]
 
     @contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
+    def use_stacked_forwards(self, device: torch.device) -> Iterator[None]:
         """Inside, the layers compute (W xᵀ)ᵀ + b; only on a CPU, since GPUs gain nothing."""
         changed = [pair for pair in self.forwards if device.type == "cpu" and "forward" not in vars(pair[0])]
         for layer, forward in changed:

@@ -28,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dissensus.kernels.cast_weights import half
-from dissensus.kernels.fused_norm import Again, thread, waiting
-from dissensus.kernels.lazy_tensor import Pending, settled
+from dissensus.kernels.cast_weights import cast_weight
+from dissensus.kernels.fused_norm import Recomputation, lazy_batch_norm, thread
+from dissensus.kernels.lazy_tensor import PendingTensor, materialise
 
 aten = torch.ops.aten
 SMALL = 2**15  # below this size of an input, on a CPU, the overhead of Python exceeds the gain
@@ -48,7 +48,7 @@ VMAP_TAKES_NONE = torch.__version__ >= "2.7"
 
 
 @contextmanager
-def differentiated_twice(*, of_any_size: bool = False) -> Iterator[None]:
+def fast_second_derivatives(*, of_any_size: bool = False) -> Iterator[None]:
     """Inside, layers use these forms for derivatives by inputs only; not in compiled code, nor without a graph.
 
     `of_any_size`: also for small layers on a CPU.
@@ -56,45 +56,47 @@ def differentiated_twice(*, of_any_size: bool = False) -> Iterator[None]:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         yield
         return
-    stage = _Stage()
+    stage = _BackwardStage()
     try:
-        with _Forms(stage, 0 if of_any_size else SMALL):
+        with _DoubleBackwardMode(stage, 0 if of_any_size else SMALL):
             yield
     finally:
         stage.by_inputs_alone = False
 
 
-class _Stage:
+class _BackwardStage:
     """Tells a layer's backward pass, in any thread, whether the context is active, so that weights need no gradients."""
 
     by_inputs_alone = True
 
 
-class _Forms(TorchFunctionMode):
-    def __init__(self, stage: _Stage, small: int) -> None:
+class _DoubleBackwardMode(TorchFunctionMode):
+    def __init__(self, stage: _BackwardStage, small: int) -> None:
         super().__init__()
         self.stage, self.small = stage, small
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.batch_norm and thread.fusing:  # first: any call of torch would count
-            return waiting(*args, **kwargs, otherwise=batch_norm)
-        if func not in FORMS or self.passes(*args[:1], **kwargs):
+            return lazy_batch_norm(*args, **kwargs, otherwise=batch_norm)
+        if func not in FORMS or self.keeps_torch_form(*args[:1], **kwargs):
             return func(*args, **kwargs)
-        args, kwargs = settled((args, kwargs)) if any(issubclass(each, Pending) for each in types) else (args, kwargs)
+        args, kwargs = (
+            materialise((args, kwargs)) if any(issubclass(each, PendingTensor) for each in types) else (args, kwargs)
+        )
         if func is F.batch_norm:
             return batch_norm(*args, **kwargs) if thread.norms else func(*args, **kwargs)
         if func is torch.prelu:
-            return bent(*args, **kwargs)
-        return convolution(self.stage, func, *args, **kwargs)
+            return prelu_as_product(*args, **kwargs)
+        return double_backward_conv(self.stage, func, *args, **kwargs)
 
-    def passes(self, input: Tensor, **_: Any) -> bool:
+    def keeps_torch_form(self, input: Tensor, **_: Any) -> bool:
         """Whether a layer with this input keeps torch's form."""
         return input.device.type == "cpu" and input.numel() < self.small
 
 
-def convolution(
-    stage: _Stage,
+def double_backward_conv(
+    stage: _BackwardStage,
     func: Callable[..., Tensor],
     input: Tensor,
     weight: Tensor,
@@ -115,7 +117,7 @@ def convolution(
     # If the kernel depends on the inputs, its gradient is differentiated, too, by the convolution's input.
     if not weight.is_leaf:
         vars(input).pop("again", None)
-    x, w, *b = _lowered(input, weight, *(() if bias is None else (bias,)))
+    x, w, *b = _cast_as_autocast(input, weight, *(() if bias is None else (bias,)))
     found: Tensor = _Convolution.apply(x, w, b[0] if b else None, stage, *how)  # type: ignore[no-untyped-call]
     return found
 
@@ -125,25 +127,25 @@ def _per_axis(value: Any, axes: int) -> list[int]:
     return values * axes if len(values) == 1 else values
 
 
-def _lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _cast_as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors cast as in mixed precision, before a function, so that the tensors it saves have one dtype."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
         return tensors
-    return tuple(half(tensor).to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+    return tuple(cast_weight(tensor).to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
 class _Convolution(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, w: Tensor, b: Tensor | None, stage: _Stage, *how: Any) -> Tensor:
+    def forward(x: Tensor, w: Tensor, b: Tensor | None, stage: _BackwardStage, *how: Any) -> Tensor:
         return torch.convolution(x, w, b, *how)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, w, b, ctx.stage, *ctx.how = inputs
-        _keep(ctx, x, w)
+        _save_tensor(ctx, x, w)
         ctx.bias = None if b is None else list(b.shape)
 
     @staticmethod
@@ -152,11 +154,11 @@ class _Convolution(torch.autograd.Function):
         for_x, for_w, for_b = ctx.needs_input_grad[:3]
         if ctx.stage.by_inputs_alone:
             for_w, for_b = (_leads_to_inputs(ctx, i) for i in (1, 2))
-        x = _kept(ctx, value=for_w)
+        x = _saved_tensor(ctx, value=for_w)
         if not torch.is_grad_enabled():
             found = aten.convolution_backward(t, x, w, ctx.bias, *ctx.how, [for_x, for_w, for_b])
             return *found, *[None] * (1 + len(ctx.how))
-        by_x = _Pulled.apply(t, w, x, *ctx.how) if for_x else None  # type: ignore[no-untyped-call]
+        by_x = _ConvolutionGradient.apply(t, w, x, *ctx.how) if for_x else None  # type: ignore[no-untyped-call]
         by_w = by_b = None
         if for_w or for_b:
             _, by_w, by_b = aten.convolution_backward(t, x, w, ctx.bias, *ctx.how, [False, for_w, for_b])
@@ -171,7 +173,7 @@ def _leads_to_inputs(ctx: Any, i: int) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
-class _Pulled(torch.autograd.Function):
+class _ConvolutionGradient(torch.autograd.Function):
     """w ∗ᵀ t, the gradient of a convolution by x; of x only the shape is used."""
 
     generate_vmap_rule = True
@@ -184,25 +186,25 @@ class _Pulled(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         t, w, _, *ctx.how = inputs
-        _keep(ctx, t, w)
+        _save_tensor(ctx, t, w)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (u,), (w, *_) = gradients, ctx.saved_tensors
         by_w = None
         if ctx.needs_input_grad[1]:
-            by_w = aten.convolution_backward(_kept(ctx), u, w, None, *ctx.how, [False, True, False])[1]
+            by_w = aten.convolution_backward(_saved_tensor(ctx), u, w, None, *ctx.how, [False, True, False])[1]
         return torch.convolution(u, w, None, *ctx.how), by_w, *[None] * (1 + len(ctx.how))
 
 
-def _keep(ctx: Any, tensor: Tensor, w: Tensor) -> None:
+def _save_tensor(ctx: Any, tensor: Tensor, w: Tensor) -> None:
     """Keeps w and the tensor, or, if it can be computed again, what that takes: faster than memory fills up."""
-    again = Again.of(tensor)
+    again = Recomputation.of_tensor(tensor)
     ctx.again = None if again is None else again.function
     ctx.save_for_backward(w, *((tensor,) if again is None else again.tensors))
 
 
-def _kept(ctx: Any, *, value: bool = True) -> Tensor:
+def _saved_tensor(ctx: Any, *, value: bool = True) -> Tensor:
     """The tensor; unless its value is wanted, one of its shape, dtype and layout may do."""
     _, first, *others = ctx.saved_tensors
     if ctx.again is None or not value:
@@ -212,9 +214,9 @@ def _kept(ctx: Any, *, value: bool = True) -> Tensor:
     return ctx.again(first, *others)  # type: ignore[no-any-return]
 
 
-def bent(input: Tensor, weight: Tensor) -> Tensor:
+def prelu_as_product(input: Tensor, weight: Tensor) -> Tensor:
     """PReLU as a product: x if it is positive, else w x."""
-    x, w = _lowered(input, weight)
+    x, w = _cast_as_autocast(input, weight)
     channels = w if w.numel() == 1 or x.ndim < 2 else w.reshape(-1, *[1] * (x.ndim - 2))
     return x * torch.where(x > 0, 1.0, channels)
 
@@ -264,11 +266,11 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradients[0] is None:
             return (None,) * 7
-        pull: Callable[..., Any] = _PulledNorm.apply if torch.is_grad_enabled() else _norm_kernel
+        pull: Callable[..., Any] = _BatchNormGradient.apply if torch.is_grad_enabled() else _norm_kernel
         return *pull(gradients[0], *ctx.saved_tensors, ctx.eps), None, None, None, None
 
 
-class _PulledNorm(torch.autograd.Function):
+class _BatchNormGradient(torch.autograd.Function):
     """(J t, Σ x̂ t, Σ t): the gradients by x, weight and bias."""
 
     generate_vmap_rule = True

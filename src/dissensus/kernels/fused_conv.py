@@ -10,15 +10,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dissensus.kernels.cast_weights import half
-from dissensus.kernels.lazy_tensor import Pending, settled
-from dissensus.kernels.multi_tensor import works
-from dissensus.kernels.weight_cache import derived
+from dissensus.kernels.cast_weights import cast_weight
+from dissensus.kernels.lazy_tensor import PendingTensor, materialise
+from dissensus.kernels.multi_tensor import can_run_kernels
+from dissensus.kernels.weight_cache import compute_cached
 
 DEVICE = "cuda"  # "cpu" in tests that interpret the kernels
 
 
-def convolution(
+def lazy_convolution(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -28,12 +28,12 @@ def convolution(
     groups: int = 1,
 ) -> Tensor:
     """As `torch.conv2d`, but on a GPU waiting if no gradients are recorded, and by own kernels for few channels."""
-    x = settled(input)
-    narrow = takes_narrow(x, weight, bias, stride, padding, dilation, groups)
+    x = materialise(input)
+    narrow = has_narrow_kernel(x, weight, bias, stride, padding, dilation, groups)
     if narrow and torch.is_grad_enabled():
-        found: Tensor = _Narrow.apply(x, weight, bias, *_per_axis(stride, padding, dilation))  # type: ignore[no-untyped-call]
+        found: Tensor = _NarrowConvolution.apply(x, weight, bias, *_per_axis(stride, padding, dilation))  # type: ignore[no-untyped-call]
         return found
-    weight = half(weight)
+    weight = cast_weight(weight)
     plain = x.ndim == weight.ndim == 4 and not isinstance(padding, str) and weight.dtype in KINDS
     plain = plain and not (x.is_inference() or weight.is_inference())  # whether they change could not be told
     usable = torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ def _per_axis(*settings: Any) -> list[list[int]]:
     return [[each, each] if isinstance(each, int) else list(each) * (2 // len(each)) for each in settings]
 
 
-def takes_narrow(
+def has_narrow_kernel(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> bool:
     """Whether a convolution has kernels of its own: few channels, in mixed precision, no derivative by x."""
@@ -77,10 +77,10 @@ def takes_narrow(
     if any(min(step, pad + 1, size + 2 * pad - reach * (kernel - 1)) < 1 for size, kernel, step, pad, reach in how):
         return False
     bf16 = torch.get_autocast_dtype(DEVICE) == torch.bfloat16
-    return bf16 and torch._C._functorch.peek_interpreter_stack() is None and works(x.device)
+    return bf16 and torch._C._functorch.peek_interpreter_stack() is None and can_run_kernels(x.device)
 
 
-class _Narrow(torch.autograd.Function):
+class _NarrowConvolution(torch.autograd.Function):
     """A convolution by `kernels/triton_first_conv.py`."""
 
     @staticmethod
@@ -104,7 +104,7 @@ class _Narrow(torch.autograd.Function):
         return None, by_weight, by_bias, None, None, None
 
 
-class PendingConvolution(Pending):
+class PendingConvolution(PendingTensor):
     """The result of a 2-D convolution without gradients."""
 
     parts: tuple[Tensor, Tensor, Tensor | None]  # x, weight, bias
@@ -120,61 +120,63 @@ class PendingConvolution(Pending):
         axes = [(size + 2 * pad - reach * (kernel - 1) - 1) // step + 1 for size, kernel, step, pad, reach in sizes]
         self = cast(
             PendingConvolution,
-            Pending.__new__(cls, torch.Size([len(x), len(weight), *axes]), kind, x.device, (x, weight, bias)),
+            PendingTensor.__new__(cls, torch.Size([len(x), len(weight), *axes]), kind, x.device, (x, weight, bias)),
         )
         self.parts, self.how, self.own_kernel = (x, weight, bias), how, narrow
         return self
 
-    def computed(self, *, relu: bool) -> Tensor:
+    def compute_result(self, *, relu: bool) -> Tensor:
         x, weight, bias = self.parts
         if not relu:
             return torch.conv2d(x, weight, bias, *self.how)
         kind = self.facts[1]
 
-        def packed(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        def pack_weights(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
             shift = weight.new_zeros(len(weight)) if bias is None else bias
-            return self._packed(weight.to(kind)), shift.to(kind)
+            return self._channels_last(weight.to(kind)), shift.to(kind)
 
-        found = derived(("packed", kind), (weight, bias), packed, by_rows=True)
-        return self._rectified(*found, None)
+        found = compute_cached(("packed", kind), (weight, bias), pack_weights, by_rows=True)
+        return self._convolve_relu(*found, None)
 
-    def folded(self, *norm: Any) -> tuple[Tensor, Tensor]:
+    def fold_norm(self, *norm: Any) -> tuple[Tensor, Tensor]:
         """(kernel, bias) that include a batch norm: mean, variance, scale, shift and ε."""
         from dissensus.kernels import norm_launch
 
         self.check_unchanged()
         (_, weight, bias), (*layer, eps), kind = self.parts, norm, self.facts[1]
 
-        def folded(weight: Tensor, bias: Tensor | None, *layer: Tensor) -> tuple[Tensor, Tensor]:
+        def fold_weights(weight: Tensor, bias: Tensor | None, *layer: Tensor) -> tuple[Tensor, Tensor]:
             mean, variance, scale, shift = layer
-            return norm_launch.folded(self._packed(weight), bias, mean, variance, scale, shift, eps, dtype=kind)
+            return norm_launch.fold_norm(
+                self._channels_last(weight), bias, mean, variance, scale, shift, eps, dtype=kind
+            )
 
-        return derived(("folded", eps, kind), (weight, bias, *layer), folded, by_rows=True)
+        return compute_cached(("folded", eps, kind), (weight, bias, *layer), fold_weights, by_rows=True)
 
-    def normalised(self, added: Tensor | None, *norm: Any) -> Tensor:
+    def compute_norm_relu(self, added: Tensor | None, *norm: Any) -> Tensor:
         """ReLU of the batch norm of this convolution, with a tensor added before ReLU."""
-        kernel, shift = self.folded(*norm)
-        if isinstance(added, Pending):
+        kernel, shift = self.fold_norm(*norm)
+        if isinstance(added, PendingTensor):
             added, more = cast(Any, added).branch()
             shift = shift + more
-        return self._rectified(kernel, shift, added)
+        return self._convolve_relu(kernel, shift, added)
 
-    def scaled(self, *norm: Any) -> tuple[Tensor, Tensor]:
+    def norm_and_shift(self, *norm: Any) -> tuple[Tensor, Tensor]:
         """(the batch norm of this convolution without its shift, the shift (C,))."""
-        kernel, shift = self.folded(*norm)
-        return torch.conv2d(self._input(), kernel, None, *self.how), shift
+        kernel, shift = self.fold_norm(*norm)
+        return torch.conv2d(self._packed_input(), kernel, None, *self.how), shift
 
-    def _packed(self, tensor: Tensor) -> Tensor:
+    def _channels_last(self, tensor: Tensor) -> Tensor:
         return tensor.contiguous(memory_format=torch.channels_last)  # as cuDNN's fast kernels read it
 
-    def _input(self) -> Tensor:
-        return self._packed(self.parts[0].to(self.facts[1]))
+    def _packed_input(self) -> Tensor:
+        return self._channels_last(self.parts[0].to(self.facts[1]))
 
-    def _rectified(self, weight: Tensor, bias: Tensor, added: Tensor | None) -> Tensor:
+    def _convolve_relu(self, weight: Tensor, bias: Tensor, added: Tensor | None) -> Tensor:
         if self.own_kernel and added is None:
             from dissensus.kernels import triton_first_conv
 
             return triton_first_conv.convolution(self.parts[0], weight, bias, *self.how[:3], relu=True)
         if added is None:
-            return torch.cudnn_convolution_relu(self._input(), weight, bias, *self.how)
-        return torch.cudnn_convolution_add_relu(self._input(), weight, added, 1.0, bias, *self.how)
+            return torch.cudnn_convolution_relu(self._packed_input(), weight, bias, *self.how)
+        return torch.cudnn_convolution_add_relu(self._packed_input(), weight, added, 1.0, bias, *self.how)

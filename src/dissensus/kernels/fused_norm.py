@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dissensus.kernels.cast_weights import half
-from dissensus.kernels.fused_conv import PendingConvolution, convolution
-from dissensus.kernels.lazy_tensor import Pending, compute_waiting, settled
-from dissensus.kernels.multi_tensor import works
+from dissensus.kernels.cast_weights import cast_weight
+from dissensus.kernels.fused_conv import PendingConvolution, lazy_convolution
+from dissensus.kernels.lazy_tensor import PendingTensor, compute_pending, materialise
+from dissensus.kernels.multi_tensor import can_run_kernels
 
 LEAST = 2**15  # numbers in a tensor below which torch's own kernels are as fast
 KINDS = (torch.float32, torch.bfloat16, torch.float64)
@@ -30,18 +30,18 @@ UNSEEN = {cast(Any, Tensor).data.__get__, Tensor.numpy, Tensor.untyped_storage}
 
 
 @contextmanager
-def fused() -> Iterator[None]:
+def fuse_layers() -> Iterator[None]:
     """Inside, batch norm on a GPU is fused with the layers after it; not in compiled code or under function transforms."""
     if torch.compiler.is_compiling() or not thread.norms:
         yield
         return
     before, thread.fusing = thread.fusing, True
     try:
-        with _Waiting():
+        with _FusionMode():
             yield
     finally:
         thread.fusing = before
-        count_now()
+        add_pending_count()
 
 
 class _Thread(threading.local):
@@ -53,25 +53,25 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
-class _Waiting(TorchFunctionMode):
+class _FusionMode(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
-            return waiting(*args, **(kwargs or {}))
-        count_now()
-        if func is Tensor.add_ and not kwargs and counts(*args):
+            return lazy_batch_norm(*args, **(kwargs or {}))
+        add_pending_count()
+        if func is Tensor.add_ and not kwargs and is_batch_count(*args):
             thread.counter = args[0]
             return args[0]
         if func in UNSEEN:  # what is written there has no version
             vars(args[0]).pop("again", None)
-            compute_waiting()
+            compute_pending()
         if func is torch.conv2d:
-            return convolution(*args, **(kwargs or {}))
+            return lazy_convolution(*args, **(kwargs or {}))
         if func is F.linear and len(args) > 1:
-            args = (args[0], half(args[1]), *args[2:])
+            args = (args[0], cast_weight(args[1]), *args[2:])
         return func(*args, **(kwargs or {}))
 
 
-def counts(counter: Any, by: Any = None, *_: Any) -> bool:
+def is_batch_count(counter: Any, by: Any = None, *_: Any) -> bool:
     """Whether torch's batch norm adds one to its number of batches: what it calls next is `F.batch_norm`."""
     frame: Any = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__":  # of modes inside this one
@@ -81,14 +81,14 @@ def counts(counter: Any, by: Any = None, *_: Any) -> bool:
     return alone and (counter.dtype, counter.device.type, by) == (torch.int64, DEVICE, 1)
 
 
-def count_now() -> None:
+def add_pending_count() -> None:
     """Adds one to the counter that waits, before anything else can look at it."""
     counter, thread.counter = thread.counter, None
     if counter is not None:
         counter.add_(1)
 
 
-def waiting(
+def lazy_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -111,15 +111,15 @@ def waiting(
         and not training
         and counter is None
         and isinstance(input, PendingConvolution)
-        and input.found is None
-        and works(input.device)
+        and input.result is None
+        and can_run_kernels(input.device)
     ):
         return PendingNorm(input, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
-    x = settled(input)
-    if counter is not None and not (usable and training and takes(x) and counter.device == x.device):
+    x = materialise(input)
+    if counter is not None and not (usable and training and can_fuse(x) and counter.device == x.device):
         counter.add_(1)
         counter = None
-    if not usable or not takes(x):
+    if not usable or not can_fuse(x):
         return otherwise(x, running_mean, running_var, weight, bias, training, momentum, eps)
     if not training:
         return PendingNorm(x, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
@@ -133,17 +133,17 @@ def waiting(
     return PendingNorm(x, cast(Tensor, weight), cast(Tensor, bias), mean, rstd)
 
 
-def takes(x: Tensor) -> bool:
+def can_fuse(x: Tensor) -> bool:
     """Whether the kernels can read x: on a GPU, not small, channels side by side in memory, not inside vmap."""
     if x.device.type != DEVICE or x.dtype not in KINDS or x.numel() < LEAST or x.numel() <= x.shape[1]:
         return False
     packed = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
     packed = packed or (x.ndim == 2 and x.is_contiguous())
     packed = packed and not x.is_inference()  # it has no version, which tells whether it was changed
-    return packed and torch._C._functorch.peek_interpreter_stack() is None and works(x.device)
+    return packed and torch._C._functorch.peek_interpreter_stack() is None and can_run_kernels(x.device)
 
 
-class PendingNorm(Pending):
+class PendingNorm(PendingTensor):
     """The result of a batch norm, perhaps with a tensor to be added to it."""
 
     parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # x, weight, bias, mean, and r or, with eps, the variance
@@ -156,50 +156,50 @@ class PendingNorm(Pending):
         added: Tensor | None = None,
     ) -> "PendingNorm":  # fmt: skip
         parts = (x, weight, bias, mean, spread)
-        self = cast(PendingNorm, Pending.__new__(cls, x.shape, x.dtype, x.device, (*parts, added)))
+        self = cast(PendingNorm, PendingTensor.__new__(cls, x.shape, x.dtype, x.device, (*parts, added)))
         self.parts, self.eps, self.added = parts, eps, added
         return self
 
-    def computed(self, *, relu: bool) -> Tensor:
+    def compute_result(self, *, relu: bool) -> Tensor:
         x, weight, bias, mean, spread = self.parts
         if self.eps is None:
-            found: Any = _Norm.apply(x, weight, bias, self.added, mean, spread, relu)  # type: ignore[no-untyped-call]
+            found: Any = _FusedNorm.apply(x, weight, bias, self.added, mean, spread, relu)  # type: ignore[no-untyped-call]
             if self.added is None:
                 given = (x, mean, spread, weight, bias)
-                found.again = Again(partial(_normalised, relu=relu), tuple(each.detach() for each in given))
+                found.again = Recomputation(partial(_normalise, relu=relu), tuple(each.detach() for each in given))
             return cast(Tensor, found)
         from dissensus.kernels import norm_launch
 
-        if relu and self.folds:
-            return cast(PendingConvolution, x).normalised(self.added, mean, spread, weight, bias, self.eps)
-        return norm_launch.normalised(
-            settled(x), settled(self.added), mean, spread, weight, bias, relu=relu, eps=self.eps
+        if relu and self.can_fold:
+            return cast(PendingConvolution, x).compute_norm_relu(self.added, mean, spread, weight, bias, self.eps)
+        return norm_launch.normalise_rows(
+            materialise(x), materialise(self.added), mean, spread, weight, bias, relu=relu, eps=self.eps
         )
 
     @property
-    def folds(self) -> bool:
+    def can_fold(self) -> bool:
         """Whether it can become part of a convolution that has not run yet."""
         x = self.parts[0]
-        return self.eps is not None and isinstance(x, PendingConvolution) and x.found is None
+        return self.eps is not None and isinstance(x, PendingConvolution) and x.result is None
 
-    def branch(self) -> tuple[Tensor, Tensor]:
+    def norm_and_shift(self) -> tuple[Tensor, Tensor]:
         """(the tensor without a shift of channels, the shift (C,)): for a kernel that adds both."""
         self.check_unchanged()
         x, weight, bias, mean, variance = self.parts
-        return cast(PendingConvolution, x).scaled(mean, variance, weight, bias, self.eps)
+        return cast(PendingConvolution, x).norm_and_shift(mean, variance, weight, bias, self.eps)
 
-    def plus(self, other: Any) -> Pending | None:
-        both = isinstance(other, PendingNorm) and other.found is None and other.added is None and other.folds
-        if both and self.folds and self.added is None and other.facts == self.facts:
+    def fuse_addition(self, other: Any) -> PendingTensor | None:
+        both = isinstance(other, PendingNorm) and other.result is None and other.added is None and other.can_fold
+        if both and self.can_fold and self.added is None and other.facts == self.facts:
             return PendingNorm(*self.parts, self.eps, other)
-        other, facts = settled(other), self.facts
+        other, facts = materialise(other), self.facts
         fits = isinstance(other, Tensor) and (other.shape, other.dtype, other.device) == facts
-        if self.added is not None or not fits or not takes(other):
+        if self.added is not None or not fits or not can_fuse(other):
             return None
         return PendingNorm(*self.parts, self.eps, other)
 
 
-class Again(NamedTuple):
+class Recomputation(NamedTuple):
     """How a tensor is computed once more, by function(*tensors), so that a layer need not keep it until a second derivative.
 
     The first of the tensors has its shape, dtype and layout. They are kept for other layers anyway.
@@ -209,43 +209,43 @@ class Again(NamedTuple):
     tensors: tuple[Tensor | None, ...]
 
     @staticmethod
-    def of(tensor: Tensor) -> "Again | None":
+    def of_tensor(tensor: Tensor) -> "Recomputation | None":
         """That of a tensor that nobody has changed."""
-        again: Again | None = getattr(tensor, "again", None)
+        again: Recomputation | None = getattr(tensor, "again", None)
         return again if again is None or tensor._version == 0 else None
 
 
-class _Norm(torch.autograd.Function):
+class _FusedNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w: Tensor, b: Tensor, added: Tensor | None, m: Tensor, r: Tensor, relu: bool
     ) -> Tensor:
         from dissensus.kernels import norm_launch
 
-        y = norm_launch.normalised(x, added, m, r, w, b, relu=relu)
+        y = norm_launch.normalise_rows(x, added, m, r, w, b, relu=relu)
         ctx.relu, ctx.added = relu, added is not None
         ctx.save_for_backward(x, y if relu and ctx.added else None, m, r, w, b)
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        g, saved = _like(gradients[0], ctx.saved_tensors[0]), ctx.saved_tensors
+        g, saved = _match_layout(gradients[0], ctx.saved_tensors[0]), ctx.saved_tensors
         if torch.is_grad_enabled():
-            by_x, by_added, sums = _Pulled.apply(g, *saved, ctx.relu)  # type: ignore[no-untyped-call]
-            by_x.again = Again(partial(_input_gradient, relu=ctx.relu), (g.detach(), *saved, sums.detach()))
+            by_x, by_added, sums = _FusedNormGradient.apply(g, *saved, ctx.relu)  # type: ignore[no-untyped-call]
+            by_x.again = Recomputation(partial(_input_gradient, relu=ctx.relu), (g.detach(), *saved, sums.detach()))
         else:
-            by_x, by_added, sums = _first(g, *saved, relu=ctx.relu)
+            by_x, by_added, sums = _norm_gradients(g, *saved, relu=ctx.relu)
         by_w, by_b = sums.to(saved[4].dtype)
         return by_x, by_w, by_b, by_added if ctx.added else None, None, None, None
 
 
-class _Pulled(torch.autograd.Function):
+class _FusedNormGradient(torch.autograd.Function):
     """(J t, t, the sums) of `norm_launch.gradients`."""
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
         *saved, ctx.relu = given
-        by_x, by_added, sums = _first(g, *saved, relu=ctx.relu)
+        by_x, by_added, sums = _norm_gradients(g, *saved, relu=ctx.relu)
         ctx.save_for_backward(g, *saved, sums)
         ctx.set_materialize_grads(False)
         return by_x, by_added.view_as(by_added) if by_added is g else by_added, sums
@@ -259,13 +259,13 @@ class _Pulled(torch.autograd.Function):
             raise NotImplementedError("batch norm has no third derivative")
         if u is None and v is None:
             return (None,) * 8
-        u = torch.zeros_like(x) if u is None else _like(u, x)
-        v = None if v is None else _like(v, x)
+        u = torch.zeros_like(x) if u is None else _match_layout(u, x)
+        v = None if v is None else _match_layout(v, x)
         by_g, by_x, by_w = norm_launch.second_gradients(u, v, g, x, y, m, r, w, b, sums, relu=ctx.relu)
         return by_g, by_x, None, None, None, by_w.to(w.dtype), None, None
 
 
-def _first(*given: Any, relu: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _norm_gradients(*given: Any, relu: bool) -> tuple[Tensor, Tensor, Tensor]:
     from dissensus.kernels import norm_launch
 
     return norm_launch.gradients(*given, relu=relu)
@@ -277,13 +277,13 @@ def _input_gradient(*given: Any, relu: bool) -> Tensor:
     return norm_launch.input_gradient(*given, relu=relu)
 
 
-def _normalised(x: Tensor, *layer: Tensor, relu: bool) -> Tensor:
+def _normalise(x: Tensor, *layer: Tensor, relu: bool) -> Tensor:
     from dissensus.kernels import norm_launch
 
-    return norm_launch.normalised(x, None, *layer, relu=relu)
+    return norm_launch.normalise_rows(x, None, *layer, relu=relu)
 
 
-def _like(g: Tensor, x: Tensor) -> Tensor:
+def _match_layout(g: Tensor, x: Tensor) -> Tensor:
     """The gradient in x's layout and dtype, as the kernels read it."""
     layout = torch.channels_last if x.ndim == 4 else torch.contiguous_format
     return g.to(x.dtype).contiguous(memory_format=layout)

@@ -27,7 +27,7 @@ SUMS: dict[Any, bool] = {
     **dict.fromkeys((Tensor.add_, Tensor.__iadd__), True),
 }
 _READ: Any = Tensor  # its properties are read with __get__
-FACTS: dict[Any, Callable[["Pending"], Any]] = {
+FACTS: dict[Any, Callable[["PendingTensor"], Any]] = {
     **dict.fromkeys((_READ.shape.__get__, Tensor.size), lambda mine: mine.facts[0]),
     _READ.dtype.__get__: lambda mine: mine.facts[1],
     _READ.device.__get__: lambda mine: mine.facts[2],
@@ -37,23 +37,23 @@ FACTS: dict[Any, Callable[["Pending"], Any]] = {
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.waiting: weakref.WeakSet[Pending] = weakref.WeakSet()
+        self.pending_tensors: weakref.WeakSet[PendingTensor] = weakref.WeakSet()
 
 
 _thread = _Thread()
 
 
-def compute_waiting() -> None:
+def compute_pending() -> None:
     """Computes every tensor that waits, before something that it is computed from is changed unseen."""
-    for each in [each for each in _thread.waiting if each.found is None]:
+    for each in [each for each in _thread.pending_tensors if each.result is None]:
         each.value()
 
 
-class Unfused(RuntimeError):
+class FusionError(RuntimeError):
     """A network reads a waiting tensor in a way that would lose gradients; it must run without `fused`."""
 
 
-class Pending(Tensor):
+class PendingTensor(Tensor):
     """The result of a layer that is not yet computed. The first use decides what is computed.
 
     A use past torch's Python functions (a scripted module, a custom `autograd.Function`) would lose gradients and raises
@@ -61,74 +61,76 @@ class Pending(Tensor):
     """
 
     facts: tuple[torch.Size, torch.dtype, torch.device]
-    read: list[tuple[Tensor, int]]  # tensors that it is computed from, with their versions
+    source_versions: list[tuple[Tensor, int]]  # tensors that it is computed from, with their versions
     graph: bool
-    found: Tensor | None
+    result: Tensor | None
 
     @staticmethod
     def __new__(
         cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, read: Iterable[Tensor | None]
-    ) -> "Pending":
-        self: Pending = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        self.facts, self.graph, self.found = (shape, dtype, device), torch.is_grad_enabled(), None
-        self.read = [(each, each._version) for each in read if each is not None and not isinstance(each, Pending)]
-        _thread.waiting.add(self)
+    ) -> "PendingTensor":
+        self: PendingTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        self.facts, self.graph, self.result = (shape, dtype, device), torch.is_grad_enabled(), None
+        self.source_versions = [
+            (each, each._version) for each in read if each is not None and not isinstance(each, PendingTensor)
+        ]
+        _thread.pending_tensors.add(self)
         return self
 
     @abstractmethod
-    def computed(self, *, relu: bool) -> Tensor:
+    def compute_result(self, *, relu: bool) -> Tensor:
         """The tensor, or ReLU of it."""
 
-    def plus(self, other: Any) -> "Pending | None":
+    def fuse_addition(self, other: Any) -> "PendingTensor | None":
         """This one with something added; None if that cannot be part of the kernel."""
         return None
 
     def value(self) -> Tensor:
         """The tensor, computed at the first use."""
-        if self.found is None:
-            self.found = self.now(relu=False)
-        return self.found
+        if self.result is None:
+            self.result = self.compute_now(relu=False)
+        return self.result
 
-    def now(self, *, relu: bool) -> Tensor:
+    def compute_now(self, *, relu: bool) -> Tensor:
         if self.graph and not torch.is_grad_enabled():
-            raise Unfused("a layer's result is read without gradients, as custom functions do")
+            raise FusionError("a layer's result is read without gradients, as custom functions do")
         self.check_unchanged()
-        return self.computed(relu=relu)
+        return self.compute_result(relu=relu)
 
     def check_unchanged(self) -> None:
         """Raises if a tensor that this one is computed from was written to meanwhile: the layer would have run before."""
-        if any(each._version != before for each, before in self.read):
-            raise Unfused("a layer's result is read after its input has been changed in place")
+        if any(each._version != before for each, before in self.source_versions):
+            raise FusionError("a layer's result is read after its input has been changed in place")
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if func in FACTS and len(args) == 1 and isinstance(first, Pending):
+        if func in FACTS and len(args) == 1 and isinstance(first, PendingTensor):
             return FACTS[func](first)
-        if func in RELUS and isinstance(first, Pending) and first.found is None:
-            made = first.now(relu=True)
+        if func in RELUS and isinstance(first, PendingTensor) and first.result is None:
+            made = first.compute_now(relu=True)
             if RELUS[func] or kwargs.get("inplace") or True in args[1:2]:
-                first.found = made  # other references to this tensor see the change
+                first.result = made  # other references to this tensor see the change
             return made
         if func in SUMS and len(args) == 2 and not kwargs:
-            mine, other = args if isinstance(first, Pending) else reversed(args)
+            mine, other = args if isinstance(first, PendingTensor) else reversed(args)
             in_place = SUMS[func]
             if (not in_place or mine is first) and mine.found is None and (total := mine.plus(other)) is not None:
                 if not in_place:
                     return total
                 vars(mine).update(vars(total))
                 return mine
-        args, kwargs = settled((args, kwargs))
+        args, kwargs = materialise((args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise Unfused(f"{func} reads a layer's result past torch's Python functions")
+        raise FusionError(f"{func} reads a layer's result past torch's Python functions")
 
 
-def settled(tree: Any) -> Any:
+def materialise(tree: Any) -> Any:
     """The tree with waiting tensors computed."""
     if isinstance(tree, Tensor):
-        return tree.value() if isinstance(tree, Pending) else tree
-    return pytree.tree_map_only(Pending, Pending.value, tree)
+        return tree.value() if isinstance(tree, PendingTensor) else tree
+    return pytree.tree_map_only(PendingTensor, PendingTensor.value, tree)

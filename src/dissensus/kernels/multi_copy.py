@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def copy_by_name(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies of the tensors, on a GPU by few kernels for all of them; vmap has no rule for that."""
     # Compilers come first: older ones do not know the stack of function transforms.
     plain = torch.compiler.is_compiling() or not tensors or not all(tensor.is_cuda for tensor in tensors.values())
@@ -31,7 +31,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         return
     groups: defaultdict[object, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for target, source in zip(targets, sources, strict=True):
-        alike = _same_places(target, source)
+        alike = _has_same_layout(target, source)
         if alike and target.stride() != source.stride():
             source = source.as_strided(target.shape, target.stride())
         group = groups[(target.dtype, source.dtype, alike)]
@@ -41,7 +41,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(*group)
 
 
-def _same_places(a: Tensor, b: Tensor) -> bool:
+def _has_same_layout(a: Tensor, b: Tensor) -> bool:
     """Whether equal indices are equally far from the first number in memory."""
     pairs = zip(a.shape, a.stride(), b.stride(), strict=True)
     return a.shape == b.shape and all(size == 1 or one == other for size, one, other in pairs)

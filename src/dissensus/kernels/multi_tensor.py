@@ -15,7 +15,7 @@ KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "f
 
 
 @functools.cache
-def triton() -> tuple[Any, Any] | None:
+def load_kernels() -> tuple[Any, Any] | None:
     """(the module of kernels, Triton's language); None where Triton is not installed."""
     try:
         import triton.language as language
@@ -27,9 +27,9 @@ def triton() -> tuple[Any, Any] | None:
 
 
 @functools.cache
-def works(device: torch.device) -> bool:
+def can_run_kernels(device: torch.device) -> bool:
     """Whether kernels can be compiled and run on the device: Triton also needs a C compiler."""
-    if triton() is None:
+    if load_kernels() is None:
         return False
     zero = torch.zeros((), device=device)
     numbers = torch.zeros(2, dtype=torch.int64, device=device)  # one chunk of a tensor without entries
@@ -42,13 +42,13 @@ def works(device: torch.device) -> bool:
 
 
 def _launch(name: str, device: torch.device, programs: int, *args: Any, **constants: Any) -> None:
-    kernels, language = triton()  # type: ignore[misc]
+    kernels, language = load_kernels()  # type: ignore[misc]
     kinds = {key: getattr(language, KINDS[each]) if each in KINDS else each for key, each in constants.items()}
     with torch.cuda.device(device if device.type == "cuda" else -1):  # Triton takes the current one
         getattr(kernels, name)[(programs,)](*args, **kinds, BLOCK=BLOCK, num_warps=8)
 
 
-def clear_if(flag: Tensor, tensors: Sequence[Tensor], chunks: "Chunks") -> None:
+def clear_if_flagged(flag: Tensor, tensors: Sequence[Tensor], chunks: "Chunks") -> None:
     """Sets the tensors to 0 if the flag () is above 0, without waiting for the device."""
     if tensors and chunks.find(tensors):
         chunks.launch("clear", flag, KIND=tensors[0].dtype)
@@ -87,15 +87,15 @@ class Chunks:
         ]
         if layout != self._layout:
             self._layout, self._rows = layout, []
-            self._usable = self._can(lists, on) and works(layout[0].device)
+            self._usable = self._is_supported(lists, on) and can_run_kernels(layout[0].device)
             if self._usable:
-                self._cut()
+                self._divide_into_chunks()
         if not self._usable:
             return False
         found = [*([tensor.data_ptr() for tensor in each] for each in lists), *map(list, rows)]
         if found != self._rows:
             sizes = [shape.numel() for shape in layout[0].sizes]
-            self._rows, self._table = found, self._sent(torch.tensor([*found, sizes]))
+            self._rows, self._table = found, self._copy_to_device(torch.tensor([*found, sizes]))
         return True
 
     def launch(self, name: str, *args: Any, **constants: Any) -> None:
@@ -104,7 +104,7 @@ class Chunks:
             table = (self._table, self._which, self._start, len(self._rows[0]))
             _launch(name, self._layout[0].device, len(self._which), *table, *args, **constants)
 
-    def _can(self, lists: Sequence[Sequence[Tensor]], on: str) -> bool:
+    def _is_supported(self, lists: Sequence[Sequence[Tensor]], on: str) -> bool:
         first, *others = self._layout
         return (
             all(each.device.type == on and set(each.dtypes) <= KINDS.keys() for each in self._layout)
@@ -116,13 +116,13 @@ class Chunks:
             and all(torch.empty_like(tensor, device="meta").stride() == tensor.stride() for tensor in lists[0])
         )
 
-    def _cut(self) -> None:
+    def _divide_into_chunks(self) -> None:
         counts = torch.tensor([-(-shape.numel() // BLOCK) for shape in self._layout[0].sizes])
         which = torch.repeat_interleave(counts)
         start = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
-        self._which, self._start = self._sent(which), self._sent(start)
+        self._which, self._start = self._copy_to_device(which), self._copy_to_device(start)
 
-    def _sent(self, numbers: Tensor) -> Tensor:
+    def _copy_to_device(self, numbers: Tensor) -> Tensor:
         """A copy on the tensors' device, for which the host does not wait."""
         device = self._layout[0].device
         return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers

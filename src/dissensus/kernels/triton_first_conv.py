@@ -82,7 +82,7 @@ PARTS = 264  # of the sum over positions: enough to keep a GPU busy
 HALF = tl.bfloat16  # float32 in tests that interpret the kernels, where products of bf16 are wrong
 
 
-class Sizes:
+class ConvolutionSizes:
     """What the kernels must know of a convolution of x, (N, C, H, W), with kernels (O, C, KH, KW)."""
 
     def __init__(self, x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> None:
@@ -104,7 +104,7 @@ def convolution(
     relu: bool = False,
 ) -> Tensor:  # fmt: skip
     """The convolution in bf16, channels side by side in memory; x and weights of any dtype and layout."""
-    sizes = Sizes(x, weight, stride, padding, dilation)
+    sizes = ConvolutionSizes(x, weight, stride, padding, dilation)
     y = torch.empty(sizes.shape, dtype=torch.bfloat16, device=x.device, memory_format=torch.channels_last)
     narrow_convolution[(sizes.tiles, sizes.columns)](
         x, weight, weight if bias is None else bias, y, *sizes.places, len(weight), *weight.stride(),
@@ -117,7 +117,7 @@ def weight_gradient(
     g: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]
 ) -> Tensor:
     """(O, C, KH, KW) in float32, from the gradient g by the convolution, channels side by side in memory."""
-    sizes = Sizes(x, weight, stride, padding, dilation)
+    sizes = ConvolutionSizes(x, weight, stride, padding, dilation)
     (channels, narrow, high, wide), parts = weight.shape, min(sizes.tiles, PARTS)
     found = g.new_empty((parts, sizes.positions, channels), dtype=torch.float32)
     narrow_gradient_parts[(parts, sizes.columns)](g, x, found, *sizes.places, channels, parts, **sizes.kinds)

@@ -56,7 +56,7 @@ def write(pointers, values, there, FULL: tl.constexpr):
 
 
 @triton.jit
-def filtered(
+def filter_chunk(
     weights, gradients, means, variances, there, flag, rate, gain, keep, spread, DRIFT: tl.constexpr, FULL: tl.constexpr
 ):
     """One chunk of `filters`, by pointers to its entries."""
@@ -84,11 +84,11 @@ def filters(
         weights = tl.multiple_of(w.to(tl.pointer_type(WEIGHT)), 16) + at
         gradients = tl.multiple_of(g.to(tl.pointer_type(GRADIENT)), 16) + at
         mean, variance = tl.multiple_of(means + place, 16) + at, tl.multiple_of(variances + place, 16) + at
-        filtered(weights, gradients, mean, variance, there, flag, rate, gain, keep, spread, DRIFT, True)
+        filter_chunk(weights, gradients, mean, variance, there, flag, rate, gain, keep, spread, DRIFT, True)
     else:
         weights, gradients = w.to(tl.pointer_type(WEIGHT)) + at, g.to(tl.pointer_type(GRADIENT)) + at
         mean, variance = means + place + at, variances + place + at
-        filtered(weights, gradients, mean, variance, there, flag, rate, gain, keep, spread, DRIFT, False)
+        filter_chunk(weights, gradients, mean, variance, there, flag, rate, gain, keep, spread, DRIFT, False)
 
 
 @triton.jit

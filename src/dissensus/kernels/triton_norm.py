@@ -57,7 +57,7 @@ def moments(
 
 
 @triton.jit
-def part(parts, k, c, known, channels, P, BLOCK: tl.constexpr):
+def load_part(parts, k, c, known, channels, P, BLOCK: tl.constexpr):
     """(P, channels) the k-th of parts (K, P, C), for channels c."""
     number = tl.arange(0, BLOCK)
     at, there = (k * P + number)[:, None] * channels + c[None, :], (number < P)[:, None] & known[None, :]
@@ -65,7 +65,7 @@ def part(parts, k, c, known, channels, P, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def joined(
+def combine_moments(
     parts, mean, rstd, running_mean, running_var, counter, momentum, rows, channels, P,
     EPS: tl.constexpr, RUNNING: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -77,10 +77,10 @@ def joined(
     # Rows of a part: those of every P-th tile, the last of which may be cut.
     held = tl.where(number < P, tl.cdiv(tiles - number, P) * ROWS, 0)
     held -= tl.where(number == (tiles - 1) % P, tiles * ROWS - rows, 0)
-    own = part(parts, 0, c, known, channels, P, BLOCK)
+    own = load_part(parts, 0, c, known, channels, P, BLOCK)
     m = tl.sum(own * held[:, None], 0) / rows
     apart = own - m[None, :]
-    around = tl.sum(part(parts, 1, c, known, channels, P, BLOCK) + held[:, None] * apart * apart, 0)
+    around = tl.sum(load_part(parts, 1, c, known, channels, P, BLOCK) + held[:, None] * apart * apart, 0)
     tl.store(mean + c, m, known)
     tl.store(rstd + c, 1 / tl.sqrt(around / rows + EPS), known)
     if RUNNING:
@@ -94,15 +94,15 @@ def joined(
 
 
 @triton.jit
-def summed(parts, sums, channels, P, BLOCK: tl.constexpr, CHANNELS: tl.constexpr):
+def sum_parts(parts, sums, channels, P, BLOCK: tl.constexpr, CHANNELS: tl.constexpr):
     """sums (K, C) of parts (K, P, C)."""
     c, k = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.program_id(1)
     known = c < channels
-    tl.store(sums + k * channels + c, tl.sum(part(parts, k, c, known, channels, P, BLOCK), 0), known)
+    tl.store(sums + k * channels + c, tl.sum(load_part(parts, k, c, known, channels, P, BLOCK), 0), known)
 
 
 @triton.jit
-def normalised(
+def normalise_rows(
     x, added, y, mean, spread, weight, bias, rows, channels,
     EPS: tl.constexpr, ADDED: tl.constexpr, RELU: tl.constexpr, VARIANCE: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
@@ -123,7 +123,7 @@ def normalised(
 
 
 @triton.jit
-def through(
+def relu_gradient(
     g, y, at, there, centred, scale, b, ADDED: tl.constexpr, RELU: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
     """(t, where y > 0). Without an added tensor y is computed again, which is faster than reading it."""
@@ -152,7 +152,7 @@ def gradient_parts(
     for row in tl.range(first * ROWS, rows, P * ROWS, num_stages=STAGES):
         at, there, _, _ = tile(row, rows, channels, ROWS, CHANNELS)
         centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
-        t, _ = through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
+        t, _ = relu_gradient(g, y, at, there, centred, scale, b, ADDED, RELU, T)
         if ADDED:
             tl.store(by_added + at, t.to(by_added.dtype.element_ty), there)
         of_xt += t * centred
@@ -172,7 +172,7 @@ def gradients(
     scale, b = tl.load(weight + c, known, 0.0).to(T) * r, tl.load(bias + c, known, 0.0).to(T)
     xt, mean_t = tl.load(sums + c, known, 0.0) / rows, tl.load(sums + channels + c, known, 0.0) / rows
     centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
-    t, _ = through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
+    t, _ = relu_gradient(g, y, at, there, centred, scale, b, ADDED, RELU, T)
     found = scale[None, :] * (t - mean_t[None, :] - centred * (r * xt)[None, :])
     tl.store(by_x + at, found.to(by_x.dtype.element_ty), there)
 
@@ -192,7 +192,7 @@ def second_parts(
     for row in tl.range(first * ROWS, rows, P * ROWS, num_stages=STAGES):
         at, there, _, _ = tile(row, rows, channels, ROWS, CHANNELS)
         centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
-        t, _ = through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
+        t, _ = relu_gradient(g, y, at, there, centred, scale, b, ADDED, RELU, T)
         s = tl.load(u + at, there, 0.0).to(T)
         of_xu += s * centred
         of_u += s
@@ -203,7 +203,7 @@ def second_parts(
 
 
 @triton.jit
-def second(
+def second_derivatives(
     u, v, g, x, y, mean, rstd, weight, bias, sums, second, by_g, by_x, by_weight, rows, channels,
     ADDED: tl.constexpr, BESIDE: tl.constexpr, RELU: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, T: tl.constexpr,
@@ -217,7 +217,7 @@ def second(
     xu, mean_u = tl.load(second + c, known, 0.0) / rows, tl.load(second + channels + c, known, 0.0) / rows
     cov = tl.load(second + 2 * channels + c, known, 0.0) / rows - mean_t * mean_u
     centred = tl.load(x + at, there, 0.0).to(T) - m[None, :]
-    t, passes = through(g, y, at, there, centred, scale, b, ADDED, RELU, T)
+    t, passes = relu_gradient(g, y, at, there, centred, scale, b, ADDED, RELU, T)
     s = tl.load(u + at, there, 0.0).to(T) - mean_u[None, :]
     found = scale[None, :] * (s - centred * (r * xu)[None, :])
     if BESIDE:
@@ -230,7 +230,7 @@ def second(
 
 
 @triton.jit
-def folded(
+def fold_norm(
     kernel, offset, mean, variance, weight, bias, eps, folded, shift, channels, size,
     OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

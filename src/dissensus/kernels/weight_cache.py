@@ -19,7 +19,7 @@ LEAST = 2**14  # numbers in a tensor below which a cast costs next to nothing
 Found = TypeVar("Found")
 
 
-class Kept:
+class WeightCache:
     """Tensors computed from some weights, by what was computed from which part of them.
 
     Args:
@@ -36,7 +36,7 @@ class Kept:
         self._versions: dict[int, int] = {}  # of the weights in use, by address
 
     @property
-    def casts(self) -> bool:
+    def has_casts(self) -> bool:
         """Whether there are casts among what is kept."""
         return any(what[0] == "cast" for what, *_ in self._found)
 
@@ -48,7 +48,7 @@ class Kept:
         `by_rows`: that make gives a tuple of tensors, and each row of them follows from the same row of the tensors. If these
         are one member's rows of stacks (M, N, ...), all members' are computed at once, from (M · N, ...): in one launch, not M.
         """
-        places = [None if tensor is None else _place(tensor) for tensor in tensors]
+        places = [None if tensor is None else _memory_key(tensor) for tensor in tensors]
         addresses = [place[0] for place in places if place is not None]
         if not all(address in self._weights for address in addresses):
             return make(*tensors)
@@ -57,18 +57,18 @@ class Kept:
             return known  # type: ignore[no-any-return]
         if known is not None:  # changed since
             return make(*tensors)
-        with nullcontext() if _thread.beside is None else torch.cuda.stream(_thread.beside):
+        with nullcontext() if _thread.side_stream is None else torch.cuda.stream(_thread.side_stream):
             stacks = self._stacks(tensors) if by_rows else []
             made: Any = make(*(stack and stack.flat() for stack in stacks) if stacks else tensors)
-            rows = _by_rows(what, stacks, made) if stacks else {key: made}
+            rows = _results_by_row(what, stacks, made) if stacks else {key: made}
             self._found |= {each: (row, _with_versions(row)) for each, row in rows.items()}
             self._made += _with_versions(made)
             self._versions |= {address: self._version(address) for address in addresses}
-        for tensor in () if _thread.reader is None else pytree.tree_leaves(made):
-            tensor.record_stream(_thread.reader)
+        for tensor in () if _thread.replay_stream is None else pytree.tree_leaves(made):
+            tensor.record_stream(_thread.replay_stream)
         return rows[key]  # type: ignore[no-any-return]
 
-    def fresh(self) -> bool:
+    def is_fresh(self) -> bool:
         """Whether neither the weights nor what was computed from them has been written to since."""
         intact = all(each._version == before for each, before in self._made)
         return intact and all(self._version(address) == before for address, before in self._versions.items())
@@ -79,7 +79,7 @@ class Kept:
     def _stacks(self, tensors: Sequence[Tensor | None]) -> "list[_Stack | None]":
         """For each tensor the weight whose row it is, if all of them are the same row; else nothing."""
         found = [None if tensor is None else self._stack(tensor) for tensor in tensors]
-        rows = {(stack.row, len(stack.whole)) for stack in found if stack is not None}
+        rows = {(stack.row, len(stack.stacked_weight)) for stack in found if stack is not None}
         complete = all(stack is not None or tensor is None for stack, tensor in zip(found, tensors, strict=True))
         return found if complete and len(rows) == 1 else []
 
@@ -95,20 +95,24 @@ class Kept:
 
 
 class _Stack(NamedTuple):
-    whole: Tensor  # (M, ...)
+    stacked_weight: Tensor  # (M, ...)
     row: int
 
     def flat(self) -> Tensor:
         """(M · N, ...), packed as its rows are."""
-        found = self.whole.flatten(0, 1)
+        found = self.stacked_weight.flatten(0, 1)
         return found.contiguous() if found.ndim == 1 else found
 
 
-def _by_rows(what: Hashable, stacks: "list[_Stack | None]", made: tuple[Tensor, ...]) -> dict[tuple[Any, ...], Any]:
+def _results_by_row(
+    what: Hashable, stacks: "list[_Stack | None]", made: tuple[Tensor, ...]
+) -> dict[tuple[Any, ...], Any]:
     """What was computed from these stacks, (M · N, ...), as `find` will be asked for it: row by row."""
-    wholes = [stack and stack.whole for stack in stacks]
+    wholes = [stack and stack.stacked_weight for stack in stacks]
     count = next(len(whole) for whole in wholes if whole is not None)
-    places = zip(*([None] * count if whole is None else map(_place, whole.unbind()) for whole in wholes), strict=True)
+    places = zip(
+        *([None] * count if whole is None else map(_memory_key, whole.unbind()) for whole in wholes), strict=True
+    )
     rows = zip(*(each.view(count, -1, *each.shape[1:]).unbind() for each in made), strict=True)
     return {(what, *place): row for place, row in zip(places, rows, strict=True)}
 
@@ -118,16 +122,16 @@ def _with_versions(tree: Any) -> list[tuple[Tensor, int]]:
 
 
 class _Thread(threading.local):
-    kept: Kept | None = None
-    beside: torch.cuda.Stream | None = None  # where things are computed while a graph is captured
-    reader: torch.cuda.Stream | None = None  # that of the graph's replays
+    weight_cache: WeightCache | None = None
+    side_stream: torch.cuda.Stream | None = None  # where things are computed while a graph is captured
+    replay_stream: torch.cuda.Stream | None = None  # that of the graph's replays
 
 
 _thread = _Thread()
 
 
 @contextmanager
-def keeping(kept: Kept, *, casts: bool, beside: torch.cuda.Stream | None = None) -> Iterator[None]:
+def use_weight_cache(kept: WeightCache, *, casts: bool, beside: torch.cuda.Stream | None = None) -> Iterator[None]:
     """Inside, `derived` and casts of large weights keep what they find.
 
     Args:
@@ -135,29 +139,37 @@ def keeping(kept: Kept, *, casts: bool, beside: torch.cuda.Stream | None = None)
         beside: for the capture of a CUDA graph, a stream that is not captured: there things are computed at once. Wait for it
             before the first replay, on the stream that is current now.
     """
-    before = _thread.kept, _thread.beside, _thread.reader
-    _thread.kept, _thread.beside, _thread.reader = kept, beside, beside and torch.cuda.current_stream()
+    before = _thread.weight_cache, _thread.side_stream, _thread.replay_stream
+    _thread.weight_cache, _thread.side_stream, _thread.replay_stream = (
+        kept,
+        beside,
+        beside and torch.cuda.current_stream(),
+    )
     try:
-        with _Casts(kept) if casts else nullcontext():
+        with _CastCacheMode(kept) if casts else nullcontext():
             yield
     finally:
-        _thread.kept, _thread.beside, _thread.reader = before
+        _thread.weight_cache, _thread.side_stream, _thread.replay_stream = before
 
 
-def derived(
+def compute_cached(
     what: Hashable, tensors: Sequence[Tensor | None], make: Callable[..., Found], *, by_rows: bool = False
 ) -> Found:
     """make(*tensors), or inside `keeping` what it gave before for the same weights: see `Kept.find`.
 
     `what` names all that it depends on besides.
     """
-    return make(*tensors) if _thread.kept is None else _thread.kept.find(what, tensors, make, by_rows=by_rows)
+    return (
+        make(*tensors)
+        if _thread.weight_cache is None
+        else _thread.weight_cache.find(what, tensors, make, by_rows=by_rows)
+    )
 
 
-class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CastCacheMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers casts of weights; what is cast, and to what, is autocast's choice, and so are the bits."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: WeightCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
 
@@ -176,6 +188,6 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.kept.find(("cast", dtype), args[:1], lambda source: func(source, **kwargs))
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _memory_key(tensor: Tensor) -> tuple[Any, ...]:
     address = tensor.untyped_storage().data_ptr()
     return address, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype

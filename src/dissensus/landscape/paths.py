@@ -12,9 +12,9 @@ from torch import Tensor
 from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior
 from dissensus.landscape.points import Anchors, Statistics
-from dissensus.layers.norm_statistics import estimating
+from dissensus.layers.norm_statistics import statistics_mode
 from dissensus.utils.batch_norm_stats import statistics_layers
-from dissensus.utils.checks import number, whole
+from dissensus.utils.checks import integer, number
 from dissensus.utils.tensor_tree import Tensors
 
 
@@ -40,9 +40,9 @@ class Path:
 
     def plot(self) -> Any:
         """A matplotlib Figure: the loss over t."""
-        from dissensus.plots.charts import PALETTE, Curve, Panel, curve_figure, marked  # loads matplotlib
+        from dissensus.plots.charts import PALETTE, Curve, Panel, curve_figure, marker_style  # loads matplotlib
 
-        curve = Curve(self.t, self.loss, "loss", {"color": PALETTE[0], **marked(0)})
+        curve = Curve(self.t, self.loss, "loss", {"color": PALETTE[0], **marker_style(0)})
         axes = {"xlabel": "from one member (0) to the other (1)", "ylabel": "loss (nats)"}
         return curve_figure([Panel([curve], axes)])
 
@@ -63,8 +63,8 @@ def path(
         posterior, loader, members, statistics, together: as in `plane`.
     """
     anchors = Anchors(posterior, members, loader, statistics)
-    t = torch.linspace(0, 1, whole("points", points, least=2), dtype=torch.float64)
-    return Path(t, *anchors.losses(torch.stack([1 - t, t], -1), together=together).shaped(len(t)))
+    t = torch.linspace(0, 1, integer("points", points, least=2), dtype=torch.float64)
+    return Path(t, *anchors.losses(torch.stack([1 - t, t], -1), together=together).reshape(len(t)))
 
 
 def curve(
@@ -90,21 +90,23 @@ def curve(
         posterior, loader, members, points, statistics, together: as in `path`.
     """
     anchors = Anchors(posterior, members, loader, statistics)
-    t = torch.linspace(0, 1, whole("points", points, least=2), dtype=torch.float64)
+    t = torch.linspace(0, 1, integer("points", points, least=2), dtype=torch.float64)
     anchors.append(
-        bent(anchors, whole("epochs", epochs), number("lr", lr, above=0), torch.Generator().manual_seed(seed))
+        train_midpoint(
+            anchors, integer("epochs", epochs), number("lr", lr, above=0), torch.Generator().manual_seed(seed)
+        )
     )
     coefficients = torch.stack([(1 - t) ** 2, t**2, 2 * t * (1 - t)], -1)
-    return Path(t, *anchors.losses(coefficients, together=together).shaped(len(t)))
+    return Path(t, *anchors.losses(coefficients, together=together).reshape(len(t)))
 
 
-def bent(anchors: Anchors, epochs: int, lr: float, generator: torch.Generator) -> Tensors:
+def train_midpoint(anchors: Anchors, epochs: int, lr: float, generator: torch.Generator) -> Tensors:
     """The weights ω of `curve` between the first two anchors."""
     middle = {name: ((rows[0] + rows[1]) / 2).requires_grad_() for name, rows in anchors.weights.items()}
     optimizer = torch.optim.Adam(list(middle.values()), lr=lr)
-    buffers = anchors.particles.at(0)[1]
-    with torch.enable_grad(), estimating(anchors.particles, statistics_layers(anchors.particles.template)):
-        for batch in epochs * anchors.kept:
+    buffers = anchors.particles.member_tensors(0)[1]
+    with torch.enable_grad(), statistics_mode(anchors.particles, statistics_layers(anchors.particles.template)):
+        for batch in epochs * anchors.batches:
             t = float(torch.rand((), generator=generator, dtype=torch.float64))
             point = {
                 name: (1 - t) ** 2 * rows[0] + 2 * t * (1 - t) * middle[name] + t**2 * rows[1]

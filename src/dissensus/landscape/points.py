@@ -15,10 +15,10 @@ from dissensus.core.batch import Batch
 from dissensus.core.drawn_functions import MemberFunctions
 from dissensus.core.likelihood import log_prob_sum
 from dissensus.core.particles import Particles
-from dissensus.core.posterior import Posterior, expect_posterior, left_as_found
+from dissensus.core.posterior import Posterior, expect_posterior, inference_context
 from dissensus.core.predictive import ClassificationPredictive
 from dissensus.layers.norm_statistics import refresh_statistics
-from dissensus.utils.checks import one_of, whole
+from dissensus.utils.checks import integer, one_of
 from dissensus.utils.tensor_tree import Tensors
 
 Statistics = Literal["stored", "recomputed"] | Iterable[Any]
@@ -28,7 +28,7 @@ class Losses(NamedTuple):
     loss: Tensor  # (N,)
     accuracy: Tensor | None
 
-    def shaped(self, *shape: int) -> tuple[Tensor, Tensor | None]:
+    def reshape(self, *shape: int) -> tuple[Tensor, Tensor | None]:
         return self.loss.reshape(shape), None if self.accuracy is None else self.accuracy.reshape(shape)
 
 
@@ -40,28 +40,30 @@ class Anchors:
     ) -> None:
         if isinstance(statistics, str):
             one_of("statistics", statistics, ("stored", "recomputed"), hint="or pass a loader")
-        with left_as_found(expect_posterior(posterior)):
+        with inference_context(expect_posterior(posterior)):
             drawn = posterior.draw()
             self.networks = [drawn.member(index).eval().requires_grad_(True) for index in members]
-            self.kept = [posterior.take(batch) for batch in posterior.read(loader, anywhere=True)]
-        if not self.kept:
+            self.batches = [posterior.prepare_batch(batch) for batch in posterior.read(loader, anywhere=True)]
+        if not self.batches:
             raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
         given = () if isinstance(statistics, str) else posterior.read(statistics)
-        self.seen: list[Batch] | None = {"stored": None, "recomputed": self.kept}.get(str(statistics), list(given))
-        self.likelihood = posterior.particles.copied_part(posterior.likelihood, "likelihood.", 0)
-        self.particles, self.members = self._stacked(self.networks), len(members)
+        self.statistics_batches: list[Batch] | None = {"stored": None, "recomputed": self.batches}.get(
+            str(statistics), list(given)
+        )
+        self.likelihood = posterior.particles.copy_part(posterior.likelihood, "likelihood.", 0)
+        self.particles, self.members = self._stack_networks(self.networks), len(members)
         own = self.particles.own_parameters()
         if any(True for _ in self.likelihood.parameters()):  # learned noise, separate for each function
-            noise: Tensors = drawn.each(lambda member: dict(member.likelihood.named_parameters()))
+            noise: Tensors = drawn.map_members(lambda member: dict(member.likelihood.named_parameters()))
             for name, rows in noise.items():
                 own[f"likelihood.{name}"].data.copy_(rows[list(members)])
         self.weights: Tensors = {name: tensor.detach() for name, tensor in own.items()}  # (K, ...)
-        self.rooms: dict[int, Particles] = {}
+        self.particles_by_count: dict[int, Particles] = {}
 
-    def _stacked(self, networks: Sequence[nn.Module]) -> Particles:
+    def _stack_networks(self, networks: Sequence[nn.Module]) -> Particles:
         return Particles.stack(networks, self.likelihood, own=lambda name: True).eval()
 
-    def flat(self) -> Tensor:
+    def flat_weights(self) -> Tensor:
         """(K, P) in float64."""
         return torch.cat([tensor.double().flatten(1) for tensor in self.weights.values()], 1)
 
@@ -81,29 +83,29 @@ class Anchors:
             found[name] = noise * (norms[0] / norms[1]).reshape(-1, *[1] * (weight.ndim - 1))
         return found
 
-    def _room(self, points: int) -> Particles:
+    def _point_particles(self, points: int) -> Particles:
         """Particles for this many points, to be overwritten."""
-        if points not in self.rooms:
-            self.rooms[points] = self._stacked([self.networks[0]] * points)
-        return self.rooms[points]
+        if points not in self.particles_by_count:
+            self.particles_by_count[points] = self._stack_networks([self.networks[0]] * points)
+        return self.particles_by_count[points]
 
     @torch.no_grad()
     def losses(self, coefficients: Tensor, *, together: int) -> Losses:
         """Losses of points with these coefficients (N, K); `together`: how many run at once."""
-        whole("together", together)
+        integer("together", together)
         exact = ((coefficients == 0) | (coefficients == 1)).all(1) & (coefficients.sum(1) == 1)
         loss = torch.empty(len(coefficients), dtype=torch.float64)
         accuracy = torch.empty_like(loss)
         for stored, rows in ((True, exact.nonzero()[:, 0]), (False, (~exact).nonzero()[:, 0])):
             for some in torch.split(rows, together) if len(rows) else ():
-                particles = self._room(len(some))
-                self._place(particles, coefficients[some])
-                if not stored and self.seen is not None:
-                    refresh_statistics(particles, self.seen, particles.device)
-                loss[some], accuracy[some] = self._measured(particles)
+                particles = self._point_particles(len(some))
+                self._write_points(particles, coefficients[some])
+                if not stored and self.statistics_batches is not None:
+                    refresh_statistics(particles, self.statistics_batches, particles.device)
+                loss[some], accuracy[some] = self._measure_losses(particles)
         return Losses(loss, None if accuracy.isnan().all() else accuracy)
 
-    def _place(self, particles: Particles, coefficients: Tensor) -> None:
+    def _write_points(self, particles: Particles, coefficients: Tensor) -> None:
         """Writes the points (S, K) into the particles, with the buffers of the nearest member."""
         for name, tensor in particles.own_parameters().items():
             rows = self.weights[name]
@@ -114,21 +116,21 @@ class Anchors:
         for name, buffer in particles.own_buffers().items():
             buffer.copy_(mine[name][nearest.to(buffer.device)])
 
-    def _measured(self, particles: Particles) -> tuple[Tensor, Tensor]:
+    def _measure_losses(self, particles: Particles) -> tuple[Tensor, Tensor]:
         """(S,), (S,) mean negative log-likelihood and accuracy, NaN if targets are no classes."""
         functions, likelihood = MemberFunctions(particles), particles.likelihood
         # Log-probabilities, their weights, correct answers, positions.
         sums = torch.zeros(4, particles.members, dtype=torch.float64)
-        for x, y, weight in self.kept:
+        for x, y, weight in self.batches:
             described = functions.describe(x)
             for s in range(particles.members):
                 one = likelihood.predictive(*(tensor[s : s + 1] for tensor in described))
-                found = (*log_prob_sum(likelihood, one, y, weight), *_right(one, y, likelihood.counted(y)))
+                found = (*log_prob_sum(likelihood, one, y, weight), *_correct_counts(one, y, likelihood.target_mask(y)))
                 sums[:, s] += torch.stack([each.double().cpu() for each in found])
         return -sums[0] / sums[1], sums[2] / sums[3]
 
 
-def _right(predictive: Any, y: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
+def _correct_counts(predictive: Any, y: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
     """() number of correct classes, and () number of positions that count; 0 and 0 if targets are no class indices."""
     if not isinstance(predictive, ClassificationPredictive) or y.is_floating_point():
         return torch.zeros(()), torch.zeros(())

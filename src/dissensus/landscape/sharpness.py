@@ -27,10 +27,10 @@ def sharpness(posterior: Any, optimizer: Optimizer, x: Inputs, y: Tensor, weight
         optimizer: an optimiser of its parameters, whose rates are used.
         x, y, weight: one batch of inputs and targets, and weights (B,) of its examples.
     """
-    return sharpness_at(posterior, optimizer, posterior.take(posterior.batch((x, y, weight))))
+    return sharpness_on_batch(posterior, optimizer, posterior.take(posterior.batch((x, y, weight))))
 
 
-def sharpness_at(posterior: Any, optimizer: Optimizer, batch: Batch) -> float:
+def sharpness_on_batch(posterior: Any, optimizer: Optimizer, batch: Batch) -> float:
     """As `sharpness`, on a batch that the posterior has read and taken."""
     rates = {id(tensor): float(group["lr"]) for group in optimizer.param_groups for tensor in group["params"]}
     copied = copy.deepcopy(posterior).train()
@@ -55,19 +55,21 @@ def sharpness_at(posterior: Any, optimizer: Optimizer, batch: Batch) -> float:
         torch.manual_seed(0)
         vector, found = [torch.randn_like(tensor) for tensor in start], 0.0
         for _ in range(ITERATIONS):
-            vector = _scaled(vector, 1 / length(vector))
-            scale = STEP * length(start) / length([root * v for root, v in zip(roots, vector, strict=True)])
+            vector = _scale_tensors(vector, 1 / euclidean_norm(vector))
+            scale = (
+                STEP * euclidean_norm(start) / euclidean_norm([root * v for root, v in zip(roots, vector, strict=True)])
+            )
             up, down = gradient(vector, scale), gradient(vector, -scale)
             vector = [(a - b) / (2 * scale) for a, b in zip(up, down, strict=True)]
-            before, found = found, length(vector)
+            before, found = found, euclidean_norm(vector)
             if not 0 < found < math.inf or abs(found - before) < TOLERANCE * found:
                 break
     return found if found < math.inf else math.nan
 
 
-def length(tensors: list[Tensor]) -> float:
+def euclidean_norm(tensors: list[Tensor]) -> float:
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
 
 
-def _scaled(tensors: list[Tensor], factor: float) -> list[Tensor]:
+def _scale_tensors(tensors: list[Tensor], factor: float) -> list[Tensor]:
     return [factor * tensor for tensor in tensors]

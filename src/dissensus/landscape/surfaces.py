@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dissensus.core.posterior import Posterior
 from dissensus.landscape.points import Anchors, Statistics
-from dissensus.utils.checks import number, whole
+from dissensus.utils.checks import integer, number
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Surface:
     marks: dict[str, tuple[float, float]]
     frame: Tensor
 
-    def drawn(self) -> tuple[Tensor, Tensor, Tensor, dict[str, tuple[float, float]]]:
+    def drawing_coordinates(self) -> tuple[Tensor, Tensor, Tensor, dict[str, tuple[float, float]]]:
         """(x, y, loss, marks) in the orthonormal basis; x, y and loss are (P, Q)."""
         along, across = torch.meshgrid(self.first, self.second, indexing="ij")
         x, y = (along * self.frame[0, i] + across * self.frame[1, i] for i in range(2))
@@ -47,10 +47,12 @@ class Surface:
 
     def plot(self) -> Any:
         """A matplotlib Figure: contours of the loss on a logarithmic scale, with the members marked."""
-        from dissensus.plots.method_panels import surfaces  # loads matplotlib
+        from dissensus.plots.method_panels import surface_figure  # loads matplotlib
 
         several = len(self.marks) > 1
-        return surfaces({"": self.drawn()}, xlabel="distance of weights" if several else "in norms of filters")
+        return surface_figure(
+            {"": self.drawing_coordinates()}, xlabel="distance of weights" if several else "in norms of filters"
+        )
 
 
 def plane(
@@ -80,17 +82,17 @@ def plane(
         together: points that run at once, by vmap; more are faster on a GPU.
     """
     anchors = Anchors(posterior, members, loader, statistics)
-    around = round(number("margin", margin, least=0) * whole("steps", steps))
+    around = round(number("margin", margin, least=0) * integer("steps", steps))
     line = torch.arange(-around, steps + around + 1, dtype=torch.float64) / steps
     a, b = torch.meshgrid(line, line, indexing="ij")
     found = anchors.losses(torch.stack([1 - a - b, a, b], -1).flatten(0, 1), together=together)
-    offsets = anchors.flat()[1:] - anchors.flat()[0]  # (2, P)
+    offsets = anchors.flat_weights()[1:] - anchors.flat_weights()[0]  # (2, P)
     length = offsets[0].norm()
     along = offsets[1] @ offsets[0] / length
     across = (offsets[1] - along * offsets[0] / length).norm()
     frame = torch.tensor([[float(length), 0.0], [float(along), float(across)]], dtype=torch.float64)
     marks = {str(member): at for member, at in zip(members, ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0)), strict=True)}
-    return Surface(line, line, *found.shaped(len(line), len(line)), marks, frame)
+    return Surface(line, line, *found.reshape(len(line), len(line)), marks, frame)
 
 
 def directions(
@@ -119,7 +121,7 @@ def directions(
         statistics: as in `plane`; by default "stored", as in the paper.
         posterior, loader, together: as in `plane`.
     """
-    if whole("points", points) % 2 == 0:
+    if integer("points", points) % 2 == 0:
         raise ValueError(f"expected an odd number of points, got {points}; pass {points + 1} to centre the member")
     anchors = Anchors(posterior, (member,), loader, statistics)
     generator = torch.Generator().manual_seed(seed)
@@ -130,5 +132,5 @@ def directions(
     a, b = torch.meshgrid(line, line, indexing="ij")
     found = anchors.losses(torch.stack([torch.ones_like(a), a, b], -1).flatten(0, 1), together=together)
     return Surface(
-        line, line, *found.shaped(points, points), {str(member): (0.0, 0.0)}, torch.eye(2, dtype=torch.float64)
+        line, line, *found.reshape(points, points), {str(member): (0.0, 0.0)}, torch.eye(2, dtype=torch.float64)
     )

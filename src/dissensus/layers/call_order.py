@@ -21,46 +21,46 @@ from torch.utils._pytree import tree_leaves
 VALUE_FREE = ("aten::new_", "aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like")
 
 
-class Followed(NamedTuple):
+class TracedCalls(NamedTuple):
     """Uses of some layers in a forward pass on symbols."""
 
     calls: list[str]  # calls in order; a layer that is called twice is listed twice
-    read: set[str]  # layers whose weight or bias was used outside their own forward
+    read_directly: set[str]  # layers whose weight or bias was used outside their own forward
     inputs: list[str]  # layers that get the network's inputs, not through another of them
     outputs: list[str]  # layers whose outputs reach the network's outputs, not through another of them
     places: dict[fx.Node, list[str]]  # graph nodes in which they are called
     last: list[fx.Node]  # graph nodes that compute the network's outputs
 
 
-def call_order(names: Sequence[str], followed: Followed | None) -> list[str]:
+def call_order(names: Sequence[str], followed: TracedCalls | None) -> list[str]:
     """Names of layers in the order of their first call; layers without a call, or all if tracing failed, as given."""
     return list(dict.fromkeys([*(followed.calls if followed else ()), *names]))
 
 
-def ends(names: Sequence[str], followed: Followed | None) -> tuple[list[str], list[str]]:
+def end_layers(names: Sequence[str], followed: TracedCalls | None) -> tuple[list[str], list[str]]:
     """(input layers, output layers); the first and the last name if no call was found. Layers never called are neither."""
     if followed is None or not followed.calls:
         return [names[0]], [names[-1]]
     return followed.inputs, followed.outputs
 
 
-def chained(names: Sequence[str], followed: Followed | None) -> list[str]:
+def layer_chain(names: Sequence[str], followed: TracedCalls | None) -> list[str]:
     """Layers as one chain in the order of calls, with one output layer at its end, without layers never called."""
     if followed is None or not followed.calls:
         return list(names)
     return [*(n for n in dict.fromkeys(followed.calls) if n not in followed.outputs), followed.outputs[-1]]
 
 
-def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
+def trace_calls(network: nn.Module, wanted: Sequence[str]) -> TracedCalls | None:
     """Uses of these layers in a forward pass; None if it cannot be traced."""
     if "" in wanted:  # the network is itself the layer
-        return Followed([""], set(), [""], [""], {}, [])
+        return TracedCalls([""], set(), [""], [""], {}, [])
     met: list[str] = []
     places: dict[fx.Node, list[str]] = {}  # graph nodes in which layers are called
     # Not by the tracer's `trace`, which changes `nn.Module` for the whole process meanwhile; instead, layers of a copy get
     # another forward. The copy has no hooks, because symbols must not be left in modules or elsewhere; its parameters are
     # the network's own, which are not written to.
-    tracer, used = fx.Tracer(), _Used()
+    tracer, used = fx.Tracer(), _UsedTensors()
     tracer.graph, tracer.tensor_attrs = fx.Graph(tracer_cls=fx.Tracer), {}
 
     def step(name: str, inside: list[str]) -> Any:
@@ -99,18 +99,22 @@ def follow(network: nn.Module, wanted: Sequence[str]) -> Followed | None:
     used.ids |= {id(parameter) for name, parameter in network.named_parameters() if name in with_symbols}
     read = {name for name in wanted if any(id(p) in used.ids for p in network.get_submodule(name).parameters())}
     last = [each.node for each in tree_leaves(result) if isinstance(each, fx.Proxy)]
-    stems = [called[0] for node, called in places.items() if not _next(node.all_input_nodes, places, "all_input_nodes")]
-    return Followed(met, read, list(dict.fromkeys(stems)), _heads(last, places) or met[-1:], places, last)
+    stems = [
+        called[0]
+        for node, called in places.items()
+        if not _next_layers(node.all_input_nodes, places, "all_input_nodes")
+    ]
+    return TracedCalls(met, read, list(dict.fromkeys(stems)), _output_layers(last, places) or met[-1:], places, last)
 
 
-def _heads(last: list[fx.Node], places: dict[fx.Node, list[str]]) -> list[str]:
+def _output_layers(last: list[fx.Node], places: dict[fx.Node, list[str]]) -> list[str]:
     """The layers that the last nodes depend on; if possible, only those that feed no other layer."""
-    found = _next(last, places, "all_input_nodes")
-    pure = [node for node in found if not _next(node.users, places, "users")]
+    found = _next_layers(last, places, "all_input_nodes")
+    pure = [node for node in found if not _next_layers(node.users, places, "users")]
     return list(dict.fromkeys(places[node][-1] for node in sorted(pure or found)))
 
 
-def _next(
+def _next_layers(
     start: Iterable[fx.Node], places: dict[fx.Node, list[str]], along: Literal["all_input_nodes", "users"]
 ) -> list[fx.Node]:
     """The first layers on all paths from these nodes."""
@@ -128,7 +132,7 @@ def _next(
     return found
 
 
-class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _UsedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, records the tensors that operations use, also detached, under no_grad or as a number."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ class Layout(NamedTuple):
     innermost: bool
 
 
-def layout(x: Tensor, *, channels_last: bool = False) -> Layout | None:
+def channel_layout(x: Tensor, *, channels_last: bool = False) -> Layout | None:
     """Memory layout of x (N, C, ...), or (N, ..., C) if `channels_last`; None if the kernels do not support it."""
     if not x.is_cuda or x.dtype not in TYPES or x.ndim < 3 or x.numel() == 0 or in_transform(x):
         return None
@@ -55,7 +55,7 @@ def in_transform(*tensors: Tensor) -> bool:
     return any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)
 
 
-def like(g: Tensor, y: Tensor) -> Tensor:
+def match_layout(g: Tensor, y: Tensor) -> Tensor:
     """g with the memory layout and dtype of y."""
     return g if g.stride() == y.stride() and g.dtype == y.dtype else torch.empty_like(y).copy_(g)
 
@@ -80,14 +80,14 @@ def takes_bfloat16(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def times(x: Tensor, factors: Tensor, at: Layout) -> Tensor:
+def multiply_channels(x: Tensor, factors: Tensor, at: Layout) -> Tensor:
     """x times factors (N, C)."""
     y = torch.empty_like(x)
     _launch("times", at, x, factors, y, factors.stride(0))
     return y
 
 
-def times_backward(g: Tensor, y: Tensor, factors: Tensor, at: Layout) -> tuple[Tensor, Tensor]:
+def multiply_backward(g: Tensor, y: Tensor, factors: Tensor, at: Layout) -> tuple[Tensor, Tensor]:
     """(g times factors, (Σ over positions of g y) / factors); the latter is (N, C), and 0 where the factor is 0."""
     for_x = torch.empty_like(g)
     for_factors = torch.empty(at.examples, at.channels, dtype=factors.dtype, device=g.device)
@@ -95,14 +95,16 @@ def times_backward(g: Tensor, y: Tensor, factors: Tensor, at: Layout) -> tuple[T
     return for_x, for_factors
 
 
-def normed(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float, at: Layout) -> Tensor:
+def normalise_channels(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float, at: Layout
+) -> Tensor:
     """(x − mean) / √(var + eps) · weight + bias, each (C,)."""
     y = torch.empty_like(x)
     _launch("normed", at, x, mean, var, weight, bias, y, eps)
     return y
 
 
-def normed_backward(
+def normalise_backward(
     g: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, eps: float, at: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for (x, weight, bias)."""
@@ -115,15 +117,21 @@ def normed_backward(
 
 def _launch(program: str, at: Layout, first: Tensor, *others: Any) -> None:
     """Runs the program over tiles of up to TILE numbers: several channels if these are innermost in memory, else one."""
-    width = min(_power(at.channels), 128) if at.innermost else 1
+    width = min(_next_power_of_two(at.channels), 128) if at.innermost else 1
     steps = (at.channels, 1) if at.innermost else (1, at.places)
     grid = (at.examples * -(-at.channels // width),)
     with torch.cuda.device(first.device):
         getattr(find_triton(), f"{program}_program")[grid](
-            first, *others, at.places, at.channels, *steps, ROWS=min(_power(at.places), TILE // width), WIDTH=width
+            first,
+            *others,
+            at.places,
+            at.channels,
+            *steps,
+            ROWS=min(_next_power_of_two(at.places), TILE // width),
+            WIDTH=width,
         )
 
 
-def _power(number: int) -> int:
+def _next_power_of_two(number: int) -> int:
     """The next power of two."""
     return 1 << (number - 1).bit_length()

@@ -14,15 +14,15 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dissensus.core.locks import turn
+from dissensus.core.locks import network_lock
 from dissensus.core.member import check_initialised
 from dissensus.core.member_runner import first_line
 from dissensus.core.prior import NORM_LAYERS
-from dissensus.layers.call_order import Followed
-from dissensus.layers.conversion_report import Account
+from dissensus.layers.call_order import TracedCalls
+from dissensus.layers.conversion_report import ConversionReport
 from dissensus.nets.ntk import NTKLinear
 from dissensus.utils.checks import first_names
-from dissensus.utils.fsdp import check_whole
+from dissensus.utils.fsdp import check_copyable
 
 DENSE: tuple[type[nn.Module], ...] = (nn.Linear, NTKLinear)
 TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -32,10 +32,10 @@ EMBEDDINGS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
 NESTED = "use_nested_tensor_of_torch"
 READERS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)  # they read their layers' weights without calling them
 
-CutKind = TypeVar("CutKind", bound="Cut")
+CutKind = TypeVar("CutKind", bound="ConvertedLayer")
 
 
-class Cut(nn.Module):
+class ConvertedLayer(nn.Module):
     """A converted layer: a mixin before the plain layer's class. Subclasses define a forward, and tensors named in `added`."""
 
     plain_class: ClassVar[type[nn.Module]]
@@ -49,10 +49,10 @@ class Cut(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # pickle cannot find classes that are made at run time by name.
         reduced = tuple(super().__reduce_ex__(protocol))
-        return _blank, (type(self).__mro__[1], self.plain_class), *reduced[2:]
+        return _empty_layer, (type(self).__mro__[1], self.plain_class), *reduced[2:]
 
 
-class Apart(Cut):
+class SeparateWeights(ConvertedLayer):
     """A layer that computes with separate weights (`own`), while other modules still read the old ones."""
 
     added = ("own",)
@@ -62,15 +62,15 @@ class Apart(Cut):
         return self.own(*args, **keywords)
 
 
-def cut(layer: nn.Module, kind: type[CutKind]) -> CutKind:
+def convert_layer(layer: nn.Module, kind: type[CutKind]) -> CutKind:
     """The layer itself, with the class (kind, old class); the caller adds the tensors in `kind.added`."""
-    layer.__class__ = _cut_class(kind, type(layer))
+    layer.__class__ = _converted_class(kind, type(layer))
     return cast("CutKind", layer)
 
 
 def convertible_layers(
     network: nn.Module, *, layers: Sequence[str] | None = None, needed: bool = True
-) -> tuple[dict[str, nn.Module], Account]:
+) -> tuple[dict[str, nn.Module], ConversionReport]:
     """(name -> layer that can be converted, an account of the others). All methods convert by this rule.
 
     Convertible are linear and (transposed, grouped) convolutional layers and `NTKLinear`, at any depth, in the order in which
@@ -79,7 +79,7 @@ def convertible_layers(
     """
     if layers is not None and (isinstance(layers, str) or not layers):
         raise ValueError(f"expected a list of names of layers, got {layers!r}; pass layers=[...], or None for all")
-    account, reasons = Account(), _reasons(network)
+    account, reasons = ConversionReport(), _skip_reasons(network)
     known = {name: part for name, part in network.named_modules() if isinstance(part, CONVERTIBLE)}
     patterns = ["*"] if layers is None else layers
     unmatched = [
@@ -109,52 +109,52 @@ def convertible_layers(
 
 def convertible_copy(
     network: nn.Module, *, layers: Sequence[str] | None = None, needed: bool = True
-) -> tuple[nn.Module, dict[str, nn.Module], Account]:
+) -> tuple[nn.Module, dict[str, nn.Module], ConversionReport]:
     """(a copy of the network, its `convertible_layers`, an account of the others).
 
     Tied weights stay tied. The caller converts the layers and records that in the account.
     """
     check_initialised(network)
-    check_whole(network)
-    copied = _copied(network)
+    check_copyable(network)
+    copied = _deep_copy(network)
     found, account = convertible_layers(copied, layers=layers, needed=needed)
-    _fast_paths(copied, off=True)
+    _switch_fast_paths(copied, off=True)
     return copied, found, account
 
 
-def uncut(network: nn.Module) -> nn.Module:
+def restore_plain_layers(network: nn.Module) -> nn.Module:
     """Turns a converted network into one of ordinary layers, in place: weights are kept, added tensors dropped."""
     for layer in list(network.modules()):
-        if isinstance(layer, Cut):
-            _uncut_layer(layer)
-    _fast_paths(network, off=False)
+        if isinstance(layer, ConvertedLayer):
+            _restore_plain_layer(layer)
+    _switch_fast_paths(network, off=False)
     return network
 
 
-def folded(network: nn.Module) -> nn.Module:
+def fold_layers(network: nn.Module) -> nn.Module:
     """Turns a converted network into ordinary layers that compute the same, in place: added tensors are folded in.
 
     If the network reads, or may read, a layer's weight directly, the folded weight is stored separately, because one weight
     cannot serve both.
     """
-    cuts = [layer for layer in network.modules() if isinstance(layer, Cut)]
-    _fast_paths(network, off=any(layer.read_past for layer in cuts))  # torch's fast path reads weights directly
+    cuts = [layer for layer in network.modules() if isinstance(layer, ConvertedLayer)]
+    _switch_fast_paths(network, off=any(layer.read_past for layer in cuts))  # torch's fast path reads weights directly
     for layer in cuts:
         read = {"weight": layer.weight, "bias": layer.bias} if layer.read_past else None
         layer.fold()
-        _uncut_layer(layer)
+        _restore_plain_layer(layer)
         if read is not None:
             own = copy.deepcopy(layer)
             own._forward_hooks, own._forward_pre_hooks = OrderedDict(), OrderedDict()
             for name, tensor in read.items():
                 setattr(layer, name, tensor)
-            cut(layer, Apart).own = own
+            convert_layer(layer, SeparateWeights).own = own
     return network
 
 
-def watch_reads(name: str, layer: Cut, followed: Followed | None) -> str:
+def note_direct_reads(name: str, layer: ConvertedLayer, followed: TracedCalls | None) -> str:
     """The account's remark on a layer that is not called, or whose weight is, or may be, read directly."""
-    layer.read_past = followed is None or name in followed.read
+    layer.read_past = followed is None or name in followed.read_directly
     if followed is None:
         return "; the forward cannot be traced and may read its weight directly"
     if name not in followed.calls:
@@ -162,7 +162,7 @@ def watch_reads(name: str, layer: Cut, followed: Followed | None) -> str:
     return "; where its weight is read directly, this has no effect" if layer.read_past else ""
 
 
-def _uncut_layer(layer: Cut) -> None:
+def _restore_plain_layer(layer: ConvertedLayer) -> None:
     added = layer.added
     layer.__class__ = layer.plain_class  # type: ignore[assignment]
     vars(layer).pop("read_past", None)
@@ -171,10 +171,10 @@ def _uncut_layer(layer: Cut) -> None:
             delattr(layer, name)
 
 
-def _copied(network: nn.Module) -> nn.Module:
+def _deep_copy(network: nn.Module) -> nn.Module:
     """A deep copy that keeps ties and hooks."""
     try:
-        with turn(network):
+        with network_lock(network):
             return copy.deepcopy(network)
     except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
         raise ValueError(
@@ -183,20 +183,20 @@ def _copied(network: nn.Module) -> nn.Module:
         ) from error
 
 
-def _reasons(network: nn.Module) -> dict[str, str]:
+def _skip_reasons(network: nn.Module) -> dict[str, str]:
     """Name -> why a layer with parameters cannot be converted. Norm layers are not considered."""
     found: dict[str, str] = {}
     readers = {name: type(part).__name__ for name, part in network.named_modules() if isinstance(part, READERS)}
     for name, part in network.named_modules():
         reader = next((kind for at, kind in readers.items() if name.startswith(f"{at}." if at else "")), None)
         held = any(parameter is not None for parameter in part._parameters.values())
-        if isinstance(part, Cut):
+        if isinstance(part, ConvertedLayer):
             raise ValueError(f"expected a plain network, got {name or 'one'} already converted; pass the original one")
         if isinstance(part, CONVERTIBLE):
             kind = next(each for each in CONVERTIBLE if isinstance(part, each))
             if reader is not None and name not in readers:
                 found[name] = f"{reader} reads its weight and does not call it"
-            elif any(_of_its_own(part, kind, method) for method in ("forward", "_conv_forward")):
+            elif any(_has_own_method(part, kind, method) for method in ("forward", "_conv_forward")):
                 found[name] = f"{type(part).__name__} has its own forward"
             elif not isinstance(part._parameters.get("weight"), Tensor):
                 found[name] = "its weight is computed from others (a parametrization or weight norm)"
@@ -213,11 +213,11 @@ def _reasons(network: nn.Module) -> dict[str, str]:
     return found
 
 
-def _of_its_own(part: nn.Module, kind: type[nn.Module], method: str) -> bool:
+def _has_own_method(part: nn.Module, kind: type[nn.Module], method: str) -> bool:
     return getattr(type(part), method, None) is not getattr(kind, method, None) or method in vars(part)
 
 
-def _fast_paths(network: nn.Module, *, off: bool) -> None:
+def _switch_fast_paths(network: nn.Module, *, off: bool) -> None:
     """Switches torch's fast path of transformer layers, which reads weights and calls no layer, off, or back to default."""
     for part in network.modules():
         if isinstance(part, nn.TransformerEncoderLayer):
@@ -230,16 +230,16 @@ def _fast_paths(network: nn.Module, *, off: bool) -> None:
             vars(part).update({NESTED: kept} if off else {})
 
 
-_made: dict[tuple[type[Cut], type[nn.Module]], type[nn.Module]] = {}
+_made: dict[tuple[type[ConvertedLayer], type[nn.Module]], type[nn.Module]] = {}
 
 
-def _cut_class(kind: type[Cut], plain_class: type[nn.Module]) -> type[nn.Module]:
+def _converted_class(kind: type[ConvertedLayer], plain_class: type[nn.Module]) -> type[nn.Module]:
     if (kind, plain_class) not in _made:
         name = f"{kind.__name__}{plain_class.__name__}"
         _made[kind, plain_class] = type(name, (kind, plain_class), {"plain_class": plain_class})
     return _made[kind, plain_class]
 
 
-def _blank(kind: type[Cut], plain_class: type[nn.Module]) -> nn.Module:
-    made = _cut_class(kind, plain_class)
+def _empty_layer(kind: type[ConvertedLayer], plain_class: type[nn.Module]) -> nn.Module:
+    made = _converted_class(kind, plain_class)
     return made.__new__(made)

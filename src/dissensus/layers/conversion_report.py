@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Account:
+class ConversionReport:
     """`converted`: layer -> what was changed; `left`: layer -> why it was not. `str()` is a table of both."""
 
     converted: dict[str, str] = field(default_factory=dict)

@@ -20,14 +20,14 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.nn.modules import module as modules
 
 from dissensus.layers.channel_launch import in_transform
-from dissensus.layers.conversion import Cut, cut
-from dissensus.layers.modulated import Modulated
+from dissensus.layers.conversion import ConvertedLayer, convert_layer
+from dissensus.layers.modulated import ModulatedLayer
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Given = Sequence[Tensor | None]  # x, then W, b, r, s of every layer; b and s may be None
 
 
-class Chained(Cut):
+class ChainedLayers(ConvertedLayer):
     """An `nn.Sequential` that runs modulated layers and the ReLUs between them at once while members are vectorised."""
 
     added = ("members_at_once",)
@@ -35,8 +35,8 @@ class Chained(Cut):
 
     def forward(self, input: Tensor) -> Tensor:
         parts: list[Any] = list(self._modules.values())  # also those that occur twice
-        for run in runs(parts) if self.members_at_once and _may_chain(input) else ([part] for part in parts):
-            found = _of_all_members(input, run[::2]) if len(run) > 1 else None
+        for run in split_into_runs(parts) if self.members_at_once and _can_chain(input) else ([part] for part in parts):
+            found = _run_all_members(input, run[::2]) if len(run) > 1 else None
             if found is None:
                 for part in run:
                     input = part(input)
@@ -45,20 +45,20 @@ class Chained(Cut):
         return input
 
 
-def chain(network: nn.Module) -> None:
+def chain_layers(network: nn.Module) -> None:
     """Makes every `nn.Sequential` of the network with such layers a `Chained` one, in place."""
     for part in list(network.modules()):
-        if type(part) is nn.Sequential and any(len(run) > 1 for run in runs(list(part))):
-            vars(cut(part, Chained))["members_at_once"] = False  # by which vectorising code finds it
+        if type(part) is nn.Sequential and any(len(run) > 1 for run in split_into_runs(list(part))):
+            vars(convert_layer(part, ChainedLayers))["members_at_once"] = False  # by which vectorising code finds it
 
 
-def runs(parts: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
+def split_into_runs(parts: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
     """The parts in order, in lists: modulated layer, ReLU, modulated layer, … as long as it lasts; all others alone."""
     left = list(parts)
     while left:
         length = 1
-        if _plain(left[0]):
-            while len(left) > length + 1 and type(left[length]) is nn.ReLU and _plain(left[length + 1]):
+        if _is_modulated_linear(left[0]):
+            while len(left) > length + 1 and type(left[length]) is nn.ReLU and _is_modulated_linear(left[length + 1]):
                 length += 2
         if any(any(getattr(part, hooks) for hooks in HOOKS) for part in left[:length]):
             length = 1
@@ -66,17 +66,17 @@ def runs(parts: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
         del left[:length]
 
 
-def _plain(part: Any) -> bool:
+def _is_modulated_linear(part: Any) -> bool:
     """Whether this is a modulated `nn.Linear` with r."""
-    return isinstance(part, Modulated) and part.plain_class is nn.Linear and part.r is not None
+    return isinstance(part, ModulatedLayer) and part.plain_class is nn.Linear and part.r is not None
 
 
-def _may_chain(input: Tensor) -> bool:
+def _can_chain(input: Tensor) -> bool:
     plain = input.ndim == 2 and not torch.is_autocast_enabled(input.device.type)
     return plain and not (torch.compiler.is_compiling() or any(getattr(modules, f"_global{hooks}") for hooks in HOOKS))
 
 
-def _of_all_members(input: Tensor, layers: Sequence[Any]) -> Tensor | None:
+def _run_all_members(input: Tensor, layers: Sequence[Any]) -> Tensor | None:
     """The layers' outputs, computed for all members of the vmap around it; None if there is none, or others around it."""
     top: Any = functorch.peek_interpreter_stack()
     if top is None or top.key() != functorch.TransformType.Vmap:
@@ -98,16 +98,16 @@ def _of_all_members(input: Tensor, layers: Sequence[Any]) -> Tensor | None:
     return functorch._add_batch_dim(outputs, 0, top.level())
 
 
-def one_member(*given: Tensor | None) -> Tensor:
+def run_one_member(*given: Tensor | None) -> Tensor:
     """(B, O) the same, layer by layer: x (B, I), W (O, I), b and s (O,), r (I,)."""
     h: Any = given[0]
-    for k, (weight, bias, r, s) in enumerate(_layers(given)):
+    for k, (weight, bias, r, s) in enumerate(_layer_tensors(given)):
         h = F.linear((h.relu() if k else h) * r, weight, bias)
         h = h if s is None else h * s
     return h  # type: ignore[no-any-return]
 
 
-def _layers(given: Given) -> list[tuple[Any, Any, Any, Any]]:
+def _layer_tensors(given: Given) -> list[tuple[Any, Any, Any, Any]]:
     """(W, b, r, s) of every layer."""
     return list(zip(given[1::4], given[2::4], given[3::4], given[4::4], strict=True))
 
@@ -118,7 +118,7 @@ class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Tensor | None) -> Tensor:
         h: Any = given[0]
-        layers, kept = _layers(given), []
+        layers, kept = _layer_tensors(given), []
         for weight, bias, r, s in layers:
             a = h * r[:, None]
             kept += [h, a]
@@ -141,15 +141,15 @@ class _Chain(torch.autograd.Function):
         given, (*kept, z) = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         # A gradient without memory is a row of many at once, by vmap or is_grads_batched=True.
         if torch.is_grad_enabled() or not torch._C._has_storage(gradients[0]):
-            return _differentiable(ctx.needs_input_grad, given, gradients[0])
-        return _written_out(ctx.needs_input_grad, given, kept, z, gradients[0])
+            return _recomputed_gradients(ctx.needs_input_grad, given, gradients[0])
+        return _explicit_gradients(ctx.needs_input_grad, given, kept, z, gradients[0])
 
 
-def _written_out(
+def _explicit_gradients(
     wanted: Sequence[bool], given: Given, kept: list[Tensor], z: Tensor, g: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Gradients by what is wanted of x and the layers' tensors, from g (M, B, O) by the outputs."""
-    layers = _layers(given)
+    layers = _layer_tensors(given)
     found: list[Tensor | None] = [None] * len(wanted)
     if (s := layers[-1][3]) is not None:
         found[-1] = (g * z).sum(1) if wanted[-1] else None
@@ -181,7 +181,7 @@ def _written_out(
     return tuple(found)
 
 
-def _differentiable(wanted: Sequence[bool], given: Given, g: Tensor) -> tuple[Tensor | None, ...]:
+def _recomputed_gradients(wanted: Sequence[bool], given: Given, g: Tensor) -> tuple[Tensor | None, ...]:
     """The same from a second run, for second derivatives and several g at once."""
     with torch.enable_grad():  # views, since a tensor may also have had a part in x
         views = [each if each is None else each.view_as(each) for each in given]
@@ -189,7 +189,7 @@ def _differentiable(wanted: Sequence[bool], given: Given, g: Tensor) -> tuple[Te
     alone = [2 if at == 0 or at % 4 == 1 else 1 for at in range(len(views))]
     own = [None if t is None or t.ndim == axes else 0 for t, axes in zip(views, alone, strict=True)]
     with torch.enable_grad():
-        outputs = torch.func.vmap(one_member, tuple(own))(*views)
+        outputs = torch.func.vmap(run_one_member, tuple(own))(*views)
     chosen = [each for each, want in zip(views, wanted, strict=True) if want and each is not None]
     found = iter(torch.autograd.grad(outputs, chosen, g, create_graph=torch.is_grad_enabled()))
     return tuple(next(found) if want else None for want in wanted)

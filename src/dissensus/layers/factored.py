@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.layers import channel_launch as kernels
-from dissensus.layers.conversion import CONVOLUTIONS, DENSE, TRANSPOSED, Cut
+from dissensus.layers.conversion import CONVOLUTIONS, DENSE, TRANSPOSED, ConvertedLayer
 
 
-def scaled(x: Tensor, factors: Tensor, *, alone: bool) -> Tensor:
+def scale_channels(x: Tensor, factors: Tensor, *, alone: bool) -> Tensor:
     """x times factors that broadcast with it. `alone`: only one layer uses the product, so its gradient may be overwritten."""
     # Compiled code fuses this by itself; and dividing by factors as large as x costs as much as keeping x.
     if torch.compiler.is_compiling() or factors.shape == x.shape or not torch.is_grad_enabled():
         return x * factors
-    product: Tensor = _Scaled.apply(x, factors, alone)  # type: ignore[no-untyped-call]
+    product: Tensor = _ScaleChannels.apply(x, factors, alone)  # type: ignore[no-untyped-call]
     return product
 
 
-class _Scaled(torch.autograd.Function):
+class _ScaleChannels(torch.autograd.Function):
     """y = x ∘ s that saves y, which the next layer saves as well, while autograd would also save x.
 
     With g = ∂L/∂y:  ∂L/∂x = g ∘ s,  ∂L/∂s = Σ g ∘ x = (Σ g ∘ y) / s.
@@ -34,7 +34,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, factors: Tensor, alone: bool) -> Tensor:
         at = _layout(x, factors)
-        return x * factors if at is None else kernels.times(x, factors.flatten(1), at)
+        return x * factors if at is None else kernels.multiply_channels(x, factors.flatten(1), at)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
@@ -46,7 +46,7 @@ class _Scaled(torch.autograd.Function):
         (g,), (y, factors) = gradients, ctx.saved_tensors
         at = _layout(y, factors)
         if at is not None and not torch.is_grad_enabled():
-            product, total = kernels.times_backward(kernels.like(g, y), y, factors.flatten(1), at)
+            product, total = kernels.multiply_backward(kernels.match_layout(g, y), y, factors.flatten(1), at)
             return product, total.reshape(factors.shape), None
         for_x = for_factors = None
         if ctx.needs_input_grad[1]:
@@ -66,7 +66,7 @@ def _layout(x: Tensor, factors: Tensor) -> kernels.Layout | None:
     last = factors.shape[1:] != (x.shape[1], *[1] * (x.ndim - 2))
     if last and factors.shape[1:] != (*[1] * (x.ndim - 2), x.shape[-1]):
         return None
-    return kernels.layout(x, channels_last=last)
+    return kernels.channel_layout(x, channels_last=last)
 
 
 class Factors(NamedTuple):
@@ -84,7 +84,7 @@ class Kernel(NamedTuple):
     bias: Tensor | None
 
 
-class Factored(Cut):
+class FactoredLayer(ConvertedLayer):
     """A linear or convolutional layer that multiplies its inputs and outputs by factors; without factors it is plain.
 
     Factors (C,) of a convolution are folded into its kernel at every call, because the kernel is smaller than the
@@ -117,14 +117,14 @@ class Factored(Cut):
         # The short backward pass of `scaled` reads the product, which must be unchanged, and has no gradient for a factor of
         # 0: so it is used for factors per example, which are random numbers, and not for factors shared by all examples.
         if before is not None:
-            across = self._across(before, input)
-            input = scaled(input, across, alone=True) if each else input * across
+            across = self._broadcast_factors(before, input)
+            input = scale_channels(input, across, alone=True) if each else input * across
         outputs: Tensor = super().forward(input, *args, **keywords)
         if scalar is not None and self.bias is not None:
-            outputs = outputs + self._across(self.bias * (scalar - 1), outputs)
+            outputs = outputs + self._broadcast_factors(self.bias * (scalar - 1), outputs)
         if behind is not None:
-            across = self._across(behind, outputs)
-            outputs = scaled(outputs, across, alone=False) if each and not self.rewritten else outputs * across
+            across = self._broadcast_factors(behind, outputs)
+            outputs = scale_channels(outputs, across, alone=False) if each and not self.rewritten else outputs * across
         return outputs
 
     def fold(self) -> None:
@@ -153,7 +153,7 @@ class Factored(Cut):
         function: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[places - 1]
         return function(input, *kernel, layer.stride, layer.padding, padding, layer.groups, layer.dilation)  # type: ignore[no-any-return]
 
-    def _across(self, factors: Tensor, x: Tensor) -> Tensor:
+    def _broadcast_factors(self, factors: Tensor, x: Tensor) -> Tensor:
         """Factors (N, C) in a shape that broadcasts with x (N, C, ...), or (N, ..., C) if features are last."""
         factors, dense = factors.to(x.dtype), isinstance(self, DENSE)
         space = 0 if dense else len(self.kernel_size)  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ def features(layer: nn.Module) -> tuple[int, int]:
     return getattr(layer, f"in_{kind}"), getattr(layer, f"out_{kind}")
 
 
-def takes_kernel(layer: nn.Module) -> bool:
+def can_take_kernel(layer: nn.Module) -> bool:
     """Whether the layer can compute with a given `Kernel`."""
     return isinstance(layer, (nn.Linear, *CONVOLUTIONS))
 

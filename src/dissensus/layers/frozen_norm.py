@@ -7,25 +7,25 @@ from torch import Tensor, nn
 
 from dissensus.core.member import Member
 from dissensus.layers import channel_launch as kernels
-from dissensus.layers.conversion import Cut, cut
+from dissensus.layers.conversion import ConvertedLayer, convert_layer
 from dissensus.utils.batch_norm_stats import statistics_layers
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class FrozenNorm(Cut):
+class FrozenNorm(ConvertedLayer):
     """A batch norm that uses one kernel each way in eval mode on a GPU with gradients; otherwise torch's forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         layer: Any = self
-        tensors = _tensors(layer)
+        tensors = _norm_tensors(layer)
         wanted = torch.is_grad_enabled() and not self.training and not torch.compiler.is_compiling()
-        if not wanted or kernels.layout(input) is None or any(each is None for each in tensors):
+        if not wanted or kernels.channel_layout(input) is None or any(each is None for each in tensors):
             return super().forward(input)  # type: ignore[no-any-return]
         if kernels.in_transform(*tensors) or input.shape[1] != len(layer.weight):  # a kernel would read past the end
             return super().forward(input)  # type: ignore[no-any-return]
         layer._check_input_dim(input)
-        normed: Tensor = _Normed.apply(input, *tensors, layer.eps)  # type: ignore[no-untyped-call]
+        normed: Tensor = _NormaliseFunction.apply(input, *tensors, layer.eps)  # type: ignore[no-untyped-call]
         return normed
 
 
@@ -35,17 +35,17 @@ def freeze_norms(member: Member) -> None:
     member.always_eval = sorted({*member.always_eval, *layers})
     for layer in layers.values():
         if type(layer) in NORMS and "forward" not in vars(layer):
-            cut(layer, FrozenNorm)
+            convert_layer(layer, FrozenNorm)
 
 
-class _Normed(torch.autograd.Function):
+class _NormaliseFunction(torch.autograd.Function):
     """y = (x − μ) / √(σ² + ε) · w + b, with μ and σ² constant."""
 
     @staticmethod
     def forward(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        at = kernels.layout(x)
+        at = kernels.channel_layout(x)
         assert at is not None
-        return kernels.normed(x, mean, var, weight, bias, eps, at)
+        return kernels.normalise_channels(x, mean, var, weight, bias, eps, at)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -56,9 +56,9 @@ class _Normed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (g,), (x, mean, var, weight) = gradients, ctx.saved_tensors
-        at = kernels.layout(x)
+        at = kernels.channel_layout(x)
         if at is not None and not torch.is_grad_enabled():
-            for_x, *others = kernels.normed_backward(kernels.like(g, x), x, mean, var, weight, ctx.eps, at)
+            for_x, *others = kernels.normalise_backward(kernels.match_layout(g, x), x, mean, var, weight, ctx.eps, at)
             return for_x, None, None, *others, None
         shape = (-1, *[1] * (x.ndim - 2))  # written out, for second derivatives
         inverse = torch.rsqrt(var + ctx.eps).reshape(shape)
@@ -67,5 +67,5 @@ class _Normed(torch.autograd.Function):
         return g * weight.reshape(shape) * inverse, None, None, for_weight, g.sum(places), None
 
 
-def _tensors(layer: Any) -> tuple[Tensor, ...]:
+def _norm_tensors(layer: Any) -> tuple[Tensor, ...]:
     return layer.running_mean, layer.running_var, layer.weight, layer.bias

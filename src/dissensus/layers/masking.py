@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core.locks import has_attention
-from dissensus.utils.tensor_tree import parts
+from dissensus.utils.tensor_tree import named_submodules
 from dissensus.utils.torch_modes import plain_attention
 
 log = logging.getLogger("dissensus")
@@ -55,13 +55,15 @@ def dropout_sites(network: nn.Module, rate: float | None) -> dict[str, float]:
 
 
 @contextmanager
-def at_sites(network: nn.Module, sites: dict[str, float], change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+def change_at_sites(
+    network: nn.Module, sites: dict[str, float], change: Callable[[str, Tensor], Tensor]
+) -> Iterator[None]:
     """Inside, the tensor at each site is replaced by `change(key, tensor)`; the key is "layer#call", calls counted from 0.
 
     At a dropout module it is the output (in eval mode equal to its input), at a weight layer the input.
     """
     calls: Counter[str] = Counter()
-    modules = {path.removesuffix("."): part for path, part in parts(network)}
+    modules = {path.removesuffix("."): part for path, part in named_submodules(network)}
 
     def key(name: str) -> str:
         calls[name] += 1
@@ -101,14 +103,14 @@ class Masks:
     """M masks per site computed from one seed: the same on every device, made at the first call of a site."""
 
     def __init__(self, network: nn.Module, sites: dict[str, float], members: int, seed: int) -> None:
-        named = {path.removesuffix("."): part for path, part in parts(network)}
+        named = {path.removesuffix("."): part for path, part in named_submodules(network)}
         self.layers = {name: named[name] for name in sites}
         self.sites = sites
         self.members = members
         self.seed = seed
         self._made: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
-    def at(self, key: str, tensor: Tensor) -> Tensor:
+    def site_masks(self, key: str, tensor: Tensor) -> Tensor:
         """(M, *features) boolean masks of the site `key`, True where a unit is kept."""
         name, _, call = key.rpartition("#")
         shape = mask_shape(self.layers[name], tensor)
@@ -120,6 +122,6 @@ class Masks:
             self._made[key, shape] = keep.to(tensor.device)
         return self._made[key, shape]
 
-    def apply(self, key: str, tensor: Tensor, keep: Tensor) -> Tensor:
+    def apply_at_site(self, key: str, tensor: Tensor, keep: Tensor) -> Tensor:
         name = key.rpartition("#")[0]
         return apply_mask(self.layers[name], tensor, keep, self.sites[name])

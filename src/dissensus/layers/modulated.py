@@ -2,11 +2,11 @@
 
 from torch import Tensor, nn
 
-from dissensus.layers.conversion import cut
-from dissensus.layers.factored import Factored, Factors, features
+from dissensus.layers.conversion import convert_layer
+from dissensus.layers.factored import FactoredLayer, Factors, features
 
 
-class Modulated(Factored):
+class ModulatedLayer(FactoredLayer):
     """A layer with factors r on its inputs and s on its outputs, the same for all examples; None is no factor.
 
     s also multiplies the bias: so Wen et al.'s r, s are the talk's u, v, whose v acts on z = xW + b.
@@ -19,16 +19,16 @@ class Modulated(Factored):
     def factors(self) -> Factors:
         return Factors(self.r, None, self.s)
 
-    def done(self) -> str:
+    def report_entry(self) -> str:
         """The layer's entry in the account."""
         kind = "channel" if self.weight.ndim > 2 else "unit"
         factors = [f"{name} ({len(f)})" for name, f in (("r", self.r), ("s", self.s)) if f is not None]
         return f"{' and '.join(factors)}, one for each {kind}" if factors else "nothing"
 
 
-def modulated(layer: nn.Module, *, inputs: bool, outputs: bool, trained: bool) -> Modulated:
+def modulate_layer(layer: nn.Module, *, inputs: bool, outputs: bool, trained: bool) -> ModulatedLayer:
     """The layer itself, converted, with factors 1 on its inputs and outputs; parameters if trained, else buffers."""
-    made = cut(layer, Modulated)
+    made = convert_layer(layer, ModulatedLayer)
     for name, wanted, size in zip(("r", "s"), (inputs, outputs), features(layer), strict=True):
         factor = made.weight.detach().new_ones(size) if wanted else None
         if trained:

@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from dissensus.layers.call_order import follow
-from dissensus.layers.conversion import convertible_copy, cut, watch_reads
-from dissensus.layers.conversion_report import Account
-from dissensus.layers.factored import Factored, Factors, Kernel, features
+from dissensus.layers.call_order import trace_calls
+from dissensus.layers.conversion import convert_layer, convertible_copy, note_direct_reads
+from dissensus.layers.conversion_report import ConversionReport
+from dissensus.layers.factored import FactoredLayer, Factors, Kernel, features
 from dissensus.utils.checks import one_of
 
 Mode = Literal["in", "out", "both"]
@@ -23,7 +23,7 @@ MODES = get_args(Mode)
 WORDS = {"before": "input nodes", "bias": "the bias", "behind": "output nodes"}
 
 
-class Noded(Factored):
+class NodeLayer(FactoredLayer):
     """A layer that multiplies its nodes by given latents; without latents it is plain."""
 
     added = ("nodes", "known_as", "seen", "rewritten")
@@ -35,7 +35,7 @@ class Noded(Factored):
 
     def forward(self, input: Tensor, *args: Any, **keywords: Any) -> Tensor:
         if self.nodes is None:
-            _check_not_again(self)
+            _check_not_rerun(self)
         outputs = super().forward(input, *args, **keywords)
         if self.seen is not None:
             self.seen.append((outputs, _version(outputs)))
@@ -51,12 +51,12 @@ class Site:
     width: int
 
 
-class NodedNetwork(NamedTuple):
+class NodeNetwork(NamedTuple):
     """A copy of a network whose layers take latents, the sites of these latents, and the account."""
 
     network: nn.Module
     sites: tuple[Site, ...]
-    account: Account
+    account: ConversionReport
 
     @property
     def latents(self) -> int:
@@ -72,25 +72,25 @@ class NodedNetwork(NamedTuple):
         return tuple(found.values())
 
 
-def with_nodes(
+def add_node_latents(
     network: nn.Module, mode: Mode, *, bias: bool = False, layers: Sequence[str] | None = None
-) -> NodedNetwork:
+) -> NodeNetwork:
     """The network with latents on the input nodes, output nodes or both of its linear and convolutional layers.
 
     `bias`: also a scalar latent on each layer's bias, as in iBNN. `layers`: name patterns; None is all.
     """
     one_of("mode", mode, MODES)
     copied, found, account = convertible_copy(network, layers=layers)
-    followed = follow(copied, list(found))
+    followed = trace_calls(copied, list(found))
     sites: list[Site] = []
     for name, layer in found.items():
         mine = sites_of(name, layer, mode, bias=bias)
         sites += mine
-        noded = cut(layer, Noded)
+        noded = convert_layer(layer, NodeLayer)
         noded.known_as = name
         words = ", ".join(f"{site.width} on {WORDS[site.part]}" for site in mine)
-        account.converted[name] = f"latents: {words}{watch_reads(name, noded, followed)}"
-    return NodedNetwork(copied, tuple(sites), account)
+        account.converted[name] = f"latents: {words}{note_direct_reads(name, noded, followed)}"
+    return NodeNetwork(copied, tuple(sites), account)
 
 
 def sites_of(name: str, layer: nn.Module, mode: Mode, *, bias: bool = False) -> list[Site]:
@@ -103,7 +103,7 @@ def sites_of(name: str, layer: nn.Module, mode: Mode, *, bias: bool = False) -> 
     ]
 
 
-def by_layer(sites: Sequence[Site], latents: Tensor) -> dict[str, Factors]:
+def split_by_layer(sites: Sequence[Site], latents: Tensor) -> dict[str, Factors]:
     """Layer -> its part of the latents (..., D)."""
     found: dict[str, Factors] = {}
     for site, part in zip(sites, latents.split_with_sizes([site.width for site in sites], dim=-1), strict=True):
@@ -111,23 +111,23 @@ def by_layer(sites: Sequence[Site], latents: Tensor) -> dict[str, Factors]:
     return found
 
 
-def standing(network: nn.Module, nodes: Mapping[str, Factors | Kernel]) -> AbstractContextManager[None]:
+def use_latents(network: nn.Module, nodes: Mapping[str, Factors | Kernel]) -> AbstractContextManager[None]:
     """Inside, these layers multiply by these latents."""
-    return placed([network.get_submodule(name) for name in nodes], nodes.values())
+    return use_layer_latents([network.get_submodule(name) for name in nodes], nodes.values())
 
 
-def placed(layers: Sequence[nn.Module], nodes: Iterable[Any]) -> AbstractContextManager[None]:
+def use_layer_latents(layers: Sequence[nn.Module], nodes: Iterable[Any]) -> AbstractContextManager[None]:
     """`standing` for layer objects; `nodes` may also be kernels or spreads."""
-    return _given(layers, "nodes", nodes)
+    return _set_temporarily(layers, "nodes", nodes)
 
 
-def watched(layers: Sequence[Noded]) -> AbstractContextManager[None]:
+def record_outputs(layers: Sequence[NodeLayer]) -> AbstractContextManager[None]:
     """Inside, the layers collect their outputs for batches with latents per example in `seen`, empty at first."""
-    return _given(layers, "seen", [[] for _ in layers])
+    return _set_temporarily(layers, "seen", [[] for _ in layers])
 
 
 @contextmanager
-def _given(layers: Sequence[nn.Module], attribute: str, values: Iterable[Any]) -> Iterator[None]:
+def _set_temporarily(layers: Sequence[nn.Module], attribute: str, values: Iterable[Any]) -> Iterator[None]:
     """Inside, the layers have these values of an attribute; afterwards that of their class."""
     for layer, value in zip(layers, values, strict=True):
         vars(layer)[attribute] = value  # avoids nn.Module.__setattr__, which costs as much as a kernel launch
@@ -138,12 +138,12 @@ def _given(layers: Sequence[nn.Module], attribute: str, values: Iterable[Any]) -
             vars(layer).pop(attribute, None)
 
 
-def written_into(layer: Noded) -> bool:
+def has_changed_output(layer: NodeLayer) -> bool:
     """Whether the output of a watched layer was modified in place."""
     return any(_version(outputs) != version for outputs, version in layer.seen or ())
 
 
-def _check_not_again(layer: Noded) -> None:
+def _check_not_rerun(layer: NodeLayer) -> None:
     """Raises in a backward pass, where activation checkpointing would run a layer again without its latents."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         raise ValueError(

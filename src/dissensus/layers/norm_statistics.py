@@ -16,7 +16,7 @@ from dissensus.utils.batch_norm_stats import statistics_layers, statistics_names
 from dissensus.utils.tensor_tree import Tensors
 
 
-class enough_examples:  # not a generator, which takes three times as long
+class SmallBatchGuard:  # not a generator, which takes three times as long
     """Turns torch's error for batch norm on a batch of one, which has no variance, into one with a remedy."""
 
     def __init__(self, x: batches.Inputs) -> None:
@@ -28,8 +28,8 @@ class enough_examples:  # not a generator, which takes three times as long
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
             raise ValueError(
-                f"expected at least two examples per batch for batch norm, got a batch of {batches.size(self.x)}; pass "
-                "drop_last=True to the loader, or choose another batch size"
+                f"expected at least two examples per batch for batch norm, got a batch of {batches.count_examples(self.x)}; "
+                "pass drop_last=True to the loader, or choose another batch size"
             ) from error
 
 
@@ -53,12 +53,12 @@ def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torc
     kept = [name for name in statistics_names(particles.template) if name.rpartition(".")[0] in layers]
     seen = dict.fromkeys(layers.values(), 0)  # number of examples that have passed the layer
     found = False
-    with estimating(particles, layers):
-        for batch in batches.each(loader):
+    with statistics_mode(particles, layers):
+        for batch in batches.read_batches(loader):
             if batch.size == 0:
                 continue
-            found, x = True, batches.to(batch.x, device)
-            with batches.unchanged(x), enough_examples(x):
+            found, x = True, batches.move_to_device(batch.x, device)
+            with batches.UnchangedInputs(x), SmallBatchGuard(x):
                 particles.write_buffers(_statistics(particles, x, kept, seen))
     if not found:
         raise ValueError(
@@ -72,11 +72,11 @@ def _statistics(particles: Particles, x: batches.Inputs, kept: list[str], seen: 
     shared, common = particles.shared_parameters(), particles.shared_buffers()
 
     def outputs(member: Member) -> Tensor:
-        return batches.call(member.network, x)
+        return batches.call_network(member.network, x)
 
     def one(row: Rows) -> Tensors:
         seen.update(before)  # every member runs on the same batch
-        with _averaging(seen, batches.size(x)):
+        with _average_over_calls(seen, batches.count_examples(x)):
             _, after = particles.call(outputs, {**shared, **row.own}, {**common, **row.buffers})
         return {name: after[name] for name in kept}
 
@@ -85,7 +85,7 @@ def _statistics(particles: Particles, x: batches.Inputs, kept: list[str], seen: 
 
 
 @contextmanager
-def _averaging(seen: dict[nn.Module, int], size: int) -> Iterator[None]:
+def _average_over_calls(seen: dict[nn.Module, int], size: int) -> Iterator[None]:
     """Inside, running statistics are means over all calls of their layer, weighted by the number of examples."""
 
     def count(layer: nn.Module, _: Any) -> None:
@@ -102,7 +102,7 @@ def _averaging(seen: dict[nn.Module, int], size: int) -> Iterator[None]:
 
 
 @contextmanager
-def estimating(particles: Particles, layers: dict[str, nn.Module]) -> Iterator[None]:
+def statistics_mode(particles: Particles, layers: dict[str, nn.Module]) -> Iterator[None]:
     """Only these layers in training mode; modes and momenta are restored afterwards."""
     template = particles.template
     modes = {part: part.training for part in template.modules()}

@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dissensus.layers.conversion import convertible_copy, cut
-from dissensus.layers.conversion_report import Account
-from dissensus.layers.factored import Kernel, features, takes_kernel
-from dissensus.layers.nodes import Noded
+from dissensus.layers.conversion import convert_layer, convertible_copy
+from dissensus.layers.conversion_report import ConversionReport
+from dissensus.layers.factored import Kernel, can_take_kernel, features
+from dissensus.layers.nodes import NodeLayer
 
 
-class Spread(NamedTuple):
+class WeightSpread(NamedTuple):
     """Means, standard deviations and one draw of the noise for weight and bias of a layer; None is no noise."""
 
     mean: Kernel
@@ -31,10 +31,10 @@ class Spread(NamedTuple):
     drawn: tuple[Tensor | None, Tensor | None]
 
 
-class Perturbed(Noded):
+class PerturbedLayer(NodeLayer):
     """A layer that gives every example its own draw of the weights if `nodes` is a `Spread`; else it is plain."""
 
-    nodes: Spread | None = None  # type: ignore[assignment]
+    nodes: WeightSpread | None = None  # type: ignore[assignment]
 
     def forward(self, input: Tensor, *args: Any, **keywords: Any) -> Tensor:
         if self.nodes is None:
@@ -51,16 +51,16 @@ class Perturbed(Noded):
         r, s = (_signs(len(input), count, input) for count in features(self))
         weight, bias = drawn
         added = Kernel(torch.zeros_like(mean.weight) if weight is None else weight, bias)
-        more = self._with_kernel(added, input * self._across(r, input), *args, **keywords)
-        return outputs + more * self._across(s, more)
+        more = self._with_kernel(added, input * self._broadcast_factors(r, input), *args, **keywords)
+        return outputs + more * self._broadcast_factors(s, more)
 
 
-def perturbed_copy(network: nn.Module) -> tuple[nn.Module, Account]:
+def perturbed_copy(network: nn.Module) -> tuple[nn.Module, ConversionReport]:
     """(a copy of the network whose layers can take noise for every example, the account)."""
     copied, found, account = convertible_copy(network, needed=False)
     for name, layer in found.items():
-        if takes_kernel(layer):
-            cut(layer, Perturbed).known_as = name
+        if can_take_kernel(layer):
+            convert_layer(layer, PerturbedLayer).known_as = name
             kind = "local reparametrisation, over positions flipout" if isinstance(layer, nn.Linear) else "flipout"
             account.converted[name] = f"noise for each example ({kind})"
         else:

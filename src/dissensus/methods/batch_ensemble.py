@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords, norm_parameters
-from dissensus.layers.call_order import ends, follow
-from dissensus.layers.conversion import CONVERTIBLE, convertible_copy, watch_reads
-from dissensus.layers.conversion_report import Account
-from dissensus.layers.modulated import Modulated, modulated
+from dissensus.layers.call_order import end_layers, trace_calls
+from dissensus.layers.conversion import CONVERTIBLE, convertible_copy, note_direct_reads
+from dissensus.layers.conversion_report import ConversionReport
+from dissensus.layers.modulated import ModulatedLayer, modulate_layer
 from dissensus.layers.modulation import Modulation
-from dissensus.methods.parts.embedded_posterior import EmbeddedPosterior, RegimeName, embed, gamma_of
+from dissensus.methods.parts.embedded_posterior import EmbeddedPosterior, RegimeName, embed, resolve_gamma
 from dissensus.utils.batch_norm_stats import statistics_names
-from dissensus.utils.checks import number, one_of, whole
+from dissensus.utils.checks import integer, number, one_of
 
 
 class BatchEnsemble(EmbeddedPosterior):
@@ -59,7 +59,7 @@ class BatchEnsemble(EmbeddedPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        whole("members", members)
+        integer("members", members)
         if not isinstance(modulation, Modulation):
             near = "or Modulation.normal(1, 0.1) to start close to a pretrained network"
             advice = f"pass Modulation.sign() for independent members, {near}"
@@ -67,7 +67,7 @@ class BatchEnsemble(EmbeddedPosterior):
         one_of("form", form, ("wen", "talk"))
         if modulation_lr is not None:
             number("modulation_lr", modulation_lr, least=0, hint="None takes the weights' rate")
-        gamma = gamma_of(regime, members, modulation.collectivity)
+        gamma = resolve_gamma(regime, members, modulation.collectivity)
         network, account, last = modulated_network(module, form=form, layers=layers)
         sizes = {name: factor for name, factor in network.named_parameters() if _is_factor(network, name)}
         factors = {
@@ -98,7 +98,7 @@ class BatchEnsemble(EmbeddedPosterior):
 
 def modulated_network(
     module: nn.Module, *, form: Literal["wen", "talk"], layers: Sequence[str] | None
-) -> tuple[nn.Module, Account, list[str]]:
+) -> tuple[nn.Module, ConversionReport, list[str]]:
     """(a copy of the module with neutral r and s, the account, the output layers).
 
     form="talk" leaves out the first r and the last s. First and last are counted over all linear and convolutional layers,
@@ -107,16 +107,18 @@ def modulated_network(
     network, found, account = convertible_copy(module, layers=layers)
     names = [name for name, part in network.named_modules() if isinstance(part, CONVERTIBLE)]
     names = [name for name in names if "reads its weight" not in account.left.get(name, "")]
-    followed = follow(network, names)
-    first, last = ends(names, followed)
+    followed = trace_calls(network, names)
+    first, last = end_layers(names, followed)
     for name, layer in found.items():
         wen = form == "wen"
-        cut_layer = modulated(layer, inputs=wen or name not in first, outputs=wen or name not in last, trained=True)
-        account.converted[name] = f"{cut_layer.done()}{watch_reads(name, cut_layer, followed)}"
+        cut_layer = modulate_layer(
+            layer, inputs=wen or name not in first, outputs=wen or name not in last, trained=True
+        )
+        account.converted[name] = f"{cut_layer.report_entry()}{note_direct_reads(name, cut_layer, followed)}"
     return network, account, last
 
 
-def own_tensors(network: nn.Module, account: Account, output_layers: Sequence[str]) -> set[int]:
+def own_tensors(network: nn.Module, account: ConversionReport, output_layers: Sequence[str]) -> set[int]:
     """Ids of the tensors besides r and s that each member has for itself: norm layers and the output bias.
 
     Also adds them to the account.
@@ -140,4 +142,4 @@ def own_tensors(network: nn.Module, account: Account, output_layers: Sequence[st
 
 def _is_factor(network: nn.Module, name: str) -> bool:
     layer, _, leaf = name.rpartition(".")
-    return leaf in ("r", "s") and isinstance(network.get_submodule(layer), Modulated)
+    return leaf in ("r", "s") and isinstance(network.get_submodule(layer), ModulatedLayer)

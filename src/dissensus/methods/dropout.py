@@ -8,16 +8,16 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
-from dissensus.core.drawn_functions import DrawnFunctions, described_outputs, mixture
+from dissensus.core.drawn_functions import DrawnFunctions, describe_outputs, join_families
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.locks import turn
-from dissensus.core.particles import KeptApart, Member, Particles, member_index, only
+from dissensus.core.locks import network_lock
+from dissensus.core.particles import Member, Particles, SingleMemberCache, member_index, single_member
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
-from dissensus.layers.masking import Masks, apply_mask, at_sites, dropout_sites, mask_shape
+from dissensus.layers.masking import Masks, apply_mask, change_at_sites, dropout_sites, mask_shape
 from dissensus.methods.parts.networks import Networks, NetworksPosterior
 from dissensus.numerics.randomness import next_seed
-from dissensus.utils.checks import share, whole
+from dissensus.utils.checks import fraction, integer
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import eval_mode
 
@@ -38,7 +38,7 @@ class MCDropout(NetworksPosterior):
     """
 
     name = "mc_dropout"
-    untrained = ("samples",)
+    draw_only_settings = ("samples",)
     seed: Tensor
 
     def __init__(
@@ -51,24 +51,24 @@ class MCDropout(NetworksPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, likelihood=likelihood, **prior)
-        self.rate = rate if rate is None else share("rate", rate, hint="0.1 is a usual one")
-        self.samples = whole("samples", samples)
+        self.rate = rate if rate is None else fraction("rate", rate, hint="0.1 is a usual one")
+        self.samples = integer("samples", samples)
         # Seed of the stored draw; −1 if none is stored.
         self.register_buffer("seed", torch.tensor(-1, dtype=torch.int64))
         self.sites = dropout_sites(self.particles.template.network, rate)
-        self._apart = KeptApart()
+        self._apart = SingleMemberCache()
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         if self.rate is None or not self.training:  # only the network's own dropout modules act
             return super().member_loss(params, buffers, batch)
 
-        def dropped(key: str, tensor: Tensor) -> Tensor:  # training: a new mask for every example
+        def drop_units(key: str, tensor: Tensor) -> Tensor:  # training: a new mask for every example
             name = key.rpartition("#")[0]
             keep = torch.rand(len(tensor), *mask_shape(layers[name], tensor), device=tensor.device) >= self.sites[name]
             return apply_mask(layers[name], tensor, keep, self.sites[name])
 
         def nll(member: Member) -> Tensor:
-            with at_sites(member.network, self.sites, dropped):
+            with change_at_sites(member.network, self.sites, drop_units):
                 return member.nll(batch)
 
         layers = dict(self.particles.template.network.named_modules())
@@ -78,9 +78,12 @@ class MCDropout(NetworksPosterior):
     def draw(self) -> DrawnFunctions:
         seed = int(self.seed) if int(self.seed) >= 0 else next_seed()
         several = self.particles.members > 1
-        return mixture(
-            DroppedFunctions(
-                only(self.particles, m) if several else self._apart(self.particles), self.sites, self.samples, seed + m
+        return join_families(
+            DropoutFunctions(
+                single_member(self.particles, m) if several else self._apart(self.particles),
+                self.sites,
+                self.samples,
+                seed + m,
             )
             for m in range(self.particles.members)
         )
@@ -90,7 +93,7 @@ class MCDropout(NetworksPosterior):
         self.seed.fill_(next_seed())
 
 
-class DroppedFunctions(DrawnFunctions):
+class DropoutFunctions(DrawnFunctions):
     """M functions of one network, each with its own dropout masks. Masks are computed from a seed and not stored."""
 
     def __init__(
@@ -104,68 +107,70 @@ class DroppedFunctions(DrawnFunctions):
         self.seed = seed
         self.sites = sites
         self.masks = Masks(particles.template.network, sites, samples, seed)
-        self._met: dict[tuple[Any, ...], Tensors] = {}
+        self._known_masks: dict[tuple[Any, ...], Tensors] = {}
         self.training = False  # the functions are fixed: the network's own dropout is off, masks are applied by hand
 
-    def each(self, function: Callable[..., Any], *args: Any) -> Any:
-        dropped = self._dropped(function)
-        with self.particles.turn(), eval_mode(self.particles, self.particles.template):
-            return self.particles.each(dropped, *args, varying=self._masks(function, *args), how="vectorised")
+    def map_members(self, function: Callable[..., Any], *args: Any) -> Any:
+        dropped = self._with_masks(function)
+        with self.particles.lock_network(), eval_mode(self.particles, self.particles.template):
+            return self.particles.map_members(dropped, *args, varying=self._masks(function, *args), how="vectorised")
 
     def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
-        dropped, particles = self._dropped(described_outputs), self.particles
+        dropped, particles = self._with_masks(describe_outputs), self.particles
 
-        def described(i: int) -> tuple[Tensor, ...]:
-            with particles.turn(), eval_mode(particles, particles.template):
-                mine = {key: keep[i] for key, keep in self._masks(described_outputs, x).items()}
-                return particles.call(dropped, *particles.at(0), mine, x)[0]  # type: ignore[no-any-return]
+        def describe_function(i: int) -> tuple[Tensor, ...]:
+            with particles.lock_network(), eval_mode(particles, particles.template):
+                mine = {key: keep[i] for key, keep in self._masks(describe_outputs, x).items()}
+                return particles.call(dropped, *particles.member_tensors(0), mine, x)[0]  # type: ignore[no-any-return]
 
-        return self.one_by_one(x, described)
+        return self.predict_one_by_one(x, describe_function)
 
-    def _dropped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_masks(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """function(member, *args), as a function that takes the masks before args."""
 
-        def dropped(member: Member, keep: Tensors, *args: Any) -> Any:
-            with at_sites(member.network, self.sites, lambda key, tensor: self.masks.apply(key, tensor, keep[key])):
+        def run_masked(member: Member, keep: Tensors, *args: Any) -> Any:
+            with change_at_sites(
+                member.network, self.sites, lambda key, tensor: self.masks.apply_at_site(key, tensor, keep[key])
+            ):
                 return function(member, *args)
 
-        return dropped
+        return run_masked
 
     def _masks(self, function: Callable[..., Any], *args: Any) -> Tensors:
         """Site and call -> masks (M, *features) of the sites that function passes; it is run once per input shape."""
-        shapes = tuple(tuple(tensor.shape[1:]) for x in args for tensor in batches.tensors(x))
-        if shapes not in self._met:
+        shapes = tuple(tuple(tensor.shape[1:]) for x in args for tensor in batches.input_tensors(x))
+        if shapes not in self._known_masks:
             met: Tensors = {}
 
-            def meet(key: str, tensor: Tensor) -> Tensor:
-                keep = self.masks.at(key, tensor)
+            def note_mask(key: str, tensor: Tensor) -> Tensor:
+                keep = self.masks.site_masks(key, tensor)
                 met[key] = keep if self.members == len(keep) else keep[self.rows]
                 return tensor
 
             def run(member: Member) -> Any:
-                with at_sites(member.network, self.sites, meet):
+                with change_at_sites(member.network, self.sites, note_mask):
                     return function(member, *args)
 
             particles = self.particles
             with torch.no_grad():
-                particles.call(run, *particles.at(0))
+                particles.call(run, *particles.member_tensors(0))
             if not met:
                 got = f"none of {', '.join(self.sites)} called: all functions would be equal"
                 raise ValueError(f"expected a network whose forward calls its dropout modules, got {got}")
-            self._met[shapes] = met
-        return self._met[shapes]
+            self._known_masks[shapes] = met
+        return self._known_masks[shapes]
 
     def member(self, index: int) -> nn.Module:
         network = self.particles.member(0)
         masks = Masks(network, self.sites, self.masks.members, self.masks.seed)
-        return DroppedNetwork(network, masks, self.rows.start + member_index(index, self.members))
+        return DropoutNetwork(network, masks, self.rows.start + member_index(index, self.members))
 
-    def cut(self, rows: slice) -> DrawnFunctions:
+    def build_subset(self, rows: slice) -> DrawnFunctions:
         mine = slice(self.rows.start + rows.start, self.rows.start + rows.stop)
-        return DroppedFunctions(self.particles, self.sites, self.masks.members, self.seed, mine)
+        return DropoutFunctions(self.particles, self.sites, self.masks.members, self.seed, mine)
 
 
-class DroppedNetwork(nn.Module):
+class DropoutNetwork(nn.Module):
     """One drawn function: the network in eval mode with one fixed set of units dropped."""
 
     def __init__(self, network: nn.Module, masks: Masks, index: int) -> None:
@@ -174,14 +179,17 @@ class DroppedNetwork(nn.Module):
         self.masks = masks
         self.index = index
 
-    def train(self, mode: bool = True) -> "DroppedNetwork":
+    def train(self, mode: bool = True) -> "DropoutNetwork":
         self.training = mode  # the function is fixed in either mode
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         def change(key: str, tensor: Tensor) -> Tensor:
-            return self.masks.apply(key, tensor, self.masks.at(key, tensor)[self.index])
+            return self.masks.apply_at_site(key, tensor, self.masks.site_masks(key, tensor)[self.index])
 
-        with turn(self.network), at_sites(self.network, self.masks.sites, change):  # hooks come and go with every call
+        with (
+            network_lock(self.network),
+            change_at_sites(self.network, self.masks.sites, change),
+        ):  # hooks come and go with every call
             outputs: Tensor = self.network(*args, **kwargs)
         return outputs

@@ -6,14 +6,14 @@ from torch import Tensor, nn
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
-from dissensus.layers.call_order import call_order, ends, follow
-from dissensus.layers.conversion import convertible_copy, watch_reads
+from dissensus.layers.call_order import call_order, end_layers, trace_calls
+from dissensus.layers.conversion import convertible_copy, note_direct_reads
 from dissensus.layers.factored import features
-from dissensus.layers.modulated import modulated
+from dissensus.layers.modulated import modulate_layer
 from dissensus.layers.modulation import Modulation
-from dissensus.methods.parts.embedded_posterior import EmbeddedPosterior, RegimeName, embed, gamma_of
+from dissensus.methods.parts.embedded_posterior import EmbeddedPosterior, RegimeName, embed, resolve_gamma
 from dissensus.utils.batch_norm_stats import statistics_names
-from dissensus.utils.checks import share, whole
+from dissensus.utils.checks import fraction, integer
 
 
 class DropoutEnsemble(EmbeddedPosterior):
@@ -45,12 +45,12 @@ class DropoutEnsemble(EmbeddedPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        whole("members", members)
-        share("keep", keep, hint="it is the share of units kept, usually 0.9")
-        gamma = 1.0 if regime == "auto" else gamma_of(regime, members, keep)
+        integer("members", members)
+        fraction("keep", keep, hint="it is the share of units kept, usually 0.9")
+        gamma = 1.0 if regime == "auto" else resolve_gamma(regime, members, keep)
         network, found, account = convertible_copy(module)
-        followed = follow(network, list(found))
-        stems = ends(list(found), followed)[0]
+        followed = trace_calls(network, list(found))
+        stems = end_layers(list(found), followed)[0]
         rest = [name for name in call_order(list(found), followed) if name not in stems]
         if not rest:
             got = ", ".join(stems) or "one"
@@ -60,12 +60,12 @@ class DropoutEnsemble(EmbeddedPosterior):
         law = Modulation.bernoulli(keep, 1 / keep)
         masks = {}
         for name in rest:
-            layer = modulated(found[name], inputs=True, outputs=False, trained=False)
+            layer = modulate_layer(found[name], inputs=True, outputs=False, trained=False)
             weight: Tensor = layer.weight
             size = features(layer)[0]
             masks[f"{name}.r"] = law.sample((members, size), dtype=weight.dtype, device=weight.device)
             what = f"masks of {size} {'channels' if weight.ndim > 2 else 'units'}"
-            account.converted[name] = f"{what}{watch_reads(name, layer, followed)}"
+            account.converted[name] = f"{what}{note_direct_reads(name, layer, followed)}"
         buffers = dict(network.named_buffers())
         own = {id(buffers[name]) for name in statistics_names(network)}
         particles = embed(network, masks, own, likelihood, members)

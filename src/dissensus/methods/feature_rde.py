@@ -11,15 +11,15 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Member, Particles
-from dissensus.core.posterior import left_as_found
+from dissensus.core.posterior import inference_context
 from dissensus.core.prior import PriorKeywords
-from dissensus.methods.parts.comparison_spaces import added_at, carried, differentiate
+from dissensus.methods.parts.comparison_spaces import add_to_output, attach_to_graph, differentiate
 from dissensus.methods.parts.repulsion_strength import RepellingPosterior, Repulsion
 from dissensus.methods.parts.stacked_posterior import StackedPosterior
-from dissensus.numerics.annealing import with_gradient_times
+from dissensus.numerics.annealing import scale_gradient
 from dissensus.numerics.eigen import Order, extreme_eigenvectors
-from dissensus.numerics.rbf_kernels import FLOOR, median, squared_distances, working
-from dissensus.utils.checks import number, one_of, whole
+from dissensus.numerics.rbf_kernels import FLOOR, median, squared_distances, to_kernel_precision
+from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.tensor_tree import Tensors
 
 
@@ -71,25 +71,23 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         super().__init__(modules, likelihood=likelihood, **prior)
         share_head(self.particles, layer=layer, head=head)
         self.layer, self.head = layer, head
-        self.projection = whole("projection", projection)
+        self.projection = integer("projection", projection)
         self.feature_prior = one_of("feature_prior", feature_prior, ("cauchy", "gaussian", "none"))
         self.prior_scale = number("prior_scale", prior_scale, above=0, hint='feature_prior="none" turns the prior off')
         self.order = one_of("order", order, ("largest", "smallest"))
         self.bandwidth = one_of("bandwidth", bandwidth, ("median", "squared"))
-        self.repel(repulsion, batch_size)
+        self.set_repulsion(repulsion, batch_size)
         self._feature_shapes: dict[tuple[Any, ...], torch.Size] = {}
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         # The head gets gradients from all M members; divide their sum by M.
         shared = self.particles.shared_parameters()
-        used = {
-            n: with_gradient_times(p, 1 / self.particles.everywhere) if n in shared else p for n, p in params.items()
-        }
-        if not self.coupled:
+        used = {n: scale_gradient(p, 1 / self.particles.total_members) if n in shared else p for n, p in params.items()}
+        if not self.is_coupled:
             return super().member_loss(params, buffers, batch)
 
         def at_feature(member: Member, shift: Tensor) -> tuple[Tensor, Tensor]:
-            with added_at(member.network, self.layer, shift) as seen:
+            with add_to_output(member.network, self.layer, shift) as seen:
                 nll = member.nll(batch)
             return nll, seen[0]
 
@@ -100,19 +98,21 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         some = next(iter(params.values()))
         zeros = torch.zeros(self._feature_shape(batch.x), dtype=some.dtype, device=some.device)
         (slope,), (nll, feature, after) = differentiate(of_shift, zeros)
-        z = {"features": feature, "slopes": carried(self.particles.exchange.weighed(slope), feature)}
+        z = {"features": feature, "slopes": attach_to_graph(self.particles.exchange.scale_by_fraction(slope), feature)}
         if batch.weight is not None:
-            z["weight"] = carried(batch.weight.to(feature.dtype), feature.flatten(1).sum(1))
+            z["weight"] = attach_to_graph(batch.weight.to(feature.dtype), feature.flatten(1).sum(1))
         return nll + self.penalty(params), z, after
 
     def couple(self, z: Any) -> Any:
         """∂ mean prior + c V ∇ log q at the features."""
         shape = z["features"].shape
         features = (
-            working(z["features"]).flatten(2) if len(shape) > 2 else working(z["features"])[:, :, None]
+            to_kernel_precision(z["features"]).flatten(2)
+            if len(shape) > 2
+            else to_kernel_precision(z["features"])[:, :, None]
         )  # (M, B, c)
-        slopes = working(z["slopes"]).reshape(features.shape)
-        w = working(z["weight"][0])[:, None] if "weight" in z else features.new_ones(shape[1], 1)  # (B, 1)
+        slopes = to_kernel_precision(z["slopes"]).reshape(features.shape)
+        w = to_kernel_precision(z["weight"][0])[:, None] if "weight" in z else features.new_ones(shape[1], 1)  # (B, 1)
         # Distances and gradients in the coordinates √w F: an example of weight two counts as two equal examples.
         root = w.sqrt()
         slopes = torch.where(root > 0, slopes / root, 0.0)
@@ -149,17 +149,17 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
 
     def _feature_shape(self, x: Inputs) -> torch.Size:
         """(B, ...) shape of the layer's output; found by running one member once per shape of x."""
-        key = tuple((tuple(t.shape), t.dtype) for t in batches.tensors(x))
+        key = tuple((tuple(t.shape), t.dtype) for t in batches.input_tensors(x))
         if key not in self._feature_shapes:
-            particles, row = self.particles, self.particles.rows().at(0)
+            particles, row = self.particles, self.particles.rows().member_row(0)
 
             def shape(member: Member) -> torch.Size:
                 after_layer: list[bool] = []  # one per call of the head; empty if other modules only read its weights
-                with added_at(member.network, self.layer, None) as seen:
+                with add_to_output(member.network, self.layer, None) as seen:
                     head = member.network.get_submodule(self.head)
                     handle = head.register_forward_pre_hook(lambda *_: after_layer.append(bool(seen)))
                     try:
-                        batches.call(member.network, x)
+                        batches.call_network(member.network, x)
                     finally:
                         handle.remove()
                 if after_layer and not any(after_layer):
@@ -167,7 +167,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
                     raise ValueError(f"expected a layer that runs before the head '{self.head}', got {got}")
                 return seen[0].shape
 
-            with left_as_found(self):
+            with inference_context(self):
                 params = {**particles.shared_parameters(), **row.own}
                 found, _ = particles.call(shape, params, {**particles.shared_buffers(), **row.buffers})
             self._feature_shapes[key] = found

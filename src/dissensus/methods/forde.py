@@ -14,7 +14,7 @@ from dissensus.methods.parts.input_gradients import InputGradientPosterior
 from dissensus.methods.parts.repulsion_strength import RepellingPosterior, Repulsion
 from dissensus.numerics.lengthscales import Lengthscales
 from dissensus.numerics.rbf_kernels import BANDWIDTHS, Bandwidth, input_gradient_force
-from dissensus.utils.checks import one_of, whole
+from dissensus.utils.checks import integer, one_of
 
 
 class FoRDE(RepellingPosterior, InputGradientPosterior):
@@ -62,8 +62,8 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
             raise TypeError(f"expected Lengthscales, got {type(lengthscales).__name__}; make pca_lengthscales(inputs)")
         super().__init__(modules, gradient=gradient, examples=examples, likelihood=likelihood, **prior)
         self.bandwidth = one_of("bandwidth", bandwidth, BANDWIDTHS)
-        self.repel(repulsion, batch_size)
-        self.every = whole("every", every)
+        self.set_repulsion(repulsion, batch_size)
+        self.every = integer("every", every)
         self.capturable = every == 1
         self.register_buffer("eigenvectors", None if lengthscales is None else lengthscales.eigenvectors.clone())
         self.register_buffer("precision", None if lengthscales is None else lengthscales.precision.clone())
@@ -87,15 +87,15 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
         return {name: force if name == "gradients" else torch.zeros_like(tensor) for name, tensor in z.items()}
 
     def before_step(self, batch: Batch) -> None:
-        if self.every > 1 and self.particles.everywhere > 1:
+        if self.every > 1 and self.particles.total_members > 1:
             # Decided here, on the host and before the step: the engines read `coupled` when they run the step.
-            self.acts = "couple" if int(self.steps) % self.every == 0 else None
+            self.interaction = "couple" if int(self.steps) % self.every == 0 else None
         super().before_step(batch)
 
     def check_batch(self, batch: Batch) -> None:
         super().check_batch(batch)
         dimension = input_dimension(batch.x)
-        if self.particles.everywhere > 1 and self.eigenvectors is not None and len(self.eigenvectors) != dimension:
+        if self.particles.total_members > 1 and self.eigenvectors is not None and len(self.eigenvectors) != dimension:
             got = f"{len(self.eigenvectors)}; make them from such inputs: pca_lengthscales(inputs)"
             raise ValueError(f"expected lengthscales of {dimension} dimensions for these inputs, got {got}")
 

@@ -14,11 +14,11 @@ from dissensus.core.likelihood import Classification, Likelihood, full_precision
 from dissensus.core.member import PREFIX
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
-from dissensus.methods.parts.comparison_spaces import carried, normal_of_step, outputs_as_points
+from dissensus.methods.parts.comparison_spaces import attach_to_graph, normal_from_step, outputs_as_points
 from dissensus.methods.parts.repulsion_strength import RepellingPosterior, Repulsion
-from dissensus.methods.parts.stacked_posterior import StackedPosterior, annealed
+from dissensus.methods.parts.stacked_posterior import StackedPosterior, annealing_weight
 from dissensus.numerics import score_estimates
-from dissensus.numerics.annealing import Annealing, annealing_or_constant, with_gradient_times
+from dissensus.numerics.annealing import Annealing, annealing_or_constant, scale_gradient
 from dissensus.numerics.rbf_kernels import squared_distances
 from dissensus.utils.checks import number, one_of
 from dissensus.utils.tensor_tree import Tensors
@@ -79,7 +79,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         if functional_prior and self.prior is None:
             raise ValueError("expected a prior with functional_prior=True, got none; pass weight_prior_std= or prior=")
         self.score = one_of("score", score, score_estimates.MATRICES)
-        self.repel(repulsion, batch_size)
+        self.set_repulsion(repulsion, batch_size)
         self.repel_at: str | InputBuffers
         if isinstance(repel_at, str):
             self.repel_at = one_of("repel_at", repel_at, ("batch", "noise"), hint="or pass your own inputs")
@@ -94,26 +94,26 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         self.annealing = annealing_or_constant(annealing)
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        if not self.coupled:
+        if not self.is_coupled:
             return super().member_loss(params, buffers, batch)
 
         def nll_and_outputs(member: Member) -> tuple[Tensor, Tensor]:
-            outputs = batches.call(member.network, batch.x)
+            outputs = batches.call_network(member.network, batch.x)
             nll = member.likelihood.nll(outputs, batch.y, batch.weight)
-            return nll + self._output_penalty(outputs, batch.weight), self._compared(outputs)
+            return nll + self._output_penalty(outputs, batch.weight), self._comparison_values(outputs)
 
         (nll, outputs), after = self.particles.call(nll_and_outputs, params, buffers)
         z = {"outputs": outputs_as_points(outputs, batch.weight)}
         # Batch norm normalises these inputs in training mode, but keeps its running statistics.
         if self.repel_at != "batch":
-            z["elsewhere"] = self._outputs(params, buffers, self._elsewhere(batch.x))
+            z["elsewhere"] = self._comparison_outputs(params, buffers, self._repulsion_inputs(batch.x))
             if self.repel_at == "noise":
                 z["elsewhere"] = outputs_as_points(z["elsewhere"], batch.weight)
         if self.functional_prior:
-            prior = self._outputs(self._prior_draw(params), buffers, batch.x)
-            z["prior"] = carried(outputs_as_points(prior, batch.weight), z["outputs"])
+            prior = self._comparison_outputs(self._prior_draw(params), buffers, batch.x)
+            z["prior"] = attach_to_graph(outputs_as_points(prior, batch.weight), z["outputs"])
         loss = nll if self.functional_prior else nll + self.penalty(params)
-        return with_gradient_times(loss, annealed(self, self.annealing)), z, after
+        return scale_gradient(loss, annealing_weight(self, self.annealing)), z, after
 
     def couple(self, z: Any) -> Any:
         """(∇ log q − a_t ∇ log p) / N at the outputs."""
@@ -126,15 +126,15 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         if "prior" in z:
             outputs, prior = z["outputs"], z["prior"]
             slope = score_estimates.spectral_stein_at(outputs.flatten(1), prior.flatten(1)).reshape(outputs.shape)
-            v["outputs"] = v["outputs"] - slope * annealed(self, self.annealing) / (self.data_size or 1)
+            v["outputs"] = v["outputs"] - slope * annealing_weight(self, self.annealing) / (self.data_size or 1)
         return v
 
     def check_batch(self, batch: Batch) -> None:
         super().check_batch(batch)
-        if self.coupled and isinstance(self.repel_at, InputBuffers):
+        if self.is_coupled and isinstance(self.repel_at, InputBuffers):
             self.output_shape(self.repel_at.inputs())  # raises if the network rejects them
 
-    def _compared(self, outputs: Tensor) -> Tensor:
+    def _comparison_values(self, outputs: Tensor) -> Tensor:
         outputs = full_precision(outputs)
         return outputs.softmax(1) if self.outputs == "probabilities" else outputs
 
@@ -146,27 +146,27 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         w = torch.ones_like(each) if weight is None else weight.to(each.dtype)
         return (w * each).sum() / w.sum().clamp(min=torch.finfo(w.dtype).tiny)
 
-    def _outputs(self, params: Tensors, buffers: Tensors, x: Inputs) -> Tensor:
-        outputs, _ = self.particles.call(lambda member: batches.call(member.network, x), params, buffers)
-        return self._compared(outputs)
+    def _comparison_outputs(self, params: Tensors, buffers: Tensors, x: Inputs) -> Tensor:
+        outputs, _ = self.particles.call(lambda member: batches.call_network(member.network, x), params, buffers)
+        return self._comparison_values(outputs)
 
-    def _elsewhere(self, x: Inputs) -> Inputs:
+    def _repulsion_inputs(self, x: Inputs) -> Inputs:
         if isinstance(self.repel_at, InputBuffers):
             return self.repel_at.inputs()
 
-        def noisy(tensor: Tensor) -> Tensor:
+        def add_noise(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
                 return tensor
-            size, here = self.particles.exchange.rows(len(tensor))
+            size, here = self.particles.exchange.batch_rows(len(tensor))
             like = tensor if size == len(tensor) else tensor.new_empty(size, *tensor.shape[1:])
-            drawn = normal_of_step(like, self.steps)
+            drawn = normal_from_step(like, self.steps)
             return tensor + self.noise * (drawn if like is tensor else drawn[here])
 
-        return batches.apply(x, noisy)
+        return batches.map_tensors(x, add_noise)
 
     def _prior_draw(self, params: Tensors) -> Tensors:
         """params with every trained tensor under the prior replaced by a draw from it."""
-        names, prior = self.with_prior(), self.prior
+        names, prior = self.names_with_prior(), self.prior
         assert prior is not None  # checked in the constructor
         drawn = {name: prior.draw(name.removeprefix(PREFIX), params[name]) for name in names}
         return {name: tensor.detach() for name, tensor in params.items()} | drawn
@@ -198,7 +198,7 @@ class InputBuffers(nn.Module):
 
     def inputs(self) -> Inputs:
         """The inputs, as they were given."""
-        return _formed(self.form, self.names, list(self.buffers()))
+        return _assemble_inputs(self.form, self.names, list(self.buffers()))
 
     def config(self) -> dict[str, Any]:
         """Structure, names, shapes and dtypes of the inputs, as JSON values."""
@@ -209,10 +209,10 @@ class InputBuffers(nn.Module):
     def skeleton(cls, config: dict[str, Any]) -> Self:
         """Zeros of these shapes, to be overwritten by the tensors of a file."""
         values = [torch.zeros(shape, dtype=getattr(torch, kind)) for shape, kind in config["tensors"]]
-        return cls(_formed(config["form"], config["names"], values))
+        return cls(_assemble_inputs(config["form"], config["names"], values))
 
 
-def _formed(form: str, names: Sequence[str], values: list[Tensor]) -> Inputs:
+def _assemble_inputs(form: str, names: Sequence[str], values: list[Tensor]) -> Inputs:
     if form == "dict":
         return dict(zip(names, values, strict=True))
     return tuple(values) if form == "tuple" else values[0]

@@ -25,7 +25,7 @@ from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.sampling_posterior import SamplingPosterior
 from dissensus.numerics.hamiltonian import Chains, sample_chains
 from dissensus.numerics.randomness import chain_generators, next_seed
-from dissensus.utils.checks import number, share, whole
+from dissensus.utils.checks import fraction, integer, number
 from dissensus.utils.tensor_tree import Tensors
 
 log = logging.getLogger("dissensus")
@@ -61,8 +61,8 @@ class HMC(SamplingPosterior):
 
     name = "hmc"
     needed = ("data_size",)
-    untrained = (
-        *SamplingPosterior.untrained,
+    draw_only_settings = (
+        *SamplingPosterior.draw_only_settings,
         *("every", "warmup", "leapfrog", "target_acceptance", "posterior_temperature", "budget", "seed", "first_chain"),
     )
     random = False
@@ -85,14 +85,14 @@ class HMC(SamplingPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
-        self.every = whole("every", every)
-        self.warmup = whole("warmup", warmup, hint="it chooses the step size")
-        self.leapfrog = whole("leapfrog", leapfrog)
-        self.target_acceptance = share("target_acceptance", target_acceptance)
+        self.every = integer("every", every)
+        self.warmup = integer("warmup", warmup, hint="it chooses the step size")
+        self.leapfrog = integer("leapfrog", leapfrog)
+        self.target_acceptance = fraction("target_acceptance", target_acceptance)
         self.posterior_temperature = number("posterior_temperature", posterior_temperature, above=0)
         self.budget = number("budget", budget, above=0)
-        self.seed = None if seed is None else whole("seed", seed, least=0)
-        self.first_chain = whole("first_chain", first_chain, least=0)
+        self.seed = None if seed is None else integer("seed", seed, least=0)
+        self.first_chain = integer("first_chain", first_chain, least=0)
         self.chains: Chains | None = None
 
     def fit_posthoc(self, loader: Iterable[Any]) -> Self:
@@ -101,11 +101,11 @@ class HMC(SamplingPosterior):
         The loader is read once and its batches are kept in memory. If it holds only part of the data, its mean loss
         still counts `data_size` times.
         """
-        check_loader(loader := self.whole(loader))
+        check_loader(loader := self.complete_loader(loader))
         self.check_network()
         if self.prior is None:
             log.warning("without a prior a chain may never converge; pass weight_prior_std= or prior=")
-        batch = whole_batch([self.take(each) for each in self.read(loader)])
+        batch = concatenate_batches([self.prepare_batch(each) for each in self.read(loader)])
         energy = Potential(self, batch)
         self._check_budget(energy.start.shape[1], batch.size)
         if not torch.equal(*(energy(energy.start)[0] for _ in range(2))):
@@ -128,9 +128,9 @@ class HMC(SamplingPosterior):
                 "chain %d accepts %.0f %% of its trajectories; if that is low, try more warm-up",
                 *(chain, 100 * acceptance),
             )
-        dtypes = {name: each.dtype for name, each in sampled(self.particles).stored.items()}
-        found = {name: rows.to(dtypes[name]) for name, rows in energy.tensors(self.chains.draws).items()}
-        self.stored = self._families(
+        dtypes = {name: each.dtype for name, each in sampled_weights(self.particles).stored.items()}
+        found = {name: rows.to(dtypes[name]) for name, rows in energy.split_flat(self.chains.draws).items()}
+        self.stored = self._make_families(
             {name: rows.clone(memory_format=torch.contiguous_format) for name, rows in found.items()}
         )
         self.uncalibrate("fit_posthoc")
@@ -143,7 +143,7 @@ class HMC(SamplingPosterior):
         raise ValueError("expected samples of a chain, got none; call fit_posthoc(loader) with the training data")
 
     def sampled_names(self) -> list[str]:
-        return list(sampled(self.particles).stored)
+        return list(sampled_weights(self.particles).stored)
 
     def _check_budget(self, parameters: int, examples: int) -> None:
         gradients = (self.warmup + self.samples * self.every) * self.leapfrog
@@ -161,37 +161,37 @@ class Potential:
         prior, particles = copy.deepcopy(posterior.prior), copy.deepcopy(posterior.particles)
         self.posterior = MAP(particles, prior=prior, data_size=posterior.data_size).double().eval()
         self.batch = batch.map(lambda each: each.double() if each.is_floating_point() else each)
-        self.weights = sampled(particles)
+        self.weights = sampled_weights(particles)
         assert posterior.data_size is not None  # a required argument
         self.scale = posterior.data_size / posterior.posterior_temperature
         self.start = self.weights.flat(torch.float64)
 
     @torch.no_grad()
     def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        for rows, part in zip(self.weights.rows().values(), self.tensors(position).values(), strict=True):
+        for rows, part in zip(self.weights.rows().values(), self.split_flat(position).values(), strict=True):
             rows.copy_(part)
         with torch.enable_grad():
-            found = objective.find(self.posterior, self.batch)
-        network = weights.parameters(self.posterior.particles).stored
+            found = objective.compute_gradients(self.posterior, self.batch)
+        network = weights.network_parameters(self.posterior.particles).stored
         names = {name: f"{PREFIX}{name}" if name in network else name for name in self.weights.stored}
-        gradients = self.weights.lifted({name: found.gradients[full] for name, full in names.items()})
+        gradients = self.weights.expand_members({name: found.gradients[full] for name, full in names.items()})
         flat = torch.cat([rows.reshape(len(position), -1) for rows in gradients.values()], dim=1)
         return self.scale * found.losses, self.scale * flat
 
-    def tensors(self, flat: Tensor) -> Tensors:
+    def split_flat(self, flat: Tensor) -> Tensors:
         """Name -> (M, …, *shape), cut from flat weights (M, …, P)."""
-        one = self.weights.one()
+        one = self.weights.first_member()
         parts = torch.split(flat, [each.numel() for each in one.values()], dim=-1)
         return {n: part.reshape(*flat.shape[:-1], *one[n].shape) for n, part in zip(one, parts, strict=True)}
 
 
-def sampled(particles: Particles) -> Weights:
+def sampled_weights(particles: Particles) -> Weights:
     """The trained parameters of networks and likelihood."""
-    found = weights.parameters(particles).joined(weights.of_likelihood(particles))
-    return found.only(lambda _, parameter: parameter.requires_grad)
+    found = weights.network_parameters(particles).merge_with(weights.likelihood_parameters(particles))
+    return found.filter_tensors(lambda _, parameter: parameter.requires_grad)
 
 
-def whole_batch(parts: list[Batch]) -> Batch:
+def concatenate_batches(parts: list[Batch]) -> Batch:
     """All examples of these batches in one."""
     if not parts:
         raise ValueError("expected at least one batch from the loader, got none; pass the training data")

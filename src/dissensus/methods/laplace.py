@@ -19,21 +19,21 @@ from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.input_checks import check_loader
 from dissensus.core.likelihood import Likelihood, log_prob_sum
 from dissensus.core.member import PREFIX
-from dissensus.core.particles import Particles, likelihood_of
-from dissensus.core.posterior import left_as_found
-from dissensus.core.prior import PriorKeywords, prior_of
-from dissensus.core.regression import doubt
-from dissensus.methods.parts.last_layer import LastLayer, gather, last_layer
+from dissensus.core.particles import Particles, copy_likelihood
+from dissensus.core.posterior import inference_context
+from dissensus.core.prior import PriorKeywords, make_prior
+from dissensus.core.regression import noise_warning
+from dissensus.methods.parts.last_layer import LastLayer, add_batch_curvature, last_layer
 from dissensus.methods.parts.last_layer_curvature import (
     Curvature,
     CurvatureSums,
     Precision,
     Structure,
-    chosen,
-    precision_or_name,
+    check_precision,
+    resolve_precision,
 )
 from dissensus.methods.parts.networks import Networks
-from dissensus.methods.parts.sampling_posterior import SamplingPosterior, by_network
+from dissensus.methods.parts.sampling_posterior import SamplingPosterior, stack_networks
 from dissensus.methods.parts.stored_draw import Families
 from dissensus.numerics.randomness import own_generator
 from dissensus.utils.checks import number, one_of
@@ -68,14 +68,14 @@ class Laplace(SamplingPosterior):
     """
 
     name = "laplace"
-    untrained = (
-        *SamplingPosterior.untrained,
+    draw_only_settings = (
+        *SamplingPosterior.draw_only_settings,
         *("structure", "covariance", "prior_precision", "posterior_temperature", "layer", "fitted"),
     )
-    of_draw = ("stored", "curvature")
+    draw_attributes = ("stored", "curvature")
     samples_frozen = True
     own_statistics = False  # batch norm comes before the last layer, so samples do not change its statistics
-    by_network = True  # the layers before the last one are stored once for all functions of a network
+    shares_unsampled = True  # the layers before the last one are stored once for all functions of a network
     curvature: nn.ModuleList | None  # one Curvature per network
 
     def __init__(
@@ -97,7 +97,7 @@ class Laplace(SamplingPosterior):
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
         self.structure: Structure = one_of("structure", structure, get_args(Structure))
         self.covariance = one_of("covariance", covariance, ("rows", "joint"))
-        self.prior_precision = precision_or_name(prior_precision)
+        self.prior_precision = check_precision(prior_precision)
         self.posterior_temperature = number("posterior_temperature", posterior_temperature, above=0)
         self.layer = layer
         self.curvature = None
@@ -118,19 +118,19 @@ class Laplace(SamplingPosterior):
                 that gives them the highest likelihood; a large factor leaves the network's own predictions. `ds.refresh` keeps
                 the choice; after `ds.load` call this again instead.
         """
-        check_loader(loader := self.whole(loader))
+        check_loader(loader := self.complete_loader(loader))
         if held_out is not None:
-            check_loader(held_out := self.whole(held_out))
-        prior_of(data_size=data_size)
+            check_loader(held_out := self.complete_loader(held_out))
+        make_prior(data_size=data_size)
         self.to(self.device)  # the parameters of the likelihood may be on another device than the network
-        self._known.doubt(doubt(self.particles))  # curvature and evidence depend on the noise
-        with left_as_found(self):
-            curvature, first, rows = self._gathered(loader, data_size or self.data_size)
+        self._known.warn_once(noise_warning(self.particles))  # curvature and evidence depend on the noise
+        with inference_context(self):
+            curvature, first, rows = self._gather_curvatures(loader, data_size or self.data_size)
         for each in curvature:
-            each.precision.fill_(chosen(self.prior_precision, each))
+            each.precision.fill_(resolve_precision(self.prior_precision, each))
         before, self.curvature = (self.curvature, self.stored), nn.ModuleList(curvature)
         try:
-            self.stored = self.drawn()
+            self.stored = self.sample_families()
             if held_out is not None:
                 self._scale_precision(held_out)
         except BaseException:
@@ -139,16 +139,16 @@ class Laplace(SamplingPosterior):
         self.uncalibrate("fit_posthoc")
         self._by_held_out = held_out is not None
         if held_out is None:
-            self._look_at(first, rows)
+            self._warn_if_unsure(first, rows)
         return self
 
     def store_draw(self, loader: Iterable[Any]) -> None:
-        kept = [curvature.precision.clone() for curvature in self._fitted()] if self._by_held_out else []
+        kept = [curvature.precision.clone() for curvature in self._fitted_curvatures()] if self._by_held_out else []
         self.fit_posthoc(loader)
         if kept:
-            for curvature, precision in zip(self._fitted(), kept, strict=True):
+            for curvature, precision in zip(self._fitted_curvatures(), kept, strict=True):
                 curvature.precision.copy_(precision)
-            self._draw_anew()
+            self._redraw()
             self._by_held_out = True
 
     def use_prior_precision(self, prior_precision: Precision) -> None:
@@ -156,14 +156,14 @@ class Laplace(SamplingPosterior):
 
         Needs no data.
         """
-        precision_or_name(prior_precision)
-        for curvature in self._fitted():
-            curvature.precision.fill_(chosen(prior_precision, curvature))
+        check_precision(prior_precision)
+        for curvature in self._fitted_curvatures():
+            curvature.precision.fill_(resolve_precision(prior_precision, curvature))
         self.prior_precision = prior_precision
-        self._draw_anew()
+        self._redraw()
         self.uncalibrate("another prior precision")
 
-    def _draw_anew(self) -> None:
+    def _redraw(self) -> None:
         """Replaces the stored draw by one with the present prior precisions."""
         assert self.stored is not None  # stored and dropped together with the curvature
         # The network may have been trained since: the new last layers get the earlier layers of the stored draw. Functions
@@ -173,28 +173,28 @@ class Laplace(SamplingPosterior):
             own = copy.deepcopy(family.own)
             for name, sampled in samples.items():
                 own.get_buffer(f"{PREFIX}{name}").copy_(sampled[m])
-            families.append(Particles(family.copied_template(), own=own, shared=family.shared, members=family.members))
+            families.append(Particles(family.copy_template(), own=own, shared=family.shared, members=family.members))
         self.stored = Families(families)
 
     def _scale_precision(self, held_out: Iterable[Any]) -> None:
         """Multiplies the prior precisions by the factor under which held-out rows are likeliest, and draws anew."""
-        precisions = [curvature.precision.clone() for curvature in self._fitted()]
+        precisions = [curvature.precision.clone() for curvature in self._fitted_curvatures()]
 
         def use(factor: float) -> None:
-            for curvature, precision in zip(self._fitted(), precisions, strict=True):
+            for curvature, precision in zip(self._fitted_curvatures(), precisions, strict=True):
                 curvature.precision.copy_(factor * precision)
-            self._draw_anew()
+            self._redraw()
 
         def score(factor: float) -> float:
             use(factor)
-            return self._mean_log_prob(self.draw(), map(self.take, self.read(held_out, anywhere=True)))
+            return self._mean_log_prob(self.draw(), map(self.prepare_batch, self.read(held_out, anywhere=True)))
 
         scores = [score(factor) for factor in FACTORS]
         if any(map(math.isnan, scores)):
             raise ValueError("expected held-out rows that count, got none on a later reading; pass a loader with data")
         use(FACTORS[scores.index(max(scores))])
 
-    def _look_at(self, batch: Batch, rows: float) -> None:
+    def _warn_if_unsure(self, batch: Batch, rows: float) -> None:
         """Warns where the batch, of the training data, is much less likely under the draw than under the network."""
         outputs = self.samples * self.particles.members * math.prod(self.output_shape(batch.x)[1:])
         most, size = max(1, NUMBERS // outputs), batch.size
@@ -202,7 +202,9 @@ class Laplace(SamplingPosterior):
         network, fitted = (self._mean_log_prob(functions, [some]) for functions in (self.current(), self.draw()))
         # Where −log p is quadratic, the mean over W ~ N(W*, T (G + δ)⁻¹) costs T/2 tr G (G + δ)⁻¹ of all rows; the log of
         # a mean is no less than the mean of logs.
-        effective = fmean(float((c.eigenvalues / (c.eigenvalues + c.precision)).sum()) for c in self._fitted())
+        effective = fmean(
+            float((c.eigenvalues / (c.eigenvalues + c.precision)).sum()) for c in self._fitted_curvatures()
+        )
         if network - fitted > LOST + 0.5 * self.posterior_temperature * effective / rows:
             log.warning(
                 "Laplace gives its own training rows a mean log-probability of %.3f, the network alone %.3f: it is too unsure, "
@@ -214,7 +216,7 @@ class Laplace(SamplingPosterior):
     def _mean_log_prob(self, functions: DrawnFunctions, batches: Iterable[Batch]) -> float:
         """Mean over rows that count of the log-probability of targets under the functions' mixture."""
         total = weight = torch.zeros((), dtype=torch.float64, device=self.device)
-        with left_as_found(self):
+        with inference_context(self):
             for batch in batches:
                 found, counted = log_prob_sum(self.likelihood, functions.predict(batch.x), batch.y, batch.weight)
                 total, weight = total + found, weight + counted
@@ -223,7 +225,7 @@ class Laplace(SamplingPosterior):
     @property
     def precision(self) -> float:
         """δ in use: as given, or chosen by the evidence; the mean over a list of networks."""
-        return fmean(float(curvature.precision) for curvature in self._fitted())
+        return fmean(float(curvature.precision) for curvature in self._fitted_curvatures())
 
     def log_marginal_likelihood(self, prior_precision: float | Tensor | None = None) -> Tensor:
         """() log evidence of the training data, in nats; (M,) for a list of networks.
@@ -235,7 +237,7 @@ class Laplace(SamplingPosterior):
         """
         if prior_precision is not None and not isinstance(prior_precision, Tensor):
             number("prior_precision", prior_precision, above=0)
-        curvatures = self._fitted()
+        curvatures = self._fitted_curvatures()
         given = [c.precision if prior_precision is None else prior_precision for c in curvatures]
         each = [
             c.log_marginal_likelihood(torch.as_tensor(precision).to(c.precision))
@@ -246,30 +248,32 @@ class Laplace(SamplingPosterior):
     @property
     def mean(self) -> Tensors:
         """Name -> mean of the last layer's weight or bias; (M, ...) for a list of networks."""
-        means = torch.stack([curvature.mean for curvature in self._fitted()])
-        return self.plain(self._last().tensors(means))
+        means = torch.stack([curvature.mean for curvature in self._fitted_curvatures()])
+        return self.public_tensors(self._fitted_layer().tensors(means))
 
     @property
     def variance(self) -> Tensors:
         """Name -> marginal variance of the last layer's weight or bias; (M, ...) for a list of networks."""
-        variances = self.posterior_temperature * torch.stack([each.variance() for each in self._fitted()])
-        return self.plain(self._last().tensors(variances))
+        variances = self.posterior_temperature * torch.stack([each.variance() for each in self._fitted_curvatures()])
+        return self.public_tensors(self._fitted_layer().tensors(variances))
 
     def sampled_names(self) -> list[str]:
-        return [] if self.curvature is None else list(self._last().parameters)
+        return [] if self.curvature is None else list(self._fitted_layer().parameters)
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
-        curvatures, last = self._fitted(), self._last()
+        curvatures, last = self._fitted_curvatures(), self._fitted_layer()
 
         def around(m: int) -> Tensors:
             mean = curvatures[m].mean
             noise = torch.randn(samples, *mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
-            deviations = curvatures[m].joint(noise) if self.covariance == "joint" else curvatures[m].by_rows(noise)
+            deviations = (
+                curvatures[m].sample_joint(noise) if self.covariance == "joint" else curvatures[m].sample_rows(noise)
+            )
             return last.tensors(mean + math.sqrt(self.posterior_temperature) * deviations)
 
-        return by_network(around, self.particles.members)
+        return stack_networks(around, self.particles.members)
 
-    def _gathered(self, loader: Iterable[Any], data_size: int | None) -> tuple[list[Curvature], Batch, float]:
+    def _gather_curvatures(self, loader: Iterable[Any], data_size: int | None) -> tuple[list[Curvature], Batch, float]:
         """(the curvature of each network, scaled to `data_size` examples, the first batch, the number of examples).
 
         Prior precisions are not chosen yet.
@@ -279,14 +283,14 @@ class Laplace(SamplingPosterior):
         members = (
             [(self.network, self.likelihood)]
             if held
-            else [(particles.member(m), likelihood_of(particles, m)) for m in range(particles.members)]
+            else [(particles.member(m), copy_likelihood(particles, m)) for m in range(particles.members)]
         )
         gathered: list[tuple[CurvatureSums, LastLayer, Tensor]] = []
         seen, first = 0.0, None
         for given in self.read(loader, anywhere=True):
             if given.size == 0:
                 continue
-            batch = self.take(given)
+            batch = self.prepare_batch(given)
             first = batch if first is None else first
             for network, _ in members[len(gathered) :]:
                 last = last_layer(network, batch.x, self.layer)
@@ -294,31 +298,31 @@ class Laplace(SamplingPosterior):
                 gathered.append((CurvatureSums(self.structure, mean.shape[0], mean.shape[1], self.device), last, mean))
             seen += batch.size * (1.0 if batch.weight is None else float(batch.weight.double().mean()))
             for (network, likelihood), (sums, last, _) in zip(members, gathered, strict=True):
-                gather(sums, network, likelihood, last, batch)
+                add_batch_curvature(sums, network, likelihood, last, batch)
         if first is None or not bool(gathered[0][0].weight > 0):
             raise ValueError("expected at least one example with a weight above 0, got none; pass the training loader")
         if data_size is not None:
             for sums, _, _ in gathered:
                 torch._foreach_mul_([*sums.sums, sums.log_likelihood, sums.weight], data_size / seen)
         curvatures = [
-            Curvature.of(sums, mean, layer=list(network.modules()).index(last.layer))
+            Curvature.from_sums(sums, mean, layer=list(network.modules()).index(last.layer))
             for (network, _), (sums, last, mean) in zip(members, gathered, strict=True)
         ]
         return curvatures, first, float(gathered[0][0].weight)
 
-    def _last(self) -> LastLayer:
-        return self._layer(int(self._fitted()[0].layer))
+    def _fitted_layer(self) -> LastLayer:
+        return self._layer_at(int(self._fitted_curvatures()[0].layer))
 
-    def _layer(self, number: int) -> LastLayer:
+    def _layer_at(self, number: int) -> LastLayer:
         """Module number `number` with the first network's parameters (a stack's template has empty ones)."""
         name, layer = list(self.network.named_modules())[number]
-        one = self.built_with.one()
+        one = self.built_with.first_member()
         under = f"{name}." if name else ""
         return LastLayer(
             name, layer, {f"{under}{k}": one[f"{under}{k}"] for k, _ in layer.named_parameters(recurse=False)}
         )
 
-    def _fitted(self) -> list[Curvature]:
+    def _fitted_curvatures(self) -> list[Curvature]:
         if self.curvature is None:
             raise ValueError("expected a fitted Laplace, got one that has seen no data; call fit_posthoc(loader)")
         return list(self.curvature)  # type: ignore[arg-type]
@@ -326,7 +330,7 @@ class Laplace(SamplingPosterior):
     def config(self) -> dict[str, Any]:
         return {
             **super().config(),
-            "fitted": None if self.curvature is None else int(self._fitted()[0].layer),
+            "fitted": None if self.curvature is None else int(self._fitted_curvatures()[0].layer),
         }
 
     @classmethod
@@ -335,11 +339,11 @@ class Laplace(SamplingPosterior):
         plain = {key: value for key, value in config.items() if key != "fitted"}
         posterior = super().skeleton(network, {**plain, "stored": None}, likelihood)
         if fitted is not None:
-            last, members = posterior._layer(fitted), posterior.particles.members
+            last, members = posterior._layer_at(fitted), posterior.particles.members
             shape = last.matrix(last.parameters).shape
             blanks = (Curvature.blank(posterior.structure, *shape, layer=fitted) for _ in range(members))
             posterior.curvature = nn.ModuleList(blanks)
-            posterior.stored = posterior._blank(config["stored"])
+            posterior.stored = posterior._blank_families(config["stored"])
         return posterior
 
     def blank_draw(self, state: Tensors) -> Families:

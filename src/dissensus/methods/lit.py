@@ -10,7 +10,7 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
 from dissensus.methods.parts.comparison_spaces import Gradient
 from dissensus.methods.parts.input_gradients import InputGradientPosterior
-from dissensus.numerics.rbf_kernels import directions, working
+from dissensus.numerics.rbf_kernels import directions, to_kernel_precision
 from dissensus.utils.checks import number
 
 
@@ -55,7 +55,7 @@ class LIT(InputGradientPosterior):
 
 def squared_cosines(gradients: Tensor, weight: Tensor | None = None) -> Tensor:
     """(M,) Σ_{j≠i} mean_b cos²(g_ib, sg[g_jb]) of input gradients (M, B, D); weight (B,) weighs the mean."""
-    unit = directions(working(gradients)).transpose(0, 1)  # (B, M, D)
+    unit = directions(to_kernel_precision(gradients)).transpose(0, 1)  # (B, M, D)
     squares = (unit @ unit.detach().transpose(1, 2)).square()  # (B, M, M)
     itself = torch.eye(squares.shape[1], dtype=torch.bool, device=squares.device)
     squares = squares.masked_fill(itself, 0.0).sum(2)  # (B, M)

@@ -22,55 +22,57 @@ from dissensus.core.member import PREFIX
 from dissensus.core.member_runner import first_line
 from dissensus.core.parameter_groups import Group
 from dissensus.core.particles import Member, Particles
-from dissensus.core.posterior import left_as_found
-from dissensus.core.prior import GaussianPrior, PriorKeywords, prior_of, under
-from dissensus.layers.conversion import uncut
+from dissensus.core.posterior import inference_context
+from dissensus.core.prior import GaussianPrior, PriorKeywords, make_prior, names_under_prior
+from dissensus.layers.conversion import restore_plain_layers
 from dissensus.layers.factored import Kernel
-from dissensus.layers.nodes import placed, watched
-from dissensus.layers.weight_noise import Perturbed, Spread, perturbed_copy
-from dissensus.methods.parts.networks import cut_again, networks_to_cut
-from dissensus.methods.parts.node_batches import repeated_inputs
-from dissensus.methods.parts.node_latents import raw_std
-from dissensus.methods.parts.sampling_posterior import SamplingPosterior, by_network
-from dissensus.methods.parts.stacked_posterior import annealed
+from dissensus.layers.nodes import record_outputs, use_layer_latents
+from dissensus.layers.weight_noise import PerturbedLayer, WeightSpread, perturbed_copy
+from dissensus.methods.parts.networks import networks_to_convert, rebuild_converted
+from dissensus.methods.parts.node_batches import repeat_inputs
+from dissensus.methods.parts.node_latents import inverse_softplus
+from dissensus.methods.parts.sampling_posterior import SamplingPosterior, stack_networks
+from dissensus.methods.parts.stacked_posterior import annealing_weight
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
-from dissensus.numerics.flat_weights import wide
-from dissensus.numerics.randomness import same_random_state
-from dissensus.utils.checks import number, whole
-from dissensus.utils.tensor_tree import Tensors, TensorTree, ties
+from dissensus.numerics.flat_weights import at_least_float32
+from dissensus.numerics.randomness import preserve_random_state
+from dissensus.utils.checks import integer, number
+from dissensus.utils.tensor_tree import Tensors, TensorTree, tied_names
 
 LOOKS = 8
 
 
-def still_growing(posterior: Any, loader: Iterable[Any], names: Sequence[str]) -> bool:
+def is_still_growing(posterior: Any, loader: Iterable[Any], names: Sequence[str]) -> bool:
     """Whether σ = softplus(ρ) clearly still grows, measured on one batch; `names`: the tensors ρ of a member."""
     annealing: Annealing = posterior.annealing
     if annealing.schedule != "constant" and (annealing.steps or posterior.run_length) is None:
         return False  # β is unknown before a run begins
     with (
-        left_as_found(posterior),
-        same_random_state(posterior.device),
+        inference_context(posterior),
+        preserve_random_state(posterior.device),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        batch, weight = next(iter(posterior.read(loader)), None), float(annealed(posterior, annealing))
+        batch, weight = next(iter(posterior.read(loader)), None), float(annealing_weight(posterior, annealing))
         if batch is None or weight == 0:
             return False
         try:
-            found = [growth(posterior, posterior.take(batch), names) for _ in range(LOOKS)]
+            found = [deviation_growth(posterior, posterior.take(batch), names) for _ in range(LOOKS)]
         except torch.OutOfMemoryError:  # a batch that fits in half precision may not fit here
             return False
     each = torch.stack(found) / weight
     return float(each.mean() - 2 * each.std() / LOOKS**0.5) > 0.5
 
 
-def growth(posterior: Any, batch: Batch, names: Sequence[str]) -> Tensor:
+def deviation_growth(posterior: Any, batch: Batch, names: Sequence[str]) -> Tensor:
     """() −N ∂loss/∂log σ / T, mean over weights: 0 at the optimum, 1 where σ is too small for data or prior to matter."""
     params, buffers = posterior.particles.at(0)
     fixed = {name: each.detach() for name, each in params.items()}
     raw = {name: fixed[name].clone().requires_grad_() for name in names}
     slopes = torch.autograd.grad(posterior.member_loss(fixed | raw, buffers, batch)[0], list(raw.values()))
-    each = [wide(g * F.softplus(r) / r.sigmoid()) for g, r in zip(slopes, raw.values(), strict=True)]  # by log σ
+    each = [
+        at_least_float32(g * F.softplus(r) / r.sigmoid()) for g, r in zip(slopes, raw.values(), strict=True)
+    ]  # by log σ
     mean = torch.cat([values.flatten() for values in each]).mean().detach()
     found: Tensor = -posterior.data_size / posterior.posterior_temperature * mean
     return found
@@ -125,17 +127,21 @@ class MeanFieldVI(SamplingPosterior):
         number("init_std", init_std, above=0)
         if prior.get("prior") is None and prior.get("weight_prior_std") is None:
             prior["weight_prior_std"] = 1.0
-        each, one = networks_to_cut(networks)
+        each, one = networks_to_convert(networks)
         cut = [perturbed_copy(network) for network in each]
         latents, first = TensorTree(), cut[0][0]
         trained = {name: p for name, p in first.named_parameters() if p.requires_grad}
-        spread = [name for name in trained if name in under(_gaussian(prior_of(**prior)), first, trained)]
-        for name in spread:
-            latents.plant(f"{name}.raw_std", nn.Parameter(raw_std(torch.full_like(trained[name].detach(), init_std))))
+        spread_names = [
+            name for name in trained if name in names_under_prior(_expect_gaussian(make_prior(**prior)), first, trained)
+        ]
+        for name in spread_names:
+            latents.add_tensor(
+                f"{name}.raw_std", nn.Parameter(inverse_softplus(torch.full_like(trained[name].detach(), init_std)))
+            )
         given = first if one else [network for network, _ in cut]
         super().__init__(given, samples=samples, likelihood=likelihood, latents=latents, **prior)
-        self.spread, self.account = spread, cut[0][1]
-        self.init_std, self.train_samples = init_std, whole("train_samples", train_samples)
+        self.spread, self.account = spread_names, cut[0][1]
+        self.init_std, self.train_samples = init_std, integer("train_samples", train_samples)
         self.posterior_temperature = number("posterior_temperature", posterior_temperature, above=0)
         self.annealing = annealing_or_constant(annealing)
         self.deviation_lr = None if deviation_lr is None else number("deviation_lr", deviation_lr, above=0)
@@ -146,16 +152,16 @@ class MeanFieldVI(SamplingPosterior):
     # ------------------------------------------------------------------ the objective
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        std = {name: F.softplus(params[_raw(name)]) for name in self.spread}
+        std = {name: F.softplus(params[_raw_std_name(name)]) for name in self.spread}
         total: Tensor | float = 0.0
         for _ in range(self.train_samples):
             noise = {name: each * torch.randn_like(each) for name, each in std.items()}
             # This one draw is used wherever noise is not drawn per example, also for weights read outside their layer.
             drawn = {**params, **{PREFIX + name: params[PREFIX + name] + each for name, each in noise.items()}}
-            spreads = [_spread(layer, params, std, noise) for layer in self._layers]
+            spreads = [_layer_spread(layer, params, std, noise) for layer in self._layers]
 
-            def nll(member: Member, spreads: list[Spread] = spreads) -> Tensor:
-                with placed([member.network.get_submodule(name) for name in self._layers], spreads):
+            def nll(member: Member, spreads: list[WeightSpread] = spreads) -> Tensor:
+                with use_layer_latents([member.network.get_submodule(name) for name in self._layers], spreads):
                     return member.nll(batch)
 
             value, buffers = self.particles.call(nll, drawn, buffers)
@@ -163,46 +169,50 @@ class MeanFieldVI(SamplingPosterior):
         assert self.data_size is not None  # checked in the constructor
         mean = {name: params[PREFIX + name] for name in self.spread}
         cost = self._cross_entropy(mean, std) - self.posterior_temperature * _entropy(std)
-        return total + annealed(self, self.annealing) * cost / self.data_size, (), buffers
+        return total + annealing_weight(self, self.annealing) * cost / self.data_size, (), buffers
 
     def _cross_entropy(self, mean: Tensors, std: Tensors) -> Tensor:
         """() H[q, p] = Σ ½ log 2πs² + (μ² + σ²) / 2s²."""
-        prior, terms = _gaussian(self.prior), []
+        prior, terms = _expect_gaussian(self.prior), []
         for name in self.spread:
             scale = prior.deviation(name)
             assert scale is not None  # checked before the step
-            squares = (wide(mean[name]).square() + wide(std[name]).square()).sum()
+            squares = (at_least_float32(mean[name]).square() + at_least_float32(std[name]).square()).sum()
             terms.append(squares / (2 * scale**2) + 0.5 * math.log(2 * math.pi * scale**2) * mean[name].numel())
         return torch.stack(terms).sum()
 
     def before_step(self, batch: Batch) -> None:
         super().before_step(batch)
-        covered = {name.removeprefix(PREFIX) for name in self.with_prior()}
+        covered = {name.removeprefix(PREFIX) for name in self.names_with_prior()}
         if not covered.issuperset(self.spread):
             lost = next(name for name in self.spread if name not in covered)
             advice = "its deviation would grow without bound: call use_prior(GaussianPrior(std))"
             raise ValueError(f"expected a Gaussian prior on every learned deviation, got none on '{lost}'; {advice}")
-        shapes = tuple(tensor.shape[1:] for tensor in batches.tensors(batch.x))
-        if shapes not in self._apart and batches.size(batch.x):
-            with left_as_found(self):
-                self._apart[shapes] = found = self._passed_once(batch.x)
+        shapes = tuple(tensor.shape[1:] for tensor in batches.input_tensors(batch.x))
+        if shapes not in self._apart and batches.count_examples(batch.x):
+            with inference_context(self):
+                self._apart[shapes] = found = self._layers_called_once(batch.x)
             for name in self.account.converted.keys() - found:
                 del self.account.converted[name]
                 shared = "one weight draw per batch: tied, or not called exactly once per example"
-                self.account.left[name] = shared if self._has_spread(name) else "a point estimate: frozen, or no prior"
+                self.account.left[name] = (
+                    shared if self._has_deviation(name) else "a point estimate: frozen, or no prior"
+                )
         self._layers = self._apart.get(shapes, [])
 
-    def _passed_once(self, x: Inputs) -> list[str]:
+    def _layers_called_once(self, x: Inputs) -> list[str]:
         """Layers that every example passes once, for any batch size, and that share no tensor with another layer.
 
         In other layers noise per example would be wrong: a layer that is called twice must use the same weights twice.
         """
         particles = self.particles
-        tied = {each for pair in ties(particles.template.network).items() for each in pair}
+        tied = {each for pair in tied_names(particles.template.network).items() for each in pair}
         names = [
             name
             for name, layer in particles.template.network.named_modules()
-            if isinstance(layer, Perturbed) and not tied.intersection(_tensors(name)) and self._has_spread(name)
+            if isinstance(layer, PerturbedLayer)
+            and not tied.intersection(_tensor_names(name))
+            and self._has_deviation(name)
         ]
 
         def lengths(rows: int) -> list[list[int]]:
@@ -210,16 +220,16 @@ class MeanFieldVI(SamplingPosterior):
 
             def run(member: Member) -> list[list[int]]:
                 layers: Any = [member.network.get_submodule(name) for name in names]
-                with watched(layers):
-                    batches.call(member.network, repeated_inputs(x, rows, first=1))
+                with record_outputs(layers):
+                    batches.call_network(member.network, repeat_inputs(x, rows, first=1))
                     return [[len(outputs) for outputs, _ in layer.seen] for layer in layers]
 
-            found: list[list[int]] = particles.call(run, *particles.at(0))[0]
+            found: list[list[int]] = particles.call(run, *particles.member_tensors(0))[0]
             return found
 
         try:
             two, three = lengths(2), lengths(3)
-            with same_random_state(self.device):
+            with preserve_random_state(self.device):
                 particles.train()  # in training mode a layer may be called more often
                 training = lengths(3)
         except Exception as error:  # some networks fail on a batch of one example repeated two or three times
@@ -233,30 +243,30 @@ class MeanFieldVI(SamplingPosterior):
             if each[:2] == [[2], [3]] and each[2] in ([], [3])
         ]
 
-    def _has_spread(self, layer: str) -> bool:
-        return any(name in self.spread for name in _tensors(layer))
+    def _has_deviation(self, layer: str) -> bool:
+        return any(name in self.spread for name in _tensor_names(layer))
 
     # ------------------------------------------------------------------ the posterior over weights
 
     @property
     def mean(self) -> Tensors:
         """Name -> μ; (M, ...) for a list of networks."""
-        return self.plain(self.trained.only(lambda name, _: name in self.spread).rows())
+        return self.public_tensors(self.trained.filter_tensors(lambda name, _: name in self.spread).rows())
 
     @property
     def variance(self) -> Tensors:
         """Name -> σ²; (M, ...) for a list of networks."""
-        return self.plain({name: std.square() for name, std in self._deviations().items()})
+        return self.public_tensors({name: std.square() for name, std in self._deviations().items()})
 
     def kl(self) -> Tensor:
         """() KL(q ‖ p) in nats, not divided by N; (M,) for a list of networks."""
-        return self._of_each(lambda mean, std: self._cross_entropy(mean, std) - _entropy(std))
+        return self._per_network(lambda mean, std: self._cross_entropy(mean, std) - _entropy(std))
 
     def entropy(self) -> Tensor:
         """() H[q] in nats; (M,) for a list of networks."""
-        return self._of_each(lambda _, std: _entropy(std))
+        return self._per_network(lambda _, std: _entropy(std))
 
-    def _of_each(self, function: Any) -> Tensor:
+    def _per_network(self, function: Any) -> Tensor:
         means, stds = self.trained.rows(), self._deviations()
         each = [
             function({n: means[n][m] for n in self.spread}, {n: stds[n][m] for n in self.spread})
@@ -267,7 +277,7 @@ class MeanFieldVI(SamplingPosterior):
     def _deviations(self) -> Tensors:
         """Name -> (M, ...) σ, detached."""
         own, shared = self.particles.own_parameters(), self.particles.shared_parameters()
-        raw = {name: own[key] if (key := _raw(name)) in own else shared[key][None] for name in self.spread}
+        raw = {name: own[key] if (key := _raw_std_name(name)) in own else shared[key][None] for name in self.spread}
         return {name: F.softplus(each.detach()) for name, each in raw.items()}
 
     def groups(self) -> list[Group]:
@@ -279,7 +289,7 @@ class MeanFieldVI(SamplingPosterior):
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         super().store_draw(loader)
-        if still_growing(self, loader, list(map(_raw, self.spread))):
+        if is_still_growing(self, loader, list(map(_raw_std_name, self.spread))):
             found = torch.cat([each.flatten() for each in self._deviations().values()]).median()
             log.warning(
                 "the standard deviations have not converged: their median is %.2g (%.2g at the start) and still grows; "
@@ -303,48 +313,48 @@ class MeanFieldVI(SamplingPosterior):
                 found[name] = mean + std * torch.randn(samples, *std.shape, **like)
             return found
 
-        return by_network(around, self.particles.members)
+        return stack_networks(around, self.particles.members)
 
     def current(self) -> DrawnFunctions:
         """The networks with the mean weights."""
-        return MemberFunctions(self.particles, ordinary=uncut)
+        return MemberFunctions(self.particles, ordinary=restore_plain_layers)
 
-    def _family(self, samples: Tensors, networks: slice) -> Particles:
-        family = super()._family(samples, networks)
-        uncut(family.template.network)
+    def _make_family(self, samples: Tensors, networks: slice) -> Particles:
+        family = super()._make_family(samples, networks)
+        restore_plain_layers(family.template.network)
         return family
 
     # ------------------------------------------------------------------ state and files
 
-    def given(self) -> nn.Module:
-        return uncut(self.particles.member(0))
+    def plain_network(self) -> nn.Module:
+        return restore_plain_layers(self.particles.member(0))
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
-        posterior = cut_again(cls, network, config, likelihood, of_draw=("once", "stored"))
+        posterior = rebuild_converted(cls, network, config, likelihood, of_draw=("once", "stored"))
         if config["stored"]:
-            posterior.stored = posterior._blank(config["stored"])
+            posterior.stored = posterior._blank_families(config["stored"])
         return posterior
 
 
-def _gaussian(prior: Any) -> GaussianPrior:
+def _expect_gaussian(prior: Any) -> GaussianPrior:
     if not isinstance(prior, GaussianPrior):
         raise TypeError(f"expected a GaussianPrior, whose KL has a closed form, got {prior!r}; pass weight_prior_std=")
     return prior
 
 
-def _spread(layer: str, params: Tensors, std: Tensors, noise: Tensors) -> Spread:
-    weight, bias = _tensors(layer)
+def _layer_spread(layer: str, params: Tensors, std: Tensors, noise: Tensors) -> WeightSpread:
+    weight, bias = _tensor_names(layer)
     mean = Kernel(params[PREFIX + weight], params.get(PREFIX + bias))
-    return Spread(mean, (std.get(weight), std.get(bias)), (noise.get(weight), noise.get(bias)))
+    return WeightSpread(mean, (std.get(weight), std.get(bias)), (noise.get(weight), noise.get(bias)))
 
 
-def _raw(name: str) -> str:
+def _raw_std_name(name: str) -> str:
     """Name of the parameter that holds a tensor's standard deviations before softplus."""
     return f"latents.{name}.raw_std"
 
 
-def _tensors(layer: str) -> tuple[str, str]:
+def _tensor_names(layer: str) -> tuple[str, str]:
     """Names of a layer's weight and bias."""
     under = f"{layer}." if layer else ""
     return f"{under}weight", f"{under}bias"
@@ -353,4 +363,4 @@ def _tensors(layer: str) -> tuple[str, str]:
 def _entropy(std: Tensors) -> Tensor:
     """() H[q] = Σ ½ log 2πe σ²."""
     constant = 0.5 * math.log(2 * math.pi * math.e)
-    return torch.stack([wide(each).log().sum() + constant * each.numel() for each in std.values()]).sum()
+    return torch.stack([at_least_float32(each).log().sum() + constant * each.numel() for each in std.values()]).sum()

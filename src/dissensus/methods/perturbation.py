@@ -7,9 +7,9 @@ import torch
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords, norm_parameters
 from dissensus.methods.parts.networks import Networks
-from dissensus.methods.parts.sampling_posterior import SamplingPosterior, by_network
+from dissensus.methods.parts.sampling_posterior import SamplingPosterior, stack_networks
 from dissensus.utils.checks import number
-from dissensus.utils.dtensor import cut, joined
+from dissensus.utils.dtensor import gather_full_tensor, shard_like
 from dissensus.utils.tensor_tree import Tensors
 
 
@@ -28,8 +28,8 @@ class GaussianPerturbation(SamplingPosterior):
     """
 
     name = "gaussian_perturbation"
-    by_parts = True
-    untrained = (*SamplingPosterior.untrained, "noise")
+    can_shard = True
+    draw_only_settings = (*SamplingPosterior.draw_only_settings, "noise")
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class GaussianPerturbation(SamplingPosterior):
             found = {}
             for name in self.sampled_names():
                 stored = rows[name][m]
-                weight = joined(stored)
+                weight = gather_full_tensor(stored)
                 # In float16 squares overflow above 256 and are 0 below 2e-4: no noise at all.
                 scale = self.noise * weight.to(torch.promote_types(weight.dtype, torch.float32)).square().mean().sqrt()
                 like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device, "generator": generator}
                 epsilon = torch.randn(samples, *weight.shape, **like)
                 drawn = (weight + scale * epsilon.to(scale.dtype)).to(weight.dtype)  # (S, ...)
-                found[name] = cut(drawn, stored, before=1)
+                found[name] = shard_like(drawn, stored, before=1)
             return found
 
-        return by_network(around, self.particles.members)
+        return stack_networks(around, self.particles.members)

@@ -20,7 +20,7 @@ from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.trajectory import Snapshots
 from dissensus.methods.snapshots import LastSnapshots, SnapshotEnsemble
 from dissensus.numerics.randomness import chain_generators, next_seed
-from dissensus.utils.checks import number, share, whole
+from dissensus.utils.checks import fraction, integer, number
 
 log = logging.getLogger("dissensus")
 
@@ -62,7 +62,7 @@ class Langevin(Optimizer):
         moving = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         factor, hot = self.phase()
         halted: Tensor | None = getattr(self, "found_inf", None)
-        for (parameter, group), noise in zip(moving, self._noise([each for each, _ in moving]), strict=True):
+        for (parameter, group), noise in zip(moving, self._chain_noise([each for each, _ in moving]), strict=True):
             state, rate = self.state[parameter], group["lr"] * factor
             before = state.get("velocity")
             before = torch.zeros_like(parameter) if before is None else before
@@ -79,7 +79,7 @@ class Langevin(Optimizer):
             else:
                 state["velocity"] = velocity
 
-    def _noise(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def _chain_noise(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """ξ for each parameter. A chain's numbers come from its own generator and do not depend on the other chains."""
         chains = len(self.generators)
         sizes = [each.numel() // chains for each in parameters]
@@ -109,10 +109,10 @@ class CycleSnapshots(Snapshots):
         self.cycles = max(cycles, 1)
 
     @property
-    def upcoming(self) -> bool:
-        _, _, began, steps = self._planned()
-        if self._waiting or not steps:
-            return super().upcoming
+    def reads_next_step(self) -> bool:
+        _, _, began, steps = self._read_plan()
+        if self._is_waiting or not steps:
+            return super().reads_next_step
         done = int(self.observed) - began
         cycles = min(self.cycles, steps)
         cycle = min(done * cycles // steps, cycles - 1)
@@ -122,7 +122,7 @@ class CycleSnapshots(Snapshots):
         every, left = max(1, room // max(1, each)), end - 1 - done
         return left % every == 0 and 0 <= left < min(room, each * every)
 
-    def position(self) -> tuple[Tensor, Tensor]:
+    def cycle_position(self) -> tuple[Tensor, Tensor]:
         """(share of the present cycle done before the next step, whether a run has begun), both ()."""
         began, steps = self.plan[2], self.plan[3]
         done = (self.observed.value - began) * self.cycles
@@ -171,15 +171,15 @@ class SGHMC(SnapshotEnsemble):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, members=members, likelihood=likelihood, **prior)
-        self.cycles = whole("cycles", cycles, least=0)
-        self.exploration = share("exploration", exploration)
+        self.cycles = integer("cycles", cycles, least=0)
+        self.exploration = fraction("exploration", exploration)
         self.lr = number("lr", lr, above=0)
         self.friction = number("friction", friction, above=0, most=1)
         self.posterior_temperature = number("posterior_temperature", posterior_temperature, least=0)
-        self.seed = None if seed is None else whole("seed", seed, least=0)
-        self.first_chain = whole("first_chain", first_chain, least=0)
+        self.seed = None if seed is None else integer("seed", seed, least=0)
+        self.first_chain = integer("first_chain", first_chain, least=0)
         self.recorder = LastSnapshots(
-            self.recorded, CycleSnapshots(members, cycles=cycles, tail=exploration), kept=members
+            self.recorded_weights, CycleSnapshots(members, cycles=cycles, tail=exploration), kept=members
         )
 
     def default_optimizer(self) -> Langevin:
@@ -202,7 +202,7 @@ class SGHMC(SnapshotEnsemble):
         """(factor of the rate, 1 with noise or 0 without) for the next step, () each; both 1 before a run begins."""
         snapshots = self.recorder.snapshots
         assert isinstance(snapshots, CycleSnapshots)
-        position, begun = snapshots.position()
+        position, begun = snapshots.cycle_position()
         if not self.cycles:
             return torch.ones_like(position), torch.ones_like(position)
         cosine = 0.5 * (1 + torch.cos(math.pi * position))

@@ -16,7 +16,7 @@ from dissensus.core.weights import Weights
 from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.recording_posterior import RecordingPosterior, SnapshotRecorder
 from dissensus.methods.parts.trajectory import Snapshots, cosine_cycles
-from dissensus.utils.checks import whole
+from dissensus.utils.checks import integer
 from dissensus.utils.tensor_tree import Tensors, TensorTree
 
 
@@ -28,7 +28,7 @@ class LastSnapshots(SnapshotRecorder):
         self.kept = kept
         self.recorded = TensorTree()
         for name, rows in self.weights.rows().items():
-            self.recorded.plant(name, rows.new_zeros(len(rows), kept, *rows.shape[1:]))  # (M, K, ...)
+            self.recorded.add_tensor(name, rows.new_zeros(len(rows), kept, *rows.shape[1:]))  # (M, K, ...)
 
     def with_members(self) -> list[tuple[Tensor, int]]:
         return [(tensor, 0) for tensor in self.recorded.buffers()]
@@ -39,7 +39,7 @@ class LastSnapshots(SnapshotRecorder):
             recorded[name][:, row] = rows
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
-        taken = self.taken()
+        taken = self.snapshot_count()
         held = torch.arange(max(0, taken - self.kept), taken) % self.kept  # in the order of the run
         return {name: rows[:, held] for name, rows in self.recorded.named_buffers()}
 
@@ -71,15 +71,15 @@ class SnapshotEnsemble(RecordingPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        super().__init__(networks, samples=whole("members", members), likelihood=likelihood, **prior)
+        super().__init__(networks, samples=integer("members", members), likelihood=likelihood, **prior)
         self.start, self.every = start, every
         snapshots = Snapshots(start, every, wanted=members, tail=0.0)
-        self.recorder = LastSnapshots(self.recorded, snapshots, kept=members)
+        self.recorder = LastSnapshots(self.recorded_weights, snapshots, kept=members)
 
-    def recorded(self) -> Weights:
+    def recorded_weights(self) -> Weights:
         """Trained parameters, learned noise and buffers, looked up anew: moving a network replaces its buffers."""
-        noise = named.of_likelihood(self.particles)
-        return super().recorded().joined(named.buffers(self.particles)).joined(noise)
+        noise = named.likelihood_parameters(self.particles)
+        return super().recorded_weights().merge_with(named.network_buffers(self.particles)).merge_with(noise)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Nothing to do: the members are stored, with their batch statistics."""

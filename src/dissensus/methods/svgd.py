@@ -11,8 +11,8 @@ from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Likelihood, full_precision
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
-from dissensus.methods.parts.comparison_spaces import carried, differentiate, outputs_as_points, weights
-from dissensus.methods.parts.stacked_posterior import StackedPosterior, annealed
+from dissensus.methods.parts.comparison_spaces import attach_to_graph, differentiate, outputs_as_points, trained_tensors
+from dissensus.methods.parts.stacked_posterior import StackedPosterior, annealing_weight
 from dissensus.numerics import score_estimates
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.rbf_kernels import squared_distances
@@ -51,8 +51,8 @@ class SVGD(StackedPosterior):
     ) -> None:
         super().__init__(modules, likelihood=likelihood, **prior)
         self.space = one_of("space", space, ("weight", "function"))
-        if self.acts is not None:
-            self.acts = "mix" if space == "weight" else "couple"
+        if self.interaction is not None:
+            self.interaction = "mix" if space == "weight" else "couple"
         self.annealing = annealing_or_constant(annealing)
 
     # ------------------------------------------------------------------ weight space: gradients are mixed
@@ -60,10 +60,10 @@ class SVGD(StackedPosterior):
     def mix(self, gradients: Tensors) -> Tensors:
         """−φ/N = (1/M) [a_t K g + G/N], g the gradients of the mean loss."""
         own = self.particles.own_parameters()
-        z = weights({name: tensor.detach() for name, tensor in own.items()}, own)
+        z = trained_tensors({name: tensor.detach() for name, tensor in own.items()}, own)
         kernel, h = score_estimates.kernel_and_bandwidth(squared_distances(z))
         count, size = self.particles.members, self.data_size or 1
-        driving = score_estimates.apply_matrix(kernel * (annealed(self, self.annealing) / count), gradients)
+        driving = score_estimates.apply_matrix(kernel * (annealing_weight(self, self.annealing) / count), gradients)
         slopes = score_estimates.slopes(kernel, h) / (count * size)
         repulsion = score_estimates.apply_matrix(slopes, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
         return {**driving, **{name: force + driving.get(name, 0.0) for name, force in repulsion.items()}}
@@ -71,14 +71,14 @@ class SVGD(StackedPosterior):
     # ------------------------------------------------------------------ function space: slopes at the outputs are mixed
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        if not self.coupled:
+        if not self.is_coupled:
             return super().member_loss(params, buffers, batch)
 
         def slope(member: Member) -> tuple[Tensor, Tensor, Tensor]:
-            outputs = full_precision(batches.call(member.network, batch.x))
+            outputs = full_precision(batches.call_network(member.network, batch.x))
             nll = member.likelihood.nll(outputs, batch.y, batch.weight)
             (u,), _ = differentiate(lambda f: (member.likelihood.nll(f, batch.y, batch.weight), ()), outputs.detach())
-            return nll, outputs, carried(self.particles.exchange.weighed(u), outputs)
+            return nll, outputs, attach_to_graph(self.particles.exchange.scale_by_fraction(u), outputs)
 
         (nll, outputs, u), buffers = self.particles.call(slope, params, buffers)
         z = {"outputs": outputs, "points": outputs_as_points(outputs, batch.weight), "slopes": u}
@@ -96,7 +96,7 @@ class SVGD(StackedPosterior):
         u, points = z["slopes"], z["points"]
         kernel, h = score_estimates.kernel_and_bandwidth(squared_distances(points))
         count, size = self.particles.members, self.data_size or 1
-        driving = kernel * (annealed(self, self.annealing) / count)
+        driving = kernel * (annealing_weight(self, self.annealing) / count)
         repulsion = score_estimates.apply_matrix(
             score_estimates.slopes(kernel, h) / (count * size), points - points.mean(0)
         )

@@ -19,11 +19,11 @@ from dissensus.core.weights import Weights
 from dissensus.kernels.multi_tensor import Chunks
 from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.recording_posterior import RecordingPosterior, SnapshotRecorder
-from dissensus.methods.parts.sampling_posterior import by_network
+from dissensus.methods.parts.sampling_posterior import stack_networks
 from dissensus.methods.parts.trajectory import Snapshots
 from dissensus.numerics.flat_weights import unflatten
-from dissensus.utils.checks import number, whole
-from dissensus.utils.dtensor import cut, cut_last, here, is_divided, joined
+from dissensus.utils.checks import integer, number
+from dissensus.utils.dtensor import gather_full_tensor, is_divided, local_part, shard_last_axis, shard_like
 from dissensus.utils.tensor_tree import Tensors
 
 
@@ -31,7 +31,7 @@ class MeanRecorder(SnapshotRecorder):
     """The mean of the snapshots of each network."""
 
     mean_vector: Tensor
-    by_parts = True
+    can_shard = True
 
     def __init__(self, source: Callable[[], Weights], snapshots: Snapshots) -> None:
         super().__init__(source, snapshots)
@@ -45,9 +45,9 @@ class MeanRecorder(SnapshotRecorder):
         if number == 1:  # also after `begin` has reset an earlier run
             self.mean_vector.zero_()
         if not self.record_fused(number):
-            self.move(self.weights.flat(self.mean_vector.dtype), number)
+            self.update_mean(self.weights.flat(self.mean_vector.dtype), number)
 
-    def move(self, weights: Tensor, number: int) -> Tensor:
+    def update_mean(self, weights: Tensor, number: int) -> Tensor:
         """Updates the mean with snapshot `number`; returns (M, P) the weights minus the mean before."""
         # mean_n = mean + (w − mean)/n. Not (n·mean + w)/(n + 1), which rounds: the mean of equal snapshots is their value.
         step = weights - self.mean_vector
@@ -69,7 +69,7 @@ class MeanRecorder(SnapshotRecorder):
             for at, each in zip(places, rows.values(), strict=False)
             for m in range(len(mean))
         ]
-        swapped = [channels_last(weight) for _, weight in given]
+        swapped = [channels_last_axes(weight) for _, weight in given]
         table = [[at for at, _ in given], [i for i, _ in swapped], [k for _, k in swapped]]
         if (0, 0) in swapped or not self._chunks.find([weight for _, weight in given], rows=table, on=on):
             return False
@@ -78,16 +78,16 @@ class MeanRecorder(SnapshotRecorder):
         return True
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
-        self.taken()
-        one = self.weights.one()
+        self.snapshot_count()
+        one = self.weights.first_member()
 
         def around(m: int) -> Tensors:
-            drawn = unflatten(joined(self.drawn(m, samples, generator)), one)
-            return {name: cut(each, one[name], before=1) for name, each in drawn.items()}  # (S, ...)
+            drawn = unflatten(gather_full_tensor(self.sample_network(m, samples, generator)), one)
+            return {name: shard_like(each, one[name], before=1) for name, each in drawn.items()}  # (S, ...)
 
-        return by_network(around, len(self.mean_vector))
+        return stack_networks(around, len(self.mean_vector))
 
-    def drawn(self, m: int, samples: int, generator: torch.Generator | None) -> Tensor:
+    def sample_network(self, m: int, samples: int, generator: torch.Generator | None) -> Tensor:
         """(S, P) weights around those of network m."""
         return self.mean_vector[m].expand(samples, -1).clone()
 
@@ -118,7 +118,7 @@ class GaussianRecorder(MeanRecorder):
         if self.record_fused(number, self.square_sum, last):
             return
         weights = self.weights.flat(self.mean_vector.dtype)  # (M, P)
-        step = self.move(weights, number)
+        step = self.update_mean(weights, number)
         deviation = weights.sub_(self.mean_vector)  # from the mean so far, this snapshot included, as in the paper
         self.square_sum.addcmul_(step, deviation)  # not E[w²] − mean², which rounds: equal snapshots have variance 0
         last.copy_(deviation)
@@ -127,21 +127,21 @@ class GaussianRecorder(MeanRecorder):
         """(M, P) variance over the snapshots (divisor n)."""
         return self.square_sum / max(int(self.snapshots.taken), 1)
 
-    def drawn(self, m: int, samples: int, generator: torch.Generator | None) -> Tensor:
-        held = min(self.taken(), len(self.deviations))
+    def sample_network(self, m: int, samples: int, generator: torch.Generator | None) -> Tensor:
+        held = min(self.snapshot_count(), len(self.deviations))
         # eq. (1): w = mean + √scale (Σ_diag^½ z₁ + D z₂ / √(held − 1)). One z₂ for all tensors of a network: it carries the
         # correlations between layers. The divisor counts what is held; the authors' code has the largest rank there.
         mean, like = self.mean_vector[m], dict[str, Any](dtype=self.mean_vector.dtype, device=self.mean_vector.device)
-        found = cut_last(torch.empty(samples, len(mean), **like).normal_(generator=generator), mean)
-        noise = here(found)  # every process draws that of all weights
-        noise *= here((self.square_sum[m] / self.taken()).sqrt())
+        found = shard_last_axis(torch.empty(samples, len(mean), **like).normal_(generator=generator), mean)
+        noise = local_part(found)  # every process draws that of all weights
+        noise *= local_part((self.square_sum[m] / self.snapshot_count()).sqrt())
         z = torch.randn(samples, held, generator=generator, **like)
-        noise.addmm_(z, here(self.deviations[:held, m]), alpha=max(held - 1, 1) ** -0.5)
-        noise.mul_(self.scale**0.5).add_(here(mean))
+        noise.addmm_(z, local_part(self.deviations[:held, m]), alpha=max(held - 1, 1) ** -0.5)
+        noise.mul_(self.scale**0.5).add_(local_part(mean))
         return found
 
 
-def channels_last(tensor: Tensor) -> tuple[int, int]:
+def channels_last_axes(tensor: Tensor) -> tuple[int, int]:
     """(I, K): the axes swapped in memory, as kernel "snapshot" takes them; (1, 1) if contiguous, (0, 0) in other layouts."""
     if tensor.numel() >= 2**31:
         return (0, 0)
@@ -168,7 +168,7 @@ class SWAG(RecordingPosterior):
     """
 
     name = "swag"
-    untrained = (*RecordingPosterior.untrained, "scale")
+    draw_only_settings = (*RecordingPosterior.draw_only_settings, "scale")
     recorder: GaussianRecorder
 
     def __init__(
@@ -184,20 +184,22 @@ class SWAG(RecordingPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
-        self.rank, self.start, self.every = whole("rank", rank), start, every
+        self.rank, self.start, self.every = integer("rank", rank), start, every
         self.scale = number("scale", scale, least=0, hint="the paper uses 0.5; 0 gives the mean alone")
         snapshots = Snapshots(start, every, wanted=2 * rank)
-        self.recorder = GaussianRecorder(self.recorded, snapshots, rank=rank, scale=scale)
+        self.recorder = GaussianRecorder(self.recorded_weights, snapshots, rank=rank, scale=scale)
 
     @property
     def mean(self) -> Tensors:
         """Name -> mean over the snapshots; of a list of networks (M, ...)."""
-        return self.plain(unflatten(joined(self.recorder.mean_vector), self.trained.one()))
+        return self.public_tensors(
+            unflatten(gather_full_tensor(self.recorder.mean_vector), self.trained.first_member())
+        )
 
     @property
     def variance(self) -> Tensors:
         """Name -> variance over the snapshots (divisor n), the diagonal part before scaling; of a list (M, ...)."""
-        return self.plain(unflatten(joined(self.recorder.variance()), self.trained.one()))
+        return self.public_tensors(unflatten(gather_full_tensor(self.recorder.variance()), self.trained.first_member()))
 
 
 class SWA(RecordingPosterior):
@@ -224,12 +226,14 @@ class SWA(RecordingPosterior):
     ) -> None:
         super().__init__(networks, samples=1, likelihood=likelihood, **prior)
         self.start, self.every = start, every
-        self.recorder = MeanRecorder(self.recorded, Snapshots(start, every, wanted=40))
+        self.recorder = MeanRecorder(self.recorded_weights, Snapshots(start, every, wanted=40))
 
     @property
     def mean(self) -> Tensors:
         """Name -> mean over the snapshots; of a list of networks (M, ...)."""
-        return self.plain(unflatten(joined(self.recorder.mean_vector), self.trained.one()))
+        return self.public_tensors(
+            unflatten(gather_full_tensor(self.recorder.mean_vector), self.trained.first_member())
+        )
 
     def config(self) -> dict[str, Any]:
         return {key: value for key, value in super().config().items() if key != "samples"}

@@ -19,10 +19,10 @@ from dissensus.core.weights import Weights
 from dissensus.methods.parts.kalman import Drift, WeightFilters
 from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.recording_posterior import RecordingPosterior
-from dissensus.methods.parts.sampling_posterior import by_network
+from dissensus.methods.parts.sampling_posterior import stack_networks
 from dissensus.numerics.flat_weights import state_dtype
-from dissensus.utils.checks import number, one_of, whole
-from dissensus.utils.dtensor import cut, joined
+from dissensus.utils.checks import integer, number, one_of
+from dissensus.utils.dtensor import gather_full_tensor, shard_like
 from dissensus.utils.tensor_tree import Tensors
 
 log = logging.getLogger("dissensus")
@@ -59,7 +59,7 @@ class TRADI(RecordingPosterior):
     # the least loss of NLL over both (benchmarks/tradi_schedule.py): half of the rate is too much for MNIST.
     floor = 0.1
     recorder: "KalmanRecorder"
-    untrained = (*RecordingPosterior.untrained, "covariance", "correlation", "features", "bandwidth")
+    draw_only_settings = (*RecordingPosterior.draw_only_settings, "covariance", "correlation", "features", "bandwidth")
 
     def __init__(
         self,
@@ -85,17 +85,17 @@ class TRADI(RecordingPosterior):
             "measurement_noise": _filter_noise("measurement_noise", measurement_noise, above=0),
             "drift": one_of("drift", drift, get_args(Drift)),
             "init": one_of("init", init, get_args(Init)),
-            "features": whole("features", features),
+            "features": integer("features", features),
             "bandwidth": number("bandwidth", bandwidth, least=0),
         }
         self._norms = norm_parameters(self.network)
-        if not self.recorded().stored:
+        if not self.recorded_weights().stored:
             raise ValueError("expected trainable weights outside norm layers, got none; set requires_grad on some")
-        self.recorder = KalmanRecorder(self.recorded, self.settings)
+        self.recorder = KalmanRecorder(self.recorded_weights, self.settings)
 
-    def recorded(self) -> Weights:
+    def recorded_weights(self) -> Weights:
         """All trained parameters except those of normalisation layers."""
-        return super().recorded().only(lambda name, _: name not in self._norms)
+        return super().recorded_weights().filter_tensors(lambda name, _: name not in self._norms)
 
     @property
     def filters(self) -> WeightFilters:
@@ -105,16 +105,16 @@ class TRADI(RecordingPosterior):
     @property
     def mean(self) -> Tensors:
         """Name -> μ, or the value of a parameter that is not tracked; (M, ...) for a list of networks."""
-        return self.plain({**self.built_with.rows(), **self.built_with.lifted(self.filters.mean)})
+        return self.public_tensors({**self.built_with.rows(), **self.built_with.expand_members(self.filters.mean)})
 
     @property
     def variance(self) -> Tensors:
         """Name -> s, or 0 for a parameter that is not tracked; (M, ...) for a list of networks."""
         zeros = {name: torch.zeros_like(rows) for name, rows in self.built_with.rows().items()}
-        return self.plain({**zeros, **self.built_with.lifted(self.filters.variance)})
+        return self.public_tensors({**zeros, **self.built_with.expand_members(self.filters.variance)})
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
-        if self.ready and (share := self.filters.memory_of_start) > 0.05:
+        if self.ready and (share := self.filters.start_influence) > 0.05:
             log.warning(
                 "TRADI has observed %d steps, and %.0f %% of its mean still come from the initial weights; train longer, or "
                 "raise state_noise",
@@ -133,37 +133,37 @@ class KalmanRecorder(Recorder):
     `settings`: the arguments of TRADI.
     """
 
-    by_parts = True
+    can_shard = True
 
     def __init__(self, source: Callable[[], Weights], settings: Mapping[str, Any]) -> None:
         super().__init__(source)
         self.settings = settings
         filters = {key: settings[key] for key in ("state_noise", "measurement_noise", "drift")}
         self.filters = WeightFilters(self.weights.stored, **filters)
-        self._start()
+        self._start_filters()
 
     def with_members(self) -> list[tuple[Tensor, int]]:
         both = (self.filters.mean, self.filters.variance)
         return [(tensor, 0) for each in both for name, tensor in each.items() if name in self.weights.own]
 
     def begin(self, steps: int, *, done: int = 0) -> None:
-        self._start_here()
+        self._start_if_unready()
 
     def begin_unmeasured(self, epochs: int) -> None:
-        self._start_here()
+        self._start_if_unready()
 
-    def _start_here(self) -> None:
+    def _start_if_unready(self) -> None:
         if not self.ready:  # weights may have been loaded into the network since the constructor ran
-            self._start()
+            self._start_filters()
 
-    def _start(self) -> None:
+    def _start_filters(self) -> None:
         stored = self.weights.stored
         if self.settings["init"] == "current":
             # Not the paper's start (mean 0, variance 2/fan_in): the filters need about a thousand steps to forget it.
             self.filters.start(stored, dict.fromkeys(stored, 0.0))
         else:
             zeros = {name: torch.zeros_like(weight) for name, weight in stored.items()}
-            self.filters.start(zeros, {name: 2 / fan for name, fan in fan_in(self.weights.one()).items()})
+            self.filters.start(zeros, {name: 2 / fan for name, fan in fan_in(self.weights.first_member()).items()})
 
     def observe(self, optimizer: Optimizer) -> None:
         self.filters.step(optimizer)
@@ -175,31 +175,36 @@ class KalmanRecorder(Recorder):
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
         if not self.ready:
             raise ValueError("expected observed steps, got none; train with fit, or call observe(optimizer) each step")
-        means, variances = self.weights.lifted(self.filters.mean), self.weights.lifted(self.filters.variance)
+        means, variances = (
+            self.weights.expand_members(self.filters.mean),
+            self.weights.expand_members(self.filters.variance),
+        )
         rows = self.weights.rows()
 
         def around(m: int) -> Tensors:
             drawn = {}
-            for names in self._correlated():
-                flat = torch.cat([joined(rows[name][m]).flatten() for name in names])
-                noise = torch.stack([self._noise(flat, generator) for _ in range(samples)])  # (S, K)
+            for names in self._correlated_groups():
+                flat = torch.cat([gather_full_tensor(rows[name][m]).flatten() for name in names])
+                noise = torch.stack([self._correlated_noise(flat, generator) for _ in range(samples)])  # (S, K)
                 parts = torch.split(noise, [rows[name][m].numel() for name in names], dim=1)
                 for name, part in zip(names, parts, strict=True):
-                    deviation = part.view(samples, *rows[name].shape[1:]) * joined(variances[name][m]).sqrt()
-                    found = (joined(means[name][m]) + deviation).to(rows[name].dtype)
-                    drawn[name] = cut(found, rows[name][m], before=1)
+                    deviation = (
+                        part.view(samples, *rows[name].shape[1:]) * gather_full_tensor(variances[name][m]).sqrt()
+                    )
+                    found = (gather_full_tensor(means[name][m]) + deviation).to(rows[name].dtype)
+                    drawn[name] = shard_like(found, rows[name][m], before=1)
             return drawn
 
-        return by_network(around, self.weights.members)
+        return stack_networks(around, self.weights.members)
 
-    def _correlated(self) -> list[list[str]]:
+    def _correlated_groups(self) -> list[list[str]]:
         """Names of the tensors whose weights are correlated with each other, group by group."""
         groups: dict[str, list[str]] = {}
         for name in self.weights.stored:
             groups.setdefault(name if self.settings["correlation"] == "tensor" else layer_of(name), []).append(name)
         return list(groups.values())
 
-    def _noise(self, weights: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _correlated_noise(self, weights: Tensor, generator: torch.Generator | None) -> Tensor:
         """(K,) noise of variance 1 with the correlations of these K weights."""
         like: dict[str, Any] = {"dtype": state_dtype([weights]), "device": weights.device, "generator": generator}
         covariance, count = self.settings["covariance"], self.settings["features"]

@@ -7,9 +7,9 @@ from torch import nn
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import PriorKeywords
-from dissensus.methods.parts.comparison_spaces import weights
+from dissensus.methods.parts.comparison_spaces import trained_tensors
 from dissensus.methods.parts.repulsion_strength import RepellingPosterior, Repulsion
-from dissensus.methods.parts.stacked_posterior import StackedPosterior, annealed
+from dissensus.methods.parts.stacked_posterior import StackedPosterior, annealing_weight
 from dissensus.numerics import score_estimates
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.rbf_kernels import squared_distances
@@ -52,18 +52,18 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
     ) -> None:
         super().__init__(modules, likelihood=likelihood, **prior)
         self.score = one_of("score", score, score_estimates.MATRICES)
-        self.repel(repulsion, batch_size)
+        self.set_repulsion(repulsion, batch_size)
         self.annealing = annealing_or_constant(annealing)
 
     def mix(self, gradients: Tensors) -> Tensors:
         """a_t g + ∇ log q / N. Not `couple`: comparing weights needs no forward pass."""
         own = self.particles.own_parameters()
-        z = weights({name: tensor.detach() for name, tensor in own.items()}, own)
+        z = trained_tensors({name: tensor.detach() for name, tensor in own.items()}, own)
         matrix = score_estimates.MATRICES[self.score](squared_distances(z)) * self.strength(
             gathered=self.batches_per_step
         )
         repulsion = score_estimates.apply_matrix(matrix, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
-        weight = annealed(self, self.annealing)
+        weight = annealing_weight(self, self.annealing)
         driving = {name: gradient * weight for name, gradient in gradients.items()}
         # A tensor without a gradient gets no drive, but still counts in the distance between members.
         return driving | {name: force + driving.get(name, 0.0) for name, force in repulsion.items()}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dissensus.metrics.metric_inputs import same_shape
 from dissensus.metrics.student_t import student_quantile, student_tail
-from dissensus.utils.checks import share, whole
+from dissensus.utils.checks import fraction, integer
 
 ROUNDING = 1e-12  # relative: smaller variation counts as none
 _CHUNK = 2**21  # draws in memory at once in the vectorised versions: 32 MB with their counts
@@ -64,7 +64,7 @@ def bootstrap_two_samples(
     """
     generator = torch.Generator().manual_seed(seed)
     draws = []
-    for _ in range(whole("resamples", resamples)):
+    for _ in range(integer("resamples", resamples)):
         pair = [t[torch.randint(_examples([t]), (len(t),), generator=generator).to(t.device)] for t in (first, second)]
         draws.append(metric(*pair))
     return _interval(metric(first, second), torch.stack(draws), level)
@@ -155,7 +155,7 @@ def _examples(tensors: Sequence[Tensor]) -> int:
 def _draws(metric: Callable[..., Tensor], tensors: Sequence[Tensor], resamples: int, seed: int) -> Tensor:
     """(R,) the metric on resampled examples; all tensors use the same resample."""
     generator, n = torch.Generator().manual_seed(seed), _examples(tensors)
-    drawn = (torch.randint(n, (n,), generator=generator) for _ in range(whole("resamples", resamples)))
+    drawn = (torch.randint(n, (n,), generator=generator) for _ in range(integer("resamples", resamples)))
     return torch.stack([metric(*(t[i.to(t.device)] for t in tensors)) for i in drawn])
 
 
@@ -176,12 +176,12 @@ def count_tables(sizes: Sequence[int], resamples: int, generator: torch.Generato
 def _resampled_means(values: Tensor, resamples: int, seed: int) -> Tensor:
     """(R,) means of resampled values (N,): the draws of `_draws`, vectorised."""
     values, generator = values.flatten(), torch.Generator().manual_seed(seed)
-    tables = count_tables([len(values)], whole("resamples", resamples), generator)
+    tables = count_tables([len(values)], integer("resamples", resamples), generator)
     return torch.cat([counts.to(values.device) @ values / len(values) for (counts,) in tables])
 
 
 def _interval(estimate: Tensor, draws: Tensor, level: float) -> Interval:
-    tail = (1 - share("level", level)) / 2
+    tail = (1 - fraction("level", level)) / 2
     if draws.max() == draws.min():
         return Interval(float(estimate), math.nan, math.nan)
     lower, upper = torch.quantile(draws.double(), draws.new_tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
@@ -191,7 +191,7 @@ def _interval(estimate: Tensor, draws: Tensor, level: float) -> Interval:
 def comparison(difference: Tensor, draws: Tensor, level: float = 0.95, *, examples: int) -> Comparison:
     """The Comparison from the difference on the data and the differences (R,) on resamples: see `paired_bootstrap`."""
     d, error = float(difference), float(draws.double().std(correction=min(1, len(draws) - 1)))
-    quantile = student_quantile(share("level", level), max(examples - 1, 1))
+    quantile = student_quantile(fraction("level", level), max(examples - 1, 1))
     if examples < 2 or error <= ROUNDING * abs(d):
         return Comparison(d, math.nan, math.nan, math.nan)
     error *= math.sqrt(examples / (examples - 1))

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.metrics.example_weights import group_sums, weighted
-from dissensus.metrics.metric_inputs import distributions, labelled, not_empty
-from dissensus.utils.checks import share, whole
+from dissensus.metrics.example_weights import checked_weights, group_sums
+from dissensus.metrics.metric_inputs import distributions, labelled_rows, nonempty_values
+from dissensus.utils.checks import fraction, integer
 
 
 def ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> Tensor:
@@ -42,7 +42,7 @@ def adaptive_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_ind
     accuracy = correct.new_zeros(len(distinct)).index_add(0, group, correct) / count
     group = group.sort().values  # ascending confidence
     gap: Tensor = accuracy[group] - distinct[group].double()
-    index = torch.arange(len(gap), device=gap.device) * whole("bins", bins) // len(gap)
+    index = torch.arange(len(gap), device=gap.device) * integer("bins", bins) // len(gap)
     return gap.new_zeros(bins).index_add(0, index, gap).abs().sum() / len(gap)
 
 
@@ -51,10 +51,10 @@ def classwise_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_in
 
     Arguments as in `ece`.
     """
-    rows, labels = labelled(probabilities, y, ignore_index)
-    not_empty(labels)
+    rows, labels = labelled_rows(probabilities, y, ignore_index)
+    nonempty_values(labels)
     n, classes = rows.shape
-    index = confidence_bin(rows, whole("bins", bins)) + bins * torch.arange(classes, device=rows.device)
+    index = confidence_bin(rows, integer("bins", bins)) + bins * torch.arange(classes, device=rows.device)
     gap = rows.double() - torch.nn.functional.one_hot(labels, classes)
     return gap.new_zeros(classes * bins).index_add(0, index.flatten(), gap.flatten()).abs().sum() / (n * classes)
 
@@ -100,8 +100,8 @@ def union_ece(
         prevalence: reweights the inputs so that OOD is this share of the data; None does not reweight.
     """
     confidence, correct = _top_class(probabilities, y, ignore_index)
-    ood = not_empty(distributions(ood_probabilities, class_axis=1, log=False)).amax(1).to(confidence.dtype)
-    part = len(ood) / (len(ood) + len(confidence)) if prevalence is None else share("prevalence", prevalence)
+    ood = nonempty_values(distributions(ood_probabilities, class_axis=1, log=False)).amax(1).to(confidence.dtype)
+    part = len(ood) / (len(ood) + len(confidence)) if prevalence is None else fraction("prevalence", prevalence)
     inside, outside = bin_sums(confidence, correct, bins), bin_sums(ood, ood.new_zeros(len(ood)), bins)
     mixed = ((1 - part) * i / len(confidence) + part * o / len(ood) for i, o in zip(inside, outside, strict=True))
     return ece_from_sums(*mixed)
@@ -145,12 +145,12 @@ def bin_sums(
 
     weights (..., n): how often each example counts; None counts each once, and results are then (K,).
     """
-    index = confidence_bin(confidence, whole("bins", bins))
+    index = confidence_bin(confidence, integer("bins", bins))
     sums = confidence.double(), correct.double()
     if weights is None:
         count = torch.bincount(index, minlength=bins)
     else:
-        w = weighted(weights, len(confidence))
+        w = checked_weights(weights, len(confidence))
         count, sums = group_sums(w, index, bins), (w * sums[0], w * sums[1])
     return count, group_sums(sums[0], index, bins), group_sums(sums[1], index, bins)
 
@@ -162,6 +162,6 @@ def ece_from_sums(counts: Tensor, confidence: Tensor, correct: Tensor) -> Tensor
 
 def _top_class(probabilities: Tensor, y: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor]:
     """(n,) confidence in the given dtype and (n,) correctness in float64."""
-    rows, labels = labelled(probabilities, y, ignore_index)
+    rows, labels = labelled_rows(probabilities, y, ignore_index)
     confidence, prediction = rows.max(1)
-    return not_empty(confidence), (prediction == labels).double()
+    return nonempty_values(confidence), (prediction == labels).double()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dissensus.metrics.metric_inputs import no_nan
+from dissensus.metrics.metric_inputs import check_no_nan
 
 
 def split_rhat(draws: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def _halves(draws: Tensor) -> Tensor:
     """(2 M, S / 2, …) both halves of every chain, in float64; the middle draw of an odd number is dropped."""
     if draws.ndim < 2 or draws.shape[1] < 4:
         raise ValueError(f"expected draws (M, S, …) with S ≥ 4, got {tuple(draws.shape)}; put the chains first")
-    no_nan(draws, "draws")
+    check_no_nan(draws, "draws")
     n = draws.shape[1] // 2
     return torch.cat([draws[:, :n], draws[:, -n:]]).detach().double()
 

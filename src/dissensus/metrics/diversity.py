@@ -6,7 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.metrics.metric_inputs import distributions, labelled, mean, no_nan, not_empty, targets_of
+from dissensus.metrics.metric_inputs import (
+    check_no_nan,
+    checked_mean,
+    distributions,
+    labelled_rows,
+    nonempty_values,
+    targets_of,
+)
 
 
 def mixture_log_probabilities(members: Tensor) -> Tensor:
@@ -30,8 +37,8 @@ def ensemble_gain(members: Tensor, y: Tensor, *, ignore_index: int | None = None
         y: class indices (N, …).
         ignore_index: label of void places, which are left out; None counts all places.
     """
-    rows, labels = labelled(members, y, ignore_index, class_axis=2, log=True)
-    index = not_empty(labels).expand(len(rows), -1).unsqueeze(2)
+    rows, labels = labelled_rows(members, y, ignore_index, class_axis=2, log=True)
+    index = nonempty_values(labels).expand(len(rows), -1).unsqueeze(2)
     return ensemble_gain_of(rows.gather(2, index).squeeze(2))
 
 
@@ -42,7 +49,7 @@ def ensemble_gain_of(log_likelihood: Tensor) -> EnsembleGain:
     """
     if log_likelihood.ndim != 2:
         raise ValueError(f"expected log-likelihoods (M, N), got {tuple(log_likelihood.shape)}; pass one row per member")
-    no_nan(not_empty(log_likelihood), "log_likelihood")
+    check_no_nan(nonempty_values(log_likelihood), "log_likelihood")
     log_likelihood = log_likelihood.detach().double()
     mixture, member = mixture_log_probabilities(log_likelihood), log_likelihood.mean(0)  # (N,), (N,)
     gap = torch.where(mixture == member, 0.0, mixture - member)  # no gain if every member excludes y: −inf, −inf
@@ -59,12 +66,12 @@ def disagreement(members: Tensor) -> Tensor:
     m, classes = votes.shape[0], members.shape[2]
     count = torch.zeros(votes.shape[1], classes, dtype=torch.float64, device=votes.device)
     count.scatter_add_(1, votes.T, torch.ones_like(votes.T, dtype=torch.float64))  # (n, C) votes for every class
-    return 1 - mean((count * (count - 1)).sum(1)) / (m * (m - 1)) if m > 1 else mean(0 * count)
+    return 1 - checked_mean((count * (count - 1)).sum(1)) / (m * (m - 1)) if m > 1 else checked_mean(0 * count)
 
 
 def pairwise_kl(members: Tensor) -> Tensor:
     """(M, M) mean KL(p_i ‖ p_j) over examples, in nats; infinite if j excludes a class that i allows."""
-    rows = not_empty(distributions(members, class_axis=2, log=True)).double()
+    rows = nonempty_values(distributions(members, class_axis=2, log=True)).double()
     # One member against all at a time: at most (M, n, C) in memory.
     return torch.stack([_kl(row, rows) for row in rows])
 
@@ -84,8 +91,8 @@ def effective_members(members: Tensor, y: Tensor, *, ignore_index: int | None = 
 
     The form M / (1 + (M − 1) ρ) for correlated errors is Tumer and Ghosh's (1996).
     """
-    rows, labels = labelled(members, y, ignore_index, class_axis=2, log=True)
-    classes, group, count = torch.unique(not_empty(labels), return_inverse=True, return_counts=True)
+    rows, labels = labelled_rows(members, y, ignore_index, class_axis=2, log=True)
+    classes, group, count = torch.unique(nonempty_values(labels), return_inverse=True, return_counts=True)
     p = rows.double().exp()  # (M, n, C)
     class_mean = p.new_zeros(p.shape[0], len(classes), p.shape[2]).index_add(1, group, p) / count.unsqueeze(1)
     return _variance_ratio(p - class_mean[:, group], scale=p.square().mean())
@@ -97,7 +104,7 @@ def effective_members_regression(means: Tensor, y: Tensor) -> Tensor:
     eₘ is the residual of member m's means after least squares on (1, y). The formula is the same, because centring within
     classes is least squares on one-hot labels.
     """
-    no_nan(means, "means")
+    check_no_nan(means, "means")
     targets = targets_of(means, y)
     n = len(targets)
     outputs = means.detach().double().reshape(len(means), n, -1)  # (M, N, D)

@@ -6,7 +6,7 @@ Leading axes are resamples: a bootstrap is a metric with a table of weights (R, 
 from torch import Tensor
 
 
-def weighted(weights: Tensor, count: int, name: str = "weights") -> Tensor:
+def checked_weights(weights: Tensor, count: int, name: str = "weights") -> Tensor:
     """Checked weights (..., N) in float64: one per example, non-negative, with a positive sum."""
     if weights.ndim == 0 or weights.shape[-1] != count:
         raise ValueError(f"expected {name} (..., {count}), got {tuple(weights.shape)}; pass one weight per example")

@@ -10,7 +10,7 @@ from dissensus.utils.arrays import tensor_of
 TOLERANCE = 1e-3  # how far a row of probabilities may be from summing to one
 
 
-def labelled(
+def labelled_rows(
     values: Tensor, y: Tensor, ignore_index: int | None = None, *, class_axis: int = 1, log: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Rows (n, C) in the given dtype and labels (n,), without void places (n = 0 if all are void).
@@ -35,29 +35,31 @@ def distributions(values: Tensor, *, class_axis: int, log: bool) -> Tensor:
         axes = "(N, C) or (N, C, H, W)" if class_axis == 1 else "(M, N, C) or (M, N, C, H, W)"
         raise ValueError(f"expected {name} of shape {axes}, got {tuple(values.shape)}; keep the class axis")
     values = values.detach()
-    no_nan(values, name, class_axis)
+    check_no_nan(values, name, class_axis)
     total = (values.exp() if log else values).sum(class_axis, dtype=torch.float64)
     off = ~((total - 1).abs() <= TOLERANCE)
-    if _some(off):
-        place = _first(off)
+    if _any_bad(off):
+        place = _first_place(off)
         remedy = "apply log_softmax first" if log else "apply softmax first"
-        got = f"{total[place].item():.6g} at {_name(place)}; {remedy}"
+        got = f"{total[place].item():.6g} at {_place_text(place)}; {remedy}"
         raise ValueError(f"expected {name} that sum to one over axis {class_axis} (tolerance {TOLERANCE}), got {got}")
-    if not log and _some(values < -TOLERANCE):
-        place = _first((values < -TOLERANCE).any(class_axis))
-        raise ValueError(f"expected probabilities of at least zero, got a negative one at {_name(place)}; use softmax")
+    if not log and _any_bad(values < -TOLERANCE):
+        place = _first_place((values < -TOLERANCE).any(class_axis))
+        raise ValueError(
+            f"expected probabilities of at least zero, got a negative one at {_place_text(place)}; use softmax"
+        )
     leading = values.shape[: class_axis - 1]
     return values.movedim(class_axis, -1).reshape(*leading, -1, values.shape[class_axis])
 
 
-def scores(score_in: Tensor, score_ood: Tensor, *, empty: bool = False) -> tuple[Tensor, Tensor]:
+def score_pair(score_in: Tensor, score_ood: Tensor, *, empty: bool = False) -> tuple[Tensor, Tensor]:
     """The two sets of scores as flat tensors of one dtype, without NaN; not empty unless `empty`."""
     pair = []
     for name, given in (("score_in", score_in), ("score_ood", score_ood)):
         score = tensor_of(given, torch.float64)
         if score.numel() == 0 and not empty:
             raise ValueError(f"expected at least one score in {name}, got none; pass scores of both kinds of inputs")
-        no_nan(score, name)
+        check_no_nan(score, name)
         pair.append(score.detach().flatten())
     dtype = torch.promote_types(pair[0].dtype, pair[1].dtype)
     dtype = dtype if dtype.is_floating_point else torch.float64
@@ -74,7 +76,7 @@ def same_shape(**tensors: Tensor) -> list[Tensor]:
         if tensor.shape != first.shape:
             wanted = f"the shape {tuple(first.shape)} of {first_name}"
             raise ValueError(f"expected {name} of {wanted}, got {tuple(tensor.shape)}; reshape them to one shape")
-        no_nan(tensor, name)
+        check_no_nan(tensor, name)
     return [tensor.detach().double() for tensor in tensors.values()]
 
 
@@ -104,24 +106,26 @@ def targets_of(means: Tensor, y: Tensor) -> Tensor:
     return same_shape(y=y)[0]
 
 
-def mean(values: Tensor) -> Tensor:
+def checked_mean(values: Tensor) -> Tensor:
     """() mean of per-example values in float64; raises if there are none."""
-    return not_empty(values).mean(dtype=torch.float64)
+    return nonempty_values(values).mean(dtype=torch.float64)
 
 
-def not_empty(values: Tensor) -> Tensor:
+def nonempty_values(values: Tensor) -> Tensor:
     """The values; raises if there are none."""
     if values.numel() == 0:
         raise ValueError("expected at least one labelled example, got none; check the data and ignore_index")
     return values
 
 
-def no_nan(values: Tensor, name: str, class_axis: int | None = None) -> None:
+def check_no_nan(values: Tensor, name: str, class_axis: int | None = None) -> None:
     """Raises if there is a NaN; the error names its first place."""
     bad = values.isnan()
-    if _some(bad):
-        place = _first(bad if class_axis is None else bad.any(class_axis))
-        raise ValueError(f"expected numbers in {name}, got NaN at {_name(place)}; check whether a network diverged")
+    if _any_bad(bad):
+        place = _first_place(bad if class_axis is None else bad.any(class_axis))
+        raise ValueError(
+            f"expected numbers in {name}, got NaN at {_place_text(place)}; check whether a network diverged"
+        )
 
 
 def class_indices(
@@ -138,22 +142,22 @@ def class_indices(
     keep = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
     bad = keep & ((labels < 0) | (labels >= classes))
     if bad.any():
-        place = _first(bad)
+        place = _first_place(bad)
         remedy = "pass ignore_index if it marks void" if ignore_index is None else f"only {ignore_index} marks void"
-        found = f"{labels[place].item()} at {_name(place)}"
+        found = f"{labels[place].item()} at {_place_text(place)}"
         raise ValueError(f"expected class indices from 0 to {classes - 1} in {name}, got {found}; {remedy}")
     return labels.flatten(), None if ignore_index is None else keep.flatten()
 
 
-def _some(bad: Tensor) -> bool:
+def _any_bad(bad: Tensor) -> bool:
     """Whether there is a bad place; False while a graph is traced, because values are unknown then."""
     return not torch.compiler.is_compiling() and bool(bad.any())
 
 
-def _first(mask: Tensor) -> tuple[int, ...]:
+def _first_place(mask: Tensor) -> tuple[int, ...]:
     """The coordinates of the first True."""
     return tuple(int(i) for i in torch.unravel_index(mask.flatten().int().argmax(), mask.shape))
 
 
-def _name(place: tuple[int, ...]) -> str:
+def _place_text(place: tuple[int, ...]) -> str:
     return f"row {place[0]}" if len(place) == 1 else f"position {place}"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dissensus.metrics.diversity import mixture_log_probabilities
-from dissensus.metrics.metric_inputs import distributions, no_nan, scores
+from dissensus.metrics.metric_inputs import check_no_nan, distributions, score_pair
 from dissensus.metrics.ranked_counts import PairOfWeights, RankedCounts, Rule, ranked_counts
 from dissensus.utils.checks import number
 
@@ -56,7 +56,7 @@ def mutual_information_score(member_log_probabilities: Tensor) -> Tensor:
 def energy_score(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Energy −T log Σ_c exp(logit_c / T), (N,) or (N, H, W) in float64, of logits (N, C, …) (Liu et al., 2020)."""
     number("temperature", temperature, above=0, hint="the usual value is 1")
-    no_nan(logits, "logits", class_axis=1)
+    check_no_nan(logits, "logits", class_axis=1)
     return -temperature * torch.logsumexp(logits.detach().double() / temperature, dim=1)
 
 
@@ -90,7 +90,7 @@ def aupr(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights | None =
 
 def aupr_in(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights | None = None) -> Tensor:
     """() or (...) average precision with in-distribution as the positive class (low scores); arguments as in `auroc`."""
-    return _counts(score_in, score_ood, weights).swapped().aupr()
+    return _counts(score_in, score_ood, weights).swap_classes().aupr()
 
 
 def aupr_adjusted(
@@ -132,7 +132,7 @@ def fpr95_in(
     weights: PairOfWeights | None = None,
 ) -> Tensor:
     """() or (...) share of OOD inputs accepted if 95 % of in-distribution inputs are; arguments as in `fpr95`."""
-    return _counts(score_in, score_ood, weights).swapped().fpr(recall, rule)
+    return _counts(score_in, score_ood, weights).swap_classes().fpr(recall, rule)
 
 
 class RocCurve(NamedTuple):
@@ -145,7 +145,7 @@ class RocCurve(NamedTuple):
 
 def roc_curve(score_in: Tensor, score_ood: Tensor) -> RocCurve:
     """RocCurve with one point per distinct score; scores as in `auroc`."""
-    thresholds, counts = ranked_counts(*scores(score_in, score_ood))
+    thresholds, counts = ranked_counts(*score_pair(score_in, score_ood))
     fpr, tpr = counts.rates()
     return RocCurve(_prepend(0.0, fpr), _prepend(0.0, tpr), _prepend(float("inf"), thresholds))
 
@@ -160,7 +160,7 @@ class PrecisionRecallCurve(NamedTuple):
 
 def precision_recall_curve(score_in: Tensor, score_ood: Tensor) -> PrecisionRecallCurve:
     """PrecisionRecallCurve with one point per distinct score; OOD is positive, scores as in `auroc`."""
-    thresholds, counts = ranked_counts(*scores(score_in, score_ood))
+    thresholds, counts = ranked_counts(*score_pair(score_in, score_ood))
     recall = counts.rates()[1]
     return PrecisionRecallCurve(
         _prepend(1.0, counts.precision()), _prepend(0.0, recall), _prepend(float("inf"), thresholds)
@@ -197,7 +197,7 @@ def per_image_ood(
         if mask.shape != score.shape:
             got = tuple(mask.shape)
             raise ValueError(f"expected {name} of shape {tuple(score.shape)}, got {got}; pass one entry per pixel")
-    no_nan(score if void is None else score.masked_fill(void, 0), "score")
+    check_no_nan(score if void is None else score.masked_fill(void, 0), "score")
     results = []
     for i in range(len(score)):
         valid = torch.ones_like(ood[i]) if void is None else ~void[i]
@@ -212,7 +212,7 @@ def per_image_ood(
 
 
 def _counts(score_in: Tensor, score_ood: Tensor, weights: PairOfWeights | None = None) -> RankedCounts:
-    return ranked_counts(*scores(score_in, score_ood), weights)[1]
+    return ranked_counts(*score_pair(score_in, score_ood), weights)[1]
 
 
 def _prepend(value: float, tail: Tensor) -> Tensor:

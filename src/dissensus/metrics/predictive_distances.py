@@ -10,23 +10,23 @@ import math
 import torch
 from torch import Tensor
 
-from dissensus.metrics.metric_inputs import distributions, mean, not_empty, same_shape
+from dissensus.metrics.metric_inputs import checked_mean, distributions, nonempty_values, same_shape
 
 
 def agreement(probabilities: Tensor, reference: Tensor) -> Tensor:
     """() share of inputs with the same most probable class under both probabilities, (N, C, …) each."""
-    mine, theirs = _both(probabilities, reference)
-    return mean((mine.argmax(1) == theirs.argmax(1)).double())
+    mine, theirs = _checked_pair(probabilities, reference)
+    return checked_mean((mine.argmax(1) == theirs.argmax(1)).double())
 
 
 def total_variation(probabilities: Tensor, reference: Tensor) -> Tensor:
     """() mean total variation ½ Σ_c |p_c − q_c| of probabilities (N, C, …): 0 if they are equal, at most 1."""
-    return mean(total_variation_values(probabilities, reference))
+    return checked_mean(total_variation_values(probabilities, reference))
 
 
 def total_variation_values(probabilities: Tensor, reference: Tensor) -> Tensor:
     """(n,) total variation ½ Σ_c |p_c − q_c| of every input."""
-    mine, theirs = _both(probabilities, reference)
+    mine, theirs = _checked_pair(probabilities, reference)
     return (mine.double() - theirs.double()).abs().sum(1) / 2
 
 
@@ -74,9 +74,11 @@ def _density(y: Tensor, means: Tensor, variances: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _both(probabilities: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+def _checked_pair(probabilities: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
     if probabilities.shape != reference.shape:
         got = f"{tuple(probabilities.shape)} and {tuple(reference.shape)}"
         raise ValueError(f"expected probabilities of the same shape, got {got}; predict both on the same inputs")
-    mine, theirs = (not_empty(distributions(each, class_axis=1, log=False)) for each in (probabilities, reference))
+    mine, theirs = (
+        nonempty_values(distributions(each, class_axis=1, log=False)) for each in (probabilities, reference)
+    )
     return mine, theirs

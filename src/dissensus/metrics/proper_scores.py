@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dissensus.metrics.calibration import confidence_bin
-from dissensus.metrics.metric_inputs import class_indices, labelled, mean, not_empty
+from dissensus.metrics.metric_inputs import checked_mean, class_indices, labelled_rows, nonempty_values
 
 
 def accuracy(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
@@ -21,12 +21,12 @@ def accuracy(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = Non
         y: class indices (N,) or (N, H, W).
         ignore_index: label of void places, which are left out; None counts all places.
     """
-    return mean(accuracy_values(probabilities, y, ignore_index=ignore_index))
+    return checked_mean(accuracy_values(probabilities, y, ignore_index=ignore_index))
 
 
 def accuracy_values(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
     """(n,) 1 if the most probable class is y, else 0, for each of n places that are not void."""
-    rows, labels = labelled(probabilities, y, ignore_index)
+    rows, labels = labelled_rows(probabilities, y, ignore_index)
     return (rows.argmax(1) == labels).double()
 
 
@@ -40,12 +40,12 @@ def nll(log_probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None
             averaged logits.
         y, ignore_index: as in `accuracy`.
     """
-    return mean(nll_values(log_probabilities, y, ignore_index=ignore_index))
+    return checked_mean(nll_values(log_probabilities, y, ignore_index=ignore_index))
 
 
 def nll_values(log_probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
     """(n,) −log p(y) per example, in nats."""
-    rows, labels = labelled(log_probabilities, y, ignore_index, log=True)
+    rows, labels = labelled_rows(log_probabilities, y, ignore_index, log=True)
     return -rows.gather(1, labels.unsqueeze(1)).squeeze(1).double()
 
 
@@ -54,12 +54,12 @@ def brier(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) 
 
     Sums over classes, as Brier defined it. Some papers, such as Deep Ensembles, divide by C.
     """
-    return mean(brier_values(probabilities, y, ignore_index=ignore_index))
+    return checked_mean(brier_values(probabilities, y, ignore_index=ignore_index))
 
 
 def brier_values(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
     """(n,) Brier score Σ_c (p_c − 1[c = y])² per example."""
-    rows, labels = labelled(probabilities, y, ignore_index)
+    rows, labels = labelled_rows(probabilities, y, ignore_index)
     one = rows.new_ones(len(labels), 1, dtype=torch.float64)
     return rows.double().scatter_add(1, labels.unsqueeze(1), -one).square().sum(1)
 
@@ -83,8 +83,8 @@ def brier_decomposition(
     forecasts, which makes both within-group terms zero (Murphy, 1973). The within-group terms are those of Stephenson,
     Coelho and Jolliffe (2008), written for vectors; the factor 2 is part of the covariance term.
     """
-    rows, labels = labelled(probabilities, y, ignore_index)
-    not_empty(labels)
+    rows, labels = labelled_rows(probabilities, y, ignore_index)
+    nonempty_values(labels)
     if bins is None:
         group = torch.unique(rows, dim=0, return_inverse=True)[1]
     else:
@@ -114,8 +114,8 @@ def miou(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -
 
     Arguments as in `accuracy`.
     """
-    rows, labels = labelled(probabilities, y, ignore_index)
-    not_empty(labels)
+    rows, labels = labelled_rows(probabilities, y, ignore_index)
+    nonempty_values(labels)
     return mean_of_present(intersection_over_union(_confusion(rows.argmax(1), labels, rows.shape[1])))
 
 
@@ -127,7 +127,7 @@ def intersection_over_union(confusion: Tensor) -> Tensor:
 
 def mean_of_present(values: Tensor) -> Tensor:
     """() mean of the entries that are not NaN."""
-    return mean(values[~values.isnan()])
+    return checked_mean(values[~values.isnan()])
 
 
 def confusion_matrix(prediction: Tensor, y: Tensor, *, classes: int, ignore_index: int | None = None) -> Tensor:

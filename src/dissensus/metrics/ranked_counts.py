@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.metrics.example_weights import group_sums, weighted
-from dissensus.utils.checks import one_of, share
+from dissensus.metrics.example_weights import checked_weights, group_sums
+from dissensus.utils.checks import fraction, one_of
 
 Rule = Literal["at_least", "nearest"]
 PairOfWeights = tuple[Tensor, Tensor]  # (..., N) of the in-distribution and (..., N') of the OOD inputs
@@ -25,7 +25,7 @@ class RankedCounts(NamedTuple):
     in_counts: Tensor  # (..., K) in-distribution inputs at the k-th highest score
     ood_counts: Tensor  # (..., K) OOD inputs there
 
-    def swapped(self) -> RankedCounts:
+    def swap_classes(self) -> RankedCounts:
         """RankedCounts with negated scores, and in-distribution as the positive class."""
         return RankedCounts(self.ood_counts.flip(-1), self.in_counts.flip(-1))
 
@@ -41,7 +41,7 @@ class RankedCounts(NamedTuple):
         else:
             # precision = π·TPR / (π·TPR + (1 − π)·FPR)
             false, true = self.rates()
-            false, true = (1 - prevalence) * false, share("prevalence", prevalence) * true
+            false, true = (1 - prevalence) * false, fraction("prevalence", prevalence) * true
         # An empty bin above the first score flags nothing and adds no recall, so any finite value is right.
         return torch.where(true > 0, true / (true + false), 0.0)
 
@@ -64,7 +64,7 @@ class RankedCounts(NamedTuple):
         taken; at full recall the highest.
         """
         one_of("rule", rule, ("at_least", "nearest"))
-        share("recall", recall)
+        fraction("recall", recall)
         fpr, reached = self.rates()
         if rule == "at_least":
             place = (reached < recall).sum(-1, keepdim=True)
@@ -91,6 +91,7 @@ def ranked_counts(
     else:
         named = zip(("in", "ood"), weights, groups, strict=True)
         counts = [
-            group_sums(weighted(w, len(g), f"the weights of score_{name}"), g, len(thresholds)) for name, w, g in named
+            group_sums(checked_weights(w, len(g), f"the weights of score_{name}"), g, len(thresholds))
+            for name, w, g in named
         ]
     return thresholds.flip(0), RankedCounts(counts[0], counts[1])

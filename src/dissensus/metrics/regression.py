@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dissensus.metrics.metric_inputs import gaussians, member_gaussians, same_shape
-from dissensus.utils.checks import share
+from dissensus.utils.checks import fraction
 
 
 def rmse(mean: Tensor, y: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def pinball_loss(quantile: Tensor, y: Tensor, *, level: float) -> Tensor:
     """() mean pinball loss max(level (y − q), (level − 1)(y − q)) of predicted quantiles q of that level."""
     quantile, y = same_shape(quantile=quantile, y=y)
     above = y - quantile
-    return torch.maximum(share("level", level) * above, (level - 1) * above).mean()
+    return torch.maximum(fraction("level", level) * above, (level - 1) * above).mean()
 
 
 class Unstandardised(NamedTuple):

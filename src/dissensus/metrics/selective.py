@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.metrics.example_weights import group_sums, weighted
+from dissensus.metrics.example_weights import checked_weights, group_sums
 from dissensus.metrics.metric_inputs import same_shape
 
 
@@ -38,7 +38,7 @@ def aurc(confidence: Tensor, loss: Tensor, *, weights: Tensor | None = None) -> 
     = w l + (L − l W)(H_{W+w} − H_W), H the harmonic numbers.
     """
     confidence, loss = (t.flatten() for t in same_shape(confidence=confidence, loss=loss))
-    counts = torch.ones_like(loss) if weights is None else weighted(weights, len(loss)).to(loss.device)
+    counts = torch.ones_like(loss) if weights is None else checked_weights(weights, len(loss)).to(loss.device)
     if (counts != counts.round()).any():
         raise ValueError("expected whole numbers as weights, got others; pass how often each example counts")
     distinct, group = torch.unique(-confidence, return_inverse=True)

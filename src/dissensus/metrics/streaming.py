@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from dissensus.metrics.calibration import bin_sums, ece_from_sums
-from dissensus.metrics.metric_inputs import labelled, not_empty, scores
+from dissensus.metrics.metric_inputs import labelled_rows, nonempty_values, score_pair
 from dissensus.metrics.proper_scores import confusion_matrix, intersection_over_union, mean_of_present
 from dissensus.metrics.ranked_counts import RankedCounts
 from dissensus.metrics.selective import RiskCoverage
-from dissensus.utils.checks import number, whole
+from dissensus.utils.checks import integer, number
 
 
 class CalibrationBins(NamedTuple):
@@ -29,12 +29,12 @@ class CalibrationBins(NamedTuple):
     @classmethod
     def empty(cls, bins: int = 15, device: torch.device | str | None = None) -> CalibrationBins:
         """CalibrationBins without examples."""
-        zeros = torch.zeros(whole("bins", bins), dtype=torch.float64, device=device)
+        zeros = torch.zeros(integer("bins", bins), dtype=torch.float64, device=device)
         return cls(zeros.long(), zeros, zeros)
 
     def update(self, probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> CalibrationBins:
         """CalibrationBins with a batch added: probabilities (N, C, …) and labels (N, …)."""
-        rows, labels = labelled(probabilities, y, ignore_index)
+        rows, labels = labelled_rows(probabilities, y, ignore_index)
         confidence, prediction = rows.max(1)
         return self.merge(CalibrationBins(*bin_sums(confidence, prediction == labels, len(self.counts))))
 
@@ -44,7 +44,7 @@ class CalibrationBins(NamedTuple):
 
     def ece(self) -> Tensor:
         """() expected calibration error of all examples."""
-        return ece_from_sums(*_with_examples(self))
+        return ece_from_sums(*_nonempty_state(self))
 
 
 class ConfusionCounts(NamedTuple):
@@ -59,7 +59,7 @@ class ConfusionCounts(NamedTuple):
 
     def update(self, probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> ConfusionCounts:
         """ConfusionCounts with a batch added: probabilities (N, C, …) and labels (N, …)."""
-        rows, labels = labelled(probabilities, y, ignore_index)
+        rows, labels = labelled_rows(probabilities, y, ignore_index)
         return self.merge(ConfusionCounts(confusion_matrix(rows.argmax(1), labels, classes=len(self.matrix))))
 
     def merge(self, other: ConfusionCounts) -> ConfusionCounts:
@@ -72,7 +72,7 @@ class ConfusionCounts(NamedTuple):
 
     def accuracy(self) -> Tensor:
         """() share of right answers."""
-        return self.matrix.trace() / _with_examples(self)[0].sum().double()
+        return self.matrix.trace() / _nonempty_state(self)[0].sum().double()
 
 
 class Bounded(NamedTuple):
@@ -105,7 +105,7 @@ class ScoreHistogram(NamedTuple):
     def update(self, score_in: Tensor, score_ood: Tensor) -> ScoreHistogram:
         """ScoreHistogram with scores of any shape added, higher = more OOD; either may be empty."""
         k = len(self.in_counts)
-        pair = scores(score_in, score_ood, empty=True)
+        pair = score_pair(score_in, score_ood, empty=True)
         return self.merge(ScoreHistogram(*(torch.bincount(_leading_bits(s, k), minlength=k) for s in pair)))
 
     def merge(self, other: ScoreHistogram) -> ScoreHistogram:
@@ -114,28 +114,28 @@ class ScoreHistogram(NamedTuple):
 
     def auroc(self) -> Bounded:
         """Bounded () area under the ROC curve. Each pair within a bin may be wrong by ½: |error| ≤ ½ Σ_k p_k q_k."""
-        counts = self._ranked()
+        counts = self._ranked_counts()
         p, q = (c.double() / c.sum() for c in counts)
         value, error = counts.auroc(), (p * q).sum() / 2
         return Bounded(value, value - error, value + error)
 
     def aupr(self) -> Bounded:
         """Bounded () average precision, OOD positive."""
-        return _aupr(self._ranked())
+        return _aupr(self._ranked_counts())
 
     def aupr_in(self) -> Bounded:
         """Bounded () average precision, in-distribution positive."""
-        return _aupr(self._ranked().swapped())
+        return _aupr(self._ranked_counts().swap_classes())
 
     def fpr95(self, *, recall: float = 0.95) -> Bounded:
         """Bounded () share of in-distribution inputs flagged if at least 95 % of OOD inputs are."""
-        return _fpr(self._ranked(), recall)
+        return _fpr(self._ranked_counts(), recall)
 
     def fpr95_in(self, *, recall: float = 0.95) -> Bounded:
         """Bounded () share of OOD inputs accepted if at least 95 % of in-distribution inputs are."""
-        return _fpr(self._ranked().swapped(), recall)
+        return _fpr(self._ranked_counts().swap_classes(), recall)
 
-    def _ranked(self) -> RankedCounts:
+    def _ranked_counts(self) -> RankedCounts:
         if not (self.in_counts.any() and self.ood_counts.any()):
             raise ValueError("expected in-distribution and OOD scores, got none of one kind; update with both first")
         used = (self.in_counts + self.ood_counts) > 0
@@ -168,14 +168,16 @@ class RiskHistogram(NamedTuple):
 
     def risk_coverage(self, points: int = 200) -> RiskCoverage:
         """RiskCoverage at about `points` coverages at most, evenly chosen from the ends of bins."""
-        taken, lost = (each[_with_examples(self)[0] > 0].cumsum(0).double() for each in self)
-        index = torch.linspace(0, taken[-1], whole("points", points) + 1, dtype=torch.float64, device=taken.device)[1:]
+        taken, lost = (each[_nonempty_state(self)[0] > 0].cumsum(0).double() for each in self)
+        index = torch.linspace(0, taken[-1], integer("points", points) + 1, dtype=torch.float64, device=taken.device)[
+            1:
+        ]
         ends = torch.unique(torch.searchsorted(taken, index.ceil()).clamp(max=len(taken) - 1))
         return RiskCoverage(taken[ends] / taken[-1], lost[ends] / taken[ends])
 
     def aurc(self) -> Tensor:
         """() area under the risk-coverage curve of the binned scores, as `aurc` defines it, ties included."""
-        counts, errors = _with_examples(self)
+        counts, errors = _nonempty_state(self)
         taken, lost = counts[counts > 0].double(), errors[counts > 0].double()  # w, w l
         before, lost_before = taken.cumsum(0) - taken, lost.cumsum(0) - lost  # W, L
         # H_{W+w} − H_W, without a table of the harmonic numbers of all pixels
@@ -216,7 +218,7 @@ def _leading_bits(score: Tensor, bins: int) -> Tensor:
     return ordered // (2**32 // bins)
 
 
-def _with_examples(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _nonempty_state(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The state; raises if it is empty."""
-    not_empty(state[0][state[0] > 0])
+    nonempty_values(state[0][state[0] > 0])
     return state

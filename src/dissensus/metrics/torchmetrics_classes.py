@@ -40,7 +40,7 @@ class _Sums(Metric):
         if number is not None:
             cls._number = staticmethod(number)
         if values is not None:
-            cls.update = _adding(values)
+            cls.update = _mean_update(values)
 
     def __init__(self, empty: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -70,13 +70,13 @@ class _Mean(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # tuple.count goes
 
     def mean(self) -> Tensor:
-        return self.total / metric_inputs.not_empty(self.count[self.count > 0]).squeeze()
+        return self.total / metric_inputs.nonempty_values(self.count[self.count > 0]).squeeze()
 
     def root(self) -> Tensor:
         return self.mean().sqrt()
 
 
-def _adding(values: Callable[..., Tensor]) -> Callable[..., None]:
+def _mean_update(values: Callable[..., Tensor]) -> Callable[..., None]:
     """An `update` that takes the function's tensors; the function's keywords come from the metric's attributes."""
     taken = inspect.signature(values).parameters.values()
     settings = [each.name for each in taken if each.kind is each.KEYWORD_ONLY]

@@ -35,8 +35,8 @@ class AlexNet(nn.Module):
         )
         self.avgpool = nn.AdaptiveAvgPool2d(6)
         self.classifier = nn.Sequential(
-            _dropped(dropout), nn.Linear(256 * 36, hidden), nn.ReLU(),
-            _dropped(dropout), nn.Linear(hidden, hidden), nn.ReLU(),
+            _dropout_layer(dropout), nn.Linear(256 * 36, hidden), nn.ReLU(),
+            _dropout_layer(dropout), nn.Linear(hidden, hidden), nn.ReLU(),
             nn.Linear(hidden, outputs),
         )  # fmt: skip
 
@@ -45,5 +45,5 @@ class AlexNet(nn.Module):
         return logits
 
 
-def _dropped(rate: float) -> nn.Module:
+def _dropout_layer(rate: float) -> nn.Module:
     return nn.Dropout(rate) if rate else nn.Identity()  # a placeholder keeps torchvision's layer numbers

@@ -26,14 +26,14 @@ class ENet(nn.Module):
         super().__init__()
         self.config = {"outputs": outputs, "channels": channels, "dropout": dropout}
         self.initial = Initial(channels, 16)
-        self.down1 = Down(16, 64, dropout / 10)
+        self.down1 = DownBlock(16, 64, dropout / 10)
         self.stage1 = nn.Sequential(*(Bottleneck(64, 1, dropout / 10) for _ in range(4)))
-        self.down2 = Down(64, 128, dropout)
+        self.down2 = DownBlock(64, 128, dropout)
         self.stage2 = nn.Sequential(*(Bottleneck(128, dilation, dropout) for dilation in CONTEXT))
         self.stage3 = nn.Sequential(*(Bottleneck(128, dilation, dropout) for dilation in CONTEXT))
-        self.up4 = Up(128, 64, dropout)
+        self.up4 = UpBlock(128, 64, dropout)
         self.stage4 = nn.Sequential(*(Bottleneck(64, 1, dropout, activation=nn.ReLU) for _ in range(2)))
-        self.up5 = Up(64, 16, dropout)
+        self.up5 = UpBlock(64, 16, dropout)
         self.stage5 = Bottleneck(16, 1, dropout, activation=nn.ReLU)
         self.last = nn.ConvTranspose2d(16, outputs, 3, stride=2, padding=1)
 
@@ -78,28 +78,28 @@ class Bottleneck(nn.Module):
         else:
             middle = nn.Sequential(nn.Conv2d(inner, inner, 3, padding=dilation, dilation=dilation, bias=False))
         self.branch = nn.Sequential(
-            *normed(nn.Conv2d(width, inner, 1, bias=False), inner, activation),
-            *normed(middle, inner, activation),
+            *norm_block(nn.Conv2d(width, inner, 1, bias=False), inner, activation),
+            *norm_block(middle, inner, activation),
             nn.Conv2d(inner, width, 1, bias=False),
             nn.BatchNorm2d(width),
             nn.Dropout2d(dropout),
         )
-        self.act = made(activation, width)
+        self.act = make_activation(activation, width)
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.act(x + self.branch(x))
         return found
 
 
-class Down(nn.Module):
+class DownBlock(nn.Module):
     """Halves the size, rounding up, and adds channels; returns (features, indices of the pooled values)."""
 
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
         inner = inputs // 4
         self.branch = nn.Sequential(
-            *normed(nn.Conv2d(inputs, inner, 2, stride=2, bias=False), inner, nn.PReLU),
-            *normed(nn.Conv2d(inner, inner, 3, padding=1, bias=False), inner, nn.PReLU),
+            *norm_block(nn.Conv2d(inputs, inner, 2, stride=2, bias=False), inner, nn.PReLU),
+            *norm_block(nn.Conv2d(inner, inner, 3, padding=1, bias=False), inner, nn.PReLU),
             nn.Conv2d(inner, outputs, 1, bias=False),
             nn.BatchNorm2d(outputs),
             nn.Dropout2d(dropout),
@@ -114,14 +114,14 @@ class Down(nn.Module):
         return self.act(padded + found), places
 
 
-class Up(nn.Module):
+class UpBlock(nn.Module):
     """Doubles the size, back to the size before pooling, and reduces the channels."""
 
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
         inner = inputs // 4
         self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
-        self.reduce = nn.Sequential(*normed(nn.Conv2d(inputs, inner, 1, bias=False), inner, nn.ReLU))
+        self.reduce = nn.Sequential(*norm_block(nn.Conv2d(inputs, inner, 1, bias=False), inner, nn.ReLU))
         self.grow = nn.ConvTranspose2d(inner, inner, 3, stride=2, padding=1, bias=False)
         self.expand = nn.Sequential(
             nn.BatchNorm2d(inner),
@@ -133,18 +133,18 @@ class Up(nn.Module):
 
     def forward(self, x: Tensor, places: Tensor, size: torch.Size) -> Tensor:
         grown = self.expand(self.grow(self.reduce(x), output_size=size))
-        return F.relu(unpooled(self.shortcut(x), places, size) + grown)
+        return F.relu(unpool(self.shortcut(x), places, size) + grown)
 
 
-def unpooled(x: Tensor, places: Tensor, size: torch.Size) -> Tensor:
+def unpool(x: Tensor, places: Tensor, size: torch.Size) -> Tensor:
     """(B, C, *size): the values of x (B, C, h, w) at the places pooling took them from, 0 elsewhere."""
     empty = x.new_zeros(*x.shape[:2], size[0] * size[1])
     return empty.scatter(2, places.flatten(2), x.flatten(2)).reshape(*x.shape[:2], *size)
 
 
-def normed(layer: nn.Module, width: int, activation: type[nn.Module]) -> tuple[nn.Module, nn.Module, nn.Module]:
-    return layer, nn.BatchNorm2d(width), made(activation, width)
+def norm_block(layer: nn.Module, width: int, activation: type[nn.Module]) -> tuple[nn.Module, nn.Module, nn.Module]:
+    return layer, nn.BatchNorm2d(width), make_activation(activation, width)
 
 
-def made(activation: type[nn.Module], width: int) -> nn.Module:
+def make_activation(activation: type[nn.Module], width: int) -> nn.Module:
     return nn.PReLU(width) if activation is nn.PReLU else activation()

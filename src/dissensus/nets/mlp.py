@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dissensus.nets.blocks import Residual
 from dissensus.nets.ntk import NTKLinear
-from dissensus.utils.checks import one_of, whole
+from dissensus.utils.checks import integer, one_of
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU}
 
@@ -44,7 +44,7 @@ class MLP(nn.Module):
         skip: bool = False,
     ) -> None:
         super().__init__()
-        hidden = [whole("hidden", width) for width in (hidden if isinstance(hidden, Iterable) else [hidden])]
+        hidden = [integer("hidden", width) for width in (hidden if isinstance(hidden, Iterable) else [hidden])]
         one_of("activation", activation, ACTIVATIONS)
         one_of("init", init, ("torch", "he", "normal"), hint='"torch" is torch\'s default')
         ntk = one_of("parameterization", parameterization, ("standard", "ntk")) == "ntk"

@@ -39,10 +39,11 @@ class PSPNet(nn.Module):
         self.config = {"outputs": outputs, "channels": channels, "dropout": dropout}
         add_trunk(self, channels, dilated=True)
         self.pyramid = nn.ModuleList(
-            nn.Sequential(nn.AdaptiveAvgPool2d(size), *normed(nn.Conv2d(2048, 512, 1, bias=False))) for size in POOLED
+            nn.Sequential(nn.AdaptiveAvgPool2d(size), *norm_block(nn.Conv2d(2048, 512, 1, bias=False)))
+            for size in POOLED
         )
         self.head = nn.Sequential(
-            *normed(nn.Conv2d(2048 + 512 * len(POOLED), 512, 3, padding=1, bias=False)),
+            *norm_block(nn.Conv2d(2048 + 512 * len(POOLED), 512, 3, padding=1, bias=False)),
             nn.Dropout2d(dropout),
             nn.Conv2d(512, outputs, 1),
         )
@@ -107,5 +108,5 @@ def features(network: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-def normed(convolution: nn.Conv2d) -> tuple[nn.Module, nn.Module, nn.Module]:
+def norm_block(convolution: nn.Conv2d) -> tuple[nn.Module, nn.Module, nn.Module]:
     return convolution, nn.BatchNorm2d(convolution.out_channels), nn.ReLU()

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.nets.blocks import draw_convolutions
-from dissensus.utils.checks import whole
+from dissensus.utils.checks import integer
 
 
 class WideResNet(nn.Module):
@@ -26,14 +26,8 @@ class WideResNet(nn.Module):
         super().__init__()
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(f"expected a depth of 6n + 4 (10, 16, 22, 28, 40), got {depth}; choose one of them")
-        whole("width", width, hint="10 is the paper's, 1 a thin network")
-        self.config = {
-            "depth": depth,
-            "width": width,
-            "outputs": outputs,
-            "channels": channels,
-            "dropout": dropout,
-        }
+        integer("width", width, hint="10 is the paper's, 1 a thin network")
+        self.config = {"depth": depth, "width": width, "outputs": outputs, "channels": channels, "dropout": dropout}
         self.conv1 = nn.Conv2d(channels, 16, 3, padding=1, bias=False)
         blocks: list[nn.Module] = []
         previous = 16

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dissensus.utils.checks import number, one_of, whole
+from dissensus.utils.checks import integer, number, one_of
 
 SCHEDULES = ("constant", "linear", "hyper", "cyclic")
 
@@ -38,8 +38,8 @@ class Annealing:
     def __post_init__(self) -> None:
         one_of("schedule", self.schedule, SCHEDULES)
         if self.steps is not None:
-            whole("steps", self.steps, hint="None is the whole run")
-        whole("cycles", self.cycles, hint="the paper uses 5")
+            integer("steps", self.steps, hint="None is the whole run")
+        integer("cycles", self.cycles, hint="the paper uses 5")
         number("weight", self.weight, above=0, hint="1 does not change the loss")
 
     def __call__(self, step: Tensor, run: int | None) -> Tensor | float:
@@ -73,7 +73,7 @@ def annealing_or_constant(annealing: Annealing | None) -> Annealing:
     return annealing or Annealing()
 
 
-def with_gradient_times(value: Tensor, factor: Tensor | float) -> Tensor:
+def scale_gradient(value: Tensor, factor: Tensor | float) -> Tensor:
     """The value itself, with its gradient multiplied by factor."""
     held = value.detach()
     return held + (value - held) * factor

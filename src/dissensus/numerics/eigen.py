@@ -18,7 +18,7 @@ def extreme_eigenvectors(matrix: Tensor, count: int, order: Order) -> tuple[Tens
     All NaN if the matrix is not finite.
     """
     if matrix.device.type == "cuda":
-        return by_products(matrix, count, order)
+        return eigenvectors_by_products(matrix, count, order)
     finite = matrix.isfinite().all()
     values, vectors = torch.linalg.eigh(torch.where(finite, matrix, 0.0))  # ascending; would raise if not finite
     values, vectors = torch.where(finite, values, math.nan), torch.where(finite, vectors, math.nan)
@@ -26,7 +26,7 @@ def extreme_eigenvectors(matrix: Tensor, count: int, order: Order) -> tuple[Tens
     return values[chosen], vectors[:, chosen]
 
 
-def by_products(matrix: Tensor, count: int, order: Order) -> tuple[Tensor, Tensor]:
+def eigenvectors_by_products(matrix: Tensor, count: int, order: Order) -> tuple[Tensor, Tensor]:
     """`extreme_eigenvectors` without eigh; the smallest eigenvectors are the leading ones of (tr A) I − A."""
     if order == "largest":
         return leading_eigenvectors(matrix, count)
@@ -46,7 +46,7 @@ def leading_eigenvectors(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
     vectors: list[Tensor] = []
     least = NOTHING * matrix.diagonal().sum()
     for _ in range(count):
-        vector = _leading(matrix, least)
+        vector = _leading_direction(matrix, least)
         for before in vectors:  # removes components along earlier vectors that rounding leaves
             vector = vector - (before @ vector) * before
         vector = vector / vector.norm().clamp(min=_tiny(matrix))
@@ -58,7 +58,7 @@ def leading_eigenvectors(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return torch.stack(values), torch.stack(vectors, 1)
 
 
-def _leading(matrix: Tensor, least: Tensor) -> Tensor:
+def _leading_direction(matrix: Tensor, least: Tensor) -> Tensor:
     """(M,) proportional to the leading eigenvector; zeros if the trace is at most `least`, that is rounding."""
     power = torch.where(matrix.diagonal().sum() > least, matrix, 0.0)
     for step in range(SQUARINGS):

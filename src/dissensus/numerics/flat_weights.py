@@ -16,7 +16,7 @@ def state_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     return dtype
 
 
-def wide(tensor: Tensor) -> Tensor:
+def at_least_float32(tensor: Tensor) -> Tensor:
     """The tensor in at least float32, for sums over many numbers whose differences matter."""
     return tensor.to(state_dtype([tensor]))
 
@@ -47,6 +47,6 @@ class Block:
             dense = torch.empty_like(tensor, device="meta").stride()
             self.views.append(part.as_strided(tensor.shape, dense))
 
-    def fits(self, like: Sequence[Tensor]) -> bool:
+    def has_layout_of(self, like: Sequence[Tensor]) -> bool:
         """Whether the tensors still have the same memory layout (it may change in the middle of a run)."""
         return self.strides == [tensor.stride() for tensor in like]

@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 
-def mixed(words: Tensor) -> Tensor:
+def mix_bits(words: Tensor) -> Tensor:
     """The finaliser of SplitMix64, a bijection of the 64-bit words (int64); integer products wrap around, as intended."""
-    words = (words ^ shifted(words, 30)).mul_(_FIRST)
-    words = words.bitwise_xor_(shifted(words, 27)).mul_(_SECOND)
-    return words.bitwise_xor_(shifted(words, 31))
+    words = (words ^ shift_right(words, 30)).mul_(_FIRST)
+    words = words.bitwise_xor_(shift_right(words, 27)).mul_(_SECOND)
+    return words.bitwise_xor_(shift_right(words, 31))
 
 
-def shifted(words: Tensor, places: int) -> Tensor:
+def shift_right(words: Tensor, places: int) -> Tensor:
     """Logical shift to the right, not arithmetic: the sign bit is not copied."""
     return (words >> places) & ((1 << (64 - places)) - 1)
 
 
-def signed(word: int) -> int:
+def as_signed(word: int) -> int:
     """The 64-bit word as the signed integer with the same bits."""
     return (word + 2**63) % 2**64 - 2**63
 
 
-WEYL, _FIRST, _SECOND = (signed(word) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+WEYL, _FIRST, _SECOND = (as_signed(word) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> int:
@@ -38,14 +38,14 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
     totals: dict[torch.device, Tensor] = {}
     for number, tensor in enumerate(tensors):
         flat = tensor.detach().reshape(-1)
-        words = narrow(flat).view(torch.int32) if flat.is_floating_point() else flat.long().view(torch.int32)
+        words = narrowest_float(flat).view(torch.int32) if flat.is_floating_point() else flat.long().view(torch.int32)
         for part in torch.split(words, PART):  # bounds the memory of products
-            total = (part * odd_numbers(part.device)[: len(part)]).sum() * signed((2 * number + 1) * _ODD % 2**64)
+            total = (part * odd_numbers(part.device)[: len(part)]).sum() * as_signed((2 * number + 1) * _ODD % 2**64)
             totals[part.device] = total + totals.get(part.device, 0)
     return sum(int(total) for total in totals.values()) % 2**64
 
 
-def narrow(values: Tensor) -> Tensor:
+def narrowest_float(values: Tensor) -> Tensor:
     """The values in float32 if that is exact, else in float64."""
     single = values.float()
     return single if values.dtype != torch.float64 or torch.equal(single.double(), values) else values

@@ -36,7 +36,7 @@ def isotonic_knots(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor
     return at[single], value[single]
 
 
-def padded(knots: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def pad_knots(knots: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """((C, K), (C, K)) knots of C functions; shorter ones repeat their last knot."""
     longest = max(len(at) for at, _ in knots)
     rows = [[torch.cat([each, each[-1:].expand(longest - len(each))]) for each in pair] for pair in knots]

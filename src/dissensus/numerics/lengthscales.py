@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dissensus.utils.checks import number, one_of, whole
+from dissensus.utils.checks import integer, number, one_of
 
 LARGEST_EXACT = 4096  # dimensions up to which the D × D covariance is formed: 134 MB in float64
 EXTRA = 10  # extra directions of the randomised range finder beyond the rank (Halko, Martinsson & Tropp 2011)
@@ -111,20 +111,20 @@ def pca_lengthscales(
     number("alpha", alpha, least=0, most=1, hint="0 is the identity, 1 the principal components")
     one_of("form", form, ("poster", "paper"))
     if rank is not None:
-        whole("rank", rank, hint="None chooses one")
-    whole("passes", passes, hint="3 are enough")
+        integer("rank", rank, hint="None chooses one")
+    integer("passes", passes, hint="3 are enough")
     readable_once = isinstance(inputs, Iterator)
     first, rows = _peek(inputs)
     dimension = first.shape[1]
     exact = dimension <= LARGEST_EXACT
     kept = min(rank or (dimension if exact else 512), dimension)
     if exact:
-        moments = Moments.of(rows, torch.eye(dimension, dtype=torch.float64, device=first.device))
+        moments = Moments.from_rows(rows, torch.eye(dimension, dtype=torch.float64, device=first.device))
         values, vectors = torch.linalg.eigh(moments.covariance)
         values, vectors = values.flip(0)[:kept], vectors.flip(1)[:, :kept]  # largest first
     else:
-        again = itertools.chain([rows], (_rows(inputs) for _ in range(0 if readable_once else passes - 1)))
-        moments, values, vectors = _randomised(again, first, kept)
+        again = itertools.chain([rows], (_flat_batches(inputs) for _ in range(0 if readable_once else passes - 1)))
+        moments, values, vectors = _randomised_eigen(again, first, kept)
         kept = values.numel()
     values = values.clamp(min=0.0)
     rest = (
@@ -152,7 +152,7 @@ class Moments:
     trace: Tensor  # ()
 
     @classmethod
-    def of(cls, rows: Iterable[Tensor], omega: Tensor) -> Moments:
+    def from_rows(cls, rows: Iterable[Tensor], omega: Tensor) -> Moments:
         # Shifted by the first batch's mean, because E[xxᵀ] − μμᵀ loses digits if the mean is large.
         count, shift = 0, None
         total = squares = product = omega.new_zeros(())
@@ -174,7 +174,7 @@ class Moments:
         return cls(covariance, trace)
 
 
-def _randomised(passes: Iterable[Iterable[Tensor]], first: Tensor, rank: int) -> tuple[Moments, Tensor, Tensor]:
+def _randomised_eigen(passes: Iterable[Iterable[Tensor]], first: Tensor, rank: int) -> tuple[Moments, Tensor, Tensor]:
     """(moments, eigenvalues (R,), eigenvectors (D, R)), largest first, by subspace iteration and a Nyström step.
 
     With an orthonormal basis Q and Y = C Q:  C ≈ Y (Qᵀ Y)⁻¹ Yᵀ,  which is exact on the span of Q.
@@ -188,7 +188,7 @@ def _randomised(passes: Iterable[Iterable[Tensor]], first: Tensor, rank: int) ->
         if moments is not None:
             basis = moments.covariance
         basis = torch.linalg.qr(basis).Q
-        moments = Moments.of(rows, basis)
+        moments = Moments.from_rows(rows, basis)
     assert moments is not None
     core = basis.T @ moments.covariance  # (L, L)
     values, vectors = torch.linalg.eigh((core + core.T) / 2)
@@ -198,7 +198,7 @@ def _randomised(passes: Iterable[Iterable[Tensor]], first: Tensor, rank: int) ->
     return moments, singular.square()[:rank], left[:, :rank]
 
 
-def _rows(inputs: Tensor | Iterable[Any]) -> Iterator[Tensor]:
+def _flat_batches(inputs: Tensor | Iterable[Any]) -> Iterator[Tensor]:
     """Batches of flattened inputs (n, D), in float32 or more."""
     width: int | None = None
     before = 0
@@ -234,7 +234,7 @@ def check_finite_rows(rows: Tensor, before: int = 0, what: str = "inputs", where
 
 def _peek(inputs: Tensor | Iterable[Any]) -> tuple[Tensor, Iterator[Tensor]]:
     """(the first batch, all batches with the first one in its place)."""
-    rows = _rows(inputs)
+    rows = _flat_batches(inputs)
     first = next(rows, None)
     if first is None or first.numel() == 0:
         raise ValueError("expected training inputs, got none; pass data (a generator can be read only once)")

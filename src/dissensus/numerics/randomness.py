@@ -38,28 +38,28 @@ def chain_generators(seed: int, numbers: Iterable[int], device: torch.device) ->
     return [torch.Generator(device).manual_seed(int(state) >> 1) for state in states]
 
 
-def look_ahead(ahead: bool) -> bool:
+def set_lookahead(ahead: bool) -> bool:
     """From now on this thread's draws do not advance torch's generator, or do again; returns what held before."""
     before, _thread.looks_ahead = _thread.looks_ahead, ahead
     return before
 
 
 @contextmanager
-def looking_ahead() -> Iterator[None]:
+def without_advancing() -> Iterator[None]:
     """Inside, this thread's draws do not advance torch's generator."""
-    before = look_ahead(True)
+    before = set_lookahead(True)
     try:
         yield
     finally:
-        look_ahead(before)
+        set_lookahead(before)
 
 
-def states(device: torch.device) -> tuple[Tensor, Tensor | None]:
+def generator_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
     """The states of torch's generators, the host's and the device's."""
     return torch.default_generator.get_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
-def restore(before: tuple[Tensor, Tensor | None], device: torch.device, *, mine: bool) -> None:
+def restore_generators(before: tuple[Tensor, Tensor | None], device: torch.device, *, mine: bool) -> None:
     """Puts torch's generators back into these `states`, where they have others.
 
     `mine`: whether this thread may have drawn from them. If not, and there are other threads, the draws were theirs and the
@@ -75,16 +75,16 @@ def restore(before: tuple[Tensor, Tensor | None], device: torch.device, *, mine:
 
 
 @contextmanager
-def same_random_state(device: torch.device, *, mine: Callable[[], bool] = lambda: True) -> Iterator[None]:
+def preserve_random_state(device: torch.device, *, mine: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Restores the state of torch's generators (the host's and the device's) afterwards; see `restore` for `mine`."""
-    before = states(device)
+    before = generator_states(device)
     try:
         yield
     finally:
-        restore(before, device, mine=mine())
+        restore_generators(before, device, mine=mine())
 
 
-def random_state() -> Callable[[], None]:
+def save_random_state() -> Callable[[], None]:
     """A function that restores torch's present random state."""
     cpu = torch.get_rng_state()
     cuda = None
@@ -99,17 +99,17 @@ def random_state() -> Callable[[], None]:
     return restore
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RandomnessDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, `drew` becomes true when an operation draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.drew = False
+        self.has_drawn = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch imports its compiler, hundreds of modules, at the first operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+        self.has_drawn = self.has_drawn or torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))

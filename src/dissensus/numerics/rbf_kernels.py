@@ -73,9 +73,9 @@ def input_gradient_log_density(
     "sample" over all pairs of an example (eq. 17); "algorithm" the same with an exponent twice as large (algorithm 1).
     `weight`: (B,) weights of the examples in the mean over b.
     """
-    unit = directions(working(gradients))
-    points, floor = _scaled(unit, lengthscales)
-    return batch_log_density(points, bandwidth, weight, floor=floor).to(_kept(gradients))
+    unit = directions(to_kernel_precision(gradients))
+    points, floor = _scale_directions(unit, lengthscales)
+    return batch_log_density(points, bandwidth, weight, floor=floor).to(_result_dtype(gradients))
 
 
 def input_gradient_force(
@@ -91,9 +91,9 @@ def input_gradient_force(
 
     Written out because autograd would keep a dozen tensors of this size.
     """
-    wide = working(gradients)
+    wide = to_kernel_precision(gradients)
     unit = directions(wide)
-    points, floor = _scaled(unit, lengthscales)
+    points, floor = _scale_directions(unit, lengthscales)
     exponent, per_distance, centred = _exponents(points, bandwidth, floor)
     logits = (exponent + _log_weight(weight, points)).transpose(0, 1)  # (M, B, M)
     q = logits.flatten(1).softmax(1).view_as(logits).transpose(0, 1) * per_distance  # (B, M_i, M_j)
@@ -105,15 +105,15 @@ def input_gradient_force(
         force = lengthscales.pull(force)
     size = wide.square().sum(-1, keepdim=True)
     force = (force - unit * (unit * force).sum(-1, keepdim=True)) * (size + EPSILON).rsqrt()
-    return torch.where(size == 0, 0.0, force).to(_kept(gradients))
+    return torch.where(size == 0, 0.0, force).to(_result_dtype(gradients))
 
 
-def _kept(gradients: Tensor) -> torch.dtype:
+def _result_dtype(gradients: Tensor) -> torch.dtype:
     """The precision of results."""
     return torch.promote_types(gradients.dtype, torch.float32)
 
 
-def _scaled(unit: Tensor, lengthscales: Lengthscales | None) -> tuple[Tensor, Tensor | float]:
+def _scale_directions(unit: Tensor, lengthscales: Lengthscales | None) -> tuple[Tensor, Tensor | float]:
     """(directions in the kernel's lengthscales, least squared bandwidth)."""
     if lengthscales is None:
         return unit, FLOOR
@@ -163,9 +163,9 @@ def _log_weight(weight: Tensor | None, s: Tensor) -> Tensor:
 
 def as_rows(tensor: Tensor) -> Tensor:
     """(M, P) one row per member, detached, in the precision of the kernels."""
-    return working(tensor.detach()).reshape(len(tensor), -1)
+    return to_kernel_precision(tensor.detach()).reshape(len(tensor), -1)
 
 
-def working(tensor: Tensor) -> Tensor:
+def to_kernel_precision(tensor: Tensor) -> Tensor:
     """The tensor in the precision of the kernels."""
     return tensor.float() if tensor.device.type == "mps" else tensor.double()

@@ -54,10 +54,10 @@ POWER = FuncFormatter(lambda value, _: f"10{str(round(np.log10(value))).translat
 def colours(names: Sequence[str]) -> dict[str, str]:
     """Name -> colour, in order; the first ones differ most. Names beyond the palette get darker shades of it."""
     rounds = [divmod(i, len(PALETTE)) for i in range(len(names))]
-    return {name: darker(PALETTE[i], 0.55**turn) for name, (turn, i) in zip(names, rounds, strict=True)}
+    return {name: darken(PALETTE[i], 0.55**turn) for name, (turn, i) in zip(names, rounds, strict=True)}
 
 
-def darker(colour: str, share: float) -> str:
+def darken(colour: str, share: float) -> str:
     """A colour with this share of its brightness."""
     red, green, blue = to_rgb(colour)
     return to_hex((share * red, share * green, share * blue))
@@ -101,8 +101,8 @@ def curve_figure(
                 if name in panel.percent:
                     axis.set_major_formatter(PERCENT)
                 if axis.get_scale() == "log" and not (name == "x" and len(panel.ticks)):
-                    _log_ticks(axis)
-        _legend(figure, note)
+                    _set_log_ticks(axis)
+        _add_legend(figure, note)
     return figure
 
 
@@ -111,7 +111,9 @@ DIAGONAL = Curve(
 )  # names with _ have no legend
 
 
-def reliability(counts: Array, confidence: Array, accuracy: Array, edges: Array, *, title: str, colour: str) -> Figure:
+def reliability_figure(
+    counts: Array, confidence: Array, accuracy: Array, edges: Array, *, title: str, colour: str
+) -> Figure:
     """Draws accuracy against confidence by bin, with the gap to the diagonal, above the histogram of confidences."""
     counts, confidence, accuracy, edges = map(np.asarray, (counts, confidence, accuracy, edges))
     held = counts > 0
@@ -125,7 +127,7 @@ def reliability(counts: Array, confidence: Array, accuracy: Array, edges: Array,
             facecolor="none", edgecolor=INK, hatch="////", linewidth=0.4, alpha=0.55,
         )  # fmt: skip
         upper.plot([0, 1], [0, 1], color=INK, linestyle="--", linewidth=1)
-        upper.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy", title=short(title, 44))
+        upper.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy", title=short_name(title, 44))
         lower.bar(edges[:-1], counts / counts.sum(), np.diff(edges), align="edge", color=colour, linewidth=0)
         lower.set(xlabel="confidence (largest probability)", ylabel="inputs", yscale="log")
         lower.set_ylim(0.5 / counts.sum(), 1.5)
@@ -157,12 +159,14 @@ def ood_histogram(inside: Array, foreign: Mapping[str, Array], *, score: str, ti
 
         axes.stairs(shares(inside), edges, fill=True, color=colour, alpha=0.6, label="test")
         for (name, values), style in zip(foreign.items(), ("-", "--", ":", "-.") * len(foreign), strict=False):
-            axes.stairs(shares(values), edges, color=INK, linewidth=1.4, linestyle=style, label=short(name))
+            axes.stairs(shares(values), edges, color=INK, linewidth=1.4, linestyle=style, label=short_name(name))
         if logarithmic:
             axes.set_xscale("log")
-            _log_ticks(axes.xaxis)
+            _set_log_ticks(axes.xaxis)
         axes.set(
-            xlabel=f"{SCORE_LABELS.get(score, score)}: more foreign →", ylabel="share of inputs", title=short(title, 44)
+            xlabel=f"{SCORE_LABELS.get(score, score)}: more foreign →",
+            ylabel="share of inputs",
+            title=short_name(title, 44),
         )
         axes.yaxis.set_major_formatter(PERCENT)
         axes.margins(x=0.01)
@@ -170,14 +174,14 @@ def ood_histogram(inside: Array, foreign: Mapping[str, Array], *, score: str, ti
     return figure
 
 
-def roc(curves: Mapping[str, tuple[Array, Array, float]], *, title: str, palette: Mapping[str, str]) -> Figure:
+def roc_figure(curves: Mapping[str, tuple[Array, Array, float]], *, title: str, palette: Mapping[str, str]) -> Figure:
     """Draws the ROC curve (false positive rate, true positive rate, area) of each method; OOD is positive."""
     drawn = [
-        Curve(*_thinned(fpr, tpr), f"{short(name)}  {100 * area:.2f} %", {"color": palette[name]})
+        Curve(*_thin_curve(fpr, tpr), f"{short_name(name)}  {100 * area:.2f} %", {"color": palette[name]})
         for name, (fpr, tpr, area) in curves.items()
     ]
     labels = {"xlabel": "test inputs flagged (false positives)", "ylabel": "foreign inputs flagged"}
-    axes = {**labels, "xlim": (0, 1), "ylim": (0, 1.005), "title": short(title, 44)}
+    axes = {**labels, "xlim": (0, 1), "ylim": (0, 1.005), "title": short_name(title, 44)}
     return curve_figure([Panel([*drawn, DIAGONAL], axes, percent="xy")], note="area")
 
 
@@ -185,7 +189,7 @@ def risk_coverage_figure(
     curves: Mapping[str, tuple[Array, Array]], *, risk: str, percent: bool, palette: Mapping[str, str]
 ) -> Figure:
     """Draws the risk of the most certain inputs against their share."""
-    drawn = [Curve(*_thinned(*each), short(name), {"color": palette[name]}) for name, each in curves.items()]
+    drawn = [Curve(*_thin_curve(*each), short_name(name), {"color": palette[name]}) for name, each in curves.items()]
     highest = max(np.max(curve.y) for curve in drawn)
     axes = {"xlabel": "inputs answered, most certain first", "ylabel": risk, "title": "Risk and coverage"}
     limits = {"xlim": (0, 1), "ylim": (0, 1.05 * highest or 1)}
@@ -203,7 +207,7 @@ def corruption_panel(
     """A metric against the severity of corruption, types pooled; severity 0 is the clean inputs."""
     x = [0, *severities]
     drawn = [
-        Curve(x, [clean, *np.asarray(damaged)], short(name), {"color": palette[name], **marked(i)})
+        Curve(x, [clean, *np.asarray(damaged)], short_name(name), {"color": palette[name], **marker_style(i)})
         for i, (name, (clean, damaged)) in enumerate(values.items())
     ]
     axes = {"xlabel": "severity of corruption (0: clean)", "ylabel": label, "title": f"{label} under corruption"}
@@ -223,8 +227,8 @@ def cost_scatter(
     drawn = []
     for i, (name, (spent, value, interval)) in enumerate(points.items()):
         bars = None if interval is None else [[max(value - interval[0], 0)], [max(interval[1] - value, 0)]]
-        look = {"color": palette[name], "yerr": bars, "capsize": 3, **marked(i, size=7)}
-        drawn.append(Curve([spent], [value], short(name), look))
+        look = {"color": palette[name], "yerr": bars, "capsize": 3, **marker_style(i, size=7)}
+        drawn.append(Curve([spent], [value], short_name(name), look))
     costs = [max(spent, 1e-9) for spent, _, _ in points.values()]
     axes = {"xscale": "log", "xlim": (min(costs) / 2.5, max(costs) * 2.5), "ymargin": 0.25}
     title = f"{quality}: {'up' if better == 'high' else 'down'} is better"
@@ -242,7 +246,7 @@ def interval_coverage_figure(cumulative: Mapping[str, Array], *, palette: Mappin
     for name, values in cumulative.items():
         inside = np.sort(np.abs(2 * np.asarray(values).ravel() - 1))
         share = np.searchsorted(inside, levels, side="right") / len(inside)
-        drawn.append(Curve(levels, share, short(name), {"color": palette[name]}))
+        drawn.append(Curve(levels, share, short_name(name), {"color": palette[name]}))
     labels = {"xlabel": "level of the interval", "ylabel": "targets inside", "title": "Interval coverage"}
     return curve_figure([Panel(drawn, {**labels, "xlim": (0, 1), "ylim": (0, 1)}, percent="xy")])
 
@@ -257,13 +261,13 @@ SCORE_LABELS = {
 }
 
 
-def short(name: str, length: int = 24) -> str:
+def short_name(name: str, length: int = 24) -> str:
     """The name, shortened to `length` characters, without characters that fonts cannot draw."""
     name = name.translate(CONTROL)
     return name if len(name) <= length else f"{name[: length - 1]}…"
 
 
-def marked(i: int, *, size: float = 4.5) -> dict[str, Any]:
+def marker_style(i: int, *, size: float = 4.5) -> dict[str, Any]:
     """Marker keywords of the i-th curve."""
     return {"marker": MARKERS[i % len(MARKERS)], "markersize": size}
 
@@ -273,11 +277,11 @@ def _figure(
 ) -> tuple[Figure, Any]:
     figure = Figure(figsize=size)  # not through pyplot, which keeps global state
     axes = figure.subplots(rows, columns, **keywords)
-    _margins(figure, gap=gap)
+    _set_margins(figure, gap=gap)
     return figure, axes
 
 
-def _margins(figure: Any, *, below: float = 0.0, gap: float = 0.8) -> None:
+def _set_margins(figure: Any, *, below: float = 0.0, gap: float = 0.8) -> None:
     """Sets margins for ticks and labels, in inches: `gap` between rows, `below` under the figure.
 
     matplotlib's layout engine would do the same, but takes as long as the drawing itself.
@@ -291,7 +295,7 @@ def _margins(figure: Any, *, below: float = 0.0, gap: float = 0.8) -> None:
     )  # fmt: skip
 
 
-def _legend(figure: Figure, title: str | None = None) -> None:
+def _add_legend(figure: Figure, title: str | None = None) -> None:
     """Adds the legend: inside the axes for few curves in one panel, else below them."""
     handles = {label: h for axes in figure.axes for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if len(figure.axes) == 1 and 0 < len(handles) <= ROOM_INSIDE:
@@ -303,12 +307,12 @@ def _legend(figure: Figure, title: str | None = None) -> None:
     lines = -(-len(handles) // columns)
     below = 0.1 + 0.19 * (lines + (title is not None))
     figure.set_size_inches(width, height + below)
-    _margins(figure, below=below)
+    _set_margins(figure, below=below)
     ncols = -(-len(handles) // lines)
     figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=ncols, title=title, title_fontsize=8.5)
 
 
-def _log_ticks(axis: Any) -> None:
+def _set_log_ticks(axis: Any) -> None:
     """Sets as many labels as fit, as numbers or powers of ten; text is never parsed as mathematics here."""
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 100 else (1.0, 2.0, 5.0), numticks=7))
@@ -316,7 +320,7 @@ def _log_ticks(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _thinned(x: Array, y: Array, *, points: int = 300) -> tuple[Any, Any]:
+def _thin_curve(x: Array, y: Array, *, points: int = 300) -> tuple[Any, Any]:
     """At most `points` points of a curve, evenly spaced along its length, both ends kept."""
     x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     if len(x) <= points:
@@ -328,7 +332,7 @@ def _thinned(x: Array, y: Array, *, points: int = 300) -> tuple[Any, Any]:
     return x[keep], y[keep]
 
 
-def shown(figure: Figure) -> Figure:
+def notebook_figure(figure: Figure) -> Figure:
     """The figure on white, with a PNG representation: without pyplot a notebook would show only its name."""
     figure.set_facecolor("white")
     figure._repr_png_ = partial(_png, figure)  # type: ignore[attr-defined]

@@ -29,14 +29,16 @@ def predictive_figure(predictive: Any, x: Any, seen: tuple[Any, Any] | None, cla
         raise ValueError(f"expected the {len(mean)} inputs of the prediction, got {len(inputs)}; pass the same x")
     if classed and mean.ndim > 2:
         truth = None if seen is None else _array(tensor_of(seen[1]))
-        return prediction_figures.pixels(inputs, mean, _array(predictive.epistemic), classes=classes, truth=truth)
+        return prediction_figures.segmentation_figure(
+            inputs, mean, _array(predictive.epistemic), classes=classes, truth=truth
+        )
     dots = None if seen is None else (_array(tensor_of(seen[0])), _array(tensor_of(seen[1])))
     if inputs is not None and inputs.ndim == 2 and inputs.shape[1] == 2:
         total = _array(predictive.total).reshape(len(mean), -1).sum(1)
         label = "entropy (nats)" if classed else "standard deviation"
-        return prediction_figures.plane(inputs, total if classed else total**0.5, label=label, seen=dots)
+        return prediction_figures.plane_figure(inputs, total if classed else total**0.5, label=label, seen=dots)
     if classed and inputs is not None and inputs.ndim == 4:
-        return prediction_figures.answers(inputs, mean, _array(predictive.epistemic), classes=classes)
+        return prediction_figures.class_figure(inputs, mean, _array(predictive.epistemic), classes=classes)
     flat = _array(torch.arange(len(mean))) if inputs is None else inputs.reshape(len(mean), -1)
     if classed or flat.reshape(len(mean), -1).shape[1] != 1:
         shape = None if inputs is None else inputs.shape
@@ -47,10 +49,12 @@ def predictive_figure(predictive: Any, x: Any, seen: tuple[Any, Any] | None, cla
     ends = tuple(_array(each).reshape(len(mean), -1) for each in predictive.interval(LEVEL))
     kept = _array(predictive.described()[0][:MEMBERS])  # for a summary its mean
     members = kept.reshape(len(kept), len(mean), -1)
-    return prediction_figures.line(flat.ravel(), mean.reshape(len(mean), -1), ends, members, level=LEVEL, seen=dots)
+    return prediction_figures.line_figure(
+        flat.ravel(), mean.reshape(len(mean), -1), ends, members, level=LEVEL, seen=dots
+    )
 
 
-def html_of(predictive: Any) -> str:
+def html_table(predictive: Any) -> str:
     """A table with a row for each of the first inputs; values are averaged over pixels."""
     classed, few = hasattr(predictive, "log_mean"), predictive[:ROWS]
     if classed and few.mean.ndim == 2:
@@ -98,7 +102,7 @@ def evaluation_figure(evaluation: Any, kind: str) -> Any:
         raise ValueError(f"expected an evaluation with {kind} to plot, got one without; {remedy}")
     if kind == "reliability":
         parts = [arrays[f"reliability/{key}"] for key in ("counts", "confidence", "accuracy", "edges")]
-        return charts.reliability(*parts, title=f"ECE {100 * metrics['ece']:.2f} %", colour=colour)
+        return charts.reliability_figure(*parts, title=f"ECE {100 * metrics['ece']:.2f} %", colour=colour)
     if kind == "risk":
         classes = evaluation.kind != "regression"
         curve = (arrays["risk_coverage/coverage"], arrays["risk_coverage/risk"])

@@ -10,7 +10,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-from dissensus.plots.charts import INK, STYLE, Array, short
+from dissensus.plots.charts import INK, STYLE, Array, short_name
 
 COLUMNS = 5  # most panels in a row
 POINTS = 200  # most points of a member's line: ten lines in each of ten panels make large files
@@ -24,7 +24,7 @@ class Band(NamedTuple):
     members: Array  # (up to ten, n)
 
 
-def bands(
+def band_figure(
     where: Array, methods: Mapping[str, Band], *, seen: tuple[Array, Array], palette: Mapping[str, str]
 ) -> Figure:
     """Draws mean, ±3 standard deviations and some members of every method; where: (n,), seen: data (N,) and (N,)."""
@@ -40,7 +40,7 @@ def bands(
             axes.plot(where[::thinner], members.T, color=colour, alpha=0.4, linewidth=0.6)
             axes.plot(where, mean, color=colour, linewidth=1.6)
             axes.plot(x, y, ".", color=INK, markersize=2.2, alpha=0.6, zorder=3)
-            axes.set(title=short(name), xlim=(where.min(), where.max()), ylim=(low, high))
+            axes.set(title=short_name(name), xlim=(where.min(), where.max()), ylim=(low, high))
     return figure
 
 
@@ -60,7 +60,7 @@ def entropy_maps(
                 np.asarray(square), origin="lower", extent=window, vmin=0, vmax=largest, cmap="viridis", aspect="auto"
             )
             axes.scatter(*points.T, s=3, c=classes, cmap="Set1", linewidths=0)
-            axes.set(title=short(name), xlim=window[:2], ylim=window[2:])
+            axes.set(title=short_name(name), xlim=window[:2], ylim=window[2:])
         figure.colorbar(image, ax=panels, shrink=0.6, label="entropy (nats)")
     return figure
 
@@ -68,7 +68,7 @@ def entropy_maps(
 LEVELS = 24  # contour levels
 
 
-def surfaces(
+def surface_figure(
     losses: Mapping[str, tuple[Array, Array, Array, Mapping[str, tuple[float, float]]]],
     *,
     xlabel: str = "",
@@ -97,7 +97,7 @@ def surfaces(
                 if len(marks) > 1:
                     axes.annotate(label, (left, up), (4, 4), textcoords="offset points", color="white")
             axes.set_aspect("equal")
-            axes.set(title=short(name, 40), xlabel=xlabel, ylabel="" if axes is not panels[0] else ylabel)
+            axes.set(title=short_name(name, 40), xlabel=xlabel, ylabel="" if axes is not panels[0] else ylabel)
         bar = figure.colorbar(filled, ax=panels, shrink=0.8, label="loss (nats)")
         bar.ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=8))
         bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
@@ -132,7 +132,7 @@ def _grid(count: int, *, aspect: float, xlabel: str, ylabel: str) -> tuple[Figur
     return figure, flat[:count]
 
 
-def implicit(before: Array, after: Array, *, largest: float, title: str) -> Figure:
+def implicit_figure(before: Array, after: Array, *, largest: float, title: str) -> Figure:
     """Draws images (n, C, H, W), S changed versions of each (n, S, C, H, W), and below them the change, ±largest."""
     before, after = np.asarray(before), np.asarray(after)
     n, columns = len(before), after.shape[1] + 1

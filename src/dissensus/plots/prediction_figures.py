@@ -8,21 +8,21 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dissensus.plots.charts import INK, PALETTE, STYLE, Array, Curve, Panel, curve_figure, marked, short
+from dissensus.plots.charts import INK, PALETTE, STYLE, Array, Curve, Panel, curve_figure, marker_style, short_name
 from dissensus.plots.segmentation_maps import (
     CONFIDENCE,
     EPISTEMIC,
+    add_class_legend,
     class_image,
-    class_legend_below,
     heat_image,
-    marks_in,
+    special_labels,
 )
 
 MOST = 8  # most images shown
 Seen = tuple[Array, Array]
 
 
-def line(
+def line_figure(
     x: Array, mean: Array, interval: tuple[Array, Array], members: Array, *, level: float, seen: Seen | None = None
 ) -> Figure:
     """Draws a regression over x (B,): mean (B, D), central interval, members (M, B, D) as thin lines; one panel per output."""
@@ -42,7 +42,7 @@ def line(
     return curve_figure(panels, size=(4.6 * len(panels), 3.3))
 
 
-def plane(points: Array, values: Array, *, label: str, seen: Seen | None = None) -> Figure:
+def plane_figure(points: Array, values: Array, *, label: str, seen: Seen | None = None) -> Figure:
     """Draws values (B,) at points (B, 2) of the plane, on a grid or not; seen: points (N, 2) and targets (N,)."""
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(4.6, 3.6), layout="constrained")  # not through pyplot, which keeps global state
@@ -57,7 +57,7 @@ def plane(points: Array, values: Array, *, label: str, seen: Seen | None = None)
     return figure
 
 
-def pixels(
+def segmentation_figure(
     images: Array | None, probabilities: Array, epistemic: Array, *, classes: Sequence[str], truth: Array | None = None
 ) -> Figure:
     """Draws one row per image (B, C, H, W): image, truth (B, H, W) if given, classes, confidence, mutual information."""
@@ -65,7 +65,7 @@ def pixels(
     largest = float(np.quantile(epistemic, 0.998)) or 1.0
     rows = []
     for i, each in enumerate(probabilities[:MOST]):
-        row = [] if images is None else [("image", picture(images[i]))]
+        row = [] if images is None else [("image", displayable_image(images[i]))]
         row += [] if truth is None else [("truth", class_image(truth[i], count))]
         row += [
             ("prediction", class_image(each.argmax(0), count)),
@@ -77,18 +77,18 @@ def pixels(
         ]
         rows.append(row)
     figure = image_grid(rows)
-    marks = [] if truth is None else marks_in(truth[:MOST], count)
-    class_legend_below(figure, list(classes) or [str(i) for i in range(count)], marks)
+    marks = [] if truth is None else special_labels(truth[:MOST], count)
+    add_class_legend(figure, list(classes) or [str(i) for i in range(count)], marks)
     return figure
 
 
-def answers(images: Array, probabilities: Array, epistemic: Array, *, classes: Sequence[str]) -> Figure:
+def class_figure(images: Array, probabilities: Array, epistemic: Array, *, classes: Sequence[str]) -> Figure:
     """Draws images (B, C, H, W) with their predicted class, the confidence and the mutual information in nats."""
     said = []
     for image, each, apart in zip(images[:MOST], probabilities, epistemic, strict=False):
         best = int(each.argmax())
         name = classes[best] if best < len(classes) else str(best)
-        said.append((f"{short(name, 14)} {100 * each[best]:.0f} %\n{apart:.2g} nats", picture(image)))
+        said.append((f"{short_name(name, 14)} {100 * each[best]:.0f} %\n{apart:.2g} nats", displayable_image(image)))
     return image_grid([said[i : i + 4] for i in range(0, len(said), 4)])
 
 
@@ -107,7 +107,7 @@ def image_grid(rows: Sequence[Sequence[tuple[str, Any]]]) -> Figure:
     return figure
 
 
-def picture(image: Array) -> Any:
+def displayable_image(image: Array) -> Any:
     """(H, W, 3) in [0, 1] from an image (C, H, W) in any units: values in [0, 1] are kept, others are rescaled."""
     shown = np.asarray(image, float)
     if shown.min() < 0 or shown.max() > 1:
@@ -116,7 +116,7 @@ def picture(image: Array) -> Any:
     return shown.transpose(1, 2, 0)
 
 
-def training(losses: Array, validation: Array, *, best: int | None) -> Figure:
+def training_figure(losses: Array, validation: Array, *, best: int | None) -> Figure:
     """Draws the members' losses (E, M) and the validation NLL (E,), NaN if unmeasured, over epochs from 1."""
     epochs = np.arange(1, len(losses) + 1)
     thin = {"color": PALETTE[0], "alpha": 0.35, "linewidth": 0.7}
@@ -127,7 +127,7 @@ def training(losses: Array, validation: Array, *, best: int | None) -> Figure:
     if np.isfinite(validation).any():
         drawn.append(Curve(epochs, validation, "validation NLL of the mixture", {"color": PALETTE[1]}))
     if best is not None:
-        look = {"color": PALETTE[1], "linestyle": "none", **marked(0, size=7)}
+        look = {"color": PALETTE[1], "linestyle": "none", **marker_style(0, size=7)}
         drawn.append(Curve([best + 1], [validation[best]], f"kept: epoch {best + 1}", look))
     figure = curve_figure([Panel(drawn, {"xlabel": "epoch", "ylabel": "nats per example", "title": "Training"})])
     figure.axes[0].xaxis.set_major_locator(MaxNLocator(6, integer=True))

@@ -11,7 +11,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from dissensus.plots.charts import STYLE, Array, short
+from dissensus.plots.charts import STYLE, Array, short_name
 
 VOID, UNKNOWN = -1, -2  # labels of pixels without a class, and of classes unknown in training
 PALETTE = (
@@ -54,7 +54,7 @@ def heat_image(values: Array, *, largest: float, colours: str) -> np.ndarray:
     return (255 * np.asarray(shown)[..., :3]).round().astype(np.uint8)
 
 
-def scene(image: Array, target: Array, methods: Mapping[str, PixelMaps], *, classes: Sequence[str]) -> Figure:
+def scene_figure(image: Array, target: Array, methods: Mapping[str, PixelMaps], *, classes: Sequence[str]) -> Figure:
     """Draws the image (H, W, 3) and its truth (H, W), then one row per method, all on the same scales.
 
     If the truth has UNKNOWN pixels, the window with most of them is shown enlarged.
@@ -78,16 +78,16 @@ def scene(image: Array, target: Array, methods: Mapping[str, PixelMaps], *, clas
             axes.spines[:].set_visible(False)
         truth = class_image(target, len(classes))
         shown: list[tuple[str, Any]] = [("image", np.asarray(image)), ("truth", truth)]
-        _row(grid[0], [*shown, None, *_zoomed(shown, window)], window, marked=(0, 1))
+        _draw_row(grid[0], [*shown, None, *_zoom_images(shown, window)], window, marked=(0, 1))
         for line, (name, maps) in zip(grid[1:], methods.items(), strict=True):
             shown = [
                 ("prediction", class_image(maps.prediction, len(classes))),
                 ("confidence", heat_image(maps.confidence, largest=1.0, colours=CONFIDENCE)),
                 ("mutual information", heat_image(maps.epistemic, largest=largest, colours=EPISTEMIC)),
             ]
-            _row(line, [*shown, *_zoomed([shown[0], shown[2]], window)], window, marked=(2,))
-            line[0].set_ylabel(short(name))
-        _legends(figure, classes, largest, marks_in(target, len(classes)))
+            _draw_row(line, [*shown, *_zoom_images([shown[0], shown[2]], window)], window, marked=(2,))
+            line[0].set_ylabel(short_name(name))
+        _add_legends(figure, classes, largest, special_labels(target, len(classes)))
     return figure
 
 
@@ -104,11 +104,11 @@ def densest_window(mask: Array) -> tuple[slice, slice] | None:
     return slice(row, row + height), slice(column, column + width)
 
 
-def _zoomed(shown: Sequence[tuple[str, Any]], window: tuple[slice, slice] | None) -> list[tuple[str, Any]]:
+def _zoom_images(shown: Sequence[tuple[str, Any]], window: tuple[slice, slice] | None) -> list[tuple[str, Any]]:
     return [] if window is None else [(f"{name}, enlarged", pixels[window]) for name, pixels in shown]
 
 
-def _row(line: Any, shown: Sequence[Any], window: tuple[slice, slice] | None, *, marked: Sequence[int]) -> None:
+def _draw_row(line: Any, shown: Sequence[Any], window: tuple[slice, slice] | None, *, marked: Sequence[int]) -> None:
     """Draws named images in a row of axes; None leaves a place empty. The window is framed in the `marked` images."""
     for i, axes in enumerate(line):
         each = shown[i] if i < len(shown) else None
@@ -131,18 +131,18 @@ def class_legend(classes: Sequence[str]) -> Figure:
     lines = -(-(len(classes) + 2) // 6)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.0, 0.3 + 0.2 * lines))
-        _class_names(figure, classes, (), loc="center")
+        _draw_class_legend(figure, classes, (), loc="center")
     return figure
 
 
-def marks_in(labels: Array, count: int) -> list[str]:
+def special_labels(labels: Array, count: int) -> list[str]:
     """Which of "unknown" and "void" occur among labels of `count` classes."""
     labels = np.asarray(labels).astype(int)
     unknown, other = labels == UNKNOWN, (labels >= count) | (labels < 0)
     return [name for name, here in (("unknown", unknown), ("void", other & ~unknown)) if here.any()]
 
 
-def class_legend_below(figure: Figure, classes: Sequence[str], marks: Sequence[str]) -> None:
+def add_class_legend(figure: Figure, classes: Sequence[str], marks: Sequence[str]) -> None:
     """Adds this legend below a figure, which is enlarged for it; `marks`: as from `marks_in`."""
     width, height = figure.get_size_inches()
     room = 0.1 + 0.2 * -(-(len(classes) + 2) // 6)
@@ -150,21 +150,21 @@ def class_legend_below(figure: Figure, classes: Sequence[str], marks: Sequence[s
     if isinstance(engine := figure.get_layout_engine(), ConstrainedLayoutEngine):
         engine.set(rect=(0, room / (height + room), 1, height / (height + room)))
     with matplotlib.rc_context(STYLE):
-        _class_names(figure, classes, marks, loc="lower center")
+        _draw_class_legend(figure, classes, marks, loc="lower center")
 
 
-def _class_names(
+def _draw_class_legend(
     figure: Figure, classes: Sequence[str], marks: Sequence[str], *, loc: Literal["center", "lower center"]
 ) -> None:
     colours = [*(class_colours(len(classes)) / 255), *(MARKS[name] for name in marks)]
-    names = [*map(short, classes), *marks]
+    names = [*map(short_name, classes), *marks]
     patches = [Patch(color=colour, label=name) for colour, name in zip(colours, names, strict=True)]
     figure.legend(handles=patches, loc=loc, ncols=6, handlelength=1.2, fontsize=8)
 
 
-def _legends(figure: Figure, classes: Sequence[str], largest: float, marks: Sequence[str]) -> None:
+def _add_legends(figure: Figure, classes: Sequence[str], largest: float, marks: Sequence[str]) -> None:
     """Adds the legend of classes and the two colour scales below the figure."""
-    _class_names(figure, classes, marks, loc="lower center")
+    _draw_class_legend(figure, classes, marks, loc="lower center")
     width, height = figure.get_size_inches()
     base = 0.42 + 0.2 * (-(-(len(classes) + 2) // 6))
     for left, colours, top, label in (

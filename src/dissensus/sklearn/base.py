@@ -24,25 +24,25 @@ from dissensus.calibration.conformal import ConformalScore, conformal
 from dissensus.calibration.conformal_sets import Conformal
 from dissensus.calibration.quantiles import least_rows
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.parameter_groups import refusal
-from dissensus.core.posterior import Posterior, left_as_found, refresh
+from dissensus.core.parameter_groups import optimizer_refusal
+from dissensus.core.posterior import Posterior, inference_context, refresh
 from dissensus.core.predictive import Predictive
 from dissensus.data.batches import Batches, check_index
 from dissensus.data.input_transforms import TableInputs
 from dissensus.data.splits import split_indices
-from dissensus.data.table_encoding import TableEncoder, comparable, table_columns
+from dissensus.data.table_encoding import TableEncoder, comparable_values, table_columns
 from dissensus.layers.modulation import Modulation
 from dissensus.methods import METHODS
 from dissensus.nets import MLP
 from dissensus.storage import save as save_posterior
-from dissensus.storage.atomic_files import write_whole
+from dissensus.storage.atomic_files import write_atomically
 from dissensus.training.fit import fit
 from dissensus.training.history import Epoch
-from dissensus.utils.checks import number, one_of, share, whole
-from dissensus.utils.json_values import plain
+from dissensus.utils.checks import fraction, integer, number, one_of
+from dissensus.utils.json_values import to_json_values
 
 
-class NearestMeans:
+class EarlyStopping:
     """A callback of `fit` that keeps the state with the least held-out error, and stops after `patience` worse epochs.
 
     The likelihood is not used: a network with a variance output soon becomes overconfident on training rows, and the
@@ -69,7 +69,7 @@ class NearestMeans:
     def _error(self) -> float:
         total = count = 0.0
         likelihood: Any = self.posterior.likelihood
-        with left_as_found(self.posterior):
+        with inference_context(self.posterior):
             drawn = self.posterior.current()
             for x, y, *weights in self.rows:
                 mean = drawn.predict(x.to(self.posterior.device)).mean.cpu().double()
@@ -85,13 +85,13 @@ SETTLED: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "batch_ensemble": lambda network: {"modulation": Modulation.sign()},
     "hmc": lambda network: {"weight_prior_std": 1.0},
     "sghmc": lambda network: {"weight_prior_std": 1.0},
-    "feature_rde": lambda network: dict(zip(("layer", "head"), _last_two(network), strict=True)),
+    "feature_rde": lambda network: dict(zip(("layer", "head"), _last_two_layers(network), strict=True)),
     "lit": lambda network: {"strength": 0.1},
     "mc_dropout": lambda network: {"rate": 0.1},
 }
 
 
-def posterior_of(
+def build_posterior(
     method: str | type[Posterior],
     make: Callable[[], nn.Module],
     *,
@@ -105,7 +105,7 @@ def posterior_of(
     keywords = inspect.signature(kind).parameters
     several = next(iter(keywords)) == "modules"
     if members is not None:
-        whole("members", members)
+        integer("members", members)
     count = (members or MEMBERS) if several else (members or 1) if next(iter(keywords)) == "networks" else 1
     networks = [make() for _ in range(count)]
     given = {**(SETTLED[kind.name](networks[0]) if kind.name in SETTLED else {}), **settings}
@@ -117,7 +117,7 @@ def posterior_of(
     return posterior
 
 
-def _last_two(network: nn.Module) -> list[str]:
+def _last_two_layers(network: nn.Module) -> list[str]:
     """Names of the last two layers."""
     return [name for name, layer in network.named_modules() if next(layer.children(), None) is None][-2:]
 
@@ -146,11 +146,11 @@ def weighted_rows(table: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.nda
     return rows, weights[rows], bool((weights == weights.round()).all() and weights.sum() <= COPIES * len(rows))
 
 
-def ordered(table: Any, y: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def sort_rows(table: Any, y: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(indices into `rows`, sorted by the rows' contents, so that training does not depend on their order; group numbers,
     shared by equal rows)."""
-    names, columns = table_columns(taken(table, rows))
-    seen = [comparable(name, column) for name, column in zip(names or range(len(columns)), columns, strict=True)]
+    names, columns = table_columns(take_rows(table, rows))
+    seen = [comparable_values(name, column) for name, column in zip(names or range(len(columns)), columns, strict=True)]
     parts = np.stack([*seen, *(y.reshape(len(y), -1)[rows].T + 0.0)], 1)
     keys = parts.view(f"V{parts.dtype.itemsize * parts.shape[1]}").ravel()  # a row's bytes
     order = np.argsort(keys, kind="stable")
@@ -181,7 +181,7 @@ def split_rows(
     return [np.flatnonzero(np.isin(groups, part)) for part in (left, *parts)]
 
 
-def taken(table: Any, rows: np.ndarray) -> Any:
+def take_rows(table: Any, rows: np.ndarray) -> Any:
     """Rows of a DataFrame, a dict of columns or an array."""
     if hasattr(table, "iloc"):
         return table.iloc[rows]
@@ -274,7 +274,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         targets = self._targets(y)
         check_consistent_length(X, targets)
         rows, weights, copies = weighted_rows(X, targets, sample_weight)
-        order, groups = ordered(table, targets, rows)
+        order, groups = sort_rows(table, targets, rows)
         rows, weights = rows[order], weights[order]
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         labels = targets[rows] if targets.dtype == np.int64 else None
@@ -287,12 +287,12 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             )
         if copies:  # made after the split, so that no row is in two parts; calibration counts each row once
             train, held = (part.repeat(weights[part].astype(np.int64)) for part in (train, held))
-        self.encoder_ = TableEncoder.of(taken(table, rows[train]), categories=self.categories)
+        self.encoder_ = TableEncoder.of(take_rows(table, rows[train]), categories=self.categories)
         self._measure(targets[rows[train]])
 
         def batch_tensors(part: np.ndarray, *, weighted: bool = not copies) -> list[Any]:
             weight = torch.from_numpy(weights[part] / weights.mean()).float() if weighted else None
-            return [self.encoder_(taken(table, rows[part])), self._encoded(targets[rows[part]]), weight]
+            return [self.encoder_(take_rows(table, rows[part])), self._encode_targets(targets[rows[part]]), weight]
 
         with torch.random.fork_rng(devices=[] if self.device == "cpu" else None):
             torch.manual_seed(seed)
@@ -308,10 +308,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         x, y, weight = train
         outputs, likelihood = self._outputs(y)
         size = min(256, max(32, len(x) // 16)) if self.batch_size is None else self.batch_size
-        batches = Batches(x, y, weight=weight, batch_size=whole("batch_size", size), shuffle=True, seed=seed)
+        batches = Batches(x, y, weight=weight, batch_size=integer("batch_size", size), shuffle=True, seed=seed)
         most = min(200, max(20, math.ceil(STEPS / len(batches))))
-        epochs = most if self.epochs is None else whole("epochs", self.epochs)
-        posterior = posterior_of(
+        epochs = most if self.epochs is None else integer("epochs", self.epochs)
+        posterior = build_posterior(
             self.method,
             lambda: (self.network or self._network)(x.shape[1], outputs),
             likelihood=likelihood,
@@ -320,14 +320,14 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             settings=dict(self.settings or {}),
         )
         optimizer = scheduler = None
-        if refusal(posterior, torch.optim.AdamW) is None:
+        if optimizer_refusal(posterior, torch.optim.AdamW) is None:
             groups = posterior.parameter_groups(self.lr, self.weight_decay, likelihood_lr=max(self.lr, 1e-2))
             optimizer = torch.optim.AdamW(groups, lr=self.lr, fused=True)
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, posterior.default_schedule(epochs))
         judging = None if held is None else Batches(held[0], held[1], weight=held[2], batch_size=1024)
         means = None
         if judging is not None and y.is_floating_point() and posterior.judged_by == "current":
-            means = NearestMeans(posterior, judging, self.patience)
+            means = EarlyStopping(posterior, judging, self.patience)
         by_likelihood = judging is not None and means is None and posterior.judged_by is not None
         self.history_ = fit(
             posterior,
@@ -369,7 +369,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _threshold(self, level: float) -> Tensor | None:
         """(1, P) the calibration rows' score at this level; None without conformal calibration."""
-        share("level", level, hint="pass for example 0.9")
+        fraction("level", level, hint="pass for example 0.9")
         if "conformal" not in self.posterior_.promises:
             return None
         promise = self.posterior_.promises["conformal"]
@@ -389,7 +389,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         kept = {}
         for name, value in self.get_params(deep=False).items():
             with contextlib.suppress(TypeError):
-                kept[name] = plain(value)
+                kept[name] = to_json_values(value)
         state = {
             "estimator": type(self).__name__,
             "arguments": kept,
@@ -399,7 +399,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         }
         text = json.dumps(state)
         save_posterior(self.posterior_, folder)
-        write_whole({Path(folder) / TABLE: text.encode()})
+        write_atomically({Path(folder) / TABLE: text.encode()})
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

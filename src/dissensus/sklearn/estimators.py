@@ -24,7 +24,7 @@ from dissensus.data.standardise import Standardiser
 from dissensus.sklearn.base import TABLE, TableEstimator
 from dissensus.storage import load as load_posterior
 from dissensus.utils.checks import one_of
-from dissensus.utils.file_errors import reading
+from dissensus.utils.file_errors import read_errors
 
 
 class Interval(NamedTuple):
@@ -80,7 +80,7 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
     def _measure(self, targets: np.ndarray) -> None:
         pass
 
-    def _encoded(self, targets: np.ndarray) -> Tensor:
+    def _encode_targets(self, targets: np.ndarray) -> Tensor:
         return torch.from_numpy(targets)
 
     def _outputs(self, y: Tensor) -> tuple[int, Likelihood]:
@@ -130,7 +130,7 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         measured = Standardiser.of_rows(np.sort(targets, axis=0))  # sorted, so that sums do not depend on the order
         self.scale_ = _scale(HeteroscedasticRegression(targets=measured))
 
-    def _encoded(self, targets: np.ndarray) -> Tensor:
+    def _encode_targets(self, targets: np.ndarray) -> Tensor:
         return torch.from_numpy(targets - self.scale_.mean.numpy()).float()  # float32 cannot distinguish dates
 
     def _outputs(self, y: Tensor) -> tuple[int, Likelihood]:
@@ -140,7 +140,7 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
                 f"expected a likelihood of real targets, got {type(likelihood).__name__}; pass ds.Regression(), or derive "
                 "yours from it"
             )
-        likelihood.standardise({"mean": torch.zeros(y.shape[1]), "std": self.scale_.std})
+        likelihood.set_target_scale({"mean": torch.zeros(y.shape[1]), "std": self.scale_.std})
         return y.shape[1] * (2 if isinstance(likelihood, HeteroscedasticRegression) else 1), likelihood
 
     def _finish(self) -> None:
@@ -149,9 +149,9 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         for likelihood in {template.likelihood for family in families for template in family.templates}:
             assert isinstance(likelihood, RealTargets)
             likelihood.targets = None  # the targets so far had their mean subtracted
-            likelihood.standardise(self.scale_)
-        for name, promise in self.posterior_.promises_as_stored().items():
-            self.posterior_.stand(name, promise)  # of residuals over deviations, which do not depend on units
+            likelihood.set_target_scale(self.scale_)
+        for name, promise in self.posterior_.stored_guarantees().items():
+            self.posterior_.add_guarantee(name, promise)  # of residuals over deviations, which do not depend on units
 
     def _state(self) -> dict[str, Any]:
         return {"targets_2d": self.targets_2d_}
@@ -173,7 +173,7 @@ def _scale(likelihood: Any) -> Standardiser:
 def load(folder: str | os.PathLike[str], network: nn.Module | None = None) -> Classifier | Regressor:
     """Loads an estimator written by `save`; `network`: as in `ds.load`, if the estimator has your own network."""
     path = Path(folder) / TABLE
-    with reading(path, "save the estimator again"):
+    with read_errors(path, "save the estimator again"):
         state = json.loads(path.read_text())
         kinds = {"Classifier": Classifier, "Regressor": Regressor}
         given: dict[str, Any] = {

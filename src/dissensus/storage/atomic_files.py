@@ -14,17 +14,17 @@ STRAY_SECONDS = 3600.0
 _calls = itertools.count()
 
 
-def write_whole(files: dict[Path, bytes]) -> None:
+def write_atomically(files: dict[Path, bytes]) -> None:
     """Writes all files under temporary names, then renames them in order, so that none is ever half-written."""
     with ExitStack() as stack:
         # Contexts close in reverse order: the first file is entered last, and renamed first.
-        temporary = {path: stack.enter_context(replacing(path)) for path in reversed(files)}
+        temporary = {path: stack.enter_context(replace_file(path)) for path in reversed(files)}
         for path, content in files.items():
             temporary[path].write_bytes(content)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """A temporary name to write to, renamed to `path` afterwards, or removed if writing fails."""
     temporary = temporary_name(path)
     try:
@@ -46,18 +46,18 @@ def remove_strays(path: Path) -> None:
     with suppress(OSError):  # the file is written: an error in cleaning up does not matter
         for entry in os.scandir(path.parent):
             found = ours.fullmatch(entry.name) if entry.name.startswith(".") else None
-            if found is not None and _abandoned(entry, int(found[1])):
+            if found is not None and _is_abandoned(entry, int(found[1])):
                 os.unlink(entry.path)
 
 
-def _abandoned(entry: os.DirEntry[str], process: int) -> bool:
+def _is_abandoned(entry: os.DirEntry[str], process: int) -> bool:
     """Whether no process writes the file any more."""
     # A process that runs here may still be writing a file of any age. A process that does not run here may run on another
     # machine or in another container that shares the folder; its file would be recent. So both are checked.
-    return not _alive(process) and time.time() - entry.stat(follow_symlinks=False).st_mtime > STRAY_SECONDS
+    return not _is_running(process) and time.time() - entry.stat(follow_symlinks=False).st_mtime > STRAY_SECONDS
 
 
-def _alive(process: int) -> bool:
+def _is_running(process: int) -> bool:
     if os.name != "posix":  # there is no signal 0: os.kill would end the process
         return True
     try:

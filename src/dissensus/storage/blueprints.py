@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from dissensus.core.description import describe_network, differences, in_short, structure
+from dissensus.core.description import describe_network, differences, layer_lines, short_layer_line
 from dissensus.core.likelihood import Classification, Likelihood
-from dissensus.core.particles import share
+from dissensus.core.particles import store_tensors_once
 from dissensus.core.posterior import Posterior
 from dissensus.core.regression import HeteroscedasticRegression, Regression
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
 from dissensus.storage.checksummed import SAVE_AGAIN
 from dissensus.utils.checks import one_of
-from dissensus.utils.module_state import unmade
+from dissensus.utils.module_state import deepcopy_memo
 
 TensorShapes = Mapping[str, tuple[int, ...]]  # shapes of the tensors in a file
 LIKELIHOODS: dict[str, type[Likelihood]] = {
@@ -40,7 +40,7 @@ def build_parts(
     config: dict[str, Any], shapes: TensorShapes, network: nn.Module | None, likelihood: Likelihood | None
 ) -> tuple[nn.Module, Likelihood]:
     """(a network of the saved structure, the likelihood): the caller's, or built from the config."""
-    if (wrong := next(miscounted(config["arguments"], shapes, foreign="class" in config), None)) is not None:
+    if (wrong := next(count_mismatches(config["arguments"], shapes, foreign="class" in config), None)) is not None:
         raise ValueError(f"expected {wrong} in the file; {SAVE_AGAIN}")
     template = build_network(config["network"], network, shapes)
     return template, likelihood if likelihood is not None else build_likelihood(config["likelihood"])
@@ -52,7 +52,7 @@ def class_fields(posterior: Posterior) -> dict[str, str]:
     return {"method": posterior.name} | ({} if known else {"class": type(posterior).__name__})
 
 
-def method_of(config: dict[str, Any], method: type[Posterior] | None) -> type[Posterior]:
+def find_method(config: dict[str, Any], method: type[Posterior] | None) -> type[Posterior]:
     """The class of the posterior that the config describes: the caller's, or one of the library."""
     name = config["method"]
     if method is None:
@@ -68,18 +68,18 @@ def method_of(config: dict[str, Any], method: type[Posterior] | None) -> type[Po
     return method
 
 
-def build(
+def build_posterior(
     method: type[Posterior], config: dict[str, Any], shapes: TensorShapes, network: nn.Module, likelihood: Likelihood
 ) -> Posterior:
     """The posterior that the config describes, with this network; its tensors are overwritten from the file later."""
     if (base := config.get("base")) is None:
         posterior = method.skeleton(network, config["arguments"], likelihood)
     else:  # it was a watcher of a method that cuts the network
-        cut = method_of(base, None).skeleton(network, base["arguments"], likelihood)
+        cut = find_method(base, None).skeleton(network, base["arguments"], likelihood)
         posterior = method.skeleton(cut.particles, config["arguments"], likelihood)
         posterior.base = (cut,)
     shared = "particles.shared."
-    share(posterior.particles, (name.removeprefix(shared) for name in shapes if name.startswith(shared)))
+    store_tensors_once(posterior.particles, (name.removeprefix(shared) for name in shapes if name.startswith(shared)))
     return posterior
 
 
@@ -90,7 +90,7 @@ def build_network(saved: dict[str, Any], network: nn.Module | None, shapes: Tens
         raise ValueError("expected a network to load into, got none; pass network=, built like the saved one")
     with torch.device("meta"):  # no memory is allocated before sizes are compared with the file
         sketch = NETS[name](**arguments) if network is None else network
-    ours, theirs = structure(sketch), [in_short(line) for line in saved["structure"]]
+    ours, theirs = layer_lines(sketch), [short_layer_line(line) for line in saved["structure"]]
     if ours != theirs:
         pairs = itertools.zip_longest(ours, theirs, fillvalue="(nothing)")
         mine, other = next((a.removeprefix(": "), b.removeprefix(": ")) for a, b in pairs if a != b)
@@ -107,7 +107,7 @@ def build_network(saved: dict[str, Any], network: nn.Module | None, shapes: Tens
             raise ValueError(
                 f"expected a network with the saved attributes, got another: {found[0]}; build it like that one"
             )
-        return copy.deepcopy(network, unmade(network))
+        return copy.deepcopy(network, deepcopy_memo(network))
     # Names and shapes are checked when the tensors are filled in; a method that cuts the network stores other tensors. Here
     # the network must only not be far larger than the file.
     wanted = sum(tensor.numel() for tensor in sketch.state_dict().values())
@@ -120,7 +120,7 @@ def build_network(saved: dict[str, Any], network: nn.Module | None, shapes: Tens
     return NETS[name](**arguments)
 
 
-def miscounted(arguments: Mapping[str, Any], shapes: TensorShapes, *, foreign: bool = False) -> Iterator[str]:
+def count_mismatches(arguments: Mapping[str, Any], shapes: TensorShapes, *, foreign: bool = False) -> Iterator[str]:
     """Disagreements between arguments and the rows of tensors, as "NAME of …, got …"; empty if there are none.
 
     `foreign`: the method is not the library's, so its tensors may have other names.
@@ -141,7 +141,7 @@ def miscounted(arguments: Mapping[str, Any], shapes: TensorShapes, *, foreign: b
         if not counted and not foreign:
             counted = {f"{places[0][0]}…": ((), places[0][1])}  # a tensor that is missing
         if key == "samples":  # a draw may be stored in several parts
-            functions, drawn = count * (several if type(several) is int else 1), _drawn_rows(counted)
+            functions, drawn = count * (several if type(several) is int else 1), _count_drawn_rows(counted)
             if isinstance(sizes := arguments["stored"], list):
                 drawn["stored"] = sum(size for size in sizes if type(size) is int and size > 0)
             wanted = f"a draw of {functions} functions (samples = {count})"
@@ -159,7 +159,7 @@ def miscounted(arguments: Mapping[str, Any], shapes: TensorShapes, *, foreign: b
             yield f"{name} of shape {said}, got {shapes.get(name)}"
 
 
-def _drawn_rows(counted: Mapping[str, tuple[tuple[int, ...], int]]) -> Counter[str]:
+def _count_drawn_rows(counted: Mapping[str, tuple[tuple[int, ...], int]]) -> Counter[str]:
     """Name of a tensor of drawn functions -> number of functions that have it, over all parts of the draw."""
     rows: Counter[str] = Counter()
     for name, (shape, _) in counted.items():

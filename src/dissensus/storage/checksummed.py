@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save as format_tensors
 from torch import Tensor
 
-from dissensus.utils.file_errors import reading
+from dissensus.utils.file_errors import read_errors
 
 FORMAT = 2
 CONFIG, TENSORS = "config.json", "posterior.safetensors"
@@ -40,14 +40,14 @@ def is_posterior(folder: Path) -> bool:
     return (folder / TENSORS).is_file()
 
 
-def sealed(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[bytes, str]:
+def serialise_posterior(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[bytes, str]:
     """(bytes of posterior.safetensors, text of config.json), with the same config in both."""
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     signed = {**config, CHECKSUM: checksum(config, whole)}
     return format_tensors(whole, metadata={METADATA: json.dumps(signed)}), json.dumps(signed, indent=1)
 
 
-def opened(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_posterior(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(config, name -> tensor) of a saved posterior, after checking the checksum.
 
     The file is memory-mapped: tensors take memory only when they are copied.
@@ -62,14 +62,14 @@ def opened(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         # no error means that everything came from one save.
         with path.open("rb") as first:
             try:
-                return _read(path)
+                return _read_checked(path)
             except ValueError:
                 if os.path.samestat(os.fstat(first.fileno()), os.stat(path)):
                     raise
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    with reading(path, SAVE_AGAIN), safe_open(path, framework="pt") as file:
+def _read_checked(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    with read_errors(path, SAVE_AGAIN), safe_open(path, framework="pt") as file:
         config: dict[str, Any] = json.loads(file.metadata()[METADATA])
         check_fields(config, FIELDS)
         if config["format"] != FORMAT:

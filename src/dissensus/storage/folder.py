@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core.calibrated import STATE
-from dissensus.core.description import describe_network, structure
+from dissensus.core.description import describe_network, layer_lines
 from dissensus.core.forward_attributes import state_names
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Particles
@@ -21,16 +21,16 @@ from dissensus.core.trainable import Watchers
 from dissensus.data.input_transforms import KINDS as INPUT_KINDS
 from dissensus.data.input_transforms import as_input_transform
 from dissensus.nets import NETS
-from dissensus.numerics.randomness import same_random_state
-from dissensus.storage.atomic_files import write_whole
-from dissensus.storage.blueprints import LIKELIHOODS, build, build_parts, class_fields, method_of
-from dissensus.storage.checksummed import CONFIG, FORMAT, SAVE_AGAIN, TENSORS, opened, sealed
+from dissensus.numerics.randomness import preserve_random_state
+from dissensus.storage.atomic_files import write_atomically
+from dissensus.storage.blueprints import LIKELIHOODS, build_parts, build_posterior, class_fields, find_method
+from dissensus.storage.checksummed import CONFIG, FORMAT, SAVE_AGAIN, TENSORS, read_posterior, serialise_posterior
 from dissensus.utils.checks import one_of
-from dissensus.utils.dtensor import here, joined
-from dissensus.utils.file_errors import reading
-from dissensus.utils.json_values import plain
-from dissensus.utils.memory_layout import fits, kept_strides, laid_out, rows
-from dissensus.utils.module_state import difference
+from dissensus.utils.dtensor import gather_full_tensor, local_part
+from dissensus.utils.file_errors import read_errors
+from dissensus.utils.json_values import to_json_values
+from dissensus.utils.memory_layout import contiguous_strides, copy_with_strides, is_valid_layout, strides_for_copy
+from dissensus.utils.module_state import differing_attribute
 
 
 def save(
@@ -60,40 +60,43 @@ def save(
     """
     templates = [member.network for member in expect_posterior(posterior).particles.templates]
     state = state_names(posterior.particles)
-    if len(templates) > 1 and ((other := difference(templates, but=state)) or not state):
+    if len(templates) > 1 and ((other := differing_attribute(templates, but=state)) or not state):
         raise ValueError(
             f"expected members that differ only in registered tensors, got a difference in "
             f"'{other or 'modes'}'; a file describes one network for all members: register it as a buffer"
         )
-    posterior.drop_stale_promises()
+    posterior.drop_stale_guarantees()
     posterior = without_watchers(posterior)
-    with posterior.particles.turn():
+    with posterior.particles.lock_network():
         tensors, ties = unique_tensors(posterior)
         # The method that has cut the watched network.
-        base = posterior.base[0] if posterior.base and posterior.cuts else None
-        network = posterior.given()  # with its tensors, because a layer's description may read them
+        base = posterior.base[0] if posterior.base and posterior.has_converted_layers else None
+        network = posterior.plain_network()  # with its tensors, because a layer's description may read them
     config = {
         "format": FORMAT,
         **class_fields(posterior),
         "arguments": posterior.config(),
         **({"base": {**class_fields(base), "arguments": base.config()}} if base else {}),
-        "likelihood": {"name": type(posterior.likelihood).__name__, "arguments": _arguments(posterior, targets, unit)},
+        "likelihood": {
+            "name": type(posterior.likelihood).__name__,
+            "arguments": _likelihood_arguments(posterior, targets, unit),
+        },
         "network": {
-            "structure": structure(network),
-            **posterior.network_at_first,
+            "structure": layer_lines(network),
+            **posterior.initial_network,
             "name": type(network).__name__ if type(network) in NETS.values() else None,
             "arguments": network.config if type(network) in NETS.values() else None,
-            **({"cut": True} if posterior.cuts else {}),
+            **({"cut": True} if posterior.has_converted_layers else {}),
         },
         "tied": ties,
         "strides": strides_of(tensors),
-        "kept": kept_as_is(posterior),
+        "kept": describe_modes(posterior),
         **posterior.describe_fitted(),
-        **transforms_of(posterior, inputs, classes),
+        **describe_transforms(posterior, inputs, classes),
     }
-    if posterior.others is not None and not posterior.others.is_first:
+    if posterior.connected_mesh is not None and not posterior.connected_mesh.is_first:
         return  # all processes have the same posterior, and the first one writes it
-    data, text = sealed(tensors, plain(config))
+    data, text = serialise_posterior(tensors, to_json_values(config))
     # What cannot be read back is not written. This network may have attributes that training has changed.
     config = json.loads(text)
     config["network"]["attributes"] = describe_network(network)["attributes"]
@@ -101,7 +104,7 @@ def save(
     rebuild(config, tensors, network, own, type(posterior), Path(folder))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole({folder / TENSORS: data, folder / CONFIG: text.encode()})
+    write_atomically({folder / TENSORS: data, folder / CONFIG: text.encode()})
 
 
 def load(
@@ -128,7 +131,7 @@ def load(
     """
     if network is not None and not isinstance(network, nn.Module):
         raise TypeError(f"expected an nn.Module as network, got {type(network).__name__}; pass one network object")
-    return rebuild(*opened(Path(folder)), network, likelihood, method, Path(folder))
+    return rebuild(*read_posterior(Path(folder)), network, likelihood, method, Path(folder))
 
 
 def rebuild(
@@ -141,19 +144,19 @@ def rebuild(
 ) -> Posterior:
     """The posterior that a file's config and tensors describe; other arguments as in `load`."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    kind = method_of(config, method)
+    kind = find_method(config, method)
     # building layers draws random numbers that are overwritten
-    with reading(folder / TENSORS, SAVE_AGAIN), same_random_state(torch.device("cpu")):
+    with read_errors(folder / TENSORS, SAVE_AGAIN), preserve_random_state(torch.device("cpu")):
         strides = saved_strides(config, shapes)
-        posterior = build(kind, config, shapes, *build_parts(config, shapes, network, likelihood))
-        keep_as_was(posterior, config["kept"])
+        posterior = build_posterior(kind, config, shapes, *build_parts(config, shapes, network, likelihood))
+        restore_modes(posterior, config["kept"])
         posterior.restore_fitted(config, tensors)
-        put_transforms(posterior, config)
+        restore_transforms(posterior, config)
     if unique_tensors(posterior)[1] != config["tied"]:
-        raise other_ties()
-    lying = {name: laid_out(tensor, strides[name]) for name, tensor in tensors.items()}
-    fill(posterior, lying | {name: lying[source] for name, source in config["tied"].items() if source in lying})
-    for promise in posterior.promises_as_stored().values():
+        raise tie_error()
+    lying = {name: copy_with_strides(tensor, strides[name]) for name, tensor in tensors.items()}
+    fill_tensors(posterior, lying | {name: lying[source] for name, source in config["tied"].items() if source in lying})
+    for promise in posterior.stored_guarantees().values():
         promise.facts.setdefault("fitted_to", posterior.fingerprint())  # files of earlier versions do not say it
     return posterior.eval()
 
@@ -177,8 +180,10 @@ def unique_tensors(posterior: Posterior) -> tuple[dict[str, Tensor], dict[str, s
             raise TypeError(
                 f"expected only tensors in the state_dict, got {type(tensor).__name__} in '{name}'; remove it from the state"
             )
-        found = joined(tensor.detach())  # by all processes, where they have parts of it
-        key = (here(tensor).data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
+        found = gather_full_tensor(tensor.detach())  # by all processes, where they have parts of it
+        key = (
+            (local_part(tensor).data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
+        )
         source = first.setdefault(key, name)
         if source == name:
             tensors[name] = found.cpu()
@@ -189,20 +194,20 @@ def unique_tensors(posterior: Posterior) -> tuple[dict[str, Tensor], dict[str, s
 
 def strides_of(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """Name -> strides of the tensors that are not contiguous; files store all tensors as contiguous."""
-    kept = {name: kept_strides(tensor) for name, tensor in tensors.items()}
-    return {name: list(strides) for name, strides in kept.items() if strides != rows(tensors[name].shape)}
+    kept = {name: strides_for_copy(tensor) for name, tensor in tensors.items()}
+    return {name: list(strides) for name, strides in kept.items() if strides != contiguous_strides(tensors[name].shape)}
 
 
 def saved_strides(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Sequence[int]]:
     """Name -> strides of all tensors: those in the config, else contiguous ones."""
     for name, strides in config["strides"].items():
         whole = all(type(stride) is int and 0 <= stride < 2**62 for stride in strides)
-        if not whole or len(strides) != len(shapes[name]) or not fits(shapes[name], strides):
+        if not whole or len(strides) != len(shapes[name]) or not is_valid_layout(shapes[name], strides):
             raise ValueError(f"impossible strides of {name}")
-    return {**{name: rows(shape) for name, shape in shapes.items()}, **config["strides"]}
+    return {**{name: contiguous_strides(shape) for name, shape in shapes.items()}, **config["strides"]}
 
 
-def kept_as_is(posterior: Posterior) -> dict[str, list[str]]:
+def describe_modes(posterior: Posterior) -> dict[str, list[str]]:
     """{"frozen": names of frozen parameters, "eval": names of layers put in eval mode by hand, "loop": names of particles
     that run in a loop}; the last because vectorised results differ in the last bit."""
     frozen = [name for name, parameter in posterior.named_parameters() if not parameter.requires_grad]
@@ -210,7 +215,7 @@ def kept_as_is(posterior: Posterior) -> dict[str, list[str]]:
     return {"frozen": frozen, "eval": list(posterior.particles.template.always_eval), "loop": loop}
 
 
-def keep_as_was(posterior: Posterior, saved: Mapping[str, list[str]]) -> None:
+def restore_modes(posterior: Posterior, saved: Mapping[str, list[str]]) -> None:
     """Restores what `kept_as_is` saved; what is frozen in the caller's template stays frozen. Raises on unknown names."""
     template = posterior.particles.template
     for name in saved["frozen"]:
@@ -222,7 +227,7 @@ def keep_as_was(posterior: Posterior, saved: Mapping[str, list[str]]) -> None:
         groups[name].how = "loop"
 
 
-def transforms_of(posterior: Posterior, inputs: Any, classes: Sequence[str] | None) -> dict[str, Any]:
+def describe_transforms(posterior: Posterior, inputs: Any, classes: Sequence[str] | None) -> dict[str, Any]:
     """The config entries of inputs and classes: the arguments, else the posterior's own."""
     found: dict[str, Any] = {}
     if (given := posterior.inputs if inputs is None else inputs) is not None:
@@ -233,7 +238,7 @@ def transforms_of(posterior: Posterior, inputs: Any, classes: Sequence[str] | No
     return found
 
 
-def put_transforms(posterior: Posterior, config: Mapping[str, Any]) -> None:
+def restore_transforms(posterior: Posterior, config: Mapping[str, Any]) -> None:
     """Restores the saved inputs and classes."""
     if (saved := config.get("inputs")) is not None:
         kind = INPUT_KINDS[one_of("kind", saved["kind"], INPUT_KINDS)]
@@ -241,7 +246,7 @@ def put_transforms(posterior: Posterior, config: Mapping[str, Any]) -> None:
     posterior.classes = None if (names := config.get("classes")) is None else tuple(names)
 
 
-def _arguments(posterior: Posterior, targets: Any, unit: str | None) -> dict[str, Any]:
+def _likelihood_arguments(posterior: Posterior, targets: Any, unit: str | None) -> dict[str, Any]:
     """The likelihood's arguments, with the scale of the targets if `targets` is given."""
     if targets is None and unit is None:
         return posterior.likelihood.config()
@@ -254,23 +259,23 @@ def _arguments(posterior: Posterior, targets: Any, unit: str | None) -> dict[str
             "targets; save without them and with targets=, load, and fit them again"
         )
     if targets is not None:
-        likelihood.standardise(targets)
+        likelihood.set_target_scale(targets)
     likelihood.unit = unit or likelihood.unit
     return likelihood.config()
 
 
-def other_ties() -> ValueError:
+def tie_error() -> ValueError:
     return ValueError(
         "expected a network whose tensors are tied as in the saved one, got other ties; pass a network built like the saved "
         "one"
     )
 
 
-def fill(posterior: Posterior, tensors: dict[str, Tensor]) -> None:
+def fill_tensors(posterior: Posterior, tensors: dict[str, Tensor]) -> None:
     """Overwrites the posterior's state with exactly these tensors, dtypes included."""
     expected = {name: tensor for name, tensor in posterior.state_dict().items() if name != STATE}
     for name in sorted(expected.keys() | tensors.keys()):
-        wanted, found = _described(expected.get(name)), _described(tensors.get(name))
+        wanted, found = _describe_tensor(expected.get(name)), _describe_tensor(tensors.get(name))
         if wanted != found:
             raise ValueError(
                 f"expected {wanted} as {name}, got {found} in the file; pass a network built like the saved one"
@@ -286,7 +291,7 @@ def fill(posterior: Posterior, tensors: dict[str, Tensor]) -> None:
                 target.data = tensors[name]
 
 
-def _described(tensor: Tensor | None) -> str:
+def _describe_tensor(tensor: Tensor | None) -> str:
     """The properties that a file's tensor must share: shape and kind of dtype; its precision may differ."""
     if tensor is None:
         return "no tensor"

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.methods import MAP
-from dissensus.numerics.randomness import same_random_state
+from dissensus.numerics.randomness import preserve_random_state
 from dissensus.storage.blueprints import build_parts
-from dissensus.storage.checksummed import SAVE_AGAIN, TENSORS, opened
-from dissensus.storage.folder import fill, load, other_ties, put_transforms, saved_strides, unique_tensors
-from dissensus.utils.file_errors import reading
-from dissensus.utils.memory_layout import laid_out
+from dissensus.storage.checksummed import SAVE_AGAIN, TENSORS, read_posterior
+from dissensus.storage.folder import fill_tensors, load, restore_transforms, saved_strides, tie_error, unique_tensors
+from dissensus.utils.file_errors import read_errors
+from dissensus.utils.memory_layout import copy_with_strides
 
 OWN, SHARED = "particles.own.", "particles.shared."
 
@@ -32,41 +32,43 @@ def read_members(
     Yields the whole posterior once if no members are stored, or if members are more than the tensors of a network: for your
     own methods, and for methods that cut the network or have other tensors.
     """
-    config, tensors = opened(folder)
+    config, tensors = read_posterior(folder)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if method is not None or not _of_plain_networks(config, shapes):
+    if method is not None or not _has_plain_networks(config, shapes):
         yield load(folder, network, likelihood=likelihood, method=method)
         return
-    with reading(folder / TENSORS, SAVE_AGAIN), same_random_state(torch.device("cpu")):
+    with read_errors(folder / TENSORS, SAVE_AGAIN), preserve_random_state(torch.device("cpu")):
         strides = saved_strides(config, shapes)
         template, meaning = build_parts(config, shapes, network, likelihood)
     for index in range(config["arguments"]["members"]):
         member = MAP(template, likelihood=meaning)
-        with reading(folder / TENSORS, SAVE_AGAIN):
+        with read_errors(folder / TENSORS, SAVE_AGAIN):
             member.restore_fitted({**config, "promises": {}}, tensors)
-        put_transforms(member, config)
-        yield _member(member, index, tensors, strides)
+        restore_transforms(member, config)
+        yield _fill_member(member, index, tensors, strides)
 
 
-def _member(member: MAP, index: int, tensors: Mapping[str, Tensor], strides: Mapping[str, Sequence[int]]) -> Posterior:
+def _fill_member(
+    member: MAP, index: int, tensors: Mapping[str, Tensor], strides: Mapping[str, Sequence[int]]
+) -> Posterior:
     """The posterior filled with one member's rows of own tensors, and with the shared tensors."""
     expected, ties = unique_tensors(member)  # a stack stores tied tensors once
     sources = {SHARED + name.removeprefix(OWN) if _is_own(name) else name: name for name in tensors}
     if {name for name in expected if SHARED in name} != {name for name in sources if SHARED in name}:
-        raise other_ties()
+        raise tie_error()
     found = {
-        mine: laid_out(tensors[name][index], strides[name][1:])
+        mine: copy_with_strides(tensors[name][index], strides[name][1:])
         if _is_own(name)
-        else laid_out(tensors[name], strides[name])
+        else copy_with_strides(tensors[name], strides[name])
         for mine, name in sources.items()
         if mine in expected
     }
     with torch.no_grad():
-        fill(member, {**found, **{name: found[source] for name, source in ties.items()}})
+        fill_tensors(member, {**found, **{name: found[source] for name, source in ties.items()}})
     return member.eval()
 
 
-def _of_plain_networks(config: Mapping[str, Any], shapes: Iterable[str]) -> bool:
+def _has_plain_networks(config: Mapping[str, Any], shapes: Iterable[str]) -> bool:
     """Whether the file's members are plain networks, each with its own rows."""
     inner = [name.removeprefix(OWN).removeprefix(SHARED) for name in shapes if name.startswith((OWN, SHARED))]
     return (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from dissensus.utils.torch_guard import torch_left_as_found
+from dissensus.utils.torch_guard import TorchStateGuard
 
 log = logging.getLogger("dissensus")
 
@@ -40,13 +40,13 @@ def onnx_content(
     import onnx
 
     given, found = [f"input {name}" for name in inputs], [f"output {name}" for name in outputs]  # torch has no spaces
-    with torch_left_as_found("torch.onnx"):  # which logs missing packages
+    with TorchStateGuard("torch.onnx"):  # which logs missing packages
         made = torch.onnx.export(
             program, dynamo=True, input_names=given, output_names=found, verbose=False, optimize=True
         )
     model: Any = made.model_proto  # type: ignore[union-attr]
-    _strip(model)
-    _rename(model.graph, dict(zip([*given, *found], [*inputs, *outputs], strict=True)))
+    _strip_metadata(model)
+    _rename_values(model.graph, dict(zip([*given, *found], [*inputs, *outputs], strict=True)))
     for name, value in facts.items():
         entry = model.metadata_props.add()
         entry.key, entry.value = name, value if isinstance(value, str) else json.dumps(value)
@@ -56,7 +56,7 @@ def onnx_content(
     for wanted, values in ((inputs, written.graph.input), (outputs, written.graph.output)):
         if (names := [value.name for value in values]) != [*wanted]:
             raise ValueError(f"expected the names {', '.join(wanted)} in the file, got {', '.join(names)}")
-    return content, sorted({node.op_type for node in _nodes(written)} & {*RANDOM})
+    return content, sorted({node.op_type for node in _all_nodes(written)} & {*RANDOM})
 
 
 def run_onnx(content: bytes, x: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
@@ -71,11 +71,11 @@ def run_onnx(content: bytes, x: Mapping[str, Tensor]) -> dict[str, Tensor] | Non
     return {output.name: torch.from_numpy(value) for output, value in zip(session.get_outputs(), made, strict=True)}
 
 
-def _strip(model: Any) -> None:
+def _strip_metadata(model: Any) -> None:
     """Removes source locations of operations, and intermediate shapes, which a runtime infers itself."""
     for function in model.functions:
         del function.metadata_props[:]
-    for node in _nodes(model):
+    for node in _all_nodes(model):
         del node.metadata_props[:]
         node.doc_string = ""
     graph = model.graph
@@ -86,22 +86,22 @@ def _strip(model: Any) -> None:
         value.type.tensor_type.shape.dim[0].dim_param = "batch"
 
 
-def _rename(graph: Any, names: dict[str, str]) -> None:
+def _rename_values(graph: Any, names: dict[str, str]) -> None:
     """Renames values of a graph; inner values that already have such a name get a longer one."""
     names = {**{new: f"inner {new}" for new in names.values()}, **names}
     for value in (*graph.input, *graph.output, *graph.initializer):
         value.name = names.get(value.name, value.name)
-    for node in _inside(graph.node):
+    for node in _walk_nodes(graph.node):
         for part in (node.input, node.output):
             part[:] = [names.get(name, name) for name in part]
 
 
-def _nodes(model: Any) -> Iterator[Any]:
+def _all_nodes(model: Any) -> Iterator[Any]:
     """All nodes, including those in branches and functions."""
-    return _inside([*model.graph.node, *(node for function in model.functions for node in function.node)])
+    return _walk_nodes([*model.graph.node, *(node for function in model.functions for node in function.node)])
 
 
-def _inside(nodes: Iterable[Any]) -> Iterator[Any]:
+def _walk_nodes(nodes: Iterable[Any]) -> Iterator[Any]:
     """The nodes, and those in their branches."""
     waiting = [*nodes]
     while waiting:

@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import save as format_tensors
 from torch import Tensor
 
-from dissensus.storage.atomic_files import write_whole
-from dissensus.utils.file_errors import reading
+from dissensus.storage.atomic_files import write_atomically
+from dissensus.utils.file_errors import read_errors
 
 
 def write_text(path: Path, text: str) -> None:
@@ -21,11 +21,11 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Writes one file and creates its folder if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole({path: content})
+    write_atomically({path: content})
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    with reading(path):
+    with read_errors(path):
         return _as_table(json.loads(path.read_bytes()))
 
 
@@ -34,7 +34,7 @@ def write_json(path: Path, table: Mapping[str, Any]) -> None:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    with reading(path):
+    with read_errors(path):
         return tomllib.loads(path.read_bytes().decode())
 
 
@@ -46,7 +46,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str,
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors, facts) of a file that `write_tensors` wrote."""
-    with reading(path), safe_open(path, framework="pt") as file:
+    with read_errors(path), safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         return tensors, _as_table(json.loads(file.metadata()["facts"]))
 

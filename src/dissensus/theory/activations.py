@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dissensus.layers.modulation import Modulation
 from dissensus.nets.blocks import Erf
 from dissensus.theory import closed_forms
-from dissensus.theory.hermite import coefficients, expanded, law_nodes
+from dissensus.theory.hermite import coefficients, law_nodes, sum_expansion
 
 ONE = Modulation.constant(1.0)
 
@@ -46,11 +46,11 @@ class Activation(ABC):
     function: Callable[[Tensor], Tensor]
 
     @abstractmethod
-    def within(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Expectations:
+    def within_member(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Expectations:
         """Expectations if both factors come from one member."""
 
     @abstractmethod
-    def between(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Expectations:
+    def between_members(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Expectations:
         """Expectations if the factors come from two members."""
 
 
@@ -61,7 +61,7 @@ class Homogeneous(Activation):
         self.negative_slope = negative_slope
         self.function = partial(F.leaky_relu, negative_slope=negative_slope)
 
-    def within(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Expectations:
+    def within_member(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Expectations:
         value, slope = closed_forms.piecewise_linear(a, b, c, self.negative_slope)
         if v == ONE:
             return Expectations(value, slope, value)
@@ -70,7 +70,7 @@ class Homogeneous(Activation):
         product = (1 - zero) * value + zero * self.negative_slope**2 * c
         return Expectations(v.second_moment * value, v.second_moment * slope, product)
 
-    def between(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Expectations:
+    def between_members(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Expectations:
         # Two members' factors have equal or opposite signs: m₊² + m₋² and 2 m₊ m₋ of E|v||v'|.
         plus, minus = v.halves
         equal, opposite = plus**2 + minus**2, 2 * plus * minus
@@ -79,7 +79,7 @@ class Homogeneous(Activation):
         return Expectations(equal * value + opposite * mirrored, equal * slope - opposite * mirrored_slope, None)
 
 
-class Closed(Activation):
+class ClosedForm(Activation):
     """Activations with closed forms of (C, D, Z) for fixed modulations, over which quadrature averages."""
 
     def __init__(
@@ -90,17 +90,19 @@ class Closed(Activation):
     ) -> None:
         self.function, self._moments, self._slope_at_zero = function, moments, slope_at_zero
 
-    def within(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Expectations:
+    def within_member(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Expectations:
         nodes = zip(*(each.tolist() for each in law_nodes(v)), strict=True)
-        return Expectations(*self._averaged(a, b, c, [(factor, factor, weight) for factor, weight in nodes]))
+        return Expectations(*self._average_moments(a, b, c, [(factor, factor, weight) for factor, weight in nodes]))
 
-    def between(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Expectations:
+    def between_members(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Expectations:
         nodes = list(zip(*(each.tolist() for each in law_nodes(v)), strict=True))
         pairs = [(one, two, of_one * of_two) for one, of_one in nodes for two, of_two in nodes]
-        value, slope, _ = self._averaged(a, b, c, pairs)
+        value, slope, _ = self._average_moments(a, b, c, pairs)
         return Expectations(value, slope, None)
 
-    def _averaged(self, a: Tensor, b: Tensor, c: Tensor, factors: list[tuple[float, float, float]]) -> list[Tensor]:
+    def _average_moments(
+        self, a: Tensor, b: Tensor, c: Tensor, factors: list[tuple[float, float, float]]
+    ) -> list[Tensor]:
         """C, D and Z, averaged over pairs of factors with their weights."""
         total = [torch.zeros_like(c) for _ in range(3)]
         for one, two, weight in factors:
@@ -122,12 +124,14 @@ class Smooth(Activation):
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self.function = function
 
-    def within(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Expectations:
+    def within_member(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Expectations:
         factors, weights = (each.to(c.device) for each in law_nodes(v))
         one, two = (coefficients(self.function, variance, factors, weights) for variance in (a, b))
-        return Expectations(*(expanded(left, right, weights, a, b, c) for left, right in zip(one, two, strict=True)))
+        return Expectations(
+            *(sum_expansion(left, right, weights, a, b, c) for left, right in zip(one, two, strict=True))
+        )
 
-    def between(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Expectations:
+    def between_members(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Expectations:
         factors, weights = (each.to(c.device) for each in law_nodes(v))
         alone = torch.ones(1, dtype=torch.float64, device=c.device)
         # Members' factors are independent: average each side's coefficients over its factors first.
@@ -138,7 +142,9 @@ class Smooth(Activation):
             ]
             for variance in (a, b)
         )
-        value, slope = (expanded(left, right, alone, a, b, c) for left, right in zip(one[:2], two[:2], strict=True))
+        value, slope = (
+            sum_expansion(left, right, alone, a, b, c) for left, right in zip(one[:2], two[:2], strict=True)
+        )
         return Expectations(value, slope, None)
 
 
@@ -146,8 +152,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": Homogeneous(0.0),
     "leaky_relu": Homogeneous(0.01),
     "identity": Homogeneous(1.0),
-    "erf": Closed(torch.erf, closed_forms.erf, 2 / math.sqrt(math.pi)),
-    "gelu": Closed(F.gelu, closed_forms.gelu, 0.5),
+    "erf": ClosedForm(torch.erf, closed_forms.erf, 2 / math.sqrt(math.pi)),
+    "gelu": ClosedForm(F.gelu, closed_forms.gelu, 0.5),
     "tanh": Smooth(torch.tanh),
     "sigmoid": Smooth(torch.sigmoid),
     "silu": Smooth(F.silu),

@@ -20,7 +20,7 @@ Positions = Literal["vector", "diagonal", "pairs"]
 
 
 @dataclass(frozen=True)
-class Units:
+class UnitMoments:
     """Moments of one layer's units for N1 and N2 inputs, or N inputs with themselves; the layout's positions are first."""
 
     cross: Tensor  # (…, N1, N2) E h(x) h(x'), averaged over units; (…, N) of inputs with themselves
@@ -35,14 +35,14 @@ class Units:
     activations: int = 0  # activations below
     flattened: bool = False
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> Units:
+    def apply_linear(self, function: Callable[[Tensor], Tensor]) -> UnitMoments:
         """The same linear map of both moments."""
         return replace(
             self, cross=function(self.cross), tangent=None if self.tangent is None else function(self.tangent)
         )
 
 
-def of_inputs(x1: Tensor, x2: Tensor | None, layout: Positions) -> Tensor:
+def input_covariance(x1: Tensor, x2: Tensor | None, layout: Positions) -> Tensor:
     """Inner products over channels, divided by the number of channels; x2 = None: of each input with itself."""
     if x2 is None and layout != "pairs":
         return x1.square().mean(1).movedim(0, -1)
@@ -56,7 +56,7 @@ def of_inputs(x1: Tensor, x2: Tensor | None, layout: Positions) -> Tensor:
     return torch.einsum("nchw,mcij->hwijnm", x1, x2).contiguous() / x1.shape[1]
 
 
-def activated(units: Units, activation: Activation) -> Units:
+def after_activation(units: UnitMoments, activation: Activation) -> UnitMoments:
     """Moments after an activation: K ← C, Θ ← D Θ."""
     after = replace(units, gaussian=False, activations=units.activations + 1)
     pairs, k = units.layout == "pairs", units.activations
@@ -64,19 +64,19 @@ def activated(units: Units, activation: Activation) -> Units:
         own = _same_position(units.cross, units.layout).contiguous()
         units.first.append(own)
         a, b = (own[:, :, None, None], own) if pairs else (own, own)
-        return replace(after, cross=activation.within(a, b, units.cross).value)
+        return replace(after, cross=activation.within_member(a, b, units.cross).value)
     a, b = units.first[k][..., None], units.second[k][..., None, :]
     if units.second is units.first:
         # Of an input with itself, so that rounding makes no angle between the two.
         _same_position(units.cross, units.layout).diagonal(dim1=-2, dim2=-1).copy_(units.first[k])
-    moments = activation.within(a[:, :, None, None] if pairs else a, b, units.cross)
+    moments = activation.within_member(a[:, :, None, None] if pairs else a, b, units.cross)
     tangent = None if units.tangent is None else moments.slope.mul_(units.tangent)
     return replace(after, cross=moments.value, tangent=tangent)
 
 
-def behind_weights(
-    units: Units, *, variance: float, bias: float, weight_gradient: float, bias_gradient: float
-) -> Units:
+def after_weights(
+    units: UnitMoments, *, variance: float, bias: float, weight_gradient: float, bias_gradient: float
+) -> UnitMoments:
     """Moments after a layer of random weights: K ← σ_w² K + σ_b², Θ ← g_w K + g_b + σ_w² Θ."""
     cross, tangent = units.cross * variance, None
     if bias:
@@ -91,7 +91,7 @@ def behind_weights(
     return replace(units, cross=cross, tangent=tangent, gaussian=True, weighted=units.weighted + 1)
 
 
-def patches(units: Units, layer: nn.Conv2d) -> Units:
+def patch_means(units: UnitMoments, layer: nn.Conv2d) -> UnitMoments:
     """Means over a convolution's window of zero-padded inputs: p and p' move together."""
     rows, columns = ((0, 2), (1, 3)) if units.layout == "pairs" else ((0,), (1,))
     padding = [int(each) for each in layer.padding]
@@ -102,7 +102,7 @@ def patches(units: Units, layer: nn.Conv2d) -> Units:
             moment = _window_sum(moment, axes, 1 / size, size, *steps)
         return moment
 
-    return units.mapped(mean)
+    return units.apply_linear(mean)
 
 
 def _window_sum(
@@ -123,20 +123,20 @@ def _window_sum(
         total = moment.new_zeros(shape)
     else:
         parts.remove(whole)
-        total = moment[_along(axes, whole[1])] * share
+        total = moment[_axis_slices(axes, whole[1])] * share
     for to, of in parts:
-        total[_along(axes, to)].add_(moment[_along(axes, of)], alpha=share)
+        total[_axis_slices(axes, to)].add_(moment[_axis_slices(axes, of)], alpha=share)
     return total
 
 
-def _along(axes: Sequence[int], part: slice) -> tuple[slice, ...]:
+def _axis_slices(axes: Sequence[int], part: slice) -> tuple[slice, ...]:
     return tuple(part if axis in axes else slice(None) for axis in range(max(axes) + 1))
 
 
-def pooled(units: Units, pool: nn.AvgPool2d | nn.AdaptiveAvgPool2d) -> Units:
+def after_pooling(units: UnitMoments, pool: nn.AvgPool2d | nn.AdaptiveAvgPool2d) -> UnitMoments:
     """Moments of averages over windows, of p and of p' each."""
 
-    def both(moment: Tensor) -> Tensor:
+    def pool_both(moment: Tensor) -> Tensor:
         if isinstance(pool, nn.AdaptiveAvgPool2d):  # over the whole image
             return moment.mean((0, 1, 2, 3), keepdim=True)
         for axes in ((0, 1), (2, 3)):
@@ -145,14 +145,14 @@ def pooled(units: Units, pool: nn.AvgPool2d | nn.AdaptiveAvgPool2d) -> Units:
             moment = found.reshape(*images.shape[:-2], *found.shape[-2:]).movedim((-2, -1), axes)
         return moment.contiguous()
 
-    return units.mapped(both)
+    return units.apply_linear(pool_both)
 
 
-def flat_mean(units: Units) -> Units:
+def flat_mean(units: UnitMoments) -> UnitMoments:
     """Moments of a flattened image's units: the mean over positions."""
     if units.layout == "vector":
         return units
-    found = units.mapped(lambda moment: _same_position(moment, units.layout).mean((0, 1)))
+    found = units.apply_linear(lambda moment: _same_position(moment, units.layout).mean((0, 1)))
     return replace(found, layout="vector", flattened=False)
 
 

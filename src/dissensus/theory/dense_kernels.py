@@ -19,7 +19,7 @@ BLOCK = 1280  # rows per block: few enough to skip half of a symmetric kernel, m
 Dense = nn.Linear | NTKLinear
 
 
-def by_layers(network: nn.Module, x1: Tensor, x2: Tensor, *, outputs: int, result: int, memory: int) -> Tensor:
+def layerwise_kernel(network: nn.Module, x1: Tensor, x2: Tensor, *, outputs: int, result: int, memory: int) -> Tensor:
     """(N1, N2, O, O) from the layers' inputs and signals, block by block; of a symmetric kernel one half is computed.
 
     Raises, or gives a wrong kernel (which `empirical_ntk` detects), if a parameter is used outside one call of its Linear.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dissensus.theory.embedded_kernels import EmbeddedKernels
 from dissensus.theory.kernel_descent import Descent, FactorisedKernel, as_times
-from dissensus.utils.checks import number, whole
+from dissensus.utils.checks import integer, number
 
 KernelFunction = Callable[..., EmbeddedKernels]
 
@@ -95,9 +95,11 @@ class EnsembleDynamics:
             raise ValueError(f"expected initial outputs at {n} points, got {on_points.shape[1]}; pass at_points")
         when = as_times(times, on_train)
         centre, centre_points = on_train.mean(0), on_points.mean(0)
-        mean = centre_points + self._mean.moved(self._targets - centre, when, learning_rate, descent)  # (T, n, …)
+        mean = centre_points + self._mean.apply_to_residual(
+            self._targets - centre, when, learning_rate, descent
+        )  # (T, n, …)
         apart = (on_train - centre).movedim(0, -1)  # (B, …, M)
-        gone = self._difference.moved(apart, when, learning_rate, descent).movedim(-1, 1)  # (T, M, n, …)
+        gone = self._difference.apply_to_residual(apart, when, learning_rate, descent).movedim(-1, 1)  # (T, M, n, …)
         return mean[:, None] + (on_points - centre_points) - gone
 
     def law(self, times: Sequence[float] | Tensor, *, learning_rate: float, descent: Descent = "flow") -> EnsembleLaw:
@@ -106,24 +108,20 @@ class EnsembleDynamics:
         Arguments as in `members`.
         """
         when = as_times(times, self._targets)
-        mean = torch.tensordot(self._mean.answers(when, learning_rate, descent), self._targets, 1)
+        mean = torch.tensordot(self._mean.response_matrix(when, learning_rate, descent), self._targets, 1)
         count = self.members_count
         # K' = K_o + (K_d − K_o)/M
         centre = [k.gp_cross + (k.gp_same - k.gp_cross) / count for k in self._kernels]
         apart = [k.gp_same - k.gp_cross for k in self._kernels]
-        variance = _conditioned(self._mean.answers(when, learning_rate, descent), *centre)
-        spread = (1 - 1 / count) * _conditioned(self._difference.answers(when, learning_rate, descent), *apart)
+        variance = _trained_variance(self._mean.response_matrix(when, learning_rate, descent), *centre)
+        spread = (1 - 1 / count) * _trained_variance(
+            self._difference.response_matrix(when, learning_rate, descent), *apart
+        )
         return EnsembleLaw(mean, variance, spread)
 
 
 def ensemble_dynamics(
-    x: Tensor,
-    y: Tensor,
-    points: Tensor | None = None,
-    *,
-    kernels: KernelFunction,
-    members: int,
-    gamma: float,
+    x: Tensor, y: Tensor, points: Tensor | None = None, *, kernels: KernelFunction, members: int, gamma: float
 ) -> EnsembleDynamics:
     """Predicts how a wide embedded ensemble trains on x, y by gradient descent on the squared error.
 
@@ -138,7 +136,7 @@ def ensemble_dynamics(
     Returns:
         `EnsembleDynamics`: `.members(…)` and `.law(…)` give outputs at any time, `.largest_rate` the stability limit.
     """
-    whole("members", members, hint="4 is a usual number")
+    integer("members", members, hint="4 is a usual number")
     number("gamma", gamma, above=0, hint="pass M for the independent regime, 1 for the collective one")
     if len(y) != len(x) or y.ndim < 1:
         raise ValueError(f"expected targets for {len(x)} inputs, got {tuple(y.shape)}; pass one row each")
@@ -147,7 +145,7 @@ def ensemble_dynamics(
     return EnsembleDynamics(train, towards, own, y, members=members, gamma=gamma)
 
 
-def _conditioned(answers: Tensor, train: Tensor, towards: Tensor, points: Tensor) -> Tensor:
+def _trained_variance(answers: Tensor, train: Tensor, towards: Tensor, points: Tensor) -> Tensor:
     """(T, n) diagonal of K − A K(X, ·) − (A K(X, ·))ᵀ + A K(X, X) Aᵀ."""
     crossed = torch.einsum("tnb,nb->tn", answers, towards)
     square = torch.einsum("tnb,bc,tnc->tn", answers, train, answers)

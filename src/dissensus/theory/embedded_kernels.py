@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dissensus.layers.modulation import Modulation
 from dissensus.theory.activations import Activation, activation_of
 from dissensus.theory.kernel_inputs import check_kernels, input_moments, variance_of
-from dissensus.utils.checks import one_of, whole
+from dissensus.utils.checks import integer, one_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def embedded_kernels(
         trained: the modulations that count in `individual`: "both", "u", "v" or "none" (for dropout masks).
     """
     one_of("trained", trained, ("both", "u", "v", "none"), hint="name the trained modulations")
-    whole("depth", depth, hint="members differ only in hidden layers")
+    integer("depth", depth, hint="members differ only in hidden layers")
     phi = activation_of(activation)
     laws = list(zip(laws_of(u, depth, "u"), laws_of(v, depth, "v"), strict=True))
     variance = variance_of("weight_variance", weight_variance)
@@ -77,7 +77,7 @@ def embedded_kernels(
     theta_same = theta_cross = inner + trained_bias
     individual = torch.zeros_like(inner)
     for layer, (law_u, law_v) in enumerate(laws, start=1):
-        within, between = phi.within(a, b, same, law_v), phi.between(a, b, cross, law_v)
+        within, between = phi.within_member(a, b, same, law_v), phi.between_members(a, b, cross, law_v)
         second, first_squared = law_u.second_moment, law_u.mean**2  # m_d = U₂, m_o = U₁²
         hidden = layer < depth
         output_bias, output_trained = (bias, trained_bias) if hidden else (0.0, 0.0)
@@ -95,7 +95,7 @@ def embedded_kernels(
         same = variance * second * within.value + output_bias
         cross = variance * first_squared * between.value + output_bias
         if hidden:
-            a, b = (variance * second * phi.within(q, q, q, law_v).value + bias for q in (a, b))
+            a, b = (variance * second * phi.within_member(q, q, q, law_v).value + bias for q in (a, b))
     check_kernels(same, cross, theta_same, theta_cross, individual)
     return EmbeddedKernels(same, cross, theta_same, theta_cross, individual)
 

@@ -20,7 +20,7 @@ from dissensus.theory.activations import ACTIVATIONS
 from dissensus.theory.embedded_kernels import laws_of
 from dissensus.theory.kernel_inputs import variance_of
 from dissensus.theory.tangent_blocks import EnsembleBlocks
-from dissensus.utils.checks import one_of, whole
+from dissensus.utils.checks import integer, one_of
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class EmbeddedNetwork:
         hidden = [width] * depth if isinstance(width, int) else list(width)
         if len(hidden) != depth:
             raise ValueError(f"expected one width or {depth}, got {len(hidden)}; pass one for each hidden layer")
-        widths = [whole("widths", each) for each in (inputs, *hidden, outputs)]
-        whole("members", members)
+        widths = [integer("widths", each) for each in (inputs, *hidden, outputs)]
+        integer("members", members)
         factors = {"u": laws_of(u, depth, "u"), "v": laws_of(v, depth, "v")}
 
         def normal(*shape: int) -> Tensor:
@@ -114,7 +114,7 @@ class EmbeddedNetwork:
         # (M, 1, N): a factor for each unit, the same for every input
         return self.member({**shared, **{name: tensor[:, None] for name, tensor in own.items()}}, x)
 
-    def replaced(self, tensors: dict[str, Tensor]) -> EmbeddedNetwork:
+    def replace_tensors(self, tensors: dict[str, Tensor]) -> EmbeddedNetwork:
         """A copy of the network with these tensors, shared and own, replaced by name."""
         shared, own = ({name: tensors.get(name, t) for name, t in each.items()} for each in (self.shared, self.own))
         return EmbeddedNetwork(shared, own, self.activation)
@@ -194,12 +194,12 @@ def train_embedded(
     outputs = []
 
     def loss(moving: dict[str, Tensor], now: EmbeddedNetwork) -> tuple[Tensor, Tensor]:
-        f = now.replaced(moving)(x)
+        f = now.replace_tensors(moving)(x)
         return (f - y).square().sum() / (2 * len(x)), f
 
     for _ in range(steps):
         tensors = {**network.shared, **network.own}
         gradients, f = torch.func.grad(loss, has_aux=True)({name: tensors[name] for name in rates}, network)
         outputs.append(f)
-        network = network.replaced({name: tensors[name] - rates[name] * g for name, g in gradients.items()})
+        network = network.replace_tensors({name: tensors[name] - rates[name] * g for name, g in gradients.items()})
     return torch.stack([*outputs, network(x)]), network

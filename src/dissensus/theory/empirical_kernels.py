@@ -18,15 +18,19 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dissensus.core import batch as batches
-from dissensus.theory.dense_kernels import by_layers
-from dissensus.theory.jacobians import contraction, products, trained
+from dissensus.theory.dense_kernels import layerwise_kernel
+from dissensus.theory.jacobians import contraction, products, trainable_parameters
 from dissensus.theory.kernel_inputs import checked_pair
 from dissensus.utils.checks import one_of
 
 Method = Literal["auto", "structured", "jacobian", "products"]
 Way = Callable[..., Tensor]
 PLAIN = partial(contraction, plain=True)
-WAYS: dict[str, list[Way]] = {"structured": [by_layers], "jacobian": [contraction, PLAIN], "products": [products]}
+WAYS: dict[str, list[Way]] = {
+    "structured": [layerwise_kernel],
+    "jacobian": [contraction, PLAIN],
+    "products": [products],
+}
 _MIXES = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 
 
@@ -45,25 +49,27 @@ def empirical_ntk(
     """
     one_of("method", method, ("auto", *WAYS), hint="'auto' chooses")
     x1, second = checked_pair(x1, x2)
-    if not trained(module):
+    if not trainable_parameters(module):
         raise ValueError("expected parameters that require gradients, got none; call module.requires_grad_()")
     mixing = [each for each in module.modules() if isinstance(each, _MIXES)]
     if any(each.training or getattr(each, "running_mean", each) is None for each in mixing):
         got = "others; call module.eval(), so that each input's outputs depend on this input only"
         raise ValueError(f"expected batch norm and dropout in eval mode, with running statistics, got {got}")
-    network, some = Flat(module), torch.cat([x1[:2], second[-2:]])
+    network, some = FlatOutputs(module), torch.cat([x1[:2], second[-2:]])
     with exact_convolutions():
         outputs = check_rows(network, some)
-        result = len(x1) * len(second) * outputs**2 * next(iter(trained(module).values())).element_size()
-        for name in ("structured", *by_cost(network, x1, len(second), outputs)) if method == "auto" else (method,):
+        result = len(x1) * len(second) * outputs**2 * next(iter(trainable_parameters(module).values())).element_size()
+        for name in (
+            ("structured", *methods_by_cost(network, x1, len(second), outputs)) if method == "auto" else (method,)
+        ):
             for way in WAYS[name]:
-                if way is PLAIN or agrees(way, network, some, outputs):
+                if way is PLAIN or is_consistent(way, network, some, outputs):
                     return way(network, x1, second, outputs=outputs, result=result, memory=memory)
     got = "one where it fails or disagrees with plain autograd"
     raise ValueError(f"expected a network for which method={method!r} works, got {got}; pass method='auto'")
 
 
-class Flat(nn.Module):
+class FlatOutputs(nn.Module):
     """A network with outputs flattened to rows (N, O), or projected on one direction (N, 1)."""
 
     def __init__(self, network: nn.Module, direction: Tensor | None = None) -> None:
@@ -71,12 +77,12 @@ class Flat(nn.Module):
         self.network, self.direction = network, direction
 
     def forward(self, x: Tensor) -> Tensor:
-        found = batches.call(self.network, x)
+        found = batches.call_network(self.network, x)
         flat = found.reshape(len(found) if found.ndim else 1, -1)
         return flat if self.direction is None else flat @ self.direction[:, None]
 
 
-def check_rows(network: Flat, x: Tensor) -> int:
+def check_rows(network: FlatOutputs, x: Tensor) -> int:
     """The number of outputs O; raises if an input's outputs change when it is alone in the batch."""
     with torch.no_grad():
         together, alone = network(x), torch.cat([network(row) for row in x[:, None]])
@@ -87,10 +93,10 @@ def check_rows(network: Flat, x: Tensor) -> int:
     return alone.shape[1]
 
 
-def agrees(way: Way, network: Flat, x: Tensor, outputs: int) -> bool:
+def is_consistent(way: Way, network: FlatOutputs, x: Tensor, outputs: int) -> bool:
     """Whether Σ_ij vᵀ Θ(x_i, x_j) v equals plain autograd's ‖∂ Σ_i v·f(x_i)/∂θ‖², for a random v."""
-    params = list(trained(network).values())
-    along = Flat(network.network, torch.randn(outputs, generator=torch.Generator().manual_seed(0)).to(params[0]))
+    params = list(trainable_parameters(network).values())
+    along = FlatOutputs(network.network, torch.randn(outputs, generator=torch.Generator().manual_seed(0)).to(params[0]))
     with torch.enable_grad():
         total = torch.cat([along(row) for row in x[:, None]]).sum()
     found = torch.autograd.grad(total, params, materialize_grads=True) if total.requires_grad else ()
@@ -114,12 +120,12 @@ def exact_convolutions() -> AbstractContextManager[object]:
     )
 
 
-def by_cost(network: nn.Module, x1: Tensor, count: int, outputs: int) -> list[str]:
+def methods_by_cost(network: nn.Module, x1: Tensor, count: int, outputs: int) -> list[str]:
     """The two methods that work for any module, the one with fewer multiplications first."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         network(x1[:1])
     forward = counter.get_total_flops() / 2
-    size = sum(p.numel() for p in trained(network).values())
+    size = sum(p.numel() for p in trainable_parameters(network).values())
     rows, pairs = (len(x1) + count) * outputs, len(x1) * count * outputs
     by_jacobian = 3 * rows * forward + pairs * outputs * size
     by_products = pairs * 2 * forward + count * outputs * 3 * forward

@@ -40,7 +40,7 @@ def coefficients(
     return value, slope, product
 
 
-def expanded(left: Tensor, right: Tensor, weights: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def sum_expansion(left: Tensor, right: Tensor, weights: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Σ_k ρ^k Σ_v weights_v left[..., v, k] right[..., v, k] of c's shape, ρ = c/√(ab), by Horner's rule."""
     scale = (a * b).clamp(min=0).sqrt()
     rho = torch.where(scale > 0, c / scale.where(scale > 0, torch.ones_like(scale)), torch.zeros_like(c)).clamp(-1, 1)

@@ -8,26 +8,26 @@ from torch import Tensor, nn
 from torch.func import jacrev, jvp, vjp, vmap
 
 from dissensus.theory.kernel_inputs import check_budget
-from dissensus.utils.tensor_tree import Places, call_with
+from dissensus.utils.tensor_tree import TensorPlaces, call_with_tensors
 
 Params = dict[str, Tensor]
 OneInput = Callable[[Params, Tensor], Tensor]  # one input -> (O,)
 
 
-def trained(network: nn.Module) -> Params:
+def trainable_parameters(network: nn.Module) -> Params:
     """The parameters that require gradients."""
     return {name: p for name, p in network.named_parameters() if p.requires_grad}
 
 
 def functional(network: nn.Module) -> tuple[OneInput, Params]:
     """A network (N, …) -> (N, O) as a function of its trained parameters and one input."""
-    places = Places(network)
+    places = TensorPlaces(network)
 
     def function(params: Params, x: Tensor) -> Tensor:
-        found: Tensor = call_with(network, params, x[None], places=places)[0]
+        found: Tensor = call_with_tensors(network, params, x[None], places=places)[0]
         return found
 
-    return function, {name: p.detach() for name, p in trained(network).items()}
+    return function, {name: p.detach() for name, p in trainable_parameters(network).items()}
 
 
 def contraction(
@@ -35,7 +35,7 @@ def contraction(
 ) -> Tensor:
     """(N1, N2, O, O): contracts gradients of all outputs, block by block of inputs; `plain`: uses plain autograd."""
     function, params = functional(network)
-    gradients = partial(one_by_one, network) if plain else partial(output_gradients, function, params)
+    gradients = partial(gradients_one_by_one, network) if plain else partial(output_gradients, function, params)
     first, symmetric = next(iter(params.values())), x2 is x1
     size = sum(p.numel() * p.element_size() for p in params.values())
     row = 3 * outputs * size  # gradients, and torch's temporary memory for them
@@ -59,9 +59,9 @@ def output_gradients(function: OneInput, params: Params, x: Tensor) -> list[Tens
     return [each.flatten(2) for each in found.values()]
 
 
-def one_by_one(network: nn.Module, x: Tensor) -> list[Tensor]:
+def gradients_one_by_one(network: nn.Module, x: Tensor) -> list[Tensor]:
     """The same for a network (N, …) -> (N, O), one output at a time: slow, but correct for every network."""
-    params = list(trained(network).values())
+    params = list(trainable_parameters(network).values())
     with torch.enable_grad():
         each = [
             torch.autograd.grad(output, params, retain_graph=True, materialize_grads=True)
@@ -80,7 +80,7 @@ def contract(left: list[Tensor], right: list[Tensor]) -> Tensor:
     return total.view(n, o, m, q)
 
 
-def kept_bytes(function: OneInput, params: Params, x: Tensor) -> int:
+def saved_bytes(function: OneInput, params: Params, x: Tensor) -> int:
     """Bytes that autograd keeps for one input's forward pass, without parameters."""
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
     known, total = {p.data_ptr() for p in params.values()}, 0
@@ -99,7 +99,7 @@ def products(network: nn.Module, x1: Tensor, x2: Tensor, *, outputs: int, result
     """(N1, N2, O, O): Θ(·, x') e_o is the derivative of f along the gradient of f_o(x'), so gradients are not contracted."""
     (function, params), room = functional(network), memory - result
     size = sum(p.numel() * p.element_size() for p in params.values())
-    held = 4 * kept_bytes(function, params, x1[0])  # for one input: values, tangents and temporary memory of layers
+    held = 4 * saved_bytes(function, params, x1[0])  # for one input: values, tangents and temporary memory of layers
     check_budget(
         result + 4 * size + held, memory, "a kernel and derivatives along a gradient", "pass fewer inputs at a time"
     )

@@ -22,11 +22,11 @@ class FactorisedKernel:
         self.eigenvalues, self.eigenvectors = spectrum(train)
         self._towards = (train if points is None else points) @ self.eigenvectors  # (n, B)
 
-    def answers(self, times: Tensor, rate: float, descent: Descent) -> Tensor:
+    def response_matrix(self, times: Tensor, rate: float, descent: Descent) -> Tensor:
         """(T, n, B) A(t) = Θ(points, X) Θ⁻¹ (I − e^{−ηΘt/B}), which maps initial residuals to changes at the points."""
         return torch.einsum("nk,tk,bk->tnb", self._towards, self._gains(times, rate, descent), self.eigenvectors)
 
-    def moved(self, residual: Tensor, times: Tensor, rate: float, descent: Descent) -> Tensor:
+    def apply_to_residual(self, residual: Tensor, times: Tensor, rate: float, descent: Descent) -> Tensor:
         """(T, n, …) A(t) times the residual (B, …), without forming A."""
         parts = torch.tensordot(self.eigenvectors.T, residual, 1)  # (B, …)
         gains = self._gains(times, rate, descent)
@@ -36,13 +36,13 @@ class FactorisedKernel:
         """(T, B) (1 − remaining share at t)/λ; ηt/B at λ = 0."""
         batch = len(self.eigenvalues)
         s = rate * self.eigenvalues / batch
-        done = 1 - left(s, times, descent)
+        done = 1 - remaining_share(s, times, descent)
         small = s < 1e-12 * max(1.0, float(s.max()))
         limit = (rate * times / batch)[:, None].expand_as(done)
         return torch.where(small, limit, done / self.eigenvalues.clamp(min=1e-300))
 
 
-def left(s: Tensor, times: Tensor, descent: Descent) -> Tensor:
+def remaining_share(s: Tensor, times: Tensor, descent: Descent) -> Tensor:
     """(T, B) remaining share of each component at each time."""
     if one_of("descent", descent, ("flow", "steps")) == "flow":
         return torch.exp(-times[:, None] * s)
@@ -71,7 +71,7 @@ def residuals(
         descent: "flow" for continuous time, "steps" for gradient descent at whole times.
     """
     eigenvalues, eigenvectors = spectrum(theta)
-    share = left(learning_rate * eigenvalues / batch, as_times(times, theta), descent)
+    share = remaining_share(learning_rate * eigenvalues / batch, as_times(times, theta), descent)
     return (share * (eigenvectors.T @ initial.to(theta.dtype))) @ eigenvectors.T
 
 

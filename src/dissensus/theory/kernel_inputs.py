@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dissensus.core import batch as batches
 from dissensus.utils.checks import number
-from dissensus.utils.text import readable
+from dissensus.utils.text import format_bytes
 
 
 def input_moments(x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -22,7 +22,7 @@ def checked_pair(x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor]:
     """Both inputs (x2 = None means x1); raises if they are empty, not finite, or of different shapes."""
     second = x1 if x2 is None else x2
     for x in (x1, second):
-        check_some(x)
+        check_examples(x)
         if not bool(x.isfinite().all()):  # −∞ is valid in masks elsewhere, but has no kernel
             row = int((~x.isfinite()).nonzero()[0, 0])
             raise ValueError(f"expected finite inputs, got NaN or infinity in row {row}; clean the data")
@@ -33,9 +33,9 @@ def checked_pair(x1: Tensor, x2: Tensor | None) -> tuple[Tensor, Tensor]:
     return first, first if second is x1 else second.detach()
 
 
-def check_some(x: batches.Inputs) -> None:
+def check_examples(x: batches.Inputs) -> None:
     """Raises if there is no example."""
-    if batches.size(x) == 0:
+    if batches.count_examples(x) == 0:
         raise ValueError("expected at least one input, got none; pass some rows of the data")
 
 
@@ -48,8 +48,8 @@ def check_kernels(*kernels: Tensor) -> None:
 def check_budget(needed: int, memory: int, what: str, do: str) -> None:
     """Raises, before anything is computed, if `needed` bytes exceed `memory`."""
     if needed > memory:
-        got = f"{readable(needed)}; {do}, or pass memory={needed}"
-        raise ValueError(f"expected {what} within {readable(memory)}, got {got}")
+        got = f"{format_bytes(needed)}; {do}, or pass memory={needed}"
+        raise ValueError(f"expected {what} within {format_bytes(memory)}, got {got}")
 
 
 def variance_of(name: str, value: float) -> float:

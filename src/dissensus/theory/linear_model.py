@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dissensus.layers.modulation import Modulation
-from dissensus.utils.checks import number, whole
+from dissensus.utils.checks import integer, number
 
 
 class ToyLosses(NamedTuple):
@@ -70,7 +70,7 @@ def optimal_members(width: int, time: float) -> float:
         width: width N.
         time: training time t > 0, in units of 1/λ_max.
     """
-    whole("width", width)
+    integer("width", width)
     number("time", time, above=0, hint="without training, more members always help")
     return float((width / (4 * time**2)) ** (1 / 3))
 
@@ -81,8 +81,8 @@ def transition(members: int, width: int) -> float:
     Args:
         members, width: number of members M and width N.
     """
-    whole("members", members)
-    whole("width", width)
+    integer("members", members)
+    integer("width", width)
     return float((1 + (members * width) ** 0.5) ** -0.5)
 
 
@@ -91,8 +91,8 @@ def largest_eigenvalue(members: int, width: int, p: float) -> float:
 
     A spike θ = p√(M/(1 − p²)) leaves the bulk (1 ± √c)², c = M/N, once θ > c^{1/4}.
     """
-    whole("members", members)
-    whole("width", width)
+    integer("members", members)
+    integer("width", width)
     number("p", p, least=-1, most=1, hint="p² is the collectivity")
     if abs(p) == 1:
         return float(members)
@@ -108,7 +108,7 @@ def _spectra(
 ) -> list[tuple[Tensor, Tensor]]:
     """(λ (M,) ascending, q (M,)) of every draw."""
     for name, value in (("members", members), ("width", width), ("draws", draws)):
-        whole(name, value)
+        integer(name, value)
     law = Modulation.between(p)
     found = []
     for _ in range(draws):

@@ -23,9 +23,9 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.posterior import Posterior
 from dissensus.layers.conversion import CONVERTIBLE
-from dissensus.layers.modulated import Modulated
-from dissensus.theory.kernel_inputs import check_some
-from dissensus.theory.stability import Outputs, correlation_of, largest_rate, overlap
+from dissensus.layers.modulated import ModulatedLayer
+from dissensus.theory.kernel_inputs import check_examples
+from dissensus.theory.stability import MemberOutputs, correlation_of, largest_rate, overlap
 from dissensus.theory.wide_limit import ONES, Link, chain, wide_limit
 
 RegimeKind = Literal["independent", "between", "collective"]
@@ -71,7 +71,7 @@ class Regime:
             slower = self.members / self.gamma
             return f'γ = {self.gamma:g} trains shared weights {slower:g} times slower; pass regime="independent"'
         if self.crowded:
-            ratio = f"(M − 1)/N = {_two(self.crowding)} in the narrowest layer"
+            ratio = f"(M − 1)/N = {_two_decimals(self.crowding)} in the narrowest layer"
             return f"members crowd ({ratio}, more than {CROWDED:g}); pass fewer, or widen it"
         return ""
 
@@ -84,13 +84,13 @@ class Regime:
         if self.correlation is None:
             said += "unknown for random weights"
         else:
-            said += f"{_two(self.correlation)} predicted for random weights without biases "
+            said += f"{_two_decimals(self.correlation)} predicted for random weights without biases "
             said += f"({self.effective_members:.1f} effective)"
         if self.measured_correlation is not None:
-            said += f", {_two(self.measured_correlation)} measured for these members on the inputs"
+            said += f", {_two_decimals(self.measured_correlation)} measured for these members on the inputs"
         if self.overlap is not None:
             where = "measured" if self.measured else "in the wide limit"
-            said += f"; kernels between members {_two(self.overlap)} of those within, {where}"
+            said += f"; kernels between members {_two_decimals(self.overlap)} of those within, {where}"
         said += stable
         return f"{said}; {self.advice}" if self.advice else said
 
@@ -121,25 +121,25 @@ def regime(posterior: Posterior, x: Inputs | None = None, y: Tensor | None = Non
     crowding = crowding_of(members, chain(posterior, modulations)) if members > 1 else 0.0
     rate = found = None
     if x is not None:
-        check_some(x)
+        check_examples(x)
         batches.check_finite(x, anywhere=True)
         posterior.check_inputs(x)
-        outputs = Outputs(posterior, x)
+        outputs = MemberOutputs(posterior, x)
         if y is not None:
-            posterior.check_batch(Batch.of((x, y)))
+            posterior.check_batch(Batch.from_tuple((x, y)))
         rate = largest_rate(outputs, y)
         if members > 1:
             measured, found = overlap(outputs), correlation_of(outputs)
             between = None if math.isnan(measured) else measured
     law = getattr(posterior, "modulation", None)
     bound = math.inf if law is None else (members - 1) * law.collectivity
-    kind = kind_of(members, between, correlation, bound) if members > 1 else "independent"
+    kind = regime_kind(members, between, correlation, bound) if members > 1 else "independent"
     crowded = kind == "independent" and crowding > CROWDED
     facts = (correlation, between, x is not None, rate, found, remedy_of(posterior), crowding, crowded)
     return Regime(members, gamma, "between" if crowded else kind, *facts)
 
 
-def kind_of(members: int, overlap: float | None, correlation: float | None, bound: float) -> RegimeKind | None:
+def regime_kind(members: int, overlap: float | None, correlation: float | None, bound: float) -> RegimeKind | None:
     """The regime as in the module's docstring; None if the overlap is unknown. `bound`: (M − 1)ρ of the factors' law."""
     if overlap is None:
         return None
@@ -164,11 +164,11 @@ def remedy_of(posterior: Posterior) -> str:
     if law.collectivity > 0:
         return "modulations with a mean of 0, such as Modulation.sign()"
     layers = [part for part in posterior.particles.template.network.modules() if isinstance(part, CONVERTIBLE)]
-    if not all(isinstance(part, Modulated) for part in layers):
+    if not all(isinstance(part, ModulatedLayer) for part in layers):
         return "convert the last layers too (layers=)"
     return "fewer members, or wider layers"
 
 
-def _two(value: float) -> str:
+def _two_decimals(value: float) -> str:
     """The value with two decimals, without −0.00."""
     return f"{round(value, 2) + 0.0:.2f}"

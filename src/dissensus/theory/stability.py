@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dissensus.core import batch as batches
 from dissensus.core.likelihood import Classification, Likelihood
-from dissensus.core.particles import Particles, Rows, likelihood_of
-from dissensus.layers.norm_statistics import estimating
+from dissensus.core.particles import Particles, Rows, copy_likelihood
+from dissensus.layers.norm_statistics import statistics_mode
 from dissensus.utils.batch_norm_stats import statistics_layers
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import plain_attention
@@ -27,14 +27,18 @@ ITERATIONS, TOLERANCE = 100, 1e-4
 PROBES = 8  # random probes of the traces by which members' kernels are compared
 
 
-class Outputs:
+class MemberOutputs:
     """All members' outputs as a function of their trained tensors, with batch statistics of the batch and without dropout."""
 
     def __init__(self, posterior: Any, x: batches.Inputs) -> None:
-        self.posterior, self.particles, self.x = posterior, posterior.particles, batches.to(x, posterior.device)
+        self.posterior, self.particles, self.x = (
+            posterior,
+            posterior.particles,
+            batches.move_to_device(x, posterior.device),
+        )
         shared, own = self.particles.shared_parameters(), self.particles.own_parameters()
         network = {n: p for n, p in {**shared, **own}.items() if n.startswith("network.") and p.requires_grad}
-        self.at = {name: tensor.detach() for name, tensor in network.items()}
+        self.tensors = {name: tensor.detach() for name, tensor in network.items()}
         self.shared = {name for name in network if name in shared}
         self.factors = {f"network.{name}" for name in posterior.modulations} & network.keys()
         self.fixed = {n: p.detach() for n, p in shared.items() if n not in network}
@@ -42,39 +46,46 @@ class Outputs:
 
     def __call__(self, tensors: Tensors) -> Tensor:
         """Outputs (M, B, …), by vmap if members can be vectorised."""
-        found: Tensor = self.particles.run(self._one(tensors), self._rows(tensors), self.particles.members)
+        found: Tensor = self.particles.run(self._member_function(tensors), self._rows(tensors), self.particles.members)
         return found
 
     def member(self, tensors: Tensors, m: int) -> Tensor:
         """Outputs (B, …) of member m."""
-        return self._one(tensors)(self._rows(tensors).at(m))
+        return self._member_function(tensors)(self._rows(tensors).member_row(m))
 
     def _rows(self, tensors: Tensors) -> Rows:
         own = {name: tensor for name, tensor in tensors.items() if name not in self.shared}
         return Rows({**self.fixed_own, **own}, self.particles.own_buffers(), {})
 
-    def _one(self, tensors: Tensors) -> Callable[[Rows], Tensor]:
+    def _member_function(self, tensors: Tensors) -> Callable[[Rows], Tensor]:
         shared = {**self.fixed, **{name: tensors[name] for name in self.shared}}
 
         def one(row: Rows) -> Tensor:
             buffers = {**self.particles.shared_buffers(), **row.buffers}
             params = {**shared, **row.own}
-            found: Tensor = self.particles.call(lambda member: batches.call(member.network, self.x), params, buffers)[0]
+            found: Tensor = self.particles.call(
+                lambda member: batches.call_network(member.network, self.x), params, buffers
+            )[0]
             return found
 
         return one
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def evaluation_context(self) -> Iterator[None]:
         """Context for calling the functions: this thread's turn, and attention kernels that have all derivatives."""
         template = self.particles.template
         fixed = {*template.always_eval, *self.particles.frozen_norms()}  # as in training
         layers = {n: each for n, each in statistics_layers(template).items() if n not in fixed}
-        with self.particles.turn(), plain_attention(), sdpa_kernel(SDPBackend.MATH), estimating(self.particles, layers):
+        with (
+            self.particles.turn(),
+            plain_attention(),
+            sdpa_kernel(SDPBackend.MATH),
+            statistics_mode(self.particles, layers),
+        ):
             yield
 
 
-def largest_rate(outputs: Outputs, y: Tensor | None = None) -> float | None:
+def largest_rate(outputs: MemberOutputs, y: Tensor | None = None) -> float | None:
     """The largest stable learning rate of the weights for descent on the batch, in the kernel approximation.
 
     For squared errors 2B/λ_max, times σ² for noise σ, since the loss has a factor 1/σ². For classification twice 2B/λ_max:
@@ -84,9 +95,9 @@ def largest_rate(outputs: Outputs, y: Tensor | None = None) -> float | None:
     """
     posterior = outputs.posterior
     gamma, members, own = posterior.gamma, outputs.particles.members, posterior.modulation_lr
-    with outputs.running():
-        f, back = torch.func.vjp(outputs, outputs.at)[:2]
-        curved = sharpest(outputs.particles, f.detach(), None if y is None else y.to(f.device))
+    with outputs.evaluation_context():
+        f, back = torch.func.vjp(outputs, outputs.tensors)[:2]
+        curved = largest_curvature(outputs.particles, f.detach(), None if y is None else y.to(f.device))
         if curved is None:
             return None
         limit = 2 / curved if curved else math.inf
@@ -98,7 +109,7 @@ def largest_rate(outputs: Outputs, y: Tensor | None = None) -> float | None:
                 name: factors
                 if name in outputs.factors
                 else weights * (gamma / members if name in outputs.shared else 1.0)
-                for name in outputs.at
+                for name in outputs.tensors
             }
             value, vector = _lanczos(outputs, back, rates, vector)
             return value
@@ -124,20 +135,20 @@ def largest_rate(outputs: Outputs, y: Tensor | None = None) -> float | None:
         return low
 
 
-def overlap(outputs: Outputs) -> float:
+def overlap(outputs: MemberOutputs) -> float:
     """Kernel overlap between members: Σ_{α≠β} tr Θ^com_αβ / (M − 1) Σ_α tr Θ^com_αα, by random probes.
 
     0 for independent members, 1 for equal ones; NaN if no shared tensor affects the outputs.
     """
     members = outputs.particles.members
-    shared = {name: outputs.at[name] for name in outputs.shared}
+    shared = {name: outputs.tensors[name] for name in outputs.shared}
     if members == 1 or not shared:
         return math.nan
     across = within = 0.0
-    with outputs.running():
+    with outputs.evaluation_context():
         backs = []
         for m in range(members):
-            f, back = torch.func.vjp(lambda w, m=m: outputs.member({**outputs.at, **w}, m), shared)[:2]
+            f, back = torch.func.vjp(lambda w, m=m: outputs.member({**outputs.tensors, **w}, m), shared)[:2]
             backs.append(back)
         generator = _generator(f.device)
         for _ in range(PROBES):
@@ -153,19 +164,19 @@ def overlap(outputs: Outputs) -> float:
     return float(across / ((members - 1) * within)) if within > 0 else math.nan
 
 
-def correlation_of(outputs: Outputs) -> float | None:
+def correlation_of(outputs: MemberOutputs) -> float | None:
     """Correlation of members' outputs: Σ_{α≠β} ⟨f_α, f_β⟩ / (M − 1) Σ_α ⟨f_α, f_α⟩ over inputs and outputs; None if all are 0.
 
     Not centred, like the predicted correlation: the mean over random weights is 0, the mean over inputs need not be.
     """
-    with outputs.running(), torch.no_grad():
-        f = outputs(outputs.at).detach().double().flatten(1)  # (M, B·O)
+    with outputs.evaluation_context(), torch.no_grad():
+        f = outputs(outputs.tensors).detach().double().flatten(1)  # (M, B·O)
     within = float(f.square().sum())
     across = float(f.sum(0).square().sum()) - within
     return across / ((len(f) - 1) * within) if within > 0 else None
 
 
-def sharpest(particles: Particles, outputs: Tensor, y: Tensor | None) -> float | None:
+def largest_curvature(particles: Particles, outputs: Tensor, y: Tensor | None) -> float | None:
     """The largest second derivative of a member's mean loss with respect to its outputs (M, B, …), or a bound.
 
     None if the likelihood has no closed form and there are no targets.
@@ -180,7 +191,7 @@ def sharpest(particles: Particles, outputs: Tensor, y: Tensor | None) -> float |
         return None
     largest = 0.0
     for m, f in enumerate(outputs.double()):
-        likelihood = likelihood_of(particles, m)
+        likelihood = copy_likelihood(particles, m)
         a = likelihood.curvature(f, y)[0]  # the subtracted u uᵀ only makes it smaller
         values = a if a.ndim == f.ndim else torch.linalg.eigvalsh(a.movedim(1, -2))
         entries = len(f) if y is None else likelihood.log_prob(f, y).numel()
@@ -189,7 +200,7 @@ def sharpest(particles: Particles, outputs: Tensor, y: Tensor | None) -> float |
 
 
 def _lanczos(
-    outputs: Outputs, back: Callable[..., Any], rates: dict[str, float], start: Tensor
+    outputs: MemberOutputs, back: Callable[..., Any], rates: dict[str, float], start: Tensor
 ) -> tuple[float, Tensor]:
     """(λ_max of J diag(rates) Jᵀ, an approximate eigenvector), by the Lanczos method.
 
@@ -203,7 +214,7 @@ def _lanczos(
     for _ in range(min(ITERATIONS, start.numel())):
         basis.append(vector)
         gradient = {name: g * rates[name] for name, g in back(vector)[0].items()}
-        moved: Tensor = torch.func.jvp(outputs, (outputs.at,), (gradient,))[1].detach()
+        moved: Tensor = torch.func.jvp(outputs, (outputs.tensors,), (gradient,))[1].detach()
         alphas.append(float((vector * moved).sum()))
         for _ in range(2):  # twice is enough against rounding
             for each in basis:

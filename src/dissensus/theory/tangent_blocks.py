@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core import batch as batches
-from dissensus.core.posterior import Posterior, left_as_found
+from dissensus.core.posterior import Posterior, inference_context
 from dissensus.theory.empirical_kernels import exact_convolutions
 from dissensus.theory.jacobians import Params, contract, output_gradients
 from dissensus.theory.kernel_inputs import check_budget, checked_pair
@@ -133,11 +133,13 @@ def posterior_blocks(
     def outputs(params: Params, x: Tensor) -> Tensor:
         held = {**buffers, **{name: params[name] for name in particles.own_buffers()}}
         weights = {name: tensor for name, tensor in params.items() if name not in held}
-        found: Tensor = particles.call(lambda member: batches.call(member.network, x), {**rest, **weights}, held)[0]
+        found: Tensor = particles.call(
+            lambda member: batches.call_network(member.network, x), {**rest, **weights}, held
+        )[0]
         return found
 
     posterior.check_inputs(x1)
-    with left_as_found(posterior), exact_convolutions():
+    with inference_context(posterior), exact_convolutions():
         return ensemble_blocks(
             outputs,
             trained,

@@ -19,13 +19,13 @@ from dissensus.nets.ntk import NTKLinear
 from dissensus.theory.activations import ACTIVATIONS, activation_of, is_expanded
 from dissensus.theory.covariances import (
     Positions,
-    Units,
-    activated,
-    behind_weights,
+    UnitMoments,
+    after_activation,
+    after_pooling,
+    after_weights,
     flat_mean,
-    of_inputs,
-    patches,
-    pooled,
+    input_covariance,
+    patch_means,
 )
 from dissensus.theory.kernel_inputs import check_budget, check_kernels, checked_pair, variance_of
 from dissensus.utils.checks import one_of
@@ -49,7 +49,7 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class _Law:
+class _WeightLaw:
     variance: float
     bias: float
     standard: bool
@@ -81,13 +81,13 @@ def kernel(
         memory: most bytes for covariances of image positions; larger requests are computed in blocks of inputs.
     """
     one_of("parameterization", parameterization, ("ntk", "standard"))
-    law = _Law(
+    law = _WeightLaw(
         variance_of("weight_variance", weight_variance),
         variance_of("bias_variance", bias_variance),
         parameterization == "standard",
     )
     _check_described(network)
-    steps = list(_steps(network))
+    steps = list(_layers_in_order(network))
     first, second = (x.to(torch.float64) for x in checked_pair(x1, x2))
     if steps and isinstance(steps[0], nn.Flatten):
         first, second = (x.reshape(len(x), -1) for x in (first, second))
@@ -113,8 +113,10 @@ def kernel(
             here, there = slice(i, i + rows), slice(j, j + columns)
             left = [variances[..., here] for variances in own]
             right = left if second is first and i == j else [variances[..., there] for variances in others]
-            cross = of_inputs(first[here], second[there], layout)
-            units = _ended(_through(steps, Units(cross, None, layout, left, right), law, width=first.shape[1]))
+            cross = input_covariance(first[here], second[there], layout)
+            units = _output_moments(
+                _propagate(steps, UnitMoments(cross, None, layout, left, right), law, width=first.shape[1])
+            )
             nngp[here, there], ntk[here, there] = units.cross, 0.0 if units.tangent is None else units.tangent
             if second is first and i != j:
                 nngp[there, here], ntk[there, here] = nngp[here, there].T, ntk[here, there].T
@@ -122,16 +124,16 @@ def kernel(
     return Kernels(nngp, ntk)
 
 
-def _own_variances(steps: list[nn.Module], x: Tensor, law: _Law, layout: Positions, count: int) -> list[Tensor]:
+def _own_variances(steps: list[nn.Module], x: Tensor, law: _WeightLaw, layout: Positions, count: int) -> list[Tensor]:
     """(…, N) variances of all inputs before every activation, `count` inputs at a time."""
     parts = []
     for some in x.split(count):  # type: ignore[no-untyped-call]
-        units = Units(of_inputs(some, None, layout), None, layout, [], None)
-        parts.append(_ended(_through(steps, units, law, width=x.shape[1])).first)
+        units = UnitMoments(input_covariance(some, None, layout), None, layout, [], None)
+        parts.append(_output_moments(_propagate(steps, units, law, width=x.shape[1])).first)
     return [torch.cat(each, -1) for each in zip(*parts, strict=True)]
 
 
-def _ended(units: Units) -> Units:
+def _output_moments(units: UnitMoments) -> UnitMoments:
     """The outputs' moments."""
     if not units.gaussian:
         raise ValueError("expected a network that ends in Linear or Conv2d, got another last layer; add a Linear")
@@ -153,43 +155,43 @@ def _check_described(network: nn.Module) -> None:
         raise ValueError(f"expected separate weights for each layer, got one in two places; {MEASURE}")
 
 
-def _steps(network: nn.Module) -> Iterator[nn.Module]:
+def _layers_in_order(network: nn.Module) -> Iterator[nn.Module]:
     """The network's layers in order, nested sequences opened."""
     if isinstance(network, MLP):
         yield nn.Flatten()
         network = network.layers
     if isinstance(network, nn.Sequential):
         for child in network:
-            yield from _steps(child)
+            yield from _layers_in_order(child)
     elif not isinstance(network, nn.Identity):
         yield network
 
 
-def _through(steps: list[nn.Module], units: Units, law: _Law, *, width: int) -> Units:
+def _propagate(steps: list[nn.Module], units: UnitMoments, law: _WeightLaw, *, width: int) -> UnitMoments:
     for layer in steps:
         for broken, requirement in _requirements(layer, units, law, width):
             if broken:
                 raise ValueError(f"expected {requirement}")
         if isinstance(layer, nn.Linear | NTKLinear):
-            units = behind_weights(flat_mean(units), **_moments(layer, layer.in_features, law))
+            units = after_weights(flat_mean(units), **_weight_moments(layer, layer.in_features, law))
             width = layer.out_features
         elif isinstance(layer, nn.Conv2d):
-            units = behind_weights(patches(units, layer), **_moments(layer, layer.weight[0].numel(), law))
+            units = after_weights(patch_means(units, layer), **_weight_moments(layer, layer.weight[0].numel(), law))
             width = layer.out_channels
         elif isinstance(layer, nn.Flatten):
             if units.layout != "vector":
                 width *= units.cross.shape[0] * units.cross.shape[1]
                 units = replace(units, flattened=True)
         elif isinstance(layer, nn.AvgPool2d | nn.AdaptiveAvgPool2d):
-            units = pooled(units, layer)
+            units = after_pooling(units, layer)
         elif isinstance(layer, Residual):
-            units = _residual(layer, units, law, width)
+            units = _propagate_residual(layer, units, law, width)
         else:
-            units = _activation(layer, units)
+            units = _propagate_activation(layer, units)
     return units
 
 
-def _requirements(layer: nn.Module, units: Units, law: _Law, width: int) -> list[tuple[bool, str]]:
+def _requirements(layer: nn.Module, units: UnitMoments, law: _WeightLaw, width: int) -> list[tuple[bool, str]]:
     """(whether it is violated, the requirement) for every requirement of a layer."""
     vectors = units.layout == "vector" or units.flattened
     images = (vectors, f"images (N, C, H, W) for a {type(layer).__name__}, got vectors; put it before Flatten")
@@ -219,7 +221,7 @@ def _requirements(layer: nn.Module, units: Units, law: _Law, width: int) -> list
     return []
 
 
-def _moments(layer: nn.Linear | NTKLinear | nn.Conv2d, fan_in: int, law: _Law) -> dict[str, float]:
+def _weight_moments(layer: nn.Linear | NTKLinear | nn.Conv2d, fan_in: int, law: _WeightLaw) -> dict[str, float]:
     trained_bias = layer.bias is not None and layer.bias.requires_grad
     gradient = float(fan_in if law.standard else 1) if layer.weight.requires_grad else 0.0
     return {
@@ -230,8 +232,8 @@ def _moments(layer: nn.Linear | NTKLinear | nn.Conv2d, fan_in: int, law: _Law) -
     }
 
 
-def _residual(layer: Residual, units: Units, law: _Law, width: int) -> Units:
-    branch = _through(list(_steps(layer.branch)), units, law, width=width)
+def _propagate_residual(layer: Residual, units: UnitMoments, law: _WeightLaw, width: int) -> UnitMoments:
+    branch = _propagate(list(_layers_in_order(layer.branch)), units, law, width=width)
     if branch.weighted == units.weighted or not branch.gaussian:
         raise ValueError("expected a Residual whose branch ends in Linear or Conv2d, got another last layer; add one")
     if branch.cross.shape != units.cross.shape:
@@ -246,7 +248,7 @@ def _residual(layer: Residual, units: Units, law: _Law, width: int) -> Units:
     )
 
 
-def _activation(layer: nn.Module, units: Units) -> Units:
+def _propagate_activation(layer: nn.Module, units: UnitMoments) -> UnitMoments:
     try:
         activation = activation_of(layer)
     except ValueError:
@@ -254,4 +256,4 @@ def _activation(layer: nn.Module, units: Units) -> Units:
         raise ValueError(f"expected layers with a known kernel, got {type(layer).__name__}; {advice}") from None
     if not units.gaussian:
         raise ValueError(f"expected a Linear or Conv2d right before {type(layer).__name__}, got none; add one")
-    return activated(units, activation)
+    return after_activation(units, activation)

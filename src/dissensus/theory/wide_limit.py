@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from dissensus.core.posterior import Posterior
-from dissensus.layers.call_order import Followed, chained, follow
+from dissensus.layers.call_order import TracedCalls, layer_chain, trace_calls
 from dissensus.layers.conversion import CONVERTIBLE, CONVOLUTIONS, READERS
 from dissensus.theory.closed_forms import piecewise_linear
 
@@ -33,15 +33,15 @@ class Link:
 
     r: Tensor
     s: Tensor
-    normed: bool  # an own batch norm follows
-    loose: bool  # the next operations may bring members nearer together
-    opaque: bool  # the next activation is not a ReLU
+    has_batch_norm: bool  # an own batch norm follows
+    may_merge_members: bool  # the next operations may bring members nearer together
+    has_other_activation: bool  # the next activation is not a ReLU
 
 
 def wide_limit(posterior: Posterior, modulations: dict[str, Tensor]) -> tuple[float | None, float | None]:
     """(K_o/K_d, Θ_o/Θ_d) of one input at the outputs; None if unknown."""
     links = chain(posterior, modulations)
-    low, high = (followed(links, equal=equal) for equal in (False, True))
+    low, high = (propagate_chain(links, equal=equal) for equal in (False, True))
     told = [
         a if a is not None and b is not None and abs(a - b) <= APART else None for a, b in zip(low, high, strict=True)
     ]
@@ -56,14 +56,14 @@ def chain(posterior: Posterior, modulations: dict[str, Tensor]) -> list[Link]:
     fixed = {*posterior.particles.template.always_eval, *posterior.particles.frozen_norms()}
     norms = {n for n, part in parts.items() if isinstance(part, BATCH_NORM) and f"network.{n}" not in fixed}
     layers = [name for name, part in parts.items() if isinstance(part, CONVERTIBLE)]
-    with posterior.particles.turn():
+    with posterior.particles.lock_network():
         names = [name for name in parts if name in layers or name in norms]
-        seen = follow(network, names)
-        order = chained(names, seen)
+        seen = trace_calls(network, names)
+        order = layer_chain(names, seen)
         whole = [name for name in order if name in layers]
-        through = passed(network, whole, seen)
-    known = not any(_foreign(part) for part in parts.values())
-    opaque = any(_activates(part) and not isinstance(part, nn.ReLU) for part in parts.values())
+        through = unavoidable_layers(network, whole, seen)
+    known = not any(_has_unknown_weights(part) for part in parts.values())
+    opaque = any(_is_activation(part) and not isinstance(part, nn.ReLU) for part in parts.values())
     # A custom forward may pool without a layer; an nn.Sequential cannot.
     written = any(list(part.children()) and not isinstance(part, nn.Sequential) for part in parts.values())
     pools = any(type(part).__module__ == nn.modules.pooling.__name__ for part in parts.values())
@@ -78,7 +78,7 @@ def chain(posterior: Posterior, modulations: dict[str, Tensor]) -> list[Link]:
     return links
 
 
-def followed(links: list[Link], *, equal: bool) -> tuple[float | None, float | None]:
+def propagate_chain(links: list[Link], *, equal: bool) -> tuple[float | None, float | None]:
     """(K_o/K_d, Θ_o/Θ_d) at the end of the chain; after loose links members are `equal`, or as near as the chain says."""
     # Only ratios are returned, and with ReLU they do not depend on the input's size: one input of size 1, equal for all
     # members, represents all inputs.
@@ -92,7 +92,7 @@ def followed(links: list[Link], *, equal: bool) -> tuple[float | None, float | N
         same, cross = 2 * within * same, 2 * between * cross
         if not same > 0 or not theta_same > 0:  # all factors are 0
             return None, None
-        if link.normed:
+        if link.has_batch_norm:
             # Each member's batch norm divides by the size of s ∘ z. Only the signs of s and the correlation of z between
             # members remain. Gradients are divided by that size too, hence Θ by the same number.
             s = s.sign()
@@ -101,7 +101,7 @@ def followed(links: list[Link], *, equal: bool) -> tuple[float | None, float | N
             within, between = moments(s, s)
             if not within > 0:
                 return None, None
-            if equal and link.loose:
+            if equal and link.may_merge_members:
                 return 1.0, 1.0
             return between * cross / (within * same), between * theta_cross / (within * theta_same)
         # h = φ(s ∘ z), φ = ReLU. Within a member C_d = V₂ K/2: half of z is above 0, whatever the sign of s. Between members
@@ -120,9 +120,9 @@ def followed(links: list[Link], *, equal: bool) -> tuple[float | None, float | N
         # More than a ReLU may follow the link. Pooling and parallel branches can only bring members nearer together, up to
         # equal; another activation may also leave less correlation than ReLU, down to none. The truth lies between the two
         # runs, and is known if these agree.
-        if equal and (link.loose or link.opaque):
+        if equal and (link.may_merge_members or link.has_other_activation):
             cross, theta_cross = same, theta_same
-        elif link.opaque:
+        elif link.has_other_activation:
             cross = theta_cross = 0.0
     raise ValueError("expected modulations, got none; pass an embedded ensemble with layers that are cut")
 
@@ -135,7 +135,7 @@ def moments(a: Tensor, b: Tensor) -> tuple[float, float]:
     return float(own.mean()) / members, float((total - own).mean()) / (members * (members - 1))
 
 
-def passed(network: nn.Module, layers: Sequence[str], followed: Followed | None) -> set[str]:
+def unavoidable_layers(network: nn.Module, layers: Sequence[str], followed: TracedCalls | None) -> set[str]:
     """The layers through which every path from inputs to outputs leads; empty if unknown.
 
     Layers that produce the network's outputs count as one.
@@ -147,11 +147,11 @@ def passed(network: nn.Module, layers: Sequence[str], followed: Followed | None)
         return {node for node, called in followed.places.items() if name in called}
 
     heads = {node for name in followed.outputs for node in places(name)}
-    cuts = {name: heads if name in followed.outputs else places(name) for name in layers if _looked_into(network, name)}
+    cuts = {name: heads if name in followed.outputs else places(name) for name in layers if _is_traced(network, name)}
     return {name for name, nodes in cuts.items() if nodes and not _reaches_inputs(followed.last, nodes)}
 
 
-def _looked_into(network: nn.Module, name: str) -> bool:
+def _is_traced(network: nn.Module, name: str) -> bool:
     """Whether the layer is called by a traced forward, not inside one of torch's layers."""
     while name:
         name = name.rpartition(".")[0]
@@ -175,13 +175,13 @@ def _reaches_inputs(outputs: list[fx.Node], without: set[fx.Node]) -> bool:
     return False
 
 
-def _foreign(part: nn.Module) -> bool:
+def _has_unknown_weights(part: nn.Module) -> bool:
     """Whether the layer has weights with unknown effect: attention, recurrent layers, embeddings."""
     own = not isinstance(part, (*CONVERTIBLE, *NORMS)) and not list(part.children()) and bool(list(part.parameters()))
     return own or isinstance(part, READERS)
 
 
-def _activates(part: nn.Module) -> bool:
+def _is_activation(part: nn.Module) -> bool:
     return type(part).__module__ == nn.modules.activation.__name__ and not isinstance(part, READERS)
 
 

@@ -15,33 +15,38 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils import _pytree as pytree
 
 from dissensus.core.posterior import Posterior
-from dissensus.distributed.init import check_seen
-from dissensus.distributed.single_process import Undivided
-from dissensus.storage.atomic_files import replacing
+from dissensus.distributed.init import check_shared_folder
+from dissensus.distributed.single_process import TrainingPartition
+from dissensus.storage.atomic_files import replace_file
 from dissensus.training.checkpoint_match import (
-    description,
-    misfits,
-    warn_of_overruled,
-    without_misfit_draws,
+    checkpoint_mismatches,
+    describe_run,
+    warn_of_overridden,
+    without_stale_draws,
 )
-from dissensus.training.distributed_checkpoint import holds_only_ours, newest, read_ranks, write_ranks
+from dissensus.training.distributed_checkpoint import (
+    has_only_checkpoints,
+    newest_checkpoint,
+    read_distributed,
+    write_distributed,
+)
 from dissensus.training.history import Best, Epoch, History
 from dissensus.training.loader_state import loader_state, restore_loader
-from dissensus.training.partial_epoch import Part
+from dissensus.training.partial_epoch import PartialEpoch
 from dissensus.utils.dtensor import is_divided
-from dissensus.utils.file_errors import reading
+from dissensus.utils.file_errors import read_errors
 
 
-class Resumed(NamedTuple):
+class ResumedRun(NamedTuple):
     """A run so far. `told`: steps done and steps per epoch, for `Length`; `part`: the part done of the next epoch."""
 
     history: History
     best: Best
     told: dict[str, Any]
-    part: Part | None = None
+    part: PartialEpoch | None = None
 
 
-ALONE = Undivided()
+ALONE = TrainingPartition()
 OVERLAPPING = 1 << 26  # most bytes that expanded buffers (which repeat a value) may represent
 
 
@@ -53,52 +58,61 @@ def write_checkpoint(
     history: History,
     best: Best,
     loader: Iterable[Any] = (),
-    part: Part | None = None,
+    part: PartialEpoch | None = None,
     *,
-    division: Undivided = ALONE,
+    division: TrainingPartition = ALONE,
 ) -> None:
     """Writes everything needed to continue, first under a temporary name. `part`: of an interrupted epoch.
 
     One process writes a file, several write a folder; an existing file or folder keeps its form.
     """
-    folder = path.is_dir() if division.several is None else not division.first(path.is_file())
+    folder = path.is_dir() if division.active_mesh is None else not division.broadcast_object(path.is_file())
     folder = folder or posterior.particles.divided
-    with nullcontext() if folder else division.whole(optimizer):
-        state = _everything(posterior, optimizer, scheduler, history, best, loader, part)
+    with nullcontext() if folder else division.full_optimizer_state(optimizer):
+        state = _checkpoint_state(posterior, optimizer, scheduler, history, best, loader, part)
         if folder:
-            write_ranks(path, state, division.several, posterior.particles.members, _rows(state, posterior, optimizer))
+            write_distributed(
+                path,
+                state,
+                division.active_mesh,
+                posterior.particles.members,
+                _member_row_ids(state, posterior, optimizer),
+            )
         elif division.is_first:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as temporary:
+            with replace_file(path) as temporary:
                 torch.save(state, temporary)
 
 
-def is_there(path: Path, division: Undivided = ALONE) -> bool:
+def checkpoint_exists(path: Path, division: TrainingPartition = ALONE) -> bool:
     """Whether there is a checkpoint to resume. Raises if not all processes see it, or if a folder holds other files."""
-    if division.several is not None:
-        check_seen(path.parent)
+    if division.active_mesh is not None:
+        check_shared_folder(path.parent)
     found = path.exists()
-    if path.is_dir() and holds_only_ours(path) and (division.several is not None or any(path.iterdir())):
-        found = newest(path) is not None
-    elif path.is_dir() and division.several is not None:
+    if path.is_dir() and has_only_checkpoints(path) and (division.active_mesh is not None or any(path.iterdir())):
+        found = newest_checkpoint(path) is not None
+    elif path.is_dir() and division.active_mesh is not None:
         raise IsADirectoryError(
             f"expected a folder of checkpoints, got {path} with other files; pass another checkpoint="
         )
-    return bool(division.first(found))
+    return bool(division.broadcast_object(found))
 
 
-def _everything(
+def _checkpoint_state(
     posterior: Posterior,
     optimizer: Optimizer,
     scheduler: LRScheduler | None,
     history: History,
     best: Best,
     loader: Iterable[Any],
-    part: Part | None,
+    part: PartialEpoch | None,
 ) -> dict[str, Any]:
-    return _state(posterior, optimizer, scheduler) | {
-        "run": description(posterior, optimizer, scheduler),
-        "told": {"done": int(posterior.steps) - posterior.began, "steps_per_epoch": posterior.steps_per_epoch},
+    return _training_state(posterior, optimizer, scheduler) | {
+        "run": describe_run(posterior, optimizer, scheduler),
+        "told": {
+            "done": int(posterior.steps) - posterior.steps_before_run,
+            "steps_per_epoch": posterior.steps_per_epoch,
+        },
         "loader": loader_state(loader) if part is None else part.loader,
         "part": None if part is None else {**vars(part), "loader": None},
         "history": [asdict(epoch) for epoch in history.epochs],
@@ -107,7 +121,7 @@ def _everything(
     }
 
 
-def _rows(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer) -> set[int]:
+def _member_row_ids(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer) -> set[int]:
     """Ids of the state's tensors with a row per member of this process: the optimiser's moments of own tensors."""
     own = {id(parameter) for parameter in posterior.particles.own_parameters().values()}
     order = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
@@ -115,7 +129,7 @@ def _rows(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer) -> 
     return {id(value) for number, each in states if order[number] in own for value in each.values() if _has_rows(value)}
 
 
-def _divided(posterior: Posterior, optimizer: Optimizer) -> dict[str, Tensor]:
+def _sharded_tensors(posterior: Posterior, optimizer: Optimizer) -> dict[str, Tensor]:
     """Name in a state -> tensor that processes have parts of; the optimiser's moments by their parameter's number."""
     if not posterior.particles.divided:
         return {}
@@ -136,53 +150,59 @@ def resume(
     optimizer: Optimizer,
     scheduler: LRScheduler | None,
     loader: Iterable[Any] = (),
-    division: Undivided = ALONE,
-) -> Resumed:
+    division: TrainingPartition = ALONE,
+) -> ResumedRun:
     """Restores what `write_checkpoint` wrote. A damaged file, or one of another run, raises and changes nothing."""
-    remedy, folder = "remove it, or pass another checkpoint=", path.is_dir() and newest(path) is not None
-    whole = nullcontext() if folder else division.whole(optimizer)  # a folder has the moments of this process's members
-    with whole, reading(path, remedy, kind="a checkpoint of this posterior in"):
+    remedy, folder = "remove it, or pass another checkpoint=", path.is_dir() and newest_checkpoint(path) is not None
+    whole = (
+        nullcontext() if folder else division.full_optimizer_state(optimizer)
+    )  # a folder has the moments of this process's members
+    with whole, read_errors(path, remedy, kind="a checkpoint of this posterior in"):
         if folder:
-            state = read_ranks(path, division.several, posterior.device, _divided(posterior, optimizer))
+            state = read_distributed(
+                path, division.active_mesh, posterior.device, _sharded_tensors(posterior, optimizer)
+            )
         else:
             check_archive(path)
             state = torch.load(path, map_location=posterior.device, weights_only=True)
         check_tensors(state)
         kept = state["best"].pop("kept")
-        resumed = Resumed(
+        resumed = ResumedRun(
             History([Epoch(**epoch) for epoch in state["history"]], kept, state["engine"]),
             Best(**state["best"]),
             state["told"],
-            None if state.get("part") is None else Part(**{**state["part"], "loader": state["loader"]}),
+            None if state.get("part") is None else PartialEpoch(**{**state["part"], "loader": state["loader"]}),
         )
-        if (misfit := next(misfits(state, posterior, optimizer, scheduler), None)) is not None:
+        if (misfit := next(checkpoint_mismatches(state, posterior, optimizer, scheduler), None)) is not None:
             raise ValueError(
                 f"expected a checkpoint of this posterior in {path}, got one of another run ({misfit}); {remedy}"
             )
-        warn_of_overruled(state, optimizer, scheduler)
-        _put(state, posterior, optimizer, scheduler)
+        warn_of_overridden(state, optimizer, scheduler)
+        _restore_state(state, posterior, optimizer, scheduler)
     restore_loader(loader, state["loader"])
     return resumed
 
 
-def restart(optimizer: Optimizer, scheduler: LambdaLR) -> None:
+def reset_rates(optimizer: Optimizer, scheduler: LambdaLR) -> None:
     """Sets the schedule's rates for this epoch, because the run may be longer now than when the checkpoint was written."""
     for group, rate, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
         group["lr"] = rate * factor(scheduler.last_epoch)
 
 
-def _put(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
+def _restore_state(
+    state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None
+) -> None:
     """Restores a checkpoint's state, either all of it or nothing."""
-    before = copy.deepcopy(_state(posterior, optimizer, scheduler))
+    before = copy.deepcopy(_training_state(posterior, optimizer, scheduler))
     try:
-        fitting = without_misfit_draws(state["posterior"], posterior)
-        _load({**state, "posterior": fitting}, posterior, optimizer, scheduler)
+        fitting = without_stale_draws(state["posterior"], posterior)
+        _load_state({**state, "posterior": fitting}, posterior, optimizer, scheduler)
     except BaseException:
-        _load(before, posterior, optimizer, scheduler)
+        _load_state(before, posterior, optimizer, scheduler)
         raise
 
 
-def _state(posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
+def _training_state(posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
     """Everything that training changes."""
     return {
         "posterior": posterior.state_dict(),
@@ -193,7 +213,9 @@ def _state(posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | 
     }
 
 
-def _load(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
+def _load_state(
+    state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None
+) -> None:
     posterior.load_state_dict(state["posterior"])
     optimizer.load_state_dict(state["optimizer"])
     if state["scheduler"] is not None and scheduler is not None:

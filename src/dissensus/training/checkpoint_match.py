@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dissensus.core.calibrated import STATE
 from dissensus.core.description import describe_likelihood, differences
 from dissensus.core.posterior import Posterior
-from dissensus.utils.json_values import plain
+from dissensus.utils.json_values import to_json_values
 
 log = logging.getLogger("dissensus")
 
@@ -35,33 +35,33 @@ HOW = {
 MOVING = {"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "base_lrs", "lr_lambdas"}
 
 
-def description(posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
+def describe_run(posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
     """Description of a run: method, settings, network, likelihood, optimiser with its tensors, kind of schedule."""
     return {
-        "posterior": _json(posterior.identity),
+        "posterior": _config_as_json(posterior.identity),
         "likelihood": describe_likelihood(posterior.likelihood),
-        "network": posterior.network_at_first,
-        "prior": None if posterior.prior is None else plain(posterior.prior.config()),
+        "network": posterior.initial_network,
+        "prior": None if posterior.prior is None else to_json_values(posterior.prior.config()),
         "optimizer": type(optimizer).__name__,
-        "parameters": [[_form(p) for p in group["params"]] for group in optimizer.param_groups],
+        "parameters": [[_dtype_and_shape(p) for p in group["params"]] for group in optimizer.param_groups],
         "scheduler": None if scheduler is None else type(scheduler).__name__,
     }
 
 
-def misfits(
+def checkpoint_mismatches(
     state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None
 ) -> Iterator[str]:
     """Descriptions of what in a checkpoint's state does not belong to this run; empty if all of it does."""
-    yield from differences(state["run"], description(posterior, optimizer, scheduler))
-    yield from _tensor_misfits(state["posterior"], posterior)
+    yield from differences(state["run"], describe_run(posterior, optimizer, scheduler))
+    yield from _tensor_mismatches(state["posterior"], posterior)
     if state["best"]["state"] is not None:
         watching = {name: each for name, each in state["posterior"].items() if name.startswith("watchers.")}
-        yield from _tensor_misfits({**watching, **state["best"]["state"]}, posterior)
+        yield from _tensor_mismatches({**watching, **state["best"]["state"]}, posterior)
     if not all(isinstance(each, dict) for each in state["optimizer"]["state"].values()):
         yield "an optimizer's state that is not a dict"  # torch would accept it, and fail at the first step
 
 
-def without_misfit_draws(state: dict[str, Tensor], posterior: Posterior) -> dict[str, Tensor]:
+def without_stale_draws(state: dict[str, Tensor], posterior: Posterior) -> dict[str, Tensor]:
     """The state without stored draws whose number of samples differs from the posterior's."""
     for prefix, module in posterior.named_modules():
         if isinstance(samples := getattr(module, "samples", None), int):
@@ -76,10 +76,10 @@ def without_misfit_draws(state: dict[str, Tensor], posterior: Posterior) -> dict
     return state
 
 
-def warn_of_overruled(state: dict[str, Any], optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
+def warn_of_overridden(state: dict[str, Any], optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
     """Warns about settings of the given optimiser and scheduler that are replaced by those of the checkpoint."""
     groups = zip(state["optimizer"]["param_groups"], optimizer.param_groups, strict=True)
-    pairs: list[tuple[Any, ...]] = [(optimizer, *map(_settings, pair)) for pair in groups]
+    pairs: list[tuple[Any, ...]] = [(optimizer, *map(_group_settings, pair)) for pair in groups]
     if scheduler is not None:
         pairs.append((scheduler, state["scheduler"], scheduler.state_dict()))
     for whose, saved, mine in pairs:
@@ -94,30 +94,30 @@ def warn_of_overruled(state: dict[str, Any], optimizer: Optimizer, scheduler: LR
                 )  # fmt: skip
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
+def _group_settings(group: dict[str, Any]) -> dict[str, Any]:
     """The user's settings of an optimiser's group; the rate as a number, since a captured step keeps it as a tensor."""
     rate = {} if group.get("relative") else {"lr": float(group.get("initial_lr", group["lr"]))}
     return {key: value for key, value in group.items() if key not in HOW} | rate
 
 
-def _tensor_misfits(saved: dict[str, Any], posterior: Posterior) -> Iterator[str]:
+def _tensor_mismatches(saved: dict[str, Any], posterior: Posterior) -> Iterator[str]:
     mine = posterior.state_dict()
     for name in [name for name in {**mine, **saved} if not STORED.match(name) and not FITTED.match(name)]:
         if name not in saved:
             yield f"without the tensor {name}"
         elif name not in mine:
             yield f"with a tensor {name}"
-        elif isinstance(saved[name], Tensor) and _form(saved[name]) != _form(mine[name]):
-            yield f"{name} of {_form(saved[name])}, not {_form(mine[name])}"
+        elif isinstance(saved[name], Tensor) and _dtype_and_shape(saved[name]) != _dtype_and_shape(mine[name]):
+            yield f"{name} of {_dtype_and_shape(saved[name])}, not {_dtype_and_shape(mine[name])}"
 
 
-def _form(tensor: Tensor) -> str:
+def _dtype_and_shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _json(config: Any) -> Any:
+def _config_as_json(config: Any) -> Any:
     """The result of config() as JSON values; {} if there is none."""
     try:
-        return plain(config())
+        return to_json_values(config())
     except (TypeError, NotImplementedError):  # a user's method that cannot be saved
         return {}

@@ -7,14 +7,14 @@ from typing import Any
 from torch.optim import Optimizer
 
 from dissensus.core.posterior import Posterior
-from dissensus.landscape.sharpness import sharpness_at
-from dissensus.numerics.randomness import same_random_state
+from dissensus.landscape.sharpness import sharpness_on_batch
+from dissensus.numerics.randomness import preserve_random_state
 from dissensus.training.loader_state import loader_state, restore_loader
 
 log = logging.getLogger("dissensus")
 
 
-def settle_rates(
+def set_relative_rates(
     posterior: Posterior, optimizer: Optimizer, loader: Iterable[Any], *, agreed: Callable[[float], float]
 ) -> None:
     """Multiplies the rates of an optimiser with `relative` groups by one number, at which the sharpness is 1 − momentum.
@@ -25,7 +25,7 @@ def settle_rates(
     groups = optimizer.param_groups
     if not any(group.get("relative") for group in groups):
         return
-    with same_random_state(posterior.device):
+    with preserve_random_state(posterior.device):
         state = loader_state(loader)
         batches = iter(loader)
         if batches is loader:
@@ -37,7 +37,7 @@ def settle_rates(
         restore_loader(loader, state)
     if first is None:  # fit says so
         return
-    found = agreed(sharpness_at(posterior, optimizer, posterior.take(first)))
+    found = agreed(sharpness_on_batch(posterior, optimizer, posterior.prepare_batch(first)))
     if not found > 0:
         raise ValueError(
             f"expected a loss with a finite curvature on the first batch, got {found}; look for inputs or weights that are not "

@@ -28,17 +28,17 @@ MARK = "tensor in the folder"
 CHAINS = "optimizer/generators"  # a list with one for each member
 
 
-def holds_only_ours(path: Path) -> bool:
+def has_only_checkpoints(path: Path) -> bool:
     """Whether the folder holds only checkpoints, finished or not."""
     return all(OURS.fullmatch(each.name) for each in path.iterdir())
 
 
-def newest(path: Path) -> Path | None:
+def newest_checkpoint(path: Path) -> Path | None:
     """The last finished checkpoint in the folder."""
-    return max((each for each in path.iterdir() if _is_one(each)), default=None) if path.is_dir() else None
+    return max((each for each in path.iterdir() if _is_checkpoint(each)), default=None) if path.is_dir() else None
 
 
-def write_ranks(path: Path, state: dict[str, Any], mesh: Mesh | None, members: int, own: set[int]) -> None:
+def write_distributed(path: Path, state: dict[str, Any], mesh: Mesh | None, members: int, own: set[int]) -> None:
     """Writes a state as the newest in the folder; call it on all ranks, with their mesh, or None for one process.
 
     Args:
@@ -50,10 +50,16 @@ def write_ranks(path: Path, state: dict[str, Any], mesh: Mesh | None, members: i
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    first, here = mesh is None or mesh.is_first, range(members)[slice(None) if mesh is None else mesh.rows(members)]
+    first, here = (
+        mesh is None or mesh.is_first,
+        range(members)[slice(None) if mesh is None else mesh.member_slice(members)],
+    )
     tensors: dict[str, Tensor] = {}
-    rest = {key: _taken_out(value, key, tensors, here, own) if key in SPREAD else value for key, value in state.items()}
-    before = newest(path) if first else None
+    rest = {
+        key: _extract_tensors(value, key, tensors, here, own) if key in SPREAD else value
+        for key, value in state.items()
+    }
+    before = newest_checkpoint(path) if first else None
     number = [0 if before is None else int(before.name) + 1]
     if first:
         path.mkdir(parents=True, exist_ok=True)
@@ -65,7 +71,7 @@ def write_ranks(path: Path, state: dict[str, Any], mesh: Mesh | None, members: i
     if mesh is not None:
         distributed.broadcast_object_list(number)
     temporary = path / f".{number[0]:08d}"
-    with _quiet():
+    with _hide_warnings():
         save(tensors, storage_writer=FileSystemWriter(temporary, overwrite=True), no_dist=mesh is None)
     if first:
         temporary.rename(path / temporary.name[1:])
@@ -73,7 +79,7 @@ def write_ranks(path: Path, state: dict[str, Any], mesh: Mesh | None, members: i
             shutil.rmtree(before)
 
 
-def read_ranks(
+def read_distributed(
     path: Path, mesh: Mesh | None, device: torch.device, divided: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
     """The newest state in the folder, with only this rank's rows of tensors per member. Call it on all ranks.
@@ -83,38 +89,38 @@ def read_ranks(
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    chosen = [str(newest(path)) if mesh is None or mesh.is_first else ""]
+    chosen = [str(newest_checkpoint(path)) if mesh is None or mesh.is_first else ""]
     if mesh is not None:
         distributed.broadcast_object_list(chosen)
     folder = path / Path(chosen[0]).name
     state = torch.load(folder / RUN, map_location=device, weights_only=True)
     here = range(state.pop("members"))
-    here = here if mesh is None else here[mesh.rows(len(here))]
+    here = here if mesh is None else here[mesh.member_slice(len(here))]
     tensors: dict[str, Tensor] = {}
-    whole = {key: _put_in(value, tensors, here, device, divided or {}) for key, value in state.items()}
-    with _quiet():
+    whole = {key: _insert_tensors(value, tensors, here, device, divided or {}) for key, value in state.items()}
+    with _hide_warnings():
         load(tensors, storage_reader=FileSystemReader(folder), no_dist=mesh is None)
     return whole
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _hide_warnings() -> Iterator[None]:
     """Inside, torch does not warn that there is only one process, since that is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
 
 
-def _is_one(path: Path) -> bool:
+def _is_checkpoint(path: Path) -> bool:
     return path.name.isdigit() and (path / ".metadata").exists() and (path / RUN).exists()
 
 
-def _taken_out(value: Any, name: str, tensors: dict[str, Tensor], here: range, own: set[int]) -> Any:
+def _extract_tensors(value: Any, name: str, tensors: dict[str, Tensor], here: range, own: set[int]) -> Any:
     """The value with placeholders for its tensors, which are added to `tensors`."""
     if isinstance(value, dict):
-        return {key: _taken_out(each, f"{name}/{key}", tensors, here, own) for key, each in value.items()}
+        return {key: _extract_tensors(each, f"{name}/{key}", tensors, here, own) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        found = [_taken_out(each, f"{name}/{i}", tensors, here, own) for i, each in enumerate(value)]
+        found = [_extract_tensors(each, f"{name}/{i}", tensors, here, own) for i, each in enumerate(value)]
         if name == CHAINS:  # this rank does not know the state of other ranks' chains
             for i in {*range(len(found))} - {*here}:
                 tensors.pop(f"{name}/{i}", None)
@@ -126,16 +132,16 @@ def _taken_out(value: Any, name: str, tensors: dict[str, Tensor], here: range, o
     return {MARK: name, "rows": rows, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
 
 
-def _put_in(
+def _insert_tensors(
     value: Any, tensors: dict[str, Tensor], here: range, device: torch.device, divided: Mapping[str, Tensor]
 ) -> Any:
     """The value with empty tensors in place of the placeholders; they are added to `tensors` to be filled."""
     if isinstance(value, list):
-        return [_put_in(each, tensors, here, device, divided) for each in value]
+        return [_insert_tensors(each, tensors, here, device, divided) for each in value]
     if not isinstance(value, dict):
         return value
     if MARK not in value:
-        return {key: _put_in(each, tensors, here, device, divided) for key, each in value.items()}
+        return {key: _insert_tensors(each, tensors, here, device, divided) for key, each in value.items()}
     name, rows, shape = value[MARK], value["rows"], value["shape"]
     shape = [len(here), *shape[1:]] if rows else shape
     like = divided.get(name, divided.get(name.rpartition("/")[0]))

@@ -18,26 +18,26 @@ from dissensus.core import batch as batches
 from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.input_checks import check_loader
 from dissensus.core.likelihood import log_prob_sum
-from dissensus.core.locks import training
-from dissensus.core.posterior import Posterior, expect_posterior, left_as_found, refresh
+from dissensus.core.locks import lock_for_training
+from dissensus.core.posterior import Posterior, expect_posterior, inference_context, refresh
 from dissensus.core.trainable import Watchers
 from dissensus.data.batches import as_loader
 from dissensus.distributed.mesh import Mesh
-from dissensus.distributed.partition import divided
-from dissensus.distributed.preemption import BadDays
-from dissensus.distributed.single_process import Undivided
-from dissensus.distributed.work_split import exchanged
+from dissensus.distributed.partition import partition_training
+from dissensus.distributed.preemption import Interruptions
+from dissensus.distributed.single_process import TrainingPartition
+from dissensus.distributed.work_split import exchange_results
 from dissensus.engine import Step, build_step
 from dissensus.engine.memory import Memory, training_memory
-from dissensus.layers.norm_statistics import enough_examples
+from dissensus.layers.norm_statistics import SmallBatchGuard
 from dissensus.training import fit_checks
-from dissensus.training.checkpoint import Resumed, is_there, restart, resume, write_checkpoint
-from dissensus.training.curvature_rates import settle_rates
-from dissensus.training.epochs import Length, look, looks
+from dissensus.training.checkpoint import ResumedRun, checkpoint_exists, reset_rates, resume, write_checkpoint
+from dissensus.training.curvature_rates import set_relative_rates
+from dissensus.training.epochs import RunLength, can_keep_epoch, draw_for_validation
 from dissensus.training.fit_checks import standardise_targets
 from dissensus.training.history import Best, Epoch, History
-from dissensus.training.partial_epoch import Part
-from dissensus.utils.checks import number, one_of, whole
+from dissensus.training.partial_epoch import PartialEpoch
+from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.progress import Progress
 
 TrainingPrecision = Literal["auto", "float32", "bf16"]
@@ -113,74 +113,82 @@ def fit(
     Raises:
         Diverged: a member's loss, gradient or weight is no longer finite; `.members` has the indices.
     """
-    whole("epochs", epochs)
-    whole("accumulate", accumulate, hint="1 steps after every batch")
-    whole("patience", 0 if patience is None else patience, least=0)
+    integer("epochs", epochs)
+    integer("accumulate", accumulate, hint="1 steps after every batch")
+    integer("patience", 0 if patience is None else patience, least=0)
     number("clip", 1.0 if clip in (None, math.inf) else clip, above=0, hint="None does not clip")
     number("checkpoint_seconds", 0.0 if checkpoint_seconds == math.inf else checkpoint_seconds)
     one_of("ranks", ranks, (None, "independent"))
     # Meanwhile, using the network in another thread raises.
-    with training(expect_posterior(posterior).particles.template.network), ExitStack() as processes:
+    with lock_for_training(expect_posterior(posterior).particles.template.network), ExitStack() as processes:
         raw = posterior.inputs is not None
         loader, validation = as_loader(loader, shuffle=True, raw=raw), as_loader(validation, raw=raw)
         check_loader(loader, validation)
         posterior.ranks = ranks or posterior.ranks
-        division = processes.enter_context(divided(posterior, mesh, loader))
+        division = processes.enter_context(partition_training(posterior, mesh, loader))
         if one_of("targets", targets, (None, "standardised")) is not None:
-            standardise_targets(posterior, division.together(loader))
+            standardise_targets(posterior, division.complete_loader(loader))
         fit_checks.check_run(posterior, optimizer, scheduler, patience=patience, validation=validation)
         posterior.to(_training_device(device, posterior))
         division.begin()
         default = optimizer is None
-        begun = checkpoint is not None and is_there(Path(checkpoint), division)
+        begun = checkpoint is not None and checkpoint_exists(Path(checkpoint), division)
         if optimizer is None:
             optimizer = posterior.default_optimizer()
             if not begun:
-                settle_rates(posterior, optimizer, division.together(loader), agreed=division.first)
+                set_relative_rates(
+                    posterior, optimizer, division.complete_loader(loader), agreed=division.broadcast_object
+                )
             scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
-        fit_checks.check_stepping(posterior, optimizer)
-        fit_checks.say_remarks(posterior, optimizer, scheduler, epochs=epochs, batches=batches.length(loader))
+        fit_checks.check_can_train(posterior, optimizer)
+        fit_checks.log_remarks(posterior, optimizer, scheduler, epochs=epochs, batches=batches.count_batches(loader))
 
-        history, best, told, part = Resumed(History(), Best(), {})
+        history, best, told, part = ResumedRun(History(), Best(), {})
         if checkpoint is not None and begun:
             history, best, told, part = resume(Path(checkpoint), posterior, optimizer, scheduler, loader, division)
             if default and isinstance(scheduler, LambdaLR):
-                restart(optimizer, scheduler)
+                reset_rates(optimizer, scheduler)
         fit_checks.check_schedule(scheduler, epochs - len(history))
-        read = division.reads(loader)
-        posterior.batches_per_step = accumulate * division.loaders
-        length = Length(posterior, loader, epochs=epochs, accumulate=accumulate, over=len(history), **told)
+        read = division.training_loader(loader)
+        posterior.batches_per_step = accumulate * division.loader_count
+        length = RunLength(posterior, loader, epochs=epochs, accumulate=accumulate, over=len(history), **told)
         steps = (length.batches or posterior.steps_per_epoch or 1) * epochs
         settings = {"clip": clip, "precision": _autocast_dtype(precision, posterior), "accumulate": accumulate}
-        run = _Run(posterior, optimizer, division, engine, steps=steps, **settings)
+        run = _TrainingRun(posterior, optimizer, division, engine, steps=steps, **settings)
         written, unwritten = -math.inf, False  # time of the last checkpoint, and whether there are unsaved changes
         bar = Progress(epochs, length.batches, title=posterior.name, show=progress)
-        days = BadDays(division.several, hears=checkpoint is not None)
+        days = Interruptions(division.active_mesh, hears=checkpoint is not None)
 
-        def write(best: Best, part: Part | None = None) -> None:
+        def write(best: Best, part: PartialEpoch | None = None) -> None:
             path = Path(checkpoint or "")
             write_checkpoint(path, posterior, optimizer, scheduler, history, best, loader, part, division=division)
 
         # The GPU is made the current device, because streams and graphs belong to that.
         with torch.cuda.device(posterior.device if posterior.device.type == "cuda" else -1), closing(run), bar, days:
             for index in range(len(history), epochs):
-                judged = best.state is not None and looks(posterior, index - 1, epochs)
+                judged = best.state is not None and can_keep_epoch(posterior, index - 1, epochs)
                 if patience is not None and judged and index - 1 - best.epoch >= patience:
                     break
                 posterior.train()
-                division.epoch(loader, index)
-                part = part or (Part() if checkpoint is None else Part.beginning(loader, posterior.device))
-                losses = run.epoch(read, bar, part, days)  # (M,)
+                division.begin_epoch(loader, index)
+                part = part or (
+                    PartialEpoch() if checkpoint is None else PartialEpoch.start_epoch(loader, posterior.device)
+                )
+                losses = run.run_epoch(read, bar, part, days)  # (M,)
                 if losses is None:
                     if posterior.steps_per_epoch is not None:
                         write(best, part)
-                    days.leave()
+                    days.terminate()
                 seconds, part = part.seconds, None
-                length.epoch_over()
-                history.engine, history.memory = run.way, run.memory
+                length.end_epoch()
+                history.engine, history.memory = run.engine_name, run.memory
                 lr = float(optimizer.param_groups[0]["lr"])
                 score = None if validation is None else validation_nll(posterior, validation, None, division)
-                drawn = None if validation is None else look(posterior, index, epochs, division.together(validation))
+                drawn = (
+                    None
+                    if validation is None
+                    else draw_for_validation(posterior, index, epochs, division.complete_loader(validation))
+                )
                 sampled = None if drawn is None else validation_nll(posterior, validation or (), drawn, division)
                 epoch = Epoch(index, float(losses.mean()), losses.tolist(), lr, seconds, score, sampled)
                 history.epochs.append(epoch)
@@ -188,16 +196,22 @@ def fit(
                     scheduler.step(epoch.loss if score is None else score)
                 elif scheduler is not None:
                     scheduler.step()
-                if looks(posterior, index, epochs) and epoch.judge is not None and best.better(epoch.judge):
+                if (
+                    can_keep_epoch(posterior, index, epochs)
+                    and epoch.selection_score is not None
+                    and best.is_better(epoch.selection_score)
+                ):
                     own = [(k, v) for k, v in posterior.state_dict().items() if not k.startswith("watchers.")]
-                    best = Best(epoch.judge, index, {k: v.detach().clone() for k, v in own})
+                    best = Best(epoch.selection_score, index, {k: v.detach().clone() for k, v in own})
                     history.best = index
-                bar.epoch(index, _line(epoch))
+                bar.end_epoch(index, _epoch_line(epoch))
                 unwritten = checkpoint is not None
-                if checkpoint is not None and division.first(time.monotonic() - written >= checkpoint_seconds):
+                if checkpoint is not None and division.broadcast_object(
+                    time.monotonic() - written >= checkpoint_seconds
+                ):
                     write(best)
                     written, unwritten = time.monotonic(), False
-                if callback is not None and division.first(callback(epoch)):
+                if callback is not None and division.broadcast_object(callback(epoch)):
                     break
             if checkpoint is not None and unwritten:
                 write(best)
@@ -208,7 +222,7 @@ def fit(
             posterior.watchers = watchers
         if draw:
             start = time.perf_counter()
-            refresh(posterior, division.together(loader))
+            refresh(posterior, division.complete_loader(loader))
             history.drawing = time.perf_counter() - start
         posterior.eval()
         for each in (posterior, *posterior.watchers):
@@ -216,45 +230,47 @@ def fit(
         return history
 
 
-class _Run:
+class _TrainingRun:
     """Runs the epochs of a training run; the training step is built at the first batch."""
 
     def __init__(
-        self, posterior: Posterior, optimizer: Optimizer, division: Undivided, engine: str, **settings: Any
+        self, posterior: Posterior, optimizer: Optimizer, division: TrainingPartition, engine: str, **settings: Any
     ) -> None:
         self.posterior = posterior
         self.optimizer = optimizer
         self.division = division
-        self.engine = division.engine(engine)
+        self.engine = division.choose_engine(engine)
         self.settings = settings
         self.step: Step | None = None
         self.memory: Memory | None = None
-        self.way: str | None = None  # how members ran in the last epoch, after fallbacks
+        self.engine_name: str | None = None  # how members ran in the last epoch, after fallbacks
 
-    def epoch(self, loader: Iterable[Any], bar: Progress, part: Part, days: BadDays) -> Tensor | None:
+    def run_epoch(self, loader: Iterable[Any], bar: Progress, part: PartialEpoch, days: Interruptions) -> Tensor | None:
         """(M,) mean losses over the loader's batches, on the host; None if the epoch was interrupted (see `part`)."""
         posterior, start = self.posterior, time.perf_counter() - part.seconds
         total, first, left = part.total, part.batches, False
-        counted = posterior.prior is not None or first > 0 or self.division.several is not None  # trained, or unknown
+        counted = (
+            posterior.prior is not None or first > 0 or self.division.active_mesh is not None
+        )  # trained, or unknown
         with ExitStack() as divided:
-            for given in posterior.read(part.rest(loader, posterior.device, bar)):
+            for given in posterior.read(part.remaining_batches(loader, posterior.device, bar)):
                 if given.size == 0:
                     raise ValueError("expected batches with examples, got an empty one; remove it from the loader")
                 counted = counted or given.weight is None or bool(given.weight.any())
-                batch = posterior.take(given)
+                batch = posterior.prepare_batch(given)
                 posterior.before_step(batch)
                 if part.batches == first:  # not before: the first member's first batch may set things up for all
-                    divided.enter_context(self.division.here(self.optimizer, batch))
-                    total = None if total is None else total[self.division.mine].clone()
-                rows = self.division.part(batch)
-                with enough_examples(batch.x):
-                    step = self.step or self._build(rows)
+                    divided.enter_context(self.division.local_state(self.optimizer, batch))
+                    total = None if total is None else total[self.division.member_slice].clone()
+                rows = self.division.take_local_rows(batch)
+                with SmallBatchGuard(batch.x):
+                    step = self.step or self._build_step(rows)
                     losses = step(rows)
                 total = losses.clone() if total is None else total.add_(losses)
                 part.batches += 1
-                part.examples += posterior.particles.exchange.rows(rows.size)[0]  # of the whole batch
+                part.examples += posterior.particles.exchange.batch_rows(rows.size)[0]  # of the whole batch
                 bar.step()
-                if left := days.over() and part.batches % self.settings["accumulate"] == 0:
+                if left := days.should_stop() and part.batches % self.settings["accumulate"] == 0:
                     break
             if total is None:
                 raise ValueError(
@@ -263,17 +279,17 @@ class _Run:
             if self.step is not None and part.batches > first:
                 self.step.finish()
                 self.step.check()
-                total = self.division.losses(total)
+                total = self.division.gather_losses(total)
         part.total, part.seconds = total, time.perf_counter() - start
         if left:
             return None
         if not counted:
             raise ValueError("expected a weight above 0 in an epoch, got none; pass other weights, or leave them out")
-        self.way = self.way if self.step is None else self.step.way
-        fit_checks.say_data_size(posterior, part.examples)
+        self.engine_name = self.engine_name if self.step is None else self.step.engine_name
+        fit_checks.warn_of_data_size(posterior, part.examples)
         return (total / part.batches).double().cpu()
 
-    def _build(self, batch: batches.Batch) -> Step:
+    def _build_step(self, batch: batches.Batch) -> Step:
         precision = self.settings["precision"]
         memory = training_memory(self.posterior, self.optimizer, batch, precision=precision)
         self.step, plan = build_step(self.engine, self.posterior, self.optimizer, batch, memory=memory, **self.settings)
@@ -287,27 +303,32 @@ class _Run:
 
 
 def validation_nll(
-    posterior: Posterior, loader: Iterable[Any], drawn: DrawnFunctions | None = None, division: Undivided | None = None
+    posterior: Posterior,
+    loader: Iterable[Any],
+    drawn: DrawnFunctions | None = None,
+    division: TrainingPartition | None = None,
 ) -> float:
     """Mean negative log-likelihood of the mixture over a loader, with one draw, by default `current()`.
 
     With a division, each process evaluates some of the batches.
     """
-    division = division or Undivided()
+    division = division or TrainingPartition()
 
     def sums() -> tuple[float, float]:
         total, count = 0.0, 0.0
-        with left_as_found(posterior):
+        with inference_context(posterior):
             functions = posterior.current() if drawn is None else drawn
-            for given in division.apart(posterior.read(division.together(loader), anywhere=True)):
-                x, y, weight = posterior.take(given)
-                predictive = posterior.checked(functions.predict(x))
+            for given in division.assigned_batches(posterior.read(division.complete_loader(loader), anywhere=True)):
+                x, y, weight = posterior.prepare_batch(given)
+                predictive = posterior.checked_prediction(functions.predict(x))
                 found, counted = log_prob_sum(posterior.likelihood, predictive, y, weight)
                 total, count = total + float(found), count + float(counted)
         return total, count
 
     # An error of one process, at its batches, is one of all: the others would wait for its sums.
-    everyone = [sums()] if division.several is None else exchanged(division.several, sums, "validation scores")
+    everyone = (
+        [sums()] if division.active_mesh is None else exchange_results(division.active_mesh, sums, "validation scores")
+    )
     total, count = (math.fsum(each) for each in zip(*everyone, strict=True))
     if not count:
         raise ValueError("expected at least one example to validate on, got none; pass a loader with data")
@@ -331,7 +352,7 @@ def _autocast_dtype(precision: TrainingPrecision, posterior: Posterior) -> torch
     return torch.bfloat16 if single and torch.cuda.is_bf16_supported() else None
 
 
-def _line(epoch: Epoch) -> str:
+def _epoch_line(epoch: Epoch) -> str:
     scores = {"loss": epoch.loss, "validation": epoch.validation, "sampled": epoch.look}
     text = "  ".join(f"{name} {value:.4f}" for name, value in scores.items() if value is not None)
     return f"{text}  {epoch.seconds:.1f} s"

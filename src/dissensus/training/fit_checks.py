@@ -11,10 +11,10 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from dissensus.core.objective import check_trainable
-from dissensus.core.parameter_groups import check_optimizer, check_rates, decayed_groups, mixed_members
+from dissensus.core.parameter_groups import check_optimizer, check_rates, decay_warnings, mixing_warnings
 from dissensus.core.posterior import Posterior
 from dissensus.core.regression import RealTargets
-from dissensus.methods.parts.embedded_posterior import without_effect
+from dissensus.methods.parts.embedded_posterior import gamma_note
 
 log = logging.getLogger("dissensus")
 
@@ -27,7 +27,7 @@ def check_run(
     """Raises if nothing would be trained, or if arguments conflict; otherwise some of it would fail after an epoch."""
     check_trainable(posterior)
     check_rates(optimizer)
-    if posterior.particles.fully and posterior.prior is not None:
+    if posterior.particles.fully_sharded and posterior.prior is not None:
         raise NotImplementedError(
             f"expected no prior for a network divided by fully_shard, got {type(posterior.prior).__name__}; use the "
             "optimizer's weight_decay"
@@ -45,7 +45,7 @@ def check_run(
         raise ValueError("expected validation data with patience, got none; pass validation=")
 
 
-def check_stepping(posterior: Posterior, optimizer: Optimizer) -> None:
+def check_can_train(posterior: Posterior, optimizer: Optimizer) -> None:
     """Raises if no parameter is trainable, or if this optimiser cannot train the posterior."""
     if not any(parameter.requires_grad for parameter in posterior.parameters()):
         raise ValueError(
@@ -65,36 +65,36 @@ def check_schedule(scheduler: object, epochs: int) -> None:
         )
 
 
-def say_remarks(
+def log_remarks(
     posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None, *, epochs: int, batches: int | None
 ) -> None:
     """Logs the posterior's remarks on the optimiser, and warns about a schedule planned in batches instead of epochs."""
-    if scheduler is not None and (length := _in_batches(scheduler, epochs, batches)) is not None:
+    if scheduler is not None and (length := _length_in_batches(scheduler, epochs, batches)) is not None:
         log.warning(
             "%s was built for %d steps, but fit steps it once per epoch, %d times: most of it would not run; plan it in epochs",
             type(scheduler).__name__,
             length,
             epochs,
         )
-    if (word := without_effect(posterior, optimizer)) is not None:
+    if (word := gamma_note(posterior, optimizer)) is not None:
         log.info("%s", word)
-    mixed = mixed_members(optimizer, posterior.particles.own_parameters().values())
-    for mistake in (*mixed, *decayed_groups(optimizer, posterior.groups())):
+    mixed = mixing_warnings(optimizer, posterior.particles.own_parameters().values())
+    for mistake in (*mixed, *decay_warnings(optimizer, posterior.groups())):
         log.warning("%s", mistake)
 
 
-def _in_batches(scheduler: LRScheduler, epochs: int, batches: int | None) -> int | None:
+def _length_in_batches(scheduler: LRScheduler, epochs: int, batches: int | None) -> int | None:
     """The length of a schedule that seems to count batches, not epochs, judged by its length; else None."""
     within = getattr(scheduler, "_schedulers", [])
     lengths = [getattr(scheduler, name, None) for name in ("total_steps", "T_max", "total_iters")]
     whole = [each for each in lengths if isinstance(each, int) and each > epochs]
     # A length equal to the number of batches is no coincidence; a cycle of another length is a mistake in any case.
     found = [each for each in whole if isinstance(scheduler, OneCycleLR) or each == epochs * (batches or 0)]
-    inner = (_in_batches(each, epochs, batches) for each in within)
+    inner = (_length_in_batches(each, epochs, batches) for each in within)
     return next(iter([*found, *(each for each in inner if each is not None)]), None)
 
 
-def say_data_size(posterior: Posterior, examples: int) -> None:
+def warn_of_data_size(posterior: Posterior, examples: int) -> None:
     """Warns once if an epoch has less than half or more than twice `data_size` examples."""
     told = posterior.data_size
     if told is None or examples == 0 or 0.5 <= told / examples <= 2 or posterior in _told:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from dissensus.engine.memory import Memory
-from dissensus.utils.pandas_rows import frame
+from dissensus.utils.pandas_rows import as_dataframe
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Epoch:
     look: float | None = None  # the same for the functions that would be sampled (TRADI)
 
     @property
-    def judge(self) -> float | None:
+    def selection_score(self) -> float | None:
         """The score, lower is better, by which `fit` chooses the epoch to keep; None without validation."""
         return self.validation if self.look is None else self.look
 
@@ -86,7 +86,7 @@ class History:
 
     def to_dataframe(self) -> Any:
         """A pandas.DataFrame with one row per epoch and a loss column per member."""
-        return frame(
+        return as_dataframe(
             [
                 {"epoch": e.epoch, "loss": e.loss, "validation": e.validation, "lr": e.lr, "seconds": e.seconds}
                 | {f"member{i}": loss for i, loss in enumerate(e.members)}
@@ -97,13 +97,13 @@ class History:
 
     def plot(self) -> Any:
         """A matplotlib figure of the losses over epochs: members, their mean, validation and the epoch kept."""
-        from dissensus.plots.charts import shown  # loads matplotlib
-        from dissensus.plots.prediction_figures import training
+        from dissensus.plots.charts import notebook_figure  # loads matplotlib
+        from dissensus.plots.prediction_figures import training_figure
 
         if not self.epochs:
             raise ValueError("expected a history with epochs to plot, got an empty one; train for at least one epoch")
-        validation = np.array([math.nan if e.judge is None else e.judge for e in self.epochs])
-        return shown(training(np.array([e.members for e in self.epochs]), validation, best=self.best))
+        validation = np.array([math.nan if e.selection_score is None else e.selection_score for e in self.epochs])
+        return notebook_figure(training_figure(np.array([e.members for e in self.epochs]), validation, best=self.best))
 
 
 @dataclass
@@ -114,5 +114,5 @@ class Best:
     epoch: int = 0
     state: dict[str, Tensor] | None = None
 
-    def better(self, score: float) -> bool:
+    def is_better(self, score: float) -> bool:
         return score < self.score

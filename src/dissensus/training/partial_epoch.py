@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dissensus.numerics.randomness import same_random_state
+from dissensus.numerics.randomness import preserve_random_state
 from dissensus.training.loader_state import loader_state
 from dissensus.utils.progress import Progress
 
 
 @dataclass
-class Part:
+class PartialEpoch:
     """The first batches of an epoch: number, examples, summed losses (M,), seconds; and the state at the epoch's beginning."""
 
     random: Tensor | None = None  # torch's random state at the beginning, on the host and on the GPU
@@ -27,16 +27,16 @@ class Part:
     seconds: float = 0.0
 
     @classmethod
-    def beginning(cls, loader: Iterable[Any], device: torch.device) -> Part:
+    def start_epoch(cls, loader: Iterable[Any], device: torch.device) -> PartialEpoch:
         """An empty part of an epoch that begins now."""
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), cuda, loader_state(loader))
 
-    def rest(self, loader: Iterable[Any], device: torch.device, bar: Progress) -> Iterator[Any]:
+    def remaining_batches(self, loader: Iterable[Any], device: torch.device, bar: Progress) -> Iterator[Any]:
         """The loader's batches after this part; the loader is in its state at the beginning of the epoch."""
         if self.random is None or not self.batches:
             return iter(loader)
-        with same_random_state(device):  # later draws are those that would have followed the last of these batches
+        with preserve_random_state(device):  # later draws are those that would have followed the last of these batches
             torch.set_rng_state(self.random.cpu())
             if self.cuda is not None and device.type == "cuda":
                 torch.cuda.set_rng_state(self.cuda.cpu(), device)

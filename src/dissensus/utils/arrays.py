@@ -33,10 +33,10 @@ def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Any:
     if array.dtype.kind == "O":  # columns of several types, or pandas numbers with missing values
         found = [math.nan if value is None or type(value).__name__ == "NAType" else value for value in array.flat]
         if kinds := {type(value).__name__ for value in found if not hasattr(value, "__float__")}:
-            raise TypeError(_CODES.format(f"{', '.join(sorted(kinds))} in {_place(values)}"))
+            raise TypeError(_CODES.format(f"{', '.join(sorted(kinds))} in {_describe_source(values)}"))
         array = np.array([float(value) for value in found]).reshape(array.shape)
     if array.dtype.kind not in "biuf":
-        raise TypeError(_CODES.format(f"{array.dtype} in {_place(values)}"))
+        raise TypeError(_CODES.format(f"{array.dtype} in {_describe_source(values)}"))
     kept = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=True))
     if not (table or array.dtype.kind == "f"):
         return kept
@@ -70,7 +70,7 @@ def _check_rounding(kept: Tensor, rounded: Tensor) -> None:
         )
 
 
-def _place(values: Any) -> str:
+def _describe_source(values: Any) -> str:
     """The type that holds the values, with the first offending column of a DataFrame."""
     names = [
         str(name) for name in getattr(values, "columns", ()) if getattr(values[name].dtype, "kind", "f") not in "biuf"

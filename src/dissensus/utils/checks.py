@@ -12,7 +12,7 @@ from typing import Any, SupportsFloat, TypeVar
 Value = TypeVar("Value")
 
 
-def whole(name: str, value: Any, *, least: int = 1, hint: str = "") -> int:
+def integer(name: str, value: Any, *, least: int = 1, hint: str = "") -> int:
     """The value, an integer of at least `least`; booleans are refused."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"expected {name} as a whole number, got {value!r}; pass an int")
@@ -51,7 +51,7 @@ def number(
     return value
 
 
-def share(name: str, value: Value, *, hint: str = "") -> Value:
+def fraction(name: str, value: Value, *, hint: str = "") -> Value:
     """The value, a number strictly between 0 and 1."""
     return number(name, value, above=0, below=1, hint=hint)
 

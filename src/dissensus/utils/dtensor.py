@@ -13,12 +13,12 @@ def is_divided(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def here(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that lies in this process."""
     return tensor.to_local() if is_divided(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def joined(tensor: Tensor) -> Tensor:
+def gather_full_tensor(tensor: Tensor) -> Tensor:
     """The tensor put together, in every process. Its gradient in each counts: by the part that lies here it is their sum."""
     if not is_divided(tensor):
         return tensor
@@ -27,22 +27,22 @@ def joined(tensor: Tensor) -> Tensor:
     return tensor.full_tensor(grad_placements=[Partial()])  # type: ignore[attr-defined, no-any-return]
 
 
-def joined_all(tensors: Tensors) -> Tensors:
+def gather_full_tensors(tensors: Tensors) -> Tensors:
     """Name -> the tensor put together."""
-    return {name: joined(tensor) for name, tensor in tensors.items()}
+    return {name: gather_full_tensor(tensor) for name, tensor in tensors.items()}
 
 
-def cut(tensor: Tensor, like: Tensor, *, before: int = 0) -> Tensor:
+def shard_like(tensor: Tensor, like: Tensor, *, before: int = 0) -> Tensor:
     """A whole tensor, the same in all processes, divided as `like` is; it has so many more axes in front."""
-    return _cut(tensor, like, like.placements[0].dim + before) if is_divided(like) else tensor  # type: ignore[attr-defined]
+    return _shard_axis(tensor, like, like.placements[0].dim + before) if is_divided(like) else tensor  # type: ignore[attr-defined]
 
 
-def cut_last(tensor: Tensor, like: Tensor) -> Tensor:
+def shard_last_axis(tensor: Tensor, like: Tensor) -> Tensor:
     """A whole tensor, the same in all processes, divided along its last axis over those that `like` is divided over."""
-    return _cut(tensor, like, tensor.ndim - 1) if is_divided(like) else tensor
+    return _shard_axis(tensor, like, tensor.ndim - 1) if is_divided(like) else tensor
 
 
-def _cut(tensor: Tensor, like: Tensor, axis: int) -> Tensor:
+def _shard_axis(tensor: Tensor, like: Tensor, axis: int) -> Tensor:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     return distribute_tensor(tensor, like.device_mesh, [Shard(axis)], src_data_rank=None)  # type: ignore[attr-defined]

@@ -8,13 +8,15 @@ from os import PathLike
 RUN_AGAIN = "delete it and run the command again"
 
 
-def damaged(path: str | PathLike[str], why: object, remedy: str = RUN_AGAIN, *, kind: str = "a whole") -> ValueError:
+def damage_error(
+    path: str | PathLike[str], why: object, remedy: str = RUN_AGAIN, *, kind: str = "a whole"
+) -> ValueError:
     """The error for a damaged file. `kind`: description of the file, before its name in the error."""
     return ValueError(f"expected {kind} {path}, got a damaged one ({why}); {remedy}")
 
 
 @contextmanager
-def reading(path: str | PathLike[str], remedy: str = RUN_AGAIN, *, kind: str = "a whole") -> Iterator[None]:
+def read_errors(path: str | PathLike[str], remedy: str = RUN_AGAIN, *, kind: str = "a whole") -> Iterator[None]:
     """Turns any error raised inside into `damaged`, so that parsers need few checks of their own.
 
     A ValueError that already says "expected …, got …" is raised unchanged, and so is the error for a file that cannot be
@@ -28,4 +30,4 @@ def reading(path: str | PathLike[str], remedy: str = RUN_AGAIN, *, kind: str = "
         if unopened or (isinstance(error, ValueError) and re.match("expected .*, got ", said)):
             raise
         why = said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"
-        raise damaged(path, why, remedy, kind=kind) from error
+        raise damage_error(path, why, remedy, kind=kind) from error

@@ -14,7 +14,7 @@ def is_fully_sharded(network: nn.Module) -> bool:
     return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in network.modules())
 
 
-def stay_divided(network: nn.Module) -> None:
+def reshard_after_forward(network: nn.Module) -> None:
     """Lets `fully_shard`, where it was used, divide all parts again after a forward pass, the outermost too.
 
     Its tensors would lie whole in the place of those that optimisers and files know.
@@ -24,7 +24,7 @@ def stay_divided(network: nn.Module) -> None:
             part.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]
 
 
-def check_whole(network: nn.Module) -> None:
+def check_copyable(network: nn.Module) -> None:
     """Raises where copies are needed of a network that no process has, or whose gradients would no longer be summed."""
     if any(isinstance(part, DistributedDataParallel) for part in network.modules()):
         raise ValueError(
@@ -37,7 +37,7 @@ def check_whole(network: nn.Module) -> None:
         )
 
 
-def check_its_own(params: Tensors, own: Tensors) -> None:
+def check_own_tensors(params: Tensors, own: Tensors) -> None:
     """Raises where a network that `fully_shard` has divided is to run with other tensors than its own."""
     if any(params[name] is not mine for name, mine in own.items()):
         raise ValueError(

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 
-def plain(settings: Any) -> Any:
+def to_json_values(settings: Any) -> Any:
     """The settings as they will be in a file: lists for tuples, Python numbers for NumPy's."""
-    return json.loads(json.dumps(settings, default=_number))
+    return json.loads(json.dumps(settings, default=_plain_number))
 
 
-def _number(value: object) -> Any:
+def _plain_number(value: object) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(

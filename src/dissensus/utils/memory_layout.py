@@ -9,28 +9,28 @@ from torch import Tensor
 SPARSE = 4  # a tensor with holes may span this many times its own size in memory; beyond that a dense layout is used
 
 
-def rows(shape: Sequence[int]) -> tuple[int, ...]:
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor of this shape."""
     return tuple(math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
 
 
-def owned(tensor: Tensor) -> Tensor:
+def with_own_memory(tensor: Tensor) -> Tensor:
     """The tensor itself if it is contiguous and does not share its storage, else a copy that is."""
     alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    if alone and tensor.stride() == rows(tensor.shape):
+    if alone and tensor.stride() == contiguous_strides(tensor.shape):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def kept_strides(tensor: Tensor) -> tuple[int, ...]:
+def strides_for_copy(tensor: Tensor) -> tuple[int, ...]:
     """The strides for a copy of the tensor: its own, or dense ones if it overlaps itself."""
     if tensor.numel() == 0:
-        return rows(tensor.shape)
+        return contiguous_strides(tensor.shape)
     own = tensor.stride()
-    return own if fits(tensor.shape, own) else torch.empty_like(tensor, device="meta").stride()
+    return own if is_valid_layout(tensor.shape, own) else torch.empty_like(tensor, device="meta").stride()
 
 
-def laid_out(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+def copy_with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """A copy of the tensor with these strides."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
     if tensor.numel() == 0 or span < tensor.numel():
@@ -39,7 +39,7 @@ def laid_out(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     return memory.as_strided(tensor.shape, strides).copy_(tensor)
 
 
-def fits(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def is_valid_layout(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether these strides are possible: no two entries overlap, and the memory spanned is not far too large."""
     reached = 1
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.utils.tensor_tree import TensorTree, all_parts, made
+from dissensus.utils.tensor_tree import TensorTree, all_submodules, derived_names
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 SAME = (*PLAIN, FunctionType, BuiltinFunctionType, type)  # what a copy shares with the original
@@ -25,13 +25,13 @@ Known = dict[int, tuple[Any, Any]]  # id -> (description, the object, kept so th
 
 
 @dataclass(frozen=True)
-class _Here:
+class _ProcessLocal:
     """A value that is meaningful only in this process; files do not hold it."""
 
     value: Any
 
 
-def difference(networks: Sequence[nn.Module], but: Collection[str] = ()) -> str | None:
+def differing_attribute(networks: Sequence[nn.Module], but: Collection[str] = ()) -> str | None:
     """Name of an attribute, but not of these, hook or mode in which networks may differ; None if they are equal."""
     training = all(network.training for network in networks)  # in eval mode all layers are in eval mode anyway
     first, *others = (_attributes(network, modes=training) for network in networks)
@@ -43,13 +43,13 @@ def saved_attributes(network: nn.Module) -> dict[str, Any]:
     """Name -> JSON description of attributes that have one; attributes of torch's layers are in their `extra_repr`."""
     kept = _attributes(network, hooks=False)
     for name, part in network.named_modules():
-        if written_class(part).__module__.startswith("torch.nn.") and part.extra_repr():
+        if original_class(part).__module__.startswith("torch.nn.") and part.extra_repr():
             kept = {key: each for key, each in kept.items() if key.rpartition(".")[0] != name}
     found = json.loads(json.dumps(kept, default=lambda _: None))
     return {name: each for name, each in found.items() if each is not None}
 
 
-def written_class(part: nn.Module) -> type:
+def original_class(part: nn.Module) -> type:
     """The class of a layer as somebody wrote it; methods that cut it, and `fully_shard`, derive others from that."""
     kind = getattr(part, "plain_class", type(part))
     return next(each for each in kind.__mro__ if not each.__module__.startswith("torch.distributed."))
@@ -58,7 +58,7 @@ def written_class(part: nn.Module) -> type:
 def plain_attributes(module: nn.Module) -> list[Any] | None:
     """All that copies of a module depend on besides the values of its tensors; None if something could change unseen."""
     found: list[Any] = []
-    for part in all_parts(module):
+    for part in all_submodules(module):
         found += part, type(part), [*part._parameters], [*part._buffers]
         for name, value in () if isinstance(part, TensorTree) else vars(part).items():
             if name in OWN:
@@ -66,24 +66,24 @@ def plain_attributes(module: nn.Module) -> list[Any] | None:
                     return None
             elif part._modules.get(name) is not value:
                 try:
-                    found += name, _plain(value)
+                    found += name, _copy_plain_value(value)
                 except TypeError:
                     return None
     return found
 
 
-def _plain(value: Any) -> Any:
+def _copy_plain_value(value: Any) -> Any:
     """A copy of numbers, names, functions and lists or dicts of them; raises for anything else, which may change."""
     if isinstance(value, SAME):
         return type(value), value
     if type(value) in (list, tuple):
-        return type(value), [_plain(each) for each in value]
+        return type(value), [_copy_plain_value(each) for each in value]
     if type(value) is dict:
-        return [(_plain(key), _plain(each)) for key, each in value.items()]
+        return [(_copy_plain_value(key), _copy_plain_value(each)) for key, each in value.items()]
     raise TypeError
 
 
-def unmade(module: nn.Module) -> dict[int, Any]:
+def deepcopy_memo(module: nn.Module) -> dict[int, Any]:
     """A memo for `copy.deepcopy`, which refuses tensors with a graph: those that a forward has left are copied without it."""
     waiting: list[Any] = [value for part in module.modules() for name, value in vars(part).items() if name not in OWN]
     held: dict[int, Any] = {}
@@ -100,12 +100,12 @@ def _attributes(network: nn.Module, *, modes: bool = False, hooks: bool = True) 
     known: Known = {id(each): (f"@{name}", each) for name, each in registered}
     found: dict[str, Any] = {}
     for path, part in network.named_modules():
-        left_out = {*OWN, *made(part)}
+        left_out = {*OWN, *derived_names(part)}
         if hasattr(part, "plain_class"):  # of a layer that a method has cut
             left_out |= {*part.added, "plain_class", "read_past"}
         values = {k: v for k, v in vars(part).items() if k not in left_out and not k.startswith(FULLY_SHARD)}
         if hooks:
-            values["hooks"] = _Here([*part._forward_pre_hooks.values(), *part._forward_hooks.values()])
+            values["hooks"] = _ProcessLocal([*part._forward_pre_hooks.values(), *part._forward_hooks.values()])
         values |= {"training": part.training} if modes else {}
         found |= {f"{path}.{key}" if path else key: _description(value, known) for key, value in values.items()}
     return found
@@ -122,24 +122,24 @@ def _description(value: Any, known: Known) -> Any:
         try:
             known[id(value)] = _description_of_parts(value, known), value
         except Exception:  # an object that can neither be read nor pickled equals only itself
-            known[id(value)] = _Here(id(value)), value
+            known[id(value)] = _ProcessLocal(id(value)), value
     return known[id(value)][0]
 
 
 def _description_of_parts(value: Any, known: Known) -> Any:
-    if isinstance(value, _Here):
-        return _Here(_description(value.value, known))
+    if isinstance(value, _ProcessLocal):
+        return _ProcessLocal(_description(value.value, known))
     if isinstance(value, Tensor) or type(value).__module__ == "numpy":
         plain = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
         return f"{type(value).__name__} {tuple(value.shape)} {value.dtype} {hashlib.sha256(plain.tobytes()).hexdigest()[:16]}"
     if isinstance(value, FunctionType):
         held = value.__defaults__, value.__kwdefaults__, [cell.cell_contents for cell in value.__closure__ or ()]
-        return [value.__qualname__, _description(held, known), _Here((value.__module__, value.__code__))]
+        return [value.__qualname__, _description(held, known), _ProcessLocal((value.__module__, value.__code__))]
     if isinstance(value, BuiltinFunctionType | type):
-        return [value.__qualname__, _Here(value)]
+        return [value.__qualname__, _ProcessLocal(value)]
     if type(value) in (list, tuple):
         return [_description(each, known) for each in value]
     if type(value) is dict:
         return [[_description(key, known), _description(each, known)] for key, each in value.items()]
     parts = value.__reduce_ex__(4)
-    return _Here([_description(list(each) if isinstance(each, Iterator) else each, known) for each in parts])
+    return _ProcessLocal([_description(list(each) if isinstance(each, Iterator) else each, known) for each in parts])

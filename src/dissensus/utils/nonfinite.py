@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def suspicious(tensors: Sequence[Tensor]) -> bool:
+def has_nonfinite_norm(tensors: Sequence[Tensor]) -> bool:
     """Whether one of the tensors may hold a value that is not finite; synchronises with the device.
 
     One pass over norms, without a temporary: a norm is not finite if an entry is not, but also if it overflows.
@@ -29,7 +29,7 @@ def flag_not_finite(tensors: Sequence[Tensor], flag: Tensor, one: Tensor) -> Non
 
 
 @torch.no_grad()
-def largest(
+def largest_magnitudes(
     own: Sequence[Tensor], shared: Sequence[Tensor], members: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """((M,) largest absolute value in each member's own tensors (M, ...), () that of shared tensors); NaN if there is one.
@@ -53,7 +53,7 @@ def _maxima(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, math.inf)) if tensors else torch.zeros(0)
 
 
-def diverged(described: Sequence[Tensor]) -> bool:
+def has_diverged(described: Sequence[Tensor]) -> bool:
     """Whether a description holds NaN or +∞; synchronises with the device. Quicker than to ask which member's."""
     given = [tensor for tensor in described if tensor.is_floating_point() and tensor.numel()]
     return not all(tensor.max().item() < math.inf for tensor in given)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def frame(rows: Sequence[Mapping[str, Any]], *, index: str | None = None) -> Any:
+def as_dataframe(rows: Sequence[Mapping[str, Any]], *, index: str | None = None) -> Any:
     """A pandas.DataFrame with a row for each mapping; `index`: the column used as index."""
     try:
         import pandas

@@ -16,17 +16,17 @@ SECONDS = 10.0  # time without a line after which the next one is printed
 _asked: list[Callable[[], bool]] = []  # whether this process speaks, once a mesh was made in it
 
 
-def speaks() -> bool:
+def is_reporting_process() -> bool:
     """Whether this process shows progress, logs and writes reports: on a mesh, only the first one does."""
     return all(ask() for ask in _asked)
 
 
-def ask_before_speaking(ask: Callable[[], bool]) -> None:
+def set_reporting_check(ask: Callable[[], bool]) -> None:
     """Called when a mesh is made; `ask` returns whether this process is its first, or the mesh no longer exists."""
     _asked[:] = [ask]
 
 
-logging.getLogger("dissensus").addFilter(lambda record: speaks())
+logging.getLogger("dissensus").addFilter(lambda record: is_reporting_process())
 
 
 class Progress:
@@ -37,7 +37,7 @@ class Progress:
         self.epochs = epochs
         self.steps_per_epoch = steps_per_epoch
         self.title = show if isinstance(show, str) else title
-        show = speaks() and show
+        show = is_reporting_process() and show
         self.lines = bool(show) and not sys.stderr.isatty()
         self.done, self.steps, self.told = (
             0,
@@ -74,9 +74,9 @@ class Progress:
         self.steps += 1
         if self.lines and time.monotonic() - self.told > SECONDS:
             of_all = f"/{self.steps_per_epoch}" if self.steps_per_epoch else ""
-            self._tell(f"epoch {self.done + 1}/{self.epochs}  batch {self.steps}{of_all}")
+            self._print_line(f"epoch {self.done + 1}/{self.epochs}  batch {self.steps}{of_all}")
 
-    def epoch(self, number: int, text: str) -> None:
+    def end_epoch(self, number: int, text: str) -> None:
         """Call it after epoch `number` (from 0)."""
         if self.bar is not None:
             done = (number + 1) * (self.steps_per_epoch or 1)
@@ -85,9 +85,9 @@ class Progress:
         self.last = f"epoch {number + 1}/{self.epochs}  {text}"
         due = number == 0 or number + 1 == self.epochs or time.monotonic() - self.told > SECONDS
         if self.lines and (due or self.rewrites):
-            self._tell(self.last)
+            self._print_line(self.last)
 
-    def _tell(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         line = f"{self.title}  {text}"
         print(
             f"\r{line:<79}" if self.rewrites else line, file=sys.stderr, flush=True, end="" if self.rewrites else "\n"
@@ -101,7 +101,7 @@ class Progress:
             self.bar.stop()
         elif self.lines:
             if self.last:  # stopped before the last epoch
-                self._tell(self.last)
+                self._print_line(self.last)
             if self.rewrites:
                 print(file=sys.stderr)
 
@@ -112,7 +112,7 @@ class LoaderProgress(Progress):
     def __init__(self, loaders: int, *, title: str, show: bool | str) -> None:
         super().__init__(loaders, None, title=title, show=show)
 
-    def over(self, loader: Iterable[Any], name: str, count: int | None) -> Iterator[Any]:
+    def track_batches(self, loader: Iterable[Any], name: str, count: int | None) -> Iterator[Any]:
         """The loader's batches, with progress; `count`: their number, if known."""
         of_all = "" if count is None else f"/{count}"
         for number, batch in enumerate(loader, start=1):
@@ -121,6 +121,6 @@ class LoaderProgress(Progress):
             if self.bar is not None:
                 self.bar.update(self.task, text=text)
             elif self.lines and time.monotonic() - self.told > SECONDS:
-                self._tell(text)
+                self._print_line(text)
         if self.bar is not None:
             self.bar.advance(self.task)

@@ -24,9 +24,9 @@ class TensorTree(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known = _Names()
+        self._known = _NameCache()
 
-    def named(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def parameters_and_buffers(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(parameters, buffers) by name; pruned and parametrised ones are computed as in a layer."""
         if torch.compiler.is_dynamo_compiling():
             return dict(self.named_parameters()), dict(self.named_buffers())
@@ -36,7 +36,7 @@ class TensorTree(nn.Module):
         self.training = mode  # not of every node: nothing runs here, and there are as many as layers
         return self
 
-    def plant(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
+    def add_tensor(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
         *path, leaf = name.split(".")
         node: nn.Module = self
         for part in path:
@@ -49,7 +49,7 @@ class TensorTree(nn.Module):
             node.register_buffer(leaf, tensor, persistent=persistent)
 
 
-class _Names:
+class _NameCache:
     """The names of a tree's tensors, found again only where it has other nodes or keys than before."""
 
     def __init__(self) -> None:
@@ -57,8 +57,8 @@ class _Names:
         self.all: list[dict[str, Any]] = []  # registries of all nodes
         self.made: list[tuple[str, nn.Module, str]] = []
 
-    def __reduce__(self) -> tuple[type["_Names"], tuple[()]]:
-        return _Names, ()  # neither copied nor saved
+    def __reduce__(self) -> tuple[type["_NameCache"], tuple[()]]:
+        return _NameCache, ()  # neither copied nor saved
 
     def __call__(self, tree: TensorTree) -> tuple[Tensors, Tensors]:
         if self.root is not tree._modules or self.size != sum(map(len, self.all)) or self.below != self._children():
@@ -80,7 +80,7 @@ class _Names:
         return [*chain.from_iterable(map(dict.values, self.inner))]
 
     def _find(self, tree: TensorTree) -> None:
-        found = parts(tree)
+        found = named_submodules(tree)
         self.root = tree._modules
         self.all = [registered(node) for _, node in found for registered in (_children, _parameters, _buffers)]
         self.size = sum(map(len, self.all))
@@ -92,10 +92,10 @@ class _Names:
         ]
         self.names, self.others = ([name for name, _, _ in each] for each in places)
         self.registries, self.keys = ([place[i] for place in chain(*places)] for i in (1, 2))
-        self.made = [(path, node, leaf) for path, node in found for leaf in made(node)]
+        self.made = [(path, node, leaf) for path, node in found for leaf in derived_names(node)]
 
 
-def made(part: nn.Module) -> list[str]:
+def derived_names(part: nn.Module) -> list[str]:
     """Names of tensors computed from parameters: by hooks in every forward (old weight norm, pruning), or parametrised ones."""
     named = [name for name in vars(part) if f"{name}_g" in part._parameters or f"{name}_orig" in part._parameters]
     parametrised = part._modules.get("parametrizations")
@@ -107,7 +107,7 @@ def computed_names(module: nn.Module) -> list[str]:
     return [path + leaf for path, _, leaf in module._known.made] if isinstance(module, TensorTree) else []
 
 
-def found_quickly(module: nn.Module, *names: str) -> None:
+def cache_submodules(module: nn.Module, *names: str) -> None:
     """Puts these submodules among the module's plain attributes, too: nn.Module finds them there in a tenth of the time.
 
     Only for those that are there to stay. One that is set anew is found in its registry again.
@@ -115,7 +115,7 @@ def found_quickly(module: nn.Module, *names: str) -> None:
     vars(module).update({name: module._modules[name] for name in names})
 
 
-class Places:
+class TensorPlaces:
     """Where a module's tensors are registered; a tied tensor has several places, and the name of the first.
 
     Found once for a template. A caller's module may have changed since, so its places are found again for every call.
@@ -128,7 +128,7 @@ class Places:
         self.keys: list[str] = []
         self.names: list[str] = []
         self.tied: dict[str, str] = {}  # other name -> first name
-        for path, part in parts(module):
+        for path, part in named_submodules(module):
             for registered in (part._parameters, part._buffers):
                 for leaf, tensor in registered.items() if registered else ():  # most have none
                     if tensor is not None:
@@ -140,7 +140,7 @@ class Places:
                             self.tied[name] = source
 
 
-def all_parts(*modules: nn.Module | None, trees: bool = True) -> list[nn.Module]:
+def all_submodules(*modules: nn.Module | None, trees: bool = True) -> list[nn.Module]:
     """These modules and their submodules, each once, in any order; `modules()` takes ten times as long.
 
     `trees`: whether to go on into a `TensorTree`, whose nodes have tensors and no mode.
@@ -156,7 +156,7 @@ def all_parts(*modules: nn.Module | None, trees: bool = True) -> list[nn.Module]
     return list(found)
 
 
-class KnownParts:
+class SubmoduleCache:
     """`all_parts`, found again only where one of them has other submodules than before: to see that takes a tenth.
 
     Do not keep it where one of the modules is its owner, which would then be deleted late.
@@ -167,21 +167,21 @@ class KnownParts:
         self.leaves: list[dict[str, nn.Module | None]] = []  # and of the others
         self.known: tuple[list[nn.Module | None], list[nn.Module]] | None = None
 
-    def __reduce__(self) -> tuple[type["KnownParts"], tuple[()]]:
-        return KnownParts, ()  # neither copied nor saved
+    def __reduce__(self) -> tuple[type["SubmoduleCache"], tuple[()]]:
+        return SubmoduleCache, ()  # neither copied nor saved
 
     def __call__(self, *modules: nn.Module | None, trees: bool = True) -> list[nn.Module]:
         """The modules may be None, but not change with `trees`."""
         now = [*modules, *chain.from_iterable(map(dict.values, self.inner))]
         if self.known is None or self.known[0] != now or any(self.leaves):
-            found = all_parts(*modules, trees=trees)
+            found = all_submodules(*modules, trees=trees)
             children = [part._modules for part in found if trees or not isinstance(part, TensorTree)]
             self.inner, self.leaves = [*filter(None, children)], [each for each in children if not each]
             self.known = [*modules, *chain.from_iterable(map(dict.values, self.inner))], found
         return self.known[1]
 
 
-def parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def named_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """(path, with a dot at its end, and submodule), as `named_modules` has them, faster."""
     found: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
@@ -197,35 +197,35 @@ def parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def ties(module: nn.Module) -> dict[str, str]:
+def tied_names(module: nn.Module) -> dict[str, str]:
     """Other name -> first name of each tied tensor; a layer with several names counts once."""
-    return Places(module).tied
+    return TensorPlaces(module).tied
 
 
-def call_with(module: nn.Module, tensors: Tensors, *args: Any, places: Places | None = None) -> Any:
+def call_with_tensors(module: nn.Module, tensors: Tensors, *args: Any, places: TensorPlaces | None = None) -> Any:
     """module(*args) with these tensors in place of its own, tied ones in all their places.
 
     As torch's `functional_call`, which takes as long as a small network, and leaves tensors of this call in a layer with two
     names. Compilers know only that one.
     """
-    places = Places(module) if places is None else places
+    places = TensorPlaces(module) if places is None else places
     if torch.compiler.is_dynamo_compiling():
         others = {name: tensors[source] for name, source in places.tied.items() if source in tensors}
         return functional_call(module, {**tensors, **others}, args, tie_weights=False)
     before = [*map(dict.__getitem__, places.registries, places.keys)]
     try:
-        assign(places, map(tensors.get, places.names, before))
+        assign_tensors(places, map(tensors.get, places.names, before))
         return module(*args)
     finally:
-        assign(places, before)
+        assign_tensors(places, before)
 
 
-def assign(places: Places, tensors: Iterable[Tensor]) -> None:
+def assign_tensors(places: TensorPlaces, tensors: Iterable[Tensor]) -> None:
     """Puts these tensors into the places, in their order."""
     deque(map(dict.__setitem__, places.registries, places.keys, tensors), maxlen=0)
 
 
-def keeping_tensors(modules: Sequence[nn.Module], function: Callable[..., Any], *args: Any) -> Any:
+def run_keeping_tensors(modules: Sequence[nn.Module], function: Callable[..., Any], *args: Any) -> Any:
     """function(*args); afterwards the modules have their tensors again if a forward has assigned others."""
     modules = () if torch.compiler.is_dynamo_compiling() else modules
     registered = [*filter(None, map(_parameters, modules)), *filter(None, map(_buffers, modules))]
@@ -248,7 +248,7 @@ class OwnTensors(Tensors):
 def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(parameters, buffers) by name; for a caller's module they may change between calls."""
     if isinstance(module, TensorTree):
-        return module.named()
+        return module.parameters_and_buffers()
     found: tuple[Tensors, Tensors] = {}, {}
     _collect(module, *found)
     return found
@@ -257,7 +257,7 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tenso
 def _collect(module: nn.Module, parameters: Tensors, buffers: Tensors) -> None:
     """Puts the module's tensors by name into the two."""
     seen: set[int] = set()
-    for path, part in parts(module):
+    for path, part in named_submodules(module):
         registries: Any = (parameters, part._parameters), (buffers, part._buffers)
         for into, registered in registries:
             for leaf, tensor in registered.items() if registered else ():  # most have none
@@ -268,4 +268,4 @@ def _collect(module: nn.Module, parameters: Tensors, buffers: Tensors) -> None:
 
 def buffers_by_name(module: nn.Module) -> dict[str, Tensor]:
     """The buffers of `named_tensors`; of a module without any in a third of the time."""
-    return named_tensors(module)[1] if any(part._buffers for part in all_parts(module)) else {}
+    return named_tensors(module)[1] if any(part._buffers for part in all_submodules(module)) else {}

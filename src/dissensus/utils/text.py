@@ -4,7 +4,7 @@
 CONTROL = dict.fromkeys({*range(32), *range(127, 160)} - {*b"\n\t"})
 
 
-def readable(size: int) -> str:
+def format_bytes(size: int) -> str:
     """The size as text, such as "1.5 GiB"."""
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -14,7 +14,7 @@ CLOSE = {
 }
 
 
-class torch_left_as_found:
+class TorchStateGuard:
     """Afterwards functorch's levels, torch's modes and its dispatch keys are as before; `silent`: loggers to silence inside.
 
     A graph holds the beginning and the end of a vmap as separate operations. If one in between fails, the end never runs, and

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from dissensus.utils.tensor_tree import all_parts
+from dissensus.utils.tensor_tree import all_submodules
 
 
 class eval_mode:  # not a generator, which takes three times as long
@@ -20,7 +20,7 @@ class eval_mode:  # not a generator, which takes three times as long
         self.parts = parts
 
     def __enter__(self) -> None:
-        self.parts = all_parts(*self.modules, trees=False) if self.parts is None else self.parts
+        self.parts = all_submodules(*self.modules, trees=False) if self.parts is None else self.parts
         self.modes = [part.training for part in self.parts]
         if any(self.modes):
             try:

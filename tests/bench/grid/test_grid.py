@@ -35,7 +35,7 @@ def test_cells_are_the_product_of_the_axes(load):
     configs = [run_config(cell.task, "mc_dropout", 0) for cell in cells]
     assert [config.settings["rate"] for config in configs] == [0.1, 0.1, 0.5, 0.5]
     assert [config.data["label_noise"] for config in configs] == [0.0, 0.2, 0.0, 0.2]
-    assert [cell.at for cell in cells[:2]] == [{"rate": 0.1, "noise": 0.0}, {"rate": 0.1, "noise": 0.2}]
+    assert [cell.axis_values for cell in cells[:2]] == [{"rate": 0.1, "noise": 0.0}, {"rate": 0.1, "noise": 0.2}]
     without = cells_of(load(), ["map"])  # a setting of a method that does not run is nobody's
     assert run_config(without[0].task, "map", 0).settings == {}
 

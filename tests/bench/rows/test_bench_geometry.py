@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import dissensus as ds
-from dissensus.bench.report.measures import as_square, region_keys, spoken, window
-from dissensus.bench.rows.low_dimensional import GEOMETRIES, line
+from dissensus.bench.report.measures import as_square, plane_limits, region_keys, region_words
+from dissensus.bench.rows.low_dimensional import GEOMETRIES, line_geometry
 from dissensus.bench.rows.named_sets import SETS
 from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run import jobs
@@ -32,14 +32,14 @@ def test_every_geometry_is_of_a_known_set_and_its_data_lie_in_the_region_at_the_
     assert regions.sum(0).max() == 1, "regions overlap"
     assert regions.any(1).all(), "an empty region"
     # the grid point nearest to a training row is in no region of absence
-    nearest = torch.cdist(found.seen.double(), found.positions.double()).argmin(1)
+    nearest = torch.cdist(found.training_positions.double(), found.positions.double()).argmin(1)
     absent = [where for region, where in found.regions.items() if region != "at_data"]
     assert all((~where[nearest]).double().mean() > 0.95 for where in absent), "training rows off the data"
 
 
 def test_regions_of_a_line_are_the_intervals_and_what_is_left_of_it():
     x = torch.zeros(3, 1)
-    found = line(x, window=(-2.0, 2.0), intervals=((-1.0, -0.5), (0.5, 1.0)), points=401)
+    found = line_geometry(x, window=(-2.0, 2.0), intervals=((-1.0, -0.5), (0.5, 1.0)), points=401)
     where = found.positions[:, 0]
     for i, z in enumerate(where.tolist()):
         at = -1.0 <= z <= -0.5 or 0.5 <= z <= 1.0
@@ -47,7 +47,7 @@ def test_regions_of_a_line_are_the_intervals_and_what_is_left_of_it():
         assert bool(found.regions["at_data"][i]) == at
         assert bool(found.regions["outside"][i]) == outside
         assert bool(found.regions["between"][i]) == (not at and not outside)
-    assert "between" not in line(x, window=(-2.0, 2.0), intervals=((-1.0, 1.0),)).regions
+    assert "between" not in line_geometry(x, window=(-2.0, 2.0), intervals=((-1.0, 1.0),)).regions
 
 
 def test_off_the_data_is_far_from_every_training_input():
@@ -63,12 +63,12 @@ def test_a_grid_over_features_is_asked_at_the_features_of_its_positions():
     x, _ = ds.data.three_clusters()
     found = GEOMETRIES["three_clusters"](x)
     torch.testing.assert_close(found.inputs, ds.data.quadratic_features(found.positions))
-    torch.testing.assert_close(ds.data.quadratic_features(found.seen), x)
+    torch.testing.assert_close(ds.data.quadratic_features(found.training_positions), x)
     assert "digits" not in GEOMETRIES
 
 
 def test_numbers_of_a_region_are_means_over_it():
-    found = line(torch.zeros(1, 1), window=(0.0, 3.0), intervals=((0.0, 1.0), (2.0, 3.0)), points=31)
+    found = line_geometry(torch.zeros(1, 1), window=(0.0, 3.0), intervals=((0.0, 1.0), (2.0, 3.0)), points=31)
     means = torch.randn(4, 31, 1, dtype=torch.float64)
     evaluation = with_grid(NOTHING, RegressionPredictive(means, torch.ones_like(means)), found, torch.zeros(1, 1))
     between = [i for i in range(31) if 1.0 < float(found.positions[i]) < 2.0]
@@ -85,12 +85,12 @@ def test_numbers_of_a_region_are_means_over_it():
     entropy = -(mean * mean.log()).sum(1)
     expected = float(entropy[squares.regions["off_data"]].mean())
     assert evaluation.metrics["region/off_data/entropy"] == pytest.approx(expected, abs=1e-12)
-    assert spoken("region/off_data/entropy") == ("off the data", "entropy")
+    assert region_words("region/off_data/entropy") == ("off the data", "entropy")
 
 
 @pytest.mark.parametrize("shape", [(4, 30, 1), (4, 31)], ids=["fewer points", "no outputs"])
 def test_predictions_of_another_grid_are_one_error(shape):
-    found = line(torch.zeros(1, 1), window=(0.0, 3.0), intervals=((0.0, 1.0), (2.0, 3.0)), points=31)
+    found = line_geometry(torch.zeros(1, 1), window=(0.0, 3.0), intervals=((0.0, 1.0), (2.0, 3.0)), points=31)
     means = torch.randn(*shape)
     with pytest.raises(ValueError, match=r"expected predictions at all grid points, got Regression.*--again"):
         with_grid(NOTHING, RegressionPredictive(means, torch.ones_like(means)), found, torch.zeros(1, 1))
@@ -103,7 +103,7 @@ def test_a_square_is_drawn_with_the_first_input_to_the_right():
     assert torch.equal(first[0], first[-1])  # the same in every row, growing to the right
     assert (first[0].diff() > 0).all()
     assert (second[:, 0].diff() > 0).all()
-    assert window(found.positions) == (-7.0, 7.0, -7.0, 7.0)
+    assert plane_limits(found.positions) == (-7.0, 7.0, -7.0, 7.0)
 
 
 def test_a_run_measures_its_members_on_the_grid(tmp_path):

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from dissensus.bench.rows.dataset_rows import TaskRows
-from dissensus.bench.rows.named_sets import FOREIGN, GAP, SHIFTED, present
+from dissensus.bench.rows.named_sets import FOREIGN, GAP, SHIFTED, set_location
 from dissensus.bench.rows.task_loaders import AUGMENTATIONS, standardised_batches
-from dissensus.bench.rows.task_rows import LastData, task_data
+from dissensus.bench.rows.task_rows import DataCache, task_data
 from uci_files import write_uci_files
 
 
@@ -138,8 +138,8 @@ def test_targets_are_standardised_by_training_rows_and_inputs_keep_their_precisi
     assert x.dtype == y.dtype == torch.float32
     torch.testing.assert_close(y, ((data.train.y - data.train.y.mean()) / data.train.y.std(correction=0)).float())
     torch.testing.assert_close(x.double().std(0, correction=0), torch.ones(13, dtype=torch.float64), rtol=1e-6, atol=0)
-    assert present("uci_regression", tmp_path) == str(tmp_path / "bostonHousing" / "data")
-    assert present("uci_regression", tmp_path / "nowhere") == "not found"
+    assert set_location("uci_regression", tmp_path) == str(tmp_path / "bostonHousing" / "data")
+    assert set_location("uci_regression", tmp_path / "nowhere") == "not found"
 
 
 def test_pixels_can_be_brought_to_plus_and_minus_one():
@@ -155,7 +155,7 @@ def test_nothing_is_held_out_where_validation_is_zero():
 
 
 def test_data_are_read_again_only_where_settings_differ():
-    load = LastData()
+    load = DataCache()
     first, second = {"name": "cubic", "draw": 0}, {"name": "cubic", "draw": 1}
     kept = load(dict(first))
     assert load(dict(first)) is kept
@@ -184,8 +184,8 @@ def test_toys_and_their_shifts_are_one_function_with_the_same_noise():
 def test_a_set_that_is_not_there_says_what_to_put_where(tmp_path):
     with pytest.raises(FileNotFoundError, match="data_batch_1"):
         task_data({"name": "cifar10"}, str(tmp_path))
-    assert present("cifar10", str(tmp_path)) == "not found"
-    assert present("digits", None) == "shipped"
+    assert set_location("cifar10", str(tmp_path)) == "not found"
+    assert set_location("digits", None) == "shipped"
     assert FOREIGN["digits"](None).x.shape == (2000, 1, 28, 28)
 
 
@@ -204,11 +204,11 @@ def test_batches_repeat_with_torchs_generator_so_that_runs_can_go_on():
 
 def test_rows_are_chosen_by_seed_and_kept_in_order():
     rows = TaskRows(torch.arange(20.0)[:, None], torch.arange(20))
-    chosen = rows.first(5, seed=0).y
+    chosen = rows.sample(5, seed=0).y
     assert chosen.tolist() == sorted(chosen.tolist())
-    assert torch.equal(chosen, rows.first(5, seed=0).y)
-    assert not torch.equal(chosen, rows.first(5, seed=1).y)
-    assert rows.first(None, seed=0) is rows
+    assert torch.equal(chosen, rows.sample(5, seed=0).y)
+    assert not torch.equal(chosen, rows.sample(5, seed=1).y)
+    assert rows.sample(None, seed=0) is rows
 
 
 @pytest.mark.parametrize("key", ["ood", "shift"])

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 import dissensus as ds
-from dissensus.bench.rows.task_rows import LastData
+from dissensus.bench.rows.task_rows import DataCache
 from dissensus.bench.run import build, jobs
 from dissensus.bench.run.convert import converted_config
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.shared_training import shares
+from dissensus.bench.run.shared_training import can_share_training
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.bench.task.schema import counted_by, known_keys
+from dissensus.bench.task.schema import count_setting, known_keys
 from dissensus.methods import METHODS
 
-COUNTED = [name for name, method in METHODS.items() if counted_by(method) == "networks"]
+COUNTED = [name for name, method in METHODS.items() if count_setting(method) == "networks"]
 FEW = {"samples": 2, "rank": 2, "members": 2, "components": 2}  # where a method has such a key
 
 
@@ -31,13 +31,13 @@ def known(section: str):
 
 def built(config):
     torch.manual_seed(3)
-    return build.posterior(config, LastData()(config.data))
+    return build.posterior(config, DataCache()(config.data))
 
 
 def test_methods_of_one_network_or_many_count_networks_and_ensembles_count_members():
     one_or_many = {"map", "mc_dropout", "tradi", "swag", "swa", "gaussian_perturbation", "snapshot_ensemble"}
     assert {*COUNTED} == one_or_many | {"laplace", "node_bnn", "rank_one_bnn", "mean_field_vi", "sghmc", "hmc"}
-    assert {name for name, method in METHODS.items() if counted_by(method) is None} == {
+    assert {name for name, method in METHODS.items() if count_setting(method) is None} == {
         "batch_ensemble",
         "dropout_ensemble",
     }
@@ -49,7 +49,7 @@ def test_several_networks_are_built_one_after_the_other(method):
     config = moons(method, f"method.{method}.networks=3")[1]
     particles = built(config).particles
     torch.manual_seed(3)
-    network = build.network(config, LastData()(config.data))
+    network = build.network(config, DataCache()(config.data))
     assert particles.members == 3
     weights = {name: rows for name, rows in particles.own_parameters().items() if "layers.0" in name and rows.ndim == 3}
     (weight,) = [rows for name, rows in weights.items() if name.endswith("weight")]
@@ -89,9 +89,9 @@ def test_a_method_that_counts_otherwise_names_its_own_keys(method):
 
 def test_several_networks_train_on_their_own():
     shared = ("training.together=true", "training.keep_best=false")
-    assert shares(moons("swag", *shared)[1])
-    assert shares(moons("swag", *shared, "method.swag.networks=1")[1])
-    assert not shares(moons("swag", *shared, "method.swag.networks=2")[1])
+    assert can_share_training(moons("swag", *shared)[1])
+    assert can_share_training(moons("swag", *shared, "method.swag.networks=1")[1])
+    assert not can_share_training(moons("swag", *shared, "method.swag.networks=2")[1])
 
 
 def test_several_networks_do_not_start_from_one_file():

@@ -191,7 +191,7 @@ def test_a_disk_that_is_full_leaves_no_part_of_a_posterior(weights, tmp_path, mo
     def full(*_, **__):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(folder, "write_whole", full)
+    monkeypatch.setattr(folder, "write_atomically", full)
     with pytest.raises(OSError, match="no space left on device"):
         convert(weights[0], "map", tmp_path / "out", overrides=NET)
     assert not list((tmp_path / "out").iterdir())

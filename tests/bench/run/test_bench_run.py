@@ -12,7 +12,7 @@ import dissensus as ds
 from dissensus.bench.run import jobs
 from dissensus.bench.run.records import read_evaluation
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.run_folder import withdraw
+from dissensus.bench.run.run_folder import remove_unused_run
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.evaluation.evaluate import evaluate
 from small_runs import train_until, trained
@@ -127,7 +127,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, method):
     whole, stopped = trained(moons(method, folder=tmp_path / "whole")), moons(method, folder=tmp_path / "stopped")
     train_until(stopped, 1)
     assert (stopped.folder / "checkpoint.pt").is_file()
-    assert not stopped.trained
+    assert not stopped.is_trained
     resumed = trained(moons(method, folder=tmp_path / "stopped"))
     assert not (stopped.folder / "checkpoint.pt").exists()
     tensors = [(run.folder / "posterior" / "posterior.safetensors").read_bytes() for run in (whole, resumed)]
@@ -316,7 +316,7 @@ def test_a_run_that_failed_at_once_leaves_no_folder_in_the_way_of_corrected_sett
 def test_a_folder_with_more_than_settings_is_never_withdrawn(tmp_path):
     for name in ("config.toml", "log.jsonl"):
         (tmp_path / name).write_text("")
-    withdraw(tmp_path)
+    remove_unused_run(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml", "log.jsonl"]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.shared_training import companions, remove_leftovers, shares, train_runs
+from dissensus.bench.run.shared_training import can_share_training, companions, remove_leftovers, train_runs
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.core.posterior import refresh
 from dissensus.methods import TRADI
@@ -190,8 +190,8 @@ def test_only_equal_trainings_are_shared(task_file):
     task = load_task(task_file, overrides=["method.swag.training.lr=0.1", "method.mc_dropout.rate=0.1"])
     runs = [Run(None, run_config(task, method, seed)) for seed in (0, 1) for method in (*METHODS, "deep_ensemble")]
     named = {(run.config.method, run.config.seed): run for run in runs}
-    assert not shares(named["mc_dropout", 0].config)  # its dropout is inserted: another network
-    assert not shares(named["deep_ensemble", 0].config)
+    assert not can_share_training(named["mc_dropout", 0].config)  # its dropout is inserted: another network
+    assert not can_share_training(named["deep_ensemble", 0].config)
     assert [run.config.method for run in companions(named["swag", 0], runs)] == ["swag"]
     others = ["map", "tradi", "tradi-diagonal", "swa", "gaussian_perturbation", "snapshot_ensemble"]
     assert [(r.config.method, r.config.seed) for r in companions(named["map", 1], runs)] == [(m, 1) for m in others]
@@ -232,5 +232,5 @@ def test_a_folder_is_tried_without_leaving_anything_and_what_was_left_is_removed
     left = tmp_path / ".probe.4194304-1-1.tmp"  # no system has so many processes
     left.touch()
     os.utime(left, (0, 0))
-    jobs.checked_folder(tmp_path)
+    jobs.writable_folder(tmp_path)
     assert os.listdir(tmp_path) == []

@@ -8,14 +8,14 @@ import torch
 import dissensus as ds
 from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.training_watch import FILE, joined, read_looks
+from dissensus.bench.run.training_watch import FILE, concatenate_batches, read_measurements
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.evaluation.member_distances import MemberDistances, member_distances
 from small_runs import train_until, trained
 
 
 def read_distances(folder):
-    return read_looks(folder / FILE, MemberDistances._fields)
+    return read_measurements(folder / FILE, MemberDistances._fields)
 
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -33,7 +33,7 @@ def test_the_start_and_every_kth_epoch_are_kept_and_the_end_is_measured(tmp_path
     evaluation = each.evaluate()
     assert evaluation.arrays["distances/epochs"].tolist() == [0, 2, 4]
     assert evaluation.arrays["distances/over/weight"].tolist() == [found["weight"] for found in kept.values()]
-    x, y = joined(each.loader(each.data.train))
+    x, y = concatenate_batches(each.loader(each.data.train))
     now = member_distances(ds.load(each.folder / "posterior"), x, y)
     for space, value in now._asdict().items():
         assert evaluation.metrics[f"distances/{space}"] == pytest.approx(value, rel=1e-5), space

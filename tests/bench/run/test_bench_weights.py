@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import dissensus as ds
 from dissensus.bench.rows.dataset_rows import find_file
-from dissensus.bench.rows.task_rows import LastData
+from dissensus.bench.rows.task_rows import DataCache
 from dissensus.bench.run import initial_weights as module
 from dissensus.bench.run import jobs
 from dissensus.bench.run.initial_weights import load_weights
@@ -324,7 +324,7 @@ def test_members_that_would_all_be_the_same_network_are_an_error(tmp_path, task_
 def test_a_run_does_not_go_on_from_other_contents_of_the_file(tmp_path, task_file):
     write(task_file.parent / "w.safetensors", net().state_dict())
     config = run_config(load_task(str(task_file)), "map", 0)
-    run = Run(tmp_path / "run", config, load=LastData())
+    run = Run(tmp_path / "run", config, load=DataCache())
     run.begin()
     run.begin()
     write(task_file.parent / "w.safetensors", net().state_dict())

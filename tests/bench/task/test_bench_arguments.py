@@ -11,7 +11,7 @@ from dissensus.bench.run import jobs
 from dissensus.bench.run.build import optimizer, posterior
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.bench.task.objects import resolved
+from dissensus.bench.task.objects import build_objects
 from dissensus.numerics.lengthscales import Lengthscales
 from small_runs import trained
 
@@ -49,10 +49,10 @@ def test_other_methods_and_wrong_values_are_errors():
     with pytest.raises(ValueError, match=r"a key of \[method.deep_ensemble\]"):
         load_task("toy-classification", size="smoke", overrides=["method.deep_ensemble.alpha=0.1"])
     with pytest.raises(ValueError, match="expected lengthscales of identity, pca, got 'pcs'; did you mean 'pca'"):
-        resolved({"lengthscales": "pcs"})
+        build_objects({"lengthscales": "pcs"})
     with pytest.raises(ValueError, match=r"expected settings that need no data .inputs. here, got lengthscales pca"):
-        resolved({"lengthscales": "pca"})
-    assert resolved({"members": 3}) == {"members": 3}
+        build_objects({"lengthscales": "pca"})
+    assert build_objects({"members": 3}) == {"members": 3}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run import jobs
 from dissensus.bench.run.build import check_complete, posterior
 from dissensus.bench.run_grid import cells_of
-from dissensus.bench.task.config import SIZES, load_task, merged, read_task, run_config, task_names
+from dissensus.bench.task.config import SIZES, load_task, merge_settings, read_task, run_config, task_names
 from dissensus.bench.task.method_names import base_name
 
 
@@ -44,7 +44,7 @@ def test_choosing_by_validation_rows_needs_some():
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in task_names() if isinstance(SETS[read_task(name)["data"]["name"]].where, str)]
+    "name", [name for name in task_names() if isinstance(SETS[read_task(name)["data"]["name"]].location, str)]
 )
 def test_every_task_with_data_of_its_own_builds_all_its_methods(name):
     task = one_cell(load_task(name, size="smoke"))
@@ -152,14 +152,14 @@ def test_a_method_gets_as_many_networks_as_it_takes_and_the_size_of_the_data(met
 
 def test_merging_leaves_the_originals_alone():
     base, over = {"a": {"b": 1, "c": 2}}, {"a": {"b": 3}}
-    assert merged(base, over) == {"a": {"b": 3, "c": 2}}
+    assert merge_settings(base, over) == {"a": {"b": 3, "c": 2}}
     assert base == {"a": {"b": 1, "c": 2}}
     assert over == {"a": {"b": 3}}
 
 
 def test_every_data_set_says_what_it_is():
     assert all(
-        source.about and source.kind in ("classification", "regression", "segmentation", None)
+        source.description and source.kind in ("classification", "regression", "segmentation", None)
         for source in SETS.values()
     )
 

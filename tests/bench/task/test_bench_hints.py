@@ -4,7 +4,7 @@ import pytest
 
 from dissensus.bench.run.convert import converted_config
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.bench.task.method_names import check_read
+from dissensus.bench.task.method_names import check_overrides_read
 
 NET = ["network.name=MLP", "network.inputs=4", "network.outputs=3", "network.hidden=[6]"]
 
@@ -48,8 +48,8 @@ def test_a_setting_for_all_makes_no_variant_that_no_table_makes():
 )
 def test_a_setting_of_a_method_that_does_not_run_is_an_error(override):
     with pytest.raises(ValueError, match=r"expected a setting of the methods that run \(map\), got 'method"):
-        check_read([override], ["map"])
-    check_read([override, "method.gamma=3", "training.epochs=1"], ["node_bnn-hot", "map-a"])
+        check_overrides_read([override], ["map"])
+    check_overrides_read([override, "method.gamma=3", "training.epochs=1"], ["node_bnn-hot", "map-a"])
 
 
 @pytest.mark.parametrize("part", ["modulation.normal=[1,0.1]", "modulation.std=0.1", "modulation.nomal=1"])

@@ -11,8 +11,8 @@ import dissensus as ds
 from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run.build import likelihood, network, posterior
 from dissensus.bench.run.run import Run
-from dissensus.bench.task.config import load_task, merged, run_config
-from dissensus.bench.task.objects import OBJECTS, value_of, written
+from dissensus.bench.task.config import load_task, merge_settings, run_config
+from dissensus.bench.task.objects import OBJECTS, parse_object, setting_value
 from dissensus.methods import METHODS
 
 TASK = """
@@ -166,13 +166,13 @@ def test_the_config_of_a_run_keeps_what_was_written_and_is_the_same_run_again(co
 
 def test_another_name_takes_the_place_of_an_object_and_the_same_one_is_merged():
     base = {"annealing": {"cyclic": {"cycles": 4}}}
-    assert merged(base, {"annealing": {"linear": {}}}) == {"annealing": {"linear": {}}}
-    assert merged(base, {"annealing": {"cyclic": {"weight": 2}}}) == {
+    assert merge_settings(base, {"annealing": {"linear": {}}}) == {"annealing": {"linear": {}}}
+    assert merge_settings(base, {"annealing": {"cyclic": {"weight": 2}}}) == {
         "annealing": {"cyclic": {"cycles": 4, "weight": 2}}
     }
     named = {"likelihood": {"name": "Regression", "noise": 0.1}}
-    assert merged(named, {"likelihood": {"noise": 0.2}}) == {"likelihood": {"name": "Regression", "noise": 0.2}}
-    assert merged(named, {"likelihood": {"regression": 1}}) == {"likelihood": {"regression": 1}}
+    assert merge_settings(named, {"likelihood": {"noise": 0.2}}) == {"likelihood": {"name": "Regression", "noise": 0.2}}
+    assert merge_settings(named, {"likelihood": {"regression": 1}}) == {"likelihood": {"regression": 1}}
 
 
 def test_a_variant_may_say_only_what_is_different_in_an_object(config):
@@ -181,9 +181,9 @@ def test_a_variant_may_say_only_what_is_different_in_an_object(config):
 
 
 def test_a_sweep_finds_its_setting_inside_an_object():
-    assert value_of({"alpha": 0.1}, "alpha") == 0.1
-    assert value_of({"lengthscales": {"pca": [0.4]}, "members": 2}, "alpha") == 0.4
-    assert value_of({"lengthscales": "pca"}, "alpha") is None
+    assert setting_value({"alpha": 0.1}, "alpha") == 0.1
+    assert setting_value({"lengthscales": {"pca": [0.4]}, "members": 2}, "alpha") == 0.4
+    assert setting_value({"lengthscales": "pca"}, "alpha") is None
 
 
 def test_the_page_shows_forms_that_work(tmp_path):
@@ -241,4 +241,4 @@ def test_a_new_family_joins_by_one_line(config, monkeypatch):
 def test_every_constructor_of_the_table_has_arguments_that_can_be_written():
     for keyword, family in OBJECTS.items():
         for name in family:
-            assert written(keyword, {"name": name}).name == name
+            assert parse_object(keyword, {"name": name}).name == name

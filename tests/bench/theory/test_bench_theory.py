@@ -48,7 +48,7 @@ def test_cross_member_kernels_of_independent_members_deviate_from_zero_as_one_ov
     signs = next(iter(theory_studies.SETTINGS.values()))
     far = theory_studies.deviations(signs, widths, 20)[3].numpy()  # common_cross
     assert slope_weights(widths) @ np.log2(far) == pytest.approx(-0.5, abs=0.25)  # three points of 20 draws, 16 % each
-    x, _ = theory_studies.data(2, seed=0)
+    x, _ = theory_studies.random_data(2, seed=0)
     assert float(signs.kernels(x).common_cross.abs().max()) == float(signs.kernels(x).gp_cross.abs().max()) == 0
 
 

@@ -25,7 +25,7 @@ from dissensus.bench.run_widths import (
     TRANSITION,
     WidthRow,
     bench_widths,
-    cells,
+    width_cells,
     width_claims,
     width_verdicts,
     write_page,
@@ -56,7 +56,7 @@ def undrawn(monkeypatch):
 
 
 def test_cells_cover_the_grid_and_the_transition_with_the_network_scaled():
-    found = cells(task(), [0, 1])
+    found = width_cells(task(), [0, 1])
     assert len(found) == 2 * (2 + 2 * 3 + 2 * 2)
     assert len({(cell.config.method, cell.config.seed) for cell in found}) == len(found)
     independent = [cell for cell in found if cell.method == "deep_ensemble"]
@@ -70,36 +70,36 @@ def test_cells_cover_the_grid_and_the_transition_with_the_network_scaled():
 
 def test_each_kind_and_each_regime_of_the_transition_has_a_rate_of_its_own():
     given = task("widths.p_rates={collective = [0.7, 0.8]}", "method.deep_ensemble.training.lr=2.0")
-    rates = {(c.method, c.p, c.gamma): c.config.training["lr"] for c in cells(given, [0])}
+    rates = {(c.method, c.p, c.gamma): c.config.training["lr"] for c in width_cells(given, [0])}
     assert (rates["deep_ensemble", None, ""], rates["batch_ensemble", 1.0, "1"]) == (2.0, 0.8)
     assert rates["batch_ensemble", 1.0, "M"] == pytest.approx(0.3 / (1 + 0.5) ** 2)  # M = 2, N = 8
 
 
 def test_rates_of_embedded_ensembles_fall_with_the_share_of_members_in_the_narrowest_layer():
     given = task("network.hidden=[32, 8]", "widths.factors=[1]", "widths.members=[2, 8]", "widths.p=[]")
-    rates = {(c.method, c.members): c.config.training["lr"] for c in cells(given, [0])}
+    rates = {(c.method, c.members): c.config.training["lr"] for c in width_cells(given, [0])}
     assert rates == {
         ("deep_ensemble", 8): 0.3,
         ("batch_ensemble", 2): pytest.approx(0.3 / 1.5**2),
         ("batch_ensemble", 8): pytest.approx(0.3 / 4),
     }
     given.settings["widths"]["rate"] = "fixed"
-    assert {c.config.training["lr"] for c in cells(given, [0])} == {0.3}
+    assert {c.config.training["lr"] for c in width_cells(given, [0])} == {0.3}
 
 
 def test_the_task_that_ships_lowers_rates_by_sharing_where_units_are_counted():
     short, paper = load_task("embedded-width"), load_task("embedded-width", size="paper")
-    rates = {(c.method, c.units, c.members): c.config for c in cells(short, [0]) if c.p is None}
+    rates = {(c.method, c.units, c.members): c.config for c in width_cells(short, [0]) if c.p is None}
     assert rates["deep_ensemble", 16, 32].training["lr"] == 3.0
     narrow, wide = rates["batch_ensemble", 16, 16], rates["batch_ensemble", 256, 16]
     assert wide.training["lr"] / narrow.training["lr"] == pytest.approx(4 / 1.25**2)
     assert narrow.settings["modulation_lr"] == wide.settings["modulation_lr"] > 0
-    assert {c.config.training["lr"] for c in cells(paper, [0])} == {0.1}  # a factor of channels, not units
+    assert {c.config.training["lr"] for c in width_cells(paper, [0])} == {0.1}  # a factor of channels, not units
 
 
 def test_the_published_size_scales_a_residual_network_on_cifar():
     paper = load_task("embedded-width", size="paper")
-    found = cells(paper, [0])
+    found = width_cells(paper, [0])
     assert {cell.config.data["name"] for cell in found} == {"cifar10"}
     assert {cell.config.network["name"] for cell in found} == {"WideResNet"}
     assert {cell.config.network["width"] for cell in found} == {1, 2, 4, 8, 16}
@@ -133,7 +133,7 @@ def test_the_published_size_scales_a_residual_network_on_cifar():
 )
 def test_a_grid_that_cannot_be_is_one_line(override, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        cells(task(override), [0])
+        width_cells(task(override), [0])
 
 
 def test_a_rule_without_a_rate_to_start_from_is_one_line(tmp_path):
@@ -142,19 +142,12 @@ def test_a_rule_without_a_rate_to_start_from_is_one_line(tmp_path):
     mine = load_task(str(tmp_path / "mine.toml"), size="smoke")
     message = r'expected training.lr, which widths.rate = "sharing" lowers, as a number, got None'
     with pytest.raises(TypeError, match=message):
-        cells(mine, [0])
+        width_cells(mine, [0])
 
 
 def test_a_bench_over_widths_writes_rows_claims_figures_and_a_page(benched):
     _, folder, said, written = benched
-    names = [
-        "results.csv",
-        "claims.csv",
-        "widths.png",
-        "transition.png",
-        "report.md",
-        "report.html",
-    ]
+    names = ["results.csv", "claims.csv", "widths.png", "transition.png", "report.md", "report.html"]
     assert sorted(path.name for path in written) == sorted(names)
     assert all(path.stat().st_size > 0 for path in written)
     with (folder / "results.csv").open(newline="") as file:
@@ -199,7 +192,9 @@ def test_rows_and_claims_read_back_are_those_that_were_written(benched, undrawn,
 
 def test_what_is_done_is_not_done_again(benched, undrawn, monkeypatch):
     small, folder, said, _ = benched
-    monkeypatch.setattr(processes, "finish", lambda *_, **__: pytest.fail("a run that is over was run again"))
+    monkeypatch.setattr(
+        processes, "train_and_evaluate", lambda *_, **__: pytest.fail("a run that is over was run again")
+    )
     assert bench_widths(small, out=folder, seeds=1)[0] == said
 
 
@@ -220,7 +215,7 @@ def test_a_run_that_diverges_is_noted_and_left_out(benched, undrawn, tmp_path, m
     (lost,) = (row for row in table_rows(tmp_path / "results.csv", TEXTS) if row["diverged"] is not None)
     assert (lost["diverged"], lost["accuracy"]) == (7, None)
     with pytest.raises(Diverged):  # an ordinary bench stops there
-        processes.finish([processes.Run.open(tmp_path / "batch_ensemble-N8-M2-p0_5-independent-seed0")])
+        processes.train_and_evaluate([processes.Run.open(tmp_path / "batch_ensemble-N8-M2-p0_5-independent-seed0")])
 
 
 @pytest.mark.slow

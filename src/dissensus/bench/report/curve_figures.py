@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from dissensus.bench.report.measures import Measure
-from dissensus.plots.charts import INK, Array, Curve, Panel, curve_figure, marked, short
+from dissensus.plots.charts import INK, Array, Curve, Panel, curve_figure, marker_style, short_name
 
 SPACES = {
     "weight": "distance of weights",
@@ -18,13 +18,11 @@ SPACES = {
 }
 
 
-def distances_over_training(
-    curves: Mapping[str, Mapping[str, tuple[Array, Array]]], *, palette: Mapping[str, str]
-) -> Figure:
+def distance_figure(curves: Mapping[str, Mapping[str, tuple[Array, Array]]], *, palette: Mapping[str, str]) -> Figure:
     """One panel per space, one curve (epochs, values) per method: curves[space][method]."""
     panels = [
         Panel(
-            [Curve(*points, short(name), {"color": palette[name]}) for name, points in methods.items()],
+            [Curve(*points, short_name(name), {"color": palette[name]}) for name, points in methods.items()],
             {"xlabel": "epochs", "title": SPACES.get(space, space)},
         )
         for space, methods in curves.items()
@@ -46,14 +44,14 @@ UNDER_ATTACK = {
 }
 
 
-def under_attack(
+def attack_figure(
     epsilons: Array, drawn: Mapping[str, Mapping[str, Array]], *, palette: Mapping[str, str], title: str
 ) -> Figure:
     """One panel per metric of UNDER_ATTACK, one curve over ε per method: drawn[metric][method]."""
     panels = [
         Panel(
             [
-                Curve(epsilons, values, short(name), {"color": palette[name], **marked(i)})
+                Curve(epsilons, values, short_name(name), {"color": palette[name], **marker_style(i)})
                 for i, (name, values) in enumerate(methods.items())
             ],
             {"xlabel": "ε", "title": UNDER_ATTACK[metric]},
@@ -75,7 +73,7 @@ OverValues = dict[
 ]  # title -> measure -> method -> value of the setting
 
 
-def over_values(rows: OverValues, *, label: str, log: bool, palette: Mapping[str, str]) -> Figure:
+def setting_figure(rows: OverValues, *, label: str, log: bool, palette: Mapping[str, str]) -> Figure:
     """Measures over the values of a setting, one line per method with intervals; one row of panels per title."""
     each = (points for several in rows.values() for methods in several.values() for points in methods.values())
     panels, ticks = [], sorted({value for points in each for value in points})
@@ -84,8 +82,8 @@ def over_values(rows: OverValues, *, label: str, log: bool, palette: Mapping[str
             drawn = []
             for i, (name, points) in enumerate(methods.items()):
                 mean, lower, upper = np.array(list(points.values())).T
-                look = {"color": palette[name], **marked(i)}
-                drawn.append(Curve(list(points), mean, short(name), look, band=(lower, upper)))
+                look = {"color": palette[name], **marker_style(i)}
+                drawn.append(Curve(list(points), mean, short_name(name), look, band=(lower, upper)))
             axes: dict[str, Any] = {
                 "xlabel": label,
                 "ylabel": "" if column else title,
@@ -97,7 +95,7 @@ def over_values(rows: OverValues, *, label: str, log: bool, palette: Mapping[str
             if drawn:  # a cell may lack a measure: without wrong labels none is memorised
                 ends = np.concatenate([curve.y for curve in drawn])
                 room = 0.35 * (np.nanmax(ends) - np.nanmin(ends)) or 0.01 / measure.scale
-                least, most = measure.possible
+                least, most = measure.possible_range
                 axes["ylim"] = (max(np.nanmin(ends) - room, least), min(np.nanmax(ends) + room, most))
             panels.append(Panel(drawn, axes, percent="y" * (measure.scale == 100), ticks=ticks))
     columns = max(len(several) for several in rows.values())
@@ -112,7 +110,7 @@ LEARNED = {
 }
 
 
-def learning_curves(
+def learning_figure(
     rows: Mapping[str, Mapping[str, Mapping[str, tuple[Array, Array]]]], *, palette: Mapping[str, str]
 ) -> Figure:
     """Accuracy over epochs: mean over seeds and their range. rows[title][name][method]: epochs (E,), values (S, E)."""
@@ -121,7 +119,13 @@ def learning_curves(
         for column, name in enumerate(names):
             methods = several.get(name, {})
             drawn = [
-                Curve(epochs, values.mean(0), short(method), {"color": palette[method]}, (values.min(0), values.max(0)))
+                Curve(
+                    epochs,
+                    values.mean(0),
+                    short_name(method),
+                    {"color": palette[method]},
+                    (values.min(0), values.max(0)),
+                )
                 for method, (epochs, values) in methods.items()
             ]
             axes = {"xlabel": "epochs", "ylabel": "" if column else title, "title": LEARNED[name], "ylim": (0, 1)}
@@ -132,7 +136,7 @@ def learning_curves(
 SPAN = 0.01  # least span of an accuracy axis: a smaller one would magnify noise
 
 
-def sweep(
+def sweep_figure(
     titles: Mapping[str, Mapping[str, Sequence[float]]],
     values: Mapping[str, float],
     *,
@@ -151,12 +155,12 @@ def sweep(
     for title, methods in titles.items():
         mean = {name: float(np.mean(each)) for name, each in methods.items()}
         sd = [np.std(methods[name], ddof=1) for name in values] if min(map(len, methods.values())) > 1 else None
-        look = {"color": colour, "yerr": sd, "capsize": 2.5, **marked(0)}
+        look = {"color": colour, "yerr": sd, "capsize": 2.5, **marker_style(0)}
         curves = [
-            Curve(x, [mean[name] for name in values], short(label), look),
+            Curve(x, [mean[name] for name in values], short_name(label), look),
             Curve([values[chosen]], [mean[chosen]], f"chosen, {key} = {values[chosen]:g}", circle),
             *(
-                Curve([x[0], x[-1]], [mean[name]] * 2, short(name), {"color": palette[name], "linestyle": "--"})
+                Curve([x[0], x[-1]], [mean[name]] * 2, short_name(name), {"color": palette[name], "linestyle": "--"})
                 for name in methods
                 if name not in values
             ),

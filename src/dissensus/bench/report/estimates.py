@@ -42,14 +42,14 @@ class Claim(NamedTuple):
     def freedom(self) -> int:
         return self.seeds - 1 if self.seeds > 1 else MANY
 
-    def widened(self, level: float) -> Self:
+    def at_level(self, level: float) -> Self:
         """The claim with an interval of this level instead of 95 %, as if only seeds varied: never too narrow."""
         ratio = student_quantile(level, self.freedom) / student_quantile(LEVEL, self.freedom)
         half = ratio * (self.upper - self.lower) / 2
         return self._replace(lower=self.value - half, upper=self.value + half)
 
 
-class Words(NamedTuple):
+class VerdictWords(NamedTuple):
     """Words for an interval above near, below −near, and neither; `equal`: within ±near."""
 
     above: str
@@ -58,7 +58,7 @@ class Words(NamedTuple):
     near: float = 0.0
     equal: str = ""
 
-    def of(self, claim: Claim) -> str:
+    def word_for(self, claim: Claim) -> str:
         if -self.near < claim.lower and claim.upper < self.near:
             return self.equal
         return self.above if claim.lower > self.near else self.below if claim.upper < -self.near else self.neither
@@ -70,13 +70,13 @@ def claim_of(question: str, about: str, values: Array, unit: str) -> Claim:
     return Claim(question, about, value, lower, upper, unit, seeds)
 
 
-def verdicts(found: Sequence[Claim], words: Mapping[str, Words]) -> list[str]:
+def verdicts(found: Sequence[Claim], words: Mapping[str, VerdictWords]) -> list[str]:
     """One sentence per question: what its claims show, with intervals widened by Holm's adjustment for their number."""
     said = []
     for question, each in words.items():
         mine = [claim for claim in found if claim.question == question]
         level = holm_level([claim.p_value(each.near) for claim in mine])
-        shown = [f"{c.about}: {each.of(c)}, {c.text} {c.unit}" for c in (claim.widened(level) for claim in mine)]
+        shown = [f"{c.about}: {each.word_for(c)}, {c.text} {c.unit}" for c in (claim.at_level(level) for claim in mine)]
         said += [f"{question} {'; '.join(shown)}."] if shown else []
     return said
 
@@ -109,6 +109,6 @@ def array_over(rows: Sequence[Mapping[str, Any]], name: str, **axes: Collection[
     return np.array([np.broadcast_to(each, tested) for each in values]).reshape(*map(len, axes.values()), tested)
 
 
-def means(values: Array) -> Array:
+def seed_means(values: Array) -> Array:
     """Means of numbers (…, S, n) over the seeds that have them; NaN if none has."""
     return np.ma.masked_invalid(values).mean((-2, -1)).filled(math.nan)

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dissensus.bench.report import curve_figures
-from dissensus.bench.report.measures import ATTACKED, as_square, window
+from dissensus.bench.report.measures import ATTACKED, as_square, plane_limits
 from dissensus.bench.report.results import Results
 from dissensus.bench.report.setting_sweep import accuracies, sweep_of
 from dissensus.evaluation.evaluation import Evaluation
@@ -16,7 +16,7 @@ from dissensus.plots import method_panels, segmentation_maps
 Made = tuple[str, str, list[tuple[str, Figure]]]  # title, how to read it, (description, figure)
 
 
-def looked_at(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+def prediction_section(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
     """Every method's prediction over the line or the plane."""
     known = {name: each.arrays for name, each in first.items() if "grid/positions" in each.arrays}
     if not known:
@@ -27,13 +27,13 @@ def looked_at(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | N
         classes = next(iter(first.values())).notes.get("classes", "").split("\n")
         figure = method_panels.entropy_maps(
             {name: as_square(arrays["grid/entropy"]).numpy() for name, arrays in known.items()},
-            window=window(some["grid/positions"]),
+            window=plane_limits(some["grid/positions"]),
             largest=math.log(max(len(classes), 2)),
             seen=(seen, targets),
         )
         text = "Entropy of the mean prediction, from certain (dark) to uncertain (light); dots are training inputs."
         return "Where is it certain?", text, [("Entropy over the plane, method by method", figure)]
-    figure = method_panels.bands(
+    figure = method_panels.band_figure(
         positions[:, 0],
         {
             name: method_panels.Band(*(arrays[f"grid/{key}"].numpy() for key in ("mean", "sd", "members")))
@@ -46,7 +46,7 @@ def looked_at(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | N
     return "Where is it certain?", text, [("Predictions along the line, method by method", figure)]
 
 
-def segmented(first: dict[str, Evaluation]) -> Made | None:
+def segmentation_section(first: dict[str, Evaluation]) -> Made | None:
     """Every method's prediction for each pixel of some test images, the same images for all methods."""
     known = {name: each.arrays for name, each in first.items() if "scenes/image" in each.arrays}
     if not known:
@@ -60,7 +60,7 @@ def segmented(first: dict[str, Evaluation]) -> Made | None:
             name: segmentation_maps.PixelMaps(*(arrays[f"scenes/{key}"][i].numpy() for key in fields))
             for name, arrays in known.items()
         }
-        figure = segmentation_maps.scene(image.movedim(0, -1).numpy(), truth.numpy(), said, classes=classes)
+        figure = segmentation_maps.scene_figure(image.movedim(0, -1).numpy(), truth.numpy(), said, classes=classes)
         figures.append((f"Test image {i + 1}: truth, predictions, confidence and mutual information", figure))
     text = (
         "Test images, the truth, and every method's prediction: the class of each pixel, its probability, and the mutual "
@@ -70,29 +70,29 @@ def segmented(first: dict[str, Evaluation]) -> Made | None:
     return "Where in the image is it certain?", text, figures
 
 
-def over_training(results: Results, palette: dict[str, str]) -> Made | None:
+def distance_section(results: Results, palette: dict[str, str]) -> Made | None:
     """Distances between members over training, mean over seeds."""
-    known = results.having("distances/epochs")
+    known = results.methods_with("distances/epochs")
     if not known:
         return None
     drawn: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {space: {} for space in curve_figures.SPACES}
     for name, several in known.items():
         for space in curve_figures.SPACES:
-            epochs, values = _looks(several, "distances", space)
+            epochs, values = _values_by_epoch(several, "distances", space)
             drawn[space][name] = (epochs, values.mean(0))
     text = (
         "Means over pairs of members at the same training inputs: the distances of their weights and outputs, and "
         "the angle between their input gradients (of the true class's logit, or of the mean)."
     )
-    figure = curve_figures.distances_over_training(drawn, palette=palette)
+    figure = curve_figures.distance_figure(drawn, palette=palette)
     return "How members differ, over training", text, [("Distances between members over training", figure)]
 
 
-def attacked(results: Results, palette: dict[str, str]) -> Made | None:
+def attack_section(results: Results, palette: dict[str, str]) -> Made | None:
     """The effect of every attack on every method as ε grows, mean over seeds."""
     figures = []
     for attack, title in ATTACKED.items():
-        if known := results.having(f"attack/{attack}/accuracy"):
+        if known := results.methods_with(f"attack/{attack}/accuracy"):
             epsilons = next(iter(known.values()))[0].arrays["attack/epsilons"].numpy()
             drawn = {
                 metric: {
@@ -102,7 +102,7 @@ def attacked(results: Results, palette: dict[str, str]) -> Made | None:
                 for metric in curve_figures.UNDER_ATTACK
             }
             figures.append(
-                (f"Test inputs {title}", curve_figures.under_attack(epsilons, drawn, palette=palette, title=title))
+                (f"Test inputs {title}", curve_figures.attack_figure(epsilons, drawn, palette=palette, title=title))
             )
     text = (
         "Test inputs are changed within a radius ε to make the averaged prediction wrong; ε = 0 is the unchanged inputs. "
@@ -111,7 +111,7 @@ def attacked(results: Results, palette: dict[str, str]) -> Made | None:
     return ("What happens on attacked inputs?", text, figures) if figures else None
 
 
-def corrupted_by_itself(first: dict[str, Evaluation]) -> Made | None:
+def implicit_section(first: dict[str, Evaluation]) -> Made | None:
     """Implicit corruptions of some test images by drawn functions; the same images for all methods."""
     known = {
         name: (each.arrays["implicit/original"].numpy(), each.arrays["implicit/inputs"].numpy(), each.metrics)
@@ -123,7 +123,7 @@ def corrupted_by_itself(first: dict[str, Evaluation]) -> Made | None:
     figures = []
     for name, (before, after, numbers) in known.items():
         moved, explained = (100 * numbers[f"implicit/{key}"] for key in ("distance", "explained"))
-        figure = method_panels.implicit(
+        figure = method_panels.implicit_figure(
             before, after, largest=largest, title=f"{name}: {moved:.1f} %, {explained:.0f} % explained"
         )
         figures.append((f"Implicit corruptions of {name}", figure))
@@ -136,26 +136,26 @@ def corrupted_by_itself(first: dict[str, Evaluation]) -> Made | None:
     return ("The noise as a change of the image", text, figures) if figures else None
 
 
-def learned(results: Results) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+def learning_data(results: Results) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
     """Quantity -> method -> epochs (E,) and values (S, E), for methods whose training was recorded."""
-    known = {name: results.having(f"curves/over/{name}") for name in curve_figures.LEARNED}
+    known = {name: results.methods_with(f"curves/over/{name}") for name in curve_figures.LEARNED}
     return {
-        name: {method: _looks(several, "curves", name) for method, several in methods.items()}
+        name: {method: _values_by_epoch(several, "curves", name) for method, several in methods.items()}
         for name, methods in known.items()
         if methods
     }
 
 
-def learning(results: Results, palette: dict[str, str]) -> Made | None:
+def learning_section(results: Results, palette: dict[str, str]) -> Made | None:
     """Accuracy while methods train."""
-    if not (found := learned(results)):
+    if not (found := learning_data(results)):
         return None
     text = "Measured on up to 1,000 rows of each kind: means over seeds; bands span the lowest to the highest seed."
-    figure = curve_figures.learning_curves({"": found}, palette=palette)
+    figure = curve_figures.learning_figure({"": found}, palette=palette)
     return "What is learned, over training", text, [("Accuracies over training", figure)]
 
 
-def _looks(several: Sequence[Evaluation], prefix: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+def _values_by_epoch(several: Sequence[Evaluation], prefix: str, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Epochs (E,) recorded for every seed (a stopped run may lack some), and values (S, E)."""
     arrays = [(each.arrays[f"{prefix}/epochs"], each.arrays[f"{prefix}/over/{name}"]) for each in several]
     looks = [dict(zip(epochs.tolist(), values.tolist(), strict=True)) for epochs, values in arrays]
@@ -163,7 +163,7 @@ def _looks(several: Sequence[Evaluation], prefix: str, name: str) -> tuple[np.nd
     return np.asarray(common), np.array([[look[epoch] for epoch in common] for look in looks])
 
 
-def swept(results: Results, palette: dict[str, str]) -> Made | None:
+def sweep_section(results: Results, palette: dict[str, str]) -> Made | None:
     """Accuracy over the values of the task's swept setting."""
     sweep = sweep_of(results)
     if sweep is None:
@@ -174,7 +174,7 @@ def swept(results: Results, palette: dict[str, str]) -> Made | None:
         for title in next(iter(each.values()))[0]
     }
     about = {"key": sweep.key, "label": sweep.base, "chosen": sweep.chosen}
-    figure = curve_figures.sweep(titles, sweep.values, **about, palette=palette)
+    figure = curve_figures.sweep_figure(titles, sweep.values, **about, palette=palette)
     text = (
         f"Test accuracy of {sweep.base} over {sweep.key}. The circle marks the value chosen by accuracy on validation images "
         "under other corruptions; no test image was used. Dashed lines are methods without this setting."

@@ -11,11 +11,19 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from dissensus.bench.report import report_figures, tables
 from dissensus.bench.report.comparisons import LEVEL, Family
 from dissensus.bench.report.measures import Measure
-from dissensus.bench.report.prose import SMOKE, cautions, claims, few, headline, is_smoke, tested
+from dissensus.bench.report.prose import (
+    SMOKE,
+    cautions,
+    few_examples_caution,
+    headline,
+    is_smoke,
+    question_sentences,
+    test_set_sentences,
+)
 from dissensus.bench.report.published_numbers import reference_sentences, reference_table
 from dissensus.bench.report.results import CONTROL, Results, csv_text, table_text
 from dissensus.storage.run_files import write_text
-from dissensus.utils.progress import speaks
+from dissensus.utils.progress import is_reporting_process
 
 NAMES = {".csv": "results.csv", ".md": "report.md", ".html": "report.html"}
 SUFFIXES = (*NAMES, ".tex")
@@ -32,39 +40,41 @@ def write_report(results: Results, path: str | Path) -> list[Path]:
     path = Path(path)
     if path.suffix and path.suffix not in SUFFIXES and not path.is_dir():
         raise ValueError(f"expected a folder or a .csv, .md, .html or .tex file, got {path}; choose one of them")
-    targets = {path.suffix: path} if one_file(path) else {end: path / name for end, name in NAMES.items()}
-    if not speaks():  # the first process of a mesh writes
+    targets = {path.suffix: path} if is_single_file(path) else {end: path / name for end, name in NAMES.items()}
+    if not is_reporting_process():  # the first process of a mesh writes
         return list(targets.values())
     content = None if list(targets) == [".csv"] else report_content(results, with_figures=".html" in targets)
     for end, target in targets.items():
-        text = csv_text(results).translate(CONTROL) if end == ".csv" else rendered(f"report{end}.j2", content or {})
+        text = (
+            csv_text(results).translate(CONTROL) if end == ".csv" else render_template(f"report{end}.j2", content or {})
+        )
         write_text(target, text)
     return list(targets.values())
 
 
-def one_file(path: Path) -> bool:
+def is_single_file(path: Path) -> bool:
     """Whether the path's suffix names one file; otherwise it is a folder."""
     return path.suffix in SUFFIXES and not path.is_dir()
 
 
 def report_content(results: Results, *, with_figures: bool = True) -> dict[str, Any]:
     """The variables of the templates."""
-    found, draws = tables.draws_of(results)
+    found, draws = tables.measures_and_draws(results)
     accuracy = Measure("", "Accuracy", "", "high", 100, 2, "%")
     nll = Measure("", "NLL", "", "low", 1, 3, "nats")
     baseline = results.baseline
     if baseline is None and len(results.methods) > 1:
         baseline = next(iter(results.methods))
     shown = baseline is not None and len(results.methods) > 1
-    against = tables.differences(results, found, draws, str(baseline)) if shown else None
+    against = tables.compare_with_baseline(results, found, draws, str(baseline)) if shown else None
     against = against if against is not None and against.comparisons else None
-    alike = "own" not in tables.rows_by_method(draws["nll"]).values()
+    alike = "own" not in tables.overlap_by_method(draws["nll"]).values()
     ece, entropy = Measure("", "ECE", "", "low", 100, 2, "%"), Measure("", "", "", None, 1, 3)
-    corruptions = _shown(
+    corruptions = _existing_tables(
         ("Accuracy, %", tables.corruption_table(results, "accuracy", accuracy, marked=alike)),
         ("NLL, nats", tables.corruption_table(results, "nll", nll, marked=alike)),
     )
-    attacked = _shown(
+    attacked = _existing_tables(
         ("Accuracy, %", tables.attack_table(results, "accuracy", accuracy, marked=alike)),
         ("NLL, nats", tables.attack_table(results, "nll", nll, marked=alike)),
         ("ECE, %", tables.attack_table(results, "ece", ece, marked=alike)),
@@ -80,9 +90,9 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
         "description": results.description,
         "banner": SMOKE if is_smoke(results) else "",
         "headline": headline(results, found, draws, against),
-        "cautions": [*tested(draws["nll"]), *few(draws), *cautions(results)],
-        "claims": claims(results) if alike else [],
-        "against_cost": report_figures.against_cost(results, draws) if with_figures else None,
+        "cautions": [*test_set_sentences(draws["nll"]), *few_examples_caution(draws), *cautions(results)],
+        "claims": question_sentences(results) if alike else [],
+        "against_cost": report_figures.cost_section(results, draws) if with_figures else None,
         "main": tables.main_table(results, found, draws),
         "baseline": baseline,
         "differences": tables.difference_table(results, found, against, str(baseline)) if against is not None else None,
@@ -99,17 +109,17 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
         "groups": PICTURES,
         "facts": results.facts,
         "seeds": max(len(several) for several in results.methods.values()),
-        "counted": _what_counts(results),
-        "compared_by": compared_by(results, against),
+        "counted": _counting_sentence(results),
+        "compared_by": comparison_sentence(results, against),
         "glossary": _glossary(found),
     }
 
 
-def _shown(*named: tuple[str, tables.Table | None]) -> list[tuple[str, tables.Table]]:
+def _existing_tables(*named: tuple[str, tables.Table | None]) -> list[tuple[str, tables.Table]]:
     return [(name, table) for name, table in named if table is not None]
 
 
-def _what_counts(results: Results) -> str:
+def _counting_sentence(results: Results) -> str:
     """A sentence on what intervals and p-values count."""
     counts = sorted({len(several) for several in results.methods.values()})
     adjusted = " p-values are adjusted for the comparisons of the table (Holm)." if results.holm else ""
@@ -123,7 +133,7 @@ def _what_counts(results: Results) -> str:
     return f"{text}{few}{alone}{adjusted}"
 
 
-def compared_by(results: Results, against: Family | None) -> str:
+def comparison_sentence(results: Results, against: Family | None) -> str:
     """A sentence on the number of comparisons and their correction."""
     if against is None:
         return ""
@@ -181,7 +191,7 @@ MEANINGS = {
 }
 
 
-def rendered(template: str, content: Mapping[str, Any]) -> str:
+def render_template(template: str, content: Mapping[str, Any]) -> str:
     """Fills in a template of this package; control characters in names and titles are removed."""
     environment = Environment(
         loader=PackageLoader("dissensus.bench.report"),
@@ -191,8 +201,10 @@ def rendered(template: str, content: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"cell": _markdown, "tex": _latex, "grid_csv": grid_csv, "as_link": _as_link}
-    environment.globals["latex"] = lambda table, caption: rendered("grid.tex.j2", {"table": table, "caption": caption})
+    environment.filters |= {"cell": _markdown, "tex": _latex, "grid_csv": grid_csv, "as_link": _data_uri}
+    environment.globals["latex"] = lambda table, caption: render_template(
+        "grid.tex.j2", {"table": table, "caption": caption}
+    )
     return environment.get_template(template).render(**content).translate(CONTROL)
 
 
@@ -215,7 +227,7 @@ def grid_csv(table: tables.Table) -> str:
     return table_text([key for key in columns if any(row[key] for row in rows)], rows)
 
 
-def _as_link(text: str, kind: str) -> str:
+def _data_uri(text: str, kind: str) -> str:
     """A data URI, which a page can offer for download."""
     return f"data:text/{kind};base64,{base64.b64encode(text.encode()).decode()}"
 

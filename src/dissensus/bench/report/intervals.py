@@ -27,27 +27,27 @@ class Spread(NamedTuple):
     seeds: float  # s/√S; 0 with one seed
     freedom: int  # S − 1; 0 with one seed
     examples: float  # √v; 0 if seeds include the variation of examples, or if it is not counted
-    tested: int = MANY + 1  # n; for two samples, the smaller number
+    example_count: int = MANY + 1  # n; for two samples, the smaller number
 
     def half_width(self, level: float = 0.95) -> float:
         """Half-width of the interval at this level."""
         if not self.seeds:
-            return student_quantile(level, self.tested - 1) * self.examples if self.examples else math.nan
-        return self._reach(student_quantile(level, self.freedom), 1 - level)
+            return student_quantile(level, self.example_count - 1) * self.examples if self.examples else math.nan
+        return self._half_width_at(student_quantile(level, self.freedom), 1 - level)
 
     def p_value(self, mean: float) -> float:
         """Two-sided p-value of a true mean of zero."""
         if not self.seeds:
-            return student_tail(abs(mean) / self.examples, self.tested - 1) if self.examples else math.nan
+            return student_tail(abs(mean) / self.examples, self.example_count - 1) if self.examples else math.nan
 
         def too_far(t: float) -> bool:
-            return self._reach(t, student_tail(t, self.freedom)) > abs(mean)
+            return self._half_width_at(t, student_tail(t, self.freedom)) > abs(mean)
 
         return student_tail(last_before(too_far, abs(mean) / self.seeds), self.freedom)
 
-    def _reach(self, t: float, tail: float) -> float:
+    def _half_width_at(self, t: float, tail: float) -> float:
         """The half-width if t is the quantile of seeds; u by Wallace's formula (1959), at most 4 % too large for n > 2."""
-        u, freedom = _normal_quantile(tail), self.tested - 1
+        u, freedom = _normal_quantile(tail), self.example_count - 1
         if freedom < MANY:
             u = math.sqrt(freedom * math.expm1((u * (8 * freedom + 3) / (8 * freedom + 1)) ** 2 / freedom))
         return math.hypot(t * self.seeds, u * self.examples)

@@ -17,7 +17,7 @@ def region_keys(evaluation: Evaluation) -> list[str]:
     return [key for key in evaluation.metrics if key.startswith("region/")]
 
 
-def spoken(key: str) -> tuple[str, str]:
+def region_words(key: str) -> tuple[str, str]:
     """(region, quantity) of a key in words: ("off the data", "entropy")."""
     _, region, quantity = key.split("/")
     names = {
@@ -35,7 +35,7 @@ def as_square(values: Tensor) -> Tensor:
     return values.reshape(side, side).T
 
 
-def window(positions: Tensor) -> tuple[float, float, float, float]:
+def plane_limits(positions: Tensor) -> tuple[float, float, float, float]:
     """(left, right, bottom, top) limits of a plane's grid."""
     (left, bottom), (right, top) = positions.amin(0).tolist(), positions.amax(0).tolist()
     return left, right, bottom, top
@@ -70,7 +70,7 @@ class Measure:
     )
 
     @property
-    def possible(self) -> tuple[float, float]:
+    def possible_range(self) -> tuple[float, float]:
         """The least and the largest possible value."""
         if self.scale == 100:
             return 0.0, 1.0
@@ -90,7 +90,7 @@ class Measure:
             return -abs(value - self.best)
         return -value if self.best == "low" else value
 
-    def alike(self, first: float, second: float) -> bool:
+    def is_negligible(self, first: float, second: float) -> bool:
         """Whether the difference is too small to matter: under ten units of the last digit shown, and under 2 % of the value.
 
         For shares, under 2 % of the rarer outcome: 99.98 % right differs from 99.95 %.
@@ -103,7 +103,7 @@ class Measure:
 
 def measures(evaluation: Evaluation) -> list[Measure]:
     """The measures of an evaluation, in the order of a report."""
-    found = _regression(evaluation) if evaluation.kind == "regression" else _classification(evaluation)
+    found = _regression_measures(evaluation) if evaluation.kind == "regression" else _class_measures(evaluation)
     for name in evaluation.ood:
         score = evaluation.score
         pair: tuple[ArrayNames, ...] = ((f"test/score/{score}",), (f"ood/{name}/score/{score}",))
@@ -111,14 +111,24 @@ def measures(evaluation: Evaluation) -> list[Measure]:
             pair = ()
         told = f"told apart from {name}"
         found += [
-            Measure(f"ood/{name}/auroc", "AUROC", told, "high", 100, 2, "%", pair, _ranking(metrics.auroc)),
-            Measure(f"ood/{name}/aupr", "AUPR", told, "high", 100, 2, "%", pair, _ranking(metrics.aupr)),
+            Measure(f"ood/{name}/auroc", "AUROC", told, "high", 100, 2, "%", pair, _ranking_statistic(metrics.auroc)),
+            Measure(f"ood/{name}/aupr", "AUPR", told, "high", 100, 2, "%", pair, _ranking_statistic(metrics.aupr)),
             Measure(f"ood/{name}/aupr_adjusted", "AUPR, adjusted", told, "high", 100, 2, "%"),
-            Measure(f"ood/{name}/fpr95", "FPR at 95 % TPR", told, "low", 100, 1, "%", pair, _ranking(metrics.fpr95)),
+            Measure(
+                f"ood/{name}/fpr95",
+                "FPR at 95 % TPR",
+                told,
+                "low",
+                100,
+                1,
+                "%",
+                pair,
+                _ranking_statistic(metrics.fpr95),
+            ),
             Measure(
                 *(f"ood/{name}/fpr95_in", "FPR, test inputs positive", told, "low", 100, 1, "%"),
                 samples=pair,
-                statistic=_ranking(metrics.fpr95_in),
+                statistic=_ranking_statistic(metrics.fpr95_in),
             ),
             Measure(f"ood/{name}/ece_union", "ECE, foreign inputs included", told, "low", 100, 2, "%"),
         ]
@@ -127,7 +137,9 @@ def measures(evaluation: Evaluation) -> list[Measure]:
     for name in evaluation.shift:
         found += [
             Measure(f"shift/{name}/{m.key}", m.label, f"shifted: {name}", m.best, m.scale, m.digits, m.unit)
-            for m in (_regression(evaluation) if evaluation.kind == "regression" else _classification(evaluation))
+            for m in (
+                _regression_measures(evaluation) if evaluation.kind == "regression" else _class_measures(evaluation)
+            )
         ]
     if evaluation.corruptions:
         damaged = "corrupted inputs"
@@ -157,8 +169,8 @@ def measures(evaluation: Evaluation) -> list[Measure]:
         Measure("implicit/explained", "Explained by it", implicit, None, 100, 1, "%", (("implicit/explained",),)),
     ]
     if "calibrated/nll" in evaluation.metrics:
-        found += _calibrated(evaluation)
-    found += _promised(evaluation)
+        found += _calibrated_measures(evaluation)
+    found += _guarantee_measures(evaluation)
     against = "against the reference"
     found += [
         Measure("against/agreement", "Agreement", against, "high", 100, 2, "%", (("against/agreement",),)),
@@ -171,7 +183,7 @@ def measures(evaluation: Evaluation) -> list[Measure]:
         Measure("against/effective_samples", "Least effective samples", "the reference", None, 1, 0),
     ]
     for key in region_keys(evaluation):
-        region, quantity = spoken(key)
+        region, quantity = region_words(key)
         unit = "nats" if quantity == "entropy" else ""
         found.append(Measure(key, f"{quantity[0].upper()}{quantity[1:]} {region}", "regions", None, 1, 4, unit))
     found += [
@@ -218,7 +230,7 @@ def distance_measures() -> list[Measure]:
     ]
 
 
-def _classification(evaluation: Evaluation) -> list[Measure]:
+def _class_measures(evaluation: Evaluation) -> list[Measure]:
     test = "test"
     whole = evaluation.kind == "classification"  # pixels are not stored: only means have intervals
     confidence: tuple[ArrayNames, ...] = (("test/confidence", "test/correct"),) if whole else ()
@@ -254,7 +266,7 @@ def _miou(weights: Sequence[Tensor], intersection: Tensor, union: Tensor) -> Ten
     return (weights[0] @ intersection.double() / (weights[0] @ union.double())).nanmean(1)
 
 
-def _calibrated(evaluation: Evaluation) -> list[Measure]:
+def _calibrated_measures(evaluation: Evaluation) -> list[Measure]:
     """Measures after calibration on held-out test rows, by temperature or another method."""
     group = "at its best temperature" if "calibrated/temperature" in evaluation.metrics else "calibrated"
     samples: dict[str, ArrayNames] = {
@@ -263,7 +275,7 @@ def _calibrated(evaluation: Evaluation) -> list[Measure]:
         "ece": ("calibrated/confidence", "calibrated/correct"),
         "rmse": ("calibrated/squared_error",),
     }
-    base = _regression(evaluation) if evaluation.kind == "regression" else _classification(evaluation)
+    base = _regression_measures(evaluation) if evaluation.kind == "regression" else _class_measures(evaluation)
     found = [
         replace(each, key=f"calibrated/{each.key}", group=group, samples=(samples[each.key],))
         for each in base
@@ -272,7 +284,7 @@ def _calibrated(evaluation: Evaluation) -> list[Measure]:
     return [*found, Measure("calibrated/temperature", "Temperature", group, None, 1, 3)]
 
 
-def _promised(evaluation: Evaluation) -> list[Measure]:
+def _guarantee_measures(evaluation: Evaluation) -> list[Measure]:
     """Coverage and size of conformal sets, acceptance and risk of gates, each beside the promised value."""
     found = []
     for key, promised in [(key, value) for key, value in evaluation.metrics.items() if key.count("/") == 1]:
@@ -309,7 +321,7 @@ def _risk(weights: Sequence[Tensor], accepted: Tensor, error: Tensor) -> Tensor:
     return (weights[0] @ (accepted * error)) / (weights[0] @ accepted).clamp(min=1)
 
 
-def _regression(evaluation: Evaluation) -> list[Measure]:
+def _regression_measures(evaluation: Evaluation) -> list[Measure]:
     test, unit = "test", evaluation.notes.get("unit", "")
     return [
         Measure("rmse", "RMSE", test, "low", 1, 4, unit, (("test/squared_error",),), root_mean),
@@ -336,7 +348,7 @@ def _aurc(weights: Sequence[Tensor], score: Tensor, correct: Tensor) -> Tensor:
     return metrics.aurc(-score, 1 - correct.double(), weights=weights[0])
 
 
-def _ranking(metric: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _ranking_statistic(metric: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A function of weights and scores that gives (R,) values of a metric of (score_in, score_ood)."""
 
     def statistic(weights: Sequence[Tensor], score_in: Tensor, score_ood: Tensor) -> Tensor:

@@ -4,83 +4,83 @@ import re
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from dissensus.bench.report.comparisons import SIGNIFICANT, Family, Resampled
-from dissensus.bench.report.measures import Measure, region_keys, spoken
-from dissensus.bench.report.results import Results, base_of, mean_over_seeds
+from dissensus.bench.report.comparisons import SIGNIFICANT, Family, ResampledMeasure
+from dissensus.bench.report.measures import Measure, region_keys, region_words
+from dissensus.bench.report.results import Results, base_method, mean_over_seeds
 from dissensus.bench.report.setting_sweep import sweep_of, sweep_sentence
-from dissensus.bench.report.tables import MeasureDraws, best_method, p_text, rows_by_method
+from dissensus.bench.report.tables import MeasureDraws, best_method, overlap_by_method, p_text
 from dissensus.evaluation.evaluation import Evaluation
 
 NEAR = 0.15  # an error that is larger by at most 15 % counts as equally good
 TWICE = 2.0  # this factor of entropy off the data counts as noticing it
 
 
-def claims(results: Results) -> list[str]:
+def question_sentences(results: Results) -> list[str]:
     """Sentences about the task's focus and the setting it sweeps; empty if it has neither."""
-    said = _focused(results)
+    said = _focus_sentences(results)
     sweep = sweep_of(results)
     return [*said, sweep_sentence(results, sweep)] if sweep is not None else said
 
 
-def _focused(results: Results) -> list[str]:
+def _focus_sentences(results: Results) -> list[str]:
     """Sentences on the method in focus, compared with all methods except its own variants."""
     if results.focus is None or not region_keys(results.methods[results.focus][0]):
         return []
     focus, several = results.focus, results.methods[results.focus]
-    others = [name for name in results.methods if base_of(name) != base_of(focus)]
+    others = [name for name in results.methods if base_method(name) != base_method(focus)]
     if not others:
         return []
     said = []
     for key in region_keys(several[0]):
-        region, quantity = spoken(key)
+        region, quantity = region_words(key)
         said.append(
             f"{region[0].upper()}{region[1:]}, {focus} has a mean {quantity} of {mean_over_seeds(key, several):.4g}: larger "
-            f"than that {_by_seeds(results, focus, others, key, _larger(key))}."
+            f"than that {_methods_by_seeds(results, focus, others, key, _has_larger(key))}."
         )
     baseline = results.baseline
     off = "region/off_data/entropy"
     if baseline in others and off in several[0].metrics:
         share = mean_over_seeds(off, several) / mean_over_seeds(off, results.methods[baseline])
+        twice = _seed_count_text(results, focus, baseline, lambda a, b: a.metrics[off] >= TWICE * b.metrics[off])
         said.append(
-            f"Off the data, {focus}'s entropy is {share:.2f} times that of {baseline}; at least twice on "
-            f"{_seeds(results, focus, baseline, lambda mine, other: mine.metrics[off] >= TWICE * other.metrics[off])}."
+            f"Off the data, {focus}'s entropy is {share:.2f} times that of {baseline}; at least twice on {twice}."
         )
     if "rmse" in several[0].metrics:
         said.append(
             f"The RMSE of {focus}'s mean, {mean_over_seeds('rmse', several):.4g}, is at most {100 * NEAR:.0f} % above that "
-            f"{_by_seeds(results, focus, others, 'rmse', _near)}."
+            f"{_methods_by_seeds(results, focus, others, 'rmse', _is_near)}."
         )
     return said
 
 
-def _larger(key: str) -> Callable[[Evaluation, Evaluation], bool]:
+def _has_larger(key: str) -> Callable[[Evaluation, Evaluation], bool]:
     return lambda mine, other: mine.metrics[key] > other.metrics[key]
 
 
-def _near(mine: Evaluation, other: Evaluation) -> bool:
+def _is_near(mine: Evaluation, other: Evaluation) -> bool:
     return mine.metrics["rmse"] <= (1 + NEAR) * other.metrics["rmse"]
 
 
-def _by_seeds(
+def _methods_by_seeds(
     results: Results, focus: str, others: list[str], key: str, holds: Callable[[Evaluation, Evaluation], bool]
 ) -> str:
     """ "of a (0.1) and b (0.2) on 5 of 5 seeds; of c (0.3) on 0 of 5 seeds": methods by how often the condition holds."""
     groups: dict[str, list[str]] = {}
     for name in others:
         value = f"{name} ({mean_over_seeds(key, results.methods[name]):.4g})"
-        groups.setdefault(_seeds(results, focus, name, holds), []).append(value)
+        groups.setdefault(_seed_count_text(results, focus, name, holds), []).append(value)
     ordered = sorted(groups, key=lambda seeds: -int(seeds.split()[0]))
-    return "; ".join(f"of {_joined(groups[seeds])} on {seeds}" for seeds in ordered)
+    return "; ".join(f"of {_join_words(groups[seeds])} on {seeds}" for seeds in ordered)
 
 
-def _seeds(results: Results, first: str, second: str, holds: Callable[[Evaluation, Evaluation], bool]) -> str:
+def _seed_count_text(results: Results, first: str, second: str, holds: Callable[[Evaluation, Evaluation], bool]) -> str:
     """ "3 of 5 seeds": how often the condition holds among the seeds that both methods have."""
     mine, other = (dict(zip(results.seeds(name), results.methods[name], strict=True)) for name in (first, second))
     pairs = [(mine[seed], other[seed]) for seed in mine if seed in other]
     return f"{sum(holds(*pair) for pair in pairs)} of {len(pairs)} seed{'s' * (len(pairs) != 1)}"
 
 
-def _joined(parts: list[str]) -> str:
+def _join_words(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
@@ -97,7 +97,7 @@ def headline(
     """
     by_key = {measure.key: measure for measure in found}
     first = next(iter(results.methods.values()))[0]
-    sentences = [_prediction(results, by_key, draws, against), _foreign_sentence(first.ood, by_key, draws)]
+    sentences = [_prediction_sentence(results, by_key, draws, against), _foreign_sentence(first.ood, by_key, draws)]
     if "corrupt/accuracy" in by_key:
         sentences.append(_corrupted_sentence(results, by_key["corrupt/accuracy"], draws["corrupt/accuracy"]))
     return [each for each in sentences if each]
@@ -108,9 +108,9 @@ def is_smoke(results: Results) -> bool:
     return any(origin.get("size") == "smoke" for several in results.origins.values() for origin in several)
 
 
-def tested(each: dict[str, Resampled]) -> list[str]:
+def test_set_sentences(each: dict[str, ResampledMeasure]) -> list[str]:
     """Why some methods are not compared; empty if all were tested on the same examples in the same order."""
-    first, rows = next(iter(each)), rows_by_method(each)
+    first, rows = next(iter(each)), overlap_by_method(each)
     others = [name for name, kind in rows.items() if kind == "own"]
     moved = [name for name, kind in rows.items() if kind == "shuffled"]
     said = []
@@ -127,10 +127,14 @@ def tested(each: dict[str, Resampled]) -> list[str]:
     return said
 
 
-def few(draws: MeasureDraws) -> list[str]:
+def few_examples_caution(draws: MeasureDraws) -> list[str]:
     """A caution if intervals rest on so few examples that skewed differences break Student's t."""
-    every = [each for by_method in draws.values() for each in by_method.values() if each.tested is not None]
-    found = {f"{e.measure.group}: {e.tested}" for e in every if (e.tested or 0) < FEW[len(e.measure.samples) - 1]}
+    every = [each for by_method in draws.values() for each in by_method.values() if each.example_count is not None]
+    found = {
+        f"{e.measure.group}: {e.example_count}"
+        for e in every
+        if (e.example_count or 0) < FEW[len(e.measure.samples) - 1]
+    }
     said = f"Few examples ({'; '.join(sorted(found))}): intervals and p-values are rough, because one unusual example matters. "
     return (
         [f"{said}Use {FEW[0]} test examples or more, and {FEW[1]} or more of each kind for OOD metrics."]
@@ -153,10 +157,12 @@ def cautions(results: Results) -> list[str]:
     return said
 
 
-def _prediction(results: Results, by_key: dict[str, Measure], draws: MeasureDraws, against: Family | None) -> str:
+def _prediction_sentence(
+    results: Results, by_key: dict[str, Measure], draws: MeasureDraws, against: Family | None
+) -> str:
     nll, quality = by_key["nll"], by_key.get("accuracy") or by_key["rmse"]
     each = draws["nll"]
-    if (best := _named(nll, each)) is None:
+    if (best := _sentence_method(nll, each)) is None:
         return ""
     interval = each[best].interval()
     ends = interval and f"95 % interval {nll.text(interval.lower)} to {nll.text(interval.upper)}"
@@ -172,7 +178,7 @@ def _prediction(results: Results, by_key: dict[str, Measure], draws: MeasureDraw
     if against is None or pair not in against.comparisons:
         return text
     comparison, p_value = against.comparisons[pair], against.p_values[pair]
-    counted = f"{p_text(p_value)}{', by Holm' if results.holm else ''}; counts {comparison.counted}"
+    counted = f"{p_text(p_value)}{', by Holm' if results.holm else ''}; counts {comparison.counted_text}"
     if p_value >= SIGNIFICANT:
         return (
             f"The lowest negative log-likelihood is that of {best}, {score}, {reached}: not ahead of {results.baseline} beyond "
@@ -186,7 +192,7 @@ def _foreign_sentence(names: Sequence[str], by_key: dict[str, Measure], draws: M
     clauses = []
     for name in names:
         measure, each = by_key[f"ood/{name}/auroc"], draws[f"ood/{name}/auroc"]
-        if (best := _named(measure, each)) is not None:
+        if (best := _sentence_method(measure, each)) is not None:
             ranked = " best" if len(each) > 1 else ""
             reached = _with_unit(measure, each[best].estimate)
             if each[best].estimate <= 0.5:
@@ -199,8 +205,8 @@ def _foreign_sentence(names: Sequence[str], by_key: dict[str, Measure], draws: M
     return f"{said} (50 % is chance, 100 % perfect)." if clauses else ""
 
 
-def _corrupted_sentence(results: Results, measure: Measure, each: dict[str, Resampled]) -> str:
-    if (best := _named(measure, each)) is None:
+def _corrupted_sentence(results: Results, measure: Measure, each: dict[str, ResampledMeasure]) -> str:
+    if (best := _sentence_method(measure, each)) is None:
         return ""
     several = results.methods[best]
 
@@ -215,7 +221,7 @@ def _corrupted_sentence(results: Results, measure: Measure, each: dict[str, Resa
     return f"{text}{100 * ece:.1f} % ({best}{', the best there' if len(each) > 1 else ''})."
 
 
-def _named(measure: Measure, each: dict[str, Resampled]) -> str | None:
+def _sentence_method(measure: Measure, each: dict[str, ResampledMeasure]) -> str | None:
     """The method of a sentence: the best, or the only one."""
     return next(iter(each)) if len(each) == 1 else best_method(measure, each)
 

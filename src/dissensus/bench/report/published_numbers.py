@@ -13,26 +13,36 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from dissensus.bench.report.comparisons import SIGNIFICANT, Compared, Family, compared, family, resampled
+from dissensus.bench.report.comparisons import (
+    SIGNIFICANT,
+    Family,
+    MethodComparison,
+    compare_methods,
+    comparison_family,
+    resample_measure,
+)
 from dissensus.bench.report.measures import Measure
-from dissensus.bench.report.results import Results, all_have, mean_over_seeds
-from dissensus.bench.report.tables import Cell, Table, measure_row, p_text, signed_text, table_of
+from dissensus.bench.report.results import Results, all_have_metric, mean_over_seeds
+from dissensus.bench.report.tables import Cell, Table, measure_row, method_table, p_text, signed_text
 
 HIGHER = ("accuracy", "auroc", "aupr", "aupr_in", "aupr_adjusted", "miou")
 PERCENT = (*HIGHER, "fpr95", "fpr95_in", "ece", "ece_union")
 
 
-class Published(NamedTuple):
+class PublishedNumber(NamedTuple):
     """A published number and its error; None if no error was given."""
 
     value: float
     error: float | None = None
 
 
-def published(reference: Mapping[str, Any]) -> dict[str, dict[str, Published]]:
+def published_numbers(reference: Mapping[str, Any]) -> dict[str, dict[str, PublishedNumber]]:
     """Method -> metric's key -> published number, from a task's [reference]."""
     return {
-        method: {key: Published(*value) if isinstance(value, list) else Published(value) for key, value in row.items()}
+        method: {
+            key: PublishedNumber(*value) if isinstance(value, list) else PublishedNumber(value)
+            for key, value in row.items()
+        }
         for method, row in reference.items()
         if method != "source"
     }
@@ -40,7 +50,7 @@ def published(reference: Mapping[str, Any]) -> dict[str, dict[str, Published]]:
 
 def reference_table(results: Results, found: Sequence[Measure]) -> Table | None:
     """Our numbers (mean over seeds) beside the published ones; None if the task has none for these methods."""
-    theirs = {name: row for name, row in published(results.reference).items() if name in results.methods}
+    theirs = {name: row for name, row in published_numbers(results.reference).items() if name in results.methods}
     if not any(theirs.values()):
         return None
     rows = []
@@ -48,11 +58,11 @@ def reference_table(results: Results, found: Sequence[Measure]) -> Table | None:
         measure = _measure(key, found)
         cells = []
         for name in theirs:
-            ours, number = _ours(results, key, name), theirs[name].get(key)
+            ours, number = _our_mean(results, key, name), theirs[name].get(key)
             text = "–" if ours is None else measure.text(ours)
             cells.append(Cell(text, note="" if number is None else f"published {_published_text(measure, number)}"))
         rows.append(measure_row(measure, cells))
-    return table_of(results, list(theirs), rows)
+    return method_table(results, list(theirs), rows)
 
 
 class Ordering(NamedTuple):
@@ -63,7 +73,7 @@ class Ordering(NamedTuple):
     behind: str
     published: tuple[float, float]
     ours: tuple[float, float]
-    comparison: Compared | None
+    comparison: MethodComparison | None
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -80,13 +90,13 @@ def orderings(results: Results, found: Sequence[Measure]) -> list[Ordering]:
 
     Without stored test examples, only the variation over seeds is counted.
     """
-    theirs = {name: row for name, row in published(results.reference).items() if name in results.methods}
+    theirs = {name: row for name, row in published_numbers(results.reference).items() if name in results.methods}
     listed = []
     for key in dict.fromkeys(key for row in theirs.values() for key in row):
         measure = _measure(key, found)
-        ours = {name: _ours(results, key, name) for name, row in theirs.items() if key in row}
+        ours = {name: _our_mean(results, key, name) for name, row in theirs.items() if key in row}
         known = {name: value for name, value in ours.items() if value is not None and measure.best is not None}
-        each = {name: resampled(measure, results.methods[name], seeds=results.seeds(name)) for name in known}
+        each = {name: resample_measure(measure, results.methods[name], seeds=results.seeds(name)) for name in known}
         for pair in combinations(known, 2):
             gap = _gap(measure, *(theirs[name][key].value for name in pair))
             if gap == 0:
@@ -99,7 +109,7 @@ def orderings(results: Results, found: Sequence[Measure]) -> list[Ordering]:
                     behind,
                     (theirs[ahead][key].value, theirs[behind][key].value),
                     (known[ahead], known[behind]),
-                    compared(each[ahead], each[behind], seeds_alone=True),
+                    compare_methods(each[ahead], each[behind], seeds_alone=True),
                 )
             )
     return listed
@@ -108,10 +118,11 @@ def orderings(results: Results, found: Sequence[Measure]) -> list[Ordering]:
 def reference_sentences(results: Results, found: Sequence[Measure]) -> list[str]:
     """A sentence with the number of orderings that differ from the published ones, then one for each with its numbers."""
     listed = orderings(results, found)
-    judged = family({each.key: each.comparison for each in listed}, holm=results.holm)
+    judged = comparison_family({each.key: each.comparison for each in listed}, holm=results.holm)
     said = [
-        f"{_label(each.measure)}: published, {each.ahead} is ahead of {each.behind} ({_pair(each.measure, *each.published)}); "
-        f"here it is {'level' if each.gap == 0 else 'behind'} ({_pair(each.measure, *each.ours)}; {_chance(each, judged)})."
+        f"{_measure_label(each.measure)}: published, {each.ahead} is ahead of {each.behind} "
+        f"({_pair_text(each.measure, *each.published)}); here it is {'level' if each.gap == 0 else 'behind'} "
+        f"({_pair_text(each.measure, *each.ours)}; {_chance_text(each, judged)})."
         for each in listed
         if each.gap <= 0
     ]
@@ -127,9 +138,9 @@ def _gap(measure: Measure, first: float, second: float) -> float:
     return measure.goodness(first) - measure.goodness(second)
 
 
-def _ours(results: Results, key: str, method: str) -> float | None:
+def _our_mean(results: Results, key: str, method: str) -> float | None:
     several = results.methods[method]
-    return mean_over_seeds(key, several) if all_have(key, several) else None
+    return mean_over_seeds(key, several) if all_have_metric(key, several) else None
 
 
 def _measure(key: str, found: Sequence[Measure]) -> Measure:
@@ -143,20 +154,20 @@ def _measure(key: str, found: Sequence[Measure]) -> Measure:
     return Measure(key, last.replace("_", " "), group, best, 100 if percent else 1, 2 if percent else 4, "%" * percent)  # type: ignore[arg-type]
 
 
-def _published_text(measure: Measure, number: Published) -> str:
+def _published_text(measure: Measure, number: PublishedNumber) -> str:
     shown = measure.text(number.value)
     return shown if number.error is None else f"{shown} ± {measure.text(number.error)}"
 
 
-def _pair(measure: Measure, first: float, second: float) -> str:
+def _pair_text(measure: Measure, first: float, second: float) -> str:
     return f"{measure.text(first)} against {measure.text(second)} {measure.unit}".strip()
 
 
-def _label(measure: Measure) -> str:
+def _measure_label(measure: Measure) -> str:
     return f"{measure.label}{f', {measure.group}' if measure.group not in ('', 'test') else ''}"
 
 
-def _chance(ordering: Ordering, judged: Family) -> str:
+def _chance_text(ordering: Ordering, judged: Family) -> str:
     """Our difference with its interval and whether it is significant, as words."""
     measure, comparison = ordering.measure, ordering.comparison
     if comparison is None:
@@ -165,5 +176,5 @@ def _chance(ordering: Ordering, judged: Family) -> str:
     verdict = "beyond chance" if p_value < SIGNIFICANT else "within chance"
     return (
         f"difference {signed_text(measure, comparison.difference)}, {signed_text(measure, interval.lower)} to "
-        f"{signed_text(measure, interval.upper)}, {verdict}, {p_text(p_value)}; counts {comparison.counted}"
+        f"{signed_text(measure, interval.upper)}, {verdict}, {p_text(p_value)}; counts {comparison.counted_text}"
     )

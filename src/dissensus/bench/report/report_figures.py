@@ -18,19 +18,19 @@ from torch import Tensor
 from dissensus import metrics
 from dissensus.bench.report import figure_sections
 from dissensus.bench.report.figure_sections import Made
-from dissensus.bench.report.results import Results, all_have, mean_over_seeds
+from dissensus.bench.report.results import Results, all_have_metric, mean_over_seeds
 from dissensus.bench.report.tables import MeasureDraws, score_pair
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.extreme_inputs import GROUPS
 from dissensus.evaluation.guarantees import DIFFICULTIES
 from dissensus.plots import charts
-from dissensus.plots.charts import INK, Curve, Panel, curve_figure, marked, short
+from dissensus.plots.charts import INK, Curve, Panel, curve_figure, marker_style, short_name
 from dissensus.storage.run_files import write_bytes, write_text
 
 
-def promised(results: Results, palette: Mapping[str, str]) -> Made | None:
+def guarantee_section(results: Results, palette: Mapping[str, str]) -> Made | None:
     """Coverage by difficulty and severity with the promised level; risk by acceptance with the promised risk."""
-    panels = [*_sets(results, palette), *_gates(results, palette)]
+    panels = [*_coverage_panels(results, palette), *_gate_panels(results, palette)]
     text = (
         "Dashed lines are the promised values, for inputs like the calibration rows. Coverage is promised over all inputs, not "
         "for the hard ones separately, and not for corrupted inputs. Markers on the risk curves are the gates."
@@ -39,29 +39,29 @@ def promised(results: Results, palette: Mapping[str, str]) -> Made | None:
     return ("Are promises kept?", text, figures) if figures else None
 
 
-def _sets(results: Results, palette: Mapping[str, str]) -> list[Panel]:
+def _coverage_panels(results: Results, palette: Mapping[str, str]) -> list[Panel]:
     panels = []
-    for name in _names(results, "/level"):
+    for name in _guarantee_names(results, "/level"):
         keys = [f"{name}/{each}/coverage" for each in DIFFICULTIES]
-        drawn = _curves(results, palette, [1, 2, 3], keys)
+        drawn = _method_curves(results, palette, [1, 2, 3], keys)
         if drawn:
-            level = _first(results, f"{name}/level")
+            level = _first_metric(results, f"{name}/level")
             label = {"xlabel": "thirds of the inputs, easy to hard", "ylabel": "sets that hold the truth"}
             title = {"title": f"Coverage by difficulty: {name}", "ylim": (None, 1.01)}
-            panels.append(Panel([*drawn, _line(1, 3, level)], label | title, percent="y", ticks=[1, 2, 3]))
+            panels.append(Panel([*drawn, _level_line(1, 3, level)], label | title, percent="y", ticks=[1, 2, 3]))
         severities = next(iter(results.methods.values()))[0].severities
         keys = [f"{name}/coverage", *(f"corrupt/severity{s}/{name}/coverage" for s in severities)]
-        if severities and (drawn := _curves(results, palette, [0, *severities], keys)):
+        if severities and (drawn := _method_curves(results, palette, [0, *severities], keys)):
             label = {"xlabel": "severity of corruption (0: clean)", "ylabel": "sets that hold the truth"}
             title = {"title": f"Coverage under corruption: {name}", "ylim": (None, 1.01)}
-            line = _line(0, max(severities), _first(results, f"{name}/level"))
+            line = _level_line(0, max(severities), _first_metric(results, f"{name}/level"))
             panels.append(Panel([*drawn, line], label | title, percent="y", ticks=[0, *severities]))
     return panels
 
 
-def _gates(results: Results, palette: Mapping[str, str]) -> list[Panel]:
+def _gate_panels(results: Results, palette: Mapping[str, str]) -> list[Panel]:
     panels = []
-    for name in _names(results, "/promised"):
+    for name in _guarantee_names(results, "/promised"):
         drawn = []
         for i, (method, several) in enumerate(results.methods.items()):
             first = several[0]
@@ -69,40 +69,44 @@ def _gates(results: Results, palette: Mapping[str, str]) -> list[Panel]:
                 continue
             x, y = (first.arrays[f"risk_coverage/{key}"].numpy() for key in ("coverage", "risk"))
             thin = np.linspace(0, len(x) - 1, min(len(x), 300)).round().astype(int)
-            drawn.append(Curve(x[thin], y[thin], short(method), {"color": palette[method]}))
+            drawn.append(Curve(x[thin], y[thin], short_name(method), {"color": palette[method]}))
             at = [first.metrics[f"{name}/accepted"]], [first.metrics.get(f"{name}/risk", 0.0)]
-            drawn.append(Curve(*at, f"_{method}", {"color": palette[method], **marked(i, size=7)}))
+            drawn.append(Curve(*at, f"_{method}", {"color": palette[method], **marker_style(i, size=7)}))
         if drawn and next(iter(results.methods.values()))[0].kind == "classification":
             label = {"xlabel": "inputs accepted, most certain first", "ylabel": "errors among accepted"}
             axes = label | {"title": f"Risk and acceptance: {name}", "xlim": (0, 1.02)}
-            panels.append(Panel([*drawn, _line(0, 1, _first(results, f"{name}/promised"))], axes, percent="xy"))
+            panels.append(
+                Panel([*drawn, _level_line(0, 1, _first_metric(results, f"{name}/promised"))], axes, percent="xy")
+            )
     return panels
 
 
-def _names(results: Results, ending: str) -> list[str]:
+def _guarantee_names(results: Results, ending: str) -> list[str]:
     """Names of the promises for which a method has a metric with this ending."""
     found = (key for several in results.methods.values() for key in several[0].metrics if key.endswith(ending))
     return [key.removesuffix(ending) for key in dict.fromkeys(found) if "/" not in key.removesuffix(ending)]
 
 
-def _curves(results: Results, palette: Mapping[str, str], x: Sequence[float], keys: Sequence[str]) -> list[Curve]:
+def _method_curves(
+    results: Results, palette: Mapping[str, str], x: Sequence[float], keys: Sequence[str]
+) -> list[Curve]:
     """One curve per method that has all these metrics, averaged over seeds."""
     return [
-        Curve(list(x), _means(several, keys), short(method), {"color": palette[method], **marked(i)})
+        Curve(list(x), _metric_means(several, keys), short_name(method), {"color": palette[method], **marker_style(i)})
         for i, (method, several) in enumerate(results.methods.items())
         if all(key in each.metrics for each in several for key in keys)
     ]
 
 
-def _means(several: Sequence[Evaluation], keys: Sequence[str]) -> list[float]:
+def _metric_means(several: Sequence[Evaluation], keys: Sequence[str]) -> list[float]:
     return [math.fsum(each.metrics[key] for each in several) / len(several) for key in keys]
 
 
-def _first(results: Results, key: str) -> float:
+def _first_metric(results: Results, key: str) -> float:
     return next(e.metrics[key] for several in results.methods.values() for e in several if key in e.metrics)
 
 
-def _line(left: float, right: float, height: float) -> Curve:
+def _level_line(left: float, right: float, height: float) -> Curve:
     return Curve([left, right], [height, height], "promised", {"color": INK, "linestyle": "--", "linewidth": 1})
 
 
@@ -122,19 +126,19 @@ def sections(results: Results, draws: MeasureDraws) -> list[Section]:
     first = {name: several[0] for name, several in results.methods.items()}
     palette = charts.colours(list(first))
     made: list[tuple[Made | None, dict[str, bool]]] = [
-        (figure_sections.looked_at(first, palette), {"first_seed": True, "wide": True}),
-        (figure_sections.segmented(first), {"first_seed": True, "wide": True}),
-        (figure_sections.swept(results, palette), {"wide": True}),
-        (figure_sections.learning(results, palette), {"wide": True}),
-        (figure_sections.over_training(results, palette), {"wide": True}),
-        (_calibration(first, palette), {"first_seed": True}),
-        (_coverage(first, palette), {"first_seed": True}),
+        (figure_sections.prediction_section(first, palette), {"first_seed": True, "wide": True}),
+        (figure_sections.segmentation_section(first), {"first_seed": True, "wide": True}),
+        (figure_sections.sweep_section(results, palette), {"wide": True}),
+        (figure_sections.learning_section(results, palette), {"wide": True}),
+        (figure_sections.distance_section(results, palette), {"wide": True}),
+        (_calibration_section(first, palette), {"first_seed": True}),
+        (_coverage_section(first, palette), {"first_seed": True}),
         (_foreign_section(first, palette), {"first_seed": True}),
-        (_selective(first, palette), {"first_seed": True}),
-        (promised(results, palette), {}),
+        (_selective_section(first, palette), {"first_seed": True}),
+        (guarantee_section(results, palette), {}),
         (_corrupted_section(results, palette), {}),
-        (figure_sections.corrupted_by_itself(first), {"first_seed": True}),
-        (figure_sections.attacked(results, palette), {"wide": True}),
+        (figure_sections.implicit_section(first), {"first_seed": True}),
+        (figure_sections.attack_section(results, palette), {"wide": True}),
     ]
     numbered, count = [], 0
     for section, how in made:
@@ -149,7 +153,7 @@ def sections(results: Results, draws: MeasureDraws) -> list[Section]:
     return numbered
 
 
-def against_cost(results: Results, draws: MeasureDraws) -> Section | None:
+def cost_section(results: Results, draws: MeasureDraws) -> Section | None:
     """Every method as a point with its interval: the first measure and NLL against the cost of training and prediction."""
     first = next(key for key in ("miou", "accuracy", "rmse") if key in draws)
     asked = [(first, "cost/train_seconds"), ("nll", "cost/train_seconds"), ("nll", "cost/predict_ms")]
@@ -159,7 +163,7 @@ def against_cost(results: Results, draws: MeasureDraws) -> Section | None:
     for key, cost in asked:
         points = {}
         for name, several in results.methods.items():
-            if all_have(cost, several) and name in draws[key]:
+            if all_have_metric(cost, several) and name in draws[key]:
                 interval = draws[key][name].interval()
                 ends = None if interval is None else (interval.lower, interval.upper)
                 points[name] = (mean_over_seeds(cost, several), draws[key][name].estimate, ends)
@@ -183,7 +187,7 @@ def against_cost(results: Results, draws: MeasureDraws) -> Section | None:
     return Section("Quality and cost", text, drawn) if drawn or unseen else None
 
 
-def _calibration(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+def _calibration_section(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
     figures = []
     for name, evaluation in first.items():
         for prefix, about in (("", ""), ("calibrated/", ", calibrated")):
@@ -192,7 +196,7 @@ def _calibration(first: dict[str, Evaluation], palette: dict[str, str]) -> Made 
             keys = ("counts", "confidence", "accuracy", "edges")
             parts = [evaluation.arrays[f"{prefix}reliability/{key}"] for key in keys]
             title = f"{name}{about}: ECE {100 * evaluation.metrics[f'{prefix}ece']:.2f} %"
-            figure = charts.reliability(*parts, title=title, colour=palette[name])
+            figure = charts.reliability_figure(*parts, title=title, colour=palette[name])
             figures.append((f"Reliability diagram of {name}{about}", figure))
     text = (
         "How often answers of a given confidence are right. Bars below the dashed line mean overconfident answers, bars above "
@@ -201,7 +205,7 @@ def _calibration(first: dict[str, Evaluation], palette: dict[str, str]) -> Made 
     return "Does confidence match accuracy?", text, figures
 
 
-def _coverage(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+def _coverage_section(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
     known = {name: e.arrays["test/cumulative"] for name, e in first.items() if "test/cumulative" in e.arrays}
     figures = [("Coverage of intervals", charts.interval_coverage_figure(known, palette=palette))] if known else []
     text = (
@@ -220,7 +224,7 @@ def _foreign_section(first: dict[str, Evaluation], palette: dict[str, str]) -> M
                 curve = metrics.roc_curve(*pair)
                 curves[name] = (curve.fpr, curve.tpr, e.metrics[f"ood/{foreign}/auroc"])
         if curves:
-            figure = charts.roc(curves, title=f"{foreign} against test inputs", palette=palette)
+            figure = charts.roc_figure(curves, title=f"{foreign} against test inputs", palette=palette)
             figures.append((f"ROC curves, {foreign} against test inputs", figure))
     for name, e in first.items():
         scores = {f: e.arrays[f"ood/{f}/score/{e.score}"] for f in names if f"ood/{f}/score/{e.score}" in e.arrays}
@@ -235,7 +239,7 @@ def _foreign_section(first: dict[str, Evaluation], palette: dict[str, str]) -> M
     return "Does it notice foreign inputs?", text, figures
 
 
-def _selective(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+def _selective_section(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
     curves = {
         name: (e.arrays["risk_coverage/coverage"], e.arrays["risk_coverage/risk"])
         for name, e in first.items()
@@ -256,8 +260,11 @@ def _corrupted_section(results: Results, palette: dict[str, str]) -> Made | None
     figures = []
     for key, label, percent in (("accuracy", "Accuracy", True), ("nll", "NLL (nats)", False), ("ece", "ECE", True)):
         values = {
-            name: (float(_mean_of(several, f"corrupt/clean/{key}")), _mean_of(several, f"corrupt/by_severity/{key}"))
-            for name, several in results.having(f"corrupt/by_severity/{key}").items()
+            name: (
+                float(_mean_array(several, f"corrupt/clean/{key}")),
+                _mean_array(several, f"corrupt/by_severity/{key}"),
+            )
+            for name, several in results.methods_with(f"corrupt/by_severity/{key}").items()
         }
         if values:
             panel = charts.corruption_panel(first.severities, values, label=label, percent=percent, palette=palette)
@@ -292,14 +299,20 @@ def pictures(evaluation: Evaluation) -> dict[str, list[Picture]]:
             confidence = float(evaluation.arrays["test/confidence"][row])
             names = [_class_name(classes, i) for i in (target, prediction)]
             answer = names[0] if target == prediction else f"{names[0]}, said {names[1]}"
-            shown.append(Picture(png(image), f"{answer} · {_share(confidence)}", target != prediction))
+            shown.append(
+                Picture(image_data_uri(image), f"{answer} · {_percent_text(confidence)}", target != prediction)
+            )
         found[group] = shown
     fooling = [
         evaluation.arrays.get(f"examples/fooling/{key}") for key in ("inputs", "target", "confidence", "reached")
     ]
     if fooling[0] is not None and fooling[0].ndim == 4:
         found["fooling"] = [
-            Picture(png(image), f"{_class_name(classes, int(target))} · {_share(float(confidence))}", not reached)
+            Picture(
+                image_data_uri(image),
+                f"{_class_name(classes, int(target))} · {_percent_text(float(confidence))}",
+                not reached,
+            )
             for image, target, confidence, reached in zip(*fooling, strict=True)
         ]
     return found
@@ -309,7 +322,7 @@ def _class_name(classes: Sequence[str], index: int) -> str:
     return classes[index] if index < len(classes) and classes[index] else str(index)
 
 
-def _share(confidence: float) -> str:
+def _percent_text(confidence: float) -> str:
     return f"{100 * confidence:.0f} %" if confidence < 0.995 else f"{100 * min(confidence, 0.99999):.3g} %"
 
 
@@ -344,7 +357,7 @@ def svg(figure: Figure, prefix: str) -> str:
     return drawn.replace(charts.INK, "currentColor").strip()
 
 
-def png(image: Tensor) -> str:
+def image_data_uri(image: Tensor) -> str:
     """An image (C, H, W) as a PNG data URI: uint8, in [0, 1], or rescaled to [0, 1]."""
     pixels: Any = image.double().numpy()
     if image.dtype.is_floating_point and (pixels.min() < -1e-3 or pixels.max() > 1 + 1e-3):
@@ -358,5 +371,5 @@ def png(image: Tensor) -> str:
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def _mean_of(several: Sequence[Evaluation], name: str) -> Any:
+def _mean_array(several: Sequence[Evaluation], name: str) -> Any:
     return np.mean([e.arrays[name].numpy() for e in several], axis=0)

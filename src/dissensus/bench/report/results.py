@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.utils.checks import one_of
-from dissensus.utils.pandas_rows import frame
+from dissensus.utils.pandas_rows import as_dataframe
 from dissensus.utils.text import CONTROL as CONTROL
 
 # The beginning of a spreadsheet formula, or of an escaped one; numbers do not match.
 FORMULA = re.compile(r"(?![+-]?(?:[\d.]+(?:e[+-]?\d+)?|inf|nan)\Z)'*[=+\-@\t\r]")
 
 
-class Swept(NamedTuple):
+class SweptSetting(NamedTuple):
     """A setting in which runs differ, and its value for each method that has it."""
 
     key: str
@@ -39,23 +39,23 @@ class Results:
     facts: dict[str, str] = field(default_factory=dict)  # provenance
     reference: dict[str, Any] = field(default_factory=dict)  # published numbers, as in a task
     focus: str | None = None  # the method that sentences on regions are about
-    sweep: Swept | None = None
+    sweep: SweptSetting | None = None
     holm: bool = False  # whether p-values are adjusted for the number of comparisons in a table
 
     def seeds(self, method: str) -> list[Any]:
         """The seeds of a method's evaluations; 0, 1, … if seeds are unknown."""
         return [origin.get("seed", i) for i, origin in enumerate(self.origins[method])]
 
-    def each(self) -> Iterator[tuple[dict[str, Any], Evaluation]]:
+    def iterate_evaluations(self) -> Iterator[tuple[dict[str, Any], Evaluation]]:
         """(origin, evaluation) of every method and seed."""
         for name, several in self.methods.items():
             yield from zip(self.origins[name], several, strict=True)
 
-    def having(self, array: str) -> dict[str, list[Evaluation]]:
+    def methods_with(self, array: str) -> dict[str, list[Evaluation]]:
         """The methods whose evaluations all have this array."""
         return {name: several for name, several in self.methods.items() if all(array in e.arrays for e in several)}
 
-    def compared_with(self, baseline: str | None = None, *, holm: bool = False) -> Results:
+    def with_baseline(self, baseline: str | None = None, *, holm: bool = False) -> Results:
         """The same results with another baseline (None keeps it), and with p-values adjusted or not."""
         if baseline is not None:
             one_of("a method of the report as baseline", baseline, self.methods)
@@ -63,7 +63,7 @@ class Results:
 
     def to_dataframe(self) -> Any:
         """A pandas.DataFrame: one row per method and seed, every metric a column, as in results.csv."""
-        return frame([origin | evaluation.metrics for origin, evaluation in self.each()])
+        return as_dataframe([origin | evaluation.metrics for origin, evaluation in self.iterate_evaluations()])
 
     @property
     def kind(self) -> str:
@@ -92,7 +92,10 @@ def results_of_evaluations(evaluations: Mapping[str, Evaluation | Sequence[Evalu
 
 def csv_text(results: Results) -> str:
     """results.csv: one row per method and seed, every metric in full precision."""
-    rows = [origin | {key: repr(value) for key, value in each.metrics.items()} for origin, each in results.each()]
+    rows = [
+        origin | {key: repr(value) for key, value in each.metrics.items()}
+        for origin, each in results.iterate_evaluations()
+    ]
     return table_text(list(dict.fromkeys(key for row in rows for key in row)), rows)
 
 
@@ -124,11 +127,11 @@ def mean_over_seeds(key: str, several: Sequence[Evaluation]) -> float:
     return fmean(each.metrics[key] for each in several)
 
 
-def all_have(key: str, several: Sequence[Evaluation]) -> bool:
+def all_have_metric(key: str, several: Sequence[Evaluation]) -> bool:
     """Whether every evaluation has this metric."""
     return all(key in each.metrics for each in several)
 
 
-def base_of(name: str) -> str:
+def base_method(name: str) -> str:
     """The method behind a name: "tradi" for "tradi" and for its variant "tradi-diagonal"."""
     return name.partition("-")[0]

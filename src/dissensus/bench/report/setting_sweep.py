@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from dissensus.bench.report.results import Results, all_have, base_of, mean_over_seeds
+from dissensus.bench.report.results import Results, all_have_metric, base_method, mean_over_seeds
 from dissensus.evaluation.evaluation import Evaluation
 
 CRITERION = "validation/corrupt/accuracy"  # a setting is chosen by this, never by test rows
@@ -24,7 +24,7 @@ class Sweep:
 
     @property
     def base(self) -> str:
-        return base_of(self.chosen)
+        return base_method(self.chosen)
 
 
 def sweep_of(results: Results) -> Sweep | None:
@@ -34,7 +34,7 @@ def sweep_of(results: Results) -> Sweep | None:
     values = {
         name: value
         for name, value in sorted(results.sweep.values.items(), key=lambda item: item[1])
-        if all_have(CRITERION, results.methods[name])
+        if all_have_metric(CRITERION, results.methods[name])
     }
     if len(values) < 2:
         return None
@@ -66,14 +66,14 @@ def sweep_sentence(results: Results, sweep: Sweep) -> str:
     text = (
         f"{sweep.base}: {sweep.key} = {sweep.values[sweep.chosen]:g} is chosen of "
         f"{', '.join(f'{value:g}' for value in sweep.values.values())}: the best accuracy on damaged validation images, "
-        f"{100 * mean_over_seeds(CRITERION, chosen):.2f} %. On test images it gives {_listed(chosen)}"
+        f"{100 * mean_over_seeds(CRITERION, chosen):.2f} %. On test images it gives {_accuracy_text(chosen)}"
     )
     others = [name for name in results.methods if name not in sweep.values]
     beside = results.baseline if results.baseline in others else next(iter(others), None)
-    return f"{text}; {beside} gives {_listed(results.methods[beside])}." if beside else f"{text}."
+    return f"{text}; {beside} gives {_accuracy_text(results.methods[beside])}." if beside else f"{text}."
 
 
-def _listed(several: Sequence[Evaluation]) -> str:
+def _accuracy_text(several: Sequence[Evaluation]) -> str:
     each = [accuracies(evaluation) for evaluation in several]
     shares = {title: fmean(found[title] for found in each) for title in each[0]}
     return ", ".join(f"{100 * share:.2f} % ({title})" for title, share in shares.items())

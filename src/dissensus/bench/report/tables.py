@@ -10,14 +10,14 @@ from dissensus.bench.report.comparisons import (
     SIGNIFICANT,
     Family,
     Overlap,
-    Resampled,
-    compared,
-    family,
-    resampled,
-    rows_of,
+    ResampledMeasure,
+    compare_methods,
+    comparison_family,
+    example_overlap,
+    resample_measure,
 )
 from dissensus.bench.report.measures import Measure, distance_measures, measures, member_measures
-from dissensus.bench.report.results import Results, all_have, mean_over_seeds
+from dissensus.bench.report.results import Results, all_have_metric, mean_over_seeds
 from dissensus.evaluation.classification import SCORES as CLASS_SCORES
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.regression import SCORES as TARGET_SCORES
@@ -57,10 +57,10 @@ class Table:
         return [f"{name} ({below})" for name, below in zip(self.columns, self.below, strict=False)] or self.columns
 
 
-MeasureDraws = dict[str, dict[str, Resampled]]  # measure's key -> method -> resamples
+MeasureDraws = dict[str, dict[str, ResampledMeasure]]  # measure's key -> method -> resamples
 
 
-def draws_of(results: Results, only: Collection[str] | None = None) -> tuple[list[Measure], MeasureDraws]:
+def measures_and_draws(results: Results, only: Collection[str] | None = None) -> tuple[list[Measure], MeasureDraws]:
     """The measures of all methods, and their resamples for every method that has them; `only`: restricts to these keys."""
     found: dict[str, Measure] = {}
     for several in results.methods.values():
@@ -68,9 +68,9 @@ def draws_of(results: Results, only: Collection[str] | None = None) -> tuple[lis
     found = {key: measure for key, measure in found.items() if only is None or key in only}
     draws = {
         key: {
-            name: resampled(measure, several, seeds=results.seeds(name))
+            name: resample_measure(measure, several, seeds=results.seeds(name))
             for name, several in results.methods.items()
-            if all_have(key, several)
+            if all_have_metric(key, several)
         }
         for key, measure in found.items()
     }
@@ -80,9 +80,9 @@ def draws_of(results: Results, only: Collection[str] | None = None) -> tuple[lis
 def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) -> Table:
     """Every measure of every method; the best is marked and all others are compared with it."""
     best = {measure.key: best_method(measure, draws[measure.key]) for measure in found}
-    against = family(
+    against = comparison_family(
         {
-            (key, name): compared(each, draws[key][str(best[key])])
+            (key, name): compare_methods(each, draws[key][str(best[key])])
             for key in best
             for name, each in draws[key].items()
             if best[key] is not None and name != best[key]
@@ -97,7 +97,7 @@ def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) 
         clear = first is not None and all(
             against.p_values.get((measure.key, name), 1.0) < SIGNIFICANT
             and against.comparisons[measure.key, name].seeds > 1  # one seed shows no variation over seeds
-            and not measure.alike(other.estimate, each[first].estimate)
+            and not measure.is_negligible(other.estimate, each[first].estimate)
             for name, other in each.items()
             if other.estimate != each[first].estimate
         )
@@ -108,14 +108,14 @@ def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) 
             for name in results.methods
         ]
         rows.append(measure_row(measure, cells))
-    return table_of(results, list(results.methods), rows)
+    return method_table(results, list(results.methods), rows)
 
 
-def differences(results: Results, found: Sequence[Measure], draws: MeasureDraws, baseline: str) -> Family:
+def compare_with_baseline(results: Results, found: Sequence[Measure], draws: MeasureDraws, baseline: str) -> Family:
     """Every other method compared with the baseline in every measure that can be better or worse."""
-    return family(
+    return comparison_family(
         {
-            (measure.key, name): compared(each, draws[measure.key][baseline])
+            (measure.key, name): compare_methods(each, draws[measure.key][baseline])
             for measure in found
             for name, each in draws[measure.key].items()
             if measure.best is not None and name != baseline and baseline in draws[measure.key]
@@ -139,10 +139,10 @@ def difference_table(results: Results, found: Sequence[Measure], against: Family
                 cells.append(Cell("–"))
                 continue
             interval, p_value = comparison.interval(against.level), against.p_values[pair]
-            widest = measure.possible[1] - measure.possible[0]  # the largest possible difference
+            widest = measure.possible_range[1] - measure.possible_range[0]  # the largest possible difference
             lower, upper = max(interval.lower, -widest), min(interval.upper, widest)
             better = measure.goodness(comparison.first) > measure.goodness(comparison.second)
-            noticed = better and not measure.alike(comparison.first, comparison.second)
+            noticed = better and not measure.is_negligible(comparison.first, comparison.second)
             clear = p_value < SIGNIFICANT and noticed and comparison.seeds > 1
             cells.append(
                 Cell(
@@ -154,38 +154,40 @@ def difference_table(results: Results, found: Sequence[Measure], against: Family
                 )
             )
         rows.append(measure_row(measure, cells))
-    return table_of(results, others, rows)
+    return method_table(results, others, rows)
 
 
 def member_table(results: Results) -> Table | None:
     """Mixtures and their members; None if no method has several members."""
     several = {name: each for name, each in results.methods.items() if "members/count" in each[0].metrics}
-    return _means(results, several, [m for each in several.values() for m in member_measures(each[0])])
+    return _mean_table(results, several, [m for each in several.values() for m in member_measures(each[0])])
 
 
 def distance_table(results: Results) -> Table | None:
     """Distances between the trained members of every method at training inputs; None if not measured."""
     known = {name: each for name, each in results.methods.items() if "distances/weight" in each[0].metrics}
-    return _means(results, known, distance_measures())
+    return _mean_table(results, known, distance_measures())
 
 
-def _means(results: Results, methods: dict[str, list[Evaluation]], found: Sequence[Measure]) -> Table | None:
+def _mean_table(results: Results, methods: dict[str, list[Evaluation]], found: Sequence[Measure]) -> Table | None:
     """Means over seeds for some methods, one row per measure."""
     rows = []
     for measure in {each.key: each for each in found}.values():
-        known = [all_have(measure.key, several) for several in methods.values()]
+        known = [all_have_metric(measure.key, several) for several in methods.values()]
         cells = [
             Cell(measure.text(mean_over_seeds(measure.key, several)) if there else "–")
             for several, there in zip(methods.values(), known, strict=True)
         ]
         rows.append(Row(measure.label, measure.unit, "", cells))
-    return table_of(results, list(methods), rows) if methods else None
+    return method_table(results, list(methods), rows) if methods else None
 
 
 def corruption_table(results: Results, metric: str, measure: Measure, *, marked: bool = True) -> Table | None:
     """A metric for every type of corruption, averaged over severities and seeds; `marked`: marks the best."""
     first = next(iter(results.methods.values()))[0]
-    return _detail(results, {kind: f"corrupt/{kind}/{metric}" for kind in first.corruptions}, measure, marked=marked)
+    return _detail_table(
+        results, {kind: f"corrupt/{kind}/{metric}" for kind in first.corruptions}, measure, marked=marked
+    )
 
 
 def attack_table(results: Results, metric: str, measure: Measure, *, marked: bool = True) -> Table | None:
@@ -193,14 +195,14 @@ def attack_table(results: Results, metric: str, measure: Measure, *, marked: boo
     keys = dict.fromkeys(key for several in results.methods.values() for key in several[0].metrics)
     split = [key.split("/") for key in keys if key.startswith("attack/")]
     rows = {f"{each[1]}, ε = {each[2]}": "/".join(each) for each in split if len(each) == 4 and each[3] == metric}
-    return _detail(results, rows, measure, marked=marked)
+    return _detail_table(results, rows, measure, marked=marked)
 
 
-def _detail(results: Results, keys: Mapping[str, str], measure: Measure, *, marked: bool) -> Table | None:
+def _detail_table(results: Results, keys: Mapping[str, str], measure: Measure, *, marked: bool) -> Table | None:
     """One row per label with the numbers of its key, averaged over seeds; None without rows."""
     rows = []
     for label, key in keys.items():
-        values = {n: mean_over_seeds(key, each) for n, each in results.methods.items() if all_have(key, each)}
+        values = {n: mean_over_seeds(key, each) for n, each in results.methods.items() if all_have_metric(key, each)}
         best = max(values.values(), key=measure.goodness) if marked and len(values) > 1 else None
         cells = [
             Cell(text := measure.text(values[n]), best=best is not None and text == measure.text(best))
@@ -209,7 +211,7 @@ def _detail(results: Results, keys: Mapping[str, str], measure: Measure, *, mark
             for n in results.methods
         ]
         rows.append(Row(label.replace("_", " "), "", "", cells))
-    return table_of(results, list(results.methods), rows) if rows else None
+    return method_table(results, list(results.methods), rows) if rows else None
 
 
 def score_table(results: Results) -> Table | None:
@@ -226,7 +228,7 @@ def score_table(results: Results) -> Table | None:
                 continue
             cells = [Cell(f"{100 * fmean(values):.2f}" if values else "–") for values in found]
             rows.append(Row(name.replace("_", " "), "%", "↑", cells, foreign))
-    return table_of(results, list(results.methods), rows) if rows else None
+    return method_table(results, list(results.methods), rows) if rows else None
 
 
 def _score_auroc(evaluation: Evaluation, foreign: str, score: str) -> float | None:
@@ -243,24 +245,24 @@ def score_pair(evaluation: Evaluation, foreign: str, score: str) -> tuple[Tensor
     return evaluation.arrays[names[0]], evaluation.arrays[names[1]]
 
 
-def rows_by_method(draws: dict[str, Resampled]) -> dict[str, Overlap]:
+def overlap_by_method(draws: dict[str, ResampledMeasure]) -> dict[str, Overlap]:
     """Whether each method was tested on the examples of the first method."""
     first = next(iter(draws.values()))
-    return {name: rows_of(first, each) for name, each in draws.items()}
+    return {name: example_overlap(first, each) for name, each in draws.items()}
 
 
-def best_method(measure: Measure, draws: dict[str, Resampled]) -> str | None:
+def best_method(measure: Measure, draws: dict[str, ResampledMeasure]) -> str | None:
     """The method with the best estimate; None if there is none, or if methods were tested on different examples."""
-    if measure.best is None or len(draws) < 2 or "own" in rows_by_method(draws).values():
+    if measure.best is None or len(draws) < 2 or "own" in overlap_by_method(draws).values():
         return None
     return max(draws, key=lambda name: measure.goodness(draws[name].estimate))
 
 
 def measure_row(measure: Measure, cells: list[Cell]) -> Row:
-    return Row(measure.label, measure.unit, arrow(measure), cells, measure.group)
+    return Row(measure.label, measure.unit, direction_arrow(measure), cells, measure.group)
 
 
-def arrow(measure: Measure) -> str:
+def direction_arrow(measure: Measure) -> str:
     if isinstance(measure.best, float):
         return f"→ {measure.text(measure.best)}"
     return {"high": "↑", "low": "↓"}.get(measure.best or "", "")
@@ -275,7 +277,7 @@ def p_text(p_value: float) -> str:
     return "p < 0.001" if p_value < 0.001 else f"p = {p_value:.3f}"
 
 
-def table_of(results: Results, names: Sequence[str], rows: list[Row]) -> Table:
+def method_table(results: Results, names: Sequence[str], rows: list[Row]) -> Table:
     """A table of rows under these methods, with their numbers of seeds if these differ."""
     counts = {name: len(several) for name, several in results.methods.items()}
     below = [f"{counts[name]} seed{'s' * (counts[name] != 1)}" for name in names]
@@ -283,7 +285,12 @@ def table_of(results: Results, names: Sequence[str], rows: list[Row]) -> Table:
 
 
 def _cell(
-    measure: Measure, mine: Resampled, best: Resampled | None, p_value: float | None, *, clear: bool = False
+    measure: Measure,
+    mine: ResampledMeasure,
+    best: ResampledMeasure | None,
+    p_value: float | None,
+    *,
+    clear: bool = False,
 ) -> Cell:
     """A number, marked as best (several may be) or compared with the best; `clear`: whether the best wins clearly."""
     interval = mine.interval()

@@ -21,19 +21,21 @@ class TaskRows(NamedTuple):
 
     x: Tensor
     y: Tensor
-    true: Tensor | None = None  # the true labels if some were made wrong, else None
+    true_labels: Tensor | None = None  # the true labels if some were made wrong, else None
 
-    def at(self, rows: Tensor) -> TaskRows:
-        return TaskRows(self.x[rows], self.y[rows], None if self.true is None else self.true[rows])
+    def select(self, rows: Tensor) -> TaskRows:
+        return TaskRows(self.x[rows], self.y[rows], None if self.true_labels is None else self.true_labels[rows])
 
-    def first(self, count: int | None, *, seed: int) -> TaskRows:
+    def sample(self, count: int | None, *, seed: int) -> TaskRows:
         """At most `count` rows, chosen by the seed, in their original order."""
         if count is None or count >= len(self.y):
             return self
-        return self.at(torch.randperm(len(self.y), generator=torch.Generator().manual_seed(seed))[:count].sort().values)
+        return self.select(
+            torch.randperm(len(self.y), generator=torch.Generator().manual_seed(seed))[:count].sort().values
+        )
 
 
-class Asked(NamedTuple):
+class DataRequest(NamedTuple):
     """The request for the rows of a user's data set."""
 
     folder: Root  # folder of the user's data
@@ -59,7 +61,7 @@ def find_file(name: str, folders: Sequence[Path], what: str = "") -> Path:
     )
 
 
-class LearnedRows(NamedTuple):
+class DatasetRows(NamedTuple):
     """The rows of a data set for training. `validation`: None if the set has no validation rows; `ood`, `shift`: sets that
     come with it, for a segmentation the foreign pixels of its test rows."""
 
@@ -69,5 +71,5 @@ class LearnedRows(NamedTuple):
     validation: TaskRows | None = None
     ood: Mapping[str, TaskRows] = MappingProxyType({})
     shift: Mapping[str, TaskRows] = MappingProxyType({})
-    read: Callable[[str, bool], TaskRows] | None = None  # (file, whether it has targets) -> rows like these
+    read_file: Callable[[str, bool], TaskRows] | None = None  # (file, whether it has targets) -> rows like these
     sorted: bool = False  # whether training rows may come sorted by class

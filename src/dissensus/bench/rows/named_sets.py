@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from dissensus.bench.rows.dataset_rows import Asked, LearnedRows, Root, SetKind, TaskRows
-from dissensus.bench.rows.segmentation_rows import own_scenes, scene_folder, scenes
-from dissensus.bench.rows.user_data import folder_rows, made_rows, npz_rows, table_rows, uci_rows
-from dissensus.bench.user_code import imported
+from dissensus.bench.rows.dataset_rows import DataRequest, DatasetRows, Root, SetKind, TaskRows
+from dissensus.bench.rows.segmentation_rows import own_scene_rows, scene_folder, scene_rows
+from dissensus.bench.rows.user_data import folder_rows, function_rows, npz_rows, table_rows, uci_rows
+from dissensus.bench.user_code import is_import_path
 from dissensus.data import (
     cubic,
     cubic_gap,
@@ -37,30 +37,30 @@ from dissensus.data.tabular import REGRESSION_SETS, regression_folder
 class TaskSet(NamedTuple):
     """A data set for training: the function that makes its rows, its kind and its description."""
 
-    make: Callable[..., LearnedRows]  # (folder, **options), or (asked, **options)
+    make: Callable[..., DatasetRows]  # (folder, **options), or (asked, **options)
     kind: SetKind | None  # None: the likelihood decides between classes and values
-    about: str
-    where: str | Callable[[Root], Path] = "generated"  # a function if the user provides the files
-    own: bool = False  # whether the rows are the user's: `make` then takes an `Asked` instead of the folder
+    description: str
+    location: str | Callable[[Root], Path] = "generated"  # a function if the user provides the files
+    is_user_data: bool = False  # whether the rows are the user's: `make` then takes an `Asked` instead of the folder
     standardised: bool = False  # whether inputs are standardised already, unless the task says otherwise
 
 
 def task_set(name: str) -> TaskSet:
     """The set of that name: one of SETS, or the result of the user's function."""
-    if imported(name):
-        return TaskSet(partial(made_rows, name), None, "your own function", "your file", own=True)
+    if is_import_path(name):
+        return TaskSet(partial(function_rows, name), None, "your own function", "your file", is_user_data=True)
     return SETS[name]
 
 
-def image_file(asked: Asked, name: str, labelled: bool) -> TaskRows:
+def image_file(asked: DataRequest, name: str, labelled: bool) -> TaskRows:
     """The images and labels in an .npz file."""
     images, labels = read_npz(asked.path(name))
     return TaskRows(torch.from_numpy(images), torch.from_numpy(labels))
 
 
-def present(name: str, folder: Root) -> str:
+def set_location(name: str, folder: Root) -> str:
     """Where a set is: "shipped", "generated", a folder, or "not found"."""
-    where = SETS[name].where
+    where = SETS[name].location
     if isinstance(where, str):
         return where
     try:
@@ -72,14 +72,14 @@ def present(name: str, folder: Root) -> str:
 # ------------------------------------------------------------------------------------------- images
 
 
-def _digits(folder: Root) -> LearnedRows:
+def _digits(folder: Root) -> DatasetRows:
     train, test = digits()
-    return LearnedRows(_task_rows(train), _task_rows(test), train.classes)
+    return DatasetRows(_task_rows(train), _task_rows(test), train.classes)
 
 
-def _catalogued_images(name: str, folder: Root) -> LearnedRows:
+def _catalogued_images(name: str, folder: Root) -> DatasetRows:
     train, test = (image_set(name, split, folder=folder) for split in ("train", "test"))
-    return LearnedRows(_task_rows(train), _task_rows(test), train.classes)
+    return DatasetRows(_task_rows(train), _task_rows(test), train.classes)
 
 
 def _image_folder(name: str, folder: Root) -> Path:
@@ -97,9 +97,9 @@ def _task_rows(images: ImageSet) -> TaskRows:
 # ------------------------------------------------------------------------------------------- toys
 
 
-def _two_moons(folder: Root, count: int = 1000, noise: float = 0.1) -> LearnedRows:
+def _two_moons(folder: Root, count: int = 1000, noise: float = 0.1) -> DatasetRows:
     train, test = (two_moons(count, noise=noise, seed=seed) for seed in (0, 1))
-    return LearnedRows(TaskRows(*train), TaskRows(*test), ("upper", "lower"))
+    return DatasetRows(TaskRows(*train), TaskRows(*test), ("upper", "lower"))
 
 
 def _far_ring(folder: Root) -> TaskRows:
@@ -107,26 +107,26 @@ def _far_ring(folder: Root) -> TaskRows:
     return TaskRows(x, torch.zeros(len(x), dtype=torch.int64))
 
 
-def _five_blobs(folder: Root, points: int = 40, scale: float = 0.4, draw: int = 0) -> LearnedRows:
+def _five_blobs(folder: Root, points: int = 40, scale: float = 0.4, draw: int = 0) -> DatasetRows:
     train, test = five_blobs(points, scale=scale, seed=draw), five_blobs(20, scale=scale, seed=1000 + draw)
-    return LearnedRows(TaskRows(*train), TaskRows(*test), tuple("12345"))
+    return DatasetRows(TaskRows(*train), TaskRows(*test), tuple("12345"))
 
 
-def _three_clusters(folder: Root) -> LearnedRows:
+def _three_clusters(folder: Root) -> DatasetRows:
     """The papers' 400 points have no test set: test errors are those on the training points."""
     rows = TaskRows(*three_clusters())
-    return LearnedRows(rows, rows, ())
+    return DatasetRows(rows, rows, ())
 
 
-def _x_sin_x(folder: Root, points: int = 45, noise: float = 0.25) -> LearnedRows:
+def _x_sin_x(folder: Root, points: int = 45, noise: float = 0.25) -> DatasetRows:
     train, test = x_sin_x(points, noise=noise, seed=0), x_sin_x(4 * points, noise=noise, seed=1)
-    return LearnedRows(TaskRows(*train), TaskRows(*test), ())
+    return DatasetRows(TaskRows(*train), TaskRows(*test), ())
 
 
-def _x_sin_x_features(folder: Root, points: int = 45, noise: float = 0.25, draw: int = 0) -> LearnedRows:
+def _x_sin_x_features(folder: Root, points: int = 45, noise: float = 0.25, draw: int = 0) -> DatasetRows:
     train, test = x_sin_x(points, noise=noise, seed=2 * draw), x_sin_x(4 * points, noise=noise, seed=2 * draw + 1)
     first, second = (TaskRows(quadratic_features(x), y) for x, y in (train, test))
-    return LearnedRows(first, second, ())
+    return DatasetRows(first, second, ())
 
 
 def _x_sin_x_gap(folder: Root, points: int = 45, noise: float = 0.25) -> TaskRows:
@@ -136,12 +136,12 @@ def _x_sin_x_gap(folder: Root, points: int = 45, noise: float = 0.25) -> TaskRow
     return TaskRows(x, x * x.sin() + noise * torch.randn(200, 1, generator=generator))
 
 
-def _cubic(folder: Root, points: int = 20, noise: float = 3.0, draw: int = 0) -> LearnedRows:
+def _cubic(folder: Root, points: int = 20, noise: float = 3.0, draw: int = 0) -> DatasetRows:
     train, test = cubic(points, noise=noise, seed=2 * draw), cubic(200, noise=noise, seed=2 * draw + 1)
-    return LearnedRows(TaskRows(*train), TaskRows(*test), ())
+    return DatasetRows(TaskRows(*train), TaskRows(*test), ())
 
 
-def _outside(folder: Root, points: int = 20, noise: float = 3.0, draw: int = 0) -> TaskRows:
+def _cubic_outside(folder: Root, points: int = 20, noise: float = 3.0, draw: int = 0) -> TaskRows:
     """x³ on [−6, −4] and [4, 6], outside the training inputs of `cubic`."""
     generator = torch.Generator().manual_seed(draw)
     x = 4.0 + 2.0 * torch.rand(200, 1, generator=generator)
@@ -149,9 +149,9 @@ def _outside(folder: Root, points: int = 20, noise: float = 3.0, draw: int = 0) 
     return TaskRows(x, x**3 + noise * torch.randn(200, 1, generator=generator))
 
 
-def _cubic_gap(folder: Root, points: int = 201, noise: float = 2.0, draw: int = 0) -> LearnedRows:
+def _cubic_gap(folder: Root, points: int = 201, noise: float = 2.0, draw: int = 0) -> DatasetRows:
     train, test = cubic_gap(points, noise=noise, seed=2 * draw), cubic_gap(noise=noise, seed=2 * draw + 1)
-    return LearnedRows(TaskRows(*train), TaskRows(*test), ())
+    return DatasetRows(TaskRows(*train), TaskRows(*test), ())
 
 
 def _cubic_elsewhere(
@@ -162,9 +162,9 @@ def _cubic_elsewhere(
     return TaskRows(x, x**3 + noise * torch.randn(200, 1, generator=torch.Generator().manual_seed(draw)))
 
 
-def _hill(folder: Root, points: int = 3, noise: float = 0.5) -> LearnedRows:
+def _hill(folder: Root, points: int = 3, noise: float = 0.5) -> DatasetRows:
     """Training rows without noise, so that both sides are equal; test rows with noise."""
-    return LearnedRows(TaskRows(*hill(points)), TaskRows(*hill(10 * points, noise=noise)), ())
+    return DatasetRows(TaskRows(*hill(points)), TaskRows(*hill(10 * points, noise=noise)), ())
 
 
 GAP = (0.0, 2.0)  # gap in the inputs of a Gaussian-process sample; training inputs lie on [−4, 0] and [2, 4]
@@ -172,9 +172,9 @@ GAP = (0.0, 2.0)  # gap in the inputs of a Gaussian-process sample; training inp
 
 def _gp_draw(
     folder: Root, points: int = 40, lengthscale: float = 1.0, noise: float = 0.1, draw: int = 0
-) -> LearnedRows:
+) -> DatasetRows:
     seen, _ = _gp_rows(points, lengthscale, noise, draw)
-    return LearnedRows(seen.at(torch.arange(points)), seen.at(torch.arange(points, len(seen.y))), ())
+    return DatasetRows(seen.select(torch.arange(points)), seen.select(torch.arange(points, len(seen.y))), ())
 
 
 def _gp_gap(folder: Root, points: int = 40, lengthscale: float = 1.0, noise: float = 0.1, draw: int = 0) -> TaskRows:
@@ -186,7 +186,7 @@ def _gp_rows(points: int, lengthscale: float, noise: float, draw: int) -> tuple[
     """Rows of one function, outside and inside the gap."""
     rows = TaskRows(*gaussian_process(2 * points + 400, lengthscale=lengthscale, noise=noise, seed=draw))
     inside = ((rows.x > GAP[0]) & (rows.x < GAP[1])).squeeze(1)
-    return rows.at(torch.nonzero(~inside).squeeze(1)), rows.at(torch.nonzero(inside).squeeze(1))
+    return rows.select(torch.nonzero(~inside).squeeze(1)), rows.select(torch.nonzero(inside).squeeze(1))
 
 
 SETS: dict[str, TaskSet] = {
@@ -205,17 +205,17 @@ SETS: dict[str, TaskSet] = {
     "hill": TaskSet(_hill, "regression", "1 in the middle and −1 on both sides, symmetric"),
     "gp_draw": TaskSet(_gp_draw, "regression", "a sample of a Gaussian process, observed on two intervals"),
     "npz": TaskSet(
-        npz_rows, None, "arrays x and y in .npz files: data.train_file, data.test_file", "your files", own=True
+        npz_rows, None, "arrays x and y in .npz files: data.train_file, data.test_file", "your files", is_user_data=True
     ),
     "folder": TaskSet(
-        folder_rows, "classification", "images in data.path/train/CLASS and test/CLASS", "your files", own=True
+        folder_rows, "classification", "images in data.path/train/CLASS and test/CLASS", "your files", is_user_data=True
     ),
     "table": TaskSet(
         table_rows,
         None,
         "a CSV or Parquet file: data.file, data.target",
         "your files",
-        own=True,
+        is_user_data=True,
         standardised=True,
     ),
     **{
@@ -228,29 +228,32 @@ SETS: dict[str, TaskSet] = {
         for name in ("mnist", "fashion_mnist", "cifar10", "cifar100", "svhn")
     },
     "camvid": TaskSet(
-        partial(scenes, camvid), "segmentation", "11 classes of street scenes", partial(scene_folder, "trainannot")
+        partial(scene_rows, camvid), "segmentation", "11 classes of street scenes", partial(scene_folder, "trainannot")
     ),
     "streethazards": TaskSet(
-        partial(scenes, streethazards),
+        partial(scene_rows, streethazards),
         "segmentation",
         "13 classes of simulated streets, and anomalies",
         partial(scene_folder, "train/annotations/training"),
     ),
     "bdd_anomaly": TaskSet(
-        partial(scenes, bdd_anomaly),
+        partial(scene_rows, bdd_anomaly),
         "segmentation",
         "19 classes of streets, some of them anomalies",
         partial(scene_folder, "seg/labels/train"),
     ),
     "segmentation_folder": TaskSet(
-        own_scenes, "segmentation", "images and masks in folders: data.images, data.masks, data.classes", "your files"
+        own_scene_rows,
+        "segmentation",
+        "images and masks in folders: data.images, data.masks, data.classes",
+        "your files",
     ),
     "uci_regression": TaskSet(
         uci_rows,
         "regression",
         f"data.set of {', '.join(REGRESSION_SETS)}, or your own folder in this layout; data.split",
         lambda folder: regression_folder(folder, *REGRESSION_SETS),
-        own=True,
+        is_user_data=True,
     ),
 }
 FOREIGN: dict[str, Callable[[Root], TaskRows]] = {
@@ -261,7 +264,7 @@ FOREIGN: dict[str, Callable[[Root], TaskRows]] = {
 }
 SHIFTED: dict[str, Callable[..., TaskRows]] = {
     "gap": _x_sin_x_gap,
-    "outside": _outside,
+    "outside": _cubic_outside,
     "gp_gap": _gp_gap,
     "cubic_between": partial(_cubic_elsewhere, 0.0, 1.0),
     "cubic_beyond": partial(_cubic_elsewhere, 3.0, 4.0),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dissensus.bench.rows.dataset_rows import LearnedRows, Root, TaskRows
+from dissensus.bench.rows.dataset_rows import DatasetRows, Root, TaskRows
 from dissensus.data.find_files import data_folder
 from dissensus.data.segmentation import VOID, SegmentationSet, segmentation_folder, with_unknown
 from dissensus.data.street_scenes import SPLITS
@@ -12,9 +12,9 @@ from dissensus.data.street_scenes import SPLITS
 UNKNOWN = "unknown"  # the set of foreign pixels: masks of test images, 1 at pixels of unknown classes
 
 
-def scenes(
+def scene_rows(
     read: Callable[..., SegmentationSet], folder: Root, unknown: Sequence[str] = (), size: Sequence[int] | None = None
-) -> LearnedRows:
+) -> DatasetRows:
     """Images and masks of a set's splits. `unknown`: classes that are ignored in training and foreign at test time."""
     train, validation, test = (read(split, folder=folder, size=size) for split in SPLITS)
     ood = {}
@@ -24,10 +24,10 @@ def scenes(
         )
         ood = {UNKNOWN: TaskRows(test.images, foreign)}
     learned, held, tested = (TaskRows(each.images, each.masks) for each in (train, validation, test))
-    return LearnedRows(learned, tested, train.classes, held, ood)
+    return DatasetRows(learned, tested, train.classes, held, ood)
 
 
-def own_scenes(
+def own_scene_rows(
     folder: Root,
     images: str,
     masks: str,
@@ -35,7 +35,7 @@ def own_scenes(
     void: int = VOID,
     unknown: Sequence[str] = (),
     size: Sequence[int] | None = None,
-) -> LearnedRows:
+) -> DatasetRows:
     """Rows from folders of images and masks; {split} in their names stands for train, val and test."""
 
     def read(split: str, *, folder: Root, size: Any) -> SegmentationSet:
@@ -43,7 +43,7 @@ def own_scenes(
         pictures, labels = (root / name.replace("{split}", split) for name in (images, masks))
         return segmentation_folder(pictures, labels, classes, void=void, size=size)
 
-    return scenes(read, folder, unknown, size)
+    return scene_rows(read, folder, unknown, size)
 
 
 def scene_folder(part: str, folder: Root) -> Path:

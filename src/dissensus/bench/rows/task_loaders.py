@@ -18,7 +18,7 @@ AUGMENTATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-class _SeenImages:
+class _ImagePreparation:
     """Turns (images, targets) into the network's inputs and targets: augmented, standardised, classes as int64."""
 
     joint = True  # takes inputs and targets
@@ -49,7 +49,9 @@ def standardised_batches(
     y = rows.y if targets is None else targets(rows.y)
     y = y.float() if y.is_floating_point() else y
     if rows.x.ndim == 4:
-        seen = Batches(rows.x, y, batch_size=batch_size, shuffle=shuffle, augment=_SeenImages(standardiser, augment))
+        seen = Batches(
+            rows.x, y, batch_size=batch_size, shuffle=shuffle, augment=_ImagePreparation(standardiser, augment)
+        )
     else:  # rows are standardised once, in their precision
         seen = Batches(standardiser(rows.x).float(), y, batch_size=batch_size, shuffle=shuffle)
     return seen

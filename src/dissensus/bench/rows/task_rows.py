@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dissensus.bench.names import listed
-from dissensus.bench.rows.dataset_rows import Asked, Root, SetKind, TaskRows
+from dissensus.bench.names import name_list
+from dissensus.bench.rows.dataset_rows import DataRequest, Root, SetKind, TaskRows
 from dissensus.bench.rows.named_sets import FOREIGN, SHIFTED, image_file, task_set
-from dissensus.bench.typecheck import fitting
+from dissensus.bench.typecheck import settings_errors
 from dissensus.data import noisy_labels, split_indices
 from dissensus.data.standardise import Standardiser
 from dissensus.utils.checks import one_of
@@ -41,7 +41,7 @@ class TaskData:
     targets: Standardiser | None  # of the training targets, if networks learn standardised targets
 
     @property
-    def held_out(self) -> TaskRows:
+    def temperature_rows(self) -> TaskRows:
         """The rows for fitting a temperature."""
         return self.calibration if len(self.calibration.y) else self.validation
 
@@ -55,11 +55,11 @@ class TaskData:
         return found.hexdigest()[:12]
 
     @property
-    def images(self) -> bool:
+    def has_images(self) -> bool:
         return self.train.x.ndim == 4
 
 
-class LastData:
+class DataCache:
     """Loads task data by their settings; keeps the last, so that runs on the same rows read them once."""
 
     def __init__(self, folder: Root = None) -> None:
@@ -90,47 +90,47 @@ def task_data(
     own_values = source.kind is None and kind == "regression"
     standardise = options.pop("standardise", "none" if source.standardised else "training")
     targets = options.pop("targets", "standardised" if own_values else "original")
-    asked = Asked(folder, beside, kind, seed)
-    with fitting(f"the data set {name}"):
-        learned = source.make(asked if source.own else folder, **options)
+    asked = DataRequest(folder, beside, kind, seed)
+    with settings_errors(f"the data set {name}"):
+        learned = source.make(asked if source.is_user_data else folder, **options)
     everything, test, classes, own_validation = learned[:4]
     labels = () if kind == "segmentation" else classes  # masks are checked where they are read
-    _check_like(everything, everything, options.get("train_file", f"the training rows of {name}"), labels)
-    _check_like(everything, test, options.get("test_file", f"the test rows of {name}"), labels)
+    _check_like_training(everything, everything, options.get("train_file", f"the training rows of {name}"), labels)
+    _check_like_training(everything, test, options.get("test_file", f"the test rows of {name}"), labels)
     if learned.sorted:  # unshuffled batches, and batch statistics, would contain one class only
-        everything = everything.at(torch.randperm(len(everything.y), generator=torch.Generator().manual_seed(seed)))
+        everything = everything.select(torch.randperm(len(everything.y), generator=torch.Generator().manual_seed(seed)))
 
-    def tested(rows: TaskRows) -> tuple[TaskRows, TaskRows]:
-        return _split(rows.first(test_rows, seed=seed), calibration, seed, kind)
+    def split_test_rows(rows: TaskRows) -> tuple[TaskRows, TaskRows]:
+        return _split_rows(rows.sample(test_rows, seed=seed), calibration, seed, kind)
 
     # Validation rows of a noisy set are noisy too: whoever has wrong labels has no right ones to choose an epoch.
-    training = _with_noise(everything.first(train_rows, seed=seed), noise, labels, seed)
+    training = _add_label_noise(everything.sample(train_rows, seed=seed), noise, labels, seed)
     if own_validation is None:
-        training, held = _split(training, 0.1 if validation is None else validation, seed, kind)
+        training, held = _split_rows(training, 0.1 if validation is None else validation, seed, kind)
     else:
-        held = own_validation if validation is None else _split(own_validation, validation, seed, kind)[1]
-        _check_like(training, held, f"the validation rows of {name}", labels)
-    test, held_test = tested(test)
+        held = own_validation if validation is None else _split_rows(own_validation, validation, seed, kind)[1]
+        _check_like_training(training, held, f"the validation rows of {name}", labels)
+    test, held_test = split_test_rows(test)
 
-    def elsewhere(key: str, known: Mapping[str, Callable[..., TaskRows]], **options: Any) -> dict[str, TaskRows]:
+    def other_sets(key: str, known: Mapping[str, Callable[..., TaskRows]], **options: Any) -> dict[str, TaskRows]:
         """The sets named by the key; raises if two would have the same name in reports."""
-        read, named = learned.read or partial(image_file, asked), labels if key == "shift" else ()
+        read, named = learned.read_file or partial(image_file, asked), labels if key == "shift" else ()
         found: dict[str, TaskRows] = dict(getattr(learned, key))
         for each, rows in found.items():
             if not re.fullmatch(r"[\w .+-]+", each):
                 raise ValueError(f"expected a plain name for a set of data.{key}, got {each!r}; rename it")
-            _check_like(training, rows, each, named)
-        for each in dict.fromkeys(listed(settings.get(key, []))):
+            _check_like_training(training, rows, each, named)
+        for each in dict.fromkeys(name_list(settings.get(key, []))):
             if Path(each).stem in found:
                 raise ValueError(f"expected different names in data.{key}, got {Path(each).stem!r} twice; rename one")
             file = Path(each).suffix in FILES
             rows = read(each, key == "shift") if file else known[one_of("a set", each, known)](folder, **options)
-            _check_like(training, rows, each, named)
+            _check_like_training(training, rows, each, named)
             found[Path(each).stem] = rows
         return found
 
-    def foreign(rows: TaskRows) -> TaskRows:  # for a segmentation they are pixels of its test rows
-        return tested(rows)[0] if kind == "segmentation" else rows.first(ood_rows, seed=seed)
+    def foreign_rows(rows: TaskRows) -> TaskRows:  # for a segmentation they are pixels of its test rows
+        return split_test_rows(rows)[0] if kind == "segmentation" else rows.sample(ood_rows, seed=seed)
 
     return TaskData(
         kind=kind,
@@ -139,14 +139,14 @@ def task_data(
         validation=held,
         calibration=held_test,
         test=test,
-        ood={each: foreign(rows) for each, rows in elsewhere("ood", FOREIGN).items()},
-        shift=elsewhere("shift", SHIFTED, **options),
-        standardiser=_of_inputs(training, standardise),
-        targets=_of_targets(training, targets, kind),
+        ood={each: foreign_rows(rows) for each, rows in other_sets("ood", FOREIGN).items()},
+        shift=other_sets("shift", SHIFTED, **options),
+        standardiser=_input_standardiser(training, standardise),
+        targets=_target_standardiser(training, targets, kind),
     )
 
 
-def _with_noise(rows: TaskRows, noise: float, classes: tuple[str, ...], seed: int) -> TaskRows:
+def _add_label_noise(rows: TaskRows, noise: float, classes: tuple[str, ...], seed: int) -> TaskRows:
     """The rows with a share of wrong labels; the true labels are kept too."""
     if noise == 0:
         return rows
@@ -155,22 +155,22 @@ def _with_noise(rows: TaskRows, noise: float, classes: tuple[str, ...], seed: in
     return TaskRows(rows.x, noisy_labels(rows.y, noise, classes=len(classes), seed=seed), rows.y)
 
 
-def _split(rows: TaskRows, held_out: float, seed: int, kind: SetKind) -> tuple[TaskRows, TaskRows]:
+def _split_rows(rows: TaskRows, held_out: float, seed: int, kind: SetKind) -> tuple[TaskRows, TaskRows]:
     """(remaining rows, held-out rows); held_out: their number or share."""
     rest, held = torch.arange(len(rows.y)), torch.arange(0)
     if held_out != 0:
         labels = rows.y if kind == "classification" else None
         rest, held = split_indices(len(rows.y), validation=held_out, seed=seed, labels=labels)
-    return rows.at(rest), rows.at(held)
+    return rows.select(rest), rows.select(held)
 
 
-def _of_inputs(training: TaskRows, how: str) -> Standardiser:
+def _input_standardiser(training: TaskRows, how: str) -> Standardiser:
     images = training.x.ndim == 4
     one_of("data.standardise", how, STANDARDISED)
     if how == "training" and training.x.dtype == torch.uint8:
         return Standardiser.of_channels(training.x)
     if how == "training":
-        return _of_numbers(training.x)
+        return _number_standardiser(training.x)
     if how != "none" and not (images and (how == "unit" or training.x.shape[1] == 3)):
         got = f'inputs of shape {tuple(training.x.shape[1:])}; choose "training" or "none"'
         raise ValueError(f'expected {"RGB " * (how == "imagenet")}images for data.standardise = "{how}", got {got}')
@@ -181,7 +181,7 @@ def _of_inputs(training: TaskRows, how: str) -> Standardiser:
     return Standardiser(torch.tensor(middle, dtype=torch.float64), torch.tensor(scale, dtype=torch.float64))
 
 
-def _of_numbers(x: Tensor) -> Standardiser:
+def _number_standardiser(x: Tensor) -> Standardiser:
     """Standardiser by column for x (N, D), by channel for (N, C, H, W), by entry for other shapes."""
     if x.ndim == 4:
         found = Standardiser.of_rows(x.movedim(1, -1).flatten(0, 2))
@@ -190,7 +190,7 @@ def _of_numbers(x: Tensor) -> Standardiser:
     return Standardiser(found.mean.view(x.shape[1:]), found.std.view(x.shape[1:]))
 
 
-def _of_targets(training: TaskRows, how: str, kind: SetKind) -> Standardiser | None:
+def _target_standardiser(training: TaskRows, how: str, kind: SetKind) -> Standardiser | None:
     if one_of("data.targets", how, TARGETS) == "original":
         return None
     if kind != "regression":
@@ -198,7 +198,7 @@ def _of_targets(training: TaskRows, how: str, kind: SetKind) -> Standardiser | N
     return Standardiser.of_rows(training.y)
 
 
-def _check_like(training: TaskRows, rows: TaskRows, name: str, classes: tuple[str, ...] = ()) -> None:
+def _check_like_training(training: TaskRows, rows: TaskRows, name: str, classes: tuple[str, ...] = ()) -> None:
     """Raises if inputs do not have the shape of the training inputs, or if a label is not one of the classes."""
     outside = (rows.y < 0) | (rows.y >= len(classes))
     if classes and outside.any():

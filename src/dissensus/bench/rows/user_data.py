@@ -11,23 +11,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.bench.rows.dataset_rows import Asked, LearnedRows, SetKind, TaskRows
-from dissensus.bench.typecheck import fitting
-from dissensus.bench.user_code import own_object
+from dissensus.bench.rows.dataset_rows import DataRequest, DatasetRows, SetKind, TaskRows
+from dissensus.bench.typecheck import settings_errors
+from dissensus.bench.user_code import import_object
 from dissensus.data import split_indices
 from dissensus.data.file_formats import pixels
 from dissensus.data.image_folders import image_folder, image_stack, subfolders
 from dissensus.data.numpy_files import npz_pair
 from dissensus.data.tabular import REGRESSION_SETS, read_uci_folder, regression_split, uci_regression
 from dissensus.numerics.lengthscales import check_finite_rows
-from dissensus.numerics.randomness import same_random_state
+from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.arrays import as_array
 from dissensus.utils.checks import one_of
 
 HINT = 'write likelihood = "regression" in the task, or number the classes'
 
 
-class Learner:
+class RowConverter:
     """Turns the user's arrays or tensors into TaskRows: the training rows, and other rows of the same form."""
 
     def __init__(self, kind: SetKind, train: Any, what: str, classes: Sequence[str] | None) -> None:
@@ -41,7 +41,7 @@ class Learner:
                 self.levels = sorted(set(values.tolist()) if classes is None else classes)
                 self.classes = tuple(map(str, self.levels))
             else:
-                self.classes = tuple(map(str, classes if classes is not None else range(_count(values, what))))
+                self.classes = tuple(map(str, classes if classes is not None else range(_class_count(values, what))))
         self.train = self.rows((x, y), what)
 
     def rows(self, given: Any, what: str, *, labelled: bool = True) -> TaskRows:
@@ -90,7 +90,7 @@ class Learner:
         return torch.tensor([place[value] for value in values.tolist()], dtype=torch.int64)
 
 
-def _count(labels: np.ndarray, what: str) -> int:
+def _class_count(labels: np.ndarray, what: str) -> int:
     if not labels.size:
         raise ValueError(f"expected rows in {what!r}, got none; pass at least one for each class")
     return int(labels.max()) + 1 if labels.dtype.kind in "iu" else 0
@@ -113,23 +113,23 @@ def _inputs(x: Any, what: str) -> Tensor:
 MADE = ("train", "test", "validation", "ood", "shift", "classes")  # keys that a function may return
 
 
-def made_rows(name: str, asked: Asked, **options: Any) -> LearnedRows:
+def function_rows(name: str, asked: DataRequest, **options: Any) -> DatasetRows:
     """Rows from the user's function: it returns a dict with train and test, each (x, y), and other keys of MADE."""
-    make = own_object(name, "a function that makes data", asked.beside)
-    with fitting(f"the data of {name}"), _seeded(asked.seed):
+    make = import_object(name, "a function that makes data", asked.beside)
+    with settings_errors(f"the data of {name}"), _seed_generators(asked.seed):
         found = make(**options)
     if not isinstance(found, Mapping) or not {"train", "test"} <= found.keys():
         got = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
         raise ValueError(f'expected a dict with "train" and "test", each (x, y), from {name}, got {got}; return both')
     for key in found:
         one_of(f"a key of what {name} returns", key, MADE)
-    learn = Learner(asked.kind, found["train"], f"train of {name}", found.get("classes"))
+    learn = RowConverter(asked.kind, found["train"], f"train of {name}", found.get("classes"))
     elsewhere: dict[str, dict[str, TaskRows]] = {"ood": {}, "shift": {}}
     for key, sets in elsewhere.items():
         for each, rows in dict(found.get(key, {})).items():
             sets[str(each)] = learn.rows(rows, f"{key} {each!r} of {name}", labelled=key == "shift")
     validation = learn.rows(found["validation"], f"validation of {name}") if "validation" in found else None
-    return LearnedRows(
+    return DatasetRows(
         learn.train,
         learn.rows(found["test"], f"test of {name}"),
         learn.classes,
@@ -141,10 +141,10 @@ def made_rows(name: str, asked: Asked, **options: Any) -> LearnedRows:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seed_generators(seed: int) -> Iterator[None]:
     """Context that seeds the global generators, so that every process makes the same rows; their states are restored."""
     before = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with same_random_state(torch.device("cpu")):
+    with preserve_random_state(torch.device("cpu")):
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002
@@ -155,21 +155,21 @@ def _seeded(seed: int) -> Iterator[None]:
             np.random.set_state(before[1])  # noqa: NPY002
 
 
-def npz_rows(asked: Asked, train_file: str, test_file: str, classes: int | None = None) -> LearnedRows:
+def npz_rows(asked: DataRequest, train_file: str, test_file: str, classes: int | None = None) -> DatasetRows:
     """Rows from arrays x, y (or images, labels) in .npz files. classes: their number, if training rows lack the last class."""
     names = None if classes is None else [*map(str, range(classes))]
-    learn = Learner(asked.kind, npz_pair(asked.path(train_file)), train_file, names)
+    learn = RowConverter(asked.kind, npz_pair(asked.path(train_file)), train_file, names)
     read = partial(_read_npz, asked, learn)
-    return LearnedRows(learn.train, read(test_file, True), learn.classes, read=read, sorted=True)
+    return DatasetRows(learn.train, read(test_file, True), learn.classes, read_file=read, sorted=True)
 
 
-def _read_npz(asked: Asked, learn: Learner, name: str, labelled: bool) -> TaskRows:
+def _read_npz(asked: DataRequest, learn: RowConverter, name: str, labelled: bool) -> TaskRows:
     return learn.rows(npz_pair(asked.path(name), labelled=labelled), name, labelled=labelled)
 
 
 def folder_rows(
-    asked: Asked, path: str = ".", size: int | Sequence[int] | None = None, channels: int = 3
-) -> LearnedRows:
+    asked: DataRequest, path: str = ".", size: int | Sequence[int] | None = None, channels: int = 3
+) -> DatasetRows:
     """Rows from images in PATH/train/CLASS and PATH/test/CLASS; PATH/validation/CLASS, PATH/ood/SET and PATH/shift/SET/CLASS
     are optional."""
     root = asked.path(path)
@@ -177,35 +177,35 @@ def folder_rows(
     train = read(root / "train")
     classes = train.classes
 
-    def labelled(folder: Path) -> TaskRows:
+    def labelled_rows(folder: Path) -> TaskRows:
         images = read(folder, classes=classes)
         return TaskRows(images.images, images.labels)
 
-    def foreign(folder: Path) -> TaskRows:
+    def foreign_rows(folder: Path) -> TaskRows:
         images, _ = image_stack(folder, size=size, channels=channels)
         return TaskRows(images, torch.zeros(len(images), dtype=torch.int64))
 
     held = root / "validation"
-    return LearnedRows(
+    return DatasetRows(
         TaskRows(train.images, train.labels),
-        labelled(root / "test"),
+        labelled_rows(root / "test"),
         classes,
-        labelled(held) if held.is_dir() else None,
-        ood={each.name: foreign(each) for each in subfolders(root / "ood")},
-        shift={each.name: labelled(each) for each in subfolders(root / "shift")},
+        labelled_rows(held) if held.is_dir() else None,
+        ood={each.name: foreign_rows(each) for each in subfolders(root / "ood")},
+        shift={each.name: labelled_rows(each) for each in subfolders(root / "shift")},
         sorted=True,
     )
 
 
 def table_rows(
-    asked: Asked,
+    asked: DataRequest,
     file: str,
     target: str,
     test_file: str | None = None,
     test_share: float = 0.2,
     drop: Sequence[str] = (),
     categories: Sequence[str] = (),
-) -> LearnedRows:
+) -> DatasetRows:
     """Rows of a CSV or Parquet file; without a test_file, a share `test_share` of them, chosen by data.seed, is held out."""
     from dissensus.data.table_encoding import TableEncoder
 
@@ -243,14 +243,14 @@ def table_rows(
         held_y, held_name = targets(test_file, held_column), test_file
     encoder = TableEncoder.of(inputs, categories=categories)
     encode = partial(encoder, dtype=torch.float64)
-    learn = Learner(asked.kind, (encode(inputs), y), f"the training rows of {file}", None)
+    learn = RowConverter(asked.kind, (encode(inputs), y), f"the training rows of {file}", None)
 
     def read(name: str, labelled: bool) -> TaskRows:
         rows, column = split_off(read_table(asked.path(name)), name)
         return learn.rows((encode(rows), targets(name, column) if labelled else None), name, labelled=labelled)
 
     test = learn.rows((encode(held_inputs), held_y), f"the test rows of {held_name}")
-    return LearnedRows(learn.train, test, learn.classes, read=read, sorted=True)
+    return DatasetRows(learn.train, test, learn.classes, read_file=read, sorted=True)
 
 
 def read_table(path: Path) -> Any:
@@ -261,7 +261,7 @@ def read_table(path: Path) -> Any:
         raise ValueError(f"expected pandas to read {path}, got none; pip install 'dissensus[sklearn]'") from error
     readers: dict[str, Callable[..., Any]] = {".csv": pandas.read_csv, ".parquet": pandas.read_parquet}
     one_of("a table's file, by its suffix,", path.suffix, readers)
-    with fitting(f"{path}", wanted="a table in", remedy="save it again"):
+    with settings_errors(f"{path}", wanted="a table in", remedy="save it again"):
         frame = readers[path.suffix](path)
     if path.suffix == ".csv" and list(frame.index) != list(range(len(frame))):  # pandas makes the first values an index
         raise ValueError(f"expected a name for each column of {path}, got one too few; name all, or drop final commas")
@@ -275,7 +275,7 @@ def read_table(path: Path) -> Any:
     return frame[names]
 
 
-def uci_rows(asked: Asked, set: str, split: int = 0, inner: float = 0.0) -> LearnedRows:
+def uci_rows(asked: DataRequest, set: str, split: int = 0, inner: float = 0.0) -> DatasetRows:
     """One of the standard splits of a folder in the layout of UCI_Datasets, in original units and float64.
 
     inner: a share of the training rows replaces the test rows, to choose settings without using the test rows.
@@ -288,12 +288,12 @@ def uci_rows(asked: Asked, set: str, split: int = 0, inner: float = 0.0) -> Lear
     train = TaskRows(found.inputs.inverse(found.x_train), found.targets.inverse(found.y_train))
     if inner:
         rest, held = split_indices(len(train.y), validation=float(inner), seed=split)
-        return LearnedRows(train.at(rest), train.at(held), ())
+        return DatasetRows(train.select(rest), train.select(held), ())
     test = TaskRows(found.inputs.inverse(found.x_test), found.targets.inverse(found.y_test))
-    return LearnedRows(train, test, ())
+    return DatasetRows(train, test, ())
 
 
-def _uci_folder(asked: Asked, name: str) -> Path:
+def _uci_folder(asked: DataRequest, name: str) -> Path:
     for place in (f"UCI_Datasets/{name}/data", f"{name}/data", name):
         with suppress(FileNotFoundError):
             return asked.path(f"{place}/data.txt").parent

@@ -20,13 +20,13 @@ from dissensus.bench.rows.task_loaders import standardised_batches
 from dissensus.bench.rows.task_rows import TaskData
 from dissensus.bench.run.initial_weights import load_weights
 from dissensus.bench.task.config import RunConfig
-from dissensus.bench.task.method_names import base_name, counted_by, method_class, parameters
-from dissensus.bench.task.objects import NetworkMaker, as_options, maker, resolved, written
-from dissensus.bench.typecheck import fitting
-from dissensus.bench.user_code import code_digest, imported
+from dissensus.bench.task.method_names import base_name, count_setting, method_class, parameters
+from dissensus.bench.task.objects import NetworkMaker, build_objects, network_maker, option_text, parse_object
+from dissensus.bench.typecheck import settings_errors
+from dissensus.bench.user_code import code_digest, is_import_path
 from dissensus.core import batch as batches
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.parameter_groups import plateau_linear, refusal
+from dissensus.core.parameter_groups import optimizer_refusal, plateau_linear
 from dissensus.core.posterior import Posterior
 from dissensus.core.regression import HeteroscedasticRegression
 from dissensus.data.find_files import sha256
@@ -40,24 +40,24 @@ def posterior(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()
 
     `folders`: folders in which the task's files are searched.
     """
-    key, count = counted(config)
+    key, count = setting_and_count(config)
     networks = [network(config, data, folders=folders) for _ in range(count)]
-    settings = arguments(config, data, networks[0])
+    settings = method_arguments(config, data, networks[0])
     one = key != "members" and count == 1
-    with fitting(f"the method {config.method}"):
+    with settings_errors(f"the method {config.method}"):
         return constructor(config, settings)(networks[0] if one else networks, likelihood=likelihood(config, data))
 
 
-def counted(config: RunConfig) -> tuple[str | None, int]:
+def setting_and_count(config: RunConfig) -> tuple[str | None, int]:
     """(the setting for the number of networks of a run's method, that number)."""
-    key = counted_by(method_class(config.method, config.folder))
+    key = count_setting(method_class(config.method, config.folder))
     return key, config.settings.get(key or "", MEMBERS if key == "members" else 1)
 
 
 def constructor(config: RunConfig, settings: dict[str, Any]) -> Callable[..., Posterior]:
     """The constructor of a run's method with its settings bound; call it with the network or networks and a likelihood."""
     method = method_class(config.method, config.folder)
-    return partial(method, **{name: value for name, value in settings.items() if name != counted_by(method)})
+    return partial(method, **{name: value for name, value in settings.items() if name != count_setting(method)})
 
 
 def check_complete(config: RunConfig, *, converted: bool = False) -> None:
@@ -66,11 +66,11 @@ def check_complete(config: RunConfig, *, converted: bool = False) -> None:
     `converted`: it is a conversion of a trained network, whose data are unknown, not a run.
     """
     method, training = method_class(config.method, config.folder), config.training
-    for name in required(method):
+    for name in required_keywords(method):
         if name not in config.settings and (converted or name != "data_size"):
-            options = as_options(f"method.{config.method}", name)
+            options = option_text(f"method.{config.method}", name)
             raise ValueError(f"expected the setting {name} of {config.method}, got none; pass {options}")
-    key, count = counted(config)
+    key, count = setting_and_count(config)
     weights = converted or "weights" in config.network
     if weights and count > 1:
         advice = f"leave the weights out, or {'the method' if key == 'members' else key}"
@@ -84,22 +84,22 @@ def check_complete(config: RunConfig, *, converted: bool = False) -> None:
         raise ValueError(f"expected no training.patience for {config.method}, which collects a trajectory, got {got}")
 
 
-def required(method: type[Posterior]) -> list[str]:
+def required_keywords(method: type[Posterior]) -> list[str]:
     """The required keywords of a method."""
     named = list(parameters(method).items())[1:]
     return [*(name for name, each in named if each.default is inspect.Parameter.empty), *method.needed]
 
 
-def arguments(config: RunConfig, data: TaskData, network: nn.Module | None) -> dict[str, Any]:
+def method_arguments(config: RunConfig, data: TaskData, network: nn.Module | None) -> dict[str, Any]:
     """The settings of a run's method; `data_size` and `batch_size` are filled in if the method takes them."""
     method = method_class(config.method, config.folder)
     known = parameters(method)
     inputs = standardised_batches(data.train, data.standardiser, batch_size=1000)
-    settings = resolved(config.settings, inputs=inputs, network=network)
+    settings = build_objects(config.settings, inputs=inputs, network=network)
     if "batch_size" in known and "batch_size" in config.training:
         settings.setdefault("batch_size", min(config.training["batch_size"], len(data.train.y)))
     asked = bool({"prior", "weight_prior_std"} & settings.keys()) or settings.get("repulsion") == "1/N"
-    if "data_size" in required(method) or ("data_size" in known and asked):
+    if "data_size" in required_keywords(method) or ("data_size" in known and asked):
         settings.setdefault("data_size", len(data.train.y))
     return settings
 
@@ -108,9 +108,9 @@ def likelihood(config: RunConfig, data: TaskData | None = None) -> Likelihood:
     """The likelihood of a run."""
     masks = data is not None and data.kind == "segmentation"
     supplied = {"masks": data.train.y, "classes": len(data.classes)} if data is not None and masks else {}
-    with fitting("the likelihood"):
+    with settings_errors("the likelihood"):
         named = config.likelihood or ("segmentation" if masks else "classification")
-        made: Likelihood = written("likelihood", named).made(**supplied)
+        made: Likelihood = parse_object("likelihood", named).build(**supplied)
     return made
 
 
@@ -120,20 +120,20 @@ def network(config: RunConfig, data: TaskData, *, folders: Sequence[Path] = ()) 
     `weights`: a file, in one of the folders, with the initial state.
     """
     settings = dict(config.network)
-    make, weights = maker(settings.pop("name"), config.folder), settings.pop("weights", None)
+    make, weights = network_maker(settings.pop("name"), config.folder), settings.pop("weights", None)
     known = {"inputs": math.prod(data.train.x.shape[1:]), "outputs": output_count(config, data)}
     known |= {"num_classes": known["outputs"]} if data.classes else {}  # the usual name elsewhere
-    if data.images:
+    if data.has_images:
         known |= {"channels": data.train.x.shape[1], "size": data.train.x.shape[2]}
-    made = built(config.network["name"], make, settings, known)
+    made = make_network(config.network["name"], make, settings, known)
     if weights is not None:
         load_weights(made, find_file(weights, folders, "network.weights = "))
     return made
 
 
-def built(name: str, make: NetworkMaker, settings: Mapping[str, Any], known: Mapping[str, Any]) -> nn.Module:
+def make_network(name: str, make: NetworkMaker, settings: Mapping[str, Any], known: Mapping[str, Any]) -> nn.Module:
     """The network from `make`, called with these settings and with those of `known` that it takes."""
-    with fitting(f"the network {name}"):
+    with settings_errors(f"the network {name}"):
         accepted = inspect.signature(make).parameters
         made = make(**{key: value for key, value in known.items() if key in accepted} | dict(settings))
     if not isinstance(made, nn.Module):
@@ -152,24 +152,24 @@ def output_count(config: RunConfig, data: TaskData) -> int:
 def try_network(config: RunConfig, load: Callable[[], TaskData], *, folders: Sequence[Path] = ()) -> None:
     """Builds a run's network as a test: raises if that fails, if its weights do not fit, or if its outputs do not."""
     name = config.network["name"]
-    if "weights" not in config.network and not imported(name):
+    if "weights" not in config.network and not is_import_path(name):
         return
     data = load()
     made = network(config, data, folders=folders).eval()
-    if imported(name):
-        x, *_ = next(iter(standardised_batches(data.train.first(2, seed=0), data.standardiser, batch_size=2)))
-        with torch.no_grad(), fitting(f"the network {name}"):
-            outputs = batches.call(made, x)
+    if is_import_path(name):
+        x, *_ = next(iter(standardised_batches(data.train.sample(2, seed=0), data.standardiser, batch_size=2)))
+        with torch.no_grad(), settings_errors(f"the network {name}"):
+            outputs = batches.call_network(made, x)
         wanted = output_count(config, data)
         if outputs.ndim < 2 or outputs.shape[1] != wanted:
             advice = f"set their number in [network], for example network.num_classes = {wanted}"
             raise ValueError(f"expected {wanted} outputs of {name}, got shape {tuple(outputs.shape)}; {advice}")
 
 
-def saved(folder: Path, config: RunConfig, load: Callable[[], TaskData]) -> Posterior:
+def load_saved_posterior(folder: Path, config: RunConfig, load: Callable[[], TaskData]) -> Posterior:
     """The posterior that a run saved in its folder. Data are loaded if the network is the user's."""
-    template, method = None, method_class(config.method, config.folder) if imported(config.method) else None
-    if imported(config.network["name"]):
+    template, method = None, method_class(config.method, config.folder) if is_import_path(config.method) else None
+    if is_import_path(config.network["name"]):
         fresh = {key: value for key, value in config.network.items() if key != "weights"}
         template = network(replace(config, network=fresh), load())
     try:
@@ -182,10 +182,10 @@ def saved(folder: Path, config: RunConfig, load: Callable[[], TaskData]) -> Post
 
 def try_method(config: RunConfig, load: Callable[[], TaskData], *, folders: Sequence[Path] = ()) -> None:
     """Builds, saves and loads the posterior of the user's method, so that errors appear before hours of training."""
-    if not imported(config.method):
+    if not is_import_path(config.method):
         return
     method = method_class(config.method, config.folder)
-    known = [*parameters(method), *filter(None, [counted_by(method)])]
+    known = [*parameters(method), *filter(None, [count_setting(method)])]
     if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in inspect.signature(method).parameters.values()):
         for key in ("likelihood", *config.settings):
             one_of(f"a keyword of {config.method}", key, known)
@@ -193,17 +193,17 @@ def try_method(config: RunConfig, load: Callable[[], TaskData], *, folders: Sequ
     with TemporaryDirectory() as folder:
         try:
             storage.save(made, Path(folder) / "posterior")
-            saved(Path(folder), config, load)
+            load_saved_posterior(Path(folder), config, load)
         except Exception as error:  # whatever its config() and skeleton() raise
             got = f"an error ({error}); let config() hold the arguments that skeleton() passes to its constructor"
             raise ValueError(f"expected {config.method} to be saved and loaded, got {got}") from error
 
 
-def own_parts(config: RunConfig, load: Callable[[], TaskData] | None) -> dict[str, str]:
+def own_digests(config: RunConfig, load: Callable[[], TaskData] | None) -> dict[str, str]:
     """Name -> digest of the user's code and rows that a run depends on; installed packages are left out."""
     named = (base_name(config.method), config.network["name"], config.data["name"])
-    digests = {name: code_digest(name, config.folder) for name in named if imported(name)}
-    if load is not None and task_set(config.data["name"]).own:
+    digests = {name: code_digest(name, config.folder) for name in named if is_import_path(name)}
+    if load is not None and task_set(config.data["name"]).is_user_data:
         digests["rows"] = load().digest
     return {name: digest for name, digest in digests.items() if digest}
 
@@ -239,7 +239,7 @@ def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.opt
     one_of("training.schedule", schedule, factors)
     if name == "default":
         return None, None
-    if (refused := refusal(posterior, makers[name])) is not None:
+    if (refused := optimizer_refusal(posterior, makers[name])) is not None:
         if "optimizer" not in training:
             return None, None
         raise ValueError(f'{refused}; write optimizer = "default" below its [method.….training]')

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dissensus.bench.report.results import Results, Swept
-from dissensus.bench.run.extra_measures import with_halves, with_reference
+from dissensus.bench.report.results import Results, SweptSetting
+from dissensus.bench.run.extra_measures import with_reference, with_reference_halves
 from dissensus.bench.run.run import Run
-from dissensus.bench.task.objects import value_of
+from dissensus.bench.task.objects import setting_value
 from dissensus.evaluation.evaluation import Evaluation
 
 FACTS = {
@@ -29,7 +29,7 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
     if len(tasks) > 1:
         shown = ", ".join(f"{task} ({size})" for task, size in sorted(tasks))
         raise ValueError(f"expected runs of one task and size in a report, got {shown}; make one report for each")
-    evaluations = compared_with_reference(runs, evaluations)
+    evaluations = compare_with_reference(runs, evaluations)
     methods: dict[str, list[Evaluation]] = {}
     origins: dict[str, list[dict[str, Any]]] = {}
     seen: dict[tuple[str, int], Run] = {}
@@ -49,7 +49,7 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
         "Task": f"{first.task}, size {first.size}",
         "Seeds": ", ".join(map(str, seeds)),
         "Test examples": f"{len(evaluations[0].arrays['test/nll']):,}",
-        **{label: _shared(runs, key) for label, key in FACTS.items()},
+        **{label: _common_value(runs, key) for label, key in FACTS.items()},
         # A name that appears twice was changed between runs.
         "Own code and rows": ", ".join(
             dict.fromkeys(" ".join(part) for run in runs for part in run.provenance.get("code", {}).items())
@@ -58,7 +58,7 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
     baseline = first.baseline if first.baseline in methods else None
     facts["Started"] = str(made.get("started", ""))
     focus, key = first.evaluation.get("focus"), first.evaluation.get("sweep")
-    found = {run.config.method: value_of(run.config.settings, key) for run in runs} if key else {}
+    found = {run.config.method: setting_value(run.config.settings, key) for run in runs} if key else {}
     values = {method: float(value) for method, value in found.items() if value is not None}
     return Results(
         title=first.title,
@@ -69,11 +69,11 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
         facts={k: v for k, v in facts.items() if v},
         reference=first.reference,
         focus=focus if focus in methods else None,
-        sweep=Swept(key, values) if key and values else None,
+        sweep=SweptSetting(key, values) if key and values else None,
     )
 
 
-def compared_with_reference(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+def compare_with_reference(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     """The evaluations; with against/NAME, seed by seed, if the task names a reference method."""
     name = runs[0].config.evaluation.get("against")
     if name is None:
@@ -82,13 +82,13 @@ def compared_with_reference(runs: Sequence[Run], evaluations: Sequence[Evaluatio
     if missing := {run.config.seed for run in runs} - references.keys():
         raise ValueError(f"expected {name} among the runs of seed {min(missing)}, got only others; run it too")
     return [
-        with_halves(evaluation, references[run.config.seed])
+        with_reference_halves(evaluation, references[run.config.seed])
         if run.config.method == name
         else with_reference(evaluation, run.predictions(), references[run.config.seed])
         for run, evaluation in zip(runs, evaluations, strict=True)
     ]
 
 
-def _shared(runs: Sequence[Run], key: str) -> str:
+def _common_value(runs: Sequence[Run], key: str) -> str:
     """The common value of all runs, or all values."""
     return "; ".join(dict.fromkeys(str(run.provenance.get(key, "")) for run in runs))

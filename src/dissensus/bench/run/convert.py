@@ -8,15 +8,15 @@ import torch
 
 from dissensus.bench.run import build
 from dissensus.bench.run.initial_weights import load_weights
-from dissensus.bench.task.config import RunConfig, Settings, Task, overridden, run_config
-from dissensus.bench.task.method_names import check_read, counted_by, method_class
-from dissensus.bench.task.objects import maker, resolved
+from dissensus.bench.task.config import RunConfig, Settings, Task, apply_override, run_config
+from dissensus.bench.task.method_names import check_overrides_read, count_setting, method_class
+from dissensus.bench.task.objects import build_objects, network_maker
 from dissensus.bench.task.schema import check_task
-from dissensus.bench.typecheck import fitting
+from dissensus.bench.typecheck import settings_errors
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
 from dissensus.methods.laplace import Laplace
-from dissensus.numerics.randomness import same_random_state
+from dissensus.numerics.randomness import preserve_random_state
 from dissensus.storage import save
 from dissensus.storage.checksummed import is_posterior
 
@@ -43,22 +43,22 @@ def convert(weights: Path, method: str, out: Path, *, overrides: Sequence[str] =
         found = "a folder" if weights.is_dir() else "nothing"
         raise FileNotFoundError(f"expected a file of weights, got {found} at {weights}; {known}")
     config = converted_config(method, overrides)
-    with same_random_state(torch.device("cpu")):
+    with preserve_random_state(torch.device("cpu")):
         torch.default_generator.manual_seed(seed)  # a conversion runs on the CPU: GPU generators stay as they are
         arguments = dict(config.network)
         name = arguments.pop("name")
-        network = build.built(name, maker(name), arguments, {})
+        network = build.make_network(name, network_maker(name), arguments, {})
         load_weights(network, weights)
-        settings = resolved(config.settings, network=network)
-        with fitting(f"the method {method}"):
+        settings = build_objects(config.settings, network=network)
+        with settings_errors(f"the method {method}"):
             converted = build.constructor(config, settings)(network, likelihood=build.likelihood(config)).eval()
         save(converted, out)
-    if (missing := to_do(converted)) is not None:
+    if (missing := missing_step(converted)) is not None:
         log.info("%s is not fitted yet: %s", method, missing)
     return converted
 
 
-def to_do(posterior: Posterior) -> str | None:
+def missing_step(posterior: Posterior) -> str | None:
     """The step that a posterior needs before it can predict; None if it can predict."""
     if isinstance(posterior, Laplace) and posterior.curvature is None:
         return "load it and call fit_posthoc(loader) with the training data of the network"
@@ -67,8 +67,8 @@ def to_do(posterior: Posterior) -> str | None:
 
 def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
     """The config of a conversion, as for a run; raises for settings that are unknown, missing or not read."""
-    if counted_by(method_class(method)) == "members":
-        one = ", ".join(name for name, kind in METHODS.items() if counted_by(kind) != "members")
+    if count_setting(method_class(method)) == "members":
+        one = ", ".join(name for name, kind in METHODS.items() if count_setting(kind) != "members")
         raise ValueError(f"expected a method of one network, got {method} with equal members; choose one of {one}")
     settings: Settings = {**UNREAD, "methods": [method], "network": {}, "method": {method: {}}}
     # The network's name first: the other keys of its section depend on it.
@@ -77,8 +77,8 @@ def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
         if key.partition(".")[0] not in SECTIONS or key == "network.weights":
             got = f"{override!r}; a conversion reads only these, and the file of weights is an argument"
             raise ValueError(f"expected a value of {', '.join(SECTIONS)} for --set, got {got}")
-        settings = overridden(settings, override, sections=SECTIONS)
-    check_read(overrides, [method])
+        settings = apply_override(settings, override, sections=SECTIONS)
+    check_overrides_read(overrides, [method])
     check_task(settings, "the command line")
     given = settings["method"][method]
     for_trained = dict(getattr(method_class(method), "of_trained_settings", {}))

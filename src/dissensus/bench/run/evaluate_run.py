@@ -9,14 +9,14 @@ from dissensus.bench.rows.dataset_rows import SetKind
 from dissensus.bench.rows.task_loaders import standardised_batches
 from dissensus.bench.rows.task_rows import TaskData
 from dissensus.bench.run.extra_measures import (
-    more,
     with_calibration,
     with_choice,
     with_grid,
-    with_promises,
+    with_guarantees,
+    with_metrics,
     with_training_rows,
 )
-from dissensus.bench.run.learning_curves import with_curves, with_memorised
+from dissensus.bench.run.learning_curves import with_curves, with_memorisation
 from dissensus.bench.run.pixel_splits import evaluation_of_pixels, read_measured
 from dissensus.bench.run.prediction_splits import ATTACK, CALIBRATION, CHOOSE, CORRUPT, GRID, TRAIN, geometry_of
 from dissensus.bench.run.records import read_attacked, read_counts, read_predictions
@@ -24,11 +24,11 @@ from dissensus.bench.run.training_watch import ComparedRows, with_distances
 from dissensus.bench.task.config import RunConfig
 from dissensus.core.posterior import Posterior
 from dissensus.evaluation.attack_curves import implicit_changes
-from dissensus.evaluation.evaluate import checked_score, evaluation_of, parameter_count, precision_note
+from dissensus.evaluation.evaluate import checked_score, evaluate_predictions, parameter_count, precision_note
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.methods.parts.embedded_posterior import collapse_note
 from dissensus.storage.run_files import is_number, read_json
-from dissensus.utils.file_errors import damaged
+from dissensus.utils.file_errors import damage_error
 
 
 def evaluation_of_run(
@@ -57,7 +57,7 @@ def evaluation_of_run(
         evaluation = evaluation_of_rows(splits, config.evaluation, kind, attacked=attacked, **about)
     facts = read_json(folder / "training.json")
     if not is_number(facts.get("seconds")):
-        raise damaged(folder / "training.json", "without 'seconds'")
+        raise damage_error(folder / "training.json", "without 'seconds'")
     evaluation = replace(
         evaluation,
         metrics=evaluation.metrics | {"cost/train_seconds": facts["seconds"]},
@@ -70,21 +70,23 @@ def evaluation_of_run(
         evaluation = with_grid(evaluation, on_grid, geometry_of(config, data), data.train.y)
     if TRAIN in splits:
         said = read_predictions(splits[TRAIN])
-        evaluation = with_memorised(with_training_rows(evaluation, said), said, data.train)
+        evaluation = with_memorisation(with_training_rows(evaluation, said), said, data.train)
     if CALIBRATION in splits:
         test, held = (read_predictions(splits[each]) for each in ("test", CALIBRATION))
-        evaluation = with_calibration(evaluation, test, held, None if calibrated is None else calibrated.lens())
+        evaluation = with_calibration(
+            evaluation, test, held, None if calibrated is None else calibrated.current_correction()
+        )
         if calibrated is not None and calibrated.promises:
-            evaluation = with_promises(evaluation, test, calibrated, data.targets)
+            evaluation = with_guarantees(evaluation, test, calibrated, data.targets)
     if CHOOSE in splits:
         evaluation = with_choice(evaluation, read_counts(splits[CHOOSE]))
     if "distances_every" in config.evaluation:
         evaluation = with_distances(evaluation, folder, posterior, compared)
     if "implicit" in config.evaluation:
-        rows = data.test.first(config.evaluation.get("implicit_rows", 10), seed=0)
+        rows = data.test.sample(config.evaluation.get("implicit_rows", 10), seed=0)
         x, *_ = next(iter(standardised_batches(rows, data.standardiser, batch_size=len(rows.y))))
         penalty = config.evaluation["implicit"]
-        evaluation = more(evaluation, *implicit_changes(posterior, x, data.standardiser, penalty=penalty))
+        evaluation = with_metrics(evaluation, *implicit_changes(posterior, x, data.standardiser, penalty=penalty))
     if "curves_every" in config.evaluation:
         evaluation = with_curves(evaluation, folder, data.train)
     return evaluation
@@ -101,4 +103,4 @@ def evaluation_of_rows(
     }
     score = checked_score(asked.get("score"), kind, test.members)
     ood, shift = elsewhere["ood-"], elsewhere["shift-"]
-    return evaluation_of(test, ood=ood, shift=shift, score=score, prevalence=asked.get("prevalence"), **about)
+    return evaluate_predictions(test, ood=ood, shift=shift, score=score, prevalence=asked.get("prevalence"), **about)

@@ -9,14 +9,14 @@ from torch import Tensor
 from dissensus import metrics
 from dissensus.bench.rows.low_dimensional import Geometry
 from dissensus.calibration.temperature import best_temperature
-from dissensus.core.calibrated import Lens
+from dissensus.core.calibrated import Correction
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
 from dissensus.data.standardise import Standardiser
 from dissensus.evaluation.corruption_curves import CorruptedCounts
-from dissensus.evaluation.evaluate import numbers_of
+from dissensus.evaluation.evaluate import metric_functions
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.evaluation.guarantees import outcomes, promise_details, promise_metrics
+from dissensus.evaluation.guarantees import guarantee_details, guarantee_metrics, guarantee_outcomes
 from dissensus.evaluation.loader_predictions import Predictions
 
 TEMPERED = ("nll", "confidence", "correct", "squared_error")  # arrays test/… needed for intervals
@@ -25,24 +25,26 @@ SHOWN = 10  # members drawn as single lines
 POINTS = 2000  # most training rows drawn
 
 
-def more(evaluation: Evaluation, metrics: dict[str, float], arrays: dict[str, Tensor] | None = None) -> Evaluation:
+def with_metrics(
+    evaluation: Evaluation, metrics: dict[str, float], arrays: dict[str, Tensor] | None = None
+) -> Evaluation:
     """The evaluation with these metrics and arrays added."""
     return replace(evaluation, metrics=evaluation.metrics | metrics, arrays=evaluation.arrays | (arrays or {}))
 
 
 def with_calibration(
-    evaluation: Evaluation, test: Predictions, held: Predictions, lens: Lens | None = None
+    evaluation: Evaluation, test: Predictions, held: Predictions, lens: Correction | None = None
 ) -> Evaluation:
     """Adds calibration/nll of the held-out test rows and calibrated/NAME of the other test rows.
 
     `calibration/nll` is at the posterior's temperature. `calibration/nll_scaled` is calibrated: by the lens, which was fitted
     on held-out rows, or, if there is none or it changes nothing, at their best temperature, `calibrated/temperature`.
     """
-    part = numbers_of(test)
+    part = metric_functions(test)
     own = evaluation.metrics.get("temperature", 1.0)  # in both predictives; the best temperature is relative to it
-    if lens is None or lens == Lens(1.0, None):
-        lens = Lens(best_temperature(held.predictive.tempered(1 / own), held.targets), None)
-    seen, seen_held = (replace(p, predictive=_seen(p.predictive, lens, own)) for p in (test, held))
+    if lens is None or lens == Correction(1.0, None):
+        lens = Correction(best_temperature(held.predictive.apply_temperature(1 / own), held.targets), None)
+    seen, seen_held = (replace(p, predictive=_recalibrate(p.predictive, lens, own)) for p in (test, held))
     found = {f"calibrated/{key}": value for key, value in part.metrics(seen).items()}
     if lens.calibration is None:
         found["calibrated/temperature"] = lens.temperature
@@ -50,32 +52,34 @@ def with_calibration(
         found[f"calibration/{name}"] = -float(rows.predictive.log_prob(rows.targets).double().mean())
     arrays = {key.removeprefix("test/"): value for key, value in part.arrays(seen).items()}
     kept = {name: value for name, value in arrays.items() if name in TEMPERED or name.startswith("reliability/")}
-    return more(evaluation, found, {f"calibrated/{name}": value for name, value in kept.items()})
+    return with_metrics(evaluation, found, {f"calibrated/{name}": value for name, value in kept.items()})
 
 
-def with_promises(
+def with_guarantees(
     evaluation: Evaluation, test: Predictions, posterior: Posterior, targets: Standardiser | None
 ) -> Evaluation:
     """Adds conformal/… and selective/… of a posterior's promises; targets: the standardiser of the learned targets."""
     own, rows = evaluation.metrics.get("temperature", 1.0), test
     if targets is not None:  # thresholds are in units of the standardised targets
-        means, variances = test.predictive.described()
+        means, variances = test.predictive.defining_tensors()
         learned = RegressionPredictive((means - targets.mean) / targets.std, variances / targets.std**2)
         rows = replace(test, predictive=learned, targets=targets(test.targets))
-    seen = _seen(rows.predictive, posterior.lens(), own)
+    seen = _recalibrate(rows.predictive, posterior.current_correction(), own)
     promises = dict(posterior.promises.items())
-    found = outcomes(promises, seen, torch.Generator().manual_seed(0), y=rows.targets)
+    found = guarantee_outcomes(promises, seen, torch.Generator().manual_seed(0), y=rows.targets)
     if targets is not None:
         # A mean over several outputs has no common unit.
         scale = float(targets.std) if targets.std.numel() == 1 else math.nan
         found = {key: scale * value if key.endswith("/size") else value for key, value in found.items()}
-    details, arrays = promise_details(promises, found, rows.targets, seen)
-    return more(evaluation, promise_metrics(promises, found) | details, arrays)
+    details, arrays = guarantee_details(promises, found, rows.targets, seen)
+    return with_metrics(evaluation, guarantee_metrics(promises, found) | details, arrays)
 
 
-def _seen(predictive: Predictive, lens: Lens, own: float) -> Predictive:
+def _recalibrate(predictive: Predictive, lens: Correction, own: float) -> Predictive:
     """A mixture recorded at its posterior's temperature, seen through another lens."""
-    return lens.mixture(lens.members(predictive if own == 1.0 else predictive.tempered(1 / own)))
+    return lens.correct_mixture(
+        lens.correct_members(predictive if own == 1.0 else predictive.apply_temperature(1 / own))
+    )
 
 
 def with_choice(evaluation: Evaluation, counts: CorruptedCounts) -> Evaluation:
@@ -84,35 +88,35 @@ def with_choice(evaluation: Evaluation, counts: CorruptedCounts) -> Evaluation:
     clean = dict(zip((f"validation/{name}" for name in names), counts.clean.tolist(), strict=True))
     damaged = {f"validation/{key}": value for key, value in counts.metrics().items()}
     kept = {key: value for key, value in damaged.items() if key.removeprefix("validation/corrupt/") in names}
-    return more(evaluation, clean | kept)
+    return with_metrics(evaluation, clean | kept)
 
 
 def with_training_rows(evaluation: Evaluation, said: Predictions) -> Evaluation:
     """Adds train/NAME of the training rows: accuracy or RMSE, NLL, and those of members."""
-    part = numbers_of(said)
+    part = metric_functions(said)
     found = part.metrics(said) | part.members(said)
-    return more(evaluation, {f"train/{key}": found[key] for key in TRAINED if key in found})
+    return with_metrics(evaluation, {f"train/{key}": found[key] for key in TRAINED if key in found})
 
 
 def with_reference(evaluation: Evaluation, test: Predictions, reference: Predictions) -> Evaluation:
     """Adds against/agreement (of classes) and against/total_variation between this predictive and the reference's."""
     distances = _distances(test.predictive, reference.predictive)
     found = {f"against/{name}": float(each.mean()) for name, each in distances.items()}
-    return more(evaluation, found, {f"against/{name}": each.float() for name, each in distances.items()})
+    return with_metrics(evaluation, found, {f"against/{name}": each.float() for name, each in distances.items()})
 
 
-def with_halves(evaluation: Evaluation, reference: Predictions) -> Evaluation:
+def with_reference_halves(evaluation: Evaluation, reference: Predictions) -> Evaluation:
     """Adds against/halves/NAME, the distances between the two halves of the reference's functions, and its convergence.
 
     With an even number of chains each half has half of the chains: two references would be as far apart.
     """
-    described, kind = reference.predictive.described(), type(reference.predictive)
+    described, kind = reference.predictive.defining_tensors(), type(reference.predictive)
     chains = described[0].reshape(reference.networks, -1, *described[0].shape[1:])  # (M, S, N, C)
     first, second = (kind(*half) for half in zip(*(each.chunk(2) for each in described), strict=True))
     found = {f"against/halves/{name}": float(each.mean()) for name, each in _distances(first, second).items()}
     found["against/rhat"] = float(metrics.split_rhat(chains).max())
     found["against/effective_samples"] = float(metrics.effective_sample_size(chains).min())
-    return more(evaluation, found)
+    return with_metrics(evaluation, found)
 
 
 def _distances(mine: Predictive, theirs: Predictive) -> dict[str, Tensor]:
@@ -120,7 +124,7 @@ def _distances(mine: Predictive, theirs: Predictive) -> dict[str, Tensor]:
     if isinstance(mine, ClassificationPredictive):
         agrees = mine.mean.argmax(1) == theirs.mean.argmax(1)
         return {"agreement": agrees.double(), "total_variation": metrics.total_variation_values(mine.mean, theirs.mean)}
-    distances = metrics.mixture_total_variation_values(*mine.described(), *theirs.described())  # (N, D)
+    distances = metrics.mixture_total_variation_values(*mine.defining_tensors(), *theirs.defining_tensors())  # (N, D)
     return {"total_variation": distances.mean(1)}
 
 
@@ -132,7 +136,11 @@ def with_grid(evaluation: Evaluation, predictive: Predictive, geometry: Geometry
     """
     if len(predictive) != len(geometry.positions) or predictive.mean.ndim != 2:
         raise ValueError(f"expected predictions at all grid points, got {predictive}; evaluate with --again")
-    arrays = {"positions": geometry.positions, "seen": geometry.seen[:POINTS], "targets": targets[:POINTS]}
+    arrays = {
+        "positions": geometry.positions,
+        "seen": geometry.training_positions[:POINTS],
+        "targets": targets[:POINTS],
+    }
     if isinstance(predictive, ClassificationPredictive):
         quantity, values = "entropy", predictive.total  # (n,)
         arrays["entropy"] = values
@@ -143,4 +151,4 @@ def with_grid(evaluation: Evaluation, predictive: Predictive, geometry: Geometry
         f"region/{name}/{quantity}": float(values[where].double().mean()) for name, where in geometry.regions.items()
     }
     single = {f"grid/{name}": each.float() if each.is_floating_point() else each for name, each in arrays.items()}
-    return more(evaluation, found, single)
+    return with_metrics(evaluation, found, single)

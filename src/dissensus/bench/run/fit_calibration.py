@@ -35,7 +35,7 @@ def check_calibration(settings: Mapping[str, Any], data: Mapping[str, Any], kind
         raise ValueError("expected a classification for calibration.risk, got a regression; leave it out")
 
 
-def fit_standing(
+def fit_calibration(
     posterior: Posterior, settings: Mapping[str, Any], rows: TaskRows, loader: Callable[[TaskRows], Batches]
 ) -> None:
     """Calibrates the posterior and fits promises: `conformal` if there is a level, `selective` if there is a risk.
@@ -45,7 +45,9 @@ def fit_standing(
     """
     own = None if float(posterior.temperature) == 1.0 else "temperature"
     promised, method = settings.keys() & {"level", "risk"}, settings.get("method", own)
-    first, second = (rows.at(torch.arange(len(rows.y))[start::2]) if promised and method else rows for start in (0, 1))
+    first, second = (
+        rows.select(torch.arange(len(rows.y))[start::2]) if promised and method else rows for start in (0, 1)
+    )
     if method:
         calibrate(posterior, loader(first), method)
     if "level" in settings:

@@ -17,7 +17,7 @@ from dissensus.data.numpy_files import npz_arrays
 from dissensus.training.checkpoint import check_archive
 from dissensus.utils.batch_norm_stats import statistics_layers
 from dissensus.utils.checks import first_names
-from dissensus.utils.file_errors import reading
+from dissensus.utils.file_errors import read_errors
 
 log = logging.getLogger("dissensus")
 
@@ -37,8 +37,8 @@ def load_weights(network: nn.Module, path: Path) -> None:
         raise ValueError(
             f"expected at most {limit:,} bytes for this network in {path}, got {size:,}; save its state_dict() alone"
         )
-    with reading(path, "save state_dict() again", kind=f"a whole {path.suffix} file of plain tensors at"):
-        state = uncounted(network) | unwrapped(READERS[path.suffix](path, limit), expected, path)
+    with read_errors(path, "save state_dict() again", kind=f"a whole {path.suffix} file of plain tensors at"):
+        state = zero_batch_counts(network) | strip_wrapper_prefix(READERS[path.suffix](path, limit), expected, path)
         check_fits(state, expected, path)
     network.load_state_dict(state)
 
@@ -68,7 +68,7 @@ def check_fits(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path
             )
 
 
-def unwrapped(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+def strip_wrapper_prefix(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     """The state, with the prefix "module." of nn.DataParallel removed from all names if more names then fit the network."""
     without = {name.removeprefix(WRAPPER): tensor for name, tensor in state.items() if name.startswith(WRAPPER)}
     if len(without) < len(state) or len(without.keys() & expected.keys()) <= len(state.keys() & expected.keys()):
@@ -77,7 +77,7 @@ def unwrapped(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path:
     return without
 
 
-def uncounted(network: nn.Module) -> dict[str, Tensor]:
+def zero_batch_counts(network: nn.Module) -> dict[str, Tensor]:
     """Name -> 0 for the batch counts of norm layers, which are never read; files of torch 0.4 and before lack them."""
     return {
         f"{name}.{key}" if name else key: torch.zeros_like(buffer)
@@ -87,7 +87,7 @@ def uncounted(network: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _torch(path: Path, limit: int) -> dict[str, Tensor]:
+def _read_torch(path: Path, limit: int) -> dict[str, Tensor]:
     with open(path, "rb") as file:
         packed = file.read(4) == b"PK\3\4"  # torch.save's form since 1.6, recognised as torch.load does
     if packed:
@@ -115,20 +115,20 @@ def _torch(path: Path, limit: int) -> dict[str, Tensor]:
     return {str(name): tensor for name, tensor in loaded.items()}
 
 
-def _numpy(path: Path, limit: int) -> dict[str, Tensor]:
+def _read_numpy(path: Path, limit: int) -> dict[str, Tensor]:
     arrays = npz_arrays(path, limit)
     return {name: torch.from_numpy(array.astype(array.dtype.newbyteorder("="))) for name, array in arrays.items()}
 
 
-def _safetensors(path: Path, limit: int) -> dict[str, Tensor]:
+def _read_safetensors(path: Path, limit: int) -> dict[str, Tensor]:
     with safe_open(path, framework="pt") as file:  # no larger than the file: nothing is compressed
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
 
 
 READERS: dict[str, Callable[[Path, int], dict[str, Tensor]]] = {
-    ".pt": _torch,
-    ".pth": _torch,
-    ".th": _torch,
-    ".npz": _numpy,
-    ".safetensors": _safetensors,
+    ".pt": _read_torch,
+    ".pth": _read_torch,
+    ".th": _read_torch,
+    ".npz": _read_numpy,
+    ".safetensors": _read_safetensors,
 }

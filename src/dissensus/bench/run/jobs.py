@@ -8,21 +8,21 @@ from typing import Any
 
 from dissensus.bench import torchrun_ranks
 from dissensus.bench.report.results import Results
-from dissensus.bench.rows.task_rows import LastData
+from dissensus.bench.rows.task_rows import DataCache
 from dissensus.bench.run.collect_runs import results_of_runs
 from dissensus.bench.run.fit_calibration import check_calibration
-from dissensus.bench.run.processes import in_processes
-from dissensus.bench.run.run import Run, Tell, silent
-from dissensus.bench.run.run_folder import no_run, untrained, withdraw
+from dissensus.bench.run.processes import run_in_processes
+from dissensus.bench.run.run import Run, Tell, ignore_message
+from dissensus.bench.run.run_folder import no_run_error, remove_unused_run, untrained_error
 from dissensus.bench.run.shared_training import companions, remove_leftovers, train_runs
 from dissensus.bench.task.config import RunConfig, Task, run_config
 from dissensus.bench.task.method_names import base_name
-from dissensus.bench.typecheck import fitting
+from dissensus.bench.typecheck import settings_errors
 from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.methods import METHODS
 from dissensus.storage.atomic_files import remove_strays, temporary_name
-from dissensus.utils.checks import one_of, whole
+from dissensus.utils.checks import integer, one_of
 
 
 def default_folder(task: Task) -> Path:
@@ -40,7 +40,7 @@ def bench(
     baseline: str | None = None,
     holm: bool = False,
     jobs: int = 1,
-    tell: Tell = silent,
+    tell: Tell = ignore_message,
 ) -> tuple[Results, list[Path]]:
     """Trains, evaluates and reports a task: (results, report files).
 
@@ -48,8 +48,8 @@ def bench(
     compare with, by default the task's. `holm`: adjusts p-values for their number. `jobs`: processes that train at the same
     time; a script that uses several must be guarded by `if __name__ == "__main__"`.
     """
-    whole("--seeds", seeds)
-    whole("--jobs", jobs)
+    integer("--seeds", seeds)
+    integer("--jobs", jobs)
     chosen = list(methods or task.methods)
     if baseline is not None:
         one_of("a baseline", baseline, chosen, hint="run it too, or choose one of them")
@@ -62,7 +62,7 @@ def bench(
 
     ordered = sorted(range(len(runs)), key=lambda i: chosen.index(runs[i].config.method))
     results = results_of_runs([runs[i] for i in ordered], [evaluations[i] for i in ordered])
-    results = results.compared_with(baseline, holm=holm)
+    results = results.with_baseline(baseline, holm=holm)
     return results, write_report(results, folder)
 
 
@@ -75,68 +75,73 @@ def run_all(
     source: str | None = None,
     progress: bool = False,
     jobs: int = 1,
-    tell: Tell = silent,
+    tell: Tell = ignore_message,
 ) -> tuple[list[Run], list[Evaluation]]:
     """(runs, their evaluations) of methods and seeds of a task, seed by seed, without a report."""
     configs = [run_config(task, method, seed) for seed in seeds for method in methods]
-    runs = begun(task, configs, out, source=source)
-    return runs, finished(runs, source=source, progress=progress, jobs=jobs, tell=tell)
+    runs = begin_runs(task, configs, out, source=source)
+    return runs, finish_runs(runs, source=source, progress=progress, jobs=jobs, tell=tell)
 
 
-def finished(
-    runs: Sequence[Run], *, source: str | None = None, progress: bool = False, jobs: int = 1, tell: Tell = silent
+def finish_runs(
+    runs: Sequence[Run],
+    *,
+    source: str | None = None,
+    progress: bool = False,
+    jobs: int = 1,
+    tell: Tell = ignore_message,
 ) -> list[Evaluation]:
     """The evaluations of runs that have begun, one after the other or `jobs` at a time."""
-    groups = _groups(runs)
+    groups = _training_groups(runs)
     for run in runs:
-        run.shared = jobs == 1 and torchrun_ranks.shared(len(groups))
-    if jobs > 1 or (torchrun_ranks.size() > 1 and not runs[0].shared):
-        in_processes(groups, jobs, source=source, tell=tell)
-    with withdrawing(runs):
-        evaluations = [_finished(i, run, runs, progress=progress, tell=tell) for i, run in enumerate(runs, start=1)]
-    if runs[0].shared:
-        torchrun_ranks.leave_but_the_first()
+        run.is_shared = jobs == 1 and torchrun_ranks.is_training_shared(len(groups))
+    if jobs > 1 or (torchrun_ranks.size() > 1 and not runs[0].is_shared):
+        run_in_processes(groups, jobs, source=source, tell=tell)
+    with withdraw_on_failure(runs):
+        evaluations = [_finish_run(i, run, runs, progress=progress, tell=tell) for i, run in enumerate(runs, start=1)]
+    if runs[0].is_shared:
+        torchrun_ranks.exit_other_ranks()
     for out in dict.fromkeys(run.folder.parent for run in runs):
         remove_leftovers(out)
     return evaluations
 
 
 @contextmanager
-def withdrawing(runs: Sequence[Run]) -> Iterator[None]:
+def withdraw_on_failure(runs: Sequence[Run]) -> Iterator[None]:
     """Context that, on failure, removes the folders made for these runs if they have no results."""
     try:
         yield
     except BaseException:
         for run in runs:
-            if run.fresh:
-                withdraw(run.folder)
+            if run.is_new:
+                remove_unused_run(run.folder)
         raise
 
 
-def _finished(i: int, run: Run, runs: Sequence[Run], *, progress: bool, tell: Tell) -> Evaluation:
+def _finish_run(i: int, run: Run, runs: Sequence[Run], *, progress: bool, tell: Tell) -> Evaluation:
     """The evaluation of one of the runs, trained alone or together with its companions."""
     name = f"[{i}/{len(runs)}] {run.config.method}, seed {run.config.seed}"
     group = companions(run, runs)
-    waiting = [each.config.method for each in group if each is not run and not each.trained]
-    done = "trained already" if run.trained else "training"
-    with_others = f"{'; training ' if run.trained else ' together with '}{', '.join(waiting)}" if waiting else ""
+    waiting = [each.config.method for each in group if each is not run and not each.is_trained]
+    done = "trained already" if run.is_trained else "training"
+    with_others = f"{'; training ' if run.is_trained else ' together with '}{', '.join(waiting)}" if waiting else ""
     tell(f"{name}: {done}{with_others}")
     train_runs(group, progress=progress)
     return run.evaluate(tell=lambda text: tell(f"{name}: evaluating {text}"))
 
 
-def begun(
-    task: Task, configs: Sequence[RunConfig], out: Path, *, source: str | None = None, load: LastData | None = None
+def begin_runs(
+    task: Task, configs: Sequence[RunConfig], out: Path, *, source: str | None = None, load: DataCache | None = None
 ) -> list[Run]:
     """The checked runs of these configs, each with its folder; nothing is trained yet. `load`: shared with other runs."""
     torchrun_ranks.connect()
-    load = load or LastData(source)
+    load = load or DataCache(source)
     runs = [Run(out / folder_name(config), config, load=load) for config in configs]
     _ = runs[0].data  # load data before making the folder: missing data then leave nothing behind
     for run in runs:  # all of them before the first folder
         run.check()
     if torchrun_ranks.rank() == 0:
-        checked_folder(out)
+        writable_folder(out)
         for run in runs:  # raise for a folder of another run before anything is trained
             run.begin()
     torchrun_ranks.wait()
@@ -149,7 +154,7 @@ def folder_name(config: RunConfig) -> str:
     return f"{config.method.replace(':', '.')}-seed{config.seed}"  # some file systems do not allow a colon
 
 
-def _groups(runs: Sequence[Run]) -> list[list[Run]]:
+def _training_groups(runs: Sequence[Run]) -> list[list[Run]]:
     """Groups of runs: those that share a training together, all others alone."""
     found: list[list[Run]] = []
     for run in runs:
@@ -162,10 +167,10 @@ def report_runs(
     folders: Sequence[str | Path], out: str | Path, *, baseline: str | None = None, holm: bool = False
 ) -> tuple[Results, list[Path]]:
     """(results, report files) of run folders, or of folders of run folders; nothing is trained or evaluated."""
-    from dissensus.bench.report.html_report import one_file, write_report  # loads matplotlib
+    from dissensus.bench.report.html_report import is_single_file, write_report  # loads matplotlib
 
     target = Path(out)
-    runs = [Run.open(folder) for folder in found_runs(folders)]
+    runs = [Run.open(folder) for folder in find_runs(folders)]
     place = {name: i for i, name in enumerate(METHODS)}
     runs.sort(key=lambda run: (place.get(base_name(run.config.method), len(place)), run.config.method, run.config.seed))
     evaluations = []
@@ -173,30 +178,32 @@ def report_runs(
         if not (run.folder / "metrics.json").is_file():
             raise FileNotFoundError(f"expected a result in {run.folder}; run `dissensus evaluate {run.folder}` first")
         evaluations.append(run.measure())
-    with belonging_together(run.folder for run in runs):
-        results = results_of_runs(runs, evaluations).compared_with(baseline, holm=holm)
-        checked_folder(target.parent if one_file(target) else target)
+    with file_mismatch_errors(run.folder for run in runs):
+        results = results_of_runs(runs, evaluations).with_baseline(baseline, holm=holm)
+        writable_folder(target.parent if is_single_file(target) else target)
         return results, write_report(results, target)
 
 
-def belonging_together(folders: Iterable[Path]) -> AbstractContextManager[None]:
+def file_mismatch_errors(folders: Iterable[Path]) -> AbstractContextManager[None]:
     """Context that turns exceptions about files that do not fit together into one error."""
     wanted = "metrics.json and arrays.safetensors that belong together in"
-    return fitting(", ".join(map(str, folders)), wanted=wanted, remedy="run `dissensus evaluate --again` on them")
+    return settings_errors(
+        ", ".join(map(str, folders)), wanted=wanted, remedy="run `dissensus evaluate --again` on them"
+    )
 
 
-def found_runs(folders: Sequence[str | Path]) -> list[Path]:
+def find_runs(folders: Sequence[str | Path]) -> list[Path]:
     """The named run folders, or those inside the named folders, in order."""
     found: list[Path] = []
     for folder in map(Path, folders):
         inside = [folder] if (folder / "config.toml").is_file() else sorted(folder.glob("*/config.toml"))
         if not inside:
-            raise no_run(folder)
+            raise no_run_error(folder)
         found += [path.parent if path.name == "config.toml" else path for path in inside]
     return list(dict.fromkeys(found))
 
 
-def checked_folder(folder: Path) -> Path:
+def writable_folder(folder: Path) -> Path:
     """The folder, created if necessary; raises if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -214,10 +221,10 @@ def calibrate_run(run: Run, asked: Mapping[str, Any], *, rows: float | None = No
 
     Other settings are those of the run; `rows`: number or share of test rows to hold out. The result is saved in calibrated/.
     """
-    if not run.trained:
-        raise untrained(run.folder)
+    if not run.is_trained:
+        raise untrained_error(run.folder)
     if rows is not None:
-        number = rows if rows < 1 else whole("rows", int(rows))
+        number = rows if rows < 1 else integer("rows", int(rows))
         run = Run(run.folder, replace(run.config, data=run.config.data | {"calibration": number}), load=run.load)
     settings = run.config.calibration | dict(asked)
     check_calibration(settings, run.config.data, run.kind)

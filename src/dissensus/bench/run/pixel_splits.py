@@ -13,71 +13,71 @@ from dissensus.bench.rows.task_rows import TaskData
 from dissensus.core.predictive import ClassificationPredictive
 from dissensus.data.segmentation import VOID
 from dissensus.evaluation.corruption_curves import CorruptedCounts
-from dissensus.evaluation.evaluate import joined_evaluation
+from dissensus.evaluation.evaluate import complete_evaluation
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.evaluation.fixed_draw import Functions
+from dissensus.evaluation.fixed_draw import FixedDraw
 from dissensus.evaluation.segmentation import pixel_ood, pixel_sums, ranking_numbers
 from dissensus.metrics import CalibrationBins
 from dissensus.storage.run_files import read_tensors, write_tensors
-from dissensus.utils.file_errors import damaged
+from dissensus.utils.file_errors import damage_error
 
 BINS = "bins/"  # sums by confidence of test pixels and of foreign ones, for the ECE of both
 SHOWN = 3  # test images with maps
 VOID_LABEL, UNKNOWN_LABEL = -1, -2  # in the maps of `dissensus.plots.segmentation_maps`
 
 
-class Measured(NamedTuple):
+class MeasuredSplit(NamedTuple):
     """The metrics and arrays of one split, under the names of an Evaluation."""
 
     metrics: dict[str, float]
     arrays: dict[str, Tensor]
 
 
-def write_measured(path: Path, measured: Measured) -> None:
+def write_measured(path: Path, measured: MeasuredSplit) -> None:
     write_tensors(path, measured.arrays, {"metrics": measured.metrics})
 
 
-def read_measured(path: Path) -> Measured:
+def read_measured(path: Path) -> MeasuredSplit:
     arrays, facts = read_tensors(path)
     if not isinstance(facts.get("metrics"), dict):
-        raise damaged(path, "without 'metrics'")
-    return Measured(facts["metrics"], arrays)
+        raise damage_error(path, "without 'metrics'")
+    return MeasuredSplit(facts["metrics"], arrays)
 
 
-def measured_pixels(
+def measure_pixels(
     split: str,
     rows: TaskRows,
     data: TaskData,
-    functions: Functions,
+    functions: FixedDraw,
     loader: Callable[[TaskRows], Iterable[Any]],
     score: str,
-) -> Measured:
+) -> MeasuredSplit:
     """The numbers of one split: "test" with the numbers of members, cost and maps, "ood-SET", "train" or "shift-SET"."""
     kind, _, name = split.partition("-")
     if kind == "ood":
         rankings, bins = pixel_ood(functions, loader(rows), score, name=name, like=None)
         metrics, arrays = ranking_numbers(rankings, score, f"ood/{name}")
-        return Measured(metrics, arrays | {f"{BINS}{name}": _stored(bins)})
+        return MeasuredSplit(metrics, arrays | {f"{BINS}{name}": _stack_bins(bins)})
     sums, _, images = pixel_sums(functions, loader(rows), name=split)
     found = sums.metrics(data.classes)
     if split != "test":
-        return Measured({f"{split.replace('-', '/')}/{key}": value for key, value in found.items()}, {})
+        return MeasuredSplit({f"{split.replace('-', '/')}/{key}": value for key, value in found.items()}, {})
     cost = {"cost/predict_ms": 1000 * sums.seconds / images}
-    arrays = sums.arrays() | maps(data, functions, loader) | {f"{BINS}test": _stored(sums.bins)}
-    return Measured(found | sums.member_metrics() | cost, arrays)
+    arrays = sums.arrays() | scene_maps(data, functions, loader) | {f"{BINS}test": _stack_bins(sums.bins)}
+    return MeasuredSplit(found | sums.member_metrics() | cost, arrays)
 
 
-def _stored(bins: CalibrationBins) -> Tensor:
+def _stack_bins(bins: CalibrationBins) -> Tensor:
     return torch.stack([each.double().cpu() for each in bins])  # (3, K)
 
 
-def maps(data: TaskData, functions: Functions, loader: Callable[[TaskRows], Iterable[Any]]) -> dict[str, Tensor]:
+def scene_maps(data: TaskData, functions: FixedDraw, loader: Callable[[TaskRows], Iterable[Any]]) -> dict[str, Tensor]:
     """scenes/…: some test images (K, 3, H, W), their truth, and predictions for every pixel, (K, H, W) each."""
     foreign = data.ood[UNKNOWN].y == 1 if UNKNOWN in data.ood else torch.zeros_like(data.test.y, dtype=torch.bool)
-    chosen = shown_rows(foreign)
+    chosen = rows_to_show(foreign)
     truth = torch.where(foreign, UNKNOWN_LABEL, torch.where(data.test.y == VOID, VOID_LABEL, data.test.y.short()))
     found: dict[str, list[Tensor]] = {"prediction": [], "confidence": [], "entropy": [], "epistemic": []}
-    for x, _ in loader(data.test.at(chosen)):
+    for x, _ in loader(data.test.select(chosen)):
         predictive = cast(ClassificationPredictive, functions.predict(x))
         confidence, prediction = predictive.mean.max(1)
         said = (prediction.to(torch.uint8), confidence.half(), predictive.total.half(), predictive.epistemic.half())
@@ -98,7 +98,7 @@ def image_facts(data: TaskData) -> dict[str, Any]:
     return {"classes": data.classes, "mean": scale.mean.tolist(), "std": scale.std.tolist()}
 
 
-def shown_rows(foreign: Tensor) -> Tensor:
+def rows_to_show(foreign: Tensor) -> Tensor:
     """(K,) rows to show: from each of K parts of the set the row with most foreign pixels; foreign (N, H, W) boolean."""
     counts = foreign.flatten(1).sum(1)
     parts = torch.arange(len(counts)).tensor_split(min(SHOWN, len(counts)))
@@ -106,7 +106,12 @@ def shown_rows(foreign: Tensor) -> Tensor:
 
 
 def evaluation_of_pixels(
-    parts: Mapping[str, Measured], *, corrupted: CorruptedCounts | None, score: str, parameters: int, temperature: float
+    parts: Mapping[str, MeasuredSplit],
+    *,
+    corrupted: CorruptedCounts | None,
+    score: str,
+    parameters: int,
+    temperature: float,
 ) -> Evaluation:
     """The Evaluation of the splits, "test" among them."""
     metrics = {key: value for part in parts.values() for key, value in part.metrics.items()}
@@ -120,4 +125,4 @@ def evaluation_of_pixels(
     for name in ood:
         metrics[f"ood/{name}/ece_union"] = float(bins["test"].merge(bins[name]).ece())
     found = Evaluation("segmentation", metrics, arrays, score, ood, shift)
-    return joined_evaluation(found, corrupted, {}, temperature, parameters, milliseconds)
+    return complete_evaluation(found, corrupted, {}, temperature, parameters, milliseconds)

@@ -8,13 +8,13 @@ from typing import cast
 from torch import Tensor
 
 from dissensus import metrics
-from dissensus.bench.names import listed
+from dissensus.bench.names import name_list
 from dissensus.bench.rows.dataset_rows import TaskRows
 from dissensus.bench.rows.low_dimensional import GEOMETRIES, Geometry
 from dissensus.bench.rows.named_sets import task_set
 from dissensus.bench.rows.segmentation_rows import UNKNOWN
 from dissensus.bench.rows.task_rows import TaskData
-from dissensus.bench.run.pixel_splits import measured_pixels, write_measured
+from dissensus.bench.run.pixel_splits import measure_pixels, write_measured
 from dissensus.bench.run.records import write_attacked, write_counts, write_predictions
 from dissensus.bench.task.config import RunConfig
 from dissensus.core.predictive import RegressionPredictive
@@ -23,7 +23,7 @@ from dissensus.data.standardise import Standardiser
 from dissensus.evaluation.attack_curves import AttackCurves, attacked_inputs
 from dissensus.evaluation.corruption_curves import Corruptions, corrupted_counts
 from dissensus.evaluation.evaluate import check_attackable, checked_score
-from dissensus.evaluation.fixed_draw import Functions
+from dissensus.evaluation.fixed_draw import FixedDraw
 from dissensus.evaluation.loader_predictions import Predictions, predictions
 
 Loader = Callable[[TaskRows], Batches]
@@ -39,13 +39,13 @@ def split_names(config: RunConfig, load: Callable[[], TaskData]) -> list[str]:
     """
     scenes = is_segmentation(config)  # their calibration rows are only used for a temperature
     names = ["test"] + [CALIBRATION] * (config.data.get("calibration", 0) != 0 and not scenes)
-    if task_set(config.data["name"]).own:
+    if task_set(config.data["name"]).is_user_data:
         data = load()
         names += [*(f"ood-{name}" for name in data.ood), *(f"shift-{name}" for name in data.shift)]
     else:
-        names += [*(f"ood-{Path(name).stem}" for name in listed(config.data.get("ood", [])))]
+        names += [*(f"ood-{Path(name).stem}" for name in name_list(config.data.get("ood", [])))]
         names += [f"ood-{UNKNOWN}"] * bool(config.data.get("unknown"))
-        names += [f"shift-{Path(name).stem}" for name in listed(config.data.get("shift", []))]
+        names += [f"shift-{Path(name).stem}" for name in name_list(config.data.get("shift", []))]
     if config.data["name"] in GEOMETRIES:
         names.append(GRID)
     if config.evaluation.get("train_rows", False) or config.data.get("label_noise", 0) != 0:
@@ -66,7 +66,7 @@ def corruptions(config: RunConfig, split: str = CORRUPT) -> Corruptions | None:
         return None
     severities = config.evaluation.get("severities", [1, 2, 3, 4, 5])
     return Corruptions(
-        names if names in ("all", "benchmark") else listed(names),
+        names if names in ("all", "benchmark") else name_list(names),
         [severities] if isinstance(severities, int) else severities,
     )
 
@@ -79,7 +79,7 @@ def attack_curves(config: RunConfig) -> AttackCurves | None:
     check_attackable(config.kind)
     return AttackCurves(
         given.get("epsilons", []),
-        listed(given["attack"]),
+        name_list(given["attack"]),
         norm=str(given.get("attack_norm", "inf")),  # type: ignore[arg-type]
         steps=given.get("attack_steps", 10),
         fool_steps=given.get("fool_steps", 0),
@@ -87,18 +87,13 @@ def attack_curves(config: RunConfig) -> AttackCurves | None:
 
 
 def split_writer(
-    split: str,
-    config: RunConfig,
-    data: TaskData,
-    functions: Functions,
-    loader: Loader,
-    tell: Callable[[str], object],
+    split: str, config: RunConfig, data: TaskData, functions: FixedDraw, loader: Loader, tell: Callable[[str], object]
 ) -> Callable[[Path], None]:
     """Runs the functions on one split now; returns a function that writes their predictions to a file."""
     spec = corruptions(config, split) if split in (CORRUPT, CHOOSE) else None
     if spec is not None:
         rows = data.test if split == CORRUPT else data.validation
-        rows = rows.first(config.evaluation.get("corrupt_rows"), seed=0)
+        rows = rows.sample(config.evaluation.get("corrupt_rows"), seed=0)
         about = f"{len(spec.types)} corruptions × {len(spec.severities)} severities of {len(rows.y)} inputs"
         tell(about)
         counts = corrupted_counts(
@@ -110,10 +105,10 @@ def split_writer(
         return lambda path: write_counts(path, counts)
     attacks = attack_curves(config) if split == ATTACK else None
     if attacks is not None:
-        rows = data.test.first(config.evaluation.get("attack_rows"), seed=0)
+        rows = data.test.sample(config.evaluation.get("attack_rows"), seed=0)
         about = f"{len(attacks.names)} attacks × {len(attacks.epsilons)} ε on {len(rows.y)} inputs"
         tell(about)
-        bounds = (0.0, 1.0) if data.images else None
+        bounds = (0.0, 1.0) if data.has_images else None
         found = attacked_inputs(
             functions,
             loader(rows),
@@ -123,12 +118,12 @@ def split_writer(
         return lambda path: write_attacked(path, found)
     tell(split)
     kind, _, name = split.partition("-")
-    rows = grid_rows(config, data) if split == GRID else _labelled_or_foreign(data)[kind][name]
+    rows = grid_rows(config, data) if split == GRID else _rows_by_split(data)[kind][name]
     if is_segmentation(config):
         score = checked_score(config.evaluation.get("score"), "segmentation", functions.members)
-        measured = measured_pixels(split, rows, data, functions, loader, score)
+        measured = measure_pixels(split, rows, data, functions, loader, score)
         return lambda path: write_measured(path, measured)
-    picture = data.standardiser.inverse if data.images else None
+    picture = data.standardiser.inverse if data.has_images else None
     said = predictions(functions, loader(rows), name=split, labelled=kind not in ("ood", GRID), picture=picture)
     return lambda path: write_predictions(path, in_original_units(said, data.targets, rows.y))
 
@@ -137,7 +132,7 @@ def in_original_units(predictions: Predictions, targets: Standardiser | None, y:
     """Predictions in original units, in float64 (means m·sd + mean, variances v·sd²), with the original targets y (N, D)."""
     if targets is None:
         return predictions
-    means, variances = cast(RegressionPredictive, predictions.predictive).described()
+    means, variances = cast(RegressionPredictive, predictions.predictive).defining_tensors()
     means, variances, _ = metrics.unstandardise(
         means.double(), variances.double(), location=targets.mean, scale=targets.std
     )
@@ -155,6 +150,6 @@ def grid_rows(config: RunConfig, data: TaskData) -> TaskRows:
     return TaskRows(inputs, data.train.y[:1].expand(len(inputs), *data.train.y.shape[1:]))
 
 
-def _labelled_or_foreign(data: TaskData) -> dict[str, dict[str, TaskRows]]:
+def _rows_by_split(data: TaskData) -> dict[str, dict[str, TaskRows]]:
     own = {"test": data.test, CALIBRATION: data.calibration, TRAIN: data.train}
     return {**{kind: {"": rows} for kind, rows in own.items()}, "ood": data.ood, "shift": data.shift}

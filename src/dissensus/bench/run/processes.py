@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 
 from dissensus.bench import torchrun_ranks
-from dissensus.bench.rows.task_rows import LastData
+from dissensus.bench.rows.task_rows import DataCache
 from dissensus.bench.run.run import Run, Tell
 from dissensus.bench.run.shared_training import train_runs
 from dissensus.core.errors import Diverged
 from dissensus.storage.run_files import write_json
 
 DIVERGED = "diverged.json"  # of a diverged run: the step and the members
-_loaded: list[LastData] = []  # data of a worker process, so that its runs read the same rows once
+_loaded: list[DataCache] = []  # data of a worker process, so that its runs read the same rows once
 
 
-def in_processes(
+def run_in_processes(
     groups: Sequence[Sequence[Run]], jobs: int, *, source: str | None, tell: Tell, keep_going: bool = False
 ) -> None:
     """Trains and evaluates groups of runs, each group in one process, `jobs` processes at a time.
@@ -27,11 +27,11 @@ def in_processes(
     Processes started by `torchrun` each take some of the groups; only the first returns, when all are done. `keep_going`: a
     diverged run is recorded in its folder and does not raise.
     """
-    _in_processes(torchrun_ranks.dealt(groups), jobs, source=source, tell=tell, keep_going=keep_going)
-    torchrun_ranks.leave_but_the_first()
+    _run_groups(torchrun_ranks.groups_of_this_rank(groups), jobs, source=source, tell=tell, keep_going=keep_going)
+    torchrun_ranks.exit_other_ranks()
 
 
-def _in_processes(
+def _run_groups(
     groups: Sequence[Sequence[Run]], jobs: int, *, source: str | None, tell: Tell, keep_going: bool
 ) -> None:
     waiting = [group for group in groups if not all(is_over(run.folder) for run in group)]
@@ -39,26 +39,28 @@ def _in_processes(
         return
     if jobs == 1:
         for i, group in enumerate(waiting, start=1):
-            finish(group, keep_going=keep_going)
-            tell(_told(i, len(waiting), group))
+            train_and_evaluate(group, keep_going=keep_going)
+            tell(_done_message(i, len(waiting), group))
         return
     threads = max(1, (os.cpu_count() or 1) // jobs)
     # Spawned, not forked: torch's thread pool can hang in a forked process.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
-        min(jobs, len(waiting)), mp_context=context, initializer=_prepare, initargs=(source, threads)
+        min(jobs, len(waiting)), mp_context=context, initializer=_prepare_worker, initargs=(source, threads)
     ) as pool:
         try:
-            started = {pool.submit(_finish, [run.folder for run in group], keep_going): group for group in waiting}
+            started = {
+                pool.submit(_finish_in_worker, [run.folder for run in group], keep_going): group for group in waiting
+            }
             for i, each in enumerate(as_completed(started), start=1):
                 each.result()
-                tell(_told(i, len(waiting), started[each]))
+                tell(_done_message(i, len(waiting), started[each]))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def finish(runs: Sequence[Run], *, keep_going: bool = False) -> None:
+def train_and_evaluate(runs: Sequence[Run], *, keep_going: bool = False) -> None:
     """Trains and evaluates one run, or several runs that share a training."""
     try:
         train_runs(runs)
@@ -76,17 +78,17 @@ def is_over(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("metrics.json", DIVERGED))
 
 
-def _told(i: int, count: int, group: Sequence[Run]) -> str:
+def _done_message(i: int, count: int, group: Sequence[Run]) -> str:
     lost = " (diverged)" if any((run.folder / DIVERGED).is_file() for run in group) else ""
     return f"[{i}/{count}] {', '.join(run.folder.name for run in group)}: done{lost}"
 
 
-def _prepare(source: str | None, threads: int) -> None:
+def _prepare_worker(source: str | None, threads: int) -> None:
     os.environ.pop("RANK", None)  # this process was not started by `torchrun`
     torch.set_num_threads(threads)
-    _loaded[:] = [LastData(source)]
+    _loaded[:] = [DataCache(source)]
 
 
-def _finish(folders: list[Path], keep_going: bool) -> None:
+def _finish_in_worker(folders: list[Path], keep_going: bool) -> None:
     runs = [Run(folder, Run.open(folder).config, load=_loaded[0]) for folder in folders]
-    finish(runs, keep_going=keep_going)
+    train_and_evaluate(runs, keep_going=keep_going)

@@ -11,7 +11,7 @@ from dissensus.evaluation.corruption_curves import CorruptedCounts
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.loader_predictions import Predictions
 from dissensus.storage.run_files import read_json, read_tensors, write_json, write_tensors
-from dissensus.utils.file_errors import damaged
+from dissensus.utils.file_errors import damage_error
 
 COUNTS = ("nll", "counts", "confidence", "correct", "clean", "example_accuracy", "example_nll", "examples")
 PROMISED = "promised/"  # prefix of the names of promises' tables
@@ -21,7 +21,7 @@ FACTS = ("kind", "score", "ood", "shift", "corruptions", "severities", "notes")
 def write_predictions(path: Path, predictions: Predictions) -> None:
     classes = isinstance(predictions.predictive, ClassificationPredictive)
     names = ("log_probabilities",) if classes else ("means", "variances")
-    described = dict(zip(names, predictions.predictive.described(), strict=True))
+    described = dict(zip(names, predictions.predictive.defining_tensors(), strict=True))
     tensors = {"targets": predictions.targets, **described, **predictions.examples}
     if predictions.energy is not None:
         tensors["energy"] = predictions.energy
@@ -52,7 +52,7 @@ def read_predictions(path: Path) -> Predictions:
             networks=facts["networks"],
         )
     except Exception as error:  # a tensor or fact is missing, or has another shape or type
-        raise damaged(path, f"without {error}") from error
+        raise damage_error(path, f"without {error}") from error
 
 
 def write_counts(path: Path, counts: CorruptedCounts) -> None:
@@ -68,7 +68,7 @@ def read_counts(path: Path) -> CorruptedCounts:
         sums["promised"] = {n.removeprefix(PROMISED): each for n, each in tensors.items() if n.startswith(PROMISED)}
         return CorruptedCounts(types=tuple(facts["types"]), severities=tuple(facts["severities"]), **sums)
     except (KeyError, TypeError) as error:
-        raise damaged(path, f"without {error}") from error
+        raise damage_error(path, f"without {error}") from error
 
 
 def write_attacked(path: Path, attacked: AttackedInputs) -> None:
@@ -81,7 +81,7 @@ def read_attacked(path: Path) -> AttackedInputs:
     try:
         return AttackedInputs(tuple(facts["names"]), tuple(facts["epsilons"]), tensors.pop("values"), tensors)
     except (KeyError, TypeError) as error:
-        raise damaged(path, f"without {error}") from error
+        raise damage_error(path, f"without {error}") from error
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
@@ -97,11 +97,11 @@ def read_evaluation(folder: Path) -> Evaluation:
     facts: dict[str, Any] = read_json(path)
     arrays: dict[str, Tensor] = read_tensors(folder / "arrays.safetensors")[0]
     if "test/nll" not in arrays or arrays["test/nll"].ndim != 1:
-        raise damaged(folder / "arrays.safetensors", "without test/nll")
+        raise damage_error(folder / "arrays.safetensors", "without test/nll")
     try:
         several: dict[str, Any] = {
             name: tuple(facts.pop(name)) for name in ("ood", "shift", "corruptions", "severities")
         }
         return Evaluation(arrays=arrays, **several, **facts)
     except (KeyError, TypeError) as error:  # a fact is missing, unknown, or not a list
-        raise damaged(path, f"without {error}") from error
+        raise damage_error(path, f"without {error}") from error

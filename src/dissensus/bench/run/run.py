@@ -25,35 +25,28 @@ from dissensus import storage
 from dissensus.bench import torchrun_ranks
 from dissensus.bench.rows.dataset_rows import SetKind, TaskRows
 from dissensus.bench.rows.task_loaders import standardised_batches
-from dissensus.bench.rows.task_rows import LastData, TaskData
+from dissensus.bench.rows.task_rows import DataCache, TaskData
 from dissensus.bench.run import build
 from dissensus.bench.run.evaluate_run import evaluation_of_run
-from dissensus.bench.run.fit_calibration import CALIBRATED, check_calibration, fit_standing
-from dissensus.bench.run.learning_curves import learning
+from dissensus.bench.run.fit_calibration import CALIBRATED, check_calibration, fit_calibration
+from dissensus.bench.run.learning_curves import learning_callback
 from dissensus.bench.run.pixel_splits import image_facts
-from dissensus.bench.run.prediction_splits import (
-    CHOOSE,
-    CORRUPT,
-    attack_curves,
-    corruptions,
-    split_names,
-    split_writer,
-)
+from dissensus.bench.run.prediction_splits import CHOOSE, CORRUPT, attack_curves, corruptions, split_names, split_writer
 from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.records import read_evaluation, read_predictions, write_evaluation
-from dissensus.bench.run.run_folder import Folder, check_own, check_same, no_run, untrained
-from dissensus.bench.run.training_watch import ROWS, watcher
-from dissensus.bench.task.config import RunConfig, run_config_of
-from dissensus.bench.task.objects import written
+from dissensus.bench.run.run_folder import RunFolder, check_own_code, check_same_settings, no_run_error, untrained_error
+from dissensus.bench.run.training_watch import ROWS, distance_callback
+from dissensus.bench.task.config import RunConfig, run_config_from_table
+from dissensus.bench.task.objects import parse_object
 from dissensus.calibration.calibrate import temperature_scale
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data import Batches
 from dissensus.data.find_files import data_folder
 from dissensus.evaluation.evaluate import checked_score
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.evaluation.fixed_draw import drawn_once
+from dissensus.evaluation.fixed_draw import draw_once
 from dissensus.evaluation.loader_predictions import Predictions
-from dissensus.numerics.randomness import same_random_state
+from dissensus.numerics.randomness import preserve_random_state
 from dissensus.storage.run_files import read_toml, write_json, write_text
 from dissensus.training.fit import fit
 from dissensus.training.history import Epoch
@@ -63,28 +56,28 @@ Tell = Callable[[str], object]
 CHECKPOINT_SECONDS = 30.0  # between two checkpoints of a training: a stopped run loses at most this
 
 
-def silent(text: str) -> None:
+def ignore_message(text: str) -> None:
     """Ignores a message."""
 
 
-class Run(Folder):
+class Run(RunFolder):
     """A run folder and its config. `load` reads the data when a stage needs them; several runs may share one."""
 
-    def __init__(self, folder: Path, config: RunConfig, *, load: LastData | None = None) -> None:
+    def __init__(self, folder: Path, config: RunConfig, *, load: DataCache | None = None) -> None:
         super().__init__(folder)
         self.config = config
-        self.load = load or LastData()
-        self.fresh = False  # whether `begin` made the folder
+        self.load = load or DataCache()
+        self.is_new = False  # whether `begin` made the folder
 
     @classmethod
     def open(cls, folder: Path, *, source: str | None = None) -> Run:
         """Opens the run in a folder made by `begin`; source: the folder of the user's data."""
         path = folder / "config.toml"
         if not path.is_file():
-            raise no_run(folder)
+            raise no_run_error(folder)
         table = read_toml(path)
         table.pop("provenance", None)
-        return cls(folder, run_config_of(table, str(path)), load=LastData(source))
+        return cls(folder, run_config_from_table(table, str(path)), load=DataCache(source))
 
     def check(self) -> None:
         """Raises if a setting is wrong or missing; nothing is written."""
@@ -100,7 +93,7 @@ class Run(Folder):
         build.check_complete(self.config)
         if self.kind != "classification" and "curves_every" in self.config.evaluation:
             raise ValueError(f"expected classes for evaluation.curves_every, got a {self.kind}; leave the key out")
-        with same_random_state(self.device):
+        with preserve_random_state(self.device):
             build.try_network(self.config, lambda: self.data, folders=self.folders)
             build.try_method(self.config, lambda: self.data, folders=self.folders)
 
@@ -111,15 +104,15 @@ class Run(Folder):
         digest = build.weights_digest(self.config, self.folders)
         if path.is_file():
             there = Run.open(self.folder).config.table() | {key: self.provenance.get(key) for key in digest}
-            check_same(self.folder, self.config.table() | digest, there)
-            self._check_own(lambda: self.data, done=(self.folder / "metrics.json").is_file())
+            check_same_settings(self.folder, self.config.table() | digest, there)
+            self._check_own_code(lambda: self.data, done=(self.folder / "metrics.json").is_file())
             return
         import tomli_w  # Python's tomllib only reads
 
-        code = build.own_parts(self.config, lambda: self.data)
+        code = build.own_digests(self.config, lambda: self.data)
         made = provenance(self.device) | digest | ({"code": code} if code else {})
         write_text(path, tomli_w.dumps(self.config.table() | {"provenance": made}))
-        self.fresh = True
+        self.is_new = True
 
     @property
     def data(self) -> TaskData:
@@ -156,26 +149,26 @@ class Run(Folder):
             targets=self.data.targets,
             batch_size=training.get("batch_size", 64) if shuffle else asked,
             shuffle=shuffle,
-            augment=written("augment", augment).made(),
+            augment=parse_object("augment", augment).build(),
         )
 
     # ------------------------------------------------------------------ stages
 
     @property
-    def trained(self) -> bool:
+    def is_trained(self) -> bool:
         return (self.folder / "training.json").is_file()
 
     def train_alone(self, *, progress: bool = False) -> None:
         """Trains and saves the posterior; continues from a checkpoint if there is one. `together.train_runs` calls it."""
-        if self.trained:
+        if self.is_trained:
             self.remove(self.folder / "checkpoint.pt")  # left by a run that was stopped at its very end
             return
         training, checkpoint = self.config.training, self.folder / "checkpoint.pt"
         validation = self.loader(self.data.validation)
-        with self.prepared():
+        with self.seeded_context():
             posterior = build.posterior(self.config, self.data, folders=self.folders).to(self.device)
             if training["epochs"] == 0:
-                return self._keep_untrained(posterior)
+                return self._save_untrained(posterior)
             optimizer, scheduler = build.optimizer(posterior, training)
             history = fit(
                 posterior,
@@ -195,18 +188,18 @@ class Run(Folder):
                 ranks=self.ranks,
             )
             seconds = sum(epoch.seconds for epoch in history.epochs) + history.drawing
-            self.keep(posterior, history.epochs, seconds=seconds, best=history.best, engine=history.engine)
+            self.save_results(posterior, history.epochs, seconds=seconds, best=history.best, engine=history.engine)
         self.remove(checkpoint)
 
-    def _keep_untrained(self, posterior: Posterior) -> None:
+    def _save_untrained(self, posterior: Posterior) -> None:
         """Keeps the method's posterior without training, fitted to the training rows without augmentation."""
         refresh(posterior.eval(), self.loader(self.data.train))
-        self.keep(posterior, [], seconds=0.0, best=None, engine="none")
+        self.save_results(posterior, [], seconds=0.0, best=None, engine="none")
 
     @contextmanager
-    def prepared(self) -> Iterator[None]:
+    def seeded_context(self) -> Iterator[None]:
         """Context with the run's seed and threads; torch's are restored afterwards."""
-        with same_random_state(self.device), self._threads():
+        with preserve_random_state(self.device), self._threads():
             torch.manual_seed(self.config.seed)
             yield
 
@@ -220,26 +213,28 @@ class Run(Folder):
         finally:
             torch.set_num_threads(before)
 
-    def keep(self, posterior: Posterior, epochs: Sequence[Epoch], **facts: Any) -> None:
+    def save_results(self, posterior: Posterior, epochs: Sequence[Epoch], **facts: Any) -> None:
         """Writes the results of training: posterior/, log.jsonl and training.json; fits the temperature if requested."""
         scaled = self.config.training.get("temperature", False)
-        temperature = temperature_scale(posterior, self.loader(self.data.held_out)) if scaled else 1.0
-        if self.writes:
+        temperature = temperature_scale(posterior, self.loader(self.data.temperature_rows)) if scaled else 1.0
+        if self.is_writer:
             storage.save(posterior, self.folder / "posterior")
             # Written again as a whole: a stopped run may have lost or duplicated its last line.
             write_text(self.folder / "log.jsonl", "".join(json.dumps(asdict(epoch)) + "\n" for epoch in epochs))
             facts |= image_facts(self.data)
             write_json(self.folder / "training.json", {"epochs": len(epochs), "temperature": temperature, **facts})
-        self.written()
+        self.wait_until_written()
 
     def _callback(self, posterior: Posterior) -> Callable[[Epoch], None]:
         """The callback after each epoch: writes a line of the log, and measures members' distances and learning curves."""
-        asked, watching = self.config.evaluation if self.writes else {}, []
+        asked, watching = self.config.evaluation if self.is_writer else {}, []
         if "distances_every" in asked:
-            watching.append(watcher(self.folder, posterior, self._compared, every=asked["distances_every"]))
+            watching.append(
+                distance_callback(self.folder, posterior, self._comparison_batches, every=asked["distances_every"])
+            )
         if "curves_every" in asked:
             rows = (self.data.train, self.data.test)
-            watching.append(learning(self.folder, posterior, *rows, self.loader, every=asked["curves_every"]))
+            watching.append(learning_callback(self.folder, posterior, *rows, self.loader, every=asked["curves_every"]))
 
         def after(epoch: Epoch) -> None:
             self.log(epoch)
@@ -250,63 +245,63 @@ class Run(Folder):
         return after
 
     @property
-    def _compared(self) -> Batches:
+    def _comparison_batches(self) -> Batches:
         """The training rows at which members are compared."""
-        return self.loader(self.data.train.first(ROWS, seed=0))
+        return self.loader(self.data.train.sample(ROWS, seed=0))
 
     def posterior(self) -> Posterior:
         """The trained posterior."""
-        with same_random_state(self.device):  # building the networks draws random weights
-            found = build.saved(self.folder, self.config, lambda: self.data).to(self.device).eval()
-            self._check_own()
+        with preserve_random_state(self.device):  # building the networks draws random weights
+            found = build.load_saved_posterior(self.folder, self.config, lambda: self.data).to(self.device).eval()
+            self._check_own_code()
             return found
 
-    def _check_own(self, load: Callable[[], TaskData] | None = None, *, done: bool = False) -> None:
+    def _check_own_code(self, load: Callable[[], TaskData] | None = None, *, done: bool = False) -> None:
         """Raises if the user's code or rows changed since the run; only warns if the run is done."""
-        check_own(self.folder, build.own_parts(self.config, load), self.provenance.get("code", {}), done=done)
+        check_own_code(self.folder, build.own_digests(self.config, load), self.provenance.get("code", {}), done=done)
 
     def calibrate(self, settings: Mapping[str, Any]) -> Posterior:
         """Fits these settings of [calibration] to the trained posterior and saves it in calibrated/."""
         posterior = self.posterior()
         with self._threads():
-            fit_standing(posterior, settings, self.data.calibration, self.loader)
+            fit_calibration(posterior, settings, self.data.calibration, self.loader)
         storage.save(posterior, self.folder / CALIBRATED)
         return posterior
 
-    def predict(self, *, tell: Tell = silent) -> None:
+    def predict(self, *, tell: Tell = ignore_message) -> None:
         """Writes the members' predictions for every split; existing files are kept."""
         waiting = {split: path for split, path in self._splits().items() if not path.is_file()}
         if not waiting:
             return
-        self._check_own(lambda: self.data)
+        self._check_own_code(lambda: self.data)
         posterior = self.posterior()
-        posterior.mesh = torchrun_ranks.mesh() if self.shared else None
-        with self._threads(), drawn_once(posterior, self.config.precision) as functions:
+        posterior.mesh = torchrun_ranks.mesh() if self.is_shared else None
+        with self._threads(), draw_once(posterior, self.config.precision) as functions:
             for split, path in waiting.items():
                 write = split_writer(split, self.config, self.data, functions, self.loader, tell)
-                if self.writes:
+                if self.is_writer:
                     write(path)
-        self.written()
+        self.wait_until_written()
 
     def measure(self) -> Evaluation:
         """Computes the run's Evaluation from the files of `predict`; stores it in metrics.json and arrays.safetensors."""
         if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
             return read_evaluation(self.folder)
-        if not self.writes:
-            self.written()
+        if not self.is_writer:
+            self.wait_until_written()
             return read_evaluation(self.folder)
-        about = (self.config, self.kind, self.data, self.posterior(), self._compared)
+        about = (self.config, self.kind, self.data, self.posterior(), self._comparison_batches)
         # Always fitted again: the folder's posterior may be calibrated differently. On the CPU, like the files of predictions.
         calibrated = self.calibrate(self.config.calibration).cpu() if self.config.calibration else None
         evaluation = evaluation_of_run(self.folder, self._splits(), *about, calibrated)
         write_evaluation(self.folder, evaluation)
-        self.written()
+        self.wait_until_written()
         return evaluation
 
-    def evaluate(self, *, tell: Tell = silent) -> Evaluation:
+    def evaluate(self, *, tell: Tell = ignore_message) -> Evaluation:
         """Predicts and measures a trained run; returns its Evaluation."""
-        if not self.trained:
-            raise untrained(self.folder)
+        if not self.is_trained:
+            raise untrained_error(self.folder)
         self.predict(tell=tell)
         return self.measure()
 
@@ -314,11 +309,11 @@ class Run(Folder):
         """The members' predictions for the test rows."""
         return read_predictions(self.folder / "predictions" / "test.safetensors")
 
-    def forget_evaluation(self) -> None:
+    def remove_evaluation(self) -> None:
         """Removes predictions and metrics, so that `evaluate` computes them again."""
         for path in (*self._splits().values(), self.folder / "metrics.json", self.folder / "arrays.safetensors"):
             self.remove(path)
-        self.written()
+        self.wait_until_written()
 
     def _splits(self) -> dict[str, Path]:
         """Split -> file of its predictions."""

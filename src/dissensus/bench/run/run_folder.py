@@ -13,38 +13,38 @@ from dissensus.storage.checksummed import is_posterior
 from dissensus.training.history import Epoch
 
 
-class Folder:
+class RunFolder:
     """Base class of `Run`. `shared`: whether all processes started by `torchrun` share the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.shared = False
+        self.is_shared = False
 
     @property
-    def writes(self) -> bool:
+    def is_writer(self) -> bool:
         """Whether this process writes the run's files: the first, if several share it."""
-        return not self.shared or torchrun_ranks.rank() == 0
+        return not self.is_shared or torchrun_ranks.rank() == 0
 
     @property
     def ranks(self) -> Literal["independent"] | None:
         """The `ranks` argument of `fit`: processes that do not share the run train alone."""
-        return "independent" if torchrun_ranks.size() > 1 and not self.shared else None
+        return "independent" if torchrun_ranks.size() > 1 and not self.is_shared else None
 
-    def written(self) -> None:
+    def wait_until_written(self) -> None:
         """Waits until the first process has written its files, if several share the run."""
-        if self.shared:
+        if self.is_shared:
             torchrun_ranks.wait()
 
     def remove(self, path: Path) -> None:
         """Removes a file or a folder if it exists."""
-        if self.writes and path.is_dir():
+        if self.is_writer and path.is_dir():
             shutil.rmtree(path)
-        elif self.writes:
+        elif self.is_writer:
             path.unlink(missing_ok=True)
 
     def log(self, epoch: Epoch) -> None:
         """Adds a line to log.jsonl."""
-        if self.writes:
+        if self.is_writer:
             with (self.folder / "log.jsonl").open("a") as file:
                 file.write(json.dumps(asdict(epoch)) + "\n")
 
@@ -52,12 +52,12 @@ class Folder:
 log = logging.getLogger("dissensus")
 
 
-def check_same(folder: Path, asked: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+def check_same_settings(folder: Path, asked: Mapping[str, Any], there: Mapping[str, Any]) -> None:
     """Raises if the run in the folder has other settings; the error names the first difference.
 
     Published numbers ([reference]) and the folder of the task may differ.
     """
-    mine, other = _leaves(asked), _leaves(there)
+    mine, other = _flat_settings(asked), _flat_settings(there)
     for key in {**mine, **other}:
         if mine.get(key) != other.get(key) and not key.startswith("reference.") and key != "folder":
             asked_for = f"with {key} = {mine[key]!r}" if key in mine else f"without {key}"
@@ -65,7 +65,7 @@ def check_same(folder: Path, asked: Mapping[str, Any], there: Mapping[str, Any])
             raise ValueError(f"expected {folder} to hold a run {asked_for}, got one {found}; choose another --out")
 
 
-def withdraw(folder: Path) -> None:
+def remove_unused_run(folder: Path) -> None:
     """Removes a run's folder that contains only a config, so that other settings can be tried in its place."""
     path = folder / "config.toml"
     if list(folder.iterdir()) == [path]:
@@ -73,14 +73,14 @@ def withdraw(folder: Path) -> None:
         folder.rmdir()
 
 
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in table.items():
-        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= _flat_settings(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
 
 
-def check_own(folder: Path, now: Mapping[str, str], there: Mapping[str, str], *, done: bool) -> None:
+def check_own_code(folder: Path, now: Mapping[str, str], there: Mapping[str, str], *, done: bool) -> None:
     """Raises if digests of the user's code and rows differ from those of the run; only warns if the run is done."""
     then = {name: there.get(name, "none") for name in now}
     if now == then:
@@ -92,7 +92,7 @@ def check_own(folder: Path, now: Mapping[str, str], there: Mapping[str, str], *,
     log.warning("%s. Its results are those of the earlier version; delete the folder to run it again", text)
 
 
-def no_run(folder: Path) -> FileNotFoundError:
+def no_run_error(folder: Path) -> FileNotFoundError:
     """The error for a folder that is not a run's; a saved posterior alone does not name its test data."""
     advice = "pass a folder that `dissensus bench` wrote"
     if is_posterior(folder):
@@ -103,7 +103,7 @@ def no_run(folder: Path) -> FileNotFoundError:
     )
 
 
-def untrained(folder: Path) -> FileNotFoundError:
+def untrained_error(folder: Path) -> FileNotFoundError:
     return FileNotFoundError(
         f"expected a trained run in {folder}, got none; run `dissensus bench` or `dissensus train` first"
     )

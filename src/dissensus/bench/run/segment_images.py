@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.bench.run.jobs import checked_folder
+from dissensus.bench.run.jobs import writable_folder
 from dissensus.bench.run.run import Run
 from dissensus.data.standardise import Standardiser
 from dissensus.predict import predict_image
 from dissensus.storage.run_files import read_json
-from dissensus.utils.file_errors import damaged, reading
+from dissensus.utils.file_errors import damage_error, read_errors
 
 
 def write_maps(run: Run, images: Sequence[Path], folder: Path, *, tile: int | None = None) -> Iterator[Path]:
@@ -26,17 +26,17 @@ def write_maps(run: Run, images: Sequence[Path], folder: Path, *, tile: int | No
 
     from dissensus.plots import segmentation_maps  # loads matplotlib
 
-    classes, standardiser = _facts(run)
+    classes, standardiser = _segmentation_facts(run)
     names = [path.stem for path in images]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"expected images of different names, got two called {twice!r}; write their maps one by one")
     pictures = [read_picture(path) for path in images]  # all of them before anything is written
-    checked_folder(folder)
+    writable_folder(folder)
     segmentation_maps.class_legend(classes).savefig(folder / "classes.png", dpi=110, facecolor="white")
     yield folder / "classes.png"
     posterior, entropy = run.posterior(), math.log(len(classes))
     for path, picture in zip(images, pictures, strict=True):
-        pixels = standardiser(resized(picture, run.config.data.get("size")))
+        pixels = standardiser(resize_picture(picture, run.config.data.get("size")))
         said = predict_image(posterior, pixels, tile=tile, precision=run.config.precision)
         confidence, prediction = said.mean.cpu().max(0)
         heat = {  # with the largest value of its scale; for the mutual information it depends on the image
@@ -58,17 +58,17 @@ def write_maps(run: Run, images: Sequence[Path], folder: Path, *, tile: int | No
             yield written
 
 
-def _facts(run: Run) -> tuple[list[str], Standardiser]:
+def _segmentation_facts(run: Run) -> tuple[list[str], Standardiser]:
     """The classes of a trained segmentation, and how its inputs are standardised."""
-    if run.kind != "segmentation" or not run.trained:
-        got = "one that is not trained" if not run.trained else f"a {run.kind}"
+    if run.kind != "segmentation" or not run.is_trained:
+        got = "one that is not trained" if not run.is_trained else f"a {run.kind}"
         raise ValueError(f"expected a trained run of a segmentation, got {got} in {run.folder}; train one first")
     facts = read_json(run.folder / "training.json")
     try:
         mean, std = (torch.tensor(facts[name], dtype=torch.float64) for name in ("mean", "std"))
         return facts["classes"], Standardiser(mean, std)
     except (KeyError, TypeError) as error:
-        raise damaged(run.folder / "training.json", f"without {error}") from error
+        raise damage_error(run.folder / "training.json", f"without {error}") from error
 
 
 def read_picture(path: Path) -> Any:
@@ -77,11 +77,11 @@ def read_picture(path: Path) -> Any:
 
     if not path.is_file():
         raise FileNotFoundError(f"expected an image at {path}, got none; correct its name")
-    with reading(path, "save it again", kind="an image"), Image.open(path) as opened:
+    with read_errors(path, "save it again", kind="an image"), Image.open(path) as opened:
         return ImageOps.exif_transpose(opened).convert("RGB")
 
 
-def resized(picture: Any, size: Sequence[int] | None) -> Tensor:
+def resize_picture(picture: Any, size: Sequence[int] | None) -> Tensor:
     """(3, H, W) uint8 at the height of the training images; at the picture's height if those were not resized."""
     from PIL import Image
 

@@ -30,7 +30,7 @@ from dissensus.bench.run import build
 from dissensus.bench.run.run import CHECKPOINT_SECONDS, Run
 from dissensus.bench.task.config import RunConfig, Settings
 from dissensus.bench.task.method_names import method_class
-from dissensus.bench.user_code import imported
+from dissensus.bench.user_code import is_import_path
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.trainable import Watchers
 from dissensus.methods import MAP, MCDropout, track
@@ -44,37 +44,41 @@ PRIOR = ("prior", "weight_prior_std", "data_size")
 FACTOR = 0.5  # default `tail_factor`, as in SWAG's schedule
 
 
-def shares(config: RunConfig) -> bool:
+def can_share_training(config: RunConfig) -> bool:
     """Whether the run takes part in a shared training."""
     asked = bool(config.training.get("together")) and config.training["epochs"] != 0
-    if not asked or imported(config.method):  # a watcher has no loss, but the user's method may have one
+    if not asked or is_import_path(config.method):  # a watcher has no loss, but the user's method may have one
         return False
     changes = config.settings.get("rate") is not None  # dropout added by the method is active in training too
-    return _tail(_method(config)) is not None and not changes and build.counted(config)[1] == 1
+    return _tail_name(_method_class(config)) is not None and not changes and build.setting_and_count(config)[1] == 1
 
 
 def companions(run: Run, runs: Sequence[Run]) -> list[Run]:
     """The runs, including this one, that share one training."""
-    if not shares(run.config):
+    if not can_share_training(run.config):
         return [run]
-    key = _key(run.config)
-    return [each for each in runs if each is run or (shares(each.config) and _key(each.config) == key)]
+    key = _common_settings(run.config)
+    return [
+        each
+        for each in runs
+        if each is run or (can_share_training(each.config) and _common_settings(each.config) == key)
+    ]
 
 
 def train_runs(runs: Sequence[Run], *, progress: bool = False) -> None:
     """Trains the untrained ones of runs that share a training; continues from checkpoints if there are some."""
     first = runs[0]
-    if not shares(first.config):
+    if not can_share_training(first.config):
         first.train_alone(progress=progress)
         return
     _check_shared(first.config.training)
     folder = first.folder.parent / f".together-{_watchers_name(runs)}"  # checkpoints; the same command finds them again
     for tail in ("decayed", "constant"):
-        waiting = [run for run in runs if _tail(_method(run.config)) == tail and not run.trained]
+        waiting = [run for run in runs if _tail_name(_method_class(run.config)) == tail and not run.is_trained]
         if waiting:
-            with first.prepared():
-                _branch(runs, waiting, tail, folder, progress=progress)
-    if first.writes:
+            with first.seeded_context():
+                _train_branch(runs, waiting, tail, folder, progress=progress)
+    if first.is_writer:
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -89,7 +93,7 @@ def remove_leftovers(out: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedRun:
     """A run with one watcher per method; of watchers with equal recorders, only the first observes."""
 
     run: Posterior
@@ -97,10 +101,10 @@ class Watched:
     leader: Sequence[int]  # for each watcher, which one observes for it
 
     @classmethod
-    def of(cls, runs: Sequence[Run], network: nn.Module, methods: Sequence[Callable[..., Posterior]]) -> Watched:
-        run = track(network, methods, **_prior(runs[0].config, runs[0].data, network))
+    def build(cls, runs: Sequence[Run], network: nn.Module, methods: Sequence[Callable[..., Posterior]]) -> WatchedRun:
+        run = track(network, methods, **_likelihood_and_prior(runs[0].config, runs[0].data, network))
         run.register_buffer("seconds", torch.zeros(len(methods), dtype=torch.float64))  # in which each one observed
-        keys = [_recorded(each.config) for each in runs]
+        keys = [_recorder_settings(each.config) for each in runs]
         return cls(run, list(run.watchers), [keys.index(key) for key in keys])
 
     def attach(self, tail: str | None = None) -> None:
@@ -108,16 +112,16 @@ class Watched:
         chosen = []
         for i, watcher in enumerate(self.watchers):
             recorders = [each for each in watcher.recorders if isinstance(each, SnapshotRecorder)]
-            spread = [each for each in recorders if each.snapshots.given["start"] is None]
+            spread = [each for each in recorders if each.snapshots.requested["start"] is None]
             for recorder in spread:
                 recorder.snapshots.tail = 0.0
             mine = self.leader[i] == i and not (spread and tail is None)
-            if mine and tail in (None, _tail(type(watcher))):
+            if mine and tail in (None, _tail_name(type(watcher))):
                 chosen.append(watcher)
-                self._time(watcher, i)
+                self._time_observations(watcher, i)
         self.run.watchers = Watchers(chosen)
 
-    def _time(self, watcher: Posterior, i: int) -> None:
+    def _time_observations(self, watcher: Posterior, i: int) -> None:
         """Sums the seconds of a watcher's observations, on a processor; a GPU is not synchronised for timing."""
         if watcher.device.type == "cuda":
             return
@@ -140,15 +144,15 @@ class Watched:
         return watcher
 
 
-def _branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path, *, progress: bool) -> None:
+def _train_branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path, *, progress: bool) -> None:
     """Trains the head (or loads it), continues along one tail, and saves the posteriors of the waiting runs."""
     first, data = runs[0], runs[0].data
     training = first.config.training
     loader = first.loader(data.train, shuffle=True)
     head = min(max(1, round(training.get("branch_at", TAIL) * training["epochs"])), training["epochs"] - 1)
     network = build.network(first.config, data, folders=first.folders)
-    methods = [build.constructor(run.config, build.arguments(run.config, data, network)) for run in runs]
-    watched = Watched.of(runs, network, methods)
+    methods = [build.constructor(run.config, build.method_arguments(run.config, data, network)) for run in runs]
+    watched = WatchedRun.build(runs, network, methods)
     shared = watched.run.to(first.device)
     optimizer, scheduler = build.optimizer(shared, training)
     others = f" and {len(waiting) - 1} more" if len(waiting) > 1 else ""
@@ -163,7 +167,7 @@ def _branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path
     }
     epochs: list[Epoch] = []
 
-    def part(name: str, count: int, scheduler: LRScheduler | None) -> str | None:
+    def train_part(name: str, count: int, scheduler: LRScheduler | None) -> str | None:
         """Trains `count` more epochs; returns the engine that ran them."""
         done = len(epochs)
 
@@ -185,12 +189,12 @@ def _branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path
         return history.engine
 
     watched.attach()
-    part("head", head, scheduler)
+    train_part("head", head, scheduler)
     if tail == "constant" and optimizer is not None:
         for group in optimizer.param_groups:
             group["lr"] = training.get("tail_rate", training.get("tail_factor", FACTOR) * training.get("lr", 1e-3))
     watched.attach(tail)
-    engine = part(tail, training["epochs"] - head, scheduler if tail == "decayed" else None)
+    engine = train_part(tail, training["epochs"] - head, scheduler if tail == "decayed" else None)
     for i, run in enumerate(runs):
         if run not in waiting:
             continue
@@ -199,11 +203,11 @@ def _branch(runs: Sequence[Run], waiting: Sequence[Run], tail: str, folder: Path
         start = time.perf_counter()
         refresh(posterior, loader)
         drawing = time.perf_counter() - start
-        run.keep(posterior.eval(), epochs, engine=engine, **_seconds_alone(watched, runs, i, epochs, drawing))
+        run.save_results(posterior.eval(), epochs, engine=engine, **_seconds_alone(watched, runs, i, epochs, drawing))
 
 
 def _seconds_alone(
-    watched: Watched, runs: Sequence[Run], index: int, epochs: Sequence[Epoch], drawing: float
+    watched: WatchedRun, runs: Sequence[Run], index: int, epochs: Sequence[Epoch], drawing: float
 ) -> Settings:
     """Seconds that the method would have taken alone, including drawing its functions, and how they were computed."""
     total = sum(epoch.seconds for epoch in epochs) + drawing
@@ -216,25 +220,25 @@ def _seconds_alone(
     return {"seconds": total - others, "counted": how}
 
 
-def _method(config: RunConfig) -> type[Posterior]:
+def _method_class(config: RunConfig) -> type[Posterior]:
     return method_class(config.method, config.folder)
 
 
-def _recorded(config: RunConfig) -> tuple[str, Settings]:
+def _recorder_settings(config: RunConfig) -> tuple[str, Settings]:
     """The settings of a method's recorder, without settings that only affect drawing."""
-    method = _method(config)
+    method = _method_class(config)
     if not issubclass(method, RecordingPosterior):
         return config.method, {}
-    return method.name, {key: value for key, value in config.settings.items() if key not in method.untrained}
+    return method.name, {key: value for key, value in config.settings.items() if key not in method.draw_only_settings}
 
 
-def _prior(config: RunConfig, data: TaskData, network: nn.Module) -> Settings:
+def _likelihood_and_prior(config: RunConfig, data: TaskData, network: nn.Module) -> Settings:
     """The common likelihood and prior of all watchers."""
-    settings = build.arguments(config, data, network)
+    settings = build.method_arguments(config, data, network)
     return {"likelihood": build.likelihood(config, data), **{key: settings[key] for key in PRIOR if key in settings}}
 
 
-def _tail(method: type[Posterior]) -> str | None:
+def _tail_name(method: type[Posterior]) -> str | None:
     """The tail for a method: recorders need weights that keep moving. None: the method cannot share a training."""
     if method.optimizers is not None:
         return None
@@ -243,7 +247,7 @@ def _tail(method: type[Posterior]) -> str | None:
     return "decayed" if issubclass(method, MAP | MCDropout | SamplingPosterior) else None
 
 
-def _key(config: RunConfig) -> list[Any]:
+def _common_settings(config: RunConfig) -> list[Any]:
     """The settings that runs of one shared training have in common."""
     prior = {key: config.settings[key] for key in PRIOR if key in config.settings}
     return [config.seed, config.training, config.data, config.network, config.likelihood, prior]
@@ -251,7 +255,7 @@ def _key(config: RunConfig) -> list[Any]:
 
 def _watchers_name(runs: Sequence[Run]) -> str:
     """A short name for exactly these watchers of this training."""
-    whole = [_key(runs[0].config), [(run.config.method, run.config.settings) for run in runs]]
+    whole = [_common_settings(runs[0].config), [(run.config.method, run.config.settings) for run in runs]]
     return hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:12]
 
 

@@ -9,11 +9,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from dissensus.bench.names import listed
+from dissensus.bench.names import name_list
 from dissensus.bench.rows.dataset_rows import SetKind
 from dissensus.bench.rows.named_sets import task_set
 from dissensus.bench.task.method_names import base_name, check_methods, method_class, setting_path, variants_of
-from dissensus.bench.task.objects import OBJECTS, forms, open_objects, takes_place, written
+from dissensus.bench.task.objects import OBJECTS, constructor_forms, expand_objects, parse_object, replaces_object
 from dissensus.bench.task.schema import (
     ANY,
     DATA,
@@ -25,14 +25,14 @@ from dissensus.bench.task.schema import (
     check_task,
     known_keys,
     method_keys,
-    typed,
+    parameter_rules,
 )
-from dissensus.bench.user_code import imported
+from dissensus.bench.user_code import is_import_path
 from dissensus.core.regression import HeteroscedasticRegression, Regression
 from dissensus.engine.precision import PredictionPrecision
 from dissensus.methods import METHODS
 from dissensus.utils.checks import one_of
-from dissensus.utils.file_errors import damaged
+from dissensus.utils.file_errors import damage_error
 
 SIZES = ("smoke", "short", "paper")
 REAL = (Regression, HeteroscedasticRegression)  # likelihoods of values
@@ -50,7 +50,7 @@ class Task:
 
     @property
     def methods(self) -> list[str]:
-        return listed(self.settings["methods"])
+        return name_list(self.settings["methods"])
 
     @property
     def title(self) -> str:
@@ -82,7 +82,7 @@ class RunConfig:
     def kind(self) -> SetKind:
         """The kind of the data; the likelihood decides if the data fit several."""
         fixed = task_set(self.data["name"]).kind
-        real = bool(self.likelihood) and written("likelihood", self.likelihood).make in REAL
+        real = bool(self.likelihood) and parse_object("likelihood", self.likelihood).constructor in REAL
         return fixed or ("regression" if real else "classification")
 
     @property
@@ -96,7 +96,7 @@ class RunConfig:
 
 def task_names() -> list[str]:
     """Names of the tasks that come with the package."""
-    return sorted(path.name.removesuffix(".toml") for path in _folder().iterdir() if path.name.endswith(".toml"))
+    return sorted(path.name.removesuffix(".toml") for path in _task_folder().iterdir() if path.name.endswith(".toml"))
 
 
 def own_tasks() -> dict[str, Settings]:
@@ -123,14 +123,14 @@ def load_task(
     sizes = settings.pop("size", {})
     for each in (size, *sizes):
         one_of("a size", each, SIZES)
-    settings = merged(settings, sizes.get(size, {}))
+    settings = merge_settings(settings, sizes.get(size, {}))
     folder = Path(name).absolute().parent if name.endswith(".toml") else None
-    for override in sorted(overrides, key=_order):
-        settings = overridden(settings, override, methods=methods, beside=str(folder or ""))
+    for override in sorted(overrides, key=_override_order):
+        settings = apply_override(settings, override, methods=methods, beside=str(folder or ""))
     check_task(settings, name)
-    if not listed(settings.get("methods", [])):
+    if not name_list(settings.get("methods", [])):
         raise ValueError(f"expected methods in the task {name}, got none; add methods = [...]")
-    check_methods(listed(settings["methods"]), settings)
+    check_methods(name_list(settings["methods"]), settings)
     return Task(Path(name).stem, size, settings, folder)
 
 
@@ -141,7 +141,7 @@ def read_task(name: str) -> Settings:
     elif {".", "/", "\\"} & set(name):  # characters of a path, which no shipped task has
         raise FileNotFoundError(f"expected a task of `dissensus list` or a .toml file, got {name!r}; correct the path")
     else:
-        raw = (_folder() / f"{one_of('a task', name, task_names())}.toml").read_bytes()
+        raw = (_task_folder() / f"{one_of('a task', name, task_names())}.toml").read_bytes()
     try:
         return tomllib.loads(raw.decode())
     except (ValueError, RecursionError) as error:  # not TOML, not text, or nested too deeply
@@ -158,14 +158,14 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
     if (rows := tables["calibration"].pop("rows", None)) is not None:
         data["calibration"] = rows
     own = tables["method"].get(method, {})
-    settings = merged(tables["method"].get(base_name(method), {}), own)
-    training = merged(tables["training"], settings.pop("training", {}))
-    network = merged(tables["network"], settings.pop("network", {}))
+    settings = merge_settings(tables["method"].get(base_name(method), {}), own)
+    training = merge_settings(tables["training"], settings.pop("training", {}))
+    network = merge_settings(tables["network"], settings.pop("network", {}))
     if "epochs" not in training:
         raise ValueError(f"expected training.epochs for {method}, got none; write epochs = … below [training]")
     check_validation(data, training, tables["evaluation"])
     for keyword in settings.keys() & OBJECTS.keys():
-        written(keyword, settings[keyword]).check()
+        parse_object(keyword, settings[keyword]).check()
     return RunConfig(
         task=task.name,
         size=task.size,
@@ -186,13 +186,13 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
     )
 
 
-def run_config_of(table: Settings, where: str) -> RunConfig:
+def run_config_from_table(table: Settings, where: str) -> RunConfig:
     """The RunConfig of a table read from a file; raises if a value is missing or has another type."""
     try:
         config = RunConfig(**table)
     except TypeError as error:  # a missing or unknown key
-        raise damaged(Path(where), error) from error
-    for key, rule in typed(RunConfig).items():
+        raise damage_error(Path(where), error) from error
+    for key, rule in parameter_rules(RunConfig).items():
         rule(f"{where}: {key}", getattr(config, key))
     sections = {section: table[section] for section in SECTIONS if section in table and section != "size"}
     check_task({**sections, "method": {config.method: config.settings}}, where)
@@ -213,7 +213,7 @@ def check_validation(data: Settings, training: Settings, evaluation: Settings) -
             raise ValueError(f"expected validation rows for {key}, got data.validation = 0; hold some out, or {advice}")
 
 
-def overridden(
+def apply_override(
     settings: Settings,
     override: str,
     *,
@@ -227,24 +227,24 @@ def overridden(
     of the task; also to the user's methods, imported from `beside`. `sections`: the sections that are read, for errors.
     """
     name, equals, text = override.partition("=")
-    running = listed(settings.get("methods", [])) if methods is None else list(methods)
+    running = name_list(settings.get("methods", [])) if methods is None else list(methods)
     path = setting_path(name, [*running, *map(base_name, running), *variants_of(settings)])
     if not equals or not all(path):
         raise ValueError(f"expected key=value for --set, got {override!r}; write for example training.epochs=3")
-    value = parsed(text.strip())
+    value = parse_value(text.strip())
     value = str(value) if path[1:] == ["name"] else value
     if path[1:] == ["name"] and path[0] in ("network", "data"):
-        return merged(settings, {path[0]: {"name": value}})
+        return merge_settings(settings, {path[0]: {"name": value}})
     changed = copy.deepcopy(settings)
     # The command line may define a variant, and may name the user's method without a table.
-    if path[0] == "method" and len(path) > 2 and ("-" in path[1] or imported(path[1])):
+    if path[0] == "method" and len(path) > 2 and ("-" in path[1] or is_import_path(path[1])):
         base_name(path[1])
         changed.setdefault("method", {}).setdefault(path[1], {})
-    open_objects(changed, path[:-1])
-    known = known_keys(merged(settings, {path[0]: {"name": value}}) if path[1:] == ["name"] else changed)
+    expand_objects(changed, path[:-1])
+    known = known_keys(merge_settings(settings, {path[0]: {"name": value}}) if path[1:] == ["name"] else changed)
     section, key = ".".join(path[:-1]), path[-1]
     if section == "method" and key not in METHODS:
-        own = [each for each in dict.fromkeys([*running, *variants_of(settings)]) if imported(each)]
+        own = [each for each in dict.fromkeys([*running, *variants_of(settings)]) if is_import_path(each)]
         known |= {f"method.{each}": method_keys(method_class(each, beside)) for each in [*own, *map(base_name, own)]}
         there = {each for method in running for each in known[f"method.{base_name(method)}"]}
         others = [method for method in METHODS if key in known[f"method.{method}"]]
@@ -261,14 +261,14 @@ def overridden(
         owners = [f"method.{each}" for each in path[1:-2] or map(base_name, running)]
         of_object = len(path) > 1 and path[-2] in OBJECTS
         if of_object and (section == "likelihood" or any(path[-2] in known.get(each, {}) for each in owners)):
-            advice = f"write --set '{section}={{NAME=…}}' with one of {forms(path[-2])}"
+            advice = f"write --set '{section}={{NAME=…}}' with one of {constructor_forms(path[-2])}"
             raise ValueError(f"expected {section} as a whole, got {override!r}; {advice}")
 
-        def read(each: str) -> bool:  # a key of the named section, or a key that is read
+        def is_read(each: str) -> bool:  # a key of the named section, or a key that is read
             first, *rest = each.split(".")
             return each in ("", section) or (rest[0] in running if first == "method" else first in sections)
 
-        every = [f"{s}.{k}" if s else k for s, keys in allowed.items() if read(s) for k in keys]
+        every = [f"{s}.{k}" if s else k for s, keys in allowed.items() if is_read(s) for k in keys]
         what = f"a key of [{section}]" if section in allowed else "a key"
         top = ["title", "methods"] if sections is SECTIONS else []
         shown = allowed.get(section) or [*top, *(f"{each}.…" for each in sections if each != "size")]
@@ -280,7 +280,7 @@ def overridden(
     return changed
 
 
-def parsed(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """The TOML value of a text, or the text itself if it is not TOML: 3, 0.1, true, [1, 2], "a", a."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -288,29 +288,29 @@ def parsed(text: str) -> Any:
         return text
 
 
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Settings:
+def merge_settings(base: Mapping[str, Any], over: Mapping[str, Any]) -> Settings:
     """`base` overridden by `over`, tables merged key by key. If `over` names another network or data set, settings of the
     earlier one are dropped."""
     result = copy.deepcopy(dict(base))
     for key, value in over.items():
-        if key in ("network", "data") and _renamed(result.get(key), value):
+        if key in ("network", "data") and _has_other_name(result.get(key), value):
             result[key] = {k: each for k, each in result[key].items() if key == "data" and k in DATA}
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        both = both and not takes_place(key, result[key], value)
-        result[key] = merged(result[key], value) if both else copy.deepcopy(value)
+        both = both and not replaces_object(key, result[key], value)
+        result[key] = merge_settings(result[key], value) if both else copy.deepcopy(value)
     return result
 
 
-def _renamed(base: Any, over: Any) -> bool:
+def _has_other_name(base: Any, over: Any) -> bool:
     both = isinstance(base, Mapping) and isinstance(over, Mapping) and "name" in base and "name" in over
     return both and base["name"] != over["name"]
 
 
-def _order(override: str) -> int:
+def _override_order(override: str) -> int:
     """Order of overrides: methods first, then keys that decide a section's contents, then the others."""
     key = override.partition("=")[0].strip()
     return 0 if key == "methods" else 1 if key in ("network.name", "data.name") else 2
 
 
-def _folder() -> Any:
+def _task_folder() -> Any:
     return files("dissensus.bench") / "tasks"

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any
 
-from dissensus.bench.names import listed
-from dissensus.bench.user_code import imported, own_object
+from dissensus.bench.names import name_list
+from dissensus.bench.user_code import import_object, is_import_path
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
 from dissensus.utils.checks import one_of
@@ -27,9 +27,9 @@ def base_name(name: str) -> str:
 def method_class(name: str, beside: str = "") -> type[Posterior]:
     """The class of a method or variant. `beside`: the task's folder, for the user's methods."""
     base = base_name(name)
-    if not imported(base):
+    if not is_import_path(base):
         return METHODS[base]
-    found = own_object(base, "a method", beside)
+    found = import_object(base, "a method", beside)
     if not (isinstance(found, type) and issubclass(found, Posterior)):
         raise ValueError(f"expected a class derived from dissensus.Posterior, got {base!r}, which is {found!r}")
     if not hasattr(found, "name"):
@@ -50,7 +50,7 @@ def parameters(method: type[Posterior]) -> dict[str, Parameter]:
     return found
 
 
-def counted_by(method: type[Posterior]) -> str | None:
+def count_setting(method: type[Posterior]) -> str | None:
     """The setting for the number of networks of a method: `members` if it takes several, `networks` if it takes one or
     several (as its first parameter says), None if it takes one."""
     first = next((p.name for p in parameters(method).values() if p.kind is not Parameter.KEYWORD_ONLY), "")
@@ -59,15 +59,15 @@ def counted_by(method: type[Posterior]) -> str | None:
 
 def variants_of(settings: Mapping[str, Any]) -> list[str]:
     """The variants and the user's methods in a task's settings, named in `methods` or by a table."""
-    named = [*listed(settings.get("methods", [])), *settings.get("method", {})]
-    own = [name for name in dict.fromkeys(named) if imported(name) or name.partition("-")[0] in METHODS]
+    named = [*name_list(settings.get("methods", [])), *settings.get("method", {})]
+    own = [name for name in dict.fromkeys(named) if is_import_path(name) or name.partition("-")[0] in METHODS]
     return [name for name in own if name not in METHODS]
 
 
 def setting_path(key: str, methods: Iterable[str]) -> list[str]:
     """A setting's dotted key as ["method", NAME, …] or [section, …]; the names of the user's methods contain dots."""
     plain = key.strip().replace('"', "")
-    for name in sorted(filter(imported, methods), key=len, reverse=True):
+    for name in sorted(filter(is_import_path, methods), key=len, reverse=True):
         if f"{plain}.".startswith(f"method.{name}."):
             return ["method", name, *filter(None, plain.removeprefix(f"method.{name}").split("."))]
     return plain.split(".")
@@ -84,7 +84,7 @@ def check_methods(methods: Sequence[str], settings: Mapping[str, Any]) -> None:
         raise ValueError(f"expected a table [method.{name}] for the variant, got none; add it{hint}")
 
 
-def check_read(overrides: Sequence[str], running: Collection[str]) -> None:
+def check_overrides_read(overrides: Sequence[str], running: Collection[str]) -> None:
     """Raises if method.NAME.key=value names a method that does not run, so that the value would be ignored."""
     read = {*running, *map(base_name, running)}
     for override in overrides:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from dissensus.bench.rows.task_loaders import AUGMENTATIONS
-from dissensus.bench.user_code import imported, own_object
+from dissensus.bench.user_code import import_object, is_import_path
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.prior import GaussianPrior
 from dissensus.data.segmentation import VOID
@@ -37,11 +37,11 @@ from dissensus.utils.checks import one_of
 NetworkMaker = Callable[..., nn.Module]
 
 
-def maker(name: str, beside: str = "") -> NetworkMaker:
+def network_maker(name: str, beside: str = "") -> NetworkMaker:
     """The class of that name, or a function that returns a network. `beside`: the task's folder."""
-    if not imported(name):
+    if not is_import_path(name):
         return NETS[one_of("network.name (or package.module:name)", name, NETS)]
-    found = own_object(name, "a network", beside)
+    found = import_object(name, "a network", beside)
     if not callable(found) or isinstance(found, nn.Module):
         raise ValueError(f"expected a class or function that makes a network, got {type(found).__name__} as {name!r}")
     return found  # type: ignore[no-any-return]
@@ -108,11 +108,11 @@ EXAMPLES: dict[str, dict[str, str]] = {
     "modulation": {
         "sign": "which makes independent members",
         "{normal=[1,0.1]}": "which keeps what a pretrained network knows",
-    },
+    }
 }
 
 
-def as_options(section: str, key: str) -> str:
+def option_text(section: str, key: str) -> str:
     """The form of a setting on the command line, quoted for the shell, with examples if it is an object."""
     if key not in EXAMPLES:
         return f"--set {section}.{key}=…"
@@ -120,7 +120,7 @@ def as_options(section: str, key: str) -> str:
 
 
 @dataclass(frozen=True)
-class Written:
+class ObjectSpec:
     """One object as a task writes it: the keyword, the constructor's name, and arguments by name."""
 
     keyword: str
@@ -128,13 +128,13 @@ class Written:
     arguments: dict[str, Any]
 
     @property
-    def make(self) -> Callable[..., Any]:
+    def constructor(self) -> Callable[..., Any]:
         return OBJECTS[self.keyword][self.name]
 
     @property
-    def supplied(self) -> set[str]:
+    def run_arguments(self) -> set[str]:
         """The arguments given by the run."""
-        return inspect.signature(self.make).parameters.keys() & SUPPLIED
+        return inspect.signature(self.constructor).parameters.keys() & SUPPLIED
 
     def table(self) -> dict[str, Any]:
         """The same object, written as a section with `name`."""
@@ -142,73 +142,77 @@ class Written:
 
     def check(self) -> None:
         """Raises if an argument is missing, or, if the object can be built without the run, if its values are wrong."""
-        _bound(self.keyword, self.name, self.arguments, whole=True)
-        if not self.supplied:
-            self.made()
+        _bind_arguments(self.keyword, self.name, self.arguments, whole=True)
+        if not self.run_arguments:
+            self.build()
 
-    def made(self, **run: Any) -> Any:
+    def build(self, **run: Any) -> Any:
         """Builds the object; `run`: the arguments of SUPPLIED, for constructors that take them."""
-        if missing := self.supplied - run.keys():
+        if missing := self.run_arguments - run.keys():
             what = f"({', '.join(missing)}) here, got {self.keyword} {self.name}"
             raise ValueError(f"expected settings that need no data {what}; convert without it, then train with it")
         try:
-            return self.make(**{key: run[key] for key in self.supplied}, **self.arguments)
+            return self.constructor(**{key: run[key] for key in self.run_arguments}, **self.arguments)
         except TypeError as error:
-            raise _unfit(self.keyword, self.name, self.arguments, error) from error
+            raise _arguments_error(self.keyword, self.name, self.arguments, error) from error
 
 
-def written(keyword: str, value: Any) -> Written:
+def parse_object(keyword: str, value: Any) -> ObjectSpec:
     """Parses a task's value for a keyword of OBJECTS; errors suggest the nearest constructor or argument."""
-    name, given = _parted(keyword, value)
-    return Written(keyword, name, _bound(keyword, name, given))
+    name, given = _name_and_arguments(keyword, value)
+    return ObjectSpec(keyword, name, _bind_arguments(keyword, name, given))
 
 
-def resolved(settings: Mapping[str, Any], **run: Any) -> dict[str, Any]:
+def build_objects(settings: Mapping[str, Any], **run: Any) -> dict[str, Any]:
     """Settings of a method with their objects built.
 
     `run`: inputs, batches of (x, …) as the network takes them; network, the architecture.
     """
-    return {key: written(key, value).made(**run) if key in OBJECTS else value for key, value in settings.items()}
+    return {key: parse_object(key, value).build(**run) if key in OBJECTS else value for key, value in settings.items()}
 
 
-def value_of(settings: Mapping[str, Any], key: str) -> Any:
+def setting_value(settings: Mapping[str, Any], key: str) -> Any:
     """The value of a setting, or of an argument of that name in one of its objects; None if there is neither."""
     if key in settings:
         return settings[key]
-    objects = [written(keyword, value) for keyword, value in settings.items() if keyword in OBJECTS]
+    objects = [parse_object(keyword, value) for keyword, value in settings.items() if keyword in OBJECTS]
     return next((each.arguments[key] for each in objects if key in each.arguments), None)
 
 
 def argument_names(keyword: str, value: Any) -> set[str]:
     """The allowed keys of the table of an object with `name`; empty if there is no object."""
-    return set(_writable_signature(keyword, written(keyword, value).name).parameters) if value else set()
+    return set(_writable_signature(keyword, parse_object(keyword, value).name).parameters) if value else set()
 
 
-def forms(keyword: str) -> str:
+def constructor_forms(keyword: str) -> str:
     """Every constructor of a keyword with its arguments: sign(), normal(mean, std), …"""
     return ", ".join(f"{name}{_writable_signature(keyword, name)}" for name in OBJECTS[keyword])
 
 
-def takes_place(keyword: str, base: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
+def replaces_object(keyword: str, base: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
     """Whether `over` names another object than `base`: it then replaces `base` instead of being merged into it."""
-    return keyword in OBJECTS and bool(_name_in(keyword, over)) and _name_in(keyword, over) != _name_in(keyword, base)
+    return (
+        keyword in OBJECTS
+        and bool(_object_name(keyword, over))
+        and _object_name(keyword, over) != _object_name(keyword, base)
+    )
 
 
-def open_objects(settings: dict[str, Any], path: Sequence[str]) -> None:
+def expand_objects(settings: dict[str, Any], path: Sequence[str]) -> None:
     """Rewrites the objects along `path` as tables with `name`, so that single arguments can be set."""
     for part in path:
         if part in OBJECTS and settings.get(part):
-            settings[part] = written(part, settings[part]).table()
+            settings[part] = parse_object(part, settings[part]).table()
         if not isinstance(settings.get(part), dict):
             return
         settings = settings[part]
 
 
-def _name_in(keyword: str, table: Mapping[str, Any]) -> set[str]:
+def _object_name(keyword: str, table: Mapping[str, Any]) -> set[str]:
     return {f"name = {table['name']}"} if "name" in table else table.keys() & OBJECTS[keyword].keys()
 
 
-def _parted(keyword: str, value: Any) -> tuple[str, Any]:
+def _name_and_arguments(keyword: str, value: Any) -> tuple[str, Any]:
     """(name, arguments) of an object written in any of its forms."""
     name, given = value, {}
     if isinstance(value, Mapping) and "name" in value:
@@ -221,7 +225,7 @@ def _parted(keyword: str, value: Any) -> tuple[str, Any]:
     return one_of(keyword, name, OBJECTS[keyword]), given
 
 
-def _bound(keyword: str, name: str, given: Any, *, whole: bool = False) -> dict[str, Any]:
+def _bind_arguments(keyword: str, name: str, given: Any, *, whole: bool = False) -> dict[str, Any]:
     """Arguments by name, from a table, an ordered list or one value; raises if they do not fit the constructor.
 
     `whole`: also raises if one is missing.
@@ -233,10 +237,10 @@ def _bound(keyword: str, name: str, given: Any, *, whole: bool = False) -> dict[
             return dict(bind(**given).arguments)
         return dict(bind(*(given if isinstance(given, list) else [given])).arguments)
     except TypeError as error:
-        raise _unfit(keyword, name, given, error) from error
+        raise _arguments_error(keyword, name, given, error) from error
 
 
-def _unfit(keyword: str, name: str, given: Any, error: TypeError) -> ValueError:
+def _arguments_error(keyword: str, name: str, given: Any, error: TypeError) -> ValueError:
     return ValueError(
         f"expected values that {keyword} {name}{_writable_signature(keyword, name)} takes, got {given} ({error}); correct them"
     )

@@ -8,12 +8,12 @@ from torch.nn import functional as F
 
 from dissensus.data.corruption.image_draws import Draws
 from dissensus.data.corruption.pixel_levels import from_levels, quotient
-from dissensus.data.corruption.separable_maps import across, smoothed, zoom_matrix
+from dissensus.data.corruption.separable_maps import apply_to_rows, gaussian_smooth, zoom_matrix
 
 
 def gaussian_blur(images: Tensor, draws: Draws, sigma: float) -> Tensor:
     """(B, C, H, W): Gaussian blur; edge pixels are repeated beyond the border."""
-    return smoothed(images, sigma)
+    return gaussian_smooth(images, sigma)
 
 
 def defocus_blur(images: Tensor, draws: Draws, radius: float, softness: float) -> Tensor:
@@ -54,8 +54,8 @@ def zoom_blur(images: Tensor, draws: Draws, factors: int) -> Tensor:
     rows = torch.cat([zoom_matrix(height, zoom) for zoom in zooms], dim=1)  # (H, factors·H)
     columns = torch.cat([zoom_matrix(width, zoom) for zoom in zooms])  # (factors·W, W)
     planes = images.float().flatten(0, 1)  # (B·C, H, W)
-    wide = across(planes, columns).view(-1, height, factors, width)
-    total = across(wide.permute(0, 3, 2, 1).flatten(2), rows).mT  # (B·C, H, W): Σ over factors of R X Kᵀ
+    wide = apply_to_rows(planes, columns).view(-1, height, factors, width)
+    total = apply_to_rows(wide.permute(0, 3, 2, 1).flatten(2), rows).mT  # (B·C, H, W): Σ over factors of R X Kᵀ
     return quotient(planes + total, factors + 1).reshape(images.shape).to(images)
 
 
@@ -101,7 +101,7 @@ def glass_blur(images: Tensor, draws: Draws, sigma: float, reach: float, rounds:
     and reaches it later: all pixels can be moved at once. Longer reaches are treated in the same way here.
     """
     height, width = images.shape[-2:]
-    blurred = (smoothed(images, sigma) * 255).floor()
+    blurred = (gaussian_smooth(images, sigma) * 255).floor()
     reach = round(reach)
     # offsets −reach … reach−1, for rows and columns reach+1 … size−reach
     offset = torch.floor(draws.uniform(0, rounds, 2, height, width) * (2 * reach)).long() - reach
@@ -113,4 +113,4 @@ def glass_blur(images: Tensor, draws: Draws, sigma: float, reach: float, rounds:
         source = (row + down).clamp(max=height - 1) * width + (column + right).clamp(max=width - 1)
         source = source.flatten(1)[:, None].expand(-1, images.shape[1], -1)
         blurred = blurred.flatten(2).gather(2, source).view(images.shape)
-    return smoothed(from_levels(blurred), sigma)
+    return gaussian_smooth(from_levels(blurred), sigma)

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from dissensus.data.corruption.image_draws import Draws
 from dissensus.data.corruption.pixel_levels import from_levels
-from dissensus.data.corruption.separable_maps import across, box_matrix, down, smoothed
+from dissensus.data.corruption.separable_maps import apply_to_columns, apply_to_rows, box_matrix, gaussian_smooth
 
 
 def brightness(images: Tensor, draws: Draws, amount: float) -> Tensor:
@@ -44,8 +44,8 @@ def pixelate(images: Tensor, draws: Draws, share: float) -> Tensor:
     height, width = images.shape[-2:]
     for rows, columns in ((int(height * share), int(width * share)), (height, width)):
         # columns first, each pass rounded: eight-bit images in between
-        levels = _rounded(across(levels, box_matrix(levels.shape[-1], columns)))
-        levels = _rounded(down(levels, box_matrix(levels.shape[-2], rows)))
+        levels = _round_fixed_point(apply_to_rows(levels, box_matrix(levels.shape[-1], columns)))
+        levels = _round_fixed_point(apply_to_columns(levels, box_matrix(levels.shape[-2], rows)))
     return from_levels(levels)
 
 
@@ -65,15 +65,15 @@ def elastic_transform(images: Tensor, draws: Draws, bend: float, smoothness: flo
     back = torch.linalg.solve(F.pad(moved, (0, 1), value=1.0), corners.expand_as(moved))  # (B, 3, 2)
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     pixels = torch.stack([x, y], dim=-1).to(images)  # (H, W, 2)
-    warped = _sampled(images, F.pad(pixels, (0, 1), value=1.0).flatten(0, 1) @ back, edge_once=True)
+    warped = _sample_images(images, F.pad(pixels, (0, 1), value=1.0).flatten(0, 1) @ back, edge_once=True)
     if bend == 0:
         return warped
     noise = 2 * draws.uniform(1, 2, height, width) - 1  # (B, 2, H, W): across, down
-    shift = bend * smoothed(noise, smoothness, truncate=3.0, symmetric=True)
-    return _sampled(warped, pixels.flatten(0, 1) + shift.flatten(2).mT, edge_once=False)
+    shift = bend * gaussian_smooth(noise, smoothness, truncate=3.0, symmetric=True)
+    return _sample_images(warped, pixels.flatten(0, 1) + shift.flatten(2).mT, edge_once=False)
 
 
-def _sampled(images: Tensor, position: Tensor, *, edge_once: bool) -> Tensor:
+def _sample_images(images: Tensor, position: Tensor, *, edge_once: bool) -> Tensor:
     """(B, C, H, W): the images at `position` (B, H·W, 2), x and y in pixels; mirrored at the border, about the edge
     pixel's centre (edge once) or its outer side (edge twice)."""
     height, width = images.shape[-2:]
@@ -84,6 +84,6 @@ def _sampled(images: Tensor, position: Tensor, *, edge_once: bool) -> Tensor:
     return sampled.to(images)
 
 
-def _rounded(fixed: Tensor) -> Tensor:
+def _round_fixed_point(fixed: Tensor) -> Tensor:
     """Whole numbers from 22-bit fixed point, halves up."""
     return torch.floor((fixed + 2**21) * 2.0**-22)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from dissensus.data.corruption.image_draws import Draws
 from dissensus.data.corruption.pixel_levels import from_levels
-from dissensus.data.corruption.separable_maps import across, down
+from dissensus.data.corruption.separable_maps import apply_to_columns, apply_to_rows
 
 # ITU-T T.81, tables K.1 and K.2
 _LUMA = """16 11 10 16 24 40 51 61      12 12 14 19 26 58 60 55  14 13 16 24 40 57 69 56    14 17 22 29 51 87 80 62
@@ -32,11 +32,11 @@ def jpeg_compression(images: Tensor, draws: Draws, quality: int) -> Tensor:
     height, width = images.shape[-2:]
     levels = (images * 255).round()
     if levels.shape[1] == 1:
-        return from_levels(_coded(levels, _quantisation_table(_LUMA, quality)))
+        return from_levels(_encode_and_decode(levels, _quantisation_table(_LUMA, quality)))
     luma, chroma = _luma_and_chroma(levels)
-    luma = _coded(luma, _quantisation_table(_LUMA, quality))
-    chroma = _coded(_halved(chroma), _quantisation_table(_CHROMA, quality))[..., : (width + 1) // 2]
-    return from_levels(_rgb(luma, _doubled(chroma)[..., :height, :width]))
+    luma = _encode_and_decode(luma, _quantisation_table(_LUMA, quality))
+    chroma = _encode_and_decode(_halve_chroma(chroma), _quantisation_table(_CHROMA, quality))[..., : (width + 1) // 2]
+    return from_levels(_rgb(luma, _double_chroma(chroma)[..., :height, :width]))
 
 
 def _quantisation_table(base: str, quality: int) -> Tensor:
@@ -45,27 +45,27 @@ def _quantisation_table(base: str, quality: int) -> Tensor:
     return torch.floor((_numbers(base).view(8, 8) * scale + 50) / 100).clamp(1, 255)
 
 
-def _coded(planes: Tensor, table: Tensor) -> Tensor:
+def _encode_and_decode(planes: Tensor, table: Tensor) -> Tensor:
     """(B, C, H, W): cosine transform, division by the table, rounding, and back. The last row and column are repeated
     to fill blocks."""
     height, width = planes.shape[-2:]
     filled = F.pad(planes, (0, -width % 8, 0, -height % 8), mode="replicate") - 128
     rows, columns = filled.shape[-2] // 8, filled.shape[-1] // 8
-    cosine = _cosine()
+    cosine = _cosine_matrix()
     over_rows, over_columns = (torch.kron(torch.eye(count), cosine) for count in (rows, columns))  # block by block
 
-    coefficients = _shifted(across(filled, over_columns), 11)  # two bits kept
-    coefficients = _shifted(down(coefficients, over_rows), 15)  # eight times the coefficients
+    coefficients = _shift_right(apply_to_rows(filled, over_columns), 11)  # two bits kept
+    coefficients = _shift_right(apply_to_columns(coefficients, over_rows), 15)  # eight times the coefficients
 
     steps = table.repeat(rows, columns).to(planes)
     quantised = coefficients.sign() * torch.floor((coefficients.abs() + 4 * steps) / (8 * steps))
 
-    filled = _shifted(down(quantised * steps, over_rows.T), 11)
-    filled = _shifted(across(filled, over_columns.T), 18)  # removes the factor eight and the two extra bits
+    filled = _shift_right(apply_to_columns(quantised * steps, over_rows.T), 11)
+    filled = _shift_right(apply_to_rows(filled, over_columns.T), 18)  # removes the factor eight and the two extra bits
     return (filled[..., :height, :width] + 128).clamp(0, 255)
 
 
-def _cosine() -> Tensor:
+def _cosine_matrix() -> Tensor:
     """(8, 8): the integer transform of eight pixels; its transpose is the way back."""
     even, odd = _numbers(_EVEN).view(4, 4), _numbers(_ODD).view(4, 4)
     rows = torch.stack([torch.cat([even, even.flip(1)], 1), torch.cat([odd, -odd.flip(1)], 1)], dim=1)
@@ -77,12 +77,12 @@ def _numbers(text: str) -> Tensor:
     return torch.tensor([int(number) for number in text.split()], dtype=torch.float64)
 
 
-def _shifted(numbers: Tensor, places: int) -> Tensor:
+def _shift_right(numbers: Tensor, places: int) -> Tensor:
     """Divided by 2^places and rounded, halves up."""
     return torch.floor((numbers + 2.0 ** (places - 1)) * 2.0**-places)
 
 
-def _halved(chroma: Tensor) -> Tensor:
+def _halve_chroma(chroma: Tensor) -> Tensor:
     """(B, 2, ⌈H/2⌉, a multiple of 8): means of 2×2 pixels, halves rounded up in odd columns, quarters in even ones.
 
     libjpeg repeats the last column before halving, but the last row after it (one row before, if H is odd).
@@ -94,7 +94,7 @@ def _halved(chroma: Tensor) -> Tensor:
     return torch.floor((total + bias) / 4)
 
 
-def _doubled(chroma: Tensor) -> Tensor:
+def _double_chroma(chroma: Tensor) -> Tensor:
     """(B, 2, 2H, 2W): triangle filter, ¾ of the nearer pixel and ¼ of the farther along each axis."""
     filled = F.pad(chroma, (1, 1, 1, 1), mode="replicate")
     near = 3 * filled[..., 1:-1, :]
@@ -110,13 +110,13 @@ def _luma_and_chroma(levels: Tensor) -> tuple[Tensor, Tensor]:
     luma = 19595 * red + 38470 * green + 7471 * blue
     cb = -11059 * red - 21709 * green + 32768 * blue - 1
     cr = 32768 * red - 27439 * green - 5329 * blue - 1
-    return _shifted(luma, 16), _shifted(torch.cat([cb, cr], dim=1), 16) + 128
+    return _shift_right(luma, 16), _shift_right(torch.cat([cb, cr], dim=1), 16) + 128
 
 
 def _rgb(luma: Tensor, chroma: Tensor) -> Tensor:
     """(B, 3, H, W): RGB levels, in 16-bit fixed point."""
     cb, cr = (chroma - 128).chunk(2, dim=1)
-    red = luma + _shifted(91881 * cr, 16)
-    green = luma + _shifted(-22554 * cb - 46802 * cr, 16)
-    blue = luma + _shifted(116130 * cb, 16)
+    red = luma + _shift_right(91881 * cr, 16)
+    green = luma + _shift_right(-22554 * cb - 46802 * cr, 16)
+    blue = luma + _shift_right(116130 * cb, 16)
     return torch.cat([red, green, blue], dim=1).clamp(0, 255)

@@ -7,27 +7,27 @@ import torch
 from torch import Tensor
 
 
-def separable(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def apply_separable(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """(…, H', W'): R X Kᵀ for every image X (…, H, W), with rows R (H', H) and columns K (W', W)."""
-    return down(across(images, columns), rows)
+    return apply_to_columns(apply_to_rows(images, columns), rows)
 
 
-def across(images: Tensor, columns: Tensor) -> Tensor:
+def apply_to_rows(images: Tensor, columns: Tensor) -> Tensor:
     """(…, H, W'): X Kᵀ, the matrix (W', W) acting on every row of pixels."""
     return images @ columns.to(images).T
 
 
-def down(images: Tensor, rows: Tensor) -> Tensor:
+def apply_to_columns(images: Tensor, rows: Tensor) -> Tensor:
     """(…, H', W): R X, the matrix (H', H) acting on every column of pixels."""
     # one large product: a small one for each image costs twice the time
-    return across(images.mT.contiguous(), rows).mT.contiguous()
+    return apply_to_rows(images.mT.contiguous(), rows).mT.contiguous()
 
 
-def smoothed(images: Tensor, sigma: float, *, truncate: float = 4.0, symmetric: bool = False) -> Tensor:
+def gaussian_smooth(images: Tensor, sigma: float, *, truncate: float = 4.0, symmetric: bool = False) -> Tensor:
     """(…, H, W): Gaussian blur of standard deviation `sigma` pixels, cut at truncate·σ."""
     height, width = images.shape[-2:]
     rows, columns = (gaussian_matrix(size, sigma, truncate, symmetric) for size in (height, width))
-    return separable(images, rows, columns)
+    return apply_separable(images, rows, columns)
 
 
 @functools.lru_cache(maxsize=64)

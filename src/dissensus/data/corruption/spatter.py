@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from dissensus.data.corruption.image_draws import Draws
 from dissensus.data.corruption.pixel_levels import quotient
-from dissensus.data.corruption.separable_maps import smoothed
+from dissensus.data.corruption.separable_maps import gaussian_smooth
 from dissensus.data.corruption.weather import grey
 
 WATER = (175 / 255, 238 / 255, 238 / 255)  # pale turquoise
@@ -30,7 +30,7 @@ def spatter_mud(
 ) -> Tensor:
     """(B, C, H, W): the image under drops of mud, where smoothed normal noise exceeds `threshold`, edges softened."""
     layer = _liquid(images, draws, mean, std, sigma, threshold)
-    cover = smoothed((layer > threshold).to(images), softness)
+    cover = gaussian_smooth((layer > threshold).to(images), softness)
     cover = torch.where(cover < 0.8, 0.0, cover)[:, None]
     return images * (1 - cover) + cover * _colour(MUD, images)
 
@@ -44,7 +44,7 @@ def water(layer: Tensor) -> Tensor:
     distance = chamfer_distance(canny(layer, 50, 150), limit=20)
     distance = _mean3(distance).floor()
     relief = torch.tensor([[-2.0, -1.0, 0.0], [-1.0, 1.0, 1.0], [0.0, 1.0, 2.0]])
-    relief = _correlated(equalised(distance), relief, border="reflect").clamp(0, 255)
+    relief = _correlate_3x3(equalise_histogram(distance), relief, border="reflect").clamp(0, 255)
     shine = layer * _mean3(relief).round()
     largest = shine.amax((1, 2), keepdim=True)
     return torch.where(largest > 0, shine / largest, 0.0)
@@ -60,9 +60,9 @@ def canny(images: Tensor, low: float, high: float) -> Tensor:
     loses; on diagonals both lose.
     """
     sobel = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]])
-    dx, dy = _correlated(images, sobel, border="replicate"), _correlated(images, sobel.T, border="replicate")
+    dx, dy = _correlate_3x3(images, sobel, border="replicate"), _correlate_3x3(images, sobel.T, border="replicate")
     size = dx.abs() + dy.abs()
-    neighbour = {(i, j): _moved(size, i, j, 0.0) for i in (-1, 0, 1) for j in (-1, 0, 1)}
+    neighbour = {(i, j): _shift_image(size, i, j, 0.0) for i in (-1, 0, 1) for j in (-1, 0, 1)}
     # tan 22.5° in fifteen-bit fixed point; tan 67.5° = tan 22.5° + 2
     flat = dy.abs() * 2**15 < dx.abs() * 13573
     steep = dy.abs() * 2**15 > dx.abs() * (13573 + 2**16)
@@ -114,7 +114,7 @@ def chamfer_distance(edges: Tensor, limit: float) -> Tensor:
     return distance.clamp(max=limit).transpose(0, 1).contiguous()
 
 
-def equalised(images: Tensor) -> Tensor:
+def equalise_histogram(images: Tensor) -> Tensor:
     """(B, H, W): histogram equalisation of eight-bit images.
 
     Level l becomes round(255·(n(l) − n₀)/(n − n₀)): n(l) pixels have at most level l, n₀ the darkest level, n are all.
@@ -133,7 +133,7 @@ def equalised(images: Tensor) -> Tensor:
 def _liquid(images: Tensor, draws: Draws, mean: float, std: float, sigma: float, threshold: float) -> Tensor:
     """(B, H, W): normal noise, smoothed, zero below the threshold."""
     noise = mean + std * draws.normal(0, *images.shape[-2:])
-    layer = smoothed(noise, sigma)
+    layer = gaussian_smooth(noise, sigma)
     return torch.where(layer < threshold, 0.0, layer)
 
 
@@ -145,10 +145,10 @@ def _colour(rgb: tuple[float, float, float], images: Tensor) -> Tensor:
 
 def _mean3(images: Tensor) -> Tensor:
     """(B, H, W): mean of 3×3 pixels, mirrored at the border without the edge pixel."""
-    return quotient(_correlated(images, torch.ones(3, 3), border="reflect"), 9)
+    return quotient(_correlate_3x3(images, torch.ones(3, 3), border="reflect"), 9)
 
 
-def _correlated(images: Tensor, kernel: Tensor, *, border: str) -> Tensor:
+def _correlate_3x3(images: Tensor, kernel: Tensor, *, border: str) -> Tensor:
     """(B, H, W): correlation with a 3×3 kernel."""
     height, width = images.shape[-2:]
     filled = F.pad(images[:, None], (1, 1, 1, 1), mode=border)[:, 0]
@@ -158,7 +158,7 @@ def _correlated(images: Tensor, kernel: Tensor, *, border: str) -> Tensor:
     return result
 
 
-def _moved(images: Tensor, down: int, right: int, outside: float) -> Tensor:
+def _shift_image(images: Tensor, down: int, right: int, outside: float) -> Tensor:
     """(B, H, W): every pixel's neighbour `down` and `right` of it, `outside` beyond the border."""
     height, width = images.shape[-2:]
     filled = F.pad(images, (1, 1, 1, 1), value=outside)

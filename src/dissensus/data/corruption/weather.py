@@ -8,7 +8,7 @@ from torch import Tensor
 from dissensus.data.corruption.blur import trail
 from dissensus.data.corruption.image_draws import Draws
 from dissensus.data.corruption.pixel_levels import from_levels
-from dissensus.data.corruption.separable_maps import separable, smoothed, zoom_matrix
+from dissensus.data.corruption.separable_maps import apply_separable, gaussian_smooth, zoom_matrix
 
 LUMA = (0.299, 0.587, 0.114)
 
@@ -30,7 +30,7 @@ def snow(
     """
     height, width = images.shape[-2:]
     layer = mean + std * draws.normal(0, 1, height, width)  # (B, 1, H, W)
-    layer = separable(layer, zoom_matrix(height, flake), zoom_matrix(width, flake))
+    layer = apply_separable(layer, zoom_matrix(height, flake), zoom_matrix(width, flake))
     layer = torch.where(layer < threshold, 0.0, layer.clamp(0, 1))
     layer = from_levels((layer * 255).floor())
     layer = trail(layer, 90 * draws.uniform(1) - 135, radius, sigma)
@@ -96,7 +96,7 @@ def ice(draws: Draws, height: int, width: int) -> Tensor:
     thin, broad = 3 * scale, 5 * scale
     # A blur k reduces the variance of white noise from 1 to Σk²; the factor 1/√Σk² restores it.
     crystal = trail(crystal, 360 * draws.uniform(2), 2 * thin, thin) * one_sided_gain(thin)
-    patch = smoothed(patch, broad) * (2 * math.sqrt(math.pi) * broad)
+    patch = gaussian_smooth(patch, broad) * (2 * math.sqrt(math.pi) * broad)
     texture = math.sqrt(0.48) * speckle + math.sqrt(0.2) * crystal + math.sqrt(0.12) * patch
     levels = kind[:, :3, None, None] + kind[:, 3, None, None, None] * texture
     return from_levels(levels).clamp(0, 1)

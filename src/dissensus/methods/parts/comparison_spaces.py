@@ -16,13 +16,13 @@ from torch.utils import _pytree as pytree
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.likelihood import Classification, Likelihood, full_precision
-from dissensus.numerics.hashing import WEYL, mixed, shifted
+from dissensus.numerics.hashing import WEYL, mix_bits, shift_right
 from dissensus.utils.tensor_tree import Tensors
 
 Gradient = Literal["logit", "log_prob"]
 
 
-def weights(params: Tensors, trained: Tensors) -> Tensors:
+def trained_tensors(params: Tensors, trained: Tensors) -> Tensors:
     """A member's trained tensors by name."""
     return {name: params[name] for name, tensor in trained.items() if tensor.requires_grad}
 
@@ -44,13 +44,13 @@ def selected_output(likelihood: Likelihood, outputs: Tensor, y: Tensor, gradient
     outputs = full_precision(outputs)
     if gradient == "log_prob":
         log_prob = likelihood.log_prob(outputs, y)
-        counted = likelihood.counted(y)
+        counted = likelihood.target_mask(y)
         return log_prob.sum() if counted is None else torch.where(counted, log_prob, 0.0).sum()
     if not isinstance(likelihood, Classification):
         return likelihood.describe(outputs)[0].sum()
     if y.is_floating_point():
         return (y * outputs).sum()
-    counted = likelihood.counted(y)
+    counted = likelihood.target_mask(y)
     if counted is None:
         return outputs.gather(1, y.long().unsqueeze(1)).sum()
     chosen = outputs.gather(1, torch.where(counted, y, 0).long().unsqueeze(1)).squeeze(1)
@@ -62,11 +62,11 @@ def input_gradient(function: Callable[[Inputs], tuple[Tensor, Any]], x: Inputs) 
 
     x may hold several tensors: their derivatives are flattened and joined; integer tensors have none.
     """
-    every = batches.tensors(x)
+    every = batches.input_tensors(x)
 
     def of_floating(*floating: Tensor) -> tuple[Tensor, Any]:
         given = iter(floating)
-        return function(batches.apply(x, lambda t: next(given) if t.is_floating_point() else t))
+        return function(batches.map_tensors(x, lambda t: next(given) if t.is_floating_point() else t))
 
     found, rest = differentiate(of_floating, *(tensor for tensor in every if tensor.is_floating_point()))
     return torch.cat([gradient.flatten(1) for gradient in found], dim=1), rest
@@ -94,11 +94,11 @@ def differentiate(function: Callable[..., tuple[Tensor, Any]], *at: Tensor) -> t
 
 def input_dimension(x: Inputs) -> int:
     """D: floating-point numbers per example."""
-    return sum(math.prod(tensor.shape[1:]) for tensor in batches.tensors(x) if tensor.is_floating_point())
+    return sum(math.prod(tensor.shape[1:]) for tensor in batches.input_tensors(x) if tensor.is_floating_point())
 
 
 @contextmanager
-def added_at(network: nn.Module, layer: str, shift: Tensor | None) -> Iterator[list[Tensor]]:
+def add_to_output(network: nn.Module, layer: str, shift: Tensor | None) -> Iterator[list[Tensor]]:
     """Inside, `shift` is added to the layer's output (of the same shape); yields the list of outputs seen.
 
     With a shift of zeros, the derivative by the shift is the derivative by the feature.
@@ -124,12 +124,12 @@ def added_at(network: nn.Module, layer: str, shift: Tensor | None) -> Iterator[l
         )
 
 
-def carried(value: Tensor, by: Tensor) -> Tensor:
+def attach_to_graph(value: Tensor, by: Tensor) -> Tensor:
     """A detached value as part of z: attached to the graph of `by`, of the same shape, with derivative 0."""
     return value.detach() + 0.0 * by
 
 
-def normal_of_step(like: Tensor, step: Tensor) -> Tensor:
+def normal_from_step(like: Tensor, step: Tensor) -> Tensor:
     """N(0, 1) numbers of `like`'s shape, determined by the step () alone.
 
     Not drawn from torch's generators, because all members must see the same numbers, under vmap or in a loop, and a step
@@ -145,4 +145,4 @@ def normal_of_step(like: Tensor, step: Tensor) -> Tensor:
 
 def _hashed_uniform(counter: Tensor) -> Tensor:
     """Numbers in (0, 1) from int64 counters."""
-    return (shifted(mixed((counter + 1) * WEYL), 40).float() + 0.5) / 2**24
+    return (shift_right(mix_bits((counter + 1) * WEYL), 40).float() + 0.5) / 2**24

@@ -15,15 +15,15 @@ from torch import Tensor, nn, optim
 from dissensus.core.batch import Batch
 from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Classification, Likelihood
-from dissensus.core.member import Member, emptied, tensors_of
+from dissensus.core.member import Member, empty_copy, tensors_by_name
 from dissensus.core.parameter_groups import Group
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
-from dissensus.layers.conversion import folded, uncut
-from dissensus.layers.conversion_report import Account
-from dissensus.layers.dense_chains import chain
+from dissensus.layers.conversion import fold_layers, restore_plain_layers
+from dissensus.layers.conversion_report import ConversionReport
+from dissensus.layers.dense_chains import chain_layers
 from dissensus.methods.parts.networks import own_settings
-from dissensus.numerics.annealing import with_gradient_times
+from dissensus.numerics.annealing import scale_gradient
 from dissensus.utils.checks import number, one_of
 from dissensus.utils.tensor_tree import Tensors
 
@@ -43,12 +43,14 @@ FEW = 1.5  # with fewer effective members, an ensemble of four or more may be on
 class EmbeddedPosterior(Posterior):
     """Base class: members share weights, whose gradient is γ/M times the sum over members; γ does not scale decay or prior."""
 
-    account: Account
+    account: ConversionReport
     gamma: float
     regime: RegimeName | float
     modulation_lr: float | None = None
 
-    def __init__(self, particles: Particles, *, factors: Sequence[str], account: Account, **prior: Any) -> None:
+    def __init__(
+        self, particles: Particles, *, factors: Sequence[str], account: ConversionReport, **prior: Any
+    ) -> None:
         super().__init__(particles, **prior)
         self.account = account
         self._factors = tuple(factors)
@@ -62,11 +64,11 @@ class EmbeddedPosterior(Posterior):
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
         # The gradient is scaled, not the rate, so that γ does not change weight decay and prior.
-        factor = self.gamma / self.particles.everywhere
+        factor = self.gamma / self.particles.total_members
         used = params
         if factor != 1:
             shared = self.particles.shared_parameters()
-            used = {name: with_gradient_times(p, factor) if name in shared else p for name, p in params.items()}
+            used = {name: scale_gradient(p, factor) if name in shared else p for name, p in params.items()}
         value, after = self.particles.call(Member.nll, used, buffers, batch)
         return value + self.penalty(params), (), after
 
@@ -83,10 +85,10 @@ class EmbeddedPosterior(Posterior):
         raise NotImplementedError
 
     def draw(self) -> DrawnFunctions:
-        return MemberFunctions(self.particles, ordinary=folded)
+        return MemberFunctions(self.particles, ordinary=fold_layers)
 
-    def given(self) -> nn.Module:
-        return uncut(self.particles.member(0))
+    def plain_network(self) -> nn.Module:
+        return restore_plain_layers(self.particles.member(0))
 
     def config(self) -> dict[str, Any]:
         return {"members": self.particles.members, **own_settings(self), **self.prior_config()}
@@ -98,7 +100,7 @@ class EmbeddedPosterior(Posterior):
         return built
 
 
-def without_effect(posterior: Posterior, optimizer: optim.Optimizer) -> str | None:
+def gamma_note(posterior: Posterior, optimizer: optim.Optimizer) -> str | None:
     """A warning if γ of an embedded ensemble has no effect with this optimiser, else None."""
     kinds = (kind.__name__ for kind in type(optimizer).__mro__)
     if not isinstance(posterior, EmbeddedPosterior) or SCALE_FREE.isdisjoint(kinds):
@@ -128,11 +130,11 @@ def embed(
 
     All other tensors are shared. They are never copied: members are built from one network, not from M copies.
     """
-    chain(network)
+    chain_layers(network)
     member = Member(network, likelihood or Classification())
     rows: dict[str, Sequence[Tensor] | Tensor] = {}
     mine: set[str] = set()
-    for name, tensor in tensors_of(member).items():
+    for name, tensor in tensors_by_name(member).items():
         factor = factors.get(name.removeprefix("network."))
         if factor is not None:
             rows[name] = nn.Parameter(factor) if isinstance(tensor, nn.Parameter) else factor
@@ -141,11 +143,11 @@ def embed(
         if factor is not None or id(tensor) in own or name.startswith("likelihood."):
             mine.add(name)
     kept = member.state_dict()
-    particles = Particles.split(emptied(member), rows, own=mine.__contains__, kept=kept, members=members)
+    particles = Particles.split(empty_copy(member), rows, own=mine.__contains__, kept=kept, members=members)
     return particles.train(particles.training)
 
 
-def gamma_of(regime: RegimeName | float, members: int, collectivity: float) -> float:
+def resolve_gamma(regime: RegimeName | float, members: int, collectivity: float) -> float:
     """γ of a regime: M, 1, the number itself, or for "auto" a choice by the collectivity ρ of the modulations.
 
     In the wide limit the kernel of the members' mean is at most 1 + (M − 1)ρ times that of their differences (the

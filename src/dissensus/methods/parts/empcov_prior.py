@@ -51,8 +51,8 @@ class EmpCov(Prior):
         self.rest = rest if rest is None or isinstance(rest, Prior) else GaussianPrior(rest)
         self.norm_layers = self.rest is not None and self.rest.norm_layers
         dimension = first.weight[0].numel()
-        covariance = Moments.of(
-            _seen(inputs, first), torch.eye(dimension, dtype=torch.float64, device=first.weight.device)
+        covariance = Moments.from_rows(
+            _layer_inputs(inputs, first), torch.eye(dimension, dtype=torch.float64, device=first.weight.device)
         ).covariance
         values, vectors = torch.linalg.eigh(covariance)
         # w Σ⁻¹ wᵀ = ‖w root‖²
@@ -90,7 +90,7 @@ class EmpCov(Prior):
         return (noise.flatten(1) @ self.spread.to(noise.dtype)).reshape(like.shape)
 
 
-def _seen(inputs: Tensor | Iterable[Any], first: nn.Linear | nn.Conv2d) -> Iterator[Tensor]:
+def _layer_inputs(inputs: Tensor | Iterable[Any], first: nn.Linear | nn.Conv2d) -> Iterator[Tensor]:
     """Batches (n, D) of the layer's input vectors: flattened inputs, or patches for a convolution."""
     before = 0
     for batch in torch.split(inputs, 256) if isinstance(inputs, Tensor) else inputs:

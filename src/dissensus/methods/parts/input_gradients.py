@@ -14,22 +14,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
-from dissensus.core.gradients import state_of
+from dissensus.core.gradients import detached_state
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.member_runner import Ways, first_line
+from dissensus.core.member_runner import FallbackChain, first_line
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
-from dissensus.kernels.double_backward import differentiated_twice
+from dissensus.kernels.double_backward import fast_second_derivatives
 from dissensus.methods.parts.comparison_spaces import (
     Gradient,
-    carried,
+    attach_to_graph,
     input_dimension,
     input_gradient,
     selected_output,
 )
 from dissensus.methods.parts.stacked_posterior import StackedPosterior
-from dissensus.numerics.randomness import same_random_state
-from dissensus.utils.checks import one_of, whole
+from dissensus.numerics.randomness import preserve_random_state
+from dissensus.utils.checks import integer, one_of
 from dissensus.utils.tensor_tree import Tensors
 
 log = logging.getLogger("dissensus")
@@ -62,24 +62,24 @@ class InputGradientPosterior(StackedPosterior):
     ) -> None:
         super().__init__(modules, likelihood=likelihood, **prior)
         self.gradient = one_of("gradient", gradient, ("logit", "log_prob"))
-        self.examples = examples if examples is None else whole("examples", examples)
+        self.examples = examples if examples is None else integer("examples", examples)
         self._known_to_be_differentiable = False
-        self._forms: Callable[[], AbstractContextManager[None]] = differentiated_twice  # which form layers run in
+        self._forms: Callable[[], AbstractContextManager[None]] = fast_second_derivatives  # which form layers run in
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        if not self.coupled:
+        if not self.is_coupled:
             return super().member_loss(params, buffers, batch)
 
-        def selected(member: Member, x: Inputs) -> tuple[Tensor, Tensor]:
-            outputs = batches.call(member.network, x)
+        def output_and_nll(member: Member, x: Inputs) -> tuple[Tensor, Tensor]:
+            outputs = batches.call_network(member.network, x)
             chosen = selected_output(member.likelihood, outputs, some.y, self.gradient)
             return chosen, member.likelihood.nll(outputs, some.y, some.weight)
 
         def of_inputs(x: Inputs) -> tuple[Tensor, tuple[Tensor, Tensors]]:
-            (chosen, nll), after = self.particles.call(selected, params, buffers, x)
+            (chosen, nll), after = self.particles.call(output_and_nll, params, buffers, x)
             return chosen, (nll, after)
 
-        if self.examples is not None and self.examples < batches.size(batch.x):
+        if self.examples is not None and self.examples < batches.count_examples(batch.x):
             value, _, after = super().member_loss(params, buffers, batch)
             some = batch.map(lambda tensor: tensor[: self.examples])
             with sdpa_kernel(SDPBackend.MATH), self._forms():  # only plain attention can be differentiated twice
@@ -90,28 +90,28 @@ class InputGradientPosterior(StackedPosterior):
                 g, (nll, after) = input_gradient(of_inputs, some.x)
             value = nll + self.penalty(params)
         z = {"gradients": g}
-        weight = counted_weight(self.likelihood, some)
+        weight = label_weights(self.likelihood, some)
         if weight is not None:
-            z["weight"] = carried(weight.to(g.dtype), g.sum(1))
+            z["weight"] = attach_to_graph(weight.to(g.dtype), g.sum(1))
         return value, z, after
 
     def check_batch(self, batch: Batch) -> None:
         # Checked before the network runs: many networks fail on integers with unclear messages. One member needs no check.
-        if self.particles.everywhere > 1 and (dimension := input_dimension(batch.x)) < 2:
+        if self.particles.total_members > 1 and (dimension := input_dimension(batch.x)) < 2:
             found, remedy = FEW_DIMENSIONS[dimension]
             raise ValueError(f"expected inputs of at least two floating-point features, got {found}; {remedy}")
         super().check_batch(batch)
 
     def before_step(self, batch: Batch) -> None:
         super().before_step(batch)
-        if self.coupled and torch.is_grad_enabled() and not self._known_to_be_differentiable:
+        if self.is_coupled and torch.is_grad_enabled() and not self._known_to_be_differentiable:
             check_differentiable_twice(self, batch)
             self._known_to_be_differentiable = True
 
 
-def counted_weight(likelihood: Likelihood, batch: Batch) -> Tensor | None:
+def label_weights(likelihood: Likelihood, batch: Batch) -> Tensor | None:
     """(B,) example weights, 0 for examples without a counted label; None if all count the same."""
-    counted = likelihood.counted(batch.y)
+    counted = likelihood.target_mask(batch.y)
     if counted is None:
         return batch.weight
     some = counted.flatten(1).any(1) if counted.ndim > 1 else counted
@@ -124,7 +124,7 @@ def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) 
     Tries the layer forms of `core.twice` first; if they fail, torch's own are used from then on. Uses `backward`, which
     raises for functions that are differentiable only once, while `torch.autograd.grad` silently leaves them out.
     """
-    first = state_of(posterior).member(0)
+    first = detached_state(posterior).member(0)
     stored = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
     params = {
         name: tensor.detach().requires_grad_(stored[name].requires_grad)
@@ -140,14 +140,14 @@ def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) 
         posterior._forms = forms
 
     # For any size: two examples may be small when a batch is not.
-    written = partial(run, differentiated_twice, of_any_size=True)
+    written = partial(run, fast_second_derivatives, of_any_size=True)
 
     def note(_: str, reason: str) -> None:
         log.info("using torch's slow second derivatives: the library's fast ones fail for this network (%s)", reason)
 
     try:
-        with same_random_state(posterior.device):
-            Ways(note, written=written, torch=partial(run, nullcontext))()
+        with preserve_random_state(posterior.device):
+            FallbackChain(note, written=written, torch=partial(run, nullcontext))()
     except (RuntimeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

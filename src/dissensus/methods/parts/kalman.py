@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from dissensus.kernels.multi_tensor import Chunks
 from dissensus.methods.parts.trajectory import Count
 from dissensus.numerics.flat_weights import Block, state_dtype
-from dissensus.utils.dtensor import here
+from dissensus.utils.dtensor import local_part
 from dissensus.utils.tensor_tree import Tensors, TensorTree
 
 Drift = Literal["gradient", "none"]
 
 
-def kalman(p: float, state_noise: float, measurement_noise: float) -> tuple[float, float]:
+def kalman_step(p: float, state_noise: float, measurement_noise: float) -> tuple[float, float]:
     """(gain K, error variance P after the step) of a scalar filter with error variance p before the step."""
     predicted = p + state_noise
     gain = predicted / (predicted + measurement_noise)
@@ -52,9 +52,9 @@ class WeightFilters(nn.Module):
         self.variances = TensorTree()
         dtype = state_dtype(list(weights.values()))
         for name, weight in weights.items():
-            self.means.plant(name, torch.zeros_like(weight, dtype=dtype).detach())
-            self.variances.plant(name, torch.zeros_like(weight, dtype=dtype).detach())
-        self._cached: _State | None = None
+            self.means.add_tensor(name, torch.zeros_like(weight, dtype=dtype).detach())
+            self.variances.add_tensor(name, torch.zeros_like(weight, dtype=dtype).detach())
+        self._cached: _FilterState | None = None
         self._named: list[Tensor] = []  # the tensors it was made of
         self._rates: dict[int, tuple[Tensor | None, int, float]] = {}
         self._clock = (0, 0.0, 0.0)  # step, P of the mean, P of the variance
@@ -81,8 +81,8 @@ class WeightFilters(nn.Module):
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:
         """One step of both filters, after the optimiser's: w is the new weight, ∇L the gradient of that step."""
-        weights = [here(weight) for weight in self.weights.values()]
-        state, moved = self._state(weights), self._moved(optimizer)
+        weights = [local_part(weight) for weight in self.weights.values()]
+        state, moved = self._filter_state(weights), self._group_gradients(optimizer)
         gain_mean, gain_variance = self._gains(self.observed.add())
         gains = (gain_mean, 1 - gain_variance, gain_variance * (1 - gain_mean) ** 2)
         # As torch's GradScaler does, `fit` leaves a flag with the optimiser that is 1 if it skipped the step.
@@ -90,7 +90,7 @@ class WeightFilters(nn.Module):
         if not state.step_fused(weights, moved, *gains, skipped=skipped):
             state.step(weights, moved, *gains)
 
-    def _moved(self, optimizer: Optimizer) -> list["_Moved"]:
+    def _group_gradients(self, optimizer: Optimizer) -> list["_GroupGradients"]:
         """The weights of each parameter group that have gradients; none if there is no drift."""
         weights = list(self.weights.values())
         if all(weight.grad is None for weight in weights):
@@ -100,8 +100,10 @@ class WeightFilters(nn.Module):
         for group in optimizer.param_groups:
             if held := [p for p in group["params"] if id(p) in place and p.grad is not None]:
                 rate = self._rate(group["lr"])
-                gradients = [here(p.grad) for p in held if p.grad is not None]
-                moved.append(_Moved(-rate if group.get("maximize") else rate, [place[id(p)] for p in held], gradients))
+                gradients = [local_part(p.grad) for p in held if p.grad is not None]
+                moved.append(
+                    _GroupGradients(-rate if group.get("maximize") else rate, [place[id(p)] for p in held], gradients)
+                )
         if not moved:
             raise ValueError("expected an optimizer of the network, got one of others; pass it posterior.parameters()")
         return moved if self.drift == "gradient" else []
@@ -123,32 +125,32 @@ class WeightFilters(nn.Module):
             for earlier in range(1, step):
                 self._gains(earlier)
         _, p_mean, p_variance = self._clock
-        gain_mean, p_mean = kalman(p_mean, self.state_noise[0], self.measurement_noise[0])
-        gain_variance, p_variance = kalman(p_variance, self.state_noise[1], self.measurement_noise[1])
+        gain_mean, p_mean = kalman_step(p_mean, self.state_noise[0], self.measurement_noise[0])
+        gain_variance, p_variance = kalman_step(p_variance, self.state_noise[1], self.measurement_noise[1])
         self._clock = (step, p_mean, p_variance)
         return gain_mean, gain_variance
 
     @property
-    def memory_of_start(self) -> float:
+    def start_influence(self) -> float:
         """Π (1 − K): the share of μ that still comes from where it started."""
         share, p = 1.0, 0.0
         for _ in range(int(self.observed)):
-            gain, p = kalman(p, self.state_noise[0], self.measurement_noise[0])
+            gain, p = kalman_step(p, self.state_noise[0], self.measurement_noise[0])
             share *= 1 - gain
             if share < 1e-12:
                 return 0.0
         return share
 
-    def _state(self, weights: list[Tensor]) -> "_State":
+    def _filter_state(self, weights: list[Tensor]) -> "_FilterState":
         """The filters' tensors, laid out in memory like the weights, so that copies between them are fused."""
-        means, variances = self.means.named()[1], self.variances.named()[1]
+        means, variances = self.means.parameters_and_buffers()[1], self.variances.parameters_and_buffers()[1]
         named = [*means.values(), *variances.values()]
         if self._cached is None or any(map(is_not, named, self._named)) or not self._cached.fits(weights):
             self._named = named
             dtype = next(iter(means.values())).dtype
-            self._cached = _State(
-                [here(means[name]) for name in self.weights],
-                [here(variances[name]) for name in self.weights],
+            self._cached = _FilterState(
+                [local_part(means[name]) for name in self.weights],
+                [local_part(variances[name]) for name in self.weights],
                 Block(weights, dtype),
                 Block(weights, dtype),
             )
@@ -161,7 +163,7 @@ class WeightFilters(nn.Module):
         return self._cached
 
 
-class _Moved(NamedTuple):
+class _GroupGradients(NamedTuple):
     """One parameter group of an optimiser: its rate, which weights have gradients, and these."""
 
     rate: float
@@ -170,7 +172,7 @@ class _Moved(NamedTuple):
 
 
 @dataclass
-class _State:
+class _FilterState:
     """The named tensors, and the blocks of memory they are parts of."""
 
     means: list[Tensor]
@@ -182,14 +184,16 @@ class _State:
     def fits(self, weights: list[Tensor]) -> bool:
         """Whether the memory layout of the weights and the storage of the named tensors are unchanged."""
         pairs = [*zip(self.means, self.mean.views, strict=True), *zip(self.variances, self.variance.views, strict=True)]
-        return self.mean.fits(weights) and all(named.data_ptr() == view.data_ptr() for named, view in pairs)
+        return self.mean.has_layout_of(weights) and all(named.data_ptr() == view.data_ptr() for named, view in pairs)
 
     @functools.cached_property
     def work(self) -> Block:
         """As large as the means, for the plain form."""
         return Block(self.mean.views, self.mean.flat.dtype)
 
-    def step(self, weights: list[Tensor], moved: list[_Moved], gain: float, keep: float, spread: float) -> None:
+    def step(
+        self, weights: list[Tensor], moved: list[_GroupGradients], gain: float, keep: float, spread: float
+    ) -> None:
         """A step of the filters, by operations on whole blocks."""
         mean, variance, work = self.mean.flat, self.variance.flat, self.work.flat
         # Prediction: μ⁻ = μ − η∇L, s⁻ = s + (η∇L)²
@@ -226,7 +230,7 @@ class _State:
     def step_fused(
         self,
         weights: list[Tensor],
-        moved: list[_Moved],
+        moved: list[_GroupGradients],
         *gains: float,
         skipped: Tensor | None = None,
         on: str = "cuda",
@@ -238,7 +242,7 @@ class _State:
         if self.mean.flat.device.type != on or self.mean.flat.dtype != torch.float32:
             return False
         still = set(range(len(weights))).difference(*(each.at for each in moved))
-        groups = [*moved, *([_Moved(0.0, sorted(still), [])] if still else [])]
+        groups = [*moved, *([_GroupGradients(0.0, sorted(still), [])] if still else [])]
         self.chunks += [Chunks() for _ in groups[len(self.chunks) :]]
         for (_, at, gradients), chunks in zip(groups, self.chunks, strict=False):
             mine, means = [weights[i] for i in at], [self.mean.views[i] for i in at]

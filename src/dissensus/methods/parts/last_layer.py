@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
-from dissensus.core.likelihood import Likelihood, spread
+from dissensus.core.likelihood import Likelihood, expand_weight
 from dissensus.core.regression import Regression
 from dissensus.methods.parts.last_layer_curvature import CurvatureSums
 from dissensus.utils.checks import one_of
@@ -74,15 +74,15 @@ def last_layer(network: nn.Module, x: Inputs, name: str | None = None) -> LastLa
         if not around or isinstance(layers[each], (nn.Linear, *CONVOLUTIONS)):
             called.append(each)
 
-    watched = [each for each, layer in layers.items() if (_weighing(layer) if name is None else each == name)]
+    watched = [each for each, layer in layers.items() if (_multiplies_weights(layer) if name is None else each == name)]
     handles = [layers[each].register_forward_hook(lambda *_, each=each: note(each)) for each in watched]
     try:
-        batches.call(network, x)
+        batches.call_network(network, x)
     finally:
         for handle in handles:
             handle.remove()
     found = called[-1] if called else name or ""
-    if fault := _fault(network, found, called):
+    if fault := _why_not_last(network, found, called):
         raise ValueError(f"expected outputs linear in the last layer's weights, got {fault}, or name another: layer=")
     under = f"{found}." if found else ""
     own = {f"{under}{key}": p for key, p in layers[found].named_parameters(recurse=False)}
@@ -90,7 +90,7 @@ def last_layer(network: nn.Module, x: Inputs, name: str | None = None) -> LastLa
 
 
 @contextmanager
-def watching(last: LastLayer) -> Iterator[list[tuple[Tensor, Tensor]]]:
+def record_calls(last: LastLayer) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Context in which copies of (features, outputs) of every call of the layer are appended to the list."""
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -105,11 +105,13 @@ def watching(last: LastLayer) -> Iterator[list[tuple[Tensor, Tensor]]]:
         handle.remove()
 
 
-def gather(gathered: CurvatureSums, network: nn.Module, likelihood: Likelihood, last: LastLayer, batch: Batch) -> None:
+def add_batch_curvature(
+    gathered: CurvatureSums, network: nn.Module, likelihood: Likelihood, last: LastLayer, batch: Batch
+) -> None:
     """Adds the curvature of one batch for one network to the sums."""
     x, y, weight = batch
-    with watching(last) as seen, batches.unchanged(x):
-        outputs = batches.call(network, x)
+    with record_calls(last) as seen, batches.UnchangedInputs(x):
+        outputs = batches.call_network(network, x)
     if len(seen) != 1:  # the layer was found with the first batch
         got = f"'{last.name}' called {len(seen)} times"
         raise ValueError(f"expected a last layer that is called once per batch, got {got}; use separate layers")
@@ -120,9 +122,9 @@ def gather(gathered: CurvatureSums, network: nn.Module, likelihood: Likelihood, 
     if last.channels == -1 and made.ndim > 2 and type(likelihood).curvature is not Regression.curvature:
         got = f"{tuple(made.shape)}; for outputs at several positions, use a 1×1 convolution"
         raise ValueError(f"expected outputs (B, C) of the last layer '{last.name}', got {got}")
-    counted = likelihood.counted(y)
+    counted = likelihood.target_mask(y)
     log_prob = likelihood.log_prob(outputs.double(), y)
-    w = torch.ones_like(log_prob) if weight is None else spread(weight, log_prob)
+    w = torch.ones_like(log_prob) if weight is None else expand_weight(weight, log_prob)
     if counted is not None:
         w = w * counted
     gathered.log_likelihood += (w * log_prob).sum()
@@ -143,7 +145,7 @@ def check_outputs(last: LastLayer, made: Tensor, outputs: Tensor) -> None:
         raise ValueError(f"expected a network that returns the outputs of its last layer '{last.name}', got {got}")
 
 
-def _weighing(layer: nn.Module) -> bool:
+def _multiplies_weights(layer: nn.Module) -> bool:
     """Whether a layer multiplies by its own weights: the last such layer called must be linear."""
     return isinstance(layer, nn.Linear) or any(p.ndim > 1 for p in layer.parameters(recurse=False))
 
@@ -157,7 +159,7 @@ def _is_linear(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
 
 
-def _fault(network: nn.Module, name: str, called: list[str]) -> str | None:
+def _why_not_last(network: nn.Module, name: str, called: list[str]) -> str | None:
     """Why this layer cannot be the last one, and the remedy; None if it can."""
     layer, times = network.get_submodule(name), called.count(name)
     if times == 0:

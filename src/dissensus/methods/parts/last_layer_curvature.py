@@ -80,9 +80,9 @@ class Curvature(nn.Module):
             self.register_buffer(name, tensor)
 
     @classmethod
-    def of(cls, gathered: CurvatureSums, mean: Tensor, *, layer: int) -> Self:
+    def from_sums(cls, gathered: CurvatureSums, mean: Tensor, *, layer: int) -> Self:
         """The curvature from these sums around the weights `mean` (C, D); the prior precision is not chosen yet."""
-        values, vectors = zip(*map(decomposed, gathered.sums), strict=True)
+        values, vectors = zip(*map(eigendecompose, gathered.sums), strict=True)
         kron = gathered.structure == "kron"
         eigenvalues = torch.outer(*values) / gathered.weight if kron else values[0]
         return cls(_buffers_of(mean, eigenvalues, vectors, gathered.log_likelihood, layer))
@@ -120,21 +120,23 @@ class Curvature(nn.Module):
             low, high = (middle, high) if excess(middle) > 0 else (low, middle)
         return math.exp(middle)
 
-    def joint(self, noise: Tensor) -> Tensor:
+    def sample_joint(self, noise: Tensor) -> Tensor:
         """(S, C, D) samples of N(0, (G + δ)⁻¹), from standard normal noise of that shape."""
         scaled = noise.reshape(len(noise), *self.eigenvalues.shape) * (self.eigenvalues + self.precision).rsqrt()
         if self.structure == "full":
             return (scaled @ self.get_buffer("vectors").mT).reshape(noise.shape)
         return self.get_buffer("outputs") @ scaled @ self.get_buffer("features").mT
 
-    def by_rows(self, noise: Tensor) -> Tensor:
+    def sample_rows(self, noise: Tensor) -> Tensor:
         """As `joint`, but rows (the weights of one output) are sampled independently: N(0, Σ_cc), Σ = (G + δ)⁻¹."""
         variance = (self.eigenvalues + self.precision).reciprocal()
         if self.structure == "kron":  # Σ_cc = F diag(v_c) Fᵀ with v_c = Σ_s O_cs² / (λ_s. + δ)
             scaled = noise * (self.get_buffer("outputs").square() @ variance).sqrt()
             return scaled @ self.get_buffer("features").mT
         blocks = self.get_buffer("vectors").view(*self.mean.shape, -1)  # (C, D, C D)
-        values, vectors = decomposed(torch.stack([(rows * variance) @ rows.mT for rows in blocks]))  # (C, D), (C, D, D)
+        values, vectors = eigendecompose(
+            torch.stack([(rows * variance) @ rows.mT for rows in blocks])
+        )  # (C, D), (C, D, D)
         return torch.einsum("scd,ced->sce", noise * values.sqrt(), vectors)
 
     def variance(self) -> Tensor:
@@ -179,19 +181,19 @@ def _sides(structure: Structure, classes: int, features: int) -> list[int]:
     return sides
 
 
-def decomposed(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def eigendecompose(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """(eigenvalues ≥ 0, eigenvectors in columns) of a matrix that is positive semidefinite up to rounding."""
     values, vectors = torch.linalg.eigh(matrix)
     return values.clamp(min=0.0), vectors.contiguous()
 
 
-def precision_or_name(prior_precision: Precision) -> Precision:
+def check_precision(prior_precision: Precision) -> Precision:
     """The prior precision; raises unless it is a number above 0 or "marginal_likelihood"."""
     if isinstance(prior_precision, str):
         return one_of("prior_precision", prior_precision, ("marginal_likelihood",), hint="or pass 1/σ² of N(0, σ²)")
     return number("prior_precision", prior_precision, above=0, hint="pass 1/σ² of N(0, σ²)")
 
 
-def chosen(prior_precision: Precision, curvature: Curvature) -> float:
+def resolve_precision(prior_precision: Precision, curvature: Curvature) -> float:
     """The prior precision as a number."""
     return curvature.best_precision() if prior_precision == "marginal_likelihood" else float(prior_precision)

@@ -14,10 +14,10 @@ from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
 from dissensus.numerics.annealing import Annealing
-from dissensus.utils.checks import whole
-from dissensus.utils.dtensor import is_divided, joined
-from dissensus.utils.fsdp import check_whole
-from dissensus.utils.module_state import unmade
+from dissensus.utils.checks import integer
+from dissensus.utils.dtensor import gather_full_tensor, is_divided
+from dissensus.utils.fsdp import check_copyable
+from dissensus.utils.module_state import deepcopy_memo
 
 
 def check_same_architecture(networks: Sequence[nn.Module]) -> None:
@@ -69,7 +69,7 @@ def check_distinct_weights(networks: Sequence[nn.Module]) -> None:
 
 def _numbers(parameter: Tensor) -> Tensor:
     """(K,) its entries; where processes have parts of it, their sum: networks are never whole together."""
-    return joined(parameter).sum()[None] if is_divided(parameter) else parameter.flatten()
+    return gather_full_tensor(parameter).sum()[None] if is_divided(parameter) else parameter.flatten()
 
 
 Networks = nn.Module | Sequence[nn.Module] | Particles
@@ -94,7 +94,7 @@ class NetworksPosterior(Posterior):
         if not isinstance(networks, Iterable) or (
             isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
         ):
-            particles = Particles.hold(networks, likelihood or Classification(), latents)
+            particles = Particles.wrap_network(networks, likelihood or Classification(), latents)
         else:
             each = None if latents is None else [copy.deepcopy(latents) for _ in networks]
             particles = stack_members(networks, likelihood, each)
@@ -116,17 +116,17 @@ class NetworksPosterior(Posterior):
         return cls(networks, likelihood=likelihood, **settings)
 
 
-def made_members(modules: Sequence[nn.Module] | Callable[[], nn.Module], members: int | None) -> Sequence[nn.Module]:
+def make_members(modules: Sequence[nn.Module] | Callable[[], nn.Module], members: int | None) -> Sequence[nn.Module]:
     """The given networks, or `members` networks made by the given function."""
     makes = callable(modules) and not isinstance(modules, nn.Module)
     if makes != (members is not None):
         got = f"members={members} with {type(modules).__name__}"
         advice = "pass DeepEnsemble([a, b, c]) or DeepEnsemble(make, members=3)"
         raise ValueError(f"expected a list of networks, or a function that makes one and members=, got {got}; {advice}")
-    return [modules() for _ in range(whole("members", members))] if callable(modules) and makes else modules  # type: ignore[return-value]
+    return [modules() for _ in range(integer("members", members))] if callable(modules) and makes else modules  # type: ignore[return-value]
 
 
-def networks_to_cut(networks: Any) -> tuple[list[nn.Module], bool]:
+def networks_to_convert(networks: Any) -> tuple[list[nn.Module], bool]:
     """(networks, whether one was given by itself) for a method that changes layers."""
     if isinstance(networks, Particles):
         raise TypeError("expected networks, got the members of another posterior; train this method on its own")
@@ -147,7 +147,7 @@ def stack_members(
         raise ValueError("expected at least one module, got none; pass [make() for _ in range(M)]")
     for module in modules:
         check_initialised(module)
-        check_whole(module)
+        check_copyable(module)
     check_same_architecture(modules)
     check_distinct_weights(modules)
     return Particles.stack(modules, likelihood or Classification(), latents=latents)
@@ -162,7 +162,7 @@ def own_settings(posterior: nn.Module) -> dict[str, Any]:
     return {name: value.config() if hasattr(value, "config") else value for name, value in values.items()}
 
 
-def cut_again(
+def rebuild_converted(
     cls: type[Made], network: nn.Module, config: dict[str, Any], likelihood: Likelihood, *, of_draw: Sequence[str]
 ) -> Made:
     """A method that cuts layers, built from a file's config, without a draw; `of_draw`: keys that only a draw needs."""
@@ -184,7 +184,7 @@ def placeholders(network: nn.Module, members: int) -> list[nn.Module]:
 
     Non-persistent buffers, which files do not hold, keep their values.
     """
-    copies = [copy.deepcopy(network, unmade(network)) for _ in range(members)]
+    copies = [copy.deepcopy(network, deepcopy_memo(network)) for _ in range(members)]
     with torch.no_grad():
         for i, each in enumerate(copies):
             for tensor in each.state_dict().values():

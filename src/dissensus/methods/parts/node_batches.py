@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.particles import Member, Particles
-from dissensus.layers.nodes import Noded, Site, by_layer, standing, watched, written_into
-from dissensus.numerics.randomness import same_random_state
+from dissensus.layers.nodes import NodeLayer, Site, has_changed_output, record_outputs, split_by_layer, use_latents
+from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.batch_norm_stats import statistics_layers
 from dissensus.utils.checks import first_names
 
@@ -19,49 +19,53 @@ log = logging.getLogger("dissensus")
 WIDE = 0.2  # with 0.3 a CIFAR-10 ResNet-20 falls from 92 to 77 % before the first step, with 0.1 it does not
 
 
-def repeated_inputs(x: Inputs, times: int, *, first: int | None = None, whole: Collection[int] = ()) -> Inputs:
+def repeat_inputs(x: Inputs, times: int, *, first: int | None = None, whole: Collection[int] = ()) -> Inputs:
     """x, or its first rows, with each row repeated `times` times; tensors without a row per example are not changed.
 
     `whole`: numbers of the tensors that have no row per example, although they may be as long as the batch.
     """
-    size, number = batches.size(x), count()
+    size, number = batches.count_examples(x), count()
 
     def one(tensor: Tensor) -> Tensor:
         mine = next(number) not in whole and tensor.ndim > 0 and len(tensor) == size
-        return repeated(tensor[:first], times) if mine else tensor
+        return repeat_rows(tensor[:first], times) if mine else tensor
 
-    return batches.apply(x, one)
+    return batches.map_tensors(x, one)
 
 
-def repeated(tensor: Tensor, times: int) -> Tensor:
+def repeat_rows(tensor: Tensor, times: int) -> Tensor:
     """(B · times, ...): each row `times` times in succession."""
     return tensor if times == 1 else tensor[:, None].expand(-1, times, *tensor.shape[1:]).flatten(0, 1)
 
 
-def of_another_length(x: Inputs) -> set[int]:
+def inputs_of_other_length(x: Inputs) -> set[int]:
     """Numbers of the tensors in x that are not as long as the batch, such as one row for all examples."""
-    size = batches.size(x)
-    return {i for i, tensor in enumerate(batches.tensors(x)) if tensor.ndim and len(tensor) not in (1, size)}
+    size = batches.count_examples(x)
+    return {i for i, tensor in enumerate(batches.input_tensors(x)) if tensor.ndim and len(tensor) not in (1, size)}
 
 
-def tables_beside(particles: Particles, x: Inputs, whole: Collection[int]) -> list[tuple[int, ...]]:
+def find_input_tables(particles: Particles, x: Inputs, whole: Collection[int]) -> list[tuple[int, ...]]:
     """Shapes of the tensors after the first, if one of them is as long as the batch but has no row per example.
 
     Such a tensor is a table, or belongs to pairs of examples. It is found by the outputs, which change when each example is
     repeated in the batch: x₁, x₁, x₂, x₂, ….
     """
-    size = batches.size(x)
-    beside = [t for i, t in enumerate(batches.tensors(x)) if i and i not in whole and t.ndim and len(t) == size > 1]
+    size = batches.count_examples(x)
+    beside = [
+        t for i, t in enumerate(batches.input_tensors(x)) if i and i not in whole and t.ndim and len(t) == size > 1
+    ]
     if not beside:
         return []
 
     def outputs(some: Inputs) -> Tensor:
-        found: Tensor = particles.call(lambda member: batches.call(member.network, some), *particles.at(0))[0]
+        found: Tensor = particles.call(
+            lambda member: batches.call_network(member.network, some), *particles.member_tensors(0)
+        )[0]
         return found
 
-    once = repeated(outputs(x), 2)
+    once = repeat_rows(outputs(x), 2)
     try:
-        twice = outputs(repeated_inputs(x, 2, whole=whole))
+        twice = outputs(repeat_inputs(x, 2, whole=whole))
     except (RuntimeError, ValueError, IndexError):
         twice = once[:0]
     rounding = 1e-3 * float(once.nan_to_num(0.0, 0.0, 0.0).abs().max())
@@ -80,23 +84,23 @@ def examine_layers(
     """
     ones = like.new_ones(3, sum(site.width for site in sites))
 
-    def look(rows: int) -> tuple[set[str], set[str]]:
+    def find_called_layers(rows: int) -> tuple[set[str], set[str]]:
         """(layers that are called with this many rows, those of them whose outputs were modified in place)."""
-        some, nodes = repeated_inputs(x, rows, first=1, whole=whole), by_layer(sites, ones[:rows])
+        some, nodes = repeat_inputs(x, rows, first=1, whole=whole), split_by_layer(sites, ones[:rows])
 
         def run(member: Member) -> tuple[set[str], set[str]]:
-            layers = {name: part for name in nodes if isinstance(part := member.network.get_submodule(name), Noded)}
-            with watched(list(layers.values())), standing(member.network, nodes):
-                batches.call(member.network, some)
+            layers = {name: part for name in nodes if isinstance(part := member.network.get_submodule(name), NodeLayer)}
+            with record_outputs(list(layers.values())), use_latents(member.network, nodes):
+                batches.call_network(member.network, some)
                 passed = {name for name, layer in layers.items() if layer.seen}
-                return passed, {name for name in passed if written_into(layers[name])}
+                return passed, {name for name in passed if has_changed_output(layers[name])}
 
-        found: tuple[set[str], set[str]] = particles.call(run, *particles.at(0))[0]
+        found: tuple[set[str], set[str]] = particles.call(run, *particles.member_tensors(0))[0]
         return found
 
-    network, names = particles.template.network, list(by_layer(sites, ones))
-    look(2)
-    passed, written = look(3)
+    network, names = particles.template.network, list(split_by_layer(sites, ones))
+    find_called_layers(2)
+    passed, written = find_called_layers(3)
     unmet = [name for name in names if name not in passed]
     if len(unmet) == len(names):
         got = f"{type(network).__name__}, which calls no layer with latents"
@@ -108,9 +112,11 @@ def examine_layers(
             first_names(unmet),
         )
     try:
-        with same_random_state(like.device):
+        with preserve_random_state(like.device):
             particles.train()  # dropout and custom noise may modify outputs in training mode only
-            passed, written = (before | now for before, now in zip((passed, written), look(3), strict=True))
+            passed, written = (
+                before | now for before, now in zip((passed, written), find_called_layers(3), strict=True)
+            )
     except Exception:  # the network may need other batches in training mode; the real batch will show that
         written = set(names)
     for name in passed:

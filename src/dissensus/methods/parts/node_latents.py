@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles
 from dissensus.layers.modulation import Modulation
-from dissensus.layers.nodes import NodedNetwork, with_nodes
-from dissensus.methods.parts.networks import networks_to_cut, stack_members
-from dissensus.numerics.flat_weights import wide
+from dissensus.layers.nodes import NodeNetwork, add_node_latents
+from dissensus.methods.parts.networks import networks_to_convert, stack_members
+from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.utils.tensor_tree import TensorTree
 
 Bound = Literal["joint", "per_layer", "released"]
@@ -43,7 +43,7 @@ class Complexity:
 
     def kl(self, mean: Tensor, std: Tensor, temperature: float = 1.0) -> Tensor:
         """() H[q, p] − T Ĥ[q] in nats, KL(q ‖ p) at T = 1; with divergence="surrogate", iBNN's in place of the KL."""
-        mean, std = wide(mean), wide(std)
+        mean, std = at_least_float32(mean), at_least_float32(std)
         if self.divergence == "mixture":
             cross = cross_entropy if self.family == "gaussian" else cauchy_cross_entropy
             return cross(mean, std, self.prior_std) - temperature * self.entropy(mean, std)
@@ -53,18 +53,18 @@ class Complexity:
     def entropy(self, mean: Tensor, std: Tensor) -> Tensor:
         """() Ĥ[q]."""
         if self.family == "cauchy":
-            return cauchy_entropies(wide(std)).mean()
+            return cauchy_entropies(at_least_float32(std)).mean()
         widths = None if self.bound == "joint" else self.widths
         factor = RELEASED if self.bound == "released" else EXACT
-        return entropy_bound(wide(mean), wide(std), widths=widths, factor=factor)
+        return entropy_bound(at_least_float32(mean), at_least_float32(std), widths=widths, factor=factor)
 
     @property
     def noise(self) -> Noise:
         """The standard noise that deviations are multiplied by."""
-        return torch.randn if self.family == "gaussian" else cauchy
+        return torch.randn if self.family == "gaussian" else cauchy_noise
 
 
-def with_latents(
+def build_with_latents(
     networks: nn.Module | Sequence[nn.Module],
     likelihood: Likelihood | None,
     *,
@@ -72,23 +72,23 @@ def with_latents(
     std: float,
     start: Modulation,
     **where: Any,
-) -> tuple[Particles, NodedNetwork]:
+) -> tuple[Particles, NodeNetwork]:
     """(members with their own latents, the first cut network), from copies of one network or many.
 
     `start`: the distribution of μ at the start. `where`: arguments of `with_nodes` that choose the nodes with latents.
     """
-    given, one = networks_to_cut(networks)
-    cut = [with_nodes(each, **where) for each in given]
+    given, one = networks_to_convert(networks)
+    cut = [add_node_latents(each, **where) for each in given]
     likes = (each.network.get_submodule(each.sites[0].layer).get_parameter("weight") for each in cut)
     latents = [
-        starting_latents(like, components, each.latents, std, start) for each, like in zip(cut, likes, strict=True)
+        initial_latents(like, components, each.latents, std, start) for each, like in zip(cut, likes, strict=True)
     ]
     if one:
-        return Particles.hold(cut[0].network, likelihood or Classification(), latents[0]), cut[0]
+        return Particles.wrap_network(cut[0].network, likelihood or Classification(), latents[0]), cut[0]
     return stack_members([each.network for each in cut], likelihood, latents), cut[0]
 
 
-def starting_latents(like: Tensor, components: int, latents: int, std: float, start: Modulation) -> TensorTree:
+def initial_latents(like: Tensor, components: int, latents: int, std: float, start: Modulation) -> TensorTree:
     """μ from `start` and ρ of σ = |N(std, 0.02²)|, both (K, D), as parameters "mean" and "raw_std".
 
     Below std = 0.05, the smallest value in the papers, 0.02 would be too wide; 0.4 std takes its place.
@@ -96,12 +96,12 @@ def starting_latents(like: Tensor, components: int, latents: int, std: float, st
     mean = start.sample((components, latents), dtype=like.dtype, device=like.device)
     deviation = (std + min(0.02, 0.4 * std) * torch.randn_like(mean)).abs().clamp(min=min(1e-4, 0.1 * std))
     tree = TensorTree()
-    tree.plant("mean", nn.Parameter(mean))
-    tree.plant("raw_std", nn.Parameter(raw_std(deviation)))
+    tree.add_tensor("mean", nn.Parameter(mean))
+    tree.add_tensor("raw_std", nn.Parameter(inverse_softplus(deviation)))
     return tree
 
 
-def for_examples(
+def sample_for_examples(
     mean: Tensor, std: Tensor, examples: int, noise: Noise = torch.randn, *, here: slice | None = None
 ) -> Tensor:
     """(examples, D) latents: components in turn, starting at a random one, so that all train equally for any batch size.
@@ -117,7 +117,7 @@ def for_examples(
     return drawn.flatten(0, 1)[here or slice(examples)]
 
 
-def for_functions(
+def sample_for_functions(
     mean: Tensor, std: Tensor, samples: int, generator: torch.Generator, noise: Noise = torch.randn
 ) -> Tensor:
     """(samples, D) latents, components in turn: the same number of each."""
@@ -143,7 +143,7 @@ def cauchy_entropies(scale: Tensor) -> Tensor:
     return math.log(4 * math.pi) * scale.shape[1] + scale.log().sum(1)
 
 
-def cauchy(*size: int, dtype: Any, device: Any, generator: torch.Generator | None = None) -> Tensor:
+def cauchy_noise(*size: int, dtype: Any, device: Any, generator: torch.Generator | None = None) -> Tensor:
     """tan π (u − ½), u uniform."""
     return torch.tan(math.pi * (torch.rand(*size, dtype=dtype, device=device, generator=generator) - 0.5))
 
@@ -192,6 +192,6 @@ def surrogate_kl(mean: Tensor, std: Tensor, prior_std: float) -> Tensor:
     return 0.5 * ((centre - 1).square() / prior_std**2 + ratio - 1 - ratio.log()).sum()
 
 
-def raw_std(std: Tensor) -> Tensor:
+def inverse_softplus(std: Tensor) -> Tensor:
     """ρ with softplus(ρ) = σ."""
     return std + torch.log(-torch.expm1(-std))

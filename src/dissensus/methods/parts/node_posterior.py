@@ -18,29 +18,29 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core import weights
 from dissensus.core.batch import Batch
-from dissensus.core.drawn_functions import DrawnFunctions, mixture
+from dissensus.core.drawn_functions import DrawnFunctions, join_families
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.parameter_groups import Group
-from dissensus.core.particles import Member, Particles, member_index, only
-from dissensus.core.posterior import left_as_found
-from dissensus.layers.conversion import uncut
+from dissensus.core.particles import Member, Particles, member_index, single_member
+from dissensus.core.posterior import inference_context
+from dissensus.layers.conversion import restore_plain_layers
 from dissensus.layers.frozen_norm import freeze_norms
 from dissensus.layers.modulation import Modulation
-from dissensus.layers.nodes import Mode, by_layer, standing
+from dissensus.layers.nodes import Mode, split_by_layer, use_latents
 from dissensus.methods.parts import node_batches
-from dissensus.methods.parts.networks import cut_again, own_settings
-from dissensus.methods.parts.node_functions import NodeFunctions, collapsed
+from dissensus.methods.parts.networks import own_settings, rebuild_converted
+from dissensus.methods.parts.node_functions import NodeFunctions, collapse_network
 from dissensus.methods.parts.node_latents import (
     Complexity,
-    for_examples,
-    for_functions,
-    with_latents,
+    build_with_latents,
+    sample_for_examples,
+    sample_for_functions,
 )
-from dissensus.methods.parts.stacked_posterior import annealed
+from dissensus.methods.parts.stacked_posterior import annealing_weight
 from dissensus.methods.parts.stored_draw import StoringPosterior
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.randomness import own_generator
-from dissensus.utils.checks import number, one_of, whole
+from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.tensor_tree import Tensors, TensorTree
 
 log = logging.getLogger("dissensus")
@@ -55,8 +55,8 @@ class NodePosterior(StoringPosterior):
     """
 
     needed = ("data_size",)
-    untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
-    of_draw = ("stored", "stored_at")
+    draw_only_settings: ClassVar[tuple[str, ...]] = ("samples", "stored")
+    draw_attributes = ("stored", "stored_at")
     complexity: Complexity
     rate: Literal["curvature"] | None = None  # where the rates of `default_optimizer` come from
     stored: TensorTree | None
@@ -83,14 +83,14 @@ class NodePosterior(StoringPosterior):
         **prior: Any,
     ) -> None:
         where: dict[str, Any] = {"mode": mode, "bias": bias_latent, "layers": layers}
-        particles, made = with_latents(
-            networks, likelihood, components=whole("components", components), std=std, start=start, **where
+        particles, made = build_with_latents(
+            networks, likelihood, components=integer("components", components), std=std, start=start, **where
         )
         super().__init__(particles, **prior)
         self.sites, self.account, self.latents, self.widths = made.sites, made.account, made.latents, made.widths
         self.layers = None if layers is None else list(layers)
-        self.components, self.train_samples = components, whole("train_samples", train_samples)
-        self.samples = -(-whole("samples", samples) // components) * components
+        self.components, self.train_samples = components, integer("train_samples", train_samples)
+        self.samples = -(-integer("samples", samples) // components) * components
         self.posterior_temperature = posterior_temperature
         self.batch_norm = one_of("batch_norm", batch_norm, ("frozen", "trained"))
         self.latent_lr = latent_lr if latent_lr is None else number("latent_lr", latent_lr, above=0)
@@ -101,8 +101,8 @@ class NodePosterior(StoringPosterior):
         self.stored = None
         # μ when the draw was stored, or when training continued after the draw was loaded from a file
         self.register_buffer("stored_at", None, persistent=False)
-        self._checked: set[tuple[torch.Size, ...]] = set()
-        self._whole: set[int] = set()  # numbers of the inputs without a row per example
+        self._checked_shapes: set[tuple[torch.Size, ...]] = set()
+        self._unbatched_inputs: set[int] = set()  # numbers of the inputs without a row per example
         if batch_norm == "frozen":
             freeze_norms(particles.template)
             self.train(self.training)
@@ -110,23 +110,29 @@ class NodePosterior(StoringPosterior):
     # ------------------------------------------------------------------ the objective
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        size, copies, repeated = batches.size(batch.x), self.train_samples, node_batches.repeated
+        size, copies, repeated = batches.count_examples(batch.x), self.train_samples, node_batches.repeat_rows
         weight = None if batch.weight is None else repeated(batch.weight, copies)
-        x = node_batches.repeated_inputs(batch.x, copies, whole=self._whole)
+        x = node_batches.repeat_inputs(batch.x, copies, whole=self._unbatched_inputs)
         several = Batch(x, repeated(batch.y, copies), weight)
         mean, std = params["latents.mean"], F.softplus(params["latents.raw_std"])
-        whole, part = self.particles.exchange.rows(size)
+        whole, part = self.particles.exchange.batch_rows(size)
         here = slice(part.start * copies, part.stop * copies)
-        nodes = by_layer(self.sites, for_examples(mean, std, whole * copies, self.complexity.noise, here=here))
+        nodes = split_by_layer(
+            self.sites, sample_for_examples(mean, std, whole * copies, self.complexity.noise, here=here)
+        )
 
         def nll(member: Member) -> Tensor:
-            with standing(member.network, nodes):
+            with use_latents(member.network, nodes):
                 return member.nll(several)
 
         value, buffers = self.particles.call(nll, params, buffers)
         assert self.data_size is not None  # checked in the constructor
         cost = self.complexity.kl(mean, std, self.posterior_temperature)
-        return value + self.penalty(params) + annealed(self, self.annealing) * cost / self.data_size, (), buffers
+        return (
+            value + self.penalty(params) + annealing_weight(self, self.annealing) * cost / self.data_size,
+            (),
+            buffers,
+        )
 
     # ------------------------------------------------------------------ the posterior over latents
 
@@ -142,17 +148,17 @@ class NodePosterior(StoringPosterior):
 
     def kl(self) -> Tensor:
         """() KL(q ‖ p) in nats, not divided by N: an upper bound, or iBNN's surrogate; (M,) for a list of networks."""
-        return self._of_each(self.complexity.kl)
+        return self._per_network(self.complexity.kl)
 
     def entropy(self) -> Tensor:
         """() the bound on H(q) in nats; (M,) for a list of networks."""
-        return self._of_each(self.complexity.entropy)
+        return self._per_network(self.complexity.entropy)
 
-    def _of_each(self, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        found = torch.stack([function(mean, std) for mean, std in zip(*self._latents(), strict=True)])
+    def _per_network(self, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        found = torch.stack([function(mean, std) for mean, std in zip(*self._stacked_latents(), strict=True)])
         return found[0] if self.mean.ndim == 2 else found
 
-    def _latents(self) -> tuple[Tensor, Tensor]:
+    def _stacked_latents(self) -> tuple[Tensor, Tensor]:
         """(M, K, D) μ, σ."""
         mean, std = self.mean, self.std
         return (mean[None], std[None]) if mean.ndim == 2 else (mean, std)
@@ -184,33 +190,35 @@ class NodePosterior(StoringPosterior):
                 "the stored draw has latents from before the last training steps, but uses the present weights; call "
                 "ds.refresh(posterior, loader) after further training"
             )
-        latents = self._sample() if stored is None else stored.get_buffer("own.latents")
-        return mixture(
-            NodeFunctions.fixed(self._network(m), self.sites, mine)
+        latents = self._sample_latents() if stored is None else stored.get_buffer("own.latents")
+        return join_families(
+            NodeFunctions.with_fixed_weights(self._network_at(m), self.sites, mine)
             for m, mine in enumerate(latents.chunk(self.particles.members))  # (S, D) of each
         )
 
     def current(self) -> DrawnFunctions:
         """New samples, even if a draw is stored, with gradients to the weights."""
-        each = enumerate(self._sample().chunk(self.particles.members))
-        return mixture(NodeFunctions(only(self.particles, m), self.sites, mine) for m, mine in each)
+        each = enumerate(self._sample_latents().chunk(self.particles.members))
+        return join_families(NodeFunctions(single_member(self.particles, m), self.sites, mine) for m, mine in each)
 
-    def _network(self, m: int) -> Particles:
-        return self.particles if self.mean.ndim == 2 else only(self.particles, m)
+    def _network_at(self, m: int) -> Particles:
+        return self.particles if self.mean.ndim == 2 else single_member(self.particles, m)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         # Batch statistics from training are kept: if they were re-estimated for one z, batch norm would cancel it.
-        latents = self._sample()
+        latents = self._sample_latents()
         self.stored, self.stored_at = self.blank_draw({}), self.mean.detach().clone()
         self.stored.get_buffer("own.latents").copy_(latents)
 
     @torch.no_grad()
-    def _sample(self) -> Tensor:
+    def _sample_latents(self) -> Tensor:
         """(M · S, D) latents, network by network."""
         generator = own_generator(self.device)
-        each = zip(*self._latents(), strict=True)
+        each = zip(*self._stacked_latents(), strict=True)
         noise = self.complexity.noise
-        return torch.cat([for_functions(mean.detach(), std, self.samples, generator, noise) for mean, std in each])
+        return torch.cat(
+            [sample_for_functions(mean.detach(), std, self.samples, generator, noise) for mean, std in each]
+        )
 
     def collapse(self, component: int | None = None, *, network: int = 0) -> nn.Module:
         """An ordinary network with mean latents folded into its weights.
@@ -220,36 +228,40 @@ class NodePosterior(StoringPosterior):
             network: index in a list of networks.
         """
         network = member_index(network, self.particles.members)
-        particles, mean = self._network(network), self._latents()[0][network]
+        particles, mean = self._network_at(network), self._stacked_latents()[0][network]
         if component is None:
-            return collapsed(particles, self.sites, mean.mean(0))
-        whole("component", component, least=-self.components, hint=f"this posterior has {self.components}")
-        return collapsed(particles, self.sites, mean[component])
+            return collapse_network(particles, self.sites, mean.mean(0))
+        integer("component", component, least=-self.components, hint=f"this posterior has {self.components}")
+        return collapse_network(particles, self.sites, mean[component])
 
     def before_step(self, batch: Batch) -> None:
         super().before_step(batch)
         x = batch.x
         if self.stored is not None and self.stored_at is None:
             self.stored_at = self.mean.detach().clone()
-        shapes = tuple(tensor.shape[1:] for tensor in batches.tensors(x))
-        particles, again = self.particles, bool(self._checked)
+        shapes = tuple(tensor.shape[1:] for tensor in batches.input_tensors(x))
+        particles, again = self.particles, bool(self._checked_shapes)
         if not again and self.batch_norm == "frozen":
             started_at = float(self.std.detach().mean()) if self.stored is None else None
             node_batches.warn_of_start(particles.template.network, started_at)
-        self._whole |= node_batches.of_another_length(x)
-        if shapes not in self._checked and batches.size(x):
-            with left_as_found(self):
-                if not self.draws_itself and (tables := node_batches.tables_beside(particles, x, self._whole)):
+        self._unbatched_inputs |= node_batches.inputs_of_other_length(x)
+        if shapes not in self._checked_shapes and batches.count_examples(x):
+            with inference_context(self):
+                if not self.network_is_random and (
+                    tables := node_batches.find_input_tables(particles, x, self._unbatched_inputs)
+                ):
                     advice = "keep a table as a buffer, compute pairwise inputs in forward, or use another batch size"
-                    got = f"tensors of shapes {tables} with {batches.size(x)} examples, one of them without such rows"
+                    got = f"tensors of shapes {tables} with {batches.count_examples(x)} examples, one of them without such rows"
                     raise ValueError(f"expected inputs with a row for each example, got {got}; {advice}")
-                node_batches.examine_layers(particles, self.sites, x, whole=self._whole, like=self.mean, again=again)
-            self._checked.add(shapes)
+                node_batches.examine_layers(
+                    particles, self.sites, x, whole=self._unbatched_inputs, like=self.mean, again=again
+                )
+            self._checked_shapes.add(shapes)
 
     # ------------------------------------------------------------------ state and files
 
-    def given(self) -> nn.Module:
-        return uncut(self.particles.member(0))
+    def plain_network(self) -> nn.Module:
+        return restore_plain_layers(self.particles.member(0))
 
     def config(self) -> dict[str, Any]:
         held = self.mean.ndim == 2
@@ -258,17 +270,19 @@ class NodePosterior(StoringPosterior):
             **own_settings(self),
             **self.prior_config(),
             "stored": self.stored is not None,
-            "frozen": [n for n, p in weights.parameters(self.particles).stored.items() if not p.requires_grad],
+            "frozen": [n for n, p in weights.network_parameters(self.particles).stored.items() if not p.requires_grad],
         }
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
-        posterior = cut_again(cls, network, config, likelihood, of_draw=["stored"])
+        posterior = rebuild_converted(cls, network, config, likelihood, of_draw=["stored"])
         if config["stored"]:
             posterior.stored = posterior.blank_draw({})
         return posterior
 
     def blank_draw(self, state: Tensors) -> TensorTree:
         tree = TensorTree()
-        tree.plant("own.latents", self.mean.detach().new_zeros(self.particles.members * self.samples, self.latents))
+        tree.add_tensor(
+            "own.latents", self.mean.detach().new_zeros(self.particles.members * self.samples, self.latents)
+        )
         return tree

@@ -35,11 +35,11 @@ class RecordingPosterior(SamplingPosterior):
     """
 
     recorder: Recorder
-    by_parts = True  # if the recorder can
+    can_shard = True  # if the recorder can
     floor: ClassVar[float] = 0.5  # factor of the rate at the end of the default schedule
     judged_by: ClassVar[Literal["current", "draw"] | None] = None  # a record belongs to a whole run, not to an epoch
 
-    def recorded(self) -> Weights:
+    def recorded_weights(self) -> Weights:
         """The weights to record; raises if the network's parameters have changed since the posterior was built."""
         self.check_network()
         return self.trained
@@ -51,14 +51,14 @@ class RecordingPosterior(SamplingPosterior):
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
         return self.recorder.sample(samples, generator)
 
-    def look(self, loader: Iterable[Any]) -> DrawnFunctions:
+    def draw_for_validation(self, loader: Iterable[Any]) -> DrawnFunctions:
         """Sampled networks, as they would be drawn at the end, but with batch statistics of these (validation) inputs.
 
         A pass over the training set for each look would cost more than the training. The network's own statistics are not
         good enough: on validation rows of digits TRADI then has an NLL of 0.73, against 0.186 with statistics of the
         training rows and 0.185 with those of the validation rows.
         """
-        return self.functions_of(self.drawn(loader))
+        return self.make_functions(self.sample_families(loader))
 
     def sampled_names(self) -> list[str]:
         return list(self.recorder.weights.stored)
@@ -76,8 +76,8 @@ class SnapshotRecorder(Recorder):
         """Records the present weights as snapshot `number`, counted from 1; called under no_grad."""
 
     @property
-    def upcoming(self) -> bool:
-        return self.snapshots.upcoming
+    def reads_next_step(self) -> bool:
+        return self.snapshots.reads_next_step
 
     @property
     def ready(self) -> bool:
@@ -87,7 +87,7 @@ class SnapshotRecorder(Recorder):
         self.snapshots.begin(steps, done=done)
 
     def begin_unmeasured(self, epochs: int) -> None:
-        if None not in self.snapshots.given.values():
+        if None not in self.snapshots.requested.values():
             return
         if epochs == 1:
             advice = "pass both, or call begin(steps_per_epoch, 1) first"
@@ -95,10 +95,10 @@ class SnapshotRecorder(Recorder):
         self.snapshots.wait()
 
     def observe(self, optimizer: Optimizer) -> None:
-        if self.snapshots.due():
+        if self.snapshots.count_step():
             self.record(self.snapshots.taken.add())
 
-    def taken(self) -> int:
+    def snapshot_count(self) -> int:
         """Number of snapshots so far; raises if there are none."""
         if not self.ready:
             got = f"none after {int(self.snapshots.observed)} observed steps (the first is at call {self.snapshots.start})"

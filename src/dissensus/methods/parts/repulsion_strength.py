@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dissensus.core.batch import Batch
 from dissensus.core.posterior import Posterior
-from dissensus.utils.checks import number, one_of, whole
+from dissensus.utils.checks import integer, number, one_of
 
 Repulsion = Literal["1/B", "1/N"] | float
 
@@ -16,14 +16,14 @@ Repulsion = Literal["1/B", "1/N"] | float
 class RepellingPosterior(Posterior):
     """Base class of methods whose members repel each other; call `repel` in the constructor."""
 
-    def repel(self, repulsion: Repulsion, batch_size: int | None) -> None:
+    def set_repulsion(self, repulsion: Repulsion, batch_size: int | None) -> None:
         """Sets the strength of the repulsion."""
         self.repulsion, self.batch_size = repulsion, batch_size
         self.strength = Strength(repulsion, self.data_size, batch_size)
 
     def before_step(self, batch: Batch) -> None:
         super().before_step(batch)
-        self.strength.see(batch.size, training=self.training)
+        self.strength.note_batch_size(batch.size, training=self.training)
 
 
 @dataclass
@@ -46,11 +46,11 @@ class Strength:
         else:
             number("repulsion", self.repulsion, least=0)
         if self.batch_size is not None:
-            whole("batch_size", self.batch_size)
+            integer("batch_size", self.batch_size)
         if self.repulsion == "1/N" and self.data_size is None:
             raise ValueError('expected data_size with repulsion "1/N", got none; pass data_size=len(training_set)')
 
-    def see(self, size: int, *, training: bool) -> None:
+    def note_batch_size(self, size: int, *, training: bool) -> None:
         """Records the size of a batch; call it with every batch."""
         self.last = size
         if training:
@@ -61,7 +61,7 @@ class Strength:
 
         `size`: batch size, used if no batch was seen before.
         """
-        strength = self._of_whole_batch(size, gathered)
+        strength = self._full_batch_strength(size, gathered)
         if weight is None:
             return strength
         # A sum over a batch is too large for float16.
@@ -73,7 +73,7 @@ class Strength:
             share = (weight > 0).sum() / total.clamp(min=torch.finfo(weight.dtype).tiny)
         return strength * share * (total > 0)
 
-    def _of_whole_batch(self, size: int, gathered: int) -> float:
+    def _full_batch_strength(self, size: int, gathered: int) -> float:
         if self.repulsion == "1/N":
             return 1 / (self.data_size or 1)
         if self.repulsion != "1/B":

@@ -14,21 +14,21 @@ from torch import Tensor, nn
 
 from dissensus.core import weights
 from dissensus.core.batch import Inputs
-from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions, described_outputs, mixture
+from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions, describe_outputs, join_families
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import NUMBER, PREFIX
-from dissensus.core.particles import Particles, on, some
+from dissensus.core.particles import Particles, copy_to_device, member_subset
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
-from dissensus.engine.memory import free_bytes, readable
+from dissensus.engine.memory import format_bytes, free_bytes
 from dissensus.layers.norm_statistics import refresh_statistics
 from dissensus.methods.parts.networks import Networks, NetworksPosterior
 from dissensus.methods.parts.stored_draw import Families, StoringPosterior
 from dissensus.numerics.randomness import own_generator
 from dissensus.utils.batch_norm_stats import statistics_names
-from dissensus.utils.checks import whole
-from dissensus.utils.dtensor import joined_all
-from dissensus.utils.fsdp import check_whole
+from dissensus.utils.checks import integer
+from dissensus.utils.dtensor import gather_full_tensors
+from dissensus.utils.fsdp import check_copyable
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import eval_mode
 
@@ -48,13 +48,13 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
-    untrained: ClassVar[tuple[str, ...]] = ("samples", "stored")
+    draw_only_settings: ClassVar[tuple[str, ...]] = ("samples", "stored")
     own_statistics: ClassVar[bool] = True  # whether sampled networks have their own batch statistics
     # Whether `sample` uses random numbers; if not, a draw does not advance torch's generator.
     random: ClassVar[bool] = True
     samples_frozen: ClassVar[bool] = False  # whether frozen parameters may be sampled, too
-    by_network: ClassVar[bool] = False  # whether functions of one network share the tensors that are not sampled
-    by_parts: ClassVar[bool] = False  # whether `sample` takes weights of which each process has a part
+    shares_unsampled: ClassVar[bool] = False  # whether functions of one network share the tensors that are not sampled
+    can_shard: ClassVar[bool] = False  # whether `sample` takes weights of which each process has a part
     stored: Families | None
 
     def __init__(
@@ -67,14 +67,14 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, likelihood=likelihood, latents=latents, **prior)
-        check_whole(self.network)  # samples run in copies
-        if self.particles.divided and not self.by_parts:
+        check_copyable(self.network)  # samples run in copies
+        if self.particles.divided and not self.can_shard:
             kind = type(self).__name__
             raise NotImplementedError(f"expected undivided networks for {kind}, got divided ones; leave shard out")
-        self.samples = whole("samples", samples, hint="20 is a usual number")
+        self.samples = integer("samples", samples, hint="20 is a usual number")
         self.stored = None
-        self.built_with = weights.parameters(self.particles)
-        self.trained = self.built_with.only(lambda _, parameter: parameter.requires_grad)
+        self.built_with = weights.network_parameters(self.particles)
+        self.trained = self.built_with.filter_tensors(lambda _, parameter: parameter.requires_grad)
         if not self.trained.stored and not self.samples_frozen:
             raise ValueError(f"expected trainable parameters for {type(self).__name__}, got none; set requires_grad")
 
@@ -92,24 +92,26 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         """The caller's module; for a list of networks, the template that they run in."""
         return self.particles.template.network
 
-    def plain(self, tensors: Tensors) -> Tensors:
+    def public_tensors(self, tensors: Tensors) -> Tensors:
         """What is public of tensors (M, ...): without the first axis where one module is held."""
-        return joined_all(tensors if self.built_with.own else {name: rows[0] for name, rows in tensors.items()})
+        return gather_full_tensors(
+            tensors if self.built_with.own else {name: rows[0] for name, rows in tensors.items()}
+        )
 
     def draw(self) -> DrawnFunctions:
         if (stored := self.stored) is not None:
-            return self.functions_of(stored)
-        with self.particles.turn():
-            return self.functions_of(self.drawn())
+            return self.make_functions(stored)
+        with self.particles.lock_network():
+            return self.make_functions(self.sample_families())
 
     def current(self) -> DrawnFunctions:
         return MemberFunctions(self.particles)
 
     def store_draw(self, loader: Iterable[Any]) -> None:
-        self.stored = self.drawn(loader)
+        self.stored = self.sample_families(loader)
 
     @torch.no_grad()
-    def drawn(self, loader: Iterable[Any] | None = None) -> Families:
+    def sample_families(self, loader: Iterable[Any] | None = None) -> Families:
         """New samples as families of functions; with a loader, their batch statistics are re-estimated from it.
 
         If their tensors do not fit on the device, a few samples of every network are made at a time and kept on the host.
@@ -118,50 +120,50 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         generator = own_generator(self.device) if self.random else None
         at_once = self._samples_at_once()
         if at_once >= self.samples:
-            families = self._families(self.sample(self.samples, generator))
-            self._refresh(families.each, loader)
+            families = self._make_families(self.sample(self.samples, generator))
+            self._refresh_statistics(families.each, loader)
             return families
         parts: list[list[Particles]] = [[] for _ in range(self.particles.members)]
         for start in range(0, self.samples, at_once):
             samples = self.sample(min(at_once, self.samples - start), generator)
             for m, mine in enumerate(parts):
-                family = self._family(samples, slice(m, m + 1))
-                self._refresh([family], loader)
+                family = self._make_family(samples, slice(m, m + 1))
+                self._refresh_statistics([family], loader)
                 mine.append(family.to("cpu"))
         return Families((family for mine in parts for family in mine), parts=True)
 
     def _samples_at_once(self) -> int:
         """How many samples of every network fit in memory, with twice the space: they are made and then copied."""
         free, needed = free_bytes(self.device), 2 * self.drawn_bytes()
-        if free is None or not self.random or self.by_network or needed < 0.9 * free:
+        if free is None or not self.random or self.shares_unsampled or needed < 0.9 * free:
             return self.samples
         at_once = max(int(0.45 * free / needed * self.samples), 1)
         log.info(
             "a draw of %s does not fit on %s (%s free): it is made in parts of %d of %d samples, which are kept in the host's "
             "memory",
-            *(readable(needed // 2), self.device, readable(free), at_once, self.samples),
+            *(format_bytes(needed // 2), self.device, format_bytes(free), at_once, self.samples),
         )
         return at_once
 
-    def _refresh(self, families: Iterable[Particles], loader: Iterable[Any] | None) -> None:
+    def _refresh_statistics(self, families: Iterable[Particles], loader: Iterable[Any] | None) -> None:
         if loader is not None:
             for family in families:
                 refresh_statistics(family, self.read(loader), self.device)
 
-    def functions_of(self, families: Families) -> DrawnFunctions:
+    def make_functions(self, families: Families) -> DrawnFunctions:
         """The functions of these particles, in their order."""
-        drawn = mixture(SampledFunctions(family, self.device) for family in families.each)
+        drawn = join_families(SampledFunctions(family, self.device) for family in families.each)
         drawn.networks = self.particles.members
         return drawn
 
-    def _families(self, samples: Tensors) -> Families:
+    def _make_families(self, samples: Tensors) -> Families:
         """Particles with these tensors (M, S, ...), network by network, and copies of all other tensors."""
         members = self.particles.members
-        if members > 1 and (self.by_network or len(self.particles.templates) > 1):
-            return Families(self._family(samples, slice(m, m + 1)) for m in range(members))
-        return Families([self._family(samples, slice(0, members))])
+        if members > 1 and (self.shares_unsampled or len(self.particles.templates) > 1):
+            return Families(self._make_family(samples, slice(m, m + 1)) for m in range(members))
+        return Families([self._make_family(samples, slice(0, members))])
 
-    def _family(self, samples: Tensors, networks: slice) -> Particles:
+    def _make_family(self, samples: Tensors, networks: slice) -> Particles:
         """Functions of these networks; each has its own batch statistics if `own_statistics`."""
         particles = self.particles
         stacked = {**particles.own_parameters(), **particles.own_buffers()}
@@ -169,13 +171,13 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         common = {**particles.shared_parameters(), **particles.shared_buffers()}
         count = len(next(iter(samples.values()))[0]) if samples else self.samples
         several = networks.stop - networks.start > 1
-        noise = weights.of_likelihood(particles).stored.keys() - self.built_with.stored.keys()
+        noise = weights.likelihood_parameters(particles).stored.keys() - self.built_with.stored.keys()
         sampled = {n if n in noise else f"{PREFIX}{n}": rows[networks].flatten(0, 1) for n, rows in samples.items()}
         statistics = {f"{PREFIX}{name}" for name in statistics_names(self.network) if self.own_statistics}
         total = count * (networks.stop - networks.start)
         rows: dict[str, Any] = {name: [tensor.detach()] * total for name, tensor in common.items()}
         rows |= {name: t.detach().repeat_interleave(count, dim=0) for name, t in own.items() if name not in sampled}
-        template = particles.copied_template(networks.start)
+        template = particles.copy_template(networks.start)
         template.always_eval = sorted({*template.always_eval, *particles.frozen_norms()})
         return Particles.split(
             template,
@@ -187,7 +189,7 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
 
     def check_network(self) -> None:
         """Raises if the network's parameters, or their requires_grad, have changed since the posterior was built."""
-        found, known = weights.parameters(self.particles).stored, self.built_with.stored
+        found, known = weights.network_parameters(self.particles).stored, self.built_with.stored
         changed = [name for name in {**found, **known} if found.get(name) is not known.get(name)]
         if changed:
             got = f"'{changed[0]}' added, removed or replaced since; change the network first, then build the posterior"
@@ -213,7 +215,7 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         settings = {key: value for key, value in config.items() if key not in ("stored", "frozen")}
         posterior = super().skeleton(network, settings, likelihood)
         if config.get("stored"):
-            posterior.stored = posterior._blank(config["stored"])
+            posterior.stored = posterior._blank_families(config["stored"])
         return posterior
 
     def sampled_names(self) -> list[str]:
@@ -228,19 +230,24 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         sampled = f".own.{PREFIX}{next(iter(self.sampled_names()), '')}"
         found = [key for key in state if key.startswith("stored.") and key.endswith(sampled)]
         sizes = [len(state[key]) for key in sorted(found, key=lambda key: int(key.split(".")[1]))]
-        return self._blank(sizes or [self.samples])
+        return self._blank_families(sizes or [self.samples])
 
-    def _blank(self, sizes: Sequence[int]) -> Families:
+    def _blank_families(self, sizes: Sequence[int]) -> Families:
         """A draw with families of these sizes, to be filled from a file."""
-        members, kinds = self.particles.members, (weights.of_likelihood, weights.buffers, weights.parameters)
-        one = {name: tensor for kind in kinds for name, tensor in kind(self.particles).one().items()}
+        members, kinds = (
+            self.particles.members,
+            (weights.likelihood_parameters, weights.network_buffers, weights.network_parameters),
+        )
+        one = {name: tensor for kind in kinds for name, tensor in kind(self.particles).first_member().items()}
         blank = {n: one[n].new_zeros(1).expand(members, self.samples, *one[n].shape) for n in self.sampled_names()}
         if max(sizes) >= self.samples:
-            return self._families(blank)
+            return self._make_families(blank)
         parts = []
         for i, size in enumerate(sizes):
             network = i * members // len(sizes)  # every network has the same number of parts
-            family = self._family({name: rows[:, :size] for name, rows in blank.items()}, slice(network, network + 1))
+            family = self._make_family(
+                {name: rows[:, :size] for name, rows in blank.items()}, slice(network, network + 1)
+            )
             parts.append(family.to("cpu"))
         return Families(parts, parts=True)
 
@@ -256,27 +263,31 @@ class SampledFunctions(DrawnFunctions):
         self.members = particles.members
         self.training = False
 
-    def each(self, function: Callable[..., Any], *args: Any) -> Any:
-        particles = self.particles if self.particles.device == self.device else on(self.particles, self.device)
-        with self.particles.turn(), eval_mode(particles, particles.template):
-            return particles.each(function, *args)
+    def map_members(self, function: Callable[..., Any], *args: Any) -> Any:
+        particles = (
+            self.particles if self.particles.device == self.device else copy_to_device(self.particles, self.device)
+        )
+        with self.particles.lock_network(), eval_mode(particles, particles.template):
+            return particles.map_members(function, *args)
 
     def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
-        def described(i: int) -> tuple[Tensor, ...]:
-            params, buffers = ({n: t.to(self.device) for n, t in each.items()} for each in self.particles.at(i))
-            with self.particles.turn(), eval_mode(self.particles, self.particles.template):
-                return self.particles.call(described_outputs, params, buffers, x)[0]  # type: ignore[no-any-return]
+        def describe_function(i: int) -> tuple[Tensor, ...]:
+            params, buffers = (
+                {n: t.to(self.device) for n, t in each.items()} for each in self.particles.member_tensors(i)
+            )
+            with self.particles.lock_network(), eval_mode(self.particles, self.particles.template):
+                return self.particles.call(describe_outputs, params, buffers, x)[0]  # type: ignore[no-any-return]
 
-        return self.one_by_one(x, described)
+        return self.predict_one_by_one(x, describe_function)
 
-    def cut(self, rows: slice) -> DrawnFunctions:
-        return SampledFunctions(some(self.particles, rows), self.device)
+    def build_subset(self, rows: slice) -> DrawnFunctions:
+        return SampledFunctions(member_subset(self.particles, rows), self.device)
 
     def member(self, index: int) -> nn.Module:
         return self.particles.member(index).to(self.device).eval()
 
 
-def by_network(draw: Callable[[int], Tensors], members: int) -> Tensors:
+def stack_networks(draw: Callable[[int], Tensors], members: int) -> Tensors:
     """Name -> (M, S, ...), stacked from `draw(m)`, which returns (S, ...) for network m."""
     each = [draw(m) for m in range(members)]
     return {name: torch.stack([one[name] for one in each]) for name in each[0]}

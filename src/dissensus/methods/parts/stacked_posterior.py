@@ -9,7 +9,7 @@ from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
-from dissensus.methods.parts.networks import made_members, own_settings, placeholders, stack_members
+from dissensus.methods.parts.networks import make_members, own_settings, placeholders, stack_members
 from dissensus.numerics.annealing import Annealing
 
 
@@ -30,7 +30,7 @@ class StackedPosterior(Posterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        super().__init__(stack_members(made_members(modules, members), likelihood), **prior)
+        super().__init__(stack_members(make_members(modules, members), likelihood), **prior)
 
     def draw(self) -> DrawnFunctions:
         return MemberFunctions(self.particles)
@@ -46,7 +46,7 @@ class StackedPosterior(Posterior):
         return cls(placeholders(network, config["members"]), likelihood=likelihood, **keywords)
 
 
-def annealed(posterior: Posterior, annealing: Annealing) -> Tensor | float:
+def annealing_weight(posterior: Posterior, annealing: Annealing) -> Tensor | float:
     """() a_t at this step, counted within the run if the schedule spans the run, else over all steps."""
-    step = posterior.steps - posterior.began if annealing.steps is None else posterior.steps
+    step = posterior.steps - posterior.steps_before_run if annealing.steps is None else posterior.steps
     return annealing(step, posterior.run_length)

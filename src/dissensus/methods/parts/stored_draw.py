@@ -15,7 +15,7 @@ class StoringPosterior(Posterior, ABC):
     """Base class of posteriors with a draw in `stored`. Loading a state replaces the draw by the state's, or removes it."""
 
     stored: nn.Module | None
-    of_draw: ClassVar[tuple[str, ...]] = ("stored",)  # attributes that are set and removed with the draw
+    draw_attributes: ClassVar[tuple[str, ...]] = ("stored",)  # attributes that are set and removed with the draw
 
     @abstractmethod
     def blank_draw(self, state: Tensors) -> nn.Module:
@@ -23,13 +23,13 @@ class StoringPosterior(Posterior, ABC):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         state = {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
-        for part in self.of_draw:
+        for part in self.draw_attributes:
             setattr(self, part, None)
         if any(key.startswith("stored.") for key in state):
             self.stored = self.blank_draw(state)
         else:  # the state has no draw: remove everything that belongs to it
             for key in state:
-                if key.partition(".")[0] in self.of_draw:
+                if key.partition(".")[0] in self.draw_attributes:
                     del state_dict[f"{prefix}{key}"]
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

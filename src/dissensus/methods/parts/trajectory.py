@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.utils.checks import whole
+from dissensus.utils.checks import integer
 
 TAIL = 0.75  # recording starts after this share of a run, when training has settled
 
 
-class OnHost:
+class HostCopy:
     """A tensor's values on the host. They are read again if the tensor is another one, or was written by others since."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Count(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("value", torch.zeros((), dtype=torch.int64))
-        self._host = OnHost()
+        self._host = HostCopy()
 
     def __int__(self) -> int:
         return self._host.read(self.value)  # type: ignore[no-any-return]
@@ -63,25 +63,25 @@ class Snapshots(nn.Module):
     def __init__(self, start: int | None, every: int | None, wanted: int, *, tail: float = TAIL) -> None:
         super().__init__()
         if start is not None:
-            whole("start", start, least=0, hint="it counts observe calls from 0")
+            integer("start", start, least=0, hint="it counts observe calls from 0")
         if every is not None:
-            whole("every", every, hint="it counts observe calls between snapshots")
-        self.given = {"start": start, "every": every}
+            integer("every", every, hint="it counts observe calls between snapshots")
+        self.requested = {"start": start, "every": every}
         self.wanted, self.tail = wanted, tail
         self.observed = Count()
         self.taken = Count()
         # start, every, and the run they were planned for: its first observe call and its number of steps, 0 for none
         self.register_buffer("plan", torch.tensor([start or 0, every or 1, 0, 0]))
-        self._host = OnHost()
-        self._waiting = False  # for `begin`, in a run whose length is known after its first epoch
+        self._host = HostCopy()
+        self._is_waiting = False  # for `begin`, in a run whose length is known after its first epoch
 
     @property
     def start(self) -> int:
-        return self._planned()[0]
+        return self._read_plan()[0]
 
     @property
     def every(self) -> int:
-        return self._planned()[1]
+        return self._read_plan()[1]
 
     def begin(self, steps: int, *, done: int = 0) -> None:
         """Plans the snapshots over the tail of a run of `steps` steps, of which `done` are already done.
@@ -89,9 +89,9 @@ class Snapshots(nn.Module):
         If the tail has already begun, snapshots are spread over the remaining steps. A second call for the same run, as
         when it is resumed, changes nothing.
         """
-        start, every = self.given.values()
-        began, before = int(self.observed) - done, self._planned()[2:]
-        self._waiting = False
+        start, every = self.requested.values()
+        began, before = int(self.observed) - done, self._read_plan()[2:]
+        self._is_waiting = False
         if [began, steps] == before or 0 < steps <= done:
             return
         late = done > 0  # steps already done cannot be recorded any more
@@ -106,34 +106,34 @@ class Snapshots(nn.Module):
             every = every or max(1, (began + steps - start) // self.wanted)
         if forget:
             self.taken.reset()
-        self._lay_out(start, every, began, steps)
+        self._write_plan(start, every, began, steps)
 
     def wait(self) -> None:
         """Stops recording until `begin`, if the plan depends on the length of the run."""
-        self._waiting = None in self.given.values()
+        self._is_waiting = None in self.requested.values()
 
     @property
-    def upcoming(self) -> bool:
+    def reads_next_step(self) -> bool:
         """Whether the next step will be recorded."""
-        if self._waiting:
+        if self._is_waiting:
             return False
         since = int(self.observed) - self.start
         return since >= 0 and since % self.every == 0
 
-    def due(self) -> bool:
+    def count_step(self) -> bool:
         """Whether to record the step just taken; call it once per step."""
-        due = self.upcoming
+        due = self.reads_next_step
         self.observed.add()
         return due
 
-    def _planned(self) -> list[int]:
+    def _read_plan(self) -> list[int]:
         return self._host.read(self.plan)  # type: ignore[no-any-return]
 
-    def _lay_out(self, *plan: int) -> None:
+    def _write_plan(self, *plan: int) -> None:
         self._host.note(self.plan.copy_(torch.tensor(plan)), list(plan))
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._waiting = False  # a state is not in the middle of a run
+        self._is_waiting = False  # a state is not in the middle of a run
         super()._load_from_state_dict(*args, **kwargs)
 
 
