@@ -102,7 +102,7 @@ class Conformal(Guarantee):
         """(predictive, (B or 1, P or K) thresholds)."""
         posterior = self.posterior  # raises if its predictions have changed
         predictive = x if isinstance(x, Predictive) else posterior.predict(x)
-        inputs = None if isinstance(x, Predictive) else posterior.transformed(x)  # as in calibration
+        inputs = None if isinstance(x, Predictive) else posterior.transform_inputs(x)  # as in calibration
         one = torch.ones(1)
         w = (
             self._row_values("weight", weight, self.weight_of, inputs, len(predictive))

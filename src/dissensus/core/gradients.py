@@ -161,8 +161,8 @@ def can_train_in_place(posterior: Any, batch: Batch) -> bool:
     A CUDA graph is captured with new leaves: nodes of the caller's own may be on another stream.
     """
     particles = posterior.particles
-    whole = particles.held and not particles.divided and not particles.fully
-    return whole and particles.exchange is ALONE and not posterior.coupled and batch.y.device.type == "cpu"
+    whole = particles.wraps_original and not particles.divided and not particles.fully_sharded
+    return whole and particles.exchange is ALONE and not posterior.is_coupled and batch.y.device.type == "cpu"
 
 
 def in_place_gradients(posterior: Any, batch: Batch) -> Found:

@@ -27,7 +27,7 @@ class InferenceContext:
 
     def __enter__(self) -> None:
         posterior, particles = self.posterior, self.posterior.particles
-        self.lock = particles.turn()
+        self.lock = particles.lock_network()
         self.lock.__enter__()
         try:
             self.random = generator_states(posterior.device)
@@ -59,7 +59,7 @@ class InferenceContext:
                     vars(part)["training"] = mode
                 else:
                     part.training = mode
-        restore_generators(self.random, self.posterior.device, mine=self.posterior.draws_itself)
+        restore_generators(self.random, self.posterior.device, mine=self.posterior.network_is_random)
         torch._C._set_grad_enabled(self.recorded)
         set_lookahead(self.previous_lookahead)
         self.lock.__exit__(None, None, None)

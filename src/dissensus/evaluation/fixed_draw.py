@@ -48,7 +48,7 @@ class FixedDraw:
         how: dict[str, Any] = {"context": context, "keeps": True, "half": precision == "bf16"}
         self._describe = cache(lambda mine: CapturedFunction(mine.describe, mine, **how))
         self._everything = cache(
-            lambda mine: CapturedFunction(partial(mine.each, _outputs_and_description), mine, **how)
+            lambda mine: CapturedFunction(partial(mine.map_members, _outputs_and_description), mine, **how)
         )
 
     @property
