@@ -28,7 +28,6 @@ from dissensus.core.inference_context import InferenceContext
 from dissensus.core.posterior import Posterior
 from dissensus.data import Batches
 from dissensus.engine.step_guard import Guard
-from dissensus.utils.tensor_tree import KeptTensors
 
 Owner = tuple[Any, str]  # what has the function, and its name there
 PREDICTION: dict[str, Sequence[Owner]] = {
@@ -37,8 +36,6 @@ PREDICTION: dict[str, Sequence[Owner]] = {
     "a look for NaN": ((posterior, "has_diverged"),),
     "log-probabilities": ((ds.Classification, "describe"),),
     "tensors put into place and back": (
-        (KeptTensors, "__init__"),
-        (KeptTensors, "__exit__"),
         (particles.MemberRowCache, "member_rows"),
         (particles, "assign_tensors"),
     ),
@@ -46,7 +43,7 @@ PREDICTION: dict[str, Sequence[Owner]] = {
 }
 STEP: dict[str, Sequence[Owner]] = {
     "backward pass": ((gradients, "_derivatives"),),
-    "a look for NaN": ((Guard, "look"),),
+    "a look for NaN": ((Guard, "check_values"),),
     "counting the step": ((Guard, "observe"),),
     "checks of the batch": ((Posterior, "prepare_batch"), (batches, "check_finite")),
 }

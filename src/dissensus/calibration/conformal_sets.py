@@ -166,7 +166,7 @@ class Coverage(NamedTuple):
 def measure_coverage(
     conformal: Conformal, predictive: Predictive, y: Tensor, generator: torch.Generator, **rows: Tensor | None
 ) -> Coverage:
-    """`Covered` for predictions of rows with targets y; `rows`: weight and group, if used."""
+    """`Coverage` for predictions of rows with targets y; `rows`: weight and group, if used."""
     if conformal.score in CLASS_SCORES:
         found = conformal.set(predictive, generator=generator, **rows)
         hit = found.gather(1, y.to(found.device)[:, None])[:, 0]

@@ -56,7 +56,7 @@ class ForwardAttributes:
         return self.all if any(self.hooks) else self.foreign
 
     def take_snapshot(self, template: nn.Module) -> "_AttributeSnapshot | None":
-        """For several runs in eval mode: `take_back` restores the attributes after each. None if there are none to restore."""
+        """For several runs in eval mode, with `restore_attributes` after each. None if there are no attributes to restore."""
         return _AttributeSnapshot(self, watched) if (watched := self.modules_to_watch(template)) else None
 
     def run_with_own_tensors(self, template: Any, function: Callable[..., Any], *args: Any) -> Any:

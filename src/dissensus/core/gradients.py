@@ -241,7 +241,7 @@ def vectorised_gradients(posterior: Objective, batch: Batch) -> Gradients:
 
 
 def vmapped_objective(posterior: Objective, state: State, batch: Batch) -> tuple[Tensor, Tensor, Tensors]:
-    """(objective (), losses (M,), buffers afterwards), all members at once. Call it within `particles.vectorising()`."""
+    """(objective (), losses (M,), buffers afterwards), all members at once. Call it within `particles.vmap_context()`."""
 
     def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
         params = {**state.shared, **state.shared_frozen, **row.own}
@@ -316,7 +316,7 @@ def looped_keeping_graphs(
 ) -> Gradients:
     """Gradients of coupled members in one pass that keeps all graphs until v is known.
 
-    Faster than `looped`, with M times its memory.
+    Faster than `looped_gradients`, with M times its memory.
     """
     forward = forward or posterior.member_loss
     state, (lane, join) = detached_state(posterior), lanes

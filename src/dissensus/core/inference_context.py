@@ -18,8 +18,9 @@ _mode = attrgetter("training")
 class InferenceContext:
     """Eval mode without gradients, with the network locked; afterwards modes and random state are restored.
 
-    One context instead of `Particles.turn`, `eval_mode`, `torch.no_grad`, `looking_ahead` and `same_random_state` inside each
-    other: for one input on a CPU, entering and leaving those takes longer than a small network.
+    One context instead of `Particles.lock_network`, `eval_mode`, `torch.no_grad`, `without_advancing` and
+    `preserve_random_state` inside each other: for one input on a CPU, entering and leaving those takes longer than a small
+    network.
     """
 
     def __init__(self, posterior: Any) -> None:

@@ -396,7 +396,7 @@ class MemberRowCache:
         self.known = None
 
     def can_run_members(self, particles: Any) -> bool:
-        """Whether these particles can run by `one_by_one` now: in eval mode, in one template and with tensors to cut."""
+        """Whether these particles can run by `run_one_by_one` now: in eval mode, in one template and with tensors to cut."""
         alone = particles.wraps_original or particles.divided or particles.runner.lanes or len(particles.templates) > 1
         return not (alone or particles.training) and bool(particles.own._modules) and _can_cache_rows()
 

@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 
 
 class FixedDraw:
-    """M functions drawn once from a posterior. Call them only inside `drawn_once`, which makes them."""
+    """M functions drawn once from a posterior. Call them only inside `draw_once`, which makes them."""
 
     def __init__(self, posterior: Posterior, drawn: DrawnFunctions, precision: PredictionPrecision = "float32") -> None:
         self.posterior = posterior
