@@ -28,7 +28,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/pip install -q -c constraints.txt -e .
+	$(BIN)/pip install -q -c constraints.txt -e ".[bench]"
 	touch $@
 
 $(VENV)/installed-test: $(BIN)/python pyproject.toml constraints.txt

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import dissensus
+from dissensus.numerics.extras import EXTRAS
 
 SOURCE = Path(dissensus.__file__).parent
 LONGEST = 300  # lines of a source file, docstrings aside
@@ -45,10 +46,11 @@ ROOMS = {
     "report": "evaluation reporting",  # reporting only inside the function: see the test of what import loads
     "bench": "numerics drawing nets metrics data core surgery engine methods theory storage training evaluation reporting "
     "train predict guarantees standing version distributed",
-    "__main__": "bench",
+    "__main__": "numerics bench",
 }
-HEAVY = {"scipy", "matplotlib", "pandas", "typer", "jinja2", "rich", "torchmetrics"}
-# the only files that may name them
+OPTIONAL = {module for _, modules in EXTRAS.values() for module in modules.split()} | {"onnxruntime"}
+HEAVY = {"scipy", *OPTIONAL}
+# the only files that may name them; the optional ones behind `require_extra`, called there, in the room's __init__ or before
 HEAVY_ALLOWED = {
     ("core/progress.py", "rich"),
     ("metrics/student.py", "scipy"),
@@ -62,6 +64,11 @@ HEAVY_ALLOWED = {
     ("reporting/report.py", "jinja2"),
     ("numerics/frame.py", "pandas"),
     ("bench/rows/own.py", "pandas"),
+    ("bench/run/images.py", "PIL"),
+    ("bench/run/run.py", "tomli_w"),
+    *((f"data/{name}.py", "PIL") for name in ("class_folders", "segmentation")),
+    *((f"sklearn/{name}.py", "sklearn") for name in ("base", "estimators", "rows")),
+    *(("storage/onnx_files.py", name) for name in ("onnx", "onnxruntime")),
     *((f"drawing/{name}.py", "matplotlib") for name in ("plots", "maps", "panels", "predictions", "notebook")),
     *((f"reporting/{name}.py", "matplotlib") for name in ("curves", "scenes", "figures")),
 }

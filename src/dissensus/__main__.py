@@ -1,6 +1,18 @@
-"""`python -m dissensus`: the command line."""
+"""The command `dissensus`, and `python -m dissensus`."""
 
-from dissensus.bench.cli import main
+import sys
+
+from dissensus.numerics.extras import MissingExtra
+
+
+def main() -> None:
+    """Runs the command line, or says in one line which extra it needs."""
+    try:
+        from dissensus.bench.cli import main as run
+    except MissingExtra as error:
+        sys.exit(f"dissensus: {error}")
+    run()
+
 
 if __name__ == "__main__":
     main()

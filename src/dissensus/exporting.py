@@ -24,13 +24,14 @@ from dissensus.core.splitting import tensors_of
 from dissensus.engine.tracing import random_operations, trace
 from dissensus.methods.parts.node_functions import NodeFunctions
 from dissensus.numerics.checks import one_of
+from dissensus.numerics.extras import require_extra
 from dissensus.numerics.randomness import same_random_state
 from dissensus.numerics.sizes import readable
 from dissensus.standing.conformal import Conformal
 from dissensus.standing.gate import Gate
 from dissensus.standing.scores import INTERVAL_SCORES
 from dissensus.storage.atomic import write_whole
-from dissensus.storage.onnx_files import ONNX_FORMS, onnx_content, require_onnx, run_onnx
+from dissensus.storage.onnx_files import ONNX_FORMS, onnx_content, run_onnx
 from dissensus.surgery.factored import Factored
 from dissensus.version import __version__
 
@@ -60,7 +61,7 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
     path = Path(path)
     write = {".onnx": _onnx_bytes, ".pt2": _pt2_bytes}[one_of("the ending", path.suffix, (".onnx", ".pt2"))]
     if path.suffix == ".onnx":
-        require_onnx()
+        require_extra("export")
     module = ExportedPosterior(expect_posterior(posterior))
     x = _two_or_more(batches.to(module.raw(example), posterior.device))
     wanted = {rows: _predicted(posterior, module, _rows(x, rows)) for rows in (batches.size(x), 1)}

@@ -31,6 +31,7 @@ from dissensus.bench.task.variants import check_read, counted_by
 from dissensus.bench.theory.cli import app as theory
 from dissensus.methods import METHODS
 from dissensus.numerics.checks import first_names
+from dissensus.numerics.extras import MissingExtra
 from dissensus.version import __version__
 
 app = typer.Typer(
@@ -284,7 +285,7 @@ def main() -> None:
         with ranks.only_the_first_prints():
             # The exit code of a command that does not return.
             code = app(prog_name="dissensus", standalone_mode=False)
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, MissingExtra) as error:
         if os.environ.get("DISSENSUS_TRACEBACK"):
             raise
         _fail(str(error) or type(error).__name__)

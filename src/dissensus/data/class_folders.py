@@ -15,6 +15,7 @@ from dissensus.data.images import ImageSet
 from dissensus.data.segmentation import SUFFIXES, image_files
 from dissensus.numerics.checks import one_of, whole
 from dissensus.numerics.damage import reading
+from dissensus.numerics.extras import require_extra
 
 log = logging.getLogger("dissensus")
 
@@ -83,6 +84,7 @@ def eight_bits(image: Any, mode: str, what: str) -> Any:
 
 
 def _stack(files: Sequence[Path], size: int | Sequence[int] | None, channels: int) -> Tensor:
+    require_extra("images")
     from PIL import Image
 
     one_of("channels", channels, (1, 3))

@@ -19,6 +19,7 @@ from dissensus.data.class_folders import image_folder, image_stack, subfolders
 from dissensus.data.npy import npz_pair
 from dissensus.data.tabular import REGRESSION_SETS, read_uci_folder, regression_split, uci_regression
 from dissensus.numerics.checks import one_of
+from dissensus.numerics.extras import require_extra
 from dissensus.numerics.randomness import same_random_state
 
 MADE = ("train", "test", "validation", "ood", "shift", "classes")  # keys that a function may return
@@ -166,10 +167,9 @@ def table_rows(
 
 def read_table(path: Path) -> Any:
     """The DataFrame in a CSV or Parquet file, without a saved index: first columns without a name that number or name rows."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise ValueError(f"expected pandas to read {path}, got none; pip install 'dissensus[sklearn]'") from error
+    require_extra("tables")
+    import pandas
+
     readers: dict[str, Callable[..., Any]] = {".csv": pandas.read_csv, ".parquet": pandas.read_parquet}
     one_of("a table's file, by its suffix,", path.suffix, readers)
     with fitting(f"{path}", wanted="a table in", remedy="save it again"):
