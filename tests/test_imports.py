@@ -322,7 +322,7 @@ def test_a_ring_would_be_seen(tmp_path):
 
 PROBE = """
 import json, sys, time
-import torch
+import torch, torch.utils.checkpoint  # which loads sympy before torch 2.7
 start = time.process_time()
 import dissensus
 seconds = time.process_time() - start
