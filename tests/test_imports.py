@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import dissensus
+from dissensus.utils.extras import EXTRAS
 
 SOURCE = Path(dissensus.__file__).parent
 LONGEST = 600  # lines of a source file, docstrings included
@@ -44,10 +45,11 @@ ROOMS = {
     "bench": "utils numerics plots nets metrics data core layers engine methods theory storage training evaluation "
     "predict calibration version distributed",
     "report": "evaluation bench",  # the one door into bench, opened only inside the function
-    "__main__": "bench",
+    "__main__": "utils bench",
 }
-HEAVY = {"scipy", "matplotlib", "pandas", "typer", "jinja2", "rich", "torchmetrics"}
-# the only files that may name them
+OPTIONAL = {module for _, modules in EXTRAS.values() for module in modules.split()} | {"onnxruntime"}
+HEAVY = {"scipy", *OPTIONAL}
+# the only files that may name them; the optional ones behind `require_extra`, called there, in the room's __init__ or before
 HEAVY_ALLOWED = {
     ("utils/progress.py", "rich"),
     ("metrics/student_t.py", "scipy"),
@@ -66,6 +68,11 @@ HEAVY_ALLOWED = {
         for name in ("charts", "segmentation_maps", "method_panels", "prediction_figures")
     ),
     *((f"bench/report/{name}.py", "matplotlib") for name in ("curve_figures", "figure_sections", "report_figures")),
+    ("bench/run/segment_images.py", "PIL"),
+    ("bench/run/run.py", "tomli_w"),
+    *((f"data/{name}.py", "PIL") for name in ("image_folders", "segmentation")),
+    *((f"sklearn/{name}.py", "sklearn") for name in ("base", "estimators")),
+    *(("storage/onnx_files.py", name) for name in ("onnx", "onnxruntime")),
 }
 
 # the floors of a room: what stands on one may import from its own and from those below
@@ -352,7 +359,7 @@ def test_a_ring_would_be_seen(tmp_path):
 
 PROBE = """
 import json, sys, time
-import torch
+import torch, torch.utils.checkpoint  # which loads sympy before torch 2.7
 start = time.process_time()
 import dissensus
 seconds = time.process_time() - start

@@ -29,8 +29,9 @@ from dissensus.layers.factored import FactoredLayer
 from dissensus.methods.parts.node_functions import NodeFunctions
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.storage.atomic_files import write_atomically
-from dissensus.storage.onnx_files import ONNX_FORMS, onnx_content, require_onnx, run_onnx
+from dissensus.storage.onnx_files import ONNX_FORMS, onnx_content, run_onnx
 from dissensus.utils.checks import one_of
+from dissensus.utils.extras import require_extra
 from dissensus.utils.text import format_bytes
 from dissensus.version import __version__
 
@@ -60,7 +61,7 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
     path = Path(path)
     write = {".onnx": _onnx_bytes, ".pt2": _pt2_bytes}[one_of("the ending", path.suffix, (".onnx", ".pt2"))]
     if path.suffix == ".onnx":
-        require_onnx()
+        require_extra("export")
     module = ExportedPosterior(expect_posterior(posterior))
     x = _at_least_two_rows(batches.move_to_device(module.example_inputs(example), posterior.device))
     wanted = {rows: _output_bounds(posterior, module, _first_rows(x, rows)) for rows in (batches.count_examples(x), 1)}

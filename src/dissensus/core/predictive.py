@@ -14,6 +14,7 @@ from torch import Tensor
 from dissensus.numerics.entropy import entropy_terms
 from dissensus.utils.arrays import tensor_of
 from dissensus.utils.checks import fraction, integer, number
+from dissensus.utils.html_table import html_table
 
 
 class Predictive(ABC):
@@ -123,8 +124,6 @@ class Predictive(ABC):
         return notebook_figure(predictive_figure(self, x, seen, classes))
 
     def _repr_html_(self) -> str:
-        from dissensus.plots.display import html_table
-
         return html_table(self)
 
     def __repr__(self) -> str:
