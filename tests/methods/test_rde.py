@@ -608,7 +608,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float(torch.linalg.matrix_norm(found - expected) / torch.linalg.matrix_norm(expected))
 
 
-# Scores by themselves are held to their laws in tests/numerics/test_scores.py.
+# Scores by themselves are held to their laws in tests/numerics/test_score_estimates.py.
 FEW = [pytest.param(each, marks=pytest.mark.slow) if each != "kde" else each for each in ESTIMATORS]
 
 

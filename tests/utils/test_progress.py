@@ -41,7 +41,7 @@ def test_a_terminal_without_rich_has_lines(capsys, monkeypatch):
     with progress.Progress(30, 1, title="map", show=True) as bar:
         for number in range(30):
             bar.step()
-            bar.epoch(number, "loss 1")
+            bar.end_epoch(number, "loss 1")
     assert capsys.readouterr().err.splitlines() == ["map  epoch 1/30  loss 1", "map  epoch 30/30  loss 1"]
 
 
