@@ -142,9 +142,7 @@ class ExportedPosterior(nn.Module):
         found = {name: getattr(predictive, name) for name in MOMENTS}
         for name, promised in self.promises.items():
             if found.keys() & (more := promised(predictive, slack)):
-                raise ValueError(
-                    f"expected a promise of another name than an output's, got {name!r}; fit it with another name="
-                )
+                raise ValueError(f"expected a promise of another name than an output's, got {name!r}; rename it")
             found |= more
         return found
 
@@ -220,8 +218,7 @@ def _output_bounds(posterior: Posterior, module: ExportedPosterior, x: Inputs) -
     if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True) for a, b in pairs):
         raise ValueError(
             f"expected equal predictions in every call, got {type(posterior).__name__} with a new draw each time; call "
-            "ds.refresh(posterior, training_loader) first (a network that draws random numbers in eval mode cannot be "
-            "exported)"
+            "ds.refresh(posterior, training_loader) first (no network that draws in eval mode can be exported)"
         )
     rounding = max((torch.finfo(p.dtype).eps for p in posterior.parameters() if p.is_floating_point()), default=0.0)
     close = max(CLOSE, ROUNDINGS * rounding)
@@ -257,10 +254,8 @@ def _has_own_kernels(particles: Particles) -> bool:
 
 def _check_no_randomness(found: list[str]) -> None:
     if found:
-        raise _ExportRefused(
-            f"expected a network that draws no random numbers, got {', '.join(found)} in its graph; put dropout and noise in "
-            "eval mode, or make them depend on self.training"
-        )
+        hint = "put dropout and noise in eval mode, or make them depend on self.training"
+        raise _ExportRefused(f"expected no random numbers in the network's graph, got {', '.join(found)}; {hint}")
 
 
 def _check_outputs(found: dict[str, Tensor], wanted: dict[str, tuple[Tensor, Tensor]], path: Path) -> None:
@@ -269,9 +264,8 @@ def _check_outputs(found: dict[str, Tensor], wanted: dict[str, tuple[Tensor, Ten
         if made.shape != least.shape:
             raise ValueError(f"expected {name} of shape {tuple(least.shape)} in {path}, got {tuple(made.shape)}")
         if wrong := int((~((least <= made) & (made <= most))).sum()):
-            raise ValueError(
-                f"expected {name} as in predict, got {wrong} of {made.numel()} values that differ in {path}"
-            )
+            got = f"{wrong} of {made.numel()} values that differ in {path}"
+            raise ValueError(f"expected {name} as in predict, got {got}")
 
 
 def _log_size(path: Path, predictor: Predictor) -> None:
@@ -282,9 +276,8 @@ def _log_size(path: Path, predictor: Predictor) -> None:
             own += sum(t.nbytes for t in (*part.own_parameters().values(), *part.own_buffers().values()))
             shared += sum(t.nbytes for t in (*part.shared_parameters().values(), *part.shared_buffers().values()))
     if path.suffix == ".onnx" and own + shared > 2**31 - 2**20:
-        raise ValueError(
-            f"expected at most 2 GiB for ONNX, got {format_bytes(own + shared)}; write .pt2, or use fewer functions"
-        )
+        got = format_bytes(own + shared)
+        raise ValueError(f"expected at most 2 GiB for ONNX, got {got}; write .pt2, or use fewer functions")
     log.info(
         "%s will take about %s: %d functions with %s of own weights, and %s of shared ones",
         path, format_bytes(own + shared), predictor.drawn.members, format_bytes(own), format_bytes(shared),

@@ -164,9 +164,7 @@ def predict_image(
     """
     image = tensor_of(image)
     if image.ndim != 3:
-        raise ValueError(
-            f"expected one image (channels, H, W), got {tuple(image.shape)}; pass the images of a batch one by one"
-        )
+        raise ValueError(f"expected one image (channels, H, W), got {tuple(image.shape)}; pass images one by one")
     size = image.shape[1:]
     sides = size if tile is None else (tile, tile) if isinstance(tile, int) else tile
     rows, columns = (_tiles(*each, overlap) for each in zip(size, sides, strict=True))
@@ -182,10 +180,8 @@ def predict_image(
         summary = lens.correct_mixture(moments)
         new = (summary.mean, summary.total, summary.epistemic)
         if summary.mean.shape[2:] != (len(row), len(column)):
-            raise ValueError(
-                f"expected logits (B, C, {len(row)}, {len(column)}) for images of that size, got {tuple(summary.mean.shape)}; "
-                "predict_image is for segmentations"
-            )
+            wanted, got = f"logits (B, C, {len(row)}, {len(column)})", tuple(summary.mean.shape)
+            raise ValueError(f"expected {wanted} for images of that size, got {got}; predict_image segments")
         if not found:
             found = tuple(image.new_empty(*each.shape[1:-2], *size, dtype=each.dtype) for each in new)
         inside = (..., _kept_slice(kept_rows, row), _kept_slice(kept_columns, column))
@@ -241,10 +237,8 @@ def _summarise_stored(
         except Diverged as error:  # with the member's index among all
             raise Diverged([index + i for i in error.members], error.step, error.what) from None
         if seen != len(targets):  # other batches, or none: the first member has exhausted a generator
-            raise ValueError(
-                "expected the same batches for every member, got others; use a loader that does not shuffle and can be read "
-                "again"
-            )
+            hint = "use a loader that does not shuffle and can be read again"
+            raise ValueError(f"expected the same batches for every member, got others; {hint}")
     seen_whole = [lens.correct_mixture(each.summary()) for each in running] if lens is not None else []
     return SummaryPredictive.cat(cast(list[SummaryPredictive], seen_whole)), torch.cat(targets)
 

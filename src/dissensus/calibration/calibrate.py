@@ -103,9 +103,7 @@ def predict_held_out(posterior: Posterior, loader: Iterable[Any]) -> HeldOutRows
     if counted is not None:  # an ignored label is an example of weight 0
         weight = weight * counted
     if not weight.any():
-        raise ValueError(
-            "expected an example that counts, got none; pass labels that are not ignored and weights above 0"
-        )
+        raise ValueError("expected an example that counts, got none; pass labels that are not ignored, or weights")
     return HeldOutRows(predictive, y, weight)
 
 

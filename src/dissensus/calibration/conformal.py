@@ -85,9 +85,8 @@ def conformal(
     found, w, groups = (torch.cat(each) for each in zip(*kept, strict=True)) if kept else [torch.empty(0)] * 3
     least = least_rows(level)
     if len(found) < least:
-        raise ValueError(
-            f"expected at least {least} rows for a level of {level:g}, got {len(found)}; pass more rows, or a lower level"
-        )
+        wanted = f"at least {least} rows for a level of {level:g}"
+        raise ValueError(f"expected {wanted}, got {len(found)}; pass more rows, or a lower level")
     number("every weight", float(w.amin()), least=0, hint="a density ratio is not negative")
     number("every weight", float(w.amax()), hint="a density ratio is finite")
     facts["weighted"] = weight is not None or bool((w != w[0]).any())
@@ -147,10 +146,8 @@ def _group_numbers(rows: CalibrationRows, by: object) -> Tensor:
         return rows.y.long()
     found: Tensor = by(rows.x)  # type: ignore[operator]
     if found.shape != rows.weight.shape or found.is_floating_point():
-        raise ValueError(
-            f"expected whole numbers {tuple(rows.weight.shape)} from by, one group per row, got {found.dtype} of shape "
-            f"{tuple(found.shape)}; return .long()"
-        )
+        wanted, got = tuple(rows.weight.shape), f"{found.dtype} of shape {tuple(found.shape)}"
+        raise ValueError(f"expected whole numbers {wanted} from by, one group per row, got {got}; return .long()")
     return found.long()
 
 
@@ -164,9 +161,7 @@ def _conformal_tensors(
     if len(few := known[sizes < least]):
         needs = f"a level of {facts['level']:g} needs {least} rows of each {facts['by']}"
         if len(few) == len(known):
-            raise ValueError(
-                f"expected more rows: {needs}, got at most {int(sizes.max())}; pass more rows, or a lower level"
-            )
+            raise ValueError(f"expected more rows: {needs}, got at most {int(sizes.max())}; or lower the level")
         effect = "is in every set" if facts["by"] == "class" else "has sets of all classes, or infinite intervals"
         named = ", ".join(map(str, few[:10].tolist())) + ("…" if len(few) > 10 else "")
         log.warning("%s; with fewer rows it %s, here %s", needs, effect, named)

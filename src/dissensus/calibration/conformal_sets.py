@@ -67,9 +67,8 @@ class Conformal(Guarantee):
         if not isinstance(predictive, CategoricalPredictive) or predictive.log_mean.shape[1:] != (
             self.facts["outputs"],
         ):
-            raise ValueError(
-                f"expected {self.facts['outputs']} classes per row, got {predictive!r}; use its own posterior"
-            )
+            wanted = f"{self.facts['outputs']} classes per row"
+            raise ValueError(f"expected {wanted}, got {predictive!r}; use its own posterior")
         return class_scores(predictive, self.facts, generator) <= add_tolerance(thresholds)
 
     def interval(
@@ -84,9 +83,8 @@ class Conformal(Guarantee):
         predictive, thresholds = self._resolve_inputs(x, weight, group)
         lower, upper, unit = interval_ends(predictive, self.score, self.level)  # (B, P)
         if lower.shape[1] != self.facts["outputs"]:
-            raise ValueError(
-                f"expected {self.facts['outputs']} outputs per row, got {predictive!r}; use its own posterior"
-            )
+            wanted = f"{self.facts['outputs']} outputs per row"
+            raise ValueError(f"expected {wanted}, got {predictive!r}; use its own posterior")
         lower, upper = lower - thresholds * unit, upper + thresholds * unit
         rounding = 16 * torch.finfo(predictive.mean.dtype).eps * torch.maximum(lower.abs(), upper.abs())
         # For equal inputs in another batch whose target is at an end.
@@ -118,10 +116,8 @@ class Conformal(Guarantee):
         if found is None or found.shape != (rows,) or (name == "weight" and bool((found < 0).any())):
             got = "none" if found is None else f"{found.dtype} {tuple(found.shape)}, the least {float(found.min()):g}"
             least = ", at least 0" if name == "weight" else ""
-            raise ValueError(
-                f"expected a {name} for each of {rows} rows{least}, got {got}; calibration had a {name}, so pass {name}=, a "
-                f"tensor of shape ({rows},)"
-            )
+            hint = f"calibration had one: pass {name}=, a tensor of shape ({rows},)"
+            raise ValueError(f"expected a {name} for each of {rows} rows{least}, got {got}; {hint}")
         return found
 
     def thresholds(self, weight: Tensor, group: Tensor | None = None) -> Tensor:

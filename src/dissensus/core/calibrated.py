@@ -112,8 +112,7 @@ class Guarantee(FittedModule, ABC):
         """The `Posterior` that it was fitted to; raises if its predictions have changed since."""
         if self._owner is None or not any(each is self for each in self._owner[0].promises.values()):
             raise ValueError(
-                f"expected a {self.kind} fitted to the posterior's present predictions, got one fitted to others (training, a "
-                "calibration or a new draw changed them, or another was fitted under its name); fit it again"
+                f"expected a {self.kind} fitted to the posterior's present predictions, got an older one; fit it again"
             )
         return self._owner[0]
 
@@ -256,9 +255,7 @@ class CalibratedModule(nn.Module):
             saved, mine = json.loads(bytes(described.tolist())), self.description()
             for part in ("likelihood", "network"):
                 if (found := next(differences(saved[part], mine[part]), None)) is not None:
-                    raise ValueError(
-                        f"expected the state of this model, got one of another {part}: {found}; build it alike"
-                    )
+                    raise ValueError(f"expected the state of this model, got another {part}: {found}; build it alike")
             lost = [mine["calibration"]["kind"]] if mine["calibration"] and not saved["calibration"] else []
             if lost := [*lost, *(name for name in mine["promises"] if name not in saved["promises"])]:
                 log.warning("the loaded state has no %s, which is dropped", ", ".join(lost))

@@ -416,10 +416,8 @@ def detached_state(posterior: Objective) -> State:
     shared, common = named_tensors(particles.shared)
     own, changing, _ = particles.rows(common=common)
     for name in (*computed_names(particles.own), *computed_names(particles.shared)):
-        raise ValueError(
-            f"expected stored tensors to train, got '{name}', pruned or parametrised in the stack of all members; prune or "
-            "parametrise the networks first, then build the posterior"
-        )
+        what = f"'{name}', pruned or parametrised in the stack of members"
+        raise ValueError(f"expected stored tensors to train, got {what}; do that to the networks first")
     trained: tuple[Tensors, Tensors] = {}, {}
     frozen: tuple[Tensors, Tensors] = {}, {}
     for i, tensors in enumerate((own, shared)):

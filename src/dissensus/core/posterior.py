@@ -59,9 +59,8 @@ class Posterior(TrainableModule, ABC):
     def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:
         super().__init__(particles, **prior)
         if isinstance(network := particles.template.network, Posterior):
-            raise TypeError(
-                f"expected a network, got the posterior {type(network).__name__}; pass the network inside it"
-            )
+            kind = type(network).__name__
+            raise TypeError(f"expected a network, got the posterior {kind}; pass the network inside it")
         self.initial_network = describe_network(network)
         where = next((each.device for each in particles.parameters()), None)  # a network may be on a GPU already
         self.register_buffer("temperature", torch.ones((), device=where))

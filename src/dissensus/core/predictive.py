@@ -83,10 +83,8 @@ class Predictive(ABC):
         if not parts:
             raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
         if len(shapes := {tuple(tensor.shape[2:] for tensor in part.defining_tensors()) for part in parts}) > 1:
-            raise ValueError(
-                f"expected outputs of one shape in all batches, got {sorted(tuple(each[0]) for each in shapes)}; pad all "
-                "batches to one length, or read them one by one with ds.predict_batches"
-            )
+            found = sorted(tuple(each[0]) for each in shapes)
+            raise ValueError(f"expected outputs of one shape, got {found}; pad the batches, or use ds.predict_batches")
         return type(parts[0])(
             *(torch.cat(each, dim=1) for each in zip(*(p.defining_tensors() for p in parts), strict=True))
         )
@@ -266,9 +264,8 @@ class RegressionPredictive(Predictive):
         """y as a tensor of the mean's shape, since (B,) and (B, 1) would broadcast to (B, B). One number is for all."""
         y = tensor_of(y)
         if y.ndim and y.shape != self._means.shape[1:]:
-            raise ValueError(
-                f"expected targets of shape {tuple(self._means.shape[1:])}, got {tuple(y.shape)}; reshape them"
-            )
+            wanted = tuple(self._means.shape[1:])
+            raise ValueError(f"expected targets of shape {wanted}, got {tuple(y.shape)}; reshape them")
         return y
 
     def quantile(self, q: float) -> Tensor:

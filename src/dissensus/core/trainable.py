@@ -164,9 +164,8 @@ class TrainableModule(TrainingClock):
         self.interaction: str | None = ways[0] if ways and particles.members > 1 else None
         self.data_size: int | None = None
         if unknown := prior.keys() - PriorKeywords.__annotations__:
-            raise TypeError(
-                f"expected a keyword of {type(self).__name__}, got {min(unknown)!r}; see help({type(self).__name__})"
-            )
+            kind = type(self).__name__
+            raise TypeError(f"expected a keyword of {kind}, got {min(unknown)!r}; see help({kind})")
         self.use_prior(make_prior(**prior), prior.get("data_size"))
         if self.data_size is None and "data_size" in self.needed:
             raise ValueError("expected data_size, got none; pass data_size=len(training_set)")
@@ -252,9 +251,7 @@ class TrainableModule(TrainingClock):
         if not weights:
             return 0.0
         if (log_prob := self.prior.log_prob(weights)).shape:
-            raise ValueError(
-                f"expected log_prob as one number, got shape {tuple(log_prob.shape)}; sum over all tensors"
-            )
+            raise ValueError(f"expected log_prob as one number, got shape {tuple(log_prob.shape)}; sum it")
         return -log_prob / self.data_size
 
     @final

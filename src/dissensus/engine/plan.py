@@ -55,9 +55,8 @@ def make_plan(engine: str, posterior: Posterior, batch: Batch, *, precision: tor
     """
     words = set() if engine == "auto" else set(engine.split("+"))
     if unknown := words - set(WORDS):
-        raise ValueError(
-            f'expected engine "auto" or words of {", ".join(WORDS)} joined by "+", got {sorted(unknown)[0]!r}; use these words'
-        )
+        wanted, got = ", ".join(WORDS), sorted(unknown)[0]
+        raise ValueError(f'expected engine "auto" or words of {wanted} joined by "+", got {got!r}; use these words')
     named = [kind for kind in KINDS if kind in words]
     if len(named) > 1:
         raise ValueError(f"expected one of {', '.join(KINDS)}, got {' and '.join(named)}; name one")

@@ -162,10 +162,9 @@ class FactoredLayer(ConvertedLayer):
         examples, width = factors.shape
         between = x.ndim - 2
         if between < 0 or len(x) != examples or (not dense and between != space):
-            raise ValueError(
-                f"expected the {examples} examples of the batch on the first axis of layer {self.known_as!r}, got a tensor of "
-                f"shape {tuple(x.shape)}; latents are drawn for each example: exclude this layer with layers=[...]"
-            )
+            wanted = f"the {examples} examples of the batch on the first axis of layer {self.known_as!r}"
+            got, hint = tuple(x.shape), "latents are drawn for each example: exclude this layer with layers=[...]"
+            raise ValueError(f"expected {wanted}, got a tensor of shape {got}; {hint}")
         shape = (examples, *[1] * between, width) if dense else (examples, width, *[1] * between)
         return factors.reshape(shape)
 

@@ -41,16 +41,11 @@ def dropout_sites(network: nn.Module, rate: float | None) -> dict[str, float]:
             "no module to switch on: use nn.Dropout in the network, or pass rate= to insert dropout"
         )
     if own:
-        raise ValueError(
-            f"expected a network without dropout if rate is given, got {', '.join(own)}; pass rate=None to use the network's "
-            "own dropout"
-        )
+        raise ValueError(f"expected a network without dropout if rate is given, got {', '.join(own)}; pass rate=None")
     weighted = [name for name, module in network.named_modules() if isinstance(module, WEIGHT_LAYERS)]
     if len(weighted) < 2:
-        raise ValueError(
-            f"expected at least two linear or convolutional layers to insert dropout between, got {len(weighted)}; "
-            "put nn.Dropout into the network yourself"
-        )
+        got, hint = len(weighted), "put nn.Dropout into the network yourself"
+        raise ValueError(f"expected at least two linear or convolutional layers for dropout between, got {got}; {hint}")
     return dict.fromkeys(weighted[1:], rate)
 
 

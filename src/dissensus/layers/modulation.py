@@ -39,9 +39,7 @@ class Modulation:
 
     def __post_init__(self) -> None:
         if self.law in LAWS and self.second_moment == 0:
-            raise ValueError(
-                f"expected factors that are not all 0, got {self}; all outputs would be 0: pass other values"
-            )
+            raise ValueError(f"expected factors that are not all 0, got {self}; pass other values")
 
     @staticmethod
     def constant(value: float = 1.0) -> Modulation:

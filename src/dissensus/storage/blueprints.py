@@ -62,9 +62,7 @@ def find_method(config: dict[str, Any], method: type[Posterior] | None) -> type[
     if not (isinstance(method, type) and issubclass(method, Posterior)):
         raise TypeError(f"expected a class of posteriors as method, got {method!r}; pass the class itself")
     if method.name != name:
-        raise ValueError(
-            f"expected a folder of the method {method.name!r}, got one of {name!r}; pass the class it was saved from"
-        )
+        raise ValueError(f"expected a folder of the method {method.name!r}, got one of {name!r}; pass the saved class")
     return method
 
 
@@ -94,29 +92,23 @@ def build_network(saved: dict[str, Any], network: nn.Module | None, shapes: Tens
     if ours != theirs:
         pairs = itertools.zip_longest(ours, theirs, fillvalue="(nothing)")
         mine, other = next((a.removeprefix(": "), b.removeprefix(": ")) for a, b in pairs if a != b)
-        raise ValueError(
-            f"expected a network with layer {other!r}, got {mine!r}; pass a network of the same class, built like the saved "
-            "one"
-        )
+        hint = "pass a network of the same class, built like the saved one"
+        raise ValueError(f"expected a network with layer {other!r}, got {mine!r}; {hint}")
     if network is not None:
         present, said = describe_network(network)["attributes"], saved["attributes"]
         if "layers" not in saved:  # files of earlier versions, which described less
             said = {name: each for name, each in said.items() if each != "None"}
             present = {name: each for name, each in present.items() if name in said}
         if found := [*differences(said, present)]:
-            raise ValueError(
-                f"expected a network with the saved attributes, got another: {found[0]}; build it like that one"
-            )
+            raise ValueError(f"expected the saved attributes, got another: {found[0]}; build the network alike")
         return copy.deepcopy(network, deepcopy_memo(network))
     # Names and shapes are checked when the tensors are filled in; a method that cuts the network stores other tensors. Here
     # the network must only not be far larger than the file.
     wanted = sum(tensor.numel() for tensor in sketch.state_dict().values())
     there = sum(math.prod(shape) for shape in shapes.values())
     if wanted > LARGER * there:
-        raise ValueError(
-            f"expected a network of at most {LARGER} times the {there} numbers in the file, got {wanted}; pass network=, built "
-            "like the saved one"
-        )
+        most = f"{LARGER} times the {there} numbers in the file"
+        raise ValueError(f"expected a network of at most {most}, got {wanted}; pass network=, built like the saved one")
     return NETS[name](**arguments)
 
 
@@ -169,7 +161,6 @@ def _count_drawn_rows(counted: Mapping[str, tuple[tuple[int, ...], int]]) -> Cou
 
 def build_likelihood(saved: dict[str, Any]) -> Likelihood:
     if saved["name"] not in LIKELIHOODS:
-        raise ValueError(
-            f"expected the likelihood {saved['name']!r} as an argument, got none; pass likelihood={saved['name']}(...)"
-        )
+        name = saved["name"]
+        raise ValueError(f"expected the likelihood {name!r} as an argument, got none; pass likelihood={name}(...)")
     return LIKELIHOODS[saved["name"]](**saved["arguments"])

@@ -28,9 +28,8 @@ def require_onnx() -> None:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            f"expected onnx and onnxscript to write ONNX, got no {error.name}; install dissensus[export], or write .pt2"
-        ) from None
+        hint = "install dissensus[export], or write .pt2"
+        raise ImportError(f"expected onnx and onnxscript to write ONNX, got no {error.name}; {hint}") from None
 
 
 def onnx_content(

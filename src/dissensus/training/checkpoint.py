@@ -92,9 +92,7 @@ def checkpoint_exists(path: Path, division: TrainingPartition = ALONE) -> bool:
     if path.is_dir() and has_only_checkpoints(path) and (division.active_mesh is not None or any(path.iterdir())):
         found = newest_checkpoint(path) is not None
     elif path.is_dir() and division.active_mesh is not None:
-        raise IsADirectoryError(
-            f"expected a folder of checkpoints, got {path} with other files; pass another checkpoint="
-        )
+        raise IsADirectoryError(f"expected a folder of checkpoints, got {path} with other files; pass another")
     return bool(division.broadcast_object(found))
 
 
@@ -174,9 +172,8 @@ def resume(
             None if state.get("part") is None else PartialEpoch(**{**state["part"], "loader": state["loader"]}),
         )
         if (misfit := next(checkpoint_mismatches(state, posterior, optimizer, scheduler), None)) is not None:
-            raise ValueError(
-                f"expected a checkpoint of this posterior in {path}, got one of another run ({misfit}); {remedy}"
-            )
+            got = f"one of another run ({misfit})"
+            raise ValueError(f"expected a checkpoint of this posterior in {path}, got {got}; {remedy}")
         warn_of_overridden(state, optimizer, scheduler)
         _restore_state(state, posterior, optimizer, scheduler)
     restore_loader(loader, state["loader"])

@@ -273,9 +273,8 @@ class _TrainingRun:
                 if left := days.should_stop() and part.batches % self.settings["accumulate"] == 0:
                     break
             if total is None:
-                raise ValueError(
-                    "expected at least one batch from the loader, got none; is it empty, or a generator that was read before?"
-                )
+                hint = "is it empty, or a generator that was read before?"
+                raise ValueError(f"expected at least one batch from the loader, got none; {hint}")
             if self.step is not None and part.batches > first:
                 self.step.finish()
                 self.step.check()

@@ -64,10 +64,8 @@ def _check_rounding(kept: Tensor, rounded: Tensor) -> None:
     if lost.any():
         at = int(lost.nonzero()[0])
         got = f"{float(low[at]):g} to {float(high[at]):g} in column {at}"
-        raise ValueError(
-            f"expected numbers that {rounded.dtype} can tell apart, got {got}; "
-            "standardise them first, with ds.data.Standardiser or ds.data.TableEncoder"
-        )
+        hint = "standardise them, with ds.data.Standardiser or TableEncoder"
+        raise ValueError(f"expected numbers that {rounded.dtype} can tell apart, got {got}; {hint}")
 
 
 def _describe_source(values: Any) -> str:

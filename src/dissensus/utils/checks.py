@@ -44,10 +44,8 @@ def number(
             *([f"below {below:g}"] if below < math.inf else []),
             *([f"of at most {most:g}"] if most < math.inf else []),
         ]
-        raise ValueError(
-            f"expected {name} {' and '.join(bounds) or 'as a finite number'}, got {value!r}; "
-            f"{hint or 'pass a number within these bounds'}"
-        )
+        wanted = " and ".join(bounds) or "as a finite number"
+        raise ValueError(f"expected {name} {wanted}, got {value!r}; {hint or 'pass a number within these bounds'}")
     return value
 
 
