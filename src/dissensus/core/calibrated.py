@@ -26,9 +26,8 @@ from dissensus.utils.tensor_tree import SubmoduleCache
 
 log = logging.getLogger("dissensus")
 
-STATE = (
-    "_extra_state"  # torch's name for what a state holds besides tensors; here the model's description, as JSON bytes
-)
+# torch's name for what a state holds besides tensors; here the model's description, as JSON bytes
+STATE = "_extra_state"
 KINDS: dict[str, type[FittedModule]] = {}  # all calibrations and promises, by their names in files
 
 
@@ -162,12 +161,8 @@ class CalibratedModule(nn.Module):
         left_out = {"steps", "promises", "watchers", *self._non_persistent_buffers_set}
         own = {**self._parameters, **self._buffers, **self._modules}.items()
         with self.particles.lock_network(), torch.no_grad():
-            tensors = [
-                gather_full_tensor(each)
-                for name, part in sorted(own)
-                if name not in left_out
-                for each in _state_tensors(part)
-            ]
+            parts = [part for name, part in sorted(own) if name not in left_out]
+            tensors = [gather_full_tensor(each) for part in parts for each in _state_tensors(part)]
             calibration = None if self.calibration is None else self.calibration.config()
             text = as_bytes([describe_likelihood(self.particles.likelihood), calibration])
             return f"{fingerprint([text, *tensors]):016x}"
@@ -201,9 +196,7 @@ class CalibratedModule(nn.Module):
     def uncalibrate(self, change: str) -> None:
         """Sets the temperature to 1 and drops the calibration, with warnings, because predictions change."""
         if (before := float(self.temperature)) != 1.0:
-            log.warning(
-                "%s sets the temperature back from %.3g to 1; call ds.temperature_scale afterwards", change, before
-            )
+            log.warning("%s sets the temperature from %.3g to 1; call ds.temperature_scale afterwards", change, before)
         if self.calibration is not None:
             log.warning("%s drops the %s calibration; call ds.calibrate afterwards", change, self.calibration.kind)
         self.recalibrate(1.0, None)
@@ -231,9 +224,8 @@ class CalibratedModule(nn.Module):
         before = self.stored_guarantees()
         self._modules["promises"] = nn.ModuleDict()
         for name, config in promises.items():
-            same = (
-                name in before and before[name].config() == config
-            )  # keeps its functions of inputs, which no file holds
+            # the same one keeps its functions of inputs, which no file holds
+            same = name in before and before[name].config() == config
             self._attach_guarantee(name, before[name] if same else build_fitted(config, f"{prefix}promises.{name}."))
 
     @final

@@ -124,9 +124,8 @@ def check_rates(optimizer: Any) -> None:
 def count_optimizer_step(optimizer: Optimizer, *_: object) -> None:
     """Counts a step of any optimiser in the process; called by torch, and when steps are replayed from a graph."""
     if held := _optimizer_tensors(optimizer):
-        if (
-            counter := _steps.get(_step_key(held))
-        ) is None:  # slow to write, so what is there is a list, which is changed
+        counter = _steps.get(_step_key(held))
+        if counter is None:  # slow to write, so what is there is a list, which is changed
             _steps[_step_key(held)] = counter = [0]
         counter[0] += 1
 

@@ -85,9 +85,8 @@ class Predictive(ABC):
         if len(shapes := {tuple(tensor.shape[2:] for tensor in part.defining_tensors()) for part in parts}) > 1:
             found = sorted(tuple(each[0]) for each in shapes)
             raise ValueError(f"expected outputs of one shape, got {found}; pad the batches, or use ds.predict_batches")
-        return type(parts[0])(
-            *(torch.cat(each, dim=1) for each in zip(*(p.defining_tensors() for p in parts), strict=True))
-        )
+        columns = zip(*(part.defining_tensors() for part in parts), strict=True)
+        return type(parts[0])(*(torch.cat(each, dim=1) for each in columns))
 
     def to(self, target: torch.device | str | torch.dtype) -> Predictive:
         """A copy on another device or in another precision."""
@@ -249,9 +248,8 @@ class RegressionPredictive(Predictive):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """(B,) log-density of the mixture; the outputs of one member are independent."""
-        each = -0.5 * (
-            (self._targets(y) - self._means) ** 2 / self.variances + self.variances.log() + math.log(2 * math.pi)
-        )
+        squares = (self._targets(y) - self._means) ** 2
+        each = -0.5 * (squares / self.variances + self.variances.log() + math.log(2 * math.pi))
         each = each.flatten(2).sum(2) if each.ndim > 2 else each  # (M, B)
         return each.logsumexp(0) - math.log(len(each))
 

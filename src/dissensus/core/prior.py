@@ -12,13 +12,8 @@ from torch import Tensor, nn
 from dissensus.utils.checks import integer, number
 from dissensus.utils.tensor_tree import Tensors
 
-NORM_LAYERS: tuple[type[nn.Module], ...] = (
-    nn.modules.batchnorm._NormBase,
-    nn.GroupNorm,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.CrossMapLRN2d,
-)
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.CrossMapLRN2d)
+NORM_LAYERS: tuple[type[nn.Module], ...] = _NORMS
 
 
 class Prior(nn.Module, ABC):
@@ -138,9 +133,8 @@ def expanded_signature(constructor: Callable[..., Any]) -> inspect.Signature:
     if last.kind is not last.VAR_KEYWORD or last.name != "prior":
         return inspect.Signature([*known, last])
     kinds = PriorKeywords.__annotations__.items()
-    return inspect.Signature(
-        [*known, *(last.replace(name=k, kind=last.KEYWORD_ONLY, default=None, annotation=v) for k, v in kinds)]
-    )
+    spelled = (last.replace(name=k, kind=last.KEYWORD_ONLY, default=None, annotation=v) for k, v in kinds)
+    return inspect.Signature([*known, *spelled])
 
 
 def make_prior(

@@ -227,9 +227,8 @@ class TrainableModule(TrainingClock):
         """Names of the members' trained parameters under the prior, from groups with `prior=True`."""
         if self._with_prior is None:
             names = {name for group in disjoint_groups(self.groups()) if group.prior for name in group.parameters}
-            plain = names_under_prior(
-                self.prior, self.particles.template.network, (name.removeprefix(PREFIX) for name in names)
-            )
+            bare = (name.removeprefix(PREFIX) for name in names)
+            plain = names_under_prior(self.prior, self.particles.template.network, bare)
             self._with_prior = frozenset(PREFIX + name for name in plain)
         # From the stored tensors: inside vmap and func transforms, a member's tensors do not have requires_grad.
         stored = {**self.particles.shared_parameters(), **self.particles.own_parameters()}
@@ -240,14 +239,12 @@ class TrainableModule(TrainingClock):
         """() −log p(θ) / N of one member. Shared tensors get 1/M of its gradient: they count once in the sum over members."""
         if self.prior is None or self.data_size is None:
             return 0.0
-        weights, shared = {}, self.particles.shared_parameters()
+        weights, shared, members = {}, self.particles.shared_parameters(), self.particles.total_members
         for name in self.names_with_prior():
             # Sums of squares overflow float16 and lose digits in bfloat16 long before the weights do.
             full = at_least_float32(params[name])
-            once = name in shared and self.particles.total_members > 1
-            weights[name.removeprefix(PREFIX)] = (
-                scale_gradient(full, 1 / self.particles.total_members) if once else full
-            )
+            once = name in shared and members > 1
+            weights[name.removeprefix(PREFIX)] = scale_gradient(full, 1 / members) if once else full
         if not weights:
             return 0.0
         if (log_prob := self.prior.log_prob(weights)).shape:

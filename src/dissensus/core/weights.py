@@ -39,10 +39,8 @@ class Weights:
 
     def expand_members(self, tensors: Mapping[str, Tensor]) -> Tensors:
         """Name -> detached views (M, ...) of tensors that have the shapes of the stored ones."""
-        return {
-            name: t.detach() if name in self.own else t.detach().expand(self.members, *t.shape)
-            for name, t in tensors.items()
-        }
+        found = {name: t.detach() for name, t in tensors.items()}
+        return {name: t if name in self.own else t.expand(self.members, *t.shape) for name, t in found.items()}
 
     def rows(self) -> Tensors:
         """Name -> (M, ...) views of the present tensors."""

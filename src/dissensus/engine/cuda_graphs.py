@@ -114,9 +114,8 @@ class CapturedCalls:
         if self.failed or len(self.graphs) == MOST_GRAPHS:
             return False
         self.occurrences[key] += 1
-        return self.occurrences[key] > max(
-            self.warm_up, 2 if key in self.constants else 0
-        )  # two calls show what is constant
+        least = 2 if key in self.constants else 0  # two calls show what is constant
+        return self.occurrences[key] > max(self.warm_up, least)
 
     def capture(
         self,

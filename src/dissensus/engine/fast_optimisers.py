@@ -87,11 +87,8 @@ def _change_settings(optimizer: Optimizer, groups: list[dict[str, Any]], **setti
         group.update({key: settings[key] for key in mine})
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.shape == parameter.shape
-                and value.stride() != parameter.stride()
-            ):
+            same = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if same and value.stride() != parameter.stride():
                 state[key] = torch.empty_like(parameter).copy_(value)
 
     def restore() -> None:

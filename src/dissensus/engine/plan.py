@@ -147,11 +147,8 @@ def _can_gain_by_compiling(posterior: Posterior, on_gpu: bool) -> bool:
 def time_strategy(run: Strategy, posterior: Posterior, batch: Batch, *, captured: bool) -> float | None:
     """Median seconds for the gradients of one batch, captured if the step will be; None if they fail."""
     try:
-        with (
-            posterior.particles.lock_network(),
-            posterior.particles.runner.run_context(),
-            preserve_random_state(posterior.device),
-        ):
+        particles = posterior.particles
+        with particles.lock_network(), particles.runner.run_context(), preserve_random_state(posterior.device):
             if not captured:
                 on_gpu = posterior.device.type == "cuda"
                 with timed_convolutions(posterior.device):
