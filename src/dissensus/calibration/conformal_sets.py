@@ -100,7 +100,7 @@ class Conformal(Guarantee):
         """(predictive, (B or 1, P or K) thresholds)."""
         posterior = self.posterior  # raises if its predictions have changed
         predictive = x if isinstance(x, Predictive) else posterior.predict(x)
-        inputs = None if isinstance(x, Predictive) else posterior.transformed(x)  # as in calibration
+        inputs = None if isinstance(x, Predictive) else posterior.transform_inputs(x)  # as in calibration
         one = torch.ones(1)
         w = (
             self._row_values("weight", weight, self.weight_of, inputs, len(predictive))
@@ -162,7 +162,7 @@ class Coverage(NamedTuple):
 def measure_coverage(
     conformal: Conformal, predictive: Predictive, y: Tensor, generator: torch.Generator, **rows: Tensor | None
 ) -> Coverage:
-    """`Covered` for predictions of rows with targets y; `rows`: weight and group, if used."""
+    """`Coverage` for predictions of rows with targets y; `rows`: weight and group, if used."""
     if conformal.score in CLASS_SCORES:
         found = conformal.set(predictive, generator=generator, **rows)
         hit = found.gather(1, y.to(found.device)[:, None])[:, 0]

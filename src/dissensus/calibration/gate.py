@@ -34,7 +34,7 @@ class Gate(Guarantee):
         self.score = str(facts["score"])
 
     def forward(self, x: Inputs | Predictive) -> GateDecision:
-        """`gate(x)`: `Gated` for a batch of inputs, or for the posterior's `Predictive` of one."""
+        """`gate(x)`: `GateDecision` for a batch of inputs, or for the posterior's `Predictive` of one."""
         posterior = self.posterior  # raises if its predictions have changed
         return self.decide(x if isinstance(x, Predictive) else posterior.predict(x))
 

@@ -120,7 +120,7 @@ class CalibratedModule(nn.Module):
     """Base class of posteriors: holds their temperature, calibration and promises.
 
     Public attributes: `temperature` (), `calibration` (a `Calibration` or None; acts after the temperature), `promises`
-    (name -> `Promise`).
+    (name -> `Guarantee`).
     """
 
     temperature: Tensor  # () logits are divided by it; saved with the state
@@ -137,7 +137,7 @@ class CalibratedModule(nn.Module):
     @property
     @final
     def promises(self) -> nn.ModuleDict:
-        """Name -> `Promise`, those that hold for the present predictions."""
+        """Name -> `Guarantee`, those that hold for the present predictions."""
         self.drop_stale_guarantees()
         return self._modules["promises"]  # type: ignore[return-value]
 

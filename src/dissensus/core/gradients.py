@@ -157,8 +157,8 @@ def can_train_in_place(posterior: Any, batch: Batch) -> bool:
     A CUDA graph is captured with new leaves: nodes of the caller's own may be on another stream.
     """
     particles = posterior.particles
-    whole = particles.held and not particles.divided and not particles.fully
-    return whole and particles.exchange is ALONE and not posterior.coupled and batch.y.device.type == "cpu"
+    whole = particles.wraps_original and not particles.divided and not particles.fully_sharded
+    return whole and particles.exchange is ALONE and not posterior.is_coupled and batch.y.device.type == "cpu"
 
 
 def in_place_gradients(posterior: Any, batch: Batch) -> Found:
@@ -237,7 +237,7 @@ def vectorised_gradients(posterior: Objective, batch: Batch) -> Gradients:
 
 
 def vmapped_objective(posterior: Objective, state: State, batch: Batch) -> tuple[Tensor, Tensor, Tensors]:
-    """(objective (), losses (M,), buffers afterwards), all members at once. Call it within `particles.vectorising()`."""
+    """(objective (), losses (M,), buffers afterwards), all members at once. Call it within `particles.vmap_context()`."""
 
     def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
         params = {**state.shared, **state.shared_frozen, **row.own}
@@ -311,7 +311,7 @@ def looped_keeping_graphs(
 ) -> Gradients:
     """Gradients of coupled members in one pass that keeps all graphs until v is known.
 
-    Faster than `looped`, with M times its memory.
+    Faster than `looped_gradients`, with M times its memory.
     """
     forward = forward or posterior.member_loss
     state, (lane, join) = detached_state(posterior), lanes

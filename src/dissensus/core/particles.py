@@ -393,27 +393,27 @@ class MemberRowCache:
         self.known = None
 
     def can_run_members(self, particles: Any) -> bool:
-        """Whether these particles can run by `one_by_one` now: in eval mode, in one template and with tensors to cut."""
-        alone = particles.held or particles.divided or particles.runner.lanes or len(particles.templates) > 1
+        """Whether these particles can run by `run_one_by_one` now: in eval mode, in one template and with tensors to cut."""
+        alone = particles.wraps_original or particles.divided or particles.runner.lanes or len(particles.templates) > 1
         return not (alone or particles.training) and bool(particles.own._modules) and _can_cache_rows()
 
     def run_one_by_one(self, particles: Any, function: Callable[..., Any], *args: Any) -> Any:
         """function(member, *args) of every member, stacked; afterwards the template has its own tensors again."""
         template, found = particles.templates[0], []
-        with particles.turn(), particles.runner.running():
+        with particles.lock_network(), particles.runner.run_context():
             self.places = places = self.places or TensorPlaces(template)
             before = [*map(dict.__getitem__, places.registries, places.keys)]
-            lent = particles._written[0].lend(template)
+            lent = particles._forward_attributes[0].take_snapshot(template)
             try:
                 for tensors in self.member_rows(particles, places.names):
                     assign_tensors(places, tensors)
                     found.append(function(template, *args))
                     if lent is not None:
-                        lent.take_back(again=True)
+                        lent.restore_attributes(again=True)
             finally:
                 assign_tensors(places, before)
                 if lent is not None:
-                    lent.take_back()
+                    lent.restore_attributes()
             return stack_trees(found)
 
     def member_rows(self, particles: Any, names: Sequence[str]) -> list[list[Tensor]]:

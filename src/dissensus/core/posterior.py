@@ -309,13 +309,13 @@ class Posterior(TrainableModule, ABC):
     @final
     def connected_mesh(self) -> Any:
         """The mesh, if it has other processes that are still connected; else None."""
-        return self.mesh if self.mesh is not None and self.mesh.size > 1 and self.mesh.alive else None
+        return self.mesh if self.mesh is not None and self.mesh.size > 1 and self.mesh.is_alive else None
 
     @final
     def complete_loader(self, loader: Any) -> Any:
         """The loader, or, if it gives each process a part of the data, a loader over all parts."""
         if self.connected_mesh is not None:
-            return self.connected_mesh.whole(loader)
+            return self.connected_mesh.complete_loader(loader)
         parts = batches.distributed_sampler(loader)
         if parts is not None and parts.num_replicas > 1 and self.ranks is None:
             raise ValueError(
@@ -329,7 +329,7 @@ class Posterior(TrainableModule, ABC):
         """The drawn functions, the same on all processes, of which each runs some where they share a batch."""
         if self.connected_mesh is None:
             return FunctionPartition(drawn)
-        return self.connected_mesh.portion(drawn, self.device, lambda: not self.network_is_random)  # type: ignore[no-any-return]
+        return self.connected_mesh.partition_functions(drawn, self.device, lambda: not self.network_is_random)  # type: ignore[no-any-return]
 
     @final
     def map_batches(
@@ -345,7 +345,7 @@ class Posterior(TrainableModule, ABC):
             return ((batch, work(batch)) for batch in given)
         standing: list[Any] = [each for each in (self.calibration, *self.promises.values()) if each is not None]
         seen_by = (self.temperature, *((repr(each.config()), *each.buffers()) for each in standing))
-        found: Iterator[tuple[Any, Any]] = self.connected_mesh.in_turns(
+        found: Iterator[tuple[Any, Any]] = self.connected_mesh.map_batches(
             work, given, portion=portion, seen_by=seen_by, device=device
         )
         return found

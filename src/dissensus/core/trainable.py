@@ -34,7 +34,7 @@ class Watchers(nn.ModuleList):
 
 
 class TrainingClock(CalibratedModule):
-    """Base class of `TrainingRules`. `fit`, or your own loop, calls `begin` once and `observe` after every step.
+    """Base class of `TrainableModule`. `fit`, or your own loop, calls `begin` once and `observe` after every step.
 
     Both calls are passed on to the method's recorders (its attributes of class `Recorder`) and to its watchers.
     """

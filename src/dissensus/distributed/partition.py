@@ -172,7 +172,7 @@ class MeshTrainingPartition(TrainingPartition):
         """Inside, the optimiser has the states of all members, as one process would; afterwards those that lie here again."""
         chains = getattr(optimizer, "generators", [])
         if self.exchange.splits_members and len(chains) == self.members:
-            states = self.mesh.members.objects([chain.get_state() for chain in chains[self.member_slice]])
+            states = self.mesh.members.gather_objects([chain.get_state() for chain in chains[self.member_slice]])
             for chain, state in zip(chains, (state for each in states for state in each), strict=True):
                 chain.set_state(state)
         for parameter, key, value in self._member_states(optimizer):
@@ -242,7 +242,7 @@ class MeshTrainingPartition(TrainingPartition):
         if size < data.size:
             self.exchange.local_batch = LocalBatch(size, slice(0, size), weight.new_tensor(1 / data.size), weight.sum())
             return batch
-        here = self.mesh.share(size)
+        here = self.mesh.row_slice(size)
         total = weight.sum()
         mine = torch.where(total > 0, weight[here].sum() / total, (here.stop - here.start) / size)
         self.exchange.local_batch = LocalBatch(size, here, mine, total, is_split=True)
@@ -287,7 +287,7 @@ class MeshTrainingPartition(TrainingPartition):
         return (batch for number, batch in enumerate(batches) if number % self.mesh.size == self.mesh.rank)
 
     def broadcast_object(self, value: Any) -> Any:
-        return self.mesh.objects(value)[0]
+        return self.mesh.gather_objects(value)[0]
 
 
 def check_divisible(mesh: Mesh, posterior: Posterior) -> None:

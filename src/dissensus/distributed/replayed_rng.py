@@ -1,7 +1,7 @@
 """Noise of a training step: every process draws the noise of the whole batch, as one process would, and takes its part.
 
 The random operations of a member's run have a fixed order (`Draw`, found once by running members on two and on three rows).
-The axis that grows with the rows is the batch axis; with all members at once, axis 0 is the member axis. `WholeNoise` makes
+The axis that grows with the rows is the batch axis; with all members at once, axis 0 is the member axis. `FullBatchNoise` makes
 each operation draw for all rows and members, so that all generators have the state that those of one process would have.
 """
 

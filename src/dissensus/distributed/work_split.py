@@ -127,7 +127,7 @@ def map_batches(
 
     Args:
         batches: trees of tensors, the same on every rank.
-        portion: the functions that the work is done with; a `DividedPortion` lets ranks share a batch.
+        portion: the functions that the work is done with; a `MeshFunctionPartition` lets ranks share a batch.
         seen_by: facts and tensors of what the functions are seen through, the same on every rank.
         device: where tensors of what was found shall lie.
     """

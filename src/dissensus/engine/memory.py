@@ -124,7 +124,7 @@ def training_memory(
 
 @contextmanager
 def measure_peak(device: torch.device) -> Iterator[list[PeakMemory]]:
-    """Its list gets what is `Taken` inside, besides what was there before; nothing on the host."""
+    """Its list gets what is `PeakMemory` inside, besides what was there before; nothing on the host."""
     found: list[PeakMemory] = []
     reset_peak(device)
     before = _current_memory(device)

@@ -1,7 +1,7 @@
 """Tracing: turns a module into one graph of plain operations for any batch size, with members folded into the batch.
 
 vmap fixes the batch size of many layers to that of the example: its rules for convolutions, pooling and normalisation read
-sizes as numbers. Inside `BatchFree`, such layers run outside of vmap with members × batch as their batch, or are written out.
+sizes as numbers. Inside `AnyBatchSize`, such layers run outside of vmap with members × batch as batch, or are written out.
 """
 
 from collections.abc import Callable, Mapping, Sequence

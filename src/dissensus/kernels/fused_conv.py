@@ -157,7 +157,7 @@ class PendingConvolution(PendingTensor):
         """ReLU of the batch norm of this convolution, with a tensor added before ReLU."""
         kernel, shift = self.fold_norm(*norm)
         if isinstance(added, PendingTensor):
-            added, more = cast(Any, added).branch()
+            added, more = cast(Any, added).norm_and_shift()
             shift = shift + more
         return self._convolve_relu(kernel, shift, added)
 

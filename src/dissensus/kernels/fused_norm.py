@@ -1,7 +1,7 @@
 """Layers that wait for what follows: on a GPU batch norm, an addition and ReLU become one kernel, second derivatives included.
 
-Inside `fused()` the result of `F.batch_norm` is a `Pending` tensor, of which only the statistics are computed. ReLU makes it
-one kernel, an addition waits for the ReLU after it, and anything else computes it first. Values and derivatives equal torch's
+Inside `fused()` the result of `F.batch_norm` is a `PendingTensor`, of which only the statistics are computed. ReLU makes it one
+kernel, an addition waits for the ReLU after it, and anything else computes it first. Values and derivatives equal torch's
 up to rounding (`kernels/triton_norm.py`); between the layers nothing is rounded to half precision. Without gradients and
 with running statistics, batch norm becomes part of the convolution before it (`kernels/fused_conv.py`).
 """

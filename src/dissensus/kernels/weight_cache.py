@@ -132,7 +132,7 @@ _thread = _Thread()
 
 @contextmanager
 def use_weight_cache(kept: WeightCache, *, casts: bool, beside: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Inside, `derived` and casts of large weights keep what they find.
+    """Inside, `compute_cached` and casts of large weights keep what they find.
 
     Args:
         casts: whether casts are looked at, which costs time at every operation.
@@ -155,7 +155,7 @@ def use_weight_cache(kept: WeightCache, *, casts: bool, beside: torch.cuda.Strea
 def compute_cached(
     what: Hashable, tensors: Sequence[Tensor | None], make: Callable[..., Found], *, by_rows: bool = False
 ) -> Found:
-    """make(*tensors), or inside `keeping` what it gave before for the same weights: see `Kept.find`.
+    """make(*tensors), or inside `use_weight_cache` what it gave before for the same weights: see `WeightCache.find`.
 
     `what` names all that it depends on besides.
     """
@@ -175,7 +175,7 @@ class _CastCacheMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as in `Watch`
+        return False  # as in `RandomnessDetector`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

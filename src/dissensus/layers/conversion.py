@@ -1,8 +1,8 @@
 """Layer surgery: copies any network and changes what its linear and convolutional layers compute with the same weights.
 
 A converted layer keeps its place, its object, its hooks and the names of its tensors: only its class becomes a subclass of
-the old one (`Cut`), as with torch's parametrizations. A wrapper would put "layer." into the names of a state dict, break
-users' `isinstance(part, nn.Linear)`, and miss modules that hold the layer without being its parent.
+the old one (`ConvertedLayer`), as with torch's parametrizations. A wrapper would put "layer." into the names of a state
+dict, break users' `isinstance(part, nn.Linear)`, and miss modules that hold the layer without being its parent.
 """
 
 import copy

@@ -46,7 +46,7 @@ class ChainedLayers(ConvertedLayer):
 
 
 def chain_layers(network: nn.Module) -> None:
-    """Makes every `nn.Sequential` of the network with such layers a `Chained` one, in place."""
+    """Makes every `nn.Sequential` of the network with such layers a `ChainedLayers` one, in place."""
     for part in list(network.modules()):
         if type(part) is nn.Sequential and any(len(run) > 1 for run in split_into_runs(list(part))):
             vars(convert_layer(part, ChainedLayers))["members_at_once"] = False  # by which vectorising code finds it

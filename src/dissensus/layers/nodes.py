@@ -94,7 +94,7 @@ def add_node_latents(
 
 
 def sites_of(name: str, layer: nn.Module, mode: Mode, *, bias: bool = False) -> list[Site]:
-    """The sites of latents in one layer; arguments as in `with_nodes`."""
+    """The sites of latents in one layer; arguments as in `add_node_latents`."""
     inputs, outputs = features(layer)
     return [
         *([Site(name, "before", inputs)] if mode != "out" else []),

@@ -47,7 +47,7 @@ def predictive_figure(predictive: Any, x: Any, seen: tuple[Any, Any] | None, cla
             "pass x, or plot ds.evaluate(...) instead"
         )
     ends = tuple(_array(each).reshape(len(mean), -1) for each in predictive.interval(LEVEL))
-    kept = _array(predictive.described()[0][:MEMBERS])  # for a summary its mean
+    kept = _array(predictive.defining_tensors()[0][:MEMBERS])  # for a summary its mean
     members = kept.reshape(len(kept), len(mean), -1)
     return prediction_figures.line_figure(
         flat.ravel(), mean.reshape(len(mean), -1), ends, members, level=LEVEL, seen=dots

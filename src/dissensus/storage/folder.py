@@ -213,7 +213,7 @@ def describe_modes(posterior: Posterior) -> dict[str, list[str]]:
 
 
 def restore_modes(posterior: Posterior, saved: Mapping[str, list[str]]) -> None:
-    """Restores what `kept_as_is` saved; what is frozen in the caller's template stays frozen. Raises on unknown names."""
+    """Restores what `describe_modes` saved; what is frozen in the caller's template stays frozen. Raises on unknown names."""
     template = posterior.particles.template
     for name in saved["frozen"]:
         posterior.get_parameter(name).requires_grad_(False)

@@ -38,7 +38,7 @@ from dissensus.utils.file_errors import read_errors
 
 
 class ResumedRun(NamedTuple):
-    """A run so far. `told`: steps done and steps per epoch, for `Length`; `part`: the part done of the next epoch."""
+    """A run so far. `told`: steps done and steps per epoch, for `RunLength`; `part`: the part done of the next epoch."""
 
     history: History
     best: Best

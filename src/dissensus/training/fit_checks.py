@@ -121,7 +121,7 @@ def standardise_targets(posterior: Posterior, loader: Iterable[Any]) -> None:
         raise ValueError("expected a loader that can be read twice, got a generator; pass a list of its batches")
     measured = _mean_and_std(batch.y for batch in posterior.read(loader))
     for each in likelihoods:
-        each.standardise(measured)
+        each.set_target_scale(measured)
 
 
 def _mean_and_std(parts: Iterable[Tensor]) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Progress of a long job in one line: a bar on a terminal, a line that is overwritten in a notebook.
 
 In a file it prints a line for the first and the last epoch, and between them at most every ten seconds. If processes work
-together, only the first one shows progress, logs, and writes reports (`speaks`).
+together, only the first one shows progress, logs, and writes reports (`is_reporting_process`).
 """
 
 import logging
