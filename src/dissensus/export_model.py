@@ -67,10 +67,8 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
     if posterior.classes is not None and len(posterior.classes) != (outputs := wanted[1]["mean"][0].shape[1]):
         raise ValueError(f"expected the names of {outputs} classes, got {len(posterior.classes)}; name every output")
     _log_size(path, module.predictor)
-    with (
-        posterior.particles.lock_network(),
-        torch.no_grad(),
-    ):  # nobody else uses the network while it is traced, on the host
+    # nobody else uses the network while it is traced, on the host
+    with posterior.particles.lock_network(), torch.no_grad():
         module, x, failed = module.cpu(), batches.move_to_device(x, torch.device("cpu")), list[str]()
         for prepare in (_vectorise_members, _loop_members):
             prepare(module.predictor)
@@ -105,9 +103,7 @@ class ExportedPosterior(nn.Module):
         self.inputs, self.dtype = posterior.inputs, posterior.temperature.dtype
         self.traced = getattr(self.inputs, "traceable", False)
         if self.inputs is not None and not self.traced:
-            log.warning(
-                "the file takes encoded inputs, posterior.inputs(x), because the transform reads text and tensors hold none"
-            )
+            log.warning("the file takes encoded inputs, posterior.inputs(x), because tensors hold no text")
         self.model_metadata = {
             "dissensus": __version__,
             "method": posterior.name,
@@ -195,11 +191,8 @@ def _first_rows(x: Inputs, rows: int) -> Inputs:
 
 def _at_least_two_rows(x: Inputs) -> Inputs:
     """x with at least two rows: torch treats an axis of length one as fixed."""
-    return (
-        x
-        if batches.count_examples(x) > 1
-        else batches.map_tensors(x, lambda tensor: tensor.repeat(2, *[1] * (tensor.ndim - 1)))
-    )
+    several = batches.count_examples(x) > 1
+    return x if several else batches.map_tensors(x, lambda tensor: tensor.repeat(2, *[1] * (tensor.ndim - 1)))
 
 
 def _output_bounds(posterior: Posterior, module: ExportedPosterior, x: Inputs) -> dict[str, tuple[Tensor, Tensor]]:
@@ -223,9 +216,8 @@ def _output_bounds(posterior: Posterior, module: ExportedPosterior, x: Inputs) -
     rounding = max((torch.finfo(p.dtype).eps for p in posterior.parameters() if p.is_floating_point()), default=0.0)
     close = max(CLOSE, ROUNDINGS * rounding)
     least, most = (module.outputs(first, slack) for slack in (-close, close))
-    return {
-        name: (_add_slack(least[name], -close, 1.0).cpu(), _add_slack(most[name], close, 1.0).cpu()) for name in least
-    }
+    bounds = ((name, _add_slack(least[name], -close, 1.0), _add_slack(most[name], close, 1.0)) for name in least)
+    return {name: (low.cpu(), high.cpu()) for name, low, high in bounds}
 
 
 def _vectorise_members(predictor: Predictor) -> None:

@@ -84,9 +84,8 @@ def summarise(
     """
     loader = _as_loader(posterior, loader)
     if not isinstance(posterior, Posterior):
-        from dissensus.storage.member_streaming import (
-            read_members,  # imports all methods, which `import dissensus` avoids
-        )
+        # It imports all methods, which `import dissensus` avoids.
+        from dissensus.storage.member_streaming import read_members
 
         members = read_members(Path(posterior), network, likelihood=likelihood, method=method)
         return _summarise_stored(members, loader, precision)
@@ -169,10 +168,8 @@ def predict_image(
     sides = size if tile is None else (tile, tile) if isinstance(tile, int) else tile
     rows, columns = (_tiles(*each, overlap) for each in zip(size, sides, strict=True))
     places = [(row, column) for row in rows for column in columns]
-    loader = [
-        (image[None, :, row.start : row.stop, column.start : column.stop], torch.zeros(1))
-        for (row, _), (column, _) in places
-    ]
+    cuts = [(slice(row.start, row.stop), slice(column.start, column.stop)) for (row, _), (column, _) in places]
+    loader = [(image[None, :, row, column], torch.zeros(1)) for row, column in cuts]
     found: tuple[Tensor, ...] = ()
     lens = expect_posterior(posterior).current_correction()
     parts = predict_loader(posterior, loader, lens, precision=precision, compiled=False, one_at_a_time=True)
@@ -194,9 +191,8 @@ def _tiles(length: int, side: int, overlap: int) -> list[tuple[range, range]]:
     """(range that a tile covers, range that is kept of it) along one axis."""
     if integer("tile", side) >= length:
         return [(range(length), range(length))]
-    step = side - integer(
-        "overlap", number("overlap", overlap, below=side, hint="tiles must be larger than their overlap"), least=0
-    )
+    number("overlap", overlap, below=side, hint="tiles must be larger than their overlap")
+    step = side - integer("overlap", overlap, least=0)
     starts = [start for start in range(0, length, step) if start == 0 or start + overlap < length]
     covered = [range(start, min(start + side, length)) for start in starts]
     ends = [*(tile.stop - overlap // 2 for tile in covered[:-1]), length]

@@ -64,9 +64,8 @@ class Conformal(Guarantee):
         if self.score not in CLASS_SCORES:
             raise TypeError(f"expected a classification for sets, got the score {self.score!r}; call .interval(x)")
         predictive, thresholds = self._resolve_inputs(x, weight, group)
-        if not isinstance(predictive, CategoricalPredictive) or predictive.log_mean.shape[1:] != (
-            self.facts["outputs"],
-        ):
+        classes = predictive.log_mean.shape[1:] if isinstance(predictive, CategoricalPredictive) else None
+        if classes != (self.facts["outputs"],):
             wanted = f"{self.facts['outputs']} classes per row"
             raise ValueError(f"expected {wanted}, got {predictive!r}; use its own posterior")
         return class_scores(predictive, self.facts, generator) <= add_tolerance(thresholds)
@@ -101,12 +100,8 @@ class Conformal(Guarantee):
         posterior = self.posterior  # raises if its predictions have changed
         predictive = x if isinstance(x, Predictive) else posterior.predict(x)
         inputs = None if isinstance(x, Predictive) else posterior.transform_inputs(x)  # as in calibration
-        one = torch.ones(1)
-        w = (
-            self._row_values("weight", weight, self.weight_of, inputs, len(predictive))
-            if self.facts["weighted"]
-            else one
-        )
+        rows, weighted = len(predictive), self.facts["weighted"]
+        w = self._row_values("weight", weight, self.weight_of, inputs, rows) if weighted else torch.ones(1)
         by_group = self.facts["by"] == "group"
         g = self._row_values("group", group, self.group_of, inputs, len(predictive)) if by_group else None
         return predictive, self.thresholds(w.double(), g).to(predictive.defining_tensors()[0].device)
@@ -145,9 +140,7 @@ class Conformal(Guarantee):
 
     def describe(self) -> str:
         """The guarantee in one sentence."""
-        by = {None: "", "class": ", for every class separately", "group": ", for every group separately"}[
-            self.facts["by"]
-        ]
+        by = "" if self.facts["by"] is None else f", for every {self.facts['by']} separately"
         what = "sets" if self.score in CLASS_SCORES else "intervals"
         return f"{what} contain the truth with probability at least {self.level:g}{by} ({self.rows} calibration rows)"
 

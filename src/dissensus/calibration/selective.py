@@ -61,9 +61,8 @@ def selective(
     found: list[tuple[Tensor, Tensor]] = []
     for rows in _equally_weighted_rows(posterior, loader):
         known = _score_name(rows.predictive, score)
-        found.append(
-            (uncertainty_function(rows.predictive, known)(rows.predictive).cpu(), _row_errors(rows, tolerance).cpu())
-        )
+        uncertainty = uncertainty_function(rows.predictive, known)(rows.predictive)
+        found.append((uncertainty.cpu(), _row_errors(rows, tolerance).cpu()))
     if (n := sum(len(each) for each, _ in found)) < least:
         wanted = f"at least {least} rows for a risk of {risk:g} at confidence {confidence:g}"
         raise ValueError(f"expected {wanted}, got {n}; pass more rows, or a higher risk")
@@ -145,16 +144,14 @@ def _row_errors(rows: CalibrationRows, tolerance: float | None) -> Tensor:
     elif tolerance is None:
         hint = "pass tolerance=, the largest error that counts as right"
         raise ValueError(f"expected a tolerance for a regression, got none; {hint}")
-    return error_mask(
-        rows.predictive, rows.y, tolerance if tolerance is None else number("tolerance", tolerance, least=0)
-    )
+    largest = tolerance if tolerance is None else number("tolerance", tolerance, least=0)
+    return error_mask(rows.predictive, rows.y, largest)
 
 
 def _warn_if_constant(scores: Tensor, known: str) -> None:
     if bool((scores == scores[0]).all()):
-        log.warning(
-            "all %d rows have the same %s, so the gate accepts all or none; use another score", len(scores), known
-        )
+        text = "all %d rows have the same %s, so the gate accepts all or none; use another score"
+        log.warning(text, len(scores), known)
 
 
 def _warn_of_no_threshold(scores: Tensor, errors: Tensor, risk: float, confidence: float, ordered: bool) -> None:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from dissensus.utils.checks import integer, number
 from dissensus.utils.tensor_tree import Tensors
 
-_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.CrossMapLRN2d)
-NORM_LAYERS: tuple[type[nn.Module], ...] = _NORMS
+NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.CrossMapLRN2d)
 
 
 class Prior(nn.Module, ABC):

@@ -81,9 +81,8 @@ class _DoubleBackwardMode(TorchFunctionMode):
             return lazy_batch_norm(*args, **kwargs, otherwise=batch_norm)
         if func not in FORMS or self.keeps_torch_form(*args[:1], **kwargs):
             return func(*args, **kwargs)
-        args, kwargs = (
-            materialise((args, kwargs)) if any(issubclass(each, PendingTensor) for each in types) else (args, kwargs)
-        )
+        if any(issubclass(each, PendingTensor) for each in types):
+            args, kwargs = materialise((args, kwargs))
         if func is F.batch_norm:
             return batch_norm(*args, **kwargs) if thread.norms else func(*args, **kwargs)
         if func is torch.prelu:
@@ -313,7 +312,6 @@ class _BatchNormGradient(torch.autograd.Function):
 def _norm_kernel(
     t: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor, eps: float, wanted: tuple[bool, ...] = (True, True, True)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = aten.native_batch_norm_backward(
-        t, x, w, None, None, m, r, True, eps, list(wanted)
-    )
+    again = aten.native_batch_norm_backward
+    found: tuple[Tensor, Tensor, Tensor] = again(t, x, w, None, None, m, r, True, eps, list(wanted))
     return found

@@ -146,10 +146,8 @@ class PendingConvolution(PendingTensor):
         (_, weight, bias), (*layer, eps), kind = self.parts, norm, self.facts[1]
 
         def fold_weights(weight: Tensor, bias: Tensor | None, *layer: Tensor) -> tuple[Tensor, Tensor]:
-            mean, variance, scale, shift = layer
-            return norm_launch.fold_norm(
-                self._channels_last(weight), bias, mean, variance, scale, shift, eps, dtype=kind
-            )
+            kernel = self._channels_last(weight)
+            return norm_launch.fold_norm(kernel, bias, *layer, eps, dtype=kind)
 
         return compute_cached(("folded", eps, kind), (weight, bias, *layer), fold_weights, by_rows=True)
 

@@ -172,9 +172,8 @@ class PendingNorm(PendingTensor):
 
         if relu and self.can_fold:
             return cast(PendingConvolution, x).compute_norm_relu(self.added, mean, spread, weight, bias, self.eps)
-        return norm_launch.normalise_rows(
-            materialise(x), materialise(self.added), mean, spread, weight, bias, relu=relu, eps=self.eps
-        )
+        x, added = materialise(x), materialise(self.added)
+        return norm_launch.normalise_rows(x, added, mean, spread, weight, bias, relu=relu, eps=self.eps)
 
     @property
     def can_fold(self) -> bool:

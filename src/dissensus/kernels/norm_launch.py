@@ -125,9 +125,8 @@ def second_gradients(
     by_weight = sums.new_empty(sizes.channels)
     common = (g, x, x if y is None else y, mean, rstd, weight, bias)
     flags = {"ADDED": added, "RELU": relu}
-    kernels.second_parts[sizes.sum_grid](
-        u, *common, parts, sizes.rows, sizes.channels, sizes.parts, **flags, **sizes.long
-    )
+    ends = (parts, sizes.rows, sizes.channels, sizes.parts)
+    kernels.second_parts[sizes.sum_grid](u, *common, *ends, **flags, **sizes.long)
     second = sizes.sum_parts(parts)
     kernels.second_derivatives[sizes.tile_grid](
         u, u if v is None else v, *common, sums, second, by_g, by_x, by_weight, sizes.rows, sizes.channels,

@@ -82,9 +82,8 @@ def convertible_layers(
     account, reasons = ConversionReport(), _skip_reasons(network)
     known = {name: part for name, part in network.named_modules() if isinstance(part, CONVERTIBLE)}
     patterns = ["*"] if layers is None else layers
-    unmatched = [
-        each for each in layers or () if not any(fnmatchcase(name, each) for name, _ in network.named_modules())
-    ]
+    names = [name for name, _ in network.named_modules()]
+    unmatched = [each for each in layers or () if not any(fnmatchcase(name, each) for name in names)]
     if unmatched:
         got = f"{', '.join(sorted(unmatched))}, which match no layer"
         raise ValueError(f"expected names of layers, got {got}; the network has {first_names(list(known))}")

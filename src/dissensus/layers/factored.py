@@ -147,9 +147,8 @@ class FactoredLayer(ConvertedLayer):
         if not isinstance(self, TRANSPOSED):
             return layer._conv_forward(input, *kernel)  # type: ignore[no-any-return]
         places = kernel.weight.ndim - 2
-        padding = layer._output_padding(
-            input, output_size, layer.stride, layer.padding, layer.kernel_size, places, layer.dilation
-        )
+        settings = (layer.stride, layer.padding, layer.kernel_size, places, layer.dilation)
+        padding = layer._output_padding(input, output_size, *settings)
         function: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[places - 1]
         return function(input, *kernel, layer.stride, layer.padding, padding, layer.groups, layer.dilation)  # type: ignore[no-any-return]
 

@@ -45,9 +45,8 @@ class Lengthscales:
     def __repr__(self) -> str:
         dimension, rank = self.eigenvectors.shape
         span = f"{float(self.precision.min()):.3g} to {float(self.precision.max()):.3g}" if rank else "none"
-        return (
-            f"Lengthscales(dimension={dimension}, rank={rank}, precision {span}, mean {float(self.mean_precision):.3g})"
-        )
+        mean = f"{float(self.mean_precision):.3g}"
+        return f"Lengthscales(dimension={dimension}, rank={rank}, precision {span}, mean {mean})"
 
     @property
     def dimension(self) -> int:
@@ -129,9 +128,8 @@ def pca_lengthscales(
         (moments.trace - values.sum()).clamp(min=0.0) / (dimension - kept) if kept < dimension else values.new_zeros(())
     )
     dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
-    return Lengthscales(
-        vectors.to(dtype), _precision(values, alpha, form).to(dtype), _precision(rest, alpha, form).to(dtype)
-    )
+    precisions = (_precision(each, alpha, form).to(dtype) for each in (values, rest))
+    return Lengthscales(vectors.to(dtype), *precisions)
 
 
 def _precision(eigenvalues: Tensor, alpha: float, form: str) -> Tensor:

@@ -22,9 +22,8 @@ from dissensus.utils.checks import one_of
 from dissensus.utils.module_state import deepcopy_memo
 
 TensorShapes = Mapping[str, tuple[int, ...]]  # shapes of the tensors in a file
-LIKELIHOODS: dict[str, type[Likelihood]] = {
-    each.__name__: each for each in (Classification, Regression, HeteroscedasticRegression)
-}
+_KNOWN: tuple[type[Likelihood], ...] = (Classification, Regression, HeteroscedasticRegression)
+LIKELIHOODS = {each.__name__: each for each in _KNOWN}
 # Arguments that determine numbers of rows, and the tensors with these rows: compared before anything of that size is built.
 COUNTED = {  # argument -> (prefix of names of tensors, axis with this length)
     "networks": (("particles.own.", 0),),

@@ -178,9 +178,8 @@ def unique_tensors(posterior: Posterior) -> tuple[dict[str, Tensor], dict[str, s
             got = f"{type(tensor).__name__} in '{name}'"
             raise TypeError(f"expected only tensors in the state_dict, got {got}; remove it from the state")
         found = gather_full_tensor(tensor.detach())  # by all processes, where they have parts of it
-        key = (
-            (local_part(tensor).data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
-        )
+        place = (local_part(tensor).data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = place if tensor.numel() else (name,)
         source = first.setdefault(key, name)
         if source == name:
             tensors[name] = found.cpu()
@@ -276,9 +275,8 @@ def fill_tensors(posterior: Posterior, tensors: dict[str, Tensor]) -> None:
         if wanted != found:
             raise ValueError(f"expected {wanted} as {name}, got {found} in the file; pass a network built alike")
         if name.endswith(".running_var") and bool((tensors[name] < 0).any()):
-            raise ValueError(
-                f"expected variances of at least 0, got a negative {name} in the file; save the posterior again"
-            )
+            hint = "save the posterior again"
+            raise ValueError(f"expected variances of at least 0, got a negative {name} in the file; {hint}")
     targets = {**dict(posterior.named_parameters()), **dict(posterior.named_buffers())}
     with torch.no_grad():
         for name, target in targets.items():

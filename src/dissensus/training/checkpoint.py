@@ -157,9 +157,8 @@ def resume(
     )  # a folder has the moments of this process's members
     with whole, read_errors(path, remedy, kind="a checkpoint of this posterior in"):
         if folder:
-            state = read_distributed(
-                path, division.active_mesh, posterior.device, _sharded_tensors(posterior, optimizer)
-            )
+            divided = _sharded_tensors(posterior, optimizer)
+            state = read_distributed(path, division.active_mesh, posterior.device, divided)
         else:
             check_archive(path)
             state = torch.load(path, map_location=posterior.device, weights_only=True)

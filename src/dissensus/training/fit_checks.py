@@ -29,9 +29,7 @@ def check_run(
     check_rates(optimizer)
     if posterior.particles.fully_sharded and posterior.prior is not None:
         got = type(posterior.prior).__name__
-        raise NotImplementedError(
-            f"expected no prior for a network divided by fully_shard, got {got}; use weight_decay"
-        )
+        raise NotImplementedError(f"expected no prior with fully_shard, got {got}; use the optimizer's weight_decay")
     if scheduler is not None and optimizer is None:
         raise ValueError("expected an optimizer with the scheduler, got none; pass both")
     if scheduler is not None and (isinstance(scheduler, type) or not hasattr(scheduler, "step")):

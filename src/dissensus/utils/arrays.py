@@ -70,7 +70,6 @@ def _check_rounding(kept: Tensor, rounded: Tensor) -> None:
 
 def _describe_source(values: Any) -> str:
     """The type that holds the values, with the first offending column of a DataFrame."""
-    names = [
-        str(name) for name in getattr(values, "columns", ()) if getattr(values[name].dtype, "kind", "f") not in "biuf"
-    ]
+    columns = getattr(values, "columns", ())
+    names = [str(name) for name in columns if getattr(values[name].dtype, "kind", "f") not in "biuf"]
     return f"column '{names[0]}' of a {type(values).__name__}" if names else f"a {type(values).__name__}"

@@ -28,9 +28,8 @@ def statistics_names(network: nn.Module) -> list[str]:
 
 def frozen_norms(network: nn.Module, frozen: Collection[str]) -> dict[str, nn.Module]:
     """Name -> layer that has running statistics and whose parameters are all among the frozen names."""
-    alike = {
-        id(tensor) for name, tensor in network.named_parameters() if name in frozen
-    }  # tied ones have one name there
+    # tied ones have one name there
+    alike = {id(tensor) for name, tensor in network.named_parameters() if name in frozen}
     return {
         name: layer
         for name, layer in statistics_layers(network).items()
