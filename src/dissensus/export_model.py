@@ -146,9 +146,8 @@ class ExportedPosterior(nn.Module):
         """Metadata stored in the file, as JSON values."""
         classes = isinstance(self.predictor.predictive(self.network_inputs(x)), CategoricalPredictive)
         told = {"mean": "probabilities" if classes else "means", "functions": self.predictor.drawn.members}
-        return {name: value for name, value in (self.model_metadata | told).items() if value is not None} | {
-            "promises": self.descriptions
-        }
+        facts = {name: value for name, value in (self.model_metadata | told).items() if value is not None}
+        return facts | {"promises": self.descriptions}
 
 
 class _ExportRefused(ValueError):

@@ -120,14 +120,8 @@ def _conformal_facts(
             settings[name] = float(number(name, value, least=0)) if name == "penalty" else integer(name, value, least=0)
     outputs = predictive.mean.shape[1:].numel()
     named = "class" if by == "class" else None if by is None else "group"
-    return {
-        "level": float(level),
-        "score": score,
-        "settings": settings,
-        "randomised": bool(randomised),
-        "by": named,
-        "outputs": outputs,
-    }
+    facts = {"level": float(level), "score": score, "settings": settings, "randomised": bool(randomised)}
+    return {**facts, "by": named, "outputs": outputs}
 
 
 def _true_scores(rows: CalibrationRows, facts: dict[str, Any], generator: torch.Generator) -> Tensor:
@@ -165,9 +159,5 @@ def _conformal_tensors(
         effect = "is in every set" if facts["by"] == "class" else "has sets of all classes, or infinite intervals"
         named = ", ".join(map(str, few[:10].tolist())) + ("…" if len(few) > 10 else "")
         log.warning("%s; with fewer rows it %s, here %s", needs, effect, named)
-    return {
-        "scores": torch.cat([part for part, _ in parts]),
-        "mass": torch.cat([mass for _, mass in parts]),
-        "sizes": sizes,
-        "groups": known,
-    }
+    ordered, mass = (torch.cat(each) for each in zip(*parts, strict=True))
+    return {"scores": ordered, "mass": mass, "sizes": sizes, "groups": known}

@@ -379,12 +379,8 @@ class Posterior(TrainableModule, ABC):
 
     def _run_first_member(self, x: Inputs) -> Tensor:
         particles, x = self.particles, batches.move_to_device(x, self.device)
-        with (
-            inference_context(self),
-            RandomnessDetector() as watch,
-            batches.UnchangedInputs(x),
-            input_checks.explain_input_errors(x, particles),
-        ):
+        explained = input_checks.explain_input_errors(x, particles)
+        with inference_context(self), RandomnessDetector() as watch, batches.UnchangedInputs(x), explained:
             tensors = particles.member_tensors(0)
             outputs: Tensor = particles.call(lambda member: batches.call_network(member.network, x), *tensors)[0]
             self.network_is_random |= watch.has_drawn

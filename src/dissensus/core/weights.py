@@ -55,14 +55,11 @@ class Weights:
         rows = self.rows()
         if (like := next(filter(is_divided, rows.values()), None)) is None:
             return torch.cat([each.to(dtype).reshape(self.members, -1) for each in rows.values()], dim=1)
-        return torch.stack(
-            [
-                shard_last_axis(
-                    torch.cat([gather_full_tensor(each[m]).to(dtype).flatten() for each in rows.values()]), like
-                )
-                for m in range(self.members)
-            ]
-        )
+
+        def whole_row(m: int) -> Tensor:
+            return torch.cat([gather_full_tensor(each[m]).to(dtype).flatten() for each in rows.values()])
+
+        return torch.stack([shard_last_axis(whole_row(m), like) for m in range(self.members)])
 
     def first_member(self) -> Tensors:
         """Name -> the first member's tensor."""

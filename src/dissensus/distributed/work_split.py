@@ -132,11 +132,8 @@ def map_batches(
         device: where tensors of what was found shall lie.
     """
     left, window, seen = iter(batches), list[Given](), 0
-    about = {
-        "calls": work.__qualname__,
-        "functions": _functions_checksum(portion.drawn),
-        "calibrations and promises": tree_checksum([*seen_by]),
-    }
+    about: dict[str, Any] = {"calls": work.__qualname__, "functions": _functions_checksum(portion.drawn)}
+    about["calibrations and promises"] = tree_checksum([*seen_by])
     most = portion.max_ranks if isinstance(portion, MeshFunctionPartition) else 1
     takers, sharers = (mesh.data, mesh.members) if 1 < mesh.members.size <= most else (mesh, None)
 

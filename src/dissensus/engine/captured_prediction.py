@@ -72,9 +72,8 @@ class CapturedFunction(CapturedCalls):
         self.places: list[int] = []  # of these tensors in memory, where graphs read them
         self.caches_weights = keeps and plain
         self.weight_cache: WeightCache | None = None
-        self.has_dropped_cache = self.has_checked_casts = (
-            False  # whether weights have been written to, and whether casts were looked for
-        )
+        # whether weights have been written to, and whether casts were looked for
+        self.has_dropped_cache = self.has_checked_casts = False
         self.implementations = FallbackChain(_note_unfused, fused=self._run_fused, unfused=function)
         self.side_stream: torch.cuda.Stream | None = None  # where what is kept is computed during a capture
 

@@ -48,10 +48,8 @@ class Graph:
             # If the graph is empty, the error that caused it says more.
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             try:
-                with (
-                    _capture_into(self.graph, pool, relaxed=relaxed),
-                    nullcontext() if constants is None else constants.reuse_constants(),
-                ):
+                reused = nullcontext() if constants is None else constants.reuse_constants()
+                with _capture_into(self.graph, pool, relaxed=relaxed), reused:
                     self.results = function()
             except Exception:
                 # torch's random generators stay in the state of a capture that failed, and refuse to draw, until one ends well.

@@ -27,11 +27,8 @@ def use_channels_last(posterior: Posterior) -> None:
     if posterior.device.type != "cuda":
         return
     particles = posterior.particles
-    names = {
-        f"{name}.weight" if name else "weight"
-        for name, module in particles.template.named_modules()
-        if isinstance(module, nn.Conv2d)
-    }
+    layers = [name for name, module in particles.template.named_modules() if isinstance(module, nn.Conv2d)]
+    names = {f"{name}.weight" if name else "weight" for name in layers}
     for name, parameter in {**particles.own_parameters(), **particles.shared_parameters()}.items():
         if name in names and not is_divided(parameter):
             # (O, I, H, W) or (M, O, I, H, W), with the channel axis I innermost in memory.

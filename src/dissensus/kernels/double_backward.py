@@ -109,9 +109,8 @@ def double_backward_conv(
     # "same" may pad the two sides differently.
     if unbatched or weight.is_complex() or isinstance(given["padding"], str):
         return func(input, weight, bias, *settings, **named)
-    stride, padding, dilation, output_padding = (
-        _per_axis(given[name], weight.ndim - 2) for name in ("stride", "padding", "dilation", "output_padding")
-    )
+    names = ("stride", "padding", "dilation", "output_padding")
+    stride, padding, dilation, output_padding = (_per_axis(given[name], weight.ndim - 2) for name in names)
     how = (stride, padding, dilation, SETTINGS[func] is TRANSPOSED, output_padding, given["groups"])
     # If the kernel depends on the inputs, its gradient is differentiated, too, by the convolution's input.
     if not weight.is_leaf:

@@ -106,14 +106,8 @@ def lazy_batch_norm(
     given = [each for each in (weight, bias, running_mean, running_var) if each is not None]
     packed = all(each.is_contiguous() and each.device == input.device for each in given)  # as the kernels read them
     usable = weight is not None and bias is not None and known and packed and (training or not torch.is_grad_enabled())
-    if (
-        usable
-        and not training
-        and counter is None
-        and isinstance(input, PendingConvolution)
-        and input.result is None
-        and can_run_kernels(input.device)
-    ):
+    fixed = usable and not training and counter is None
+    if fixed and isinstance(input, PendingConvolution) and input.result is None and can_run_kernels(input.device):
         return PendingNorm(input, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
     x = materialise(input)
     if counter is not None and not (usable and training and can_fuse(x) and counter.device == x.device):

@@ -16,10 +16,8 @@ from torch.utils import _pytree as pytree
 
 RELUS: dict[Any, bool] = dict.fromkeys((F.relu, torch.relu, Tensor.relu), False)  # function -> whether in place
 RELUS |= dict.fromkeys((F.relu_, torch.relu_, Tensor.relu_), True)
-SUMS: dict[Any, bool] = {
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), False),
-    **dict.fromkeys((Tensor.add_, Tensor.__iadd__), True),
-}
+SUMS: dict[Any, bool] = dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), False)
+SUMS |= dict.fromkeys((Tensor.add_, Tensor.__iadd__), True)
 _READ: Any = Tensor  # its properties are read with __get__
 FACTS: dict[Any, Callable[["PendingTensor"], Any]] = {
     **dict.fromkeys((_READ.shape.__get__, Tensor.size), lambda mine: mine.facts[0]),

@@ -94,9 +94,8 @@ def gradients(
     sizes, added = NormSizes(x), y is not None
     parts, t = sizes.allocate_parts(x, 2), torch.empty_like(x) if added else g
     layer, numbers = (mean, rstd, weight, bias), (sizes.rows, sizes.channels)
-    kernels.gradient_parts[sizes.sum_grid](
-        g, x, x if y is None else y, *layer, parts, t, *numbers, sizes.parts, ADDED=added, RELU=relu, **sizes.long
-    )
+    data, flags = (g, x, x if y is None else y), {"ADDED": added, "RELU": relu}
+    kernels.gradient_parts[sizes.sum_grid](*data, *layer, parts, t, *numbers, sizes.parts, **flags, **sizes.long)
     sums = sizes.sum_parts(parts)
     # t is g beyond ReLU already, if it was written.
     return input_gradient(t, x, None, *layer, sums, relu=relu and not added), t, sums

@@ -25,11 +25,8 @@ WEIGHT_LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 def dropout_sites(network: nn.Module, rate: float | None) -> dict[str, float]:
     """Layer name -> dropout rate. `rate=None`: the network's dropout modules; else all weight layers except the first."""
     own = {name: module.p for name, module in network.named_modules() if isinstance(module, DROPOUT) and module.p > 0}
-    functional = [
-        name or type(module).__name__
-        for name, module in network.named_modules()
-        if isinstance(getattr(module, "dropout", None), float) and module.dropout > 0
-    ]
+    rates = ((name, module, getattr(module, "dropout", None)) for name, module in network.named_modules())
+    functional = [name or type(part).__name__ for name, part, p in rates if isinstance(p, float) and p > 0]
     if rate is None:
         if own:
             if functional:

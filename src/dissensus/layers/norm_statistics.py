@@ -41,11 +41,8 @@ def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torc
     not read.
     """
     own = set(particles.own_buffers())
-    layers = {
-        name: layer
-        for name, layer in statistics_layers(particles.template).items()
-        if name not in particles.template.always_eval and f"{name}.running_mean" in own
-    }
+    known, fixed = statistics_layers(particles.template), particles.template.always_eval
+    layers = {name: each for name, each in known.items() if name not in fixed and f"{name}.running_mean" in own}
     if not layers:
         return
     kept = [name for name in statistics_names(particles.template) if name.rpartition(".")[0] in layers]

@@ -123,12 +123,8 @@ def count_mismatches(arguments: Mapping[str, Any], shapes: TensorShapes, *, fore
             continue  # not a count: the constructor will raise
         if key == "members" and type(several) is int:
             places = places[1:]  # the first counts networks
-        counted = {
-            name: (shape, axis)
-            for start, axis in places
-            for name, shape in shapes.items()
-            if name.startswith(start) and (key != "samples" or ".own." in name)
-        }
+        held = {name: shape for name, shape in shapes.items() if key != "samples" or ".own." in name}
+        counted = {name: (held[name], axis) for start, axis in places for name in held if name.startswith(start)}
         if not counted and not foreign:
             counted = {f"{places[0][0]}…": ((), places[0][1])}  # a tensor that is missing
         if key == "samples":  # a draw may be stored in several parts

@@ -71,13 +71,8 @@ def write_checkpoint(
     with nullcontext() if folder else division.full_optimizer_state(optimizer):
         state = _checkpoint_state(posterior, optimizer, scheduler, history, best, loader, part)
         if folder:
-            write_distributed(
-                path,
-                state,
-                division.active_mesh,
-                posterior.particles.members,
-                _member_row_ids(state, posterior, optimizer),
-            )
+            own = _member_row_ids(state, posterior, optimizer)
+            write_distributed(path, state, division.active_mesh, posterior.particles.members, own)
         elif division.is_first:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replace_file(path) as temporary:
@@ -152,9 +147,8 @@ def resume(
 ) -> ResumedRun:
     """Restores what `write_checkpoint` wrote. A damaged file, or one of another run, raises and changes nothing."""
     remedy, folder = "remove it, or pass another checkpoint=", path.is_dir() and newest_checkpoint(path) is not None
-    whole = (
-        nullcontext() if folder else division.full_optimizer_state(optimizer)
-    )  # a folder has the moments of this process's members
+    # a folder has the moments of this process's members
+    whole = nullcontext() if folder else division.full_optimizer_state(optimizer)
     with whole, read_errors(path, remedy, kind="a checkpoint of this posterior in"):
         if folder:
             divided = _sharded_tensors(posterior, optimizer)

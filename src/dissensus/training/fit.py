@@ -182,11 +182,9 @@ def fit(
                 history.engine, history.memory = run.engine_name, run.memory
                 lr = float(optimizer.param_groups[0]["lr"])
                 score = None if validation is None else validation_nll(posterior, validation, None, division)
-                drawn = (
-                    None
-                    if validation is None
-                    else draw_for_validation(posterior, index, epochs, division.complete_loader(validation))
-                )
+                drawn = None
+                if validation is not None:
+                    drawn = draw_for_validation(posterior, index, epochs, division.complete_loader(validation))
                 sampled = None if drawn is None else validation_nll(posterior, validation or (), drawn, division)
                 epoch = Epoch(index, float(losses.mean()), losses.tolist(), lr, seconds, score, sampled)
                 history.epochs.append(epoch)
@@ -194,13 +192,10 @@ def fit(
                     scheduler.step(epoch.loss if score is None else score)
                 elif scheduler is not None:
                     scheduler.step()
-                if (
-                    can_keep_epoch(posterior, index, epochs)
-                    and epoch.selection_score is not None
-                    and best.is_better(epoch.selection_score)
-                ):
+                judged, chosen = can_keep_epoch(posterior, index, epochs), epoch.selection_score
+                if judged and chosen is not None and best.is_better(chosen):
                     own = [(k, v) for k, v in posterior.state_dict().items() if not k.startswith("watchers.")]
-                    best = Best(epoch.selection_score, index, {k: v.detach().clone() for k, v in own})
+                    best = Best(chosen, index, {k: v.detach().clone() for k, v in own})
                     history.best = index
                 bar.end_epoch(index, _epoch_line(epoch))
                 unwritten = checkpoint is not None
