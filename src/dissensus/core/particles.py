@@ -263,9 +263,7 @@ class Particles(nn.Module):
         if template.training:  # batch norm writes its statistics in place, so it gets copies
             buffers = copy_by_name(buffers)
         whole = self.full_tensors({**params, **buffers})
-        if (
-            number not in self._places and not self.wraps_original
-        ):  # found once, except in the caller's module, which may change
+        if number not in self._places and not self.wraps_original:  # once, but the caller's module may change
             self._places[number] = TensorPlaces(template)
         places = self._places.get(number)
         return written.run(template, call_with_tensors, template, whole, function, *args, places=places, alone=alone)  # type: ignore[no-any-return]
@@ -310,9 +308,8 @@ class Particles(nn.Module):
         """
         if varying is None and self.wraps_original and not self.training and not self.divided:
             with self.lock_network(), self.runner.run_context():
-                return stack_trees(
-                    [self._forward_attributes[0].run_with_own_tensors(self.templates[0], function, *args)]
-                )
+                written = self._forward_attributes[0]
+                return stack_trees([written.run_with_own_tensors(self.templates[0], function, *args)])
         if varying is None and (how or self.how) == "loop" and self._rows.can_run_members(self):
             return self._rows.run_one_by_one(self, function, *args)
         shared, common = named_tensors(self.shared)

@@ -79,9 +79,8 @@ class MeshTrainingPartition(TrainingPartition):
         self._began = False
         self._sizes: set[int] = set()  # of parts
         self._uneven: Tensor | None = None  # () whether ranks had parts of other sizes; looked at after an epoch
-        self._full_tensors: list[
-            tuple[Tensor, Tensor, int]
-        ] = []  # (tensor, its values of all members, the axis of members)
+        # (tensor, its values of all members, the axis of members)
+        self._full_tensors: list[tuple[Tensor, Tensor, int]] = []
 
     # ------------------------------------------------------------------ the state: all members, or those that lie here
 
@@ -186,11 +185,8 @@ class MeshTrainingPartition(TrainingPartition):
 
     def _member_states(self, optimizer: Optimizer) -> list[tuple[Tensor, str, Tensor]]:
         """(parameter, key, tensor) of the states of own parameters, where members lie in different processes."""
-        own = (
-            {id(parameter) for parameter in self.particles.own_parameters().values()}
-            if self.exchange.splits_members
-            else set()
-        )
+        parameters = self.particles.own_parameters() if self.exchange.splits_members else {}
+        own = {id(parameter) for parameter in parameters.values()}
         return [
             (parameter, key, value)
             for parameter, state in optimizer.state.items()
@@ -268,11 +264,8 @@ class MeshTrainingPartition(TrainingPartition):
     def choose_engine(self, engine: str) -> str:
         """Plain members, at once or in a loop, in every process alike: as one process would by itself on a CPU."""
         known = ("auto", "loop") if self.particles.divided else ("auto", "loop", "vectorised")
-        what = (
-            "engine of divided networks, which run one after the other"
-            if self.particles.divided
-            else "engine on a mesh"
-        )
+        divided = "engine of divided networks, which run one after the other"
+        what = divided if self.particles.divided else "engine on a mesh"
         if one_of(what, engine, known) == "auto":
             engine = "loop" if self.members == 1 else self.particles.how
         self.exchange.at_once = engine == "vectorised"

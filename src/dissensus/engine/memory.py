@@ -45,9 +45,8 @@ class Memory:
     workspace: int = 0  # kept by the GPU's libraries per stream
     recorded: int = 0  # kept by recorders of the weights
     drawn: int = 0  # weights sampled after training; not in the sums
-    taken: PeakMemory = (
-        UNMEASURED  # for the gradients of all members at once, measured when ways to run them were tried
-    )
+    # for the gradients of all members at once, measured when ways to run them were tried
+    taken: PeakMemory = UNMEASURED
 
     @property
     def bytes_at_once(self) -> int:

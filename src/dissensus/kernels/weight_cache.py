@@ -110,9 +110,8 @@ def _results_by_row(
     """What was computed from these stacks, (M · N, ...), as `find` will be asked for it: row by row."""
     wholes = [stack and stack.stacked_weight for stack in stacks]
     count = next(len(whole) for whole in wholes if whole is not None)
-    places = zip(
-        *([None] * count if whole is None else map(_memory_key, whole.unbind()) for whole in wholes), strict=True
-    )
+    keys = ([None] * count if whole is None else map(_memory_key, whole.unbind()) for whole in wholes)
+    places = zip(*keys, strict=True)
     rows = zip(*(each.view(count, -1, *each.shape[1:]).unbind() for each in made), strict=True)
     return {(what, *place): row for place, row in zip(places, rows, strict=True)}
 
@@ -140,11 +139,8 @@ def use_weight_cache(kept: WeightCache, *, casts: bool, beside: torch.cuda.Strea
             before the first replay, on the stream that is current now.
     """
     before = _thread.weight_cache, _thread.side_stream, _thread.replay_stream
-    _thread.weight_cache, _thread.side_stream, _thread.replay_stream = (
-        kept,
-        beside,
-        beside and torch.cuda.current_stream(),
-    )
+    _thread.weight_cache, _thread.side_stream = kept, beside
+    _thread.replay_stream = beside and torch.cuda.current_stream()
     try:
         with _CastCacheMode(kept) if casts else nullcontext():
             yield
@@ -159,11 +155,8 @@ def compute_cached(
 
     `what` names all that it depends on besides.
     """
-    return (
-        make(*tensors)
-        if _thread.weight_cache is None
-        else _thread.weight_cache.find(what, tensors, make, by_rows=by_rows)
-    )
+    kept = _thread.weight_cache
+    return make(*tensors) if kept is None else kept.find(what, tensors, make, by_rows=by_rows)
 
 
 class _CastCacheMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

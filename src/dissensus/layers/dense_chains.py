@@ -82,9 +82,8 @@ def _run_all_members(input: Tensor, layers: Sequence[Any]) -> Tensor | None:
     if top is None or top.key() != functorch.TransformType.Vmap:
         return None
     named = [input, *(each for layer in layers for each in (layer.weight, layer.bias, layer.r, layer.s))]
-    pairs: list[tuple[Any, Any]] = [
-        (None, None) if each is None else functorch._unwrap_batched(each, top.level()) for each in named
-    ]
+    unwrap, level = functorch._unwrap_batched, top.level()
+    pairs: list[tuple[Any, Any]] = [(None, None) if each is None else unwrap(each, level) for each in named]
     given, axes = zip(*pairs, strict=True)
     factors = [axis for i in (3, 4) for each, axis in zip(given[i::4], axes[i::4], strict=True) if each is not None]
     tensors = [each for each in given if each is not None]

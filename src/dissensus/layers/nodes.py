@@ -146,10 +146,9 @@ def has_changed_output(layer: NodeLayer) -> bool:
 def _check_not_rerun(layer: NodeLayer) -> None:
     """Raises in a backward pass, where activation checkpointing would run a layer again without its latents."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-        raise ValueError(
-            f"expected a layer that runs only in the forward pass, got {layer.known_as!r} run again in the backward pass, "
-            "without its noise; remove activation checkpointing, or exclude this layer with layers=[...], if possible"
-        )
+        got = f"{layer.known_as!r} run again in the backward pass, without its noise"
+        hint = "remove activation checkpointing, or exclude this layer with layers=[...], if possible"
+        raise ValueError(f"expected a layer that runs only in the forward pass, got {got}; {hint}")
 
 
 def _version(tensor: Tensor) -> int:

@@ -42,11 +42,8 @@ class Progress:
         show = is_reporting_process() and show
         bar = bool(show) and sys.stderr.isatty() and is_installed("rich")
         self.lines = bool(show) and not bar
-        self.done, self.steps, self.told = (
-            0,
-            0,
-            time.monotonic(),
-        )  # epochs, steps of this one, when the last line was printed
+        self.done, self.steps = 0, 0  # epochs, steps of this one
+        self.told = time.monotonic()  # when the last line was printed
         self.rewrites = "ipykernel" in sys.modules  # a notebook can overwrite its line
         self.last = ""  # the last epoch's line, if it was not printed
         self.bar: Any = None
@@ -92,9 +89,8 @@ class Progress:
 
     def _print_line(self, text: str) -> None:
         line = f"{self.title}  {text}"
-        print(
-            f"\r{line:<79}" if self.rewrites else line, file=sys.stderr, flush=True, end="" if self.rewrites else "\n"
-        )
+        text, end = (f"\r{line:<79}", "") if self.rewrites else (line, "\n")
+        print(text, file=sys.stderr, flush=True, end=end)
         self.last, self.told = "", time.monotonic()
 
     def __exit__(
