@@ -50,10 +50,7 @@ class Augmentation(Streams):
 
     def __call__(self, images: Tensor) -> Tensor:
         batch, _, height, width = images.shape
-        rows, columns = (
-            self._count(height, images.device)[None],
-            self._count(width, images.device)[None],
-        )  # (1, H), (1, W)
+        rows, columns = (self._count(side, images.device)[None] for side in (height, width))  # (1, H), (1, W)
         if self.flip:
             flipped = self._integers(2, batch, images.device).bool()
             columns = torch.where(flipped[:, None], columns.flip(1), columns)

@@ -52,9 +52,7 @@ class Batches:
             found = " and ".join(str(length) for length in sorted(lengths)) or "none"
             raise ValueError(f"expected as many inputs as targets, got {found} and {len(y)}; pass one target per input")
         if seed is not None and not shuffle:
-            raise ValueError(
-                f"expected no seed without shuffle, got seed={seed}; pass shuffle=True or leave the seed out"
-            )
+            raise ValueError(f"expected no seed without shuffle, got seed={seed}; pass shuffle=True, or no seed")
         self.x, self.y, self.weight = x, y, weight
         self.batch_size, self.shuffle, self.drop_last = integer("batch_size", batch_size), shuffle, drop_last
         self.augment = augment
@@ -72,9 +70,7 @@ class Batches:
         """Restores the state of `Batches` that were built with the same arguments."""
         if (state["generator"] is None) != (self._generator is None):
             found = "one with a seed" if self._generator is None else "one without"
-            raise ValueError(
-                f"expected a state of Batches built with the same arguments, got {found}; pass the seed that was used then"
-            )
+            raise ValueError(f"expected a state of Batches with the same arguments, got {found}; pass the same seed")
         if self._generator is not None:
             self._generator.set_state(state["generator"].cpu())
         augment: Any = self.augment
@@ -149,9 +145,7 @@ def as_loader(given: Any, *, shuffle: bool = False, raw: bool = False) -> Any:
         kind: Any = RawBatches if raw else Batches
         return kind(x, y, weight=weight[0] if weight else None, batch_size=32 if shuffle else 256, shuffle=shuffle)
     if is_array(given):
-        raise TypeError(
-            f"expected a loader or data (x, y), got {type(given).__name__}; pass (x, y), or use posterior.predict(x)"
-        )
+        raise TypeError(f"expected a loader or (x, y), got {type(given).__name__}; pass those, or call predict(x)")
     return given
 
 
@@ -159,10 +153,7 @@ def check_index(*given: Any) -> None:
     """Raises if the indices of frames and series differ: their rows would silently be paired by position."""
     held = [each for each in given if hasattr(each, "index") and hasattr(each, "iloc")]
     if any(not held[0].index.equals(each.index) for each in held[1:]):
-        raise ValueError(
-            "expected inputs and targets with the same index, got different ones; pass y.loc[x.index], or y.to_numpy() to pair "
-            "rows by position"
-        )
+        raise ValueError("expected inputs and targets with one index, got two; pass y.loc[x.index], or y.to_numpy()")
 
 
 def _tensors_of(x: Any) -> Any:

@@ -160,31 +160,23 @@ def read_cifar_c(folder: str | PathLike[str], name: str, severity: int | None = 
         number("severity", integer("severity", severity), most=5)
     images = numpy_files.read_array(Path(folder) / f"{name}.npy", (5 * _ROWS_PER_SEVERITY, 32, 32, 3))
     labels = numpy_files.read_array(Path(folder) / "labels.npy", (5 * _ROWS_PER_SEVERITY,))
-    rows = (
-        slice(None) if severity is None else slice((severity - 1) * _ROWS_PER_SEVERITY, severity * _ROWS_PER_SEVERITY)
-    )
+    size = _ROWS_PER_SEVERITY
+    rows = slice(None) if severity is None else slice((severity - 1) * size, severity * size)
     return torch.from_numpy(images[rows]).permute(0, 3, 1, 2), torch.from_numpy(labels[rows]).long()
 
 
 def _check_images(images: Tensor) -> None:
     if images.dtype != torch.uint8 and not images.is_floating_point():
-        raise TypeError(
-            f"expected uint8 or floating images, got {images.dtype}; convert levels 0 … 255 with .to(torch.uint8)"
-        )
+        raise TypeError(f"expected uint8 or floating images, got {images.dtype}; convert levels by .to(torch.uint8)")
     if images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[-2:]) < _SMALLEST_SIDE:
-        raise ValueError(
-            f"expected images of shape (B, 1 or 3, H, W) and at least {_SMALLEST_SIDE} pixels a side, got "
-            f"{tuple(images.shape)}; move the channels to axis 1 with permute(0, 3, 1, 2), add a batch axis with "
-            "images[None], or resize them"
-        )
+        wanted = f"images of shape (B, 1 or 3, H, W) and at least {_SMALLEST_SIDE} pixels a side"
+        fix = "move the channels with permute(0, 3, 1, 2), add a batch axis with images[None], or resize them"
+        raise ValueError(f"expected {wanted}, got {tuple(images.shape)}; {fix}")
     if images.is_floating_point() and images.numel():
         low, high = images.min().item(), images.max().item()
         if not (low >= 0 and high <= 1):
-            raise ValueError(
-                f"expected floating images in [0, 1], got values from {low:.4g} to {high:.4g}; "
-                "corrupt before normalising (to evaluate on standardised images pass "
-                "corrupt=ds.Corruptions([...], standardiser=...)), or divide levels by 255"
-            )
+            fix = "divide levels by 255, or corrupt before normalising: ds.Corruptions([...], standardiser=...)"
+            raise ValueError(f"expected floating images in [0, 1], got {low:.4g} to {high:.4g}; {fix}")
 
 
 def _checked_index(index: Tensor | Sequence[int] | None, images: Tensor) -> Tensor:
@@ -193,8 +185,6 @@ def _checked_index(index: Tensor | Sequence[int] | None, images: Tensor) -> Tens
         return torch.arange(len(images), device=images.device)
     index = torch.as_tensor(index, device=images.device)
     if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool or index.shape != (len(images),):
-        raise ValueError(
-            f"expected index as whole numbers of shape ({len(images)},), got {index.dtype} of shape {tuple(index.shape)}; "
-            f"pass one number for each image: torch.arange(start, start + {len(images)})"
-        )
+        wanted, got = f"whole numbers of shape ({len(images)},)", f"{index.dtype} of shape {tuple(index.shape)}"
+        raise ValueError(f"expected index as {wanted}, got {got}; pass torch.arange(start, start + {len(images)})")
     return index.to(torch.int64)

@@ -35,9 +35,7 @@ def read_idx(path: str | Path) -> np.ndarray:
         with read_errors(path, FETCH_AGAIN, kind="a gzip file"), gzip.open(path) as file:
             size, limit = len(raw), unpacked_limit(len(raw))
             if len(raw := file.read(limit + 1)) > limit:
-                raise ValueError(
-                    f"it unpacks to more than {limit} bytes from {size}, far more than usual; unpack it yourself"
-                )
+                raise ValueError(f"it unpacks to more than {limit} bytes from {size}; unpack it yourself")
     with read_errors(path, FETCH_AGAIN, kind="an IDX file (bytes 0, 0, type, rank)"):
         zeros, dtype, rank = raw[:2], np.dtype(IDX_TYPES[raw[2]]), raw[3]
         shape = tuple(int.from_bytes(raw[4 * i + 4 : 4 * i + 8], "big") for i in range(rank))
@@ -62,9 +60,7 @@ def read_mat(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
     with read_errors(path, FETCH_AGAIN, kind="a MATLAB 5 file"):
         arrays = matlab_arrays(raw)
     if "X" not in arrays or "y" not in arrays or arrays["X"].ndim != 4:
-        raise ValueError(
-            f"expected X (H, W, C, N) and y in {path}, got {sorted(arrays)}; check that it is the right file"
-        )
+        raise ValueError(f"expected X (H, W, C, N) and y in {path}, got {sorted(arrays)}; pass another file")
     images = pixels(arrays["X"].transpose(3, 2, 0, 1), path)
     labels = arrays["y"].astype(np.int64)  # MATLAB stores numbers as doubles by default
     return images, _labels(labels if (labels == arrays["y"]).all() else arrays["y"], len(images), path)
@@ -78,10 +74,8 @@ def read_cifar_binary(path: str | Path, *, label_bytes: int = 1) -> tuple[np.nda
     raw = np.fromfile(path, np.uint8)
     width = label_bytes + math.prod(CIFAR_SHAPE)
     if raw.size == 0 or raw.size % width:
-        raise ValueError(
-            f"expected rows of {width} bytes ({label_bytes} of labels), got {raw.size} bytes in {path}; "
-            f"CIFAR-10 has label_bytes=1, CIFAR-100 label_bytes=2; or download the file again"
-        )
+        fix = "pass label_bytes=1 for CIFAR-10, 2 for CIFAR-100, or download the file again"
+        raise ValueError(f"expected rows of {width} bytes, got {raw.size} bytes in {path}; {fix}")
     rows = raw.reshape(-1, width)
     return rows[:, label_bytes:].reshape(-1, *CIFAR_SHAPE).copy(), rows[:, :label_bytes].astype(np.int64)
 
@@ -96,9 +90,7 @@ def read_cifar_python(path: str | Path, *, labels: str = "labels") -> tuple[np.n
         batch = BatchUnpickler(io.BytesIO(raw), encoding="bytes").load()
         entries = {key if isinstance(key, str) else key.decode("latin1"): value for key, value in batch.items()}
         if "data" not in entries or labels not in entries:
-            raise ValueError(
-                f"expected the entries data and {labels} in {path}, got {sorted(entries)}; choose labels= from these"
-            )
+            raise ValueError(f"expected data and {labels} in {path}, got {sorted(entries)}; choose labels= from these")
         _, shape, dtype, fortran, content = entries["data"].state  # of a NumPy array; the first is a version
         rows = np.frombuffer(content, np.uint8).reshape(shape, order="F" if fortran else "C")
         if rows.shape[1:] != (math.prod(CIFAR_SHAPE),) or dtype.arguments[0] not in UINT8:
@@ -108,17 +100,13 @@ def read_cifar_python(path: str | Path, *, labels: str = "labels") -> tuple[np.n
 
 def pixels(images: np.ndarray, path: str | Path) -> np.ndarray:
     if images.dtype != np.uint8 or images.ndim not in (3, 4):
-        raise ValueError(
-            f"expected uint8 images of rank 3 or 4, got {images.dtype} {images.shape} in {path}; store pixels 0 to 255"
-        )
+        raise ValueError(f"expected uint8 images of rank 3 or 4, got {images.dtype} {images.shape}; correct {path}")
     if images.ndim == 3:
         return images[:, None]
     first, last = images.shape[1] in (1, 3), images.shape[3] in (1, 3)
     if first == last:
-        raise ValueError(
-            f"expected one channel axis of size 1 or 3, second or last, got shape {images.shape} in {path}; "
-            f"store (N, C, H, W) or (N, H, W, C)"
-        )
+        wanted = "one channel axis of size 1 or 3, second or last"
+        raise ValueError(f"expected {wanted}, got shape {images.shape} in {path}; store (N, C, H, W)")
     return np.ascontiguousarray(images if first else images.transpose(0, 3, 1, 2))
 
 
@@ -129,7 +117,5 @@ def _labels(labels: Any, count: int, path: str | Path) -> np.ndarray:
     if values.shape == (count, 1):
         values = values[:, 0]
     if values.dtype.kind not in "iu" or values.shape != (count,):
-        raise ValueError(
-            f"expected {count} integer labels, got {values.dtype} {values.shape} in {path}; store one class index per image"
-        )
+        raise ValueError(f"expected {count} integer labels, got {values.dtype} {values.shape} in {path}; store classes")
     return values.astype(np.int64)

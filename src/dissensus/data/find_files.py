@@ -8,14 +8,13 @@ from pathlib import Path
 from dissensus.data.catalogue import CATALOGUE, SourceFile, Variant
 from dissensus.utils.checks import one_of
 
+Folder = str | Path | None
 FOLDER_VARIABLE = "DISSENSUS_DATA"
 NO_FOLDER = f"folder=None and no {FOLDER_VARIABLE} in the environment"
 SHARED_NAMES = ("idx",)  # readers of several sets whose files have the same names
 
 
-def locate(
-    name: str, split: str, *, folder: str | Path | None = None, verify: bool = False
-) -> tuple[Variant, list[Path]]:
+def locate(name: str, split: str, *, folder: Folder = None, verify: bool = False) -> tuple[Variant, list[Path]]:
     """The first variant of a split whose files exist, and their paths; FileNotFoundError lists the missing files.
 
     verify: compares every checksum. MNIST, Fashion-MNIST and notMNIST use the same file names: if such files lie directly
@@ -30,11 +29,8 @@ def locate(
                 paths = [root / sub / file.name for file in variant.files]
                 if not all(path.is_file() for path in paths):
                     continue
-                if (
-                    sub == "."
-                    and variant.reader in SHARED_NAMES
-                    and not all(map(_matches_checksum, paths, variant.files))
-                ):
+                shared = sub == "." and variant.reader in SHARED_NAMES
+                if shared and not all(map(_matches_checksum, paths, variant.files)):
                     continue
                 if verify:
                     _check_checksums(paths, variant.files)
@@ -42,23 +38,20 @@ def locate(
     raise FileNotFoundError(_missing_message(name, split, root, variants))
 
 
-def data_folder(folder: str | Path | None) -> Path | None:
+def data_folder(folder: Folder) -> Path | None:
     """The folder named by the caller, else by the environment variable DISSENSUS_DATA, else None."""
     chosen = os.environ.get(FOLDER_VARIABLE) if folder is None else folder
     return Path(chosen).expanduser() if chosen else None
 
 
-def find_place(folder: str | Path | None, places: Sequence[str], what: str) -> Path:
+def find_place(folder: Folder, places: Sequence[str], what: str) -> Path:
     """The first of these places in the user's folder that exists; `what`: description in the error."""
     root = data_folder(folder)
     for path in () if root is None else [root / place for place in places]:
         if path.exists():
             return path
     got = NO_FOLDER if root is None else f"none of them in {root}"
-    raise FileNotFoundError(
-        f"expected {what} as one of {', '.join(places)}, got {got}; put it there, or pass the folder as folder= or "
-        f"{FOLDER_VARIABLE}"
-    )
+    raise FileNotFoundError(f"expected {what} as one of {', '.join(places)}, got {got}; put it there, or pass folder=")
 
 
 def _matches_checksum(path: Path, file: SourceFile) -> bool:
@@ -84,10 +77,8 @@ def _missing_message(name: str, split: str, root: Path | None, variants: tuple[V
         places = [Path(sub) / file.name for variant in variants for sub in variant.folders for file in variant.files]
         present = [str(place) for place in places if (root / place).is_file()]
         shown, got = root, f"only {', '.join(present)}" if present else "none of its files"
-    lines = [
-        f"expected the {split} split of {name} in {shown}, got {got}; "
-        f"put its files there, or name another folder by folder= or {FOLDER_VARIABLE}:"
-    ]
+    fix = f"put its files there, or name another folder by folder= or {FOLDER_VARIABLE}"
+    lines = [f"expected the {split} split of {name} in {shown}, got {got}; {fix}:"]
     for variant in variants:
         lines.append(f"{'either' if len(lines) == 1 else 'or'} in {shown / variant.folders[0]}")
         for file in variant.files:

@@ -43,15 +43,11 @@ def image_folder(
     root = Path(folder)
     found = [each.name for each in subfolders(root)]
     if not found:
-        raise FileNotFoundError(
-            f"expected a folder for each class in {root}, got none; put images into {root / 'CLASS'}"
-        )
+        raise FileNotFoundError(f"expected a folder per class in {root}, got none; put images into {root / 'CLASS'}")
     names = tuple(found if classes is None else classes)
     if strange := [name for name in found if name not in names]:
-        raise ValueError(
-            f"expected the classes {', '.join(names)} in {root}, got {strange[0]!r} too; add training images of it, or move "
-            "its folder away"
-        )
+        fix = "add training images of it, or move its folder away"
+        raise ValueError(f"expected the classes {', '.join(names)} in {root}, got {strange[0]!r} too; {fix}")
     parts = {name: image_files(root / name) for name in names if name in found}
     if empty := [name for name, files in parts.items() if not files]:
         raise FileNotFoundError(f"expected images ({', '.join(SUFFIXES)}) in {root / empty[0]}, got none; add some")
@@ -100,15 +96,11 @@ def _stack(files: Sequence[Path], size: int | Sequence[int] | None, channels: in
         if row == 0:
             images = torch.empty(len(files), *found.shape, dtype=torch.uint8)
         if found.shape != images.shape[1:]:
-            raise ValueError(
-                f"expected images of one size, got {_size_text(images)} in {files[0]} and {found.shape[1]}×{found.shape[2]} in "
-                f"{path}; resize them by size = {int(images.shape[2])}"
-            )
+            got = f"{_size_text(images)} in {files[0]} and {found.shape[1]}×{found.shape[2]} in {path}"
+            raise ValueError(f"expected images of one size, got {got}; resize them by size = {int(images.shape[2])}")
         images[row] = torch.from_numpy(np.array(found))
     if resized:
-        log.info(
-            "%d of %d images in %s were resized to %s", resized, len(files), files[0].parents[1], _size_text(images)
-        )
+        log.info("%d of %d images in %s resized to %s", resized, len(files), files[0].parents[1], _size_text(images))
     return images
 
 

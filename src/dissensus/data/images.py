@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dissensus.data.catalogue import CATALOGUE
 from dissensus.data.file_formats import read_cifar_binary, read_cifar_python, read_idx, read_mat, read_npz
-from dissensus.data.find_files import locate
+from dissensus.data.find_files import Folder, locate
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,15 +36,12 @@ class ImageSet:
         images, labels = self.images, self.labels
         right = images.dtype == torch.uint8 and labels.dtype == torch.int64
         if not right or images.ndim != 4 or labels.shape != images.shape[:1]:
-            raise ValueError(
-                f"expected {self.name} as uint8 images (N, C, H, W) and int64 labels (N,), got {images.dtype} "
-                f"{tuple(images.shape)} and {labels.dtype} {tuple(labels.shape)}; pass one class index per image"
-            )
+            wanted = f"{self.name} as uint8 images (N, C, H, W) and int64 labels (N,)"
+            got = " and ".join(f"{each.dtype} {tuple(each.shape)}" for each in (images, labels))
+            raise ValueError(f"expected {wanted}, got {got}; pass one class index per image")
         if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < len(self.classes):
-            raise ValueError(
-                f"expected labels from 0 to {len(self.classes) - 1}, got {int(labels.min())} to {int(labels.max())}; "
-                f"check that {self.name} has these {len(self.classes)} classes"
-            )
+            got = f"{int(labels.min())} to {int(labels.max())}"
+            raise ValueError(f"expected labels from 0 to {len(self.classes) - 1}, got {got}; correct {self.name}")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -54,7 +51,7 @@ class ImageSet:
         return replace(self, images=self.images[rows], labels=self.labels[rows])
 
 
-def image_set(name: str, split: str, *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
+def image_set(name: str, split: str, *, folder: Folder = None, verify: bool = False) -> ImageSet:
     """Reads one split of a public image set: an ImageSet with images (N, C, H, W) uint8 and labels (N,) int64.
 
     Nothing is downloaded.
@@ -73,32 +70,32 @@ def image_set(name: str, split: str, *, folder: str | Path | None = None, verify
     return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), name, CATALOGUE[name].classes)
 
 
-def mnist(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
+def mnist(split: str = "train", *, folder: Folder = None, verify: bool = False) -> ImageSet:
     """Reads MNIST: ImageSet of 60,000 train or 10,000 test digits, (N, 1, 28, 28); arguments as in `image_set`."""
     return image_set("mnist", split, folder=folder, verify=verify)
 
 
-def fashion_mnist(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
+def fashion_mnist(split: str = "train", *, folder: Folder = None, verify: bool = False) -> ImageSet:
     """Reads Fashion-MNIST: ImageSet of 60,000 train or 10,000 test images, (N, 1, 28, 28); arguments as in `image_set`."""
     return image_set("fashion_mnist", split, folder=folder, verify=verify)
 
 
-def notmnist(split: str = "test", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
+def notmnist(split: str = "test", *, folder: Folder = None, verify: bool = False) -> ImageSet:
     """Reads notMNIST: ImageSet of 10,000 test letters A to J, (N, 1, 28, 28); arguments as in `image_set`."""
     return image_set("notmnist", split, folder=folder, verify=verify)
 
 
-def cifar10(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
+def cifar10(split: str = "train", *, folder: Folder = None, verify: bool = False) -> ImageSet:
     """Reads CIFAR-10: ImageSet of 50,000 train or 10,000 test photographs, (N, 3, 32, 32); arguments as in `image_set`."""
     return image_set("cifar10", split, folder=folder, verify=verify)
 
 
-def cifar100(split: str = "train", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
+def cifar100(split: str = "train", *, folder: Folder = None, verify: bool = False) -> ImageSet:
     """Reads CIFAR-100: ImageSet of 50,000 train or 10,000 test images, (N, 3, 32, 32), 100 classes; see `image_set`."""
     return image_set("cifar100", split, folder=folder, verify=verify)
 
 
-def svhn(split: str = "test", *, folder: str | Path | None = None, verify: bool = False) -> ImageSet:
+def svhn(split: str = "test", *, folder: Folder = None, verify: bool = False) -> ImageSet:
     """Reads SVHN: ImageSet of digits, (N, 3, 32, 32), with class 0 for SVHN's label 10; arguments as in `image_set`."""
     return image_set("svhn", split, folder=folder, verify=verify)
 

@@ -100,11 +100,8 @@ class ImageInputs(InputTransform):
         pixels = as_tensor(x)
         if not isinstance(pixels, Tensor) or pixels.dtype != torch.uint8:
             what = pixels.dtype if isinstance(pixels, Tensor) else type(x).__name__
-            raise TypeError(
-                f"expected raw pixels, uint8 from 0 to 255, got {what}; this posterior transforms raw "
-                "pixels itself: pass the images as they are on disk, or set posterior.inputs = None for inputs that "
-                "are transformed already"
-            )
+            fix = "this posterior transforms raw pixels itself: pass those, or set posterior.inputs = None"
+            raise TypeError(f"expected raw pixels, uint8 from 0 to 255, got {what}; {fix}")
         return self._channels_first(pixels)
 
     def _channels_first(self, pixels: Tensor) -> Tensor:
@@ -116,9 +113,8 @@ class ImageInputs(InputTransform):
         first, last = pixels.ndim == 4 and pixels.shape[1] == channels, pixels.ndim == 4 and pixels.shape[3] == channels
         if first == last:
             why = "channels first or last" if first else f"{channels} channels, first or last"
-            raise ValueError(
-                f"expected images with {why}, got {shape}{', which fits both' if first else ''}; pass (B, {channels}, H, W)"
-            )
+            got = f"{shape}{', which fits both' if first else ''}"
+            raise ValueError(f"expected images with {why}, got {got}; pass (B, {channels}, H, W)")
         return pixels if first else pixels.movedim(-1, 1)
 
     def _resize_and_crop(self, pixels: Tensor) -> Tensor:
@@ -132,10 +128,8 @@ class ImageInputs(InputTransform):
         if self.crop is not None:
             tops = [(have - want) // 2 for have, want in zip(pixels.shape[2:], self.crop, strict=True)]
             if min(tops) < 0:
-                raise ValueError(
-                    f"expected images of at least {self.crop}, got {tuple(pixels.shape[2:])}; pass larger ones, or save "
-                    "with resize="
-                )
+                got = tuple(pixels.shape[2:])
+                raise ValueError(f"expected images of at least {self.crop}, got {got}; enlarge them, or use resize=")
             pixels = pixels[:, :, tops[0] : tops[0] + self.crop[0], tops[1] : tops[1] + self.crop[1]]
         return pixels
 
@@ -234,11 +228,9 @@ def _check_raw(rows: Tensor, scaled: Tensor) -> None:
         return
     as_given, off = rows.square().mean(0).sqrt(), scaled.square().mean(0).sqrt().amax()  # (D,), ()
     if bool((as_given < 4).all()) and float(off) > (5 if len(rows) >= 8 else 10):
-        raise ValueError(
-            f"expected raw rows, got rows {float(off):.3g} deviations off the training rows, which look standardised already; "
-            "this posterior standardises rows itself: pass them as they were measured, or set posterior.inputs = "
-            "None for rows that are standardised already"
-        )
+        got = f"rows {float(off):.3g} deviations off the training rows, which look standardised already"
+        fix = "pass them as they were measured, or set posterior.inputs = None"
+        raise ValueError(f"expected raw rows, got {got}; this posterior standardises rows itself: {fix}")
 
 
 KINDS: dict[str, type[InputTransform]] = {each.kind: each for each in (ImageInputs, RowInputs, TableInputs)}
@@ -251,8 +243,6 @@ def as_input_transform(given: Any) -> InputTransform:
     if isinstance(given, Standardiser):
         return ImageInputs.of(given) if given.mean.ndim == 3 else RowInputs.of(given)
     if not isinstance(given, InputTransform):
-        raise TypeError(
-            f"expected a Standardiser, a TableEncoder or ds.data.ImageInputs as inputs, got {type(given).__name__}; files hold "
-            "no code: pass the one of these that was applied to the training inputs"
-        )
+        wanted = "a Standardiser, a TableEncoder or ds.data.ImageInputs as inputs"
+        raise TypeError(f"expected {wanted}, got {type(given).__name__}; files hold no code: pass one of these")
     return given

@@ -23,10 +23,8 @@ def npz_arrays(source: str | Path | BinaryIO, limit: int | None = None) -> dict[
         with open(source, "rb") as file:
             return npz_arrays(file, limit)
     name = getattr(source, "name", "in memory")
-    with (
-        read_errors(name, "save it with numpy.savez", kind="an .npz file of plain arrays"),
-        zipfile.ZipFile(source) as file,
-    ):
+    kind = "an .npz file of plain arrays"
+    with read_errors(name, "save it with numpy.savez", kind=kind), zipfile.ZipFile(source) as file:
         size, entries = source.seek(0, 2), file.infolist()
         total, limit = sum(entry.file_size for entry in entries), unpacked_limit(size) if limit is None else limit
         if total > limit:
@@ -42,9 +40,7 @@ def npz_pair(path: str | Path, *, labelled: bool = True) -> tuple[np.ndarray, An
     for inputs, targets in (("images", "labels"), ("x", "y")):
         if inputs in arrays and (targets in arrays or not labelled):
             return arrays[inputs], arrays.get(targets)
-    raise ValueError(
-        f"expected the keys images and labels, or x and y, got {sorted(arrays)} in {path}; rename the arrays"
-    )
+    raise ValueError(f"expected the keys images and labels, or x and y, got {sorted(arrays)} in {path}; rename them")
 
 
 def _array(raw: bytes) -> np.ndarray:
@@ -64,16 +60,12 @@ def read_array(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     """A uint8 array of this shape, memory-mapped copy-on-write: read on access, never written back. Pickled objects are
     refused."""
     if not path.is_file():
-        raise FileNotFoundError(
-            f"expected the file {path}, got nothing there; unpack the CIFAR-C archive and pass the folder of .npy files"
-        )
+        raise FileNotFoundError(f"expected the file {path}, got nothing there; pass the folder of CIFAR-C's files")
     with read_errors(path, "download it again", kind="a NumPy array file at"):
         found = np.lib.format.open_memmap(path, mode="c")  # maps only existing bytes, and no objects
         if found.offset + found.nbytes != path.stat().st_size:
             raise ValueError("the file is longer than its array")
     if found.shape != shape or found.dtype != np.uint8 or not found.flags.c_contiguous:
-        raise ValueError(
-            f"expected uint8 of shape {shape} in {path}, got {found.dtype} of shape {found.shape}; "
-            "pass the folder of the published CIFAR-10-C or CIFAR-100-C files"
-        )
+        got = f"{found.dtype} of shape {found.shape}"
+        raise ValueError(f"expected uint8 of shape {shape} in {path}, got {got}; pass CIFAR-C's published files")
     return found

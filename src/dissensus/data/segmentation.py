@@ -104,9 +104,7 @@ def pair_images_with_masks(images: Path, masks: Path, *, ending: str = "") -> li
         name = path.relative_to(images)
         wanted = name.with_name(name.stem + ending)
         if wanted not in found:
-            raise FileNotFoundError(
-                f"expected a mask {masks / wanted}.png for the image {path}, got none; add it, or remove the image"
-            )
+            raise FileNotFoundError(f"expected a mask {masks / wanted}.png for the image {path}, got none; add it")
         mask, *others = found[wanted]
         if others:
             raise ValueError(f"expected one mask for the image {path}, got {mask} and {others[0]}; remove one")
@@ -131,10 +129,8 @@ def read_pairs(
         with read_errors(image_path, "save it again", kind="an image"), Image.open(image_path) as opened:
             image = opened.convert("RGB")
         if image.size != mask.shape[::-1]:
-            raise ValueError(
-                f"expected an image and a mask of one size, got {_size_text(image.size[::-1])} in {image_path} and "
-                f"{_size_text(mask.shape)} in {mask_path}; make both from the same picture"
-            )
+            got = f"{_size_text(image.size[::-1])} in {image_path} and {_size_text(mask.shape)} in {mask_path}"
+            raise ValueError(f"expected an image and a mask of one size, got {got}; make both from one picture")
         if shape is not None and mask.shape != shape:
             image = image.resize(shape[::-1], Image.Resampling.BILINEAR)
             mask = np.asarray(Image.fromarray(mask).resize(shape[::-1], Image.Resampling.NEAREST))
@@ -142,10 +138,8 @@ def read_pairs(
             images = torch.empty(len(pairs), 3, *mask.shape, dtype=torch.uint8)
             masks = torch.empty(len(pairs), *mask.shape, dtype=torch.uint8)
         if mask.shape != masks.shape[1:]:
-            raise ValueError(
-                f"expected images of one size, got {_size_text(masks.shape[1:])} in {pairs[0][0]} and "
-                f"{_size_text(mask.shape)} in {name}; pass size=(height, width) to resize them"
-            )
+            got = f"{_size_text(masks.shape[1:])} in {pairs[0][0]} and {_size_text(mask.shape)} in {name}"
+            raise ValueError(f"expected images of one size, got {got}; pass size=(height, width)")
         images[row] = torch.from_numpy(np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)))
         masks[row] = torch.from_numpy(np.array(mask))
     return SegmentationSet(images, masks, tuple(classes), tuple(name for name, _, _ in pairs))
@@ -174,10 +168,8 @@ def read_mask(path: Path, table: dict[int, int]) -> np.ndarray:
     with read_errors(path, "save it again", kind="an image"), Image.open(path) as opened:
         found = np.asarray(opened, np.int32)
     if found.ndim != 2:
-        raise ValueError(
-            f"expected a mask of one channel that holds class numbers, got {found.shape[2]} channels in {path}; "
-            "turn colours into numbers first"
-        )
+        got = f"{found.shape[2]} channels in {path}"
+        raise ValueError(f"expected a mask of one channel of class numbers, got {got}; turn colours into numbers")
     lookup = np.full(256, -1, np.int16)
     lookup[[*table]] = [*table.values()]
     labels = lookup[np.clip(found, 0, 255)]
@@ -185,10 +177,8 @@ def read_mask(path: Path, table: dict[int, int]) -> np.ndarray:
     if (labels < 0).any():
         known = sorted(value for value, label in table.items() if label != VOID)
         void = next(value for value, label in table.items() if label == VOID)
-        raise ValueError(
-            f"expected values {known[0]} to {known[-1]} for {len(known)} classes or {void} for void in {path}, got "
-            f"{found[labels < 0].min()}; name all classes, or pass the value of void pixels as void="
-        )
+        wanted = f"values {known[0]} to {known[-1]} for {len(known)} classes or {void} for void in {path}"
+        raise ValueError(f"expected {wanted}, got {found[labels < 0].min()}; name all classes, or pass void=")
     return labels.astype(np.uint8)
 
 

@@ -34,9 +34,7 @@ def split_indices(
         chosen = order[:held]
     else:
         if labels.shape != (count,):
-            raise ValueError(
-                f"expected labels of shape ({count},), got {tuple(labels.shape)}; pass one class index per row"
-            )
+            raise ValueError(f"expected labels of shape ({count},), got {tuple(labels.shape)}; pass one class per row")
         labels = labels.cpu()
         grouped = order[torch.argsort(labels[order], stable=True)]  # by class, shuffled within
         counts = torch.unique(labels, return_counts=True)[1]
@@ -65,10 +63,8 @@ def _validation_count(count: int, validation: int | float) -> int:
     number("validation", validation)
     held = int(validation) if isinstance(validation, Integral) else round(validation * count)
     if not 0 < held < count:
-        raise ValueError(
-            f"expected between 1 and {count - 1} validation rows of {count}, got {held} (validation={validation!r}); "
-            f"pass a float for a share of the rows, an integer for a number of rows"
-        )
+        got = f"{held} (validation={validation!r}); pass a float for a share, an integer for a number"
+        raise ValueError(f"expected between 1 and {count - 1} validation rows of {count}, got {got}")
     return held
 
 
@@ -97,10 +93,8 @@ def noisy_labels(labels: Tensor, share: float, *, classes: int, seed: int = 0) -
     number("share", share, least=0, most=1)
     integer("classes", classes, least=2)
     if labels.ndim != 1 or labels.is_floating_point() or bool(((labels < 0) | (labels >= classes)).any()):
-        raise ValueError(
-            f"expected labels (N,) from 0 to {classes - 1}, got {labels.dtype} of shape {tuple(labels.shape)} with other "
-            "values; pass class indices"
-        )
+        got = f"{labels.dtype} of shape {tuple(labels.shape)} with other values"
+        raise ValueError(f"expected labels (N,) from 0 to {classes - 1}, got {got}; pass class indices")
     generator = torch.Generator().manual_seed(seed)
     # Draw the steps first: a permutation drawn first would equal that of `split_indices`, and the held-out rows would be wrong.
     steps = torch.randint(1, classes, (len(labels),), generator=generator)  # to one of the C − 1 other classes

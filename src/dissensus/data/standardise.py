@@ -49,9 +49,8 @@ class Standardiser:
         """
         images = tensor_of(images)
         if images.dtype != torch.uint8 or images.ndim != 4 or images.numel() == 0:
-            raise ValueError(
-                f"expected uint8 images (N, C, H, W), got {images.dtype} {tuple(images.shape)}; pass raw pixels"
-            )
+            got = f"{images.dtype} {tuple(images.shape)}"
+            raise ValueError(f"expected uint8 images (N, C, H, W), got {got}; pass raw pixels")
         levels = torch.arange(256, dtype=torch.float64, device=images.device) / 255
         counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)])
         shares = counts.double() / counts.sum(1, keepdim=True)  # (C, 256)
@@ -86,17 +85,14 @@ class Standardiser:
         wanted = mean.shape[:1] if pixels else mean.shape
         found = x.shape[-3:-2] if pixels else x.shape[x.ndim - len(wanted) :]
         if found != wanted and not (x.ndim < 2 and wanted == (1,)):
-            raise ValueError(
-                f"expected {' × '.join(map(str, wanted))} {'channels' if pixels else 'columns'} as in the training data, got "
-                f"shape {tuple(x.shape)}; pass {'(B, C, H, W)' if pixels else 'those columns, one column as (N, 1)'}"
-            )
+            kind, fix = ("channels", "(B, C, H, W)") if pixels else ("columns", "those columns, one column as (N, 1)")
+            size = f"{' × '.join(map(str, wanted))} {kind}"
+            raise ValueError(f"expected {size} as in the training data, got shape {tuple(x.shape)}; pass {fix}")
 
 
 def check_columns(names: Sequence[str], table: Any) -> None:
     """Raises if a DataFrame's columns or their order differ from the training rows."""
     found = list(map(str, getattr(table, "columns", names)))
     if names and found != list(names):
-        raise ValueError(
-            f"expected the columns {', '.join(names)} in this order, as in training, got {', '.join(found)}; pass "
-            "table[columns]"
-        )
+        wanted, got = (", ".join(each) for each in (names, found))
+        raise ValueError(f"expected the columns {wanted} in this order, as in training, got {got}; pass table[columns]")

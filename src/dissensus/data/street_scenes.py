@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dissensus.data.find_files import find_place
+from dissensus.data.find_files import Folder, find_place
 from dissensus.data.segmentation import (
     VOID,
     Pair,
@@ -36,9 +36,7 @@ BDD_ANOMALIES = ("train", "motorcycle", "bicycle")
 SPLITS = ("train", "val", "test")
 
 
-def camvid(
-    split: str = "train", *, folder: str | Path | None = None, size: tuple[int, int] | None = None
-) -> SegmentationSet:
+def camvid(split: str = "train", *, folder: Folder = None, size: tuple[int, int] | None = None) -> SegmentationSet:
     """Reads CamVid: SegmentationSet of 367 train, 101 val or 233 test street scenes with 11 classes (Brostow et al. 2009).
 
     Expects SegNet's folders: CamVid/train and CamVid/trainannot with PNGs of the same names, likewise val and test. Images
@@ -56,7 +54,7 @@ def camvid(
 
 
 def streethazards(
-    split: str = "train", *, folder: str | Path | None = None, size: tuple[int, int] | None = None
+    split: str = "train", *, folder: Folder = None, size: tuple[int, int] | None = None
 ) -> SegmentationSet:
     """Reads StreetHazards: SegmentationSet of simulated street scenes, 720×1280, with 13 classes and "anomaly".
 
@@ -74,9 +72,7 @@ def streethazards(
     return read_pairs(pair_images_with_masks(*(root / part for part in parts)), STREETHAZARDS, void=0, size=size)
 
 
-def bdd_anomaly(
-    split: str = "train", *, folder: str | Path | None = None, size: tuple[int, int] | None = None
-) -> SegmentationSet:
+def bdd_anomaly(split: str = "train", *, folder: Folder = None, size: tuple[int, int] | None = None) -> SegmentationSet:
     """Reads BDD-Anomaly: SegmentationSet of BDD100K scenes, 720×1280, with the 19 classes of Cityscapes (Yu et al. 2020).
 
     The test split has the 810 scenes of BDD100K's train and val with a train, a motorcycle or a bicycle. The splits train
@@ -98,13 +94,11 @@ def bdd_anomaly(
     held = [bool(np.isin(read_mask(mask, table), foreign).any()) for _, _, mask in pairs]
     chosen = [pair for pair, anomalous in zip(pairs, held, strict=True) if anomalous == (split == "test")]
     if not chosen:
-        raise ValueError(
-            f"expected scenes of bdd_anomaly's {split} split among {len(pairs)}, got none; check the masks"
-        )
+        raise ValueError(f"expected scenes of bdd_anomaly's {split} split among {len(pairs)}, got none; check masks")
     return read_pairs(chosen, BDD, void=VOID, size=size)
 
 
-def _root(name: str, places: Sequence[str], parts: Sequence[str], folder: str | Path | None) -> Path:
+def _root(name: str, places: Sequence[str], parts: Sequence[str], folder: Folder) -> Path:
     """The first of `places` in the user's folder that contains the first of `parts`."""
     found = find_place(folder, [f"{place}/{parts[0]}" for place in places], f"{name} ({' and '.join(parts)})")
     return found.parents[parts[0].count("/")]

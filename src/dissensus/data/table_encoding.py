@@ -125,27 +125,20 @@ class TableEncoder:
         named, declared = names is not None, set(categories)
         given = dict(zip(names or range(len(columns)), columns, strict=True))
         if unknown := declared - set(given):
-            raise ValueError(
-                f"expected categories among the columns {first_names(given)}, got {first_names(unknown)}; correct the names"
-            )
+            got = first_names(unknown)
+            raise ValueError(f"expected categories among the columns {first_names(given)}, got {got}; correct them")
         made: list[NumberColumn | CategoryColumn] = []
         for name, column in given.items():
             if name in declared or _is_category(column):
                 made.append(category := CategoryColumn.of(name, column, most_levels))
                 text = [level for level in category.levels if _reads_as_number(level)]
                 if 2 * len(text) > len(category.levels) and name not in declared and str(column.dtype) != "category":
-                    log.warning(
-                        "%s is treated as categories, though its text looks like numbers (%r): convert it, or name it in "
-                        "categories",
-                        name,
-                        text[0],
-                    )
+                    why = "%s is treated as categories, though its text looks like numbers (%r): convert it, or name it"
+                    log.warning(f"{why} in categories", name, text[0])
             else:
                 made.append(NumberColumn.of(name, _numbers(name, column)))
         if not made or not len(columns[0]):
-            raise ValueError(
-                f"expected rows and columns to measure, got {_shape_text(columns)}; pass the training rows"
-            )
+            raise ValueError(f"expected rows and columns, got {_shape_text(columns)}; pass the training rows")
         return TableEncoder(tuple(made), named)
 
     @property
@@ -157,19 +150,14 @@ class TableEncoder:
         """The encoded rows (N, features); logs missing values and levels that the training rows did not have."""
         names, columns = table_columns(table)
         if self.named and names is None:
-            raise ValueError(
-                f"expected the columns {first_names(column.name for column in self.columns)} by name, got an array; pass a "
-                "DataFrame or a dict of columns"
-            )
+            wanted = first_names(column.name for column in self.columns)
+            raise ValueError(f"expected the columns {wanted} by name, got an array; pass a DataFrame or a dict")
         if not self.named and len(columns) != len(self.columns):
-            raise ValueError(
-                f"expected {len(self.columns)} columns, got {len(columns)}; pass the columns of the training rows"
-            )
+            raise ValueError(f"expected {len(self.columns)} columns, got {len(columns)}; pass those of training")
         given = dict(zip(names if self.named and names else range(len(columns)), columns, strict=True))
         if absent := [column.name for column in self.columns if column.name not in given]:
-            raise ValueError(
-                f"expected the columns {first_names(absent)}, got {first_names(given)}; pass the columns of the training rows"
-            )
+            got = first_names(given)
+            raise ValueError(f"expected the columns {first_names(absent)}, got {got}; pass those of the training rows")
         parts, remarks = [], []
         for column in self.columns:
             part, remark = column.encode(given[column.name])
@@ -180,9 +168,7 @@ class TableEncoder:
         encoded = torch.from_numpy(np.concatenate(parts, 1)).to(dtype)
         if not encoded.isfinite().all():
             at = int((~encoded.isfinite()).any(0).nonzero()[0])
-            raise ValueError(
-                f"expected numbers that {dtype} can hold, got larger ones in {self.features[at]}; correct them"
-            )
+            raise ValueError(f"expected numbers within {dtype}, got larger ones in {self.features[at]}; correct them")
         return encoded
 
     def config(self) -> dict[str, Any]:
@@ -199,10 +185,8 @@ class TableEncoder:
         """The encoder that `config` describes."""
         kinds = {"number": NumberColumn, "category": CategoryColumn}
         columns = [dict(each) for each in config["columns"]]
-        made = [
-            kinds[each.pop("kind")](**{k: tuple(v) if isinstance(v, list) else v for k, v in each.items()})
-            for each in columns
-        ]
+        rows = [{k: tuple(v) if isinstance(v, list) else v for k, v in each.items()} for each in columns]
+        made = [kinds[each.pop("kind")](**each) for each in rows]
         return TableEncoder(tuple(made), bool(config["named"]))
 
 
@@ -220,10 +204,9 @@ def table_columns(table: Any) -> tuple[list[Name] | None, list[Any]]:
             raise TypeError("expected a dense table, got a sparse matrix; pass x.toarray()")
         matrix = as_array(table)
         if matrix.ndim != 2:
-            raise ValueError(
-                f"expected a table of shape (N, D), got {type(table).__name__} of shape {matrix.shape}; pass one row as "
-                "table[None] or frame.iloc[[0]], one column as table[:, None] or series.to_frame()"
-            )
+            got = f"{type(table).__name__} of shape {matrix.shape}"
+            fix = "pass one row as table[None] or frame.iloc[[0]], one column as table[:, None] or series.to_frame()"
+            raise ValueError(f"expected a table of shape (N, D), got {got}; {fix}")
         names, columns = None, list(matrix.T)
     columns = [_listed_column(each) if str(getattr(each, "dtype", "object")) == "object" else each for each in columns]
     if len({len(column) for column in columns}) > 1 or any(np.ndim(column) != 1 for column in columns):
@@ -265,9 +248,7 @@ def _numbers(name: Name, column: Any) -> np.ndarray:
         objects = np.asarray(column, dtype=object)
         found = [np.nan if _is_missing(value) else value for value in objects]
         if text := [value for value in found if not isinstance(value, Number) or isinstance(value, complex)]:
-            raise ValueError(
-                f"expected numbers in column {name!r}, got {text[0]!r}; convert it, or train with the column as a category"
-            )
+            raise ValueError(f"expected numbers in column {name!r}, got {text[0]!r}; convert it, or use categories=")
         values = np.array([float(value) for value in found])
     elif kind == "c":
         raise ValueError(f"expected real numbers in column {name!r}, got complex ones; pass two columns")
@@ -315,9 +296,8 @@ def _as_level(value: Any) -> Level:
 
 def _is_missing(value: Any) -> bool:
     # pandas' NA raises when it is compared
-    return (
-        value is None or type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, Number) and value != value)
-    )
+    is_nan = isinstance(value, Number) and value != value
+    return value is None or type(value).__name__ in ("NAType", "NaTType") or is_nan
 
 
 def _shape_text(columns: list[Any]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.data.find_files import find_place
+from dissensus.data.find_files import Folder, find_place
 from dissensus.data.numpy_files import npz_arrays
 from dissensus.data.standardise import Standardiser
 from dissensus.numerics.lengthscales import check_finite_rows
@@ -67,7 +67,7 @@ class TabularSet:
 
 
 def uci_regression(
-    name: str, split: int = 0, *, folder: str | Path | None = None, dtype: torch.dtype = torch.float32
+    name: str, split: int = 0, *, folder: Folder = None, dtype: torch.dtype = torch.float32
 ) -> RegressionSplit:
     """Reads one of the 20 standard splits of a UCI regression set (5 for the protein set) as a RegressionSplit.
 
@@ -86,13 +86,11 @@ def uci_regression(
     path = regression_folder(folder, name)
     x, y, train, test = read_uci_folder(path, split)
     if x.shape != REGRESSION_SETS[name]:
-        raise ValueError(
-            f"expected {name} of shape {REGRESSION_SETS[name]}, got {x.shape} in {path}; download the folder again"
-        )
+        raise ValueError(f"expected {name} of shape {REGRESSION_SETS[name]}, got {x.shape}; download {path} again")
     return regression_split(*map(torch.from_numpy, (x, y, train, test)), dtype=dtype)
 
 
-def regression_folder(folder: str | Path | None, *names: str) -> Path:
+def regression_folder(folder: Folder, *names: str) -> Path:
     """The folder with the files of the first regression set found; FileNotFoundError lists the possible places."""
     subs = [*(sub for name in names for sub in (f"UCI_Datasets/{name}/data/", f"{name}/data/", f"{name}/")), ""]
     return find_place(folder, [f"{sub}data.txt" for sub in subs], "data.txt, index_*.txt and n_splits.txt").parent
@@ -113,26 +111,17 @@ def regression_split(
     check_finite_rows(torch.cat([x, y], dim=1), what="inputs and targets (the last column)")
     for name, rows in (("train", train), ("test", test)):
         if len(rows) == 0 or not ((rows >= 0) & (rows < len(x))).all() or len(torch.unique(rows)) != len(rows):
-            raise ValueError(
-                f"expected {name} rows from 0 to {len(x) - 1}, each at most once, at least one, got others; correct the split"
-            )
+            wanted = f"{name} rows from 0 to {len(x) - 1}, each at most once, at least one"
+            raise ValueError(f"expected {wanted}, got others; correct the split")
     if both := int(torch.isin(train, test).sum()):
         raise ValueError(f"expected disjoint train and test rows, got {both} in both; correct the split")
     inputs, targets = Standardiser.of_rows(x[train]), Standardiser.of_rows(y[train])
     # Standardise in float64, then round once.
-    return RegressionSplit(
-        inputs(x[train]).to(dtype),
-        targets(y[train]).to(dtype),
-        inputs(x[test]).to(dtype),
-        targets(y[test]).to(dtype),
-        inputs,
-        targets,
-    )
+    (x_train, y_train), (x_test, y_test) = ((inputs(x[rows]), targets(y[rows])) for rows in (train, test))
+    return RegressionSplit(*(each.to(dtype) for each in (x_train, y_train, x_test, y_test)), inputs, targets)
 
 
-def uci_classification(
-    name: str, *, folder: str | Path | None = None, dtype: torch.dtype = torch.float32
-) -> TabularSet:
+def uci_classification(name: str, *, folder: Folder = None, dtype: torch.dtype = torch.float32) -> TabularSet:
     """Reads a small classification set as a TabularSet. CLASSIFICATION_SETS has the size of its usual train set.
 
     Nothing is downloaded.
@@ -149,10 +138,9 @@ def uci_classification(
     table = read_tabular_npz(path, name=name, dtype=dtype)
     rows, features, classes, _ = CLASSIFICATION_SETS[name]
     if (*table.x.shape, len(table.classes)) != (rows, features, classes):
-        raise ValueError(
-            f"expected {name} with {rows} rows, {features} features and {classes} classes, "
-            f"got {tuple(table.x.shape)} and {len(table.classes)} in {path}; download the file again"
-        )
+        wanted = f"{name} with {rows} rows, {features} features and {classes} classes"
+        got = f"{tuple(table.x.shape)} and {len(table.classes)} in {path}"
+        raise ValueError(f"expected {wanted}, got {got}; download the file again")
     return table
 
 
@@ -182,10 +170,8 @@ def read_uci_folder(path: str | Path, split: int) -> tuple[np.ndarray, np.ndarra
     target = _indices(path / "index_target.txt", data.shape[1])
     splits = float(_numbers_in(path / "n_splits.txt", rank=1).flat[0])
     if len(target) != 1 or target[0] in features or not 0 <= split < splits:
-        raise ValueError(
-            f"expected one target column outside the features and split from 0 to {splits - 1:g}, got {target} and {split} "
-            f"in {path}; name another split, or correct index_*.txt"
-        )
+        wanted = f"one target column outside the features and split from 0 to {splits - 1:g}"
+        raise ValueError(f"expected {wanted}, got {target} and {split} in {path}; correct split or index_*.txt")
     train = _indices(path / f"index_train_{split}.txt", len(data))
     test = _indices(path / f"index_test_{split}.txt", len(data))
     return data[:, features], data[:, target[0]], train, test
@@ -204,7 +190,5 @@ def _indices(path: Path, size: int) -> np.ndarray:
     values = _numbers_in(path, rank=1)
     whole = values.ndim == 1 and ((values >= 0) & (values < size) & (values == values.round())).all()
     if not whole or len(np.unique(values)) != len(values):
-        raise ValueError(
-            f"expected whole numbers from 0 to {size - 1}, each at most once, got others in {path}; correct the index file"
-        )
+        raise ValueError(f"expected whole numbers from 0 to {size - 1}, each at most once, got others; correct {path}")
     return values.astype(np.int64)

@@ -12,17 +12,16 @@ from torch import Tensor
 from dissensus.data.shipped import regression_points
 from dissensus.utils.checks import integer, number
 
+Points = tuple[Tensor, Tensor]
 
-def two_moons(
-    count: int = 1500, *, noise: float = 0.1, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+
+def two_moons(count: int = 1500, *, noise: float = 0.1, seed: int = 0, dtype: torch.dtype = torch.float32) -> Points:
     """Two classes on interleaved half circles: x (count, 2) and y (count,) in {0, 1}; noise: standard deviation per axis."""
     integer("count", count)
     upper = torch.linspace(0, math.pi, count // 2, dtype=torch.float64)
     lower = torch.linspace(0, math.pi, count - count // 2, dtype=torch.float64)
-    x = torch.cat(
-        [torch.stack([upper.cos(), upper.sin()], 1), torch.stack([1 - lower.cos(), 0.5 - lower.sin()], 1)]
-    )  # (count, 2)
+    halves = torch.stack([upper.cos(), upper.sin()], 1), torch.stack([1 - lower.cos(), 0.5 - lower.sin()], 1)
+    x = torch.cat(halves)  # (count, 2)
     generator = _seeded_generator(seed)
     x = x + noise * _normal(x.shape, generator)
     return _shuffle_rows(x.to(dtype), _classes(len(upper), len(lower)), generator)
@@ -36,7 +35,7 @@ def five_blobs(
     scale: float = 1.0,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
+) -> Points:
     """Five Gaussian blobs on a ring that starts at the top: x (5 · points, 2) and y (5 · points,) in 0 … 4.
 
     The set of the repulsive-ensemble papers: 40 points per class for training and, with another seed, 20 for testing.
@@ -57,7 +56,7 @@ def donuts(
     std: float = 0.3,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
+) -> Points:
     """Two classes on rings about the origin: x (count, 2) and y (count,), 0 on the inner ring.
 
     `radii`: radii of the inner and the outer ring. `std`: standard deviation of the distance to the origin.
@@ -84,9 +83,7 @@ def far_ring(
     return torch.cat([ring, std * _normal((centre, 2), generator)]).to(dtype)
 
 
-def x_sin_x(
-    points: int = 45, *, noise: float = 0.25, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+def x_sin_x(points: int = 45, *, noise: float = 0.25, seed: int = 0, dtype: torch.dtype = torch.float32) -> Points:
     """Regression with a gap: x (2 · points, 1) in U[1.5, 2.5] and U[4.5, 6], y = x sin x + noise · N(0, 1)."""
     integer("points", points)
     generator = _seeded_generator(seed)
@@ -95,9 +92,7 @@ def x_sin_x(
     return x.to(dtype), y.to(dtype)
 
 
-def cubic(
-    count: int = 20, *, noise: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+def cubic(count: int = 20, *, noise: float = 3.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> Points:
     """Cubic regression: x (count, 1) in U[−4, 4] and y = x³ + noise · N(0, 1), usually plotted on [−6, 6]."""
     integer("count", count)
     generator = _seeded_generator(seed)
@@ -106,9 +101,7 @@ def cubic(
     return x.to(dtype), y.to(dtype)
 
 
-def cubic_gap(
-    count: int = 201, *, noise: float = 2.0, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+def cubic_gap(count: int = 201, *, noise: float = 2.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> Points:
     """Cubic regression with a gap: x (2 · count, 1) on even grids over [−3, −1] and [1, 3], y = x³ + noise · N(0, 1).
 
     The toy set of iBNN (Trinh, Kaski & Heinonen 2020), with steps of 0.01.
@@ -121,9 +114,7 @@ def cubic_gap(
     return x.to(dtype), y.to(dtype)
 
 
-def hill(
-    points: int = 3, *, noise: float = 0.0, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+def hill(points: int = 3, *, noise: float = 0.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> Points:
     """A symmetric hill: x (4 · points − 1, 1) on even grids, y = 1 on [−½, ½], −1 on [−2½, −1½] and [1½, 2½], plus noise.
 
     The noise is noise · N(0, 1). A monotone function, such as a network with one hidden unit, can fit only one of the two
@@ -147,7 +138,7 @@ def gaussian_process(
     high: float = 4.0,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
+) -> Points:
     """Regression on a Gaussian-process sample f: x (count, 1) in U[low, high] and y = f(x) + noise · N(0, 1).
 
     f has the RBF kernel k(x, x') = amplitude² exp(−(x − x')² / (2 lengthscale²)). The same seed with noise=0 gives f at the
@@ -164,7 +155,7 @@ def gaussian_process(
     return x.to(dtype), y.to(dtype)
 
 
-def three_clusters(*, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def three_clusters(*, dtype: torch.dtype = torch.float32) -> Points:
     """Regression with three clusters of inputs and gaps between them: features x (400, 2) and targets y (400, 1).
 
     The set of Izmailov et al. 2019, "Subspace Inference for Bayesian Deep Learning". The points are fixed: there is no seed.
@@ -199,7 +190,7 @@ def _ring(radius: Tensor, std: float, generator: torch.Generator) -> Tensor:
     return distance[:, None] * torch.stack([angle.cos(), angle.sin()], 1)
 
 
-def _shuffle_rows(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _shuffle_rows(x: Tensor, y: Tensor, generator: torch.Generator) -> Points:
     """Rows in random order, so that the first rows are a fair sample."""
     order = torch.randperm(len(x), generator=generator)
     return x[order], y[order]

@@ -95,15 +95,8 @@ def chamfer_distance(edges: Tensor, limit: float) -> Tensor:
     right = torch.cummin((distance + column).flip(2), dim=2).values.flip(2) - column
     distance = torch.minimum(left, right)
     # … then all that go down, row by row, then all that go up
-    steps = (
-        (1, -2, knight),
-        (1, -1, diagonal),
-        (1, 0, 1.0),
-        (1, 1, diagonal),
-        (1, 2, knight),
-        (2, -1, knight),
-        (2, 1, knight),
-    )
+    across = {-2: knight, -1: diagonal, 0: 1.0, 1: diagonal, 2: knight}
+    steps = (*((1, side, length) for side, length in across.items()), (2, -1, knight), (2, 1, knight))
     for _ in range(2):
         filled = F.pad(distance, (2, 2), value=float(limit))
         for i in range(1, height):
