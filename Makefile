@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+TORCH  ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+# another torch: make test TORCH=2.6.0
+PIP     = sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt && $(BIN)/pip install -q -c $(VENV)/constraints.txt
 
 .PHONY: bench test test-slow lint types docs clean
 
@@ -28,17 +31,17 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/pip install -q -c constraints.txt -e .
+	$(PIP) -e ".[bench]"
 	touch $@
 
 $(VENV)/installed-test: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/pip install -q -c constraints.txt -e ".[test,lint]"
+	$(PIP) -e ".[test,lint]"
 	touch $@ $(VENV)/installed
 
 # The site is made from the pages and the source alone: torch is not needed for it.
 $(VENV)/installed-docs: $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" > $(VENV)/docs.txt
-	$(BIN)/pip install -q -c constraints.txt -r $(VENV)/docs.txt
+	$(PIP) -r $(VENV)/docs.txt
 	touch $@
 
 clean:

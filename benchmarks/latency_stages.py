@@ -28,27 +28,24 @@ from dissensus.core.inference_context import InferenceContext
 from dissensus.core.posterior import Posterior
 from dissensus.data import Batches
 from dissensus.engine.step_guard import Guard
-from dissensus.utils.tensor_tree import KeptTensors
 
 Owner = tuple[Any, str]  # what has the function, and its name there
 PREDICTION: dict[str, Sequence[Owner]] = {
     "locks, modes, random state": ((InferenceContext, "__enter__"), (InferenceContext, "__exit__")),
-    "checks of inputs": ((batches, "check_finite"), (batches, "to"), (Posterior, "check_inputs")),
-    "a look for NaN": ((posterior, "diverged"),),
+    "checks of inputs": ((batches, "check_finite"), (batches, "move_to_device"), (Posterior, "check_inputs")),
+    "a look for NaN": ((posterior, "has_diverged"),),
     "log-probabilities": ((ds.Classification, "describe"),),
     "tensors put into place and back": (
-        (KeptTensors, "__init__"),
-        (KeptTensors, "__exit__"),
-        (particles.MemberRowCache, "rows"),
-        (particles, "assign"),
+        (particles.MemberRowCache, "member_rows"),
+        (particles, "assign_tensors"),
     ),
-    "calls around the networks": ((DrawnFunctions, "predict"), (Posterior, "checked")),
+    "calls around the networks": ((DrawnFunctions, "predict"), (Posterior, "checked_prediction")),
 }
 STEP: dict[str, Sequence[Owner]] = {
     "backward pass": ((gradients, "_derivatives"),),
-    "a look for NaN": ((Guard, "look"),),
+    "a look for NaN": ((Guard, "check_values"),),
     "counting the step": ((Guard, "observe"),),
-    "checks of the batch": ((Posterior, "take"), (batches, "check_finite")),
+    "checks of the batch": ((Posterior, "prepare_batch"), (batches, "check_finite")),
 }
 
 

@@ -163,11 +163,11 @@ def test_a_state_of_another_likelihood_or_network_is_refused_and_changes_nothing
     posterior = regression()
     before = tiny.state(posterior)
     scaled = regression(targets={"mean": [1e4], "std": [50.0]}).state_dict()
-    with pytest.raises(ValueError, match=r"got one of another likelihood: arguments.targets.* not None"):
+    with pytest.raises(ValueError, match=r"got another likelihood: arguments.targets.* not None"):
         posterior.load_state_dict(scaled)
     assert tiny.largest_difference(tiny.state(posterior), before) == 0
     relu, tanh = ensemble(), ensemble(activation=torch.tanh)
-    with pytest.raises(ValueError, match=r"got one of another network: attributes.activation .*relu.*, not .*tanh"):
+    with pytest.raises(ValueError, match=r"got another network: attributes.activation .*relu.*, not .*tanh"):
         tanh.load_state_dict(relu.state_dict())
 
 

@@ -29,8 +29,9 @@ from dissensus.layers.factored import FactoredLayer
 from dissensus.methods.parts.node_functions import NodeFunctions
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.storage.atomic_files import write_atomically
-from dissensus.storage.onnx_files import ONNX_FORMS, onnx_content, require_onnx, run_onnx
+from dissensus.storage.onnx_files import ONNX_FORMS, onnx_content, run_onnx
 from dissensus.utils.checks import one_of
+from dissensus.utils.extras import require_extra
 from dissensus.utils.text import format_bytes
 from dissensus.version import __version__
 
@@ -60,17 +61,15 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
     path = Path(path)
     write = {".onnx": _onnx_bytes, ".pt2": _pt2_bytes}[one_of("the ending", path.suffix, (".onnx", ".pt2"))]
     if path.suffix == ".onnx":
-        require_onnx()
+        require_extra("export")
     module = ExportedPosterior(expect_posterior(posterior))
     x = _at_least_two_rows(batches.move_to_device(module.example_inputs(example), posterior.device))
     wanted = {rows: _output_bounds(posterior, module, _first_rows(x, rows)) for rows in (batches.count_examples(x), 1)}
     if posterior.classes is not None and len(posterior.classes) != (outputs := wanted[1]["mean"][0].shape[1]):
         raise ValueError(f"expected the names of {outputs} classes, got {len(posterior.classes)}; name every output")
     _log_size(path, module.predictor)
-    with (
-        posterior.particles.lock_network(),
-        torch.no_grad(),
-    ):  # nobody else uses the network while it is traced, on the host
+    # nobody else uses the network while it is traced, on the host
+    with posterior.particles.lock_network(), torch.no_grad():
         module, x, failed = module.cpu(), batches.move_to_device(x, torch.device("cpu")), list[str]()
         for prepare in (_vectorise_members, _loop_members):
             prepare(module.predictor)
@@ -105,9 +104,7 @@ class ExportedPosterior(nn.Module):
         self.inputs, self.dtype = posterior.inputs, posterior.temperature.dtype
         self.traced = getattr(self.inputs, "traceable", False)
         if self.inputs is not None and not self.traced:
-            log.warning(
-                "the file takes encoded inputs, posterior.inputs(x), because the transform reads text and tensors hold none"
-            )
+            log.warning("the file takes encoded inputs, posterior.inputs(x), because tensors hold no text")
         self.model_metadata = {
             "dissensus": __version__,
             "method": posterior.name,
@@ -142,9 +139,7 @@ class ExportedPosterior(nn.Module):
         found = {name: getattr(predictive, name) for name in MOMENTS}
         for name, promised in self.promises.items():
             if found.keys() & (more := promised(predictive, slack)):
-                raise ValueError(
-                    f"expected a promise of another name than an output's, got {name!r}; fit it with another name="
-                )
+                raise ValueError(f"expected a promise of another name than an output's, got {name!r}; rename it")
             found |= more
         return found
 
@@ -152,9 +147,8 @@ class ExportedPosterior(nn.Module):
         """Metadata stored in the file, as JSON values."""
         classes = isinstance(self.predictor.predictive(self.network_inputs(x)), CategoricalPredictive)
         told = {"mean": "probabilities" if classes else "means", "functions": self.predictor.drawn.members}
-        return {name: value for name, value in (self.model_metadata | told).items() if value is not None} | {
-            "promises": self.descriptions
-        }
+        facts = {name: value for name, value in (self.model_metadata | told).items() if value is not None}
+        return facts | {"promises": self.descriptions}
 
 
 class _ExportRefused(ValueError):
@@ -197,11 +191,8 @@ def _first_rows(x: Inputs, rows: int) -> Inputs:
 
 def _at_least_two_rows(x: Inputs) -> Inputs:
     """x with at least two rows: torch treats an axis of length one as fixed."""
-    return (
-        x
-        if batches.count_examples(x) > 1
-        else batches.map_tensors(x, lambda tensor: tensor.repeat(2, *[1] * (tensor.ndim - 1)))
-    )
+    several = batches.count_examples(x) > 1
+    return x if several else batches.map_tensors(x, lambda tensor: tensor.repeat(2, *[1] * (tensor.ndim - 1)))
 
 
 def _output_bounds(posterior: Posterior, module: ExportedPosterior, x: Inputs) -> dict[str, tuple[Tensor, Tensor]]:
@@ -220,15 +211,13 @@ def _output_bounds(posterior: Posterior, module: ExportedPosterior, x: Inputs) -
     if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True) for a, b in pairs):
         raise ValueError(
             f"expected equal predictions in every call, got {type(posterior).__name__} with a new draw each time; call "
-            "ds.refresh(posterior, training_loader) first (a network that draws random numbers in eval mode cannot be "
-            "exported)"
+            "ds.refresh(posterior, training_loader) first (no network that draws in eval mode can be exported)"
         )
     rounding = max((torch.finfo(p.dtype).eps for p in posterior.parameters() if p.is_floating_point()), default=0.0)
     close = max(CLOSE, ROUNDINGS * rounding)
     least, most = (module.outputs(first, slack) for slack in (-close, close))
-    return {
-        name: (_add_slack(least[name], -close, 1.0).cpu(), _add_slack(most[name], close, 1.0).cpu()) for name in least
-    }
+    bounds = ((name, _add_slack(least[name], -close, 1.0), _add_slack(most[name], close, 1.0)) for name in least)
+    return {name: (low.cpu(), high.cpu()) for name, low, high in bounds}
 
 
 def _vectorise_members(predictor: Predictor) -> None:
@@ -257,10 +246,8 @@ def _has_own_kernels(particles: Particles) -> bool:
 
 def _check_no_randomness(found: list[str]) -> None:
     if found:
-        raise _ExportRefused(
-            f"expected a network that draws no random numbers, got {', '.join(found)} in its graph; put dropout and noise in "
-            "eval mode, or make them depend on self.training"
-        )
+        hint = "put dropout and noise in eval mode, or make them depend on self.training"
+        raise _ExportRefused(f"expected no random numbers in the network's graph, got {', '.join(found)}; {hint}")
 
 
 def _check_outputs(found: dict[str, Tensor], wanted: dict[str, tuple[Tensor, Tensor]], path: Path) -> None:
@@ -269,9 +256,8 @@ def _check_outputs(found: dict[str, Tensor], wanted: dict[str, tuple[Tensor, Ten
         if made.shape != least.shape:
             raise ValueError(f"expected {name} of shape {tuple(least.shape)} in {path}, got {tuple(made.shape)}")
         if wrong := int((~((least <= made) & (made <= most))).sum()):
-            raise ValueError(
-                f"expected {name} as in predict, got {wrong} of {made.numel()} values that differ in {path}"
-            )
+            got = f"{wrong} of {made.numel()} values that differ in {path}"
+            raise ValueError(f"expected {name} as in predict, got {got}")
 
 
 def _log_size(path: Path, predictor: Predictor) -> None:
@@ -282,9 +268,8 @@ def _log_size(path: Path, predictor: Predictor) -> None:
             own += sum(t.nbytes for t in (*part.own_parameters().values(), *part.own_buffers().values()))
             shared += sum(t.nbytes for t in (*part.shared_parameters().values(), *part.shared_buffers().values()))
     if path.suffix == ".onnx" and own + shared > 2**31 - 2**20:
-        raise ValueError(
-            f"expected at most 2 GiB for ONNX, got {format_bytes(own + shared)}; write .pt2, or use fewer functions"
-        )
+        got = format_bytes(own + shared)
+        raise ValueError(f"expected at most 2 GiB for ONNX, got {got}; write .pt2, or use fewer functions")
     log.info(
         "%s will take about %s: %d functions with %s of own weights, and %s of shared ones",
         path, format_bytes(own + shared), predictor.drawn.members, format_bytes(own), format_bytes(shared),

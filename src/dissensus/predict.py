@@ -84,9 +84,8 @@ def summarise(
     """
     loader = _as_loader(posterior, loader)
     if not isinstance(posterior, Posterior):
-        from dissensus.storage.member_streaming import (
-            read_members,  # imports all methods, which `import dissensus` avoids
-        )
+        # It imports all methods, which `import dissensus` avoids.
+        from dissensus.storage.member_streaming import read_members
 
         members = read_members(Path(posterior), network, likelihood=likelihood, method=method)
         return _summarise_stored(members, loader, precision)
@@ -164,17 +163,13 @@ def predict_image(
     """
     image = tensor_of(image)
     if image.ndim != 3:
-        raise ValueError(
-            f"expected one image (channels, H, W), got {tuple(image.shape)}; pass the images of a batch one by one"
-        )
+        raise ValueError(f"expected one image (channels, H, W), got {tuple(image.shape)}; pass images one by one")
     size = image.shape[1:]
     sides = size if tile is None else (tile, tile) if isinstance(tile, int) else tile
     rows, columns = (_tiles(*each, overlap) for each in zip(size, sides, strict=True))
     places = [(row, column) for row in rows for column in columns]
-    loader = [
-        (image[None, :, row.start : row.stop, column.start : column.stop], torch.zeros(1))
-        for (row, _), (column, _) in places
-    ]
+    cuts = [(slice(row.start, row.stop), slice(column.start, column.stop)) for (row, _), (column, _) in places]
+    loader = [(image[None, :, row, column], torch.zeros(1)) for row, column in cuts]
     found: tuple[Tensor, ...] = ()
     lens = expect_posterior(posterior).current_correction()
     parts = predict_loader(posterior, loader, lens, precision=precision, compiled=False, one_at_a_time=True)
@@ -182,10 +177,8 @@ def predict_image(
         summary = lens.correct_mixture(moments)
         new = (summary.mean, summary.total, summary.epistemic)
         if summary.mean.shape[2:] != (len(row), len(column)):
-            raise ValueError(
-                f"expected logits (B, C, {len(row)}, {len(column)}) for images of that size, got {tuple(summary.mean.shape)}; "
-                "predict_image is for segmentations"
-            )
+            wanted, got = f"logits (B, C, {len(row)}, {len(column)})", tuple(summary.mean.shape)
+            raise ValueError(f"expected {wanted} for images of that size, got {got}; predict_image segments")
         if not found:
             found = tuple(image.new_empty(*each.shape[1:-2], *size, dtype=each.dtype) for each in new)
         inside = (..., _kept_slice(kept_rows, row), _kept_slice(kept_columns, column))
@@ -198,9 +191,8 @@ def _tiles(length: int, side: int, overlap: int) -> list[tuple[range, range]]:
     """(range that a tile covers, range that is kept of it) along one axis."""
     if integer("tile", side) >= length:
         return [(range(length), range(length))]
-    step = side - integer(
-        "overlap", number("overlap", overlap, below=side, hint="tiles must be larger than their overlap"), least=0
-    )
+    number("overlap", overlap, below=side, hint="tiles must be larger than their overlap")
+    step = side - integer("overlap", overlap, least=0)
     starts = [start for start in range(0, length, step) if start == 0 or start + overlap < length]
     covered = [range(start, min(start + side, length)) for start in starts]
     ends = [*(tile.stop - overlap // 2 for tile in covered[:-1]), length]
@@ -241,10 +233,8 @@ def _summarise_stored(
         except Diverged as error:  # with the member's index among all
             raise Diverged([index + i for i in error.members], error.step, error.what) from None
         if seen != len(targets):  # other batches, or none: the first member has exhausted a generator
-            raise ValueError(
-                "expected the same batches for every member, got others; use a loader that does not shuffle and can be read "
-                "again"
-            )
+            hint = "use a loader that does not shuffle and can be read again"
+            raise ValueError(f"expected the same batches for every member, got others; {hint}")
     seen_whole = [lens.correct_mixture(each.summary()) for each in running] if lens is not None else []
     return SummaryPredictive.cat(cast(list[SummaryPredictive], seen_whole)), torch.cat(targets)
 

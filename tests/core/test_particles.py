@@ -467,7 +467,7 @@ def test_a_network_that_returns_something_else_is_refused():
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return self.layer(x), x
 
-    with pytest.raises(TypeError, match='one tensor, or a dict with "logits" or "out", got tuple'):
+    with pytest.raises(TypeError, match='one tensor, or "logits" or "out", got tuple'):
         ds.MAP(Two()).predict(vectors.float())
 
 
@@ -613,7 +613,7 @@ def test_layers_that_a_method_changes_for_the_forward_pass_alone_cannot_be_compu
     "build", [lambda net: ds.DeepEnsemble([net(), net()]), lambda net: ds.MAP(net())], ids=["stack", "map"]
 )
 def test_networks_without_values_are_refused_in_one_line(build):
-    message = "expected initialised tensors, got 'weight', which is lazy or on the meta device; run the network on one"
+    message = "expected initialised tensors, got 'weight', which is lazy or on the meta device; run one batch"
     with pytest.raises(ValueError, match=message):
         build(lambda: nn.LazyLinear(2))
     with torch.device("meta"), pytest.raises(ValueError, match=message):

@@ -286,7 +286,7 @@ def test_a_regression_has_no_confidence():
 
 
 def test_batches_whose_outputs_differ_in_shape_do_not_join():
-    with pytest.raises(ValueError, match=r"one shape in all batches, got \[\(4, 2\), \(4, 3\)\].*ds.predict_batches"):
+    with pytest.raises(ValueError, match=r"one shape, got \[\(4, 2\), \(4, 3\)\].*ds.predict_batches"):
         ds.Predictive.cat([categorical(5, 7, 4, 3), categorical(5, 7, 4, 2)])
 
 

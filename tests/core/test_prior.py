@@ -223,7 +223,7 @@ def test_what_is_no_prior_is_a_clear_error():
     with pytest.raises(ValueError, match="expected std above 0, got 0"):
         ds.GaussianPrior(0)
     rows = ds.MAP(network.double(), prior=lambda params: params["0.bias"], data_size=12)
-    with pytest.raises(ValueError, match=r"expected log_prob as one number, got shape \(6,\); sum over all tensors"):
+    with pytest.raises(ValueError, match=r"expected log_prob as one number, got shape \(6,\); sum it"):
         rows.backward(*tiny.points())
     with pytest.raises(TypeError, match="expected a keyword of SWAG, got 'weight_prior'; see help"):
         ds.SWAG(network, weight_prior=1.0, data_size=12)
@@ -239,9 +239,7 @@ def test_a_file_notes_a_users_prior_and_training_on_asks_for_it(name, tmp_path):
     loaded = ds.load(tmp_path / "saved", tiny.mlp().double())
     assert torch.equal(loaded.predict(x).members, posterior.eval().predict(x).members)
     assert loaded.config()["prior"] == {"name": "StudentT", "freedom": 3.0, "scale": 0.5}
-    with pytest.raises(
-        ValueError, match=r"expected the prior StudentT that this posterior was trained with.*use_prior\(prior\)"
-    ):
+    with pytest.raises(ValueError, match=r"expected the prior StudentT of the training.*use_prior\(prior\)"):
         ds.fit(loaded, [(x, y)], epochs=1, progress=False, engine="loop")
     ds.save(loaded, tmp_path / "again")
     assert ds.load(tmp_path / "again", tiny.mlp().double()).config() == loaded.config()
@@ -308,7 +306,7 @@ def test_weight_decay_acts_on_what_a_table_leaves_out_and_files_keep_it(tmp_path
     torch.testing.assert_close(
         loaded.penalty(loaded.particles.shared_parameters()), posterior.penalty(named), rtol=1e-14, atol=0
     )
-    with pytest.raises(ValueError, match="expected patterns that match names of tensors, got 'head"):
+    with pytest.raises(ValueError, match="expected patterns that match names, got 'head"):
         ds.MAP(tiny.mlp(), weight_prior_std={"head.*": 0.5}, data_size=12)
     with pytest.raises(ValueError, match=r"expected std of '0.\*' above 0, got 0"):
         ds.MAP(tiny.mlp(), weight_prior_std={"0.*": 0.0}, data_size=12)

@@ -242,7 +242,7 @@ WORDS = [
     "expected undivided networks for WeightRDE",
     "expected engine of divided networks, which run one after the other",
     "expected mesh(members=1) for divided networks",
-    "expected weights that lie whole in a process, got divided ones, which LastSnapshots cannot record",
+    "expected whole weights for LastSnapshots, got divided ones",
     "expected undivided networks for Laplace",
     "expected undivided networks for FeatureRDE",
 ]

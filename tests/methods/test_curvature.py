@@ -176,7 +176,7 @@ def test_samples_have_the_covariance_of_the_posterior(curvature):
     torch.testing.assert_close(covariance_of(found.joint, (C, D)), expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(found.variance().flatten(), expected.diagonal(), rtol=0, atol=1e-10)
     blocks = torch.block_diag(*(expected[c * D : (c + 1) * D, c * D : (c + 1) * D] for c in range(C)))
-    torch.testing.assert_close(covariance_of(found.by_rows, (C, D)), blocks, rtol=0, atol=1e-10)
+    torch.testing.assert_close(covariance_of(found.sample_rows, (C, D)), blocks, rtol=0, atol=1e-10)
 
 
 def test_it_stays_in_float64(curvature):

@@ -59,9 +59,9 @@ def test_parts_have_the_functions_of_their_samples_network_by_network(method, me
     assert (drawn.members, drawn.networks) == (5 * members, members)
     whole = {name: torch.cat([part[name] for part in samples], dim=1) for name in samples[0]}
     monkeypatch.setattr(sampling_posterior, "free_bytes", lambda device: None)
-    families = posterior._families(whole)  # the same samples at once
-    posterior._refresh(families.each, loader)
-    torch.testing.assert_close(drawn(x), posterior.functions_of(families)(x), rtol=0, atol=1e-12)
+    families = posterior._make_families(whole)  # the same samples at once
+    posterior._refresh_statistics(families.each, loader)
+    torch.testing.assert_close(drawn(x), posterior.make_functions(families)(x), rtol=0, atol=1e-12)
     torch.testing.assert_close(drawn.member(3)(x), drawn(x)[3], rtol=0, atol=1e-12)
     torch.testing.assert_close(posterior.predict(x).mean, drawn.predict(x).mean, rtol=0, atol=1e-12)
 

@@ -33,7 +33,9 @@ def output_covariance(posterior, x):
     """(B, C, C), from the posterior's own square root: every unit of noise is one sample."""
     curvature = posterior.curvature[0]
     size = curvature.mean.numel()
-    root = curvature.joint(torch.eye(size, dtype=torch.float64).reshape(size, *curvature.mean.shape))  # (P, C, D)
+    root = curvature.sample_joint(
+        torch.eye(size, dtype=torch.float64).reshape(size, *curvature.mean.shape)
+    )  # (P, C, D)
     features = x if curvature.mean.shape[1] == x.shape[1] else torch.cat([x, torch.ones_like(x[:, :1])], 1)
     outputs = torch.einsum("pcd,bd->bcp", root, features)
     return outputs @ outputs.mT

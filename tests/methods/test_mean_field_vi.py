@@ -306,7 +306,7 @@ def test_what_it_cannot_do_is_a_clear_error():
     for keyword in ("init_std", "posterior_temperature", "deviation_lr"):
         with pytest.raises(ValueError, match=f"expected {keyword} above 0, got 0"):
             ds.MeanFieldVI(network, **{keyword: 0.0}, **SIZED)
-    with pytest.raises(ValueError, match="expected patterns that match names of tensors, got 'head"):
+    with pytest.raises(ValueError, match="expected patterns that match names, got 'head"):
         ds.MeanFieldVI(network, weight_prior_std={"head.*": 1.0, "*": 1.0}, **SIZED)
     with pytest.raises(TypeError, match="got the members of another posterior"):
         ds.track(network, [ds.MeanFieldVI])

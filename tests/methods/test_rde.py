@@ -440,7 +440,7 @@ def test_every_way_of_running_members_gives_the_gradients_of_loss(method, strate
         other.particles.how = "vectorised" if strategy == "vectorised" else "loop"
     torch.manual_seed(3)
     found = STRATEGIES[strategy](posterior, Batch(x, y))
-    gradients = posterior.mix(found.gradients) if posterior.mixes else found.gradients
+    gradients = posterior.mix(found.gradients) if posterior.mixes_gradients else found.gradients
     torch.manual_seed(3)
     other.loss(x, y).backward()
     parameters = {**other.particles.own_parameters(), **other.particles.shared_parameters()}
@@ -487,8 +487,8 @@ def test_one_member_is_exactly_a_map_network(method):
         optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
         ds.fit(posterior, [(x, y)], epochs=5, optimizer=optimizer, progress=False)
     assert torch.equal(alone.predict(x).mean, single.predict(x).mean)
-    assert not alone.coupled
-    assert not alone.mixes
+    assert not alone.is_coupled
+    assert not alone.mixes_gradients
 
 
 def test_one_member_with_a_functional_prior_is_a_map_network_with_the_weight_prior():
@@ -608,7 +608,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float(torch.linalg.matrix_norm(found - expected) / torch.linalg.matrix_norm(expected))
 
 
-# Scores by themselves are held to their laws in tests/numerics/test_scores.py.
+# Scores by themselves are held to their laws in tests/numerics/test_score_estimates.py.
 FEW = [pytest.param(each, marks=pytest.mark.slow) if each != "kde" else each for each in ESTIMATORS]
 
 

@@ -67,11 +67,11 @@ def test_evaluation_is_not_taken_for_a_batch_of_training(method):
     validation_nll(posterior, [(x, y)])
     posterior.check_batch(Batch(x, y))
     assert (posterior.strength.last, posterior.strength.largest) == (5, 5)
-    acting = posterior.acts
+    acting = posterior.interaction
     assert acting is not None  # as the step before left it
     posterior.eval().loss(x, y)
     assert (posterior.strength.last, posterior.strength.largest) == (12, 5)
-    assert posterior.acts == (None if method == "forde" else acting)
+    assert posterior.interaction == (None if method == "forde" else acting)
 
 
 @pytest.mark.parametrize("method", [WeightRDE, FunctionRDE])

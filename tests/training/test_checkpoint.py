@@ -39,7 +39,7 @@ def fit(posterior, path, *, optimizer=None, scheduler=None, loader=BATCHES, epoc
 def whole(posterior, optimizer, scheduler=None):
     """Everything a refused checkpoint must leave as it is."""
     states = [posterior.state_dict(), optimizer.state_dict(), scheduler and scheduler.state_dict()]
-    return copy.deepcopy([*states, torch.get_rng_state(), posterior.began, posterior.steps_per_epoch])
+    return copy.deepcopy([*states, torch.get_rng_state(), posterior.steps_before_run, posterior.steps_per_epoch])
 
 
 def same(a, b) -> bool:

@@ -31,6 +31,7 @@ from dissensus.bench.theory_commands import app as theory
 from dissensus.bench.user_code import is_import_path
 from dissensus.methods import METHODS
 from dissensus.utils.checks import first_names
+from dissensus.utils.extras import MissingExtra
 from dissensus.version import __version__
 
 app = typer.Typer(
@@ -283,7 +284,7 @@ def main() -> None:
         with torchrun_ranks.print_on_first_rank():
             # The exit code of a command that does not return.
             code = app(prog_name="dissensus", standalone_mode=False)
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, MissingExtra) as error:
         if os.environ.get("DISSENSUS_TRACEBACK"):
             raise
         _fail(str(error) or type(error).__name__)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from dissensus.utils.extras import MissingExtra
+
 Types = tuple[type, ...]
 PLAIN: dict[Any, Types] = {int: (int,), float: (int, float), str: (str,), bool: (bool,), type(None): ()}
 LISTS = (list, tuple, Sequence)
@@ -47,7 +49,7 @@ def settings_errors(
     """Turns every exception of a constructor or function into one error about its settings or files."""
     try:
         yield
-    except (OSError, torch.OutOfMemoryError):
+    except (OSError, torch.OutOfMemoryError, MissingExtra):
         raise
     except Exception as error:
         if isinstance(error, ValueError | TypeError) and str(error).startswith("expected"):

@@ -5,12 +5,5 @@ from dissensus.calibration.conformal_sets import Conformal
 from dissensus.calibration.gate import Gate
 from dissensus.calibration.value_calibrations import CumulativeCalibration, DeviationScaling
 
-__all__ = [
-    "Conformal",
-    "CumulativeCalibration",
-    "DeviationScaling",
-    "Gate",
-    "HistogramCalibration",
-    "IsotonicCalibration",
-    "VectorScaling",
-]
+__all__ = ["Conformal", "CumulativeCalibration", "DeviationScaling", "Gate", "HistogramCalibration"]
+__all__ += ["IsotonicCalibration", "VectorScaling"]

@@ -103,9 +103,7 @@ def predict_held_out(posterior: Posterior, loader: Iterable[Any]) -> HeldOutRows
     if counted is not None:  # an ignored label is an example of weight 0
         weight = weight * counted
     if not weight.any():
-        raise ValueError(
-            "expected an example that counts, got none; pass labels that are not ignored and weights above 0"
-        )
+        raise ValueError("expected an example that counts, got none; pass labels that are not ignored, or weights")
     return HeldOutRows(predictive, y, weight)
 
 
@@ -141,11 +139,8 @@ def _warn_if_unfit(rows: HeldOutRows, lens: Correction, method: str) -> None:
             ", ".join(map(str, missing[:10])), "" if len(missing) == 1 else f" ({len(missing)} classes in all)", method,
         )  # fmt: skip
     if int(kept.sum()) >= UNPLAUSIBLE and bool((predictive.mean.argmax(1) == rows.y)[kept].all()):
-        log.warning(
-            "all %d calibration rows are predicted right; was the network trained on them? Pass held-out rows: a calibration "
-            "needs some mistakes",
-            int(kept.sum()),
-        )
+        hint = "was the network trained on them? Pass held-out rows: a calibration needs some mistakes"
+        log.warning("all %d calibration rows are predicted right; %s", int(kept.sum()), hint)
 
 
 def _check_batches(posterior: Posterior, loader: Iterable[Any], weights: list[Tensor | None]) -> Iterator[Any]:

@@ -163,14 +163,7 @@ def _rising_knots(z: Tensor, weight: Tensor, pieces: int) -> Tensor:
     return torch.tensor(found, dtype=torch.float64, device=z.device).T
 
 
-OF_CLASSES: dict[str, Callable[[HeldOutRows], Correction]] = {
-    "temperature": fit_temperature,
-    "vector": fit_vector,
-    "isotonic": fit_isotonic,
-    "histogram": fit_histogram,
-}
-OF_REGRESSIONS: dict[str, Callable[[HeldOutRows], Correction]] = {
-    "temperature": fit_temperature,
-    "scale": fit_scale,
-    "isotonic": fit_cumulative,
-}
+Fit = Callable[[HeldOutRows], Correction]
+OF_CLASSES: dict[str, Fit] = {"temperature": fit_temperature, "vector": fit_vector, "isotonic": fit_isotonic}
+OF_CLASSES["histogram"] = fit_histogram
+OF_REGRESSIONS: dict[str, Fit] = {"temperature": fit_temperature, "scale": fit_scale, "isotonic": fit_cumulative}

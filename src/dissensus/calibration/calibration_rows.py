@@ -36,10 +36,8 @@ def calibration_rows(
     with inference_context(posterior), RandomnessDetector() as watch:
         posterior.draw()
     if watch.has_drawn:
-        raise ValueError(
-            f"expected fixed functions, got {type(posterior).__name__}, which draws new ones for each prediction; a promise "
-            "holds only for the functions it was fitted on: call ds.refresh(posterior, training_loader) first"
-        )
+        got = f"{type(posterior).__name__}, which draws new ones for each prediction"
+        raise ValueError(f"expected fixed functions, got {got}; call ds.refresh(posterior, training_loader) first")
     waiting: deque[Batch] = deque()
 
     def check_batches() -> Iterator[Batch]:
@@ -55,9 +53,7 @@ def calibration_rows(
             check_exchangeable(predictive, y if labelled else None)
         weight = torch.ones(len(y)) if batch.weight is None else batch.weight
         if weight.shape != (len(y),):
-            raise ValueError(
-                f"expected one weight per row, ({len(y)},), got {tuple(weight.shape)}; reshape the weights"
-            )
+            raise ValueError(f"expected weights of shape ({len(y)},), got {tuple(weight.shape)}; reshape them")
         weight = weight.to(y.device, torch.float64)
         counted = posterior.likelihood.target_mask(y) if labelled else None
         keep = weight > 0 if counted is None else (weight > 0) & counted
@@ -68,10 +64,8 @@ def calibration_rows(
 def check_exchangeable(predictive: CategoricalPredictive, y: Tensor | None) -> None:
     """Raises unless each row has one label: promises count rows, and rows must be exchangeable."""
     if predictive.log_mean.ndim > 2:
-        raise ValueError(
-            f"expected one label per row, got outputs {tuple(predictive.log_mean.shape)}; pixels or steps of one input are "
-            "not exchangeable, so no coverage can be promised for them: use one label per input instead"
-        )
+        hint = "pixels or steps of one input are not exchangeable: use one label per input"
+        raise ValueError(f"expected one label per row, got outputs {tuple(predictive.log_mean.shape)}; {hint}")
     if y is not None and y.is_floating_point():
         raise ValueError("expected class indices, got soft labels; pass y.argmax(1)")
 

@@ -85,9 +85,8 @@ def conformal(
     found, w, groups = (torch.cat(each) for each in zip(*kept, strict=True)) if kept else [torch.empty(0)] * 3
     least = least_rows(level)
     if len(found) < least:
-        raise ValueError(
-            f"expected at least {least} rows for a level of {level:g}, got {len(found)}; pass more rows, or a lower level"
-        )
+        wanted = f"at least {least} rows for a level of {level:g}"
+        raise ValueError(f"expected {wanted}, got {len(found)}; pass more rows, or a lower level")
     number("every weight", float(w.amin()), least=0, hint="a density ratio is not negative")
     number("every weight", float(w.amax()), hint="a density ratio is finite")
     facts["weighted"] = weight is not None or bool((w != w[0]).any())
@@ -121,14 +120,8 @@ def _conformal_facts(
             settings[name] = float(number(name, value, least=0)) if name == "penalty" else integer(name, value, least=0)
     outputs = predictive.mean.shape[1:].numel()
     named = "class" if by == "class" else None if by is None else "group"
-    return {
-        "level": float(level),
-        "score": score,
-        "settings": settings,
-        "randomised": bool(randomised),
-        "by": named,
-        "outputs": outputs,
-    }
+    facts = {"level": float(level), "score": score, "settings": settings, "randomised": bool(randomised)}
+    return {**facts, "by": named, "outputs": outputs}
 
 
 def _true_scores(rows: CalibrationRows, facts: dict[str, Any], generator: torch.Generator) -> Tensor:
@@ -147,10 +140,8 @@ def _group_numbers(rows: CalibrationRows, by: object) -> Tensor:
         return rows.y.long()
     found: Tensor = by(rows.x)  # type: ignore[operator]
     if found.shape != rows.weight.shape or found.is_floating_point():
-        raise ValueError(
-            f"expected whole numbers {tuple(rows.weight.shape)} from by, one group per row, got {found.dtype} of shape "
-            f"{tuple(found.shape)}; return .long()"
-        )
+        wanted, got = tuple(rows.weight.shape), f"{found.dtype} of shape {tuple(found.shape)}"
+        raise ValueError(f"expected whole numbers {wanted} from by, one group per row, got {got}; return .long()")
     return found.long()
 
 
@@ -164,15 +155,9 @@ def _conformal_tensors(
     if len(few := known[sizes < least]):
         needs = f"a level of {facts['level']:g} needs {least} rows of each {facts['by']}"
         if len(few) == len(known):
-            raise ValueError(
-                f"expected more rows: {needs}, got at most {int(sizes.max())}; pass more rows, or a lower level"
-            )
+            raise ValueError(f"expected more rows: {needs}, got at most {int(sizes.max())}; or lower the level")
         effect = "is in every set" if facts["by"] == "class" else "has sets of all classes, or infinite intervals"
         named = ", ".join(map(str, few[:10].tolist())) + ("…" if len(few) > 10 else "")
         log.warning("%s; with fewer rows it %s, here %s", needs, effect, named)
-    return {
-        "scores": torch.cat([part for part, _ in parts]),
-        "mass": torch.cat([mass for _, mass in parts]),
-        "sizes": sizes,
-        "groups": known,
-    }
+    ordered, mass = (torch.cat(each) for each in zip(*parts, strict=True))
+    return {"scores": ordered, "mass": mass, "sizes": sizes, "groups": known}

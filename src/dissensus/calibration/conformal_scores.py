@@ -47,12 +47,8 @@ def disagreement(predictive: CategoricalPredictive, u: Tensor, settings: Mapping
 
 
 # name -> function of (predictive, u (B,) in [0, 1], settings) that returns (B, K)
-CLASS_SCORES: dict[str, Callable[[CategoricalPredictive, Tensor, Mapping[str, Any]], Tensor]] = {
-    "lac": lac,
-    "aps": aps,
-    "raps": aps,
-    "disagreement": disagreement,
-}
+ClassScore = Callable[[CategoricalPredictive, Tensor, Mapping[str, Any]], Tensor]
+CLASS_SCORES: dict[str, ClassScore] = {"lac": lac, "aps": aps, "raps": aps, "disagreement": disagreement}
 # default settings
 SETTINGS: dict[str, dict[str, float]] = {"raps": {"penalty": 0.01, "free": 5}, "disagreement": {"penalty": 1.0}}
 RANDOMISED = ("aps", "raps")  # scores that use u
@@ -111,11 +107,8 @@ def epistemic(predictive: Predictive) -> Tensor:
 
 Uncertainty = Callable[[Predictive], Tensor]
 # name -> function that returns the uncertainty (B,) of a predictive, by which `evaluate` ranks inputs
-CLASS_UNCERTAINTY: dict[str, Uncertainty] = {
-    "max_probability": max_probability,
-    "entropy": entropy,
-    "mutual_information": mutual_information,
-}
+_KNOWN = (max_probability, entropy, mutual_information)
+CLASS_UNCERTAINTY: dict[str, Uncertainty] = {each.__name__: each for each in _KNOWN}
 VALUE_UNCERTAINTY: dict[str, Uncertainty] = {"variance": variance, "epistemic": epistemic}
 
 

@@ -64,12 +64,10 @@ class Conformal(Guarantee):
         if self.score not in CLASS_SCORES:
             raise TypeError(f"expected a classification for sets, got the score {self.score!r}; call .interval(x)")
         predictive, thresholds = self._resolve_inputs(x, weight, group)
-        if not isinstance(predictive, CategoricalPredictive) or predictive.log_mean.shape[1:] != (
-            self.facts["outputs"],
-        ):
-            raise ValueError(
-                f"expected {self.facts['outputs']} classes per row, got {predictive!r}; use its own posterior"
-            )
+        classes = predictive.log_mean.shape[1:] if isinstance(predictive, CategoricalPredictive) else None
+        if classes != (self.facts["outputs"],):
+            wanted = f"{self.facts['outputs']} classes per row"
+            raise ValueError(f"expected {wanted}, got {predictive!r}; use its own posterior")
         return class_scores(predictive, self.facts, generator) <= add_tolerance(thresholds)
 
     def interval(
@@ -84,9 +82,8 @@ class Conformal(Guarantee):
         predictive, thresholds = self._resolve_inputs(x, weight, group)
         lower, upper, unit = interval_ends(predictive, self.score, self.level)  # (B, P)
         if lower.shape[1] != self.facts["outputs"]:
-            raise ValueError(
-                f"expected {self.facts['outputs']} outputs per row, got {predictive!r}; use its own posterior"
-            )
+            wanted = f"{self.facts['outputs']} outputs per row"
+            raise ValueError(f"expected {wanted}, got {predictive!r}; use its own posterior")
         lower, upper = lower - thresholds * unit, upper + thresholds * unit
         rounding = 16 * torch.finfo(predictive.mean.dtype).eps * torch.maximum(lower.abs(), upper.abs())
         # For equal inputs in another batch whose target is at an end.
@@ -102,13 +99,9 @@ class Conformal(Guarantee):
         """(predictive, (B or 1, P or K) thresholds)."""
         posterior = self.posterior  # raises if its predictions have changed
         predictive = x if isinstance(x, Predictive) else posterior.predict(x)
-        inputs = None if isinstance(x, Predictive) else posterior.transformed(x)  # as in calibration
-        one = torch.ones(1)
-        w = (
-            self._row_values("weight", weight, self.weight_of, inputs, len(predictive))
-            if self.facts["weighted"]
-            else one
-        )
+        inputs = None if isinstance(x, Predictive) else posterior.transform_inputs(x)  # as in calibration
+        rows, weighted = len(predictive), self.facts["weighted"]
+        w = self._row_values("weight", weight, self.weight_of, inputs, rows) if weighted else torch.ones(1)
         by_group = self.facts["by"] == "group"
         g = self._row_values("group", group, self.group_of, inputs, len(predictive)) if by_group else None
         return predictive, self.thresholds(w.double(), g).to(predictive.defining_tensors()[0].device)
@@ -118,10 +111,8 @@ class Conformal(Guarantee):
         if found is None or found.shape != (rows,) or (name == "weight" and bool((found < 0).any())):
             got = "none" if found is None else f"{found.dtype} {tuple(found.shape)}, the least {float(found.min()):g}"
             least = ", at least 0" if name == "weight" else ""
-            raise ValueError(
-                f"expected a {name} for each of {rows} rows{least}, got {got}; calibration had a {name}, so pass {name}=, a "
-                f"tensor of shape ({rows},)"
-            )
+            hint = f"calibration had one: pass {name}=, a tensor of shape ({rows},)"
+            raise ValueError(f"expected a {name} for each of {rows} rows{least}, got {got}; {hint}")
         return found
 
     def thresholds(self, weight: Tensor, group: Tensor | None = None) -> Tensor:
@@ -149,9 +140,7 @@ class Conformal(Guarantee):
 
     def describe(self) -> str:
         """The guarantee in one sentence."""
-        by = {None: "", "class": ", for every class separately", "group": ", for every group separately"}[
-            self.facts["by"]
-        ]
+        by = "" if self.facts["by"] is None else f", for every {self.facts['by']} separately"
         what = "sets" if self.score in CLASS_SCORES else "intervals"
         return f"{what} contain the truth with probability at least {self.level:g}{by} ({self.rows} calibration rows)"
 
@@ -166,7 +155,7 @@ class Coverage(NamedTuple):
 def measure_coverage(
     conformal: Conformal, predictive: Predictive, y: Tensor, generator: torch.Generator, **rows: Tensor | None
 ) -> Coverage:
-    """`Covered` for predictions of rows with targets y; `rows`: weight and group, if used."""
+    """`Coverage` for predictions of rows with targets y; `rows`: weight and group, if used."""
     if conformal.score in CLASS_SCORES:
         found = conformal.set(predictive, generator=generator, **rows)
         hit = found.gather(1, y.to(found.device)[:, None])[:, 0]

@@ -34,7 +34,7 @@ class Gate(Guarantee):
         self.score = str(facts["score"])
 
     def forward(self, x: Inputs | Predictive) -> GateDecision:
-        """`gate(x)`: `Gated` for a batch of inputs, or for the posterior's `Predictive` of one."""
+        """`gate(x)`: `GateDecision` for a batch of inputs, or for the posterior's `Predictive` of one."""
         posterior = self.posterior  # raises if its predictions have changed
         return self.decide(x if isinstance(x, Predictive) else posterior.predict(x))
 
@@ -50,9 +50,8 @@ class Gate(Guarantee):
         """The guarantee in one sentence."""
         if "false_alarm" in self.facts:
             share = self.facts["false_alarm"]
-            return (
-                f"inputs like the {self.facts['rows']} calibration rows are refused with probability at most {share:g}"
-            )
+            rows = f"the {self.facts['rows']} calibration rows"
+            return f"inputs like {rows} are refused with probability at most {share:g}"
         if self.threshold == float("-inf"):
             return "nothing is accepted: no threshold guarantees this risk on these rows"
         risk, confidence = self.facts["risk"], self.facts["confidence"]

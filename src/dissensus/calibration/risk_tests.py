@@ -62,9 +62,8 @@ def safe_threshold(score: Tensor, error: Tensor, risk: float, delta: float, *, o
     levels, last, carried = [0.0] * len(p_values), -1, 0.0
     if ordered:
         share, starts = ordered_starts(len(score), risk, delta)
-        for start in torch.searchsorted(
-            accepted, torch.tensor(starts)
-        ).tolist():  # the strictest that accepts this many
+        # the strictest that accepts this many
+        for start in torch.searchsorted(accepted, torch.tensor(starts)).tolist():
             levels[start] += share
     else:
         share, starts = spread_starts(len(score), risk, delta)

@@ -61,14 +61,11 @@ def selective(
     found: list[tuple[Tensor, Tensor]] = []
     for rows in _equally_weighted_rows(posterior, loader):
         known = _score_name(rows.predictive, score)
-        found.append(
-            (uncertainty_function(rows.predictive, known)(rows.predictive).cpu(), _row_errors(rows, tolerance).cpu())
-        )
+        uncertainty = uncertainty_function(rows.predictive, known)(rows.predictive)
+        found.append((uncertainty.cpu(), _row_errors(rows, tolerance).cpu()))
     if (n := sum(len(each) for each, _ in found)) < least:
-        raise ValueError(
-            f"expected at least {least} rows for a risk of {risk:g} at confidence {confidence:g}, got {n}; pass more rows, "
-            "or a higher risk"
-        )
+        wanted = f"at least {least} rows for a risk of {risk:g} at confidence {confidence:g}"
+        raise ValueError(f"expected {wanted}, got {n}; pass more rows, or a higher risk")
     scores, errors = (torch.cat(each) for each in zip(*found, strict=True))
     _warn_if_constant(scores, known)
     safe = safe_threshold(scores, errors, risk, delta, ordered=ordered)
@@ -110,10 +107,8 @@ def ood_gate(
         found.append(uncertainty_function(rows.predictive, known)(rows.predictive).cpu())
     scores = torch.cat(found) if found else torch.empty(0)
     if len(scores) < least:
-        raise ValueError(
-            f"expected at least {least} rows for a false-alarm rate of {false_alarm:g}, got {len(scores)}; pass more rows or a "
-            "higher rate"
-        )
+        wanted = f"at least {least} rows for a false-alarm rate of {false_alarm:g}"
+        raise ValueError(f"expected {wanted}, got {len(scores)}; pass more rows or a higher rate")
     _warn_if_constant(scores, known)
     one = torch.ones(1, dtype=torch.float64)
     highest = weighted_quantile(*sort_with_mass(scores[:, None], torch.ones_like(scores)), 1 - false_alarm, one)[0, 0]
@@ -130,9 +125,7 @@ def _equally_weighted_rows(
     for rows in calibration_rows(posterior, loader, labelled=labelled):
         first = rows.weight[:1] if first is None or not len(first) else first
         if (rows.weight != first).any():
-            raise ValueError(
-                "expected rows of equal weight, got different weights; every error counts once: leave the weights out"
-            )
+            raise ValueError("expected rows of equal weight, got different weights; leave the weights out")
         yield rows
 
 
@@ -149,19 +142,16 @@ def _row_errors(rows: CalibrationRows, tolerance: float | None) -> Tensor:
         if tolerance is not None:
             raise ValueError("expected no tolerance for a classification, got one; leave it out")
     elif tolerance is None:
-        raise ValueError(
-            "expected a tolerance for a regression, got none; pass tolerance=, the largest error that counts as right"
-        )
-    return error_mask(
-        rows.predictive, rows.y, tolerance if tolerance is None else number("tolerance", tolerance, least=0)
-    )
+        hint = "pass tolerance=, the largest error that counts as right"
+        raise ValueError(f"expected a tolerance for a regression, got none; {hint}")
+    largest = tolerance if tolerance is None else number("tolerance", tolerance, least=0)
+    return error_mask(rows.predictive, rows.y, largest)
 
 
 def _warn_if_constant(scores: Tensor, known: str) -> None:
     if bool((scores == scores[0]).all()):
-        log.warning(
-            "all %d rows have the same %s, so the gate accepts all or none; use another score", len(scores), known
-        )
+        text = "all %d rows have the same %s, so the gate accepts all or none; use another score"
+        log.warning(text, len(scores), known)
 
 
 def _warn_of_no_threshold(scores: Tensor, errors: Tensor, risk: float, confidence: float, ordered: bool) -> None:

@@ -95,9 +95,8 @@ class RecalibratedRegression(SummaryPredictive):
     def _moments(self) -> tuple[Tensor, Tensor]:
         """(B, D) mean and variance: E Y = b − ∫ G, E (Y − b)² = 2 ∫ (b − y) G over [a, b], by Simpson's rule."""
         tails = torch.stack([torch.full_like(self._at[0], each) for each in (TAIL, 1 - TAIL)])
-        lower, upper = score_bracket(
-            *self._mixture, interpolate_knots(torch.special.ndtri(tails), self._value, self._at)
-        )
+        scores = interpolate_knots(torch.special.ndtri(tails), self._value, self._at)
+        lower, upper = score_bracket(*self._mixture, scores)
         a, b = lower[0], upper[1]
         mean, square = torch.zeros_like(a), torch.zeros_like(a)
         for start in range(0, POINTS + 1, AT_ONCE):
@@ -129,9 +128,8 @@ def log_tails(means: Tensor, variances: Tensor, y: Tensor) -> tuple[Tensor, Tens
 def _log_ndtri(tail: Tensor) -> Tensor:
     """z with log Φ(z) = tail ≤ log ½. Works on logarithms, since the probability of a far tail underflows to 0."""
     far = 2 * tail.clamp(-1e30, -10)
-    z = torch.where(
-        tail > -10, torch.special.ndtri(tail.clamp(min=-10).exp()), -(-far - (-far * 2 * math.pi).log()).sqrt()
-    )
+    near = torch.special.ndtri(tail.clamp(min=-10).exp())
+    z = torch.where(tail > -10, near, -(-far - (-far * 2 * math.pi).log()).sqrt())
     for _ in range(3):  # Newton; (log Φ)' is (√(z² + 4) − z) / 2 up to O(z⁻³) (Birnbaum 1942)
         z = z - 2 * (torch.special.log_ndtr(z) - tail.clamp(min=-1e30)) / ((z**2 + 4).sqrt() - z)
     return z
@@ -183,9 +181,8 @@ class DeviationScaling(Calibration):
             mean, aleatoric, epistemic = predictive.defining_tensors()
             return RegressionSummary(mean, aleatoric * self.factor**2, epistemic * self.factor**2)
         means, variances = predictive.defining_tensors()
-        return RegressionPredictive(
-            predictive.mean + self.factor * (means - predictive.mean), variances * self.factor**2
-        )
+        moved = predictive.mean + self.factor * (means - predictive.mean)
+        return RegressionPredictive(moved, variances * self.factor**2)
 
 
 class CumulativeCalibration(Calibration):

@@ -86,10 +86,8 @@ def output_tensor(outputs: Any) -> Tensor:
     """
     found = outputs.get("logits", outputs.get("out")) if isinstance(outputs, Mapping) else outputs
     if not isinstance(found, Tensor):
-        raise TypeError(
-            f'expected a network that returns one tensor, or a dict with "logits" or "out", got {type(outputs).__name__}; '
-            "wrap it in a module whose forward returns the logits or means"
-        )
+        got = type(outputs).__name__
+        raise TypeError(f'expected a network that returns one tensor, or "logits" or "out", got {got}; wrap it')
     return found
 
 
@@ -158,10 +156,8 @@ def _batched_tensors(x: Inputs) -> list[Tensor]:
     """The tensors in x; raises if there is none, or the first has no batch axis."""
     found = input_tensors(x)
     if not found:
-        raise TypeError(
-            f"expected inputs as a tensor, tuple or dict of tensors, got {_describe_types(x)}; convert x with torch.as_tensor, "
-            "or pass a loader to ds.predict"
-        )
+        hint = "convert x with torch.as_tensor, or pass a loader to ds.predict"
+        raise TypeError(f"expected inputs as a tensor, tuple or dict of tensors, got {_describe_types(x)}; {hint}")
     if found[0].ndim == 0:
         raise ValueError("expected inputs with a batch axis first, got a scalar; pass tensors of shape (B, ...)")
     return found
@@ -188,8 +184,8 @@ class UnchangedInputs:  # not a generator, which takes three times as long
         for tensor, version in self.given:
             if kind is None and tensor._version != version:
                 raise ValueError(
-                    "expected a network that does not change its inputs, got one that changes them in place; "
-                    "write x = x / 255 instead of x /= 255, or nn.ReLU() instead of nn.ReLU(inplace=True) on the inputs"
+                    "expected a network that does not change its inputs, got one that changes them in place; write "
+                    "x = x / 255, not x /= 255, or nn.ReLU() instead of nn.ReLU(inplace=True)"
                 )
 
 
@@ -205,7 +201,7 @@ def distributed_sampler(loader: Any) -> Any:
     """The loader's sampler if it gives each rank its own rows, like torch's DistributedSampler; else None."""
     prepared = type(loader).__module__ == "accelerate.data_loader"
     if prepared and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ValueError(  # it gives parts of batches, some rows twice, and says so nowhere
+        raise ValueError(
             "expected the loader itself, got one that Accelerate has divided over processes; pass it as it was before prepare"
         )
     for path in ("sampler", "batch_sampler.sampler"):
@@ -229,9 +225,7 @@ def check_finite(x: Inputs, *, anywhere: bool = False) -> None:
         if not tensor.max().item() < math.inf:  # NaN is the largest where there is one
             bad = (~(tensor < math.inf)).nonzero()  # (number, axes)
             row = f" in row {int(bad[0, 0])} of a batch" if tensor.ndim else ""
-            raise ValueError(
-                f"expected finite inputs, got NaN or infinity{row}; clean the data (−inf is allowed, for masks)"
-            )
+            raise ValueError(f"expected finite inputs, got NaN or infinity{row}; clean them (−inf is fine, for masks)")
 
 
 def check_weight(weight: Tensor | None) -> None:
@@ -240,16 +234,13 @@ def check_weight(weight: Tensor | None) -> None:
         return
     mask = weight.dtype == torch.bool
     if weight.ndim == 0 or not (mask or weight.is_floating_point()):
-        raise ValueError(
-            f"expected one floating-point weight per example, got {weight.dtype} of shape {tuple(weight.shape)}; convert "
-            "weights with .float(), or remove a third tensor that is no weight (an index) from the batch"
-        )
+        hint = "use .float(), or remove a third tensor that is no weight (an index)"
+        got = f"{weight.dtype} of shape {tuple(weight.shape)}"
+        raise ValueError(f"expected one floating-point weight per example, got {got}; {hint}")
     if weight.device.type != "cpu" or not weight.numel() or mask:
         return
     smallest, largest = weight.aminmax()  # both NaN where there is one
     if not (bool(smallest >= 0) and bool(largest < math.inf)):
         bad = (~((weight >= 0) & (weight < math.inf))).nonzero()  # (number, axes)
-        raise ValueError(
-            f"expected finite example weights of at least 0, got {float(weight[tuple(bad[0])]):g} in row {int(bad[0, 0])} of a "
-            "batch; use weight 0 for examples that should not count"
-        )
+        at = f"{float(weight[tuple(bad[0])]):g} in row {int(bad[0, 0])} of a batch"
+        raise ValueError(f"expected finite example weights of at least 0, got {at}; use 0 for rows that do not count")

@@ -26,9 +26,8 @@ from dissensus.utils.tensor_tree import SubmoduleCache
 
 log = logging.getLogger("dissensus")
 
-STATE = (
-    "_extra_state"  # torch's name for what a state holds besides tensors; here the model's description, as JSON bytes
-)
+# torch's name for what a state holds besides tensors; here the model's description, as JSON bytes
+STATE = "_extra_state"
 KINDS: dict[str, type[FittedModule]] = {}  # all calibrations and promises, by their names in files
 
 
@@ -112,8 +111,7 @@ class Guarantee(FittedModule, ABC):
         """The `Posterior` that it was fitted to; raises if its predictions have changed since."""
         if self._owner is None or not any(each is self for each in self._owner[0].promises.values()):
             raise ValueError(
-                f"expected a {self.kind} fitted to the posterior's present predictions, got one fitted to others (training, a "
-                "calibration or a new draw changed them, or another was fitted under its name); fit it again"
+                f"expected a {self.kind} fitted to the posterior's present predictions, got an older one; fit it again"
             )
         return self._owner[0]
 
@@ -122,7 +120,7 @@ class CalibratedModule(nn.Module):
     """Base class of posteriors: holds their temperature, calibration and promises.
 
     Public attributes: `temperature` (), `calibration` (a `Calibration` or None; acts after the temperature), `promises`
-    (name -> `Promise`).
+    (name -> `Guarantee`).
     """
 
     temperature: Tensor  # () logits are divided by it; saved with the state
@@ -139,7 +137,7 @@ class CalibratedModule(nn.Module):
     @property
     @final
     def promises(self) -> nn.ModuleDict:
-        """Name -> `Promise`, those that hold for the present predictions."""
+        """Name -> `Guarantee`, those that hold for the present predictions."""
         self.drop_stale_guarantees()
         return self._modules["promises"]  # type: ignore[return-value]
 
@@ -163,12 +161,8 @@ class CalibratedModule(nn.Module):
         left_out = {"steps", "promises", "watchers", *self._non_persistent_buffers_set}
         own = {**self._parameters, **self._buffers, **self._modules}.items()
         with self.particles.lock_network(), torch.no_grad():
-            tensors = [
-                gather_full_tensor(each)
-                for name, part in sorted(own)
-                if name not in left_out
-                for each in _state_tensors(part)
-            ]
+            parts = [part for name, part in sorted(own) if name not in left_out]
+            tensors = [gather_full_tensor(each) for part in parts for each in _state_tensors(part)]
             calibration = None if self.calibration is None else self.calibration.config()
             text = as_bytes([describe_likelihood(self.particles.likelihood), calibration])
             return f"{fingerprint([text, *tensors]):016x}"
@@ -202,9 +196,7 @@ class CalibratedModule(nn.Module):
     def uncalibrate(self, change: str) -> None:
         """Sets the temperature to 1 and drops the calibration, with warnings, because predictions change."""
         if (before := float(self.temperature)) != 1.0:
-            log.warning(
-                "%s sets the temperature back from %.3g to 1; call ds.temperature_scale afterwards", change, before
-            )
+            log.warning("%s sets the temperature from %.3g to 1; call ds.temperature_scale afterwards", change, before)
         if self.calibration is not None:
             log.warning("%s drops the %s calibration; call ds.calibrate afterwards", change, self.calibration.kind)
         self.recalibrate(1.0, None)
@@ -232,9 +224,8 @@ class CalibratedModule(nn.Module):
         before = self.stored_guarantees()
         self._modules["promises"] = nn.ModuleDict()
         for name, config in promises.items():
-            same = (
-                name in before and before[name].config() == config
-            )  # keeps its functions of inputs, which no file holds
+            # the same one keeps its functions of inputs, which no file holds
+            same = name in before and before[name].config() == config
             self._attach_guarantee(name, before[name] if same else build_fitted(config, f"{prefix}promises.{name}."))
 
     @final
@@ -256,9 +247,7 @@ class CalibratedModule(nn.Module):
             saved, mine = json.loads(bytes(described.tolist())), self.description()
             for part in ("likelihood", "network"):
                 if (found := next(differences(saved[part], mine[part]), None)) is not None:
-                    raise ValueError(
-                        f"expected the state of this model, got one of another {part}: {found}; build it alike"
-                    )
+                    raise ValueError(f"expected the state of this model, got another {part}: {found}; build it alike")
             lost = [mine["calibration"]["kind"]] if mine["calibration"] and not saved["calibration"] else []
             if lost := [*lost, *(name for name in mine["promises"] if name not in saved["promises"])]:
                 log.warning("the loaded state has no %s, which is dropped", ", ".join(lost))

@@ -1,9 +1,10 @@
 """What processes exchange while they train members together; a single process exchanges nothing.
 
 `Particles.exchange` is called at a few places between a batch and the optimiser, and nowhere else: which rows of a batch this
-process has (`rows`), their share of the whole batch (`weighed`), z of all members if they are coupled (`coupled`), complete
-gradients (`completed`) and mixed ones (`mixed`), shared batch statistics (`averaged`), and whether any process has met a
-number that is not finite (`any`, `agree`, `everywhere`). The version for several processes is in `dissensus.distributed`.
+process has (`batch_rows`), their fraction of the whole batch (`scale_by_fraction`), z of all members if they are coupled
+(`couple_members`), complete gradients (`reduce_gradients`) and mixed ones (`mix_gradients`), shared batch statistics
+(`average_members`), and whether any process has met a number that is not finite (`any_process`, `reduce_flag`,
+`gather_members`). The version for several processes is in `dissensus.distributed`.
 """
 
 from collections.abc import Callable
@@ -44,7 +45,7 @@ class Exchange:
 
     @property
     def batch_fraction(self) -> Tensor | None:
-        """() the factor of `weighed`; None for 1."""
+        """() the factor of `scale_by_fraction`; None for 1."""
         return None
 
     def couple_members(self, couple: Callable[[Any], Any], z: Any) -> Any:

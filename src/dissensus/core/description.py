@@ -49,10 +49,8 @@ def differences(theirs: Any, mine: Any, where: str = "") -> Iterator[str]:
 
 def layer_lines(network: nn.Module) -> list[str]:
     """One line per layer with its settings; two networks must agree in it to exchange tensors."""
-    return [
-        short_layer_line(f"{name}: {type(layer).__name__}({layer.extra_repr()})")
-        for name, layer in network.named_modules()
-    ]
+    named = network.named_modules()
+    return [short_layer_line(f"{name}: {type(layer).__name__}({layer.extra_repr()})") for name, layer in named]
 
 
 def short_layer_line(line: str) -> str:

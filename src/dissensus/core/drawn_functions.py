@@ -102,10 +102,8 @@ class MemberFunctions(DrawnFunctions):
         return self.particles.map_members(function, *args)
 
     def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
-        particles = self.particles
-        return self.predict_one_by_one(
-            x, lambda i: particles.call(describe_outputs, *particles.member_tensors(i), x)[0]
-        )
+        call, tensors = self.particles.call, self.particles.member_tensors
+        return self.predict_one_by_one(x, lambda i: call(describe_outputs, *tensors(i), x)[0])
 
     def build_subset(self, rows: slice) -> DrawnFunctions:
         return MemberFunctions(member_subset(self.particles, rows), ordinary=self.ordinary)

@@ -56,7 +56,7 @@ class ForwardAttributes:
         return self.all if any(self.hooks) else self.foreign
 
     def take_snapshot(self, template: nn.Module) -> "_AttributeSnapshot | None":
-        """For several runs in eval mode: `take_back` restores the attributes after each. None if there are none to restore."""
+        """For several runs in eval mode, with `restore_attributes` after each. None if there are no attributes to restore."""
         return _AttributeSnapshot(self, watched) if (watched := self.modules_to_watch(template)) else None
 
     def run_with_own_tensors(self, template: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -230,38 +230,38 @@ Result = TypeVar("Result")
 
 def state_names(particles: Any) -> set[str]:
     """Names of the networks' plain attributes that training reads and changes."""
-    return {name.removeprefix(PREFIX) for written in particles._written.values() for name in written.state}
+    return {name.removeprefix(PREFIX) for written in particles._forward_attributes.values() for name in written.state}
 
 
 def run_separately(particles: Any, run: Callable[[], Result]) -> Result:
     """run(), and once more with a template for each member if forward has state in attributes of the one for all."""
     result = run()
-    if not particles._written[0].state or len(particles.templates) >= particles.members:
+    if not particles._forward_attributes[0].state or len(particles.templates) >= particles.members:
         return result
     others = [empty_copy(particles.template) for _ in range(1, particles.members)]
     particles.templates = (particles.template, *others)
-    particles.own.plant(NUMBER, torch.arange(particles.members, device=particles.device), persistent=False)
-    particles._settle()
+    particles.own.add_tensor(NUMBER, torch.arange(particles.members, device=particles.device), persistent=False)
+    particles._choose_runner()
     log.info("members run one after the other: forward reads and changes %s", ", ".join(sorted(state_names(particles))))
     return run()
 
 
 def run_compiled(particles: Any, run: Callable[[], Result]) -> Result:
     """run(), in which compiled code runs members; raises if they have state, which that would not keep apart."""
-    pairs = [(particles._written[i], each) for i, each in enumerate(particles.templates)]
-    lent = [(written, written.lend(template)) for written, template in pairs]
+    pairs = [(particles._forward_attributes[i], each) for i, each in enumerate(particles.templates)]
+    lent = [(written, written.take_snapshot(template)) for written, template in pairs]
     try:
         return run()
     finally:
         for written, each in lent:
-            if each is not None and each.take_back().keys() - (written.unread or set()):
+            if each is not None and each.restore_attributes().keys() - (written.unread or set()):
                 raise SeparateRunsNeeded("forward changes attributes")
 
 
 def warn_of_state(particles: Any) -> None:
     """Logs, once, which attributes a state dict does not hold."""
-    if state := sorted(state_names(particles) - particles._said):
-        particles._said.update(state)
+    if state := sorted(state_names(particles) - particles._logged_names):
+        particles._logged_names.update(state)
         log.warning(
             "a state holds tensors only, not the attribute %s, which forward reads and changes in training: wherever it is "
             "loaded, the attribute is that of a new network; register it as a buffer",

@@ -77,9 +77,8 @@ def allocate_stacks(particles: Particles, state: State, lanes: MemberLanes) -> T
     """Stacks (M, ...) for own gradients and for buffers, which members in several lanes fill beside the work of the others."""
     if lanes is ONE_LANE or particles.exchange is not ALONE or particles.members < 2:
         return {}
-    buffers = {
-        name: each.new_empty((particles.members, *each.shape)) for name, each in state.member(0).buffers().items()
-    }
+    first, count = state.member(0).buffers(), particles.members
+    buffers = {name: each.new_empty((count, *each.shape)) for name, each in first.items()}
     return {**buffers, **{name: torch.empty_like(stack) for name, stack in state.own.items()}}
 
 
@@ -89,11 +88,8 @@ def copy_into_stacks(one: Gradients, stacks: Tensors, index: int) -> Gradients:
         return one
     rows = {name: stack[index] for name, stack in stacks.items()}
     gradients = {name: rows[name] for name in one.gradients if name in rows}
-    buffers = {
-        name: rows[name]
-        for name, each in one.buffers.items()
-        if name in rows and _same_shape_and_dtype(each, rows[name])
-    }
+    there = {name: each for name, each in one.buffers.items() if name in rows}
+    buffers = {name: rows[name] for name, each in there.items() if _same_shape_and_dtype(each, rows[name])}
     mine, given = {**gradients, **buffers}, {**one.gradients, **one.buffers}
     copy_all(list(mine.values()), [given[name] for name in mine])
     largest = amax(list(gradients.values()), one.losses.device)
@@ -161,8 +157,8 @@ def can_train_in_place(posterior: Any, batch: Batch) -> bool:
     A CUDA graph is captured with new leaves: nodes of the caller's own may be on another stream.
     """
     particles = posterior.particles
-    whole = particles.held and not particles.divided and not particles.fully
-    return whole and particles.exchange is ALONE and not posterior.coupled and batch.y.device.type == "cpu"
+    whole = particles.wraps_original and not particles.divided and not particles.fully_sharded
+    return whole and particles.exchange is ALONE and not posterior.is_coupled and batch.y.device.type == "cpu"
 
 
 def in_place_gradients(posterior: Any, batch: Batch) -> Found:
@@ -241,7 +237,7 @@ def vectorised_gradients(posterior: Objective, batch: Batch) -> Gradients:
 
 
 def vmapped_objective(posterior: Objective, state: State, batch: Batch) -> tuple[Tensor, Tensor, Tensors]:
-    """(objective (), losses (M,), buffers afterwards), all members at once. Call it within `particles.vectorising()`."""
+    """(objective (), losses (M,), buffers afterwards), all members at once. Call it within `particles.vmap_context()`."""
 
     def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
         params = {**state.shared, **state.shared_frozen, **row.own}
@@ -297,9 +293,8 @@ def looped_gradients(
                 streams[i]()
             with lane(i):
                 one = member(posterior, state.member(i), batch, pulls[i])
-                one = exchange.submit_gradients(
-                    one._replace(gradients=apply_tensor_hooks(posterior.particles, one.gradients))
-                )
+                hooked = apply_tensor_hooks(posterior.particles, one.gradients)
+                one = exchange.submit_gradients(one._replace(gradients=hooked))
                 found.append(copy_into_stacks(one, stacks, i))
         join()
         if streams:
@@ -316,7 +311,7 @@ def looped_keeping_graphs(
 ) -> Gradients:
     """Gradients of coupled members in one pass that keeps all graphs until v is known.
 
-    Faster than `looped`, with M times its memory.
+    Faster than `looped_gradients`, with M times its memory.
     """
     forward = forward or posterior.member_loss
     state, (lane, join) = detached_state(posterior), lanes
@@ -333,9 +328,8 @@ def looped_keeping_graphs(
     for i, wanted in enumerate(leaves):
         with lane(i):
             # Taken off the list, so that what is left of its graph is freed for the next member in this lane.
-            one = _differentiate_member(
-                posterior.particles.exchange.batch_fraction, wanted, *results.pop(0), pulls[i], halves[i]
-            )
+            fraction = posterior.particles.exchange.batch_fraction
+            one = _differentiate_member(fraction, wanted, *results.pop(0), pulls[i], halves[i])
             found.append(copy_into_stacks(one, stacks, i))
     join()
     return combine_gradients(state, found, stacks)
@@ -416,10 +410,8 @@ def detached_state(posterior: Objective) -> State:
     shared, common = named_tensors(particles.shared)
     own, changing, _ = particles.rows(common=common)
     for name in (*computed_names(particles.own), *computed_names(particles.shared)):
-        raise ValueError(
-            f"expected stored tensors to train, got '{name}', pruned or parametrised in the stack of all members; prune or "
-            "parametrise the networks first, then build the posterior"
-        )
+        what = f"'{name}', pruned or parametrised in the stack of members"
+        raise ValueError(f"expected stored tensors to train, got {what}; do that to the networks first")
     trained: tuple[Tensors, Tensors] = {}, {}
     frozen: tuple[Tensors, Tensors] = {}, {}
     for i, tensors in enumerate((own, shared)):

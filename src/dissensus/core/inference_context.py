@@ -18,8 +18,9 @@ _mode = attrgetter("training")
 class InferenceContext:
     """Eval mode without gradients, with the network locked; afterwards modes and random state are restored.
 
-    One context instead of `Particles.turn`, `eval_mode`, `torch.no_grad`, `looking_ahead` and `same_random_state` inside each
-    other: for one input on a CPU, entering and leaving those takes longer than a small network.
+    One context instead of `Particles.lock_network`, `eval_mode`, `torch.no_grad`, `without_advancing` and
+    `preserve_random_state` inside each other: for one input on a CPU, entering and leaving those takes longer than a small
+    network.
     """
 
     def __init__(self, posterior: Any) -> None:
@@ -27,7 +28,7 @@ class InferenceContext:
 
     def __enter__(self) -> None:
         posterior, particles = self.posterior, self.posterior.particles
-        self.lock = particles.turn()
+        self.lock = particles.lock_network()
         self.lock.__enter__()
         try:
             self.random = generator_states(posterior.device)
@@ -59,7 +60,7 @@ class InferenceContext:
                     vars(part)["training"] = mode
                 else:
                     part.training = mode
-        restore_generators(self.random, self.posterior.device, mine=self.posterior.draws_itself)
+        restore_generators(self.random, self.posterior.device, mine=self.posterior.network_is_random)
         torch._C._set_grad_enabled(self.recorded)
         set_lookahead(self.previous_lookahead)
         self.lock.__exit__(None, None, None)

@@ -75,10 +75,8 @@ def batched_outputs(run: Forward, x: Inputs) -> Tensor:
     """(B, ...) run(x); raises if the batch axis is not first, as for a single example that some layers accept."""
     outputs, size = run(x), batches.count_examples(x)
     if outputs.ndim == 0 or outputs.shape[0] != size:
-        raise ValueError(
-            f"expected outputs with the batch axis first ({size}, ...), got {tuple(outputs.shape)}; let the network keep the "
-            "batch axis, and pass a single example as x[None]"
-        )
+        got, hint = tuple(outputs.shape), "pass a single example as x[None]"
+        raise ValueError(f"expected outputs with the batch axis first ({size}, ...), got {got}; {hint}")
     return outputs
 
 
@@ -140,10 +138,8 @@ def check_loader(*loaders: Iterable[Any] | None) -> None:
     """Raises if a loader is a Dataset of single examples; a Dataset of whole batches is accepted."""
     for loader in loaders:
         if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset) and not _gives_batches(loader):
-            raise TypeError(
-                f"expected a loader of batches, got {type(loader).__name__}, a Dataset of single examples; pass "
-                "DataLoader(dataset, batch_size=...) or ds.data.Batches(x, y, batch_size=...)"
-            )
+            got = f"{type(loader).__name__}, a Dataset of single examples"
+            raise TypeError(f"expected a loader of batches, got {got}; pass DataLoader(dataset, batch_size=...)")
 
 
 def _gives_batches(dataset: Dataset[Any]) -> bool:

@@ -197,10 +197,7 @@ class Classification(Likelihood):
         _check_logits(output_shape)
         batch, classes, *space = output_shape
         if self.class_weights is not None and len(self.class_weights) != classes:
-            raise ValueError(
-                f"expected {classes} class weights, one per class of the outputs, got {len(self.class_weights)}; pass one per "
-                "class"
-            )
+            raise ValueError(f"expected {classes} class weights, got {len(self.class_weights)}; pass one per class")
         soft = y.is_floating_point()
         if y.dtype == torch.bool or y.shape != (output_shape if soft else torch.Size((batch, *space))):
             hint = "pass one class index per example, y.long()"
@@ -222,9 +219,8 @@ class Classification(Likelihood):
         self._clear |= space != [classes]
         if not self._clear:
             raise ValueError(
-                f"expected logits (B, C, T) with C ≠ T, got {tuple(output_shape)}, which could also be (B, T, C); if axis 1 "
-                "holds the classes, return outputs[..., None] with targets y[..., None], else "
-                "outputs.movedim(-1, 1)[..., None]"
+                f"expected logits (B, C, T) with C ≠ T, got {tuple(output_shape)}, perhaps (B, T, C); return outputs[..., "
+                "None] with targets y[..., None] if axis 1 holds the classes, else outputs.movedim(-1, 1)[..., None]"
             )
         if y.device.type != "cpu" or y.numel() == 0:
             return
@@ -232,10 +228,8 @@ class Classification(Likelihood):
         low, high = (int(end) for end in known.aminmax()) if known.numel() else (0, 0)
         if low < 0 or high >= classes:
             bad = low if low < 0 else high
-            raise ValueError(
-                f"expected labels in 0…{classes - 1}, got {bad}; relabel the classes, or pass a label to ignore as "
-                "Classification(ignore_index=...)"
-            )
+            hint = "relabel the classes, or pass Classification(ignore_index=...)"
+            raise ValueError(f"expected labels in 0…{classes - 1}, got {bad}; {hint}")
 
 
 def full_precision(outputs: Tensor) -> Tensor:
@@ -245,18 +239,15 @@ def full_precision(outputs: Tensor) -> Tensor:
 
 def _check_logits(shape: torch.Size) -> None:
     if len(shape) < 2 or shape[1] < 2:
-        raise ValueError(
-            f"expected logits of shape (B, C) with C ≥ 2, got {tuple(shape)}; give the network one output per class, pass a "
-            "single example as x[None], or likelihood=Regression(...)"
-        )
+        hint = "give one output per class, pass a single example as x[None], or likelihood=Regression(...)"
+        raise ValueError(f"expected logits of shape (B, C) with C ≥ 2, got {tuple(shape)}; {hint}")
 
 
 def expand_weight(weight: Tensor, like: Tensor) -> Tensor:
     """The weight, (B,) or of like's shape, in like's shape and dtype."""
     if weight.shape[:1] != like.shape[:1] or weight.ndim > like.ndim:
-        raise ValueError(
-            f"expected sample weights of shape ({like.shape[0]},), got {tuple(weight.shape)}; pass one per example"
-        )
+        got = tuple(weight.shape)
+        raise ValueError(f"expected sample weights of shape ({like.shape[0]},), got {got}; pass one per example")
     return weight.to(like.dtype).reshape(*weight.shape, *[1] * (like.ndim - weight.ndim)).expand_as(like)
 
 

@@ -46,10 +46,7 @@ class _NetworkLock:
         self.lock.acquire()
         if self.trainer not in (None, threading.get_ident()):
             self.__exit__()
-            raise ValueError(
-                "expected a network that no other thread is training, got one in the middle of fit; wait until fit returns, "
-                "or use a copy made before: copy.deepcopy(posterior)"
-            )
+            raise ValueError("expected a network that no other thread is training, got one in fit; wait, or use a copy")
 
     def __exit__(
         self,

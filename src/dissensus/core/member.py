@@ -89,9 +89,7 @@ def empty_tensor_memo(part: nn.Module) -> dict[int, Any]:
 def member_index(index: int, members: int) -> int:
     """The index from 0 to M − 1; negative ones count from the end."""
     if not -members <= index < members:
-        raise ValueError(
-            f"expected a member from 0 to {members - 1}, got {index}; this posterior has {members} members"
-        )
+        raise ValueError(f"expected a member from 0 to {members - 1}, got {index}; there are {members} members")
     return index % members
 
 
@@ -102,15 +100,11 @@ def check_initialised(network: nn.Module) -> None:
     for name, part in network.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             what = f"{name or 'one'} of torch.jit, which runs only with its own weights"
-            raise TypeError(
-                f"expected a network of Python modules, got {what}; pass the one that was scripted or traced"
-            )
+            raise TypeError(f"expected a network of Python modules, got {what}; pass the one that was traced")
     for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
         if nn.parameter.is_lazy(tensor) or tensor.is_meta:
-            raise ValueError(
-                f"expected initialised tensors, got '{name}', which is lazy or on the meta device; run the network on one "
-                "batch first, or use network.to_empty(device=…)"
-            )
+            what = f"'{name}', which is lazy or on the meta device"
+            raise ValueError(f"expected initialised tensors, got {what}; run one batch, or network.to_empty(device=…)")
 
 
 NUMBER = "number"  # the buffer with each member's template index, if members have different templates

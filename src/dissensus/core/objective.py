@@ -126,10 +126,7 @@ def check_trainable(posterior: Objective) -> None:
         watched = f"got {type(posterior).__name__}, which watches {type(base[0]).__name__}"
         raise ValueError(f"expected the posterior that trains, {watched}; train the one that ds.track returned")
     if torch.is_inference_mode_enabled():
-        raise ValueError(
-            "expected gradients to be recorded, got torch.inference_mode(), which prevents training; leave it (to compute "
-            "only a loss, use torch.no_grad())"
-        )
+        raise ValueError("expected gradients to be recorded, got torch.inference_mode(); leave it, or use no_grad()")
 
 
 def _check_frozen(particles: Particles) -> None:
@@ -137,8 +134,7 @@ def _check_frozen(particles: Particles) -> None:
     for name, parameter in particles.shared_parameters().items() if particles._frozen else ():
         if parameter.requires_grad and name in particles._frozen:
             raise ValueError(
-                f"expected '{name}' to stay frozen, as when the members were built, got requires_grad=True; members share "
-                "one copy of it: set requires_grad first, then build the posterior"
+                f"expected '{name}' to stay frozen, got requires_grad=True; members share it: set it before building"
             )
 
 
@@ -148,10 +144,9 @@ def _check_single_process(posterior: Objective) -> None:
     grouped = alone and distributed.is_available() and distributed.is_initialized()
     if grouped and (size := distributed.get_world_size()) > 1:
         raise ValueError(
-            f"expected one process, got rank {distributed.get_rank()} of {size}: outside fit, ranks share no gradients and no "
-            "members, even with DistributedDataParallel, so each would train a separate model; train together with "
-            'ds.fit, or, for one model per rank with its own seed and checkpoint, pass fit(ranks="independent") or set '
-            'posterior.ranks = "independent"'
+            f"expected one process, got rank {distributed.get_rank()} of {size}: outside fit, ranks share no "
+            "gradients and no members, even with DistributedDataParallel; use ds.fit, or, for one model per rank, "
+            'fit(ranks="independent") or posterior.ranks = "independent", each with its own seed and checkpoint'
         )
 
 

@@ -52,9 +52,7 @@ def optimizer_groups(
     held = {id(each) for group in apart for each in group.parameters.values()}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in held:
-            raise ValueError(
-                f"expected every trained parameter in a group, got {name} in none; begin groups() with super().groups()"
-            )
+            raise ValueError(f"expected a group for every parameter, got {name} in none; begin with super().groups()")
     made = [
         {
             "params": [each for each in group.parameters.values() if each.requires_grad],
@@ -107,34 +105,27 @@ def mixing_warnings(optimizer: Optimizer, stacked: Iterable[Tensor]) -> list[str
 def check_optimizer(posterior: nn.Module, optimizer: Optimizer) -> None:
     """Raises if the posterior does not accept this kind of optimiser, or the optimiser holds none of its parameters."""
     if not hasattr(optimizer, "param_groups"):
-        raise TypeError(
-            f"expected an optimizer, got {optimizer!r}; build one on posterior.parameters(), or leave it out"
-        )
+        raise TypeError(f"expected an optimizer, got {optimizer!r}; build one on posterior.parameters()")
     if (refused := optimizer_refusal(posterior, type(optimizer))) is not None:
         raise TypeError(f"{refused}; build one, or use posterior.default_optimizer()")
     held = {id(parameter) for parameter in _optimizer_tensors(optimizer)}
     if held.isdisjoint(id(parameter) for parameter in posterior.parameters()):
-        raise ValueError(
-            "expected an optimizer over the posterior's parameters, got one over other tensors; ensembles copy their "
-            "networks: build the optimizer on posterior.parameters()"
-        )
+        hint = "ensembles copy their networks: build it on posterior.parameters()"
+        raise ValueError(f"expected an optimizer over the posterior's parameters, got one over other tensors; {hint}")
 
 
 def check_rates(optimizer: Any) -> None:
     """Raises for relative rates, as those of a `default_optimizer` with `rate="curvature"`: only `fit` measures them."""
     if any(group.get("relative") for group in getattr(optimizer, "param_groups", ())):
-        raise ValueError(
-            "expected an optimizer with rates of its own, got relative ones, which fit measures where no optimizer is given; "
-            "leave it out, or build one on posterior.parameter_groups(lr)"
-        )
+        hint = "leave it out, or use posterior.parameter_groups(lr)"
+        raise ValueError(f"expected an optimizer with absolute rates, got relative ones; {hint}")
 
 
 def count_optimizer_step(optimizer: Optimizer, *_: object) -> None:
     """Counts a step of any optimiser in the process; called by torch, and when steps are replayed from a graph."""
     if held := _optimizer_tensors(optimizer):
-        if (
-            counter := _steps.get(_step_key(held))
-        ) is None:  # slow to write, so what is there is a list, which is changed
+        counter = _steps.get(_step_key(held))
+        if counter is None:  # slow to write, so what is there is a list, which is changed
             _steps[_step_key(held)] = counter = [0]
         counter[0] += 1
 

@@ -263,9 +263,7 @@ class Particles(nn.Module):
         if template.training:  # batch norm writes its statistics in place, so it gets copies
             buffers = copy_by_name(buffers)
         whole = self.full_tensors({**params, **buffers})
-        if (
-            number not in self._places and not self.wraps_original
-        ):  # found once, except in the caller's module, which may change
+        if number not in self._places and not self.wraps_original:  # once, but the caller's module may change
             self._places[number] = TensorPlaces(template)
         places = self._places.get(number)
         return written.run(template, call_with_tensors, template, whole, function, *args, places=places, alone=alone)  # type: ignore[no-any-return]
@@ -310,9 +308,8 @@ class Particles(nn.Module):
         """
         if varying is None and self.wraps_original and not self.training and not self.divided:
             with self.lock_network(), self.runner.run_context():
-                return stack_trees(
-                    [self._forward_attributes[0].run_with_own_tensors(self.templates[0], function, *args)]
-                )
+                written = self._forward_attributes[0]
+                return stack_trees([written.run_with_own_tensors(self.templates[0], function, *args)])
         if varying is None and (how or self.how) == "loop" and self._rows.can_run_members(self):
             return self._rows.run_one_by_one(self, function, *args)
         shared, common = named_tensors(self.shared)
@@ -396,27 +393,27 @@ class MemberRowCache:
         self.known = None
 
     def can_run_members(self, particles: Any) -> bool:
-        """Whether these particles can run by `one_by_one` now: in eval mode, in one template and with tensors to cut."""
-        alone = particles.held or particles.divided or particles.runner.lanes or len(particles.templates) > 1
+        """Whether these particles can run by `run_one_by_one` now: in eval mode, in one template and with tensors to cut."""
+        alone = particles.wraps_original or particles.divided or particles.runner.lanes or len(particles.templates) > 1
         return not (alone or particles.training) and bool(particles.own._modules) and _can_cache_rows()
 
     def run_one_by_one(self, particles: Any, function: Callable[..., Any], *args: Any) -> Any:
         """function(member, *args) of every member, stacked; afterwards the template has its own tensors again."""
         template, found = particles.templates[0], []
-        with particles.turn(), particles.runner.running():
+        with particles.lock_network(), particles.runner.run_context():
             self.places = places = self.places or TensorPlaces(template)
             before = [*map(dict.__getitem__, places.registries, places.keys)]
-            lent = particles._written[0].lend(template)
+            lent = particles._forward_attributes[0].take_snapshot(template)
             try:
                 for tensors in self.member_rows(particles, places.names):
                     assign_tensors(places, tensors)
                     found.append(function(template, *args))
                     if lent is not None:
-                        lent.take_back(again=True)
+                        lent.restore_attributes(again=True)
             finally:
                 assign_tensors(places, before)
                 if lent is not None:
-                    lent.take_back()
+                    lent.restore_attributes()
             return stack_trees(found)
 
     def member_rows(self, particles: Any, names: Sequence[str]) -> list[list[Tensor]]:

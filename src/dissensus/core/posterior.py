@@ -59,9 +59,8 @@ class Posterior(TrainableModule, ABC):
     def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:
         super().__init__(particles, **prior)
         if isinstance(network := particles.template.network, Posterior):
-            raise TypeError(
-                f"expected a network, got the posterior {type(network).__name__}; pass the network inside it"
-            )
+            kind = type(network).__name__
+            raise TypeError(f"expected a network, got the posterior {kind}; pass the network inside it")
         self.initial_network = describe_network(network)
         where = next((each.device for each in particles.parameters()), None)  # a network may be on a GPU already
         self.register_buffer("temperature", torch.ones((), device=where))
@@ -137,9 +136,8 @@ class Posterior(TrainableModule, ABC):
     @final
     def has_converted_layers(self) -> bool:
         """Whether the method has cut layers of the network, so that files describe another network than the running one."""
-        return type(self).plain_network is not Posterior.plain_network or (
-            self.base is not None and self.base[0].has_converted_layers
-        )
+        watched = self.base is not None and self.base[0].has_converted_layers
+        return watched or type(self).plain_network is not Posterior.plain_network
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Stores a draw with the posterior, with batch statistics re-estimated from the loader.
@@ -296,11 +294,8 @@ class Posterior(TrainableModule, ABC):
         raw = isinstance(given, tuple | list) and not isinstance(given, Batch)
         if self.inputs is not None and raw and len(given) in (2, 3):
             x, y = self.transform_inputs(given[0]), as_tensor(given[1])
-            if (
-                isinstance(self.likelihood, RealTargets)
-                and getattr(y, "ndim", 0) == 1
-                and len(self.output_shape(x)) == 2
-            ):
+            real = isinstance(self.likelihood, RealTargets)
+            if real and getattr(y, "ndim", 0) == 1 and len(self.output_shape(x)) == 2:
                 y = y[:, None]  # a table's column
             given = (x, y, *given[2:])
         return Batch.from_tuple(given, anywhere=anywhere)
@@ -314,13 +309,13 @@ class Posterior(TrainableModule, ABC):
     @final
     def connected_mesh(self) -> Any:
         """The mesh, if it has other processes that are still connected; else None."""
-        return self.mesh if self.mesh is not None and self.mesh.size > 1 and self.mesh.alive else None
+        return self.mesh if self.mesh is not None and self.mesh.size > 1 and self.mesh.is_alive else None
 
     @final
     def complete_loader(self, loader: Any) -> Any:
         """The loader, or, if it gives each process a part of the data, a loader over all parts."""
         if self.connected_mesh is not None:
-            return self.connected_mesh.whole(loader)
+            return self.connected_mesh.complete_loader(loader)
         parts = batches.distributed_sampler(loader)
         if parts is not None and parts.num_replicas > 1 and self.ranks is None:
             raise ValueError(
@@ -334,7 +329,7 @@ class Posterior(TrainableModule, ABC):
         """The drawn functions, the same on all processes, of which each runs some where they share a batch."""
         if self.connected_mesh is None:
             return FunctionPartition(drawn)
-        return self.connected_mesh.portion(drawn, self.device, lambda: not self.network_is_random)  # type: ignore[no-any-return]
+        return self.connected_mesh.partition_functions(drawn, self.device, lambda: not self.network_is_random)  # type: ignore[no-any-return]
 
     @final
     def map_batches(
@@ -350,7 +345,7 @@ class Posterior(TrainableModule, ABC):
             return ((batch, work(batch)) for batch in given)
         standing: list[Any] = [each for each in (self.calibration, *self.promises.values()) if each is not None]
         seen_by = (self.temperature, *((repr(each.config()), *each.buffers()) for each in standing))
-        found: Iterator[tuple[Any, Any]] = self.connected_mesh.in_turns(
+        found: Iterator[tuple[Any, Any]] = self.connected_mesh.map_batches(
             work, given, portion=portion, seen_by=seen_by, device=device
         )
         return found
@@ -369,9 +364,8 @@ class Posterior(TrainableModule, ABC):
         super().before_step(batch)
         if not self._started:
             self._started = True
-            self._known.warn_once(
-                regression.start_noise(self.particles, lambda: self._run_first_member(batch.x), batch)
-            )
+            remark = regression.start_noise(self.particles, lambda: self._run_first_member(batch.x), batch)
+            self._known.warn_once(remark)
 
     @final
     def output_shape(self, x: Inputs) -> torch.Size:
@@ -385,15 +379,10 @@ class Posterior(TrainableModule, ABC):
 
     def _run_first_member(self, x: Inputs) -> Tensor:
         particles, x = self.particles, batches.move_to_device(x, self.device)
-        with (
-            inference_context(self),
-            RandomnessDetector() as watch,
-            batches.UnchangedInputs(x),
-            input_checks.explain_input_errors(x, particles),
-        ):
-            outputs: Tensor = particles.call(
-                lambda member: batches.call_network(member.network, x), *particles.member_tensors(0)
-            )[0]
+        explained = input_checks.explain_input_errors(x, particles)
+        with inference_context(self), RandomnessDetector() as watch, batches.UnchangedInputs(x), explained:
+            tensors = particles.member_tensors(0)
+            outputs: Tensor = particles.call(lambda member: batches.call_network(member.network, x), *tensors)[0]
             self.network_is_random |= watch.has_drawn
         self._known.warn_once(self.likelihood.output_warning(outputs))
         return outputs

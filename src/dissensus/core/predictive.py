@@ -14,6 +14,7 @@ from torch import Tensor
 from dissensus.numerics.entropy import entropy_terms
 from dissensus.utils.arrays import tensor_of
 from dissensus.utils.checks import fraction, integer, number
+from dissensus.utils.html_table import html_table
 
 
 class Predictive(ABC):
@@ -83,13 +84,10 @@ class Predictive(ABC):
         if not parts:
             raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
         if len(shapes := {tuple(tensor.shape[2:] for tensor in part.defining_tensors()) for part in parts}) > 1:
-            raise ValueError(
-                f"expected outputs of one shape in all batches, got {sorted(tuple(each[0]) for each in shapes)}; pad all "
-                "batches to one length, or read them one by one with ds.predict_batches"
-            )
-        return type(parts[0])(
-            *(torch.cat(each, dim=1) for each in zip(*(p.defining_tensors() for p in parts), strict=True))
-        )
+            found = sorted(tuple(each[0]) for each in shapes)
+            raise ValueError(f"expected outputs of one shape, got {found}; pad the batches, or use ds.predict_batches")
+        columns = zip(*(part.defining_tensors() for part in parts), strict=True)
+        return type(parts[0])(*(torch.cat(each, dim=1) for each in columns))
 
     def to(self, target: torch.device | str | torch.dtype) -> Predictive:
         """A copy on another device or in another precision."""
@@ -123,8 +121,6 @@ class Predictive(ABC):
         return notebook_figure(predictive_figure(self, x, seen, classes))
 
     def _repr_html_(self) -> str:
-        from dissensus.plots.display import html_table
-
         return html_table(self)
 
     def __repr__(self) -> str:
@@ -251,9 +247,8 @@ class RegressionPredictive(Predictive):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """(B,) log-density of the mixture; the outputs of one member are independent."""
-        each = -0.5 * (
-            (self._targets(y) - self._means) ** 2 / self.variances + self.variances.log() + math.log(2 * math.pi)
-        )
+        squares = (self._targets(y) - self._means) ** 2
+        each = -0.5 * (squares / self.variances + self.variances.log() + math.log(2 * math.pi))
         each = each.flatten(2).sum(2) if each.ndim > 2 else each  # (M, B)
         return each.logsumexp(0) - math.log(len(each))
 
@@ -266,9 +261,8 @@ class RegressionPredictive(Predictive):
         """y as a tensor of the mean's shape, since (B,) and (B, 1) would broadcast to (B, B). One number is for all."""
         y = tensor_of(y)
         if y.ndim and y.shape != self._means.shape[1:]:
-            raise ValueError(
-                f"expected targets of shape {tuple(self._means.shape[1:])}, got {tuple(y.shape)}; reshape them"
-            )
+            wanted = tuple(self._means.shape[1:])
+            raise ValueError(f"expected targets of shape {wanted}, got {tuple(y.shape)}; reshape them")
         return y
 
     def quantile(self, q: float) -> Tensor:

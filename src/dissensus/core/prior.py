@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from dissensus.utils.checks import integer, number
 from dissensus.utils.tensor_tree import Tensors
 
-NORM_LAYERS: tuple[type[nn.Module], ...] = (
-    nn.modules.batchnorm._NormBase,
-    nn.GroupNorm,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.CrossMapLRN2d,
-)
+NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.CrossMapLRN2d)
 
 
 class Prior(nn.Module, ABC):
@@ -93,9 +87,8 @@ class GaussianPrior(Prior):
     def check_fits(self, shapes: Mapping[str, torch.Size]) -> None:
         for pattern in self.std if isinstance(self.std, dict) else ():
             if not any(fnmatchcase(name, pattern) for name in shapes):
-                raise ValueError(
-                    f"expected patterns that match names of tensors, got {pattern!r}; the names are {', '.join(shapes)}"
-                )
+                names = ", ".join(shapes)
+                raise ValueError(f"expected patterns that match names, got {pattern!r}; the names are {names}")
 
     def draw(self, name: str, like: Tensor) -> Tensor:
         std = self.deviation(name)
@@ -116,8 +109,8 @@ class FunctionPrior(Prior):
     def log_prob(self, params: Tensors) -> Tensor:
         if self.function is None:
             raise ValueError(
-                f"expected the prior {self.noted.get('name')} that this posterior was trained with, got only its description "
-                "from the file; call posterior.use_prior(prior), or use_prior(None) to train without a prior"
+                f"expected the prior {self.noted.get('name')} of the training, got only its description; call "
+                "posterior.use_prior(prior), or use_prior(None) to train without a prior"
             )
         return self.function(params)
 
@@ -139,9 +132,8 @@ def expanded_signature(constructor: Callable[..., Any]) -> inspect.Signature:
     if last.kind is not last.VAR_KEYWORD or last.name != "prior":
         return inspect.Signature([*known, last])
     kinds = PriorKeywords.__annotations__.items()
-    return inspect.Signature(
-        [*known, *(last.replace(name=k, kind=last.KEYWORD_ONLY, default=None, annotation=v) for k, v in kinds)]
-    )
+    spelled = (last.replace(name=k, kind=last.KEYWORD_ONLY, default=None, annotation=v) for k, v in kinds)
+    return inspect.Signature([*known, *spelled])
 
 
 def make_prior(
@@ -154,9 +146,7 @@ def make_prior(
         if not isinstance(weight_prior_std, Mapping):
             number("weight_prior_std", weight_prior_std, above=0)
         if prior is not None:
-            raise ValueError(
-                "expected prior or weight_prior_std, got both; pass one: the second means GaussianPrior(std)"
-            )
+            raise ValueError("expected prior or weight_prior_std, got both; pass one: the second is GaussianPrior(std)")
         prior = GaussianPrior(weight_prior_std)
     if prior is not None and data_size is None:
         raise ValueError("expected data_size with a prior, got none; pass data_size=len(training_set)")
@@ -165,9 +155,7 @@ def make_prior(
     if isinstance(prior, Mapping):
         return FunctionPrior(None, prior)
     if not callable(prior) or isinstance(prior, type):
-        raise TypeError(
-            f"expected a prior, got {prior!r}; pass GaussianPrior(std), or a function {{name: tensor}} -> log p"
-        )
+        raise TypeError(f"expected a prior, got {prior!r}; pass GaussianPrior(std), or a function of {{name: tensor}}")
     return FunctionPrior(prior, {"name": getattr(prior, "__qualname__", type(prior).__name__)})
 
 

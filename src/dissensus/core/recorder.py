@@ -33,20 +33,16 @@ class Recorder(nn.Module, ABC):
         self.source = source
         self.weights = source()
         if not self.can_shard and any(map(is_divided, self.weights.stored.values())):
-            raise NotImplementedError(
-                f"expected weights that lie whole in a process, got divided ones, which {type(self).__name__} cannot record; "
-                "leave shard out"
-            )
+            kind = type(self).__name__
+            raise NotImplementedError(f"expected whole weights for {kind}, got divided ones; leave shard out")
 
     def with_members(self) -> list[tuple[Tensor, int]]:
         """(buffer, its member axis) for every buffer that has one; processes that train together divide these.
 
         Needed only to divide several networks over processes; without it, only batches can be divided.
         """
-        raise ValueError(
-            f"expected a recorder that defines with_members (which buffers have a member axis), got {type(self).__name__}; "
-            "define it, or divide only batches: mesh(members=1)"
-        )
+        kind = type(self).__name__
+        raise ValueError(f"expected a recorder with with_members, got {kind}; define it, or use mesh(members=1)")
 
     def begin(self, steps: int, *, done: int = 0) -> None:
         """Called before training: the run has `steps` optimiser steps, of which `done` are already done (a resumed run)."""

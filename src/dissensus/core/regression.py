@@ -80,9 +80,8 @@ class RealTargets(Likelihood):
     def check_targets(self, shape: torch.Size, y: Tensor) -> None:
         """Raises if y does not fit means of this shape, or the scale of the targets does not."""
         if self.targets is not None and len(self.targets["mean"]) not in (1, shape[-1] if len(shape) > 1 else 1):
-            raise ValueError(
-                f"expected one scale of the targets or {shape[-1]}, got {len(self.targets['mean'])}; pass one per output"
-            )
+            found = len(self.targets["mean"])
+            raise ValueError(f"expected one scale of the targets or {shape[-1]}, got {found}; pass one per output")
         _check_real_targets(shape, y)
 
 
@@ -173,10 +172,8 @@ class HeteroscedasticRegression(RealTargets):
 
     def check(self, output_shape: torch.Size, y: Tensor) -> None:
         if len(output_shape) < 2 or output_shape[1] % 2:
-            raise ValueError(
-                f"expected outputs of shape (B, 2D), means then raw variances, got {tuple(output_shape)}; "
-                "double the network's last layer, or use Regression(...)"
-            )
+            got = tuple(output_shape)
+            raise ValueError(f"expected outputs of shape (B, 2D), got {got}; double the network's last layer")
         self.check_targets(torch.Size((output_shape[0], output_shape[1] // 2, *output_shape[2:])), y)
 
 
@@ -194,10 +191,7 @@ def _check_real_targets(shape: torch.Size, y: Tensor) -> None:
     if not y.is_floating_point():
         raise ValueError(f"expected real targets, got {y.dtype}; convert them with y.float()")
     if y.shape != shape:
-        raise ValueError(
-            f"expected targets of shape {tuple(shape)}, got {tuple(y.shape)}; "
-            "reshape one of them (a (B, 1) mean and a (B,) target would broadcast to (B, B))"
-        )
+        raise ValueError(f"expected targets of shape {tuple(shape)}, got {tuple(y.shape)}; reshape one of them")
     if y.device.type == "cpu" and y.numel() and not all(math.isfinite(end.item()) for end in y.aminmax()):
         raise ValueError("expected finite targets, got NaN or infinity; clean the data")
 

@@ -108,9 +108,8 @@ class RunningSummary:
             new.count = len(predictive.members)
             new._sums = predictive.mean, predictive.epistemic * new.count, predictive.aleatoric * new.count
         else:
-            raise TypeError(
-                f"expected a classification or regression to summarise, got {type(predictive).__name__}; use ds.predict"
-            )
+            kind = type(predictive).__name__
+            raise TypeError(f"expected a classification or regression to summarise, got {kind}; use ds.predict")
         self.merge(new)
 
     def merge(self, other: RunningSummary) -> None:

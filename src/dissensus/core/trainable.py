@@ -34,7 +34,7 @@ class Watchers(nn.ModuleList):
 
 
 class TrainingClock(CalibratedModule):
-    """Base class of `TrainingRules`. `fit`, or your own loop, calls `begin` once and `observe` after every step.
+    """Base class of `TrainableModule`. `fit`, or your own loop, calls `begin` once and `observe` after every step.
 
     Both calls are passed on to the method's recorders (its attributes of class `Recorder`) and to its watchers.
     """
@@ -164,9 +164,8 @@ class TrainableModule(TrainingClock):
         self.interaction: str | None = ways[0] if ways and particles.members > 1 else None
         self.data_size: int | None = None
         if unknown := prior.keys() - PriorKeywords.__annotations__:
-            raise TypeError(
-                f"expected a keyword of {type(self).__name__}, got {min(unknown)!r}; see help({type(self).__name__})"
-            )
+            kind = type(self).__name__
+            raise TypeError(f"expected a keyword of {kind}, got {min(unknown)!r}; see help({kind})")
         self.use_prior(make_prior(**prior), prior.get("data_size"))
         if self.data_size is None and "data_size" in self.needed:
             raise ValueError("expected data_size, got none; pass data_size=len(training_set)")
@@ -228,9 +227,8 @@ class TrainableModule(TrainingClock):
         """Names of the members' trained parameters under the prior, from groups with `prior=True`."""
         if self._with_prior is None:
             names = {name for group in disjoint_groups(self.groups()) if group.prior for name in group.parameters}
-            plain = names_under_prior(
-                self.prior, self.particles.template.network, (name.removeprefix(PREFIX) for name in names)
-            )
+            bare = (name.removeprefix(PREFIX) for name in names)
+            plain = names_under_prior(self.prior, self.particles.template.network, bare)
             self._with_prior = frozenset(PREFIX + name for name in plain)
         # From the stored tensors: inside vmap and func transforms, a member's tensors do not have requires_grad.
         stored = {**self.particles.shared_parameters(), **self.particles.own_parameters()}
@@ -241,20 +239,16 @@ class TrainableModule(TrainingClock):
         """() −log p(θ) / N of one member. Shared tensors get 1/M of its gradient: they count once in the sum over members."""
         if self.prior is None or self.data_size is None:
             return 0.0
-        weights, shared = {}, self.particles.shared_parameters()
+        weights, shared, members = {}, self.particles.shared_parameters(), self.particles.total_members
         for name in self.names_with_prior():
             # Sums of squares overflow float16 and lose digits in bfloat16 long before the weights do.
             full = at_least_float32(params[name])
-            once = name in shared and self.particles.total_members > 1
-            weights[name.removeprefix(PREFIX)] = (
-                scale_gradient(full, 1 / self.particles.total_members) if once else full
-            )
+            once = name in shared and members > 1
+            weights[name.removeprefix(PREFIX)] = scale_gradient(full, 1 / members) if once else full
         if not weights:
             return 0.0
         if (log_prob := self.prior.log_prob(weights)).shape:
-            raise ValueError(
-                f"expected log_prob as one number, got shape {tuple(log_prob.shape)}; sum over all tensors"
-            )
+            raise ValueError(f"expected log_prob as one number, got shape {tuple(log_prob.shape)}; sum it")
         return -log_prob / self.data_size
 
     @final

@@ -39,10 +39,8 @@ class Weights:
 
     def expand_members(self, tensors: Mapping[str, Tensor]) -> Tensors:
         """Name -> detached views (M, ...) of tensors that have the shapes of the stored ones."""
-        return {
-            name: t.detach() if name in self.own else t.detach().expand(self.members, *t.shape)
-            for name, t in tensors.items()
-        }
+        found = {name: t.detach() for name, t in tensors.items()}
+        return {name: t if name in self.own else t.expand(self.members, *t.shape) for name, t in found.items()}
 
     def rows(self) -> Tensors:
         """Name -> (M, ...) views of the present tensors."""
@@ -57,14 +55,11 @@ class Weights:
         rows = self.rows()
         if (like := next(filter(is_divided, rows.values()), None)) is None:
             return torch.cat([each.to(dtype).reshape(self.members, -1) for each in rows.values()], dim=1)
-        return torch.stack(
-            [
-                shard_last_axis(
-                    torch.cat([gather_full_tensor(each[m]).to(dtype).flatten() for each in rows.values()]), like
-                )
-                for m in range(self.members)
-            ]
-        )
+
+        def whole_row(m: int) -> Tensor:
+            return torch.cat([gather_full_tensor(each[m]).to(dtype).flatten() for each in rows.values()])
+
+        return torch.stack([shard_last_axis(whole_row(m), like) for m in range(self.members)])
 
     def first_member(self) -> Tensors:
         """Name -> the first member's tensor."""

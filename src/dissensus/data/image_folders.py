@@ -14,6 +14,7 @@ from torch import Tensor
 from dissensus.data.images import ImageSet
 from dissensus.data.segmentation import SUFFIXES, image_files
 from dissensus.utils.checks import integer, one_of
+from dissensus.utils.extras import require_extra
 from dissensus.utils.file_errors import read_errors
 
 log = logging.getLogger("dissensus")
@@ -79,6 +80,7 @@ def eight_bits(image: Any, mode: str, what: str) -> Any:
 
 
 def _stack(files: Sequence[Path], size: int | Sequence[int] | None, channels: int) -> Tensor:
+    require_extra("images")
     from PIL import Image
 
     one_of("channels", channels, (1, 3))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dissensus.utils.checks import integer, number, one_of
+from dissensus.utils.extras import require_extra
 from dissensus.utils.file_errors import read_errors
 
 VOID = 255  # the label of ignored pixels: they count neither in the loss nor in the metrics
@@ -117,6 +118,7 @@ def read_pairs(
     pairs: Sequence[Pair], classes: Sequence[str], *, void: int, size: tuple[int, int] | None
 ) -> SegmentationSet:
     """SegmentationSet of these files."""
+    require_extra("images")
     from PIL import Image
 
     table = numbers_of_classes(classes, void)
@@ -160,6 +162,7 @@ def numbers_of_classes(classes: Sequence[str], void: int) -> dict[int, int]:
 
 def read_mask(path: Path, table: dict[int, int]) -> np.ndarray:
     """(H, W) uint8: the class of every pixel of one file."""
+    require_extra("images")
     from PIL import Image
 
     with read_errors(path, "save it again", kind="an image"), Image.open(path) as opened:

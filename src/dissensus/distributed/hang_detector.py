@@ -46,9 +46,8 @@ class HangDetector:
         self.thread = threading.Thread(target=self._watch_ranks, name="dissensus watch", daemon=True)
 
     def __enter__(self) -> Self:
-        self.store.set(
-            f"sign {self.rank}", json.dumps(self._make_heartbeat(0))
-        )  # so that all know where it is, whatever happens next
+        # so that all know where it is, whatever happens next
+        self.store.set(f"sign {self.rank}", json.dumps(self._make_heartbeat(0)))
         self.thread.start()
         return self
 

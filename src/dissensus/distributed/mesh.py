@@ -38,7 +38,7 @@ Given = Literal["whole", "parts"]
 class Axis:
     """One axis of a mesh: this process's `rank` among `size`, and their `group` (None for a single rank).
 
-    `sent` counts the bytes that this process has sent in collectives, by kind.
+    `bytes_sent` counts the bytes that this process has sent in collectives, by kind.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: distributed.ProcessGroup | None = None) -> None:
@@ -184,7 +184,7 @@ class Mesh:
     def map_batches(
         self, work: Callable[[Any], Any], batches: Iterable[Any], **about: Any
     ) -> Iterator[tuple[Any, Any]]:
-        """(batch, work(batch)) of every batch on every process, each worked on by one or several: `sharing.in_turns`."""
+        """(batch, work(batch)) of every batch on every process, each worked on by one or several: `work_split.map_batches`."""
         return map_batches(self, work, batches, **about)
 
     def complete_loader(self, loader: Any) -> Any:

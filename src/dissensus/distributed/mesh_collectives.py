@@ -50,9 +50,8 @@ class MeshExchange(Exchange):
         self.members: int = self.particles.members
         self.ranks = mesh.data.size
         self.member_slice = mesh.member_slice(self.members)
-        self.splits_members = (
-            mesh.members.group is not None and self.members > 1
-        )  # whether members lie in different processes
+        # whether members lie in different processes
+        self.splits_members = mesh.members.group is not None and self.members > 1
         self.local_batch = LocalBatch(0, slice(0, 0))
         self.at_once = False  # whether members run by vmap, where they can
         self._plans: dict[Any, Plan] = {}
@@ -66,11 +65,8 @@ class MeshExchange(Exchange):
 
     def batch_rows(self, size: int) -> tuple[int, slice]:
         # In a trial run of a few rows, any that are as many.
-        return (
-            (max(self.local_batch.size, 3), slice(0, size))
-            if self._probing
-            else (self.local_batch.size, self.local_batch.rows)
-        )
+        mine = self.local_batch
+        return (max(mine.size, 3), slice(0, size)) if self._probing else (mine.size, mine.rows)
 
     def scale_by_fraction(self, value: Tensor) -> Tensor:
         return value if self.batch_fraction is None else value * self.batch_fraction.to(value.dtype)
@@ -90,9 +86,8 @@ class MeshExchange(Exchange):
         draws, self._axes = self._find_plan(at_once=at_once)
         if any(draw.uses_generator for draw in draws):
             together = (self.members, self.member_slice) if self.splits_members and at_once else None
-            self._noise = replayed_rng.FullBatchNoise(
-                draws, members=together, rows=(self.local_batch.size, self.local_batch.rows)
-            )
+            rows = (self.local_batch.size, self.local_batch.rows)
+            self._noise = replayed_rng.FullBatchNoise(draws, members=together, rows=rows)
             stack.enter_context(self._noise)
         if self.local_batch.is_split and self.mesh.statistics == "synchronised":
             stack.enter_context(SynchronisedNorms(self.mesh.data))
@@ -133,9 +128,8 @@ class MeshExchange(Exchange):
                 (two, first), (three, second) = (replayed_rng.record_draws(run, batch, rows) for rows in (2, 3))
         finally:
             self._probing = False
-        return replayed_rng.plan_draws(two, three), [
-            replayed_rng.find_row_axis(a, b) for a, b in zip(first, second, strict=True)
-        ]
+        axes = [replayed_rng.find_row_axis(a, b) for a, b in zip(first, second, strict=True)]
+        return replayed_rng.plan_draws(two, three), axes
 
     @contextmanager
     def loop_context(self) -> Iterator[None]:

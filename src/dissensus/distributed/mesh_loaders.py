@@ -17,10 +17,9 @@ from dissensus.distributed.work_split import check_same
 def check_sampler(sampler: Any, axis: Axis) -> None:
     """Raises where a sampler divides rows otherwise than the axis does."""
     if (sampler.num_replicas, sampler.rank) != (axis.size, axis.rank):
-        raise ValueError(
-            f"expected a sampler of the mesh's data axis, rank {axis!r}, got rank {sampler.rank} of {sampler.num_replicas}; "
-            "pass DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank)"
-        )
+        got = f"rank {sampler.rank} of {sampler.num_replicas}"
+        hint = "pass DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank)"
+        raise ValueError(f"expected a sampler of the mesh's data axis, rank {axis!r}, got {got}; {hint}")
 
 
 def check_equal_sizes(sizes: list[int]) -> None:

@@ -79,9 +79,8 @@ class MeshTrainingPartition(TrainingPartition):
         self._began = False
         self._sizes: set[int] = set()  # of parts
         self._uneven: Tensor | None = None  # () whether ranks had parts of other sizes; looked at after an epoch
-        self._full_tensors: list[
-            tuple[Tensor, Tensor, int]
-        ] = []  # (tensor, its values of all members, the axis of members)
+        # (tensor, its values of all members, the axis of members)
+        self._full_tensors: list[tuple[Tensor, Tensor, int]] = []
 
     # ------------------------------------------------------------------ the state: all members, or those that lie here
 
@@ -172,7 +171,7 @@ class MeshTrainingPartition(TrainingPartition):
         """Inside, the optimiser has the states of all members, as one process would; afterwards those that lie here again."""
         chains = getattr(optimizer, "generators", [])
         if self.exchange.splits_members and len(chains) == self.members:
-            states = self.mesh.members.objects([chain.get_state() for chain in chains[self.member_slice]])
+            states = self.mesh.members.gather_objects([chain.get_state() for chain in chains[self.member_slice]])
             for chain, state in zip(chains, (state for each in states for state in each), strict=True):
                 chain.set_state(state)
         for parameter, key, value in self._member_states(optimizer):
@@ -186,11 +185,8 @@ class MeshTrainingPartition(TrainingPartition):
 
     def _member_states(self, optimizer: Optimizer) -> list[tuple[Tensor, str, Tensor]]:
         """(parameter, key, tensor) of the states of own parameters, where members lie in different processes."""
-        own = (
-            {id(parameter) for parameter in self.particles.own_parameters().values()}
-            if self.exchange.splits_members
-            else set()
-        )
+        parameters = self.particles.own_parameters() if self.exchange.splits_members else {}
+        own = {id(parameter) for parameter in parameters.values()}
         return [
             (parameter, key, value)
             for parameter, state in optimizer.state.items()
@@ -242,7 +238,7 @@ class MeshTrainingPartition(TrainingPartition):
         if size < data.size:
             self.exchange.local_batch = LocalBatch(size, slice(0, size), weight.new_tensor(1 / data.size), weight.sum())
             return batch
-        here = self.mesh.share(size)
+        here = self.mesh.row_slice(size)
         total = weight.sum()
         mine = torch.where(total > 0, weight[here].sum() / total, (here.stop - here.start) / size)
         self.exchange.local_batch = LocalBatch(size, here, mine, total, is_split=True)
@@ -268,11 +264,8 @@ class MeshTrainingPartition(TrainingPartition):
     def choose_engine(self, engine: str) -> str:
         """Plain members, at once or in a loop, in every process alike: as one process would by itself on a CPU."""
         known = ("auto", "loop") if self.particles.divided else ("auto", "loop", "vectorised")
-        what = (
-            "engine of divided networks, which run one after the other"
-            if self.particles.divided
-            else "engine on a mesh"
-        )
+        divided = "engine of divided networks, which run one after the other"
+        what = divided if self.particles.divided else "engine on a mesh"
         if one_of(what, engine, known) == "auto":
             engine = "loop" if self.members == 1 else self.particles.how
         self.exchange.at_once = engine == "vectorised"
@@ -287,7 +280,7 @@ class MeshTrainingPartition(TrainingPartition):
         return (batch for number, batch in enumerate(batches) if number % self.mesh.size == self.mesh.rank)
 
     def broadcast_object(self, value: Any) -> Any:
-        return self.mesh.objects(value)[0]
+        return self.mesh.gather_objects(value)[0]
 
 
 def check_divisible(mesh: Mesh, posterior: Posterior) -> None:

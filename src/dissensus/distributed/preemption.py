@@ -19,7 +19,7 @@ SLACK = 8
 
 
 class SigtermHandler:
-    """Inside, SIGTERM only notes that the process should end: `due` says when, `leave` then lets the signal act.
+    """Inside, SIGTERM only notes that the process should end: `due` says when, `terminate` then lets the signal act.
 
     In other threads than the main one, where Python hears no signals, nothing is noted.
     """

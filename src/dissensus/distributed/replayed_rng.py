@@ -1,7 +1,7 @@
 """Noise of a training step: every process draws the noise of the whole batch, as one process would, and takes its part.
 
 The random operations of a member's run have a fixed order (`Draw`, found once by running members on two and on three rows).
-The axis that grows with the rows is the batch axis; with all members at once, axis 0 is the member axis. `WholeNoise` makes
+The axis that grows with the rows is the batch axis; with all members at once, axis 0 is the member axis. `FullBatchNoise` makes
 each operation draw for all rows and members, so that all generators have the state that those of one process would have.
 """
 
@@ -48,21 +48,17 @@ class Draw:
         like, *rest = args
         # In the order of axes in memory, which is the order that numbers are drawn in.
         order = sorted(range(len(shape)), key=lambda axis: -like.stride(axis))
-        whole = like.new_empty([shape[axis] for axis in order]).permute(
-            [order.index(axis) for axis in range(len(shape))]
-        )
-        return self.func(
-            whole.fill_(0.5) if packet in (aten.bernoulli, aten.native_dropout) else whole, *rest, **kwargs
-        )
+        back = [order.index(axis) for axis in range(len(shape))]
+        whole = like.new_empty([shape[axis] for axis in order]).permute(back)
+        filled = whole.fill_(0.5) if packet in (aten.bernoulli, aten.native_dropout) else whole
+        return self.func(filled, *rest, **kwargs)
 
 
 def drawn_shape(func: Any, args: tuple[Any, ...]) -> torch.Size:
     """The shape of what a random operation draws."""
     sizes = next((each for each in args if isinstance(each, list | tuple | torch.Size)), None)
     found = next((each for each in args if isinstance(each, Tensor)), None)
-    return (
-        torch.Size(sizes) if found is None and sizes is not None else found.shape if found is not None else torch.Size()
-    )
+    return found.shape if found is not None else torch.Size(sizes or ())
 
 
 class DrawRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -78,9 +74,8 @@ class DrawRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         before = _generator_states(kwargs.get("generator"))
         found = func(*args, **kwargs)
-        drew = any(
-            not torch.equal(a, b) for a, b in zip(before, _generator_states(kwargs.get("generator")), strict=True)
-        )
+        after = _generator_states(kwargs.get("generator"))
+        drew = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
         held = tuple(each.detach() if isinstance(each, Tensor) else each for each in args)
         self.draws.append(Draw(func, held, kwargs, drawn_shape(func, args), drew))
         return found

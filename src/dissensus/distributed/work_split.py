@@ -127,16 +127,13 @@ def map_batches(
 
     Args:
         batches: trees of tensors, the same on every rank.
-        portion: the functions that the work is done with; a `DividedPortion` lets ranks share a batch.
+        portion: the functions that the work is done with; a `MeshFunctionPartition` lets ranks share a batch.
         seen_by: facts and tensors of what the functions are seen through, the same on every rank.
         device: where tensors of what was found shall lie.
     """
     left, window, seen = iter(batches), list[Given](), 0
-    about = {
-        "calls": work.__qualname__,
-        "functions": _functions_checksum(portion.drawn),
-        "calibrations and promises": tree_checksum([*seen_by]),
-    }
+    about: dict[str, Any] = {"calls": work.__qualname__, "functions": _functions_checksum(portion.drawn)}
+    about["calibrations and promises"] = tree_checksum([*seen_by])
     most = portion.max_ranks if isinstance(portion, MeshFunctionPartition) else 1
     takers, sharers = (mesh.data, mesh.members) if 1 < mesh.members.size <= most else (mesh, None)
 
@@ -158,11 +155,7 @@ def map_batches(
             check_same([each[what] for each in everyone], what, remedy)
         only = not seen and len(window) == 1 < min(most, takers.size)
         seen += len(window)
-        found = (
-            [work_on_batch(mesh, window[0])]
-            if only
-            else gather_from_ranks(takers, work_on_own, device, "what was found")
-        )
+        found = [work_on_batch(mesh, window[0])] if only else gather_from_ranks(takers, work_on_own, device, "results")
         yield from zip([*window], found, strict=True)
         if len(window) < takers.size:
             return
@@ -179,11 +172,8 @@ def gather_from_ranks(
         return _serialise(mine) if ranks.size > 1 else b""
 
     everyone = exchange_results(ranks, make, what)
-    return [
-        found
-        for rank, packed in enumerate(everyone)
-        for found in (mine if rank == ranks.rank else _deserialise(packed, device))
-    ]
+    parts = (mine if rank == ranks.rank else _deserialise(packed, device) for rank, packed in enumerate(everyone))
+    return [found for part in parts for found in part]
 
 
 class ConcatenatedBatches:

@@ -138,10 +138,8 @@ def check_input_values(found: Tensor, x: Inputs) -> None:
     """Raises if what `largest` found in the inputs is not finite, if possible with their row."""
     if not float(found) < math.inf:
         batches.check_finite(x, anywhere=True)
-        raise ValueError(
-            "expected finite inputs, got NaN or infinity in a batch that has been overwritten since; clean the data (−inf is "
-            "allowed, for masks)"
-        )
+        what = "NaN or infinity in a batch that has been overwritten since"
+        raise ValueError(f"expected finite inputs, got {what}; clean the data (−inf is allowed, for masks)")
 
 
 def largest_input(x: Inputs) -> Tensor:

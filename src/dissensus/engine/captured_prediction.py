@@ -67,15 +67,13 @@ class CapturedFunction(CapturedCalls):
         self.drawn = drawn
         self.context = context
         self.half = half
-        self.tensors = [
-            each for each in chain(drawn.parameters(), drawn.buffers()) if type(each) in (Tensor, nn.Parameter)
-        ]
+        held = chain(drawn.parameters(), drawn.buffers())
+        self.tensors = [each for each in held if type(each) in (Tensor, nn.Parameter)]
         self.places: list[int] = []  # of these tensors in memory, where graphs read them
         self.caches_weights = keeps and plain
         self.weight_cache: WeightCache | None = None
-        self.has_dropped_cache = self.has_checked_casts = (
-            False  # whether weights have been written to, and whether casts were looked for
-        )
+        # whether weights have been written to, and whether casts were looked for
+        self.has_dropped_cache = self.has_checked_casts = False
         self.implementations = FallbackChain(_note_unfused, fused=self._run_fused, unfused=function)
         self.side_stream: torch.cuda.Stream | None = None  # where what is kept is computed during a capture
 
@@ -87,10 +85,8 @@ class CapturedFunction(CapturedCalls):
             with self.context():
                 return self.function(x)
         key = shape_key(tensors)
-        with (
-            torch.cuda.device(device),
-            preserve_random_state(device),
-        ):  # graphs and streams belong to the current device
+        # graphs and streams belong to the current device
+        with torch.cuda.device(device), preserve_random_state(device):
             self._drop_if_changed()
             graph = self.graphs.get(key)
             if graph is None and (self._can_capture_first() or self.should_capture(key)):
@@ -114,9 +110,8 @@ class CapturedFunction(CapturedCalls):
 
     @property
     def _loads_kernels(self) -> bool:
-        return (
-            self.plain and self.drawn.particles.how != "vectorised" and "fused" in self.implementations.implementations
-        )
+        fused = "fused" in self.implementations.implementations
+        return self.plain and self.drawn.particles.how != "vectorised" and fused
 
     def _drop_if_changed(self) -> None:
         """Begins anew if weights have been moved, or written to since something of them was kept.

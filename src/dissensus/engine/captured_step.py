@@ -30,16 +30,14 @@ class CapturedStep(CapturedCalls):
         self.compiled = "compiled" in step.engine_name
         self.due_to_compare: set[Hashable] = set()  # shapes whose constants are compared in the next step
         self.posterior = step.posterior
-        self.gradients: dict[
-            Hashable, list[tuple[Tensor, Tensor | None]]
-        ] = {}  # parameters and the gradients that a graph writes
+        # parameters and the gradients that a graph writes
+        self.gradients: dict[Hashable, list[tuple[Tensor, Tensor | None]]] = {}
         self.active_graph: Graph | None = None  # the graph whose gradients are in `.grad`
         self.side_stream = torch.cuda.Stream()
         # A method's own `observe` may do things that cannot be captured; it is then called after each replay.
         self.captures_observe = not self.posterior.has_observers
-        self.restore = (
-            make_capturable(step.optimizer, self.posterior.device) if can_be_captured(step.optimizer) else None
-        )
+        capturable = can_be_captured(step.optimizer)
+        self.restore = make_capturable(step.optimizer, self.posterior.device) if capturable else None
         if self.restore is None:
             self.disable_capture(f"{type(step.optimizer).__name__} has no step that can be captured")
         if not self.posterior.capturable:

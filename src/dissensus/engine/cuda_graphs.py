@@ -48,10 +48,8 @@ class Graph:
             # If the graph is empty, the error that caused it says more.
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             try:
-                with (
-                    _capture_into(self.graph, pool, relaxed=relaxed),
-                    nullcontext() if constants is None else constants.reuse_constants(),
-                ):
+                reused = nullcontext() if constants is None else constants.reuse_constants()
+                with _capture_into(self.graph, pool, relaxed=relaxed), reused:
                     self.results = function()
             except Exception:
                 # torch's random generators stay in the state of a capture that failed, and refuse to draw, until one ends well.
@@ -114,9 +112,8 @@ class CapturedCalls:
         if self.failed or len(self.graphs) == MOST_GRAPHS:
             return False
         self.occurrences[key] += 1
-        return self.occurrences[key] > max(
-            self.warm_up, 2 if key in self.constants else 0
-        )  # two calls show what is constant
+        least = 2 if key in self.constants else 0  # two calls show what is constant
+        return self.occurrences[key] > max(self.warm_up, least)
 
     def capture(
         self,

@@ -27,11 +27,8 @@ def use_channels_last(posterior: Posterior) -> None:
     if posterior.device.type != "cuda":
         return
     particles = posterior.particles
-    names = {
-        f"{name}.weight" if name else "weight"
-        for name, module in particles.template.named_modules()
-        if isinstance(module, nn.Conv2d)
-    }
+    layers = [name for name, module in particles.template.named_modules() if isinstance(module, nn.Conv2d)]
+    names = {f"{name}.weight" if name else "weight" for name in layers}
     for name, parameter in {**particles.own_parameters(), **particles.shared_parameters()}.items():
         if name in names and not is_divided(parameter):
             # (O, I, H, W) or (M, O, I, H, W), with the channel axis I innermost in memory.
@@ -87,11 +84,8 @@ def _change_settings(optimizer: Optimizer, groups: list[dict[str, Any]], **setti
         group.update({key: settings[key] for key in mine})
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.shape == parameter.shape
-                and value.stride() != parameter.stride()
-            ):
+            same = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if same and value.stride() != parameter.stride():
                 state[key] = torch.empty_like(parameter).copy_(value)
 
     def restore() -> None:

@@ -45,9 +45,8 @@ class Memory:
     workspace: int = 0  # kept by the GPU's libraries per stream
     recorded: int = 0  # kept by recorders of the weights
     drawn: int = 0  # weights sampled after training; not in the sums
-    taken: PeakMemory = (
-        UNMEASURED  # for the gradients of all members at once, measured when ways to run them were tried
-    )
+    # for the gradients of all members at once, measured when ways to run them were tried
+    taken: PeakMemory = UNMEASURED
 
     @property
     def bytes_at_once(self) -> int:
@@ -125,7 +124,7 @@ def training_memory(
 
 @contextmanager
 def measure_peak(device: torch.device) -> Iterator[list[PeakMemory]]:
-    """Its list gets what is `Taken` inside, besides what was there before; nothing on the host."""
+    """Its list gets what is `PeakMemory` inside, besides what was there before; nothing on the host."""
     found: list[PeakMemory] = []
     reset_peak(device)
     before = _current_memory(device)

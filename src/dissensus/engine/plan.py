@@ -55,9 +55,8 @@ def make_plan(engine: str, posterior: Posterior, batch: Batch, *, precision: tor
     """
     words = set() if engine == "auto" else set(engine.split("+"))
     if unknown := words - set(WORDS):
-        raise ValueError(
-            f'expected engine "auto" or words of {", ".join(WORDS)} joined by "+", got {sorted(unknown)[0]!r}; use these words'
-        )
+        wanted, got = ", ".join(WORDS), sorted(unknown)[0]
+        raise ValueError(f'expected engine "auto" or words of {wanted} joined by "+", got {got!r}; use these words')
     named = [kind for kind in KINDS if kind in words]
     if len(named) > 1:
         raise ValueError(f"expected one of {', '.join(KINDS)}, got {' and '.join(named)}; name one")
@@ -148,11 +147,8 @@ def _can_gain_by_compiling(posterior: Posterior, on_gpu: bool) -> bool:
 def time_strategy(run: Strategy, posterior: Posterior, batch: Batch, *, captured: bool) -> float | None:
     """Median seconds for the gradients of one batch, captured if the step will be; None if they fail."""
     try:
-        with (
-            posterior.particles.lock_network(),
-            posterior.particles.runner.run_context(),
-            preserve_random_state(posterior.device),
-        ):
+        particles = posterior.particles
+        with particles.lock_network(), particles.runner.run_context(), preserve_random_state(posterior.device):
             if not captured:
                 on_gpu = posterior.device.type == "cuda"
                 with timed_convolutions(posterior.device):

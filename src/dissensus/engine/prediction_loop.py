@@ -65,11 +65,11 @@ def predict_loader(
     def capture_describe(mine: DrawnFunctions) -> CapturedFunction:
         function: Callable[[batches.Inputs], tuple[Tensor, ...]] = mine.describe
         if compiled:
-            function = FallbackChain(
-                _note_uncompiled, compiled=torch.compile(mine.describe, dynamic=False), plain=mine.describe
-            )
+            fast = torch.compile(mine.describe, dynamic=False)
+            function = FallbackChain(_note_uncompiled, compiled=fast, plain=mine.describe)
+        half = precision == "bf16"
         return CapturedFunction(
-            function, mine, context, plain=not compiled, keeps=keeps_weights, half=precision == "bf16", count=count
+            function, mine, context, plain=not compiled, keeps=keeps_weights, half=half, count=count
         )
 
     def describe_local(x: batches.Inputs) -> tuple[Tensor, ...]:

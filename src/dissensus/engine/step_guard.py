@@ -114,17 +114,15 @@ class Guard:
         """Stores batch statistics (M, ...) after a batch, unless this or an earlier batch was bad."""
         if buffers and not self.checks_at_once:
             before = self._saved_buffers or self._buffers()
-            buffers = _restore_if_flagged(
-                self.halted, {name: each for name, each in buffers.items() if name in before}, before
-            )
+            changed = {name: each for name, each in buffers.items() if name in before}
+            buffers = _restore_if_flagged(self.halted, changed, before)
         self.posterior.particles.write_buffers(buffers)
 
     def restore_buffers(self) -> None:
         """Restores the batch statistics from before the step's first batch if a later batch was bad."""
         if self._saved_buffers is not None:
-            self.posterior.particles.write_buffers(
-                _restore_if_flagged(self.halted, self._buffers(), self._saved_buffers)
-            )
+            buffers = _restore_if_flagged(self.halted, self._buffers(), self._saved_buffers)
+            self.posterior.particles.write_buffers(buffers)
 
     def skip_bad_step(self) -> AbstractContextManager[object]:
         """Inside, the optimiser's step does nothing if a value was bad, and recorders can know it."""
@@ -167,9 +165,8 @@ class Guard:
             for what, tensors in self._checked_tensors().items()
         }
         exchange = self.posterior.particles.exchange
-        if not exchange.any_process(
-            has_nonfinite_norm([tensor for tensors in found.values() for tensor in tensors.values()])
-        ):
+        tensors = [tensor for part in found.values() for tensor in part.values()]
+        if not exchange.any_process(has_nonfinite_norm(tensors)):
             return
         for what, tensors in found.items():
             mine, common = (~size.isfinite() for size in self._largest_values(tensors))

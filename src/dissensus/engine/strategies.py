@@ -83,7 +83,7 @@ class LoopStrategy:
 
     def __init__(self, *, streamed: bool, compiled: bool) -> None:
         self.compiled = compiled
-        self.member = _compile(functional_member_gradients) if compiled else None  # None: as `looped` does
+        self.member = _compile(functional_member_gradients) if compiled else None  # None: as `looped_gradients` does
         self.forward: Callable[..., Any] | None = None
         self.lanes = Lanes() if streamed else None
         self.implementations = FallbackChain(_note_unfused, fused=self.run_fused, plain=self.run)
@@ -122,7 +122,7 @@ def functional_member_gradients(posterior: Objective, state: State, batch: Batch
 
 
 def functional_gradients(posterior: Objective, state: State, batch: Batch) -> Gradients:
-    """As `gradients.vectorised`, but with function transforms; call it within `particles.vectorising()`."""
+    """As `gradients.vectorised`, but with function transforms; call it within `particles.vmap_context()`."""
 
     def objective(own: Tensors, shared: Tensors) -> tuple[Tensor, tuple[Tensor, Tensors]]:
         frozen, buffers = (state.own_frozen, state.shared_frozen), (state.own_buffers, state.shared_buffers)

@@ -1,7 +1,7 @@
 """Tracing: turns a module into one graph of plain operations for any batch size, with members folded into the batch.
 
 vmap fixes the batch size of many layers to that of the example: its rules for convolutions, pooling and normalisation read
-sizes as numbers. Inside `BatchFree`, such layers run outside of vmap with members × batch as their batch, or are written out.
+sizes as numbers. Inside `AnyBatchSize`, such layers run outside of vmap with members × batch as batch, or are written out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -82,13 +82,8 @@ def trace(module: nn.Module, x: Inputs, forms: Mapping[Any, Callable[..., Any]] 
 
 def random_operations(exported: ExportedProgram) -> list[str]:
     """Names of operations in the graph that draw random numbers."""
-    found = [
-        node.target
-        for graph in exported.graph_module.modules()
-        if isinstance(graph, torch.fx.GraphModule)
-        for node in graph.graph.nodes
-        if node.op == "call_function"
-    ]
+    graphs = [each.graph for each in exported.graph_module.modules() if isinstance(each, torch.fx.GraphModule)]
+    found = [node.target for graph in graphs for node in graph.nodes if node.op == "call_function"]
     return sorted({str(each) for each in found if torch.Tag.nondeterministic_seeded in getattr(each, "tags", ())})
 
 

@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 
 
 class FixedDraw:
-    """M functions drawn once from a posterior. Call them only inside `drawn_once`, which makes them."""
+    """M functions drawn once from a posterior. Call them only inside `draw_once`, which makes them."""
 
     def __init__(self, posterior: Posterior, drawn: DrawnFunctions, precision: PredictionPrecision = "float32") -> None:
         self.posterior = posterior
@@ -48,7 +48,7 @@ class FixedDraw:
         how: dict[str, Any] = {"context": context, "keeps": True, "half": precision == "bf16"}
         self._describe = cache(lambda mine: CapturedFunction(mine.describe, mine, **how))
         self._everything = cache(
-            lambda mine: CapturedFunction(partial(mine.each, _outputs_and_description), mine, **how)
+            lambda mine: CapturedFunction(partial(mine.map_members, _outputs_and_description), mine, **how)
         )
 
     @property

@@ -131,7 +131,7 @@ class CorruptedGuarantees:
             self.rows.setdefault((t, s), []).append({key: value.cpu() for key, value in said.items()})
 
     def merge(self, rows: Mapping[tuple[int, int], list[RowValues]]) -> None:
-        """Adds the rows of another `CorruptedPromises`."""
+        """Adds the rows of another `CorruptedGuarantees`."""
         for at, parts in rows.items():
             self.rows.setdefault(at, []).extend(parts)
 

@@ -81,7 +81,7 @@ def _values(predictive: Any, y: Tensor) -> dict[str, Tensor]:
             "gaussian_nll": metrics.gaussian_nll_values(predictive.mean, predictive.total, y),
             "crps": _crps_of_cdf(predictive, y),
         }
-    means, variances = predictive.described()
+    means, variances = predictive.defining_tensors()
     return {
         "nll": metrics.mixture_nll_values(means, variances, y),
         "gaussian_nll": metrics.gaussian_nll_values(*metrics.moment_match(means, variances), y),

@@ -81,9 +81,8 @@ class _DoubleBackwardMode(TorchFunctionMode):
             return lazy_batch_norm(*args, **kwargs, otherwise=batch_norm)
         if func not in FORMS or self.keeps_torch_form(*args[:1], **kwargs):
             return func(*args, **kwargs)
-        args, kwargs = (
-            materialise((args, kwargs)) if any(issubclass(each, PendingTensor) for each in types) else (args, kwargs)
-        )
+        if any(issubclass(each, PendingTensor) for each in types):
+            args, kwargs = materialise((args, kwargs))
         if func is F.batch_norm:
             return batch_norm(*args, **kwargs) if thread.norms else func(*args, **kwargs)
         if func is torch.prelu:
@@ -110,9 +109,8 @@ def double_backward_conv(
     # "same" may pad the two sides differently.
     if unbatched or weight.is_complex() or isinstance(given["padding"], str):
         return func(input, weight, bias, *settings, **named)
-    stride, padding, dilation, output_padding = (
-        _per_axis(given[name], weight.ndim - 2) for name in ("stride", "padding", "dilation", "output_padding")
-    )
+    names = ("stride", "padding", "dilation", "output_padding")
+    stride, padding, dilation, output_padding = (_per_axis(given[name], weight.ndim - 2) for name in names)
     how = (stride, padding, dilation, SETTINGS[func] is TRANSPOSED, output_padding, given["groups"])
     # If the kernel depends on the inputs, its gradient is differentiated, too, by the convolution's input.
     if not weight.is_leaf:
@@ -313,7 +311,6 @@ class _BatchNormGradient(torch.autograd.Function):
 def _norm_kernel(
     t: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor, eps: float, wanted: tuple[bool, ...] = (True, True, True)
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = aten.native_batch_norm_backward(
-        t, x, w, None, None, m, r, True, eps, list(wanted)
-    )
+    again = aten.native_batch_norm_backward
+    found: tuple[Tensor, Tensor, Tensor] = again(t, x, w, None, None, m, r, True, eps, list(wanted))
     return found

@@ -118,10 +118,8 @@ class PendingConvolution(PendingTensor):
     ) -> "PendingConvolution":  # fmt: skip
         sizes = zip(x.shape[2:], weight.shape[2:], *how[:3], strict=True)
         axes = [(size + 2 * pad - reach * (kernel - 1) - 1) // step + 1 for size, kernel, step, pad, reach in sizes]
-        self = cast(
-            PendingConvolution,
-            PendingTensor.__new__(cls, torch.Size([len(x), len(weight), *axes]), kind, x.device, (x, weight, bias)),
-        )
+        shape = torch.Size([len(x), len(weight), *axes])
+        self = cast(PendingConvolution, PendingTensor.__new__(cls, shape, kind, x.device, (x, weight, bias)))
         self.parts, self.how, self.own_kernel = (x, weight, bias), how, narrow
         return self
 
@@ -147,9 +145,8 @@ class PendingConvolution(PendingTensor):
 
         def fold_weights(weight: Tensor, bias: Tensor | None, *layer: Tensor) -> tuple[Tensor, Tensor]:
             mean, variance, scale, shift = layer
-            return norm_launch.fold_norm(
-                self._channels_last(weight), bias, mean, variance, scale, shift, eps, dtype=kind
-            )
+            kernel = self._channels_last(weight)
+            return norm_launch.fold_norm(kernel, bias, mean, variance, scale, shift, eps, dtype=kind)
 
         return compute_cached(("folded", eps, kind), (weight, bias, *layer), fold_weights, by_rows=True)
 
@@ -157,7 +154,7 @@ class PendingConvolution(PendingTensor):
         """ReLU of the batch norm of this convolution, with a tensor added before ReLU."""
         kernel, shift = self.fold_norm(*norm)
         if isinstance(added, PendingTensor):
-            added, more = cast(Any, added).branch()
+            added, more = cast(Any, added).norm_and_shift()
             shift = shift + more
         return self._convolve_relu(kernel, shift, added)
 

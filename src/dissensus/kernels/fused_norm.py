@@ -1,7 +1,7 @@
 """Layers that wait for what follows: on a GPU batch norm, an addition and ReLU become one kernel, second derivatives included.
 
-Inside `fused()` the result of `F.batch_norm` is a `Pending` tensor, of which only the statistics are computed. ReLU makes it
-one kernel, an addition waits for the ReLU after it, and anything else computes it first. Values and derivatives equal torch's
+Inside `fused()` the result of `F.batch_norm` is a `PendingTensor`, of which only the statistics are computed. ReLU makes it one
+kernel, an addition waits for the ReLU after it, and anything else computes it first. Values and derivatives equal torch's
 up to rounding (`kernels/triton_norm.py`); between the layers nothing is rounded to half precision. Without gradients and
 with running statistics, batch norm becomes part of the convolution before it (`kernels/fused_conv.py`).
 """
@@ -106,14 +106,8 @@ def lazy_batch_norm(
     given = [each for each in (weight, bias, running_mean, running_var) if each is not None]
     packed = all(each.is_contiguous() and each.device == input.device for each in given)  # as the kernels read them
     usable = weight is not None and bias is not None and known and packed and (training or not torch.is_grad_enabled())
-    if (
-        usable
-        and not training
-        and counter is None
-        and isinstance(input, PendingConvolution)
-        and input.result is None
-        and can_run_kernels(input.device)
-    ):
+    fixed = usable and not training and counter is None
+    if fixed and isinstance(input, PendingConvolution) and input.result is None and can_run_kernels(input.device):
         return PendingNorm(input, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
     x = materialise(input)
     if counter is not None and not (usable and training and can_fuse(x) and counter.device == x.device):
@@ -172,9 +166,8 @@ class PendingNorm(PendingTensor):
 
         if relu and self.can_fold:
             return cast(PendingConvolution, x).compute_norm_relu(self.added, mean, spread, weight, bias, self.eps)
-        return norm_launch.normalise_rows(
-            materialise(x), materialise(self.added), mean, spread, weight, bias, relu=relu, eps=self.eps
-        )
+        x, added = materialise(x), materialise(self.added)
+        return norm_launch.normalise_rows(x, added, mean, spread, weight, bias, relu=relu, eps=self.eps)
 
     @property
     def can_fold(self) -> bool:

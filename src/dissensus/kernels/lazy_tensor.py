@@ -14,18 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-RELUS: dict[Any, bool] = {
-    F.relu: False,
-    torch.relu: False,
-    Tensor.relu: False,
-    F.relu_: True,
-    torch.relu_: True,
-    Tensor.relu_: True,
-}
-SUMS: dict[Any, bool] = {
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), False),
-    **dict.fromkeys((Tensor.add_, Tensor.__iadd__), True),
-}
+RELUS: dict[Any, bool] = dict.fromkeys((F.relu, torch.relu, Tensor.relu), False)  # function -> whether in place
+RELUS |= dict.fromkeys((F.relu_, torch.relu_, Tensor.relu_), True)
+SUMS: dict[Any, bool] = dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), False)
+SUMS |= dict.fromkeys((Tensor.add_, Tensor.__iadd__), True)
 _READ: Any = Tensor  # its properties are read with __get__
 FACTS: dict[Any, Callable[["PendingTensor"], Any]] = {
     **dict.fromkeys((_READ.shape.__get__, Tensor.size), lambda mine: mine.facts[0]),
@@ -57,7 +49,7 @@ class PendingTensor(Tensor):
     """The result of a layer that is not yet computed. The first use decides what is computed.
 
     A use past torch's Python functions (a scripted module, a custom `autograd.Function`) would lose gradients and raises
-    `Unfused`.
+    `FusionError`.
     """
 
     facts: tuple[torch.Size, torch.dtype, torch.device]
@@ -71,9 +63,8 @@ class PendingTensor(Tensor):
     ) -> "PendingTensor":
         self: PendingTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         self.facts, self.graph, self.result = (shape, dtype, device), torch.is_grad_enabled(), None
-        self.source_versions = [
-            (each, each._version) for each in read if each is not None and not isinstance(each, PendingTensor)
-        ]
+        known = [each for each in read if each is not None and not isinstance(each, PendingTensor)]
+        self.source_versions = [(each, each._version) for each in known]
         _thread.pending_tensors.add(self)
         return self
 
@@ -116,7 +107,11 @@ class PendingTensor(Tensor):
         if func in SUMS and len(args) == 2 and not kwargs:
             mine, other = args if isinstance(first, PendingTensor) else reversed(args)
             in_place = SUMS[func]
-            if (not in_place or mine is first) and mine.found is None and (total := mine.plus(other)) is not None:
+            if (
+                (not in_place or mine is first)
+                and mine.result is None
+                and (total := mine.fuse_addition(other)) is not None
+            ):
                 if not in_place:
                     return total
                 vars(mine).update(vars(total))

@@ -94,9 +94,8 @@ def gradients(
     sizes, added = NormSizes(x), y is not None
     parts, t = sizes.allocate_parts(x, 2), torch.empty_like(x) if added else g
     layer, numbers = (mean, rstd, weight, bias), (sizes.rows, sizes.channels)
-    kernels.gradient_parts[sizes.sum_grid](
-        g, x, x if y is None else y, *layer, parts, t, *numbers, sizes.parts, ADDED=added, RELU=relu, **sizes.long
-    )
+    data, flags = (g, x, x if y is None else y), {"ADDED": added, "RELU": relu}
+    kernels.gradient_parts[sizes.sum_grid](*data, *layer, parts, t, *numbers, sizes.parts, **flags, **sizes.long)
     sums = sizes.sum_parts(parts)
     # t is g beyond ReLU already, if it was written.
     return input_gradient(t, x, None, *layer, sums, relu=relu and not added), t, sums
@@ -125,9 +124,8 @@ def second_gradients(
     by_weight = sums.new_empty(sizes.channels)
     common = (g, x, x if y is None else y, mean, rstd, weight, bias)
     flags = {"ADDED": added, "RELU": relu}
-    kernels.second_parts[sizes.sum_grid](
-        u, *common, parts, sizes.rows, sizes.channels, sizes.parts, **flags, **sizes.long
-    )
+    ends = (parts, sizes.rows, sizes.channels, sizes.parts)
+    kernels.second_parts[sizes.sum_grid](u, *common, *ends, **flags, **sizes.long)
     second = sizes.sum_parts(parts)
     kernels.second_derivatives[sizes.tile_grid](
         u, u if v is None else v, *common, sums, second, by_g, by_x, by_weight, sizes.rows, sizes.channels,

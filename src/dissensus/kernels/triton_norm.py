@@ -238,15 +238,13 @@ def fold_norm(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = at < channels * size
     c = at // size
-    scale = tl.load(weight + c, there, 0.0).to(tl.float32) / tl.sqrt(
-        tl.load(variance + c, there, 1.0).to(tl.float32) + eps
-    )
+    v = tl.load(variance + c, there, 1.0).to(tl.float32)
+    scale = tl.load(weight + c, there, 0.0).to(tl.float32) / tl.sqrt(v + eps)
     k = tl.load(kernel + at, there, 0.0).to(tl.float32)
     tl.store(folded + at, (k * scale).to(folded.dtype.element_ty), there)
     own = at < channels  # numbers of channels, too
-    scale = tl.load(weight + at, own, 0.0).to(tl.float32) / tl.sqrt(
-        tl.load(variance + at, own, 1.0).to(tl.float32) + eps
-    )
+    v = tl.load(variance + at, own, 1.0).to(tl.float32)
+    scale = tl.load(weight + at, own, 0.0).to(tl.float32) / tl.sqrt(v + eps)
     m = tl.load(mean + at, own, 0.0).to(tl.float32)
     if OFFSET:
         m -= tl.load(offset + at, own, 0.0).to(tl.float32)

@@ -110,9 +110,8 @@ def _results_by_row(
     """What was computed from these stacks, (M · N, ...), as `find` will be asked for it: row by row."""
     wholes = [stack and stack.stacked_weight for stack in stacks]
     count = next(len(whole) for whole in wholes if whole is not None)
-    places = zip(
-        *([None] * count if whole is None else map(_memory_key, whole.unbind()) for whole in wholes), strict=True
-    )
+    keys = ([None] * count if whole is None else map(_memory_key, whole.unbind()) for whole in wholes)
+    places = zip(*keys, strict=True)
     rows = zip(*(each.view(count, -1, *each.shape[1:]).unbind() for each in made), strict=True)
     return {(what, *place): row for place, row in zip(places, rows, strict=True)}
 
@@ -132,7 +131,7 @@ _thread = _Thread()
 
 @contextmanager
 def use_weight_cache(kept: WeightCache, *, casts: bool, beside: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Inside, `derived` and casts of large weights keep what they find.
+    """Inside, `compute_cached` and casts of large weights keep what they find.
 
     Args:
         casts: whether casts are looked at, which costs time at every operation.
@@ -140,11 +139,8 @@ def use_weight_cache(kept: WeightCache, *, casts: bool, beside: torch.cuda.Strea
             before the first replay, on the stream that is current now.
     """
     before = _thread.weight_cache, _thread.side_stream, _thread.replay_stream
-    _thread.weight_cache, _thread.side_stream, _thread.replay_stream = (
-        kept,
-        beside,
-        beside and torch.cuda.current_stream(),
-    )
+    _thread.weight_cache, _thread.side_stream = kept, beside
+    _thread.replay_stream = beside and torch.cuda.current_stream()
     try:
         with _CastCacheMode(kept) if casts else nullcontext():
             yield
@@ -155,15 +151,12 @@ def use_weight_cache(kept: WeightCache, *, casts: bool, beside: torch.cuda.Strea
 def compute_cached(
     what: Hashable, tensors: Sequence[Tensor | None], make: Callable[..., Found], *, by_rows: bool = False
 ) -> Found:
-    """make(*tensors), or inside `keeping` what it gave before for the same weights: see `Kept.find`.
+    """make(*tensors), or inside `use_weight_cache` what it gave before for the same weights: see `WeightCache.find`.
 
     `what` names all that it depends on besides.
     """
-    return (
-        make(*tensors)
-        if _thread.weight_cache is None
-        else _thread.weight_cache.find(what, tensors, make, by_rows=by_rows)
-    )
+    kept = _thread.weight_cache
+    return make(*tensors) if kept is None else kept.find(what, tensors, make, by_rows=by_rows)
 
 
 class _CastCacheMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -175,7 +168,7 @@ class _CastCacheMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as in `Watch`
+        return False  # as in `RandomnessDetector`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -99,11 +99,8 @@ def trace_calls(network: nn.Module, wanted: Sequence[str]) -> TracedCalls | None
     used.ids |= {id(parameter) for name, parameter in network.named_parameters() if name in with_symbols}
     read = {name for name in wanted if any(id(p) in used.ids for p in network.get_submodule(name).parameters())}
     last = [each.node for each in tree_leaves(result) if isinstance(each, fx.Proxy)]
-    stems = [
-        called[0]
-        for node, called in places.items()
-        if not _next_layers(node.all_input_nodes, places, "all_input_nodes")
-    ]
+    first = [node for node in places if not _next_layers(node.all_input_nodes, places, "all_input_nodes")]
+    stems = [places[node][0] for node in first]
     return TracedCalls(met, read, list(dict.fromkeys(stems)), _output_layers(last, places) or met[-1:], places, last)
 
 

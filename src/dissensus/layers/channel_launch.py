@@ -121,15 +121,9 @@ def _launch(program: str, at: Layout, first: Tensor, *others: Any) -> None:
     steps = (at.channels, 1) if at.innermost else (1, at.places)
     grid = (at.examples * -(-at.channels // width),)
     with torch.cuda.device(first.device):
-        getattr(find_triton(), f"{program}_program")[grid](
-            first,
-            *others,
-            at.places,
-            at.channels,
-            *steps,
-            ROWS=min(_next_power_of_two(at.places), TILE // width),
-            WIDTH=width,
-        )
+        kernel = getattr(find_triton(), f"{program}_program")[grid]
+        rows = min(_next_power_of_two(at.places), TILE // width)
+        kernel(first, *others, at.places, at.channels, *steps, ROWS=rows, WIDTH=width)
 
 
 def _next_power_of_two(number: int) -> int:

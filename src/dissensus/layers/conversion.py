@@ -1,8 +1,8 @@
 """Layer surgery: copies any network and changes what its linear and convolutional layers compute with the same weights.
 
 A converted layer keeps its place, its object, its hooks and the names of its tensors: only its class becomes a subclass of
-the old one (`Cut`), as with torch's parametrizations. A wrapper would put "layer." into the names of a state dict, break
-users' `isinstance(part, nn.Linear)`, and miss modules that hold the layer without being its parent.
+the old one (`ConvertedLayer`), as with torch's parametrizations. A wrapper would put "layer." into the names of a state
+dict, break users' `isinstance(part, nn.Linear)`, and miss modules that hold the layer without being its parent.
 """
 
 import copy
@@ -82,14 +82,11 @@ def convertible_layers(
     account, reasons = ConversionReport(), _skip_reasons(network)
     known = {name: part for name, part in network.named_modules() if isinstance(part, CONVERTIBLE)}
     patterns = ["*"] if layers is None else layers
-    unmatched = [
-        each for each in layers or () if not any(fnmatchcase(name, each) for name, _ in network.named_modules())
-    ]
+    names = [name for name, _ in network.named_modules()]
+    unmatched = [each for each in layers or () if not any(fnmatchcase(name, each) for name in names)]
     if unmatched:
-        raise ValueError(
-            f"expected names of layers, got {', '.join(sorted(unmatched))}, which match no layer; the network has "
-            f"{first_names(list(known))}"
-        )
+        got = f"{', '.join(sorted(unmatched))}, which match no layer"
+        raise ValueError(f"expected names of layers, got {got}; the network has {first_names(list(known))}")
     found: dict[str, nn.Module] = {}
     for name, _ in network.named_modules():
         if name in reasons:
@@ -100,10 +97,8 @@ def convertible_layers(
             account.left[name] = "not selected by layers="
     if not found and needed:
         why = "; ".join(f"{name or 'it'}: {reason}" for name, reason in list(account.left.items())[:3])
-        raise ValueError(
-            f"expected a network with a linear or convolutional layer, got {type(network).__name__} with none that can be "
-            f"converted{f' ({why})' if why else ''}; pass one built of nn.Linear or nn.Conv layers"
-        )
+        got = f"{type(network).__name__} with none that can be converted{f' ({why})' if why else ''}"
+        raise ValueError(f"expected a network with a linear or convolutional layer, got {got}; use nn.Linear or Conv")
     return found, account
 
 
@@ -177,10 +172,9 @@ def _deep_copy(network: nn.Module) -> nn.Module:
         with network_lock(network):
             return copy.deepcopy(network)
     except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
-        raise ValueError(
-            f"expected a network that can be copied, got {type(network).__name__} ({first_line(error)}); layers are changed "
-            "in a copy: remove old-style weight norm, or what else makes copy.deepcopy fail"
-        ) from error
+        got = f"{type(network).__name__} ({first_line(error)})"
+        hint = "remove old-style weight norm, or what else makes copy.deepcopy fail"
+        raise ValueError(f"expected a network that can be copied, got {got}; {hint}") from error
 
 
 def _skip_reasons(network: nn.Module) -> dict[str, str]:

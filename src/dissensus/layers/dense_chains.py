@@ -46,7 +46,7 @@ class ChainedLayers(ConvertedLayer):
 
 
 def chain_layers(network: nn.Module) -> None:
-    """Makes every `nn.Sequential` of the network with such layers a `Chained` one, in place."""
+    """Makes every `nn.Sequential` of the network with such layers a `ChainedLayers` one, in place."""
     for part in list(network.modules()):
         if type(part) is nn.Sequential and any(len(run) > 1 for run in split_into_runs(list(part))):
             vars(convert_layer(part, ChainedLayers))["members_at_once"] = False  # by which vectorising code finds it
@@ -82,9 +82,8 @@ def _run_all_members(input: Tensor, layers: Sequence[Any]) -> Tensor | None:
     if top is None or top.key() != functorch.TransformType.Vmap:
         return None
     named = [input, *(each for layer in layers for each in (layer.weight, layer.bias, layer.r, layer.s))]
-    pairs: list[tuple[Any, Any]] = [
-        (None, None) if each is None else functorch._unwrap_batched(each, top.level()) for each in named
-    ]
+    unwrap, level = functorch._unwrap_batched, top.level()
+    pairs: list[tuple[Any, Any]] = [(None, None) if each is None else unwrap(each, level) for each in named]
     given, axes = zip(*pairs, strict=True)
     factors = [axis for i in (3, 4) for each, axis in zip(given[i::4], axes[i::4], strict=True) if each is not None]
     tensors = [each for each in given if each is not None]

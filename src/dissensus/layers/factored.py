@@ -147,9 +147,8 @@ class FactoredLayer(ConvertedLayer):
         if not isinstance(self, TRANSPOSED):
             return layer._conv_forward(input, *kernel)  # type: ignore[no-any-return]
         places = kernel.weight.ndim - 2
-        padding = layer._output_padding(
-            input, output_size, layer.stride, layer.padding, layer.kernel_size, places, layer.dilation
-        )
+        settings = (layer.stride, layer.padding, layer.kernel_size, places, layer.dilation)
+        padding = layer._output_padding(input, output_size, *settings)
         function: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[places - 1]
         return function(input, *kernel, layer.stride, layer.padding, padding, layer.groups, layer.dilation)  # type: ignore[no-any-return]
 
@@ -162,10 +161,9 @@ class FactoredLayer(ConvertedLayer):
         examples, width = factors.shape
         between = x.ndim - 2
         if between < 0 or len(x) != examples or (not dense and between != space):
-            raise ValueError(
-                f"expected the {examples} examples of the batch on the first axis of layer {self.known_as!r}, got a tensor of "
-                f"shape {tuple(x.shape)}; latents are drawn for each example: exclude this layer with layers=[...]"
-            )
+            wanted = f"the {examples} examples of the batch on the first axis of layer {self.known_as!r}"
+            got, hint = tuple(x.shape), "latents are drawn for each example: exclude this layer with layers=[...]"
+            raise ValueError(f"expected {wanted}, got a tensor of shape {got}; {hint}")
         shape = (examples, *[1] * between, width) if dense else (examples, width, *[1] * between)
         return factors.reshape(shape)
 

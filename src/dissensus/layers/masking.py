@@ -25,11 +25,8 @@ WEIGHT_LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 def dropout_sites(network: nn.Module, rate: float | None) -> dict[str, float]:
     """Layer name -> dropout rate. `rate=None`: the network's dropout modules; else all weight layers except the first."""
     own = {name: module.p for name, module in network.named_modules() if isinstance(module, DROPOUT) and module.p > 0}
-    functional = [
-        name or type(module).__name__
-        for name, module in network.named_modules()
-        if isinstance(getattr(module, "dropout", None), float) and module.dropout > 0
-    ]
+    rates = ((name, module, getattr(module, "dropout", None)) for name, module in network.named_modules())
+    functional = [name or type(part).__name__ for name, part, p in rates if isinstance(p, float) and p > 0]
     if rate is None:
         if own:
             if functional:
@@ -41,16 +38,11 @@ def dropout_sites(network: nn.Module, rate: float | None) -> dict[str, float]:
             "no module to switch on: use nn.Dropout in the network, or pass rate= to insert dropout"
         )
     if own:
-        raise ValueError(
-            f"expected a network without dropout if rate is given, got {', '.join(own)}; pass rate=None to use the network's "
-            "own dropout"
-        )
+        raise ValueError(f"expected a network without dropout if rate is given, got {', '.join(own)}; pass rate=None")
     weighted = [name for name, module in network.named_modules() if isinstance(module, WEIGHT_LAYERS)]
     if len(weighted) < 2:
-        raise ValueError(
-            f"expected at least two linear or convolutional layers to insert dropout between, got {len(weighted)}; "
-            "put nn.Dropout into the network yourself"
-        )
+        got, hint = len(weighted), "put nn.Dropout into the network yourself"
+        raise ValueError(f"expected at least two linear or convolutional layers for dropout between, got {got}; {hint}")
     return dict.fromkeys(weighted[1:], rate)
 
 

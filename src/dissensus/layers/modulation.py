@@ -17,12 +17,8 @@ from torch import Tensor
 
 from dissensus.utils.checks import number, one_of
 
-LAWS: dict[str, tuple[str, ...]] = {
-    "constant": ("value",),
-    "sign": ("p",),
-    "normal": ("mean", "std"),
-    "bernoulli": ("keep", "scale"),
-}
+LAWS: dict[str, tuple[str, ...]] = {"constant": ("value",), "sign": ("p",), "normal": ("mean", "std")}
+LAWS["bernoulli"] = ("keep", "scale")
 
 
 @dataclass(frozen=True)
@@ -39,9 +35,7 @@ class Modulation:
 
     def __post_init__(self) -> None:
         if self.law in LAWS and self.second_moment == 0:
-            raise ValueError(
-                f"expected factors that are not all 0, got {self}; all outputs would be 0: pass other values"
-            )
+            raise ValueError(f"expected factors that are not all 0, got {self}; pass other values")
 
     @staticmethod
     def constant(value: float = 1.0) -> Modulation:
@@ -96,9 +90,8 @@ class Modulation:
             # m₊ = m Φ(m/s) + s φ(m/s)
             mean, std = self.parameters
             at = mean / std
-            positive = mean * 0.5 * math.erfc(-at / math.sqrt(2)) + std * math.exp(-(at**2) / 2) / math.sqrt(
-                2 * math.pi
-            )
+            density = math.exp(-(at**2) / 2) / math.sqrt(2 * math.pi)
+            positive = mean * 0.5 * math.erfc(-at / math.sqrt(2)) + std * density
         return positive, positive - self.mean
 
     @property
@@ -136,9 +129,8 @@ class Modulation:
         if self.law == "normal":
             drawn = torch.randn(size, generator=generator, dtype=dtype, device=device)
             return first + self.parameters[1] * drawn
-        hit = (torch.rand(size, generator=generator, dtype=torch.float64, device=device) < first).to(
-            dtype or torch.get_default_dtype()
-        )
+        drawn = torch.rand(size, generator=generator, dtype=torch.float64, device=device)
+        hit = (drawn < first).to(dtype or torch.get_default_dtype())
         return 2 * hit - 1 if self.law == "sign" else self.parameters[1] * hit
 
     def config(self) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def add_node_latents(
 
 
 def sites_of(name: str, layer: nn.Module, mode: Mode, *, bias: bool = False) -> list[Site]:
-    """The sites of latents in one layer; arguments as in `with_nodes`."""
+    """The sites of latents in one layer; arguments as in `add_node_latents`."""
     inputs, outputs = features(layer)
     return [
         *([Site(name, "before", inputs)] if mode != "out" else []),
@@ -146,10 +146,9 @@ def has_changed_output(layer: NodeLayer) -> bool:
 def _check_not_rerun(layer: NodeLayer) -> None:
     """Raises in a backward pass, where activation checkpointing would run a layer again without its latents."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-        raise ValueError(
-            f"expected a layer that runs only in the forward pass, got {layer.known_as!r} run again in the backward pass, "
-            "without its noise; remove activation checkpointing, or exclude this layer with layers=[...], if possible"
-        )
+        got = f"{layer.known_as!r} run again in the backward pass, without its noise"
+        hint = "remove activation checkpointing, or exclude this layer with layers=[...], if possible"
+        raise ValueError(f"expected a layer that runs only in the forward pass, got {got}; {hint}")
 
 
 def _version(tensor: Tensor) -> int:

@@ -27,10 +27,8 @@ class SmallBatchGuard:  # not a generator, which takes three times as long
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
-            raise ValueError(
-                f"expected at least two examples per batch for batch norm, got a batch of {batches.count_examples(self.x)}; "
-                "pass drop_last=True to the loader, or choose another batch size"
-            ) from error
+            got = f"a batch of {batches.count_examples(self.x)}; pass drop_last=True to the loader, or another size"
+            raise ValueError(f"expected at least two examples per batch for batch norm, got {got}") from error
 
 
 @torch.no_grad()
@@ -43,11 +41,8 @@ def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torc
     not read.
     """
     own = set(particles.own_buffers())
-    layers = {
-        name: layer
-        for name, layer in statistics_layers(particles.template).items()
-        if name not in particles.template.always_eval and f"{name}.running_mean" in own
-    }
+    known, fixed = statistics_layers(particles.template), particles.template.always_eval
+    layers = {name: each for name, each in known.items() if name not in fixed and f"{name}.running_mean" in own}
     if not layers:
         return
     kept = [name for name in statistics_names(particles.template) if name.rpartition(".")[0] in layers]
@@ -61,9 +56,7 @@ def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torc
             with batches.UnchangedInputs(x), SmallBatchGuard(x):
                 particles.write_buffers(_statistics(particles, x, kept, seen))
     if not found:
-        raise ValueError(
-            "expected at least one batch to estimate batch statistics from, got none; pass the training loader"
-        )
+        raise ValueError("expected at least one batch to estimate batch statistics from, got none; pass a loader")
 
 
 def _statistics(particles: Particles, x: batches.Inputs, kept: list[str], seen: dict[nn.Module, int]) -> Tensors:

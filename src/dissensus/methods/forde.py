@@ -88,7 +88,7 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
 
     def before_step(self, batch: Batch) -> None:
         if self.every > 1 and self.particles.total_members > 1:
-            # Decided here, on the host and before the step: the engines read `coupled` when they run the step.
+            # Decided here, on the host and before the step: the engines read `is_coupled` when they run the step.
             self.interaction = "couple" if int(self.steps) % self.every == 0 else None
         super().before_step(batch)
 

@@ -57,7 +57,7 @@ def is_still_growing(posterior: Any, loader: Iterable[Any], names: Sequence[str]
         if batch is None or weight == 0:
             return False
         try:
-            found = [deviation_growth(posterior, posterior.take(batch), names) for _ in range(LOOKS)]
+            found = [deviation_growth(posterior, posterior.prepare_batch(batch), names) for _ in range(LOOKS)]
         except torch.OutOfMemoryError:  # a batch that fits in half precision may not fit here
             return False
     each = torch.stack(found) / weight
@@ -66,7 +66,7 @@ def is_still_growing(posterior: Any, loader: Iterable[Any], names: Sequence[str]
 
 def deviation_growth(posterior: Any, batch: Batch, names: Sequence[str]) -> Tensor:
     """() −N ∂loss/∂log σ / T, mean over weights: 0 at the optimum, 1 where σ is too small for data or prior to matter."""
-    params, buffers = posterior.particles.at(0)
+    params, buffers = posterior.particles.member_tensors(0)
     fixed = {name: each.detach() for name, each in params.items()}
     raw = {name: fixed[name].clone().requires_grad_() for name in names}
     slopes = torch.autograd.grad(posterior.member_loss(fixed | raw, buffers, batch)[0], list(raw.values()))

@@ -6,8 +6,7 @@ dissensus.metrics.ECE(bins=15)               # a torchmetrics.Metric; pip instal
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from dissensus.metrics.bootstrap import Comparison as Comparison
@@ -94,6 +93,7 @@ from dissensus.metrics.streaming import CalibrationBins as CalibrationBins
 from dissensus.metrics.streaming import ConfusionCounts as ConfusionCounts
 from dissensus.metrics.streaming import RiskHistogram as RiskHistogram
 from dissensus.metrics.streaming import ScoreHistogram as ScoreHistogram
+from dissensus.utils.extras import is_installed, require_extra
 
 if TYPE_CHECKING:
     from dissensus.metrics.torchmetrics_classes import *  # noqa: F403
@@ -115,21 +115,16 @@ CLASSES = [  # torchmetrics classes, imported on first use
     "MixtureNLL",
 ]
 __all__ = sorted(name for name, value in globals().items() if getattr(value, "__module__", "").startswith(__name__))
-if sys.modules.get("torchmetrics") is not None or importlib.util.find_spec("torchmetrics") is not None:
+if is_installed("torchmetrics"):
     __all__ += CLASSES  # else `import *` would fail
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `modular` and returns one of its torchmetrics classes."""
+    """Imports `torchmetrics_classes` and returns one of its torchmetrics classes."""
     if name not in CLASSES:
         raise AttributeError(f"module 'dissensus.metrics' has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module("dissensus.metrics.torchmetrics_classes"), name)
-    except ModuleNotFoundError as error:
-        if error.name != "torchmetrics":
-            raise
-        message = f"expected torchmetrics for dissensus.metrics.{name}, got none; pip install 'dissensus[torchmetrics]'"
-        raise ImportError(message, name="torchmetrics") from error
+    require_extra("torchmetrics")
+    return getattr(importlib.import_module("dissensus.metrics.torchmetrics_classes"), name)
 
 
 def __dir__() -> list[str]:

@@ -48,10 +48,8 @@ class Annealing:
             return self.weight
         total = self.steps or run
         if total is None:
-            raise ValueError(
-                "expected the length of the run for annealing, got none; pass Annealing(steps=...) or call "
-                "posterior.begin(steps_per_epoch, epochs)"
-            )
+            hint = "pass Annealing(steps=...) or call posterior.begin(steps_per_epoch, epochs)"
+            raise ValueError(f"expected the length of the run for annealing, got none; {hint}")
         t = step.to(torch.float32)
         if self.schedule == "linear":
             return self.weight * (t / total).clamp(max=1.0)

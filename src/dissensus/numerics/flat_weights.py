@@ -25,10 +25,8 @@ def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> Tensors:
     """Name -> (*S, *shape) views of flat (*S, P), in the dtype of the tensors in `like`."""
     sizes = [tensor.numel() for tensor in like.values()]
     parts = torch.split(flat, sizes, dim=-1)
-    return {
-        name: part.reshape(*flat.shape[:-1], *tensor.shape).to(tensor.dtype)
-        for (name, tensor), part in zip(like.items(), parts, strict=True)
-    }
+    pairs = zip(like.items(), parts, strict=True)
+    return {name: part.reshape(*flat.shape[:-1], *t.shape).to(t.dtype) for (name, t), part in pairs}
 
 
 class Block:

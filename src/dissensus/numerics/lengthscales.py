@@ -39,17 +39,14 @@ class Lengthscales:
 
     def __post_init__(self) -> None:
         if self.eigenvectors.ndim != 2 or self.precision.shape != self.eigenvectors.shape[1:]:
-            raise ValueError(
-                f"expected eigenvectors (D, R) and precision (R,), got {tuple(self.eigenvectors.shape)} and "
-                f"{tuple(self.precision.shape)}; pass one precision per column"
-            )
+            got = f"{tuple(self.eigenvectors.shape)} and {tuple(self.precision.shape)}"
+            raise ValueError(f"expected eigenvectors (D, R) and precision (R,), got {got}; pass one per column")
 
     def __repr__(self) -> str:
         dimension, rank = self.eigenvectors.shape
         span = f"{float(self.precision.min()):.3g} to {float(self.precision.max()):.3g}" if rank else "none"
-        return (
-            f"Lengthscales(dimension={dimension}, rank={rank}, precision {span}, mean {float(self.mean_precision):.3g})"
-        )
+        mean = f"{float(self.mean_precision):.3g}"
+        return f"Lengthscales(dimension={dimension}, rank={rank}, precision {span}, mean {mean})"
 
     @property
     def dimension(self) -> int:
@@ -131,9 +128,8 @@ def pca_lengthscales(
         (moments.trace - values.sum()).clamp(min=0.0) / (dimension - kept) if kept < dimension else values.new_zeros(())
     )
     dtype = first.dtype if first.dtype in (torch.float32, torch.float64) else torch.float32
-    return Lengthscales(
-        vectors.to(dtype), _precision(values, alpha, form).to(dtype), _precision(rest, alpha, form).to(dtype)
-    )
+    precisions = (_precision(each, alpha, form).to(dtype) for each in (values, rest))
+    return Lengthscales(vectors.to(dtype), *precisions)
 
 
 def _precision(eigenvalues: Tensor, alpha: float, form: str) -> Tensor:
@@ -212,10 +208,8 @@ def _flat_batches(inputs: Tensor | Iterable[Any]) -> Iterator[Tensor]:
             )
         rows = x.detach().flatten(1).to(torch.promote_types(x.dtype, torch.float32))
         if rows.shape[1] != (width := width or rows.shape[1]):
-            raise ValueError(
-                f"expected batches of {width} numbers per input, as in the first one, got a batch of shape "
-                f"{tuple(x.shape)}; give all inputs one shape"
-            )
+            got = f"a batch of shape {tuple(x.shape)}"
+            raise ValueError(f"expected batches of {width} numbers per input, as in the first, got {got}; reshape it")
         check_finite_rows(rows, before)
         before += len(rows)
         yield rows
@@ -226,10 +220,9 @@ def check_finite_rows(rows: Tensor, before: int = 0, what: str = "inputs", where
     if not bool((finite := rows.isfinite()).all()):
         row, column = (~finite).nonzero()[0].tolist()
         more = int((~finite).sum()) - 1
-        raise ValueError(
-            f"expected finite {what}, got {float(rows[row, column])} in row {before + row}, column {column}{where}"
-            f"{f' and {more} more' if more else ''}; remove such rows, or fill in the missing values"
-        )
+        at = f"row {before + row}, column {column}{where}{f' and {more} more' if more else ''}"
+        got = f"{float(rows[row, column])} in {at}"
+        raise ValueError(f"expected finite {what}, got {got}; remove such rows, or fill in the missing values")
 
 
 def _peek(inputs: Tensor | Iterable[Any]) -> tuple[Tensor, Iterator[Tensor]]:

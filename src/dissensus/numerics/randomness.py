@@ -19,7 +19,7 @@ _thread = _Thread()
 
 
 def next_seed() -> int:
-    """A seed from torch's generator on the host; inside `looking_ahead` the next seed, without advancing the generator."""
+    """A seed from torch's generator on the host; inside `without_advancing` the next seed, without advancing the generator."""
     source = None
     if _thread.looks_ahead:
         source = torch.Generator()

@@ -140,9 +140,8 @@ def _exponents(s: Tensor, bandwidth: Bandwidth, floor: Tensor | float) -> tuple[
     members = len(s)
     mine = (s - s.detach().mean(0)).transpose(0, 1)  # (B, M, D), centred as in squared_distances
     other = mine.detach()
-    squared = (
-        mine.square().sum(2)[:, :, None] + other.square().sum(2)[:, None, :] - 2 * mine @ other.transpose(1, 2)
-    )  # (B, M_i, M_j)
+    lengths = mine.square().sum(2)[:, :, None] + other.square().sum(2)[:, None, :]
+    squared = lengths - 2 * mine @ other.transpose(1, 2)  # (B, M_i, M_j)
     itself = torch.eye(members, dtype=torch.bool, device=s.device)
     squared = squared.masked_fill(itself, 0.0).clamp(min=0.0)
     seen = squared.detach()

@@ -107,9 +107,8 @@ def apply_matrix(matrix: Tensor, z: Any) -> Any:
 
 
 def _estimate(matrix: Callable[..., Tensor], z: Tensor, bandwidth: float | None) -> Tensor:
-    score: Tensor = apply_matrix(
-        matrix(squared_distances(z), bandwidth), z - z.mean(0)
-    )  # rows of the matrix sum to zero
+    centred = z - z.mean(0)  # rows of the matrix sum to zero
+    score: Tensor = apply_matrix(matrix(squared_distances(z), bandwidth), centred)
     return score
 
 

@@ -1,4 +1,4 @@
-"""A predictive and an evaluation as figures, and a predictive as a small HTML table."""
+"""A predictive and an evaluation as figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from dissensus.utils.arrays import tensor_of
 from dissensus.utils.checks import one_of
 
 LEVEL = 0.9
-ROWS = 5  # rows of a table
 MEMBERS = 10  # drawn as lines
 
 Array = Any  # of numpy
@@ -44,33 +43,10 @@ def predictive_figure(predictive: Any, x: Any, seen: tuple[Any, Any] | None, cla
         wanted = "inputs on a line (of a regression), on a plane (B, 2), or images (B, channels, H, W)"
         raise ValueError(f"expected {wanted}, got {shape}; pass x, or plot ds.evaluate(...) instead")
     ends = tuple(_array(each).reshape(len(mean), -1) for each in predictive.interval(LEVEL))
-    kept = _array(predictive.described()[0][:MEMBERS])  # for a summary its mean
+    kept = _array(predictive.defining_tensors()[0][:MEMBERS])  # for a summary its mean
     members = kept.reshape(len(kept), len(mean), -1)
     line, rows = flat.ravel(), mean.reshape(len(mean), -1)
     return prediction_figures.line_figure(line, rows, ends, members, level=LEVEL, seen=dots)
-
-
-def html_table(predictive: Any) -> str:
-    """A table with a row for each of the first inputs; values are averaged over pixels."""
-    classed, few = hasattr(predictive, "log_mean"), predictive[:ROWS]
-    if classed and few.mean.ndim == 2:
-        shown = {"class": few.mean.argmax(1).tolist(), "confidence": _texts(few.confidence)}
-    else:
-        shown = {} if classed else {"mean": _texts(few.mean)}
-    shown |= {name: _texts(getattr(few, name)) for name in ("aleatoric", "epistemic", "total")}
-    unit = "nats" if classed else "variance"
-    head = "".join(f"<th>{name}</th>" for name in ("input", *shown))
-    rows = zip(range(len(few)), *shown.values(), strict=True)
-    body = "".join(f"<tr>{''.join(f'<td>{each}</td>' for each in row)}</tr>" for row in rows)
-    more = f", the first {len(few)} of {len(predictive)} inputs" if len(few) < len(predictive) else ""
-    return f"<p><code>{predictive!r}</code>{more}; uncertainties: {unit}</p><table><tr>{head}</tr>{body}</table>"
-
-
-def _texts(values: Tensor) -> list[str]:
-    """One text per input: all outputs if there are few, else their mean."""
-    flat = values.reshape(len(values), -1)
-    flat = flat if flat.shape[1] <= 4 else flat.mean(1, keepdim=True)
-    return [", ".join(f"{each:.4g}" for each in row) for row in flat.tolist()]
 
 
 def _array(values: Tensor) -> Array:

@@ -142,7 +142,7 @@ def special_labels(labels: Array, count: int) -> list[str]:
 
 
 def add_class_legend(figure: Figure, classes: Sequence[str], marks: Sequence[str]) -> None:
-    """Adds this legend below a figure, which is enlarged for it; `marks`: as from `marks_in`."""
+    """Adds this legend below a figure, which is enlarged for it; `marks`: as from `special_labels`."""
     width, height = figure.get_size_inches()
     room = 0.1 + 0.2 * -(-(len(classes) + 2) // 6)
     figure.set_size_inches(width, height + room)

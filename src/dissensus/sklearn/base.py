@@ -73,7 +73,7 @@ class EarlyStopping:
             drawn = self.posterior.current()
             for x, y, *weights in self.rows:
                 mean = drawn.predict(x.to(self.posterior.device)).mean.cpu().double()
-                each = ((mean - y) / likelihood.scale(y)[1]).square().mean(1)  # outputs count equally
+                each = ((mean - y) / likelihood.target_scale(y)[1]).square().mean(1)  # outputs count equally
                 weight = weights[0].double() if weights else torch.ones_like(each)
                 total, count = total + float((weight * each).sum()), count + float(weight.sum())
         return math.sqrt(total / count)

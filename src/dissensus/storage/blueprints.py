@@ -22,9 +22,8 @@ from dissensus.utils.checks import one_of
 from dissensus.utils.module_state import deepcopy_memo
 
 TensorShapes = Mapping[str, tuple[int, ...]]  # shapes of the tensors in a file
-LIKELIHOODS: dict[str, type[Likelihood]] = {
-    each.__name__: each for each in (Classification, Regression, HeteroscedasticRegression)
-}
+_KNOWN: tuple[type[Likelihood], ...] = (Classification, Regression, HeteroscedasticRegression)
+LIKELIHOODS = {each.__name__: each for each in _KNOWN}
 # Arguments that determine numbers of rows, and the tensors with these rows: compared before anything of that size is built.
 COUNTED = {  # argument -> (prefix of names of tensors, axis with this length)
     "networks": (("particles.own.", 0),),
@@ -62,9 +61,7 @@ def find_method(config: dict[str, Any], method: type[Posterior] | None) -> type[
     if not (isinstance(method, type) and issubclass(method, Posterior)):
         raise TypeError(f"expected a class of posteriors as method, got {method!r}; pass the class itself")
     if method.name != name:
-        raise ValueError(
-            f"expected a folder of the method {method.name!r}, got one of {name!r}; pass the class it was saved from"
-        )
+        raise ValueError(f"expected a folder of the method {method.name!r}, got one of {name!r}; pass the saved class")
     return method
 
 
@@ -94,29 +91,23 @@ def build_network(saved: dict[str, Any], network: nn.Module | None, shapes: Tens
     if ours != theirs:
         pairs = itertools.zip_longest(ours, theirs, fillvalue="(nothing)")
         mine, other = next((a.removeprefix(": "), b.removeprefix(": ")) for a, b in pairs if a != b)
-        raise ValueError(
-            f"expected a network with layer {other!r}, got {mine!r}; pass a network of the same class, built like the saved "
-            "one"
-        )
+        hint = "pass a network of the same class, built like the saved one"
+        raise ValueError(f"expected a network with layer {other!r}, got {mine!r}; {hint}")
     if network is not None:
         present, said = describe_network(network)["attributes"], saved["attributes"]
         if "layers" not in saved:  # files of earlier versions, which described less
             said = {name: each for name, each in said.items() if each != "None"}
             present = {name: each for name, each in present.items() if name in said}
         if found := [*differences(said, present)]:
-            raise ValueError(
-                f"expected a network with the saved attributes, got another: {found[0]}; build it like that one"
-            )
+            raise ValueError(f"expected the saved attributes, got another: {found[0]}; build the network alike")
         return copy.deepcopy(network, deepcopy_memo(network))
     # Names and shapes are checked when the tensors are filled in; a method that cuts the network stores other tensors. Here
     # the network must only not be far larger than the file.
     wanted = sum(tensor.numel() for tensor in sketch.state_dict().values())
     there = sum(math.prod(shape) for shape in shapes.values())
     if wanted > LARGER * there:
-        raise ValueError(
-            f"expected a network of at most {LARGER} times the {there} numbers in the file, got {wanted}; pass network=, built "
-            "like the saved one"
-        )
+        most = f"{LARGER} times the {there} numbers in the file"
+        raise ValueError(f"expected a network of at most {most}, got {wanted}; pass network=, built like the saved one")
     return NETS[name](**arguments)
 
 
@@ -132,12 +123,8 @@ def count_mismatches(arguments: Mapping[str, Any], shapes: TensorShapes, *, fore
             continue  # not a count: the constructor will raise
         if key == "members" and type(several) is int:
             places = places[1:]  # the first counts networks
-        counted = {
-            name: (shape, axis)
-            for start, axis in places
-            for name, shape in shapes.items()
-            if name.startswith(start) and (key != "samples" or ".own." in name)
-        }
+        held = {name: shape for name, shape in shapes.items() if key != "samples" or ".own." in name}
+        counted = {name: (held[name], axis) for start, axis in places for name in held if name.startswith(start)}
         if not counted and not foreign:
             counted = {f"{places[0][0]}…": ((), places[0][1])}  # a tensor that is missing
         if key == "samples":  # a draw may be stored in several parts
@@ -169,7 +156,6 @@ def _count_drawn_rows(counted: Mapping[str, tuple[tuple[int, ...], int]]) -> Cou
 
 def build_likelihood(saved: dict[str, Any]) -> Likelihood:
     if saved["name"] not in LIKELIHOODS:
-        raise ValueError(
-            f"expected the likelihood {saved['name']!r} as an argument, got none; pass likelihood={saved['name']}(...)"
-        )
+        name = saved["name"]
+        raise ValueError(f"expected the likelihood {name!r} as an argument, got none; pass likelihood={name}(...)")
     return LIKELIHOODS[saved["name"]](**saved["arguments"])

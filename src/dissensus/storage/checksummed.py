@@ -73,14 +73,12 @@ def _read_checked(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         config: dict[str, Any] = json.loads(file.metadata()[METADATA])
         check_fields(config, FIELDS)
         if config["format"] != FORMAT:
-            raise ValueError(
-                f"expected format {FORMAT}, got {config['format']}; load it with the version that wrote it"
-            )
+            hint = "load it with the version that wrote it"
+            raise ValueError(f"expected format {FORMAT}, got {config['format']}; {hint}")
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         if config.pop(CHECKSUM) != checksum(config, tensors):
-            raise ValueError(
-                f"expected {path} to have the checksum in its header, got another; the file is truncated or was changed"
-            )
+            hint = "the file is truncated or was changed"
+            raise ValueError(f"expected {path} to have the checksum in its header, got another; {hint}")
     return config, tensors
 
 

@@ -61,10 +61,8 @@ def save(
     templates = [member.network for member in expect_posterior(posterior).particles.templates]
     state = state_names(posterior.particles)
     if len(templates) > 1 and ((other := differing_attribute(templates, but=state)) or not state):
-        raise ValueError(
-            f"expected members that differ only in registered tensors, got a difference in "
-            f"'{other or 'modes'}'; a file describes one network for all members: register it as a buffer"
-        )
+        got = f"a difference in '{other or 'modes'}'"
+        raise ValueError(f"expected members that differ only in registered tensors, got {got}; register it as a buffer")
     posterior.drop_stale_guarantees()
     posterior = without_watchers(posterior)
     with posterior.particles.lock_network():
@@ -177,13 +175,11 @@ def unique_tensors(posterior: Posterior) -> tuple[dict[str, Tensor], dict[str, s
         if name == STATE:
             continue  # the config says it
         if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"expected only tensors in the state_dict, got {type(tensor).__name__} in '{name}'; remove it from the state"
-            )
+            got = f"{type(tensor).__name__} in '{name}'"
+            raise TypeError(f"expected only tensors in the state_dict, got {got}; remove it from the state")
         found = gather_full_tensor(tensor.detach())  # by all processes, where they have parts of it
-        key = (
-            (local_part(tensor).data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else (name,)
-        )
+        place = (local_part(tensor).data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = place if tensor.numel() else (name,)
         source = first.setdefault(key, name)
         if source == name:
             tensors[name] = found.cpu()
@@ -216,7 +212,7 @@ def describe_modes(posterior: Posterior) -> dict[str, list[str]]:
 
 
 def restore_modes(posterior: Posterior, saved: Mapping[str, list[str]]) -> None:
-    """Restores what `kept_as_is` saved; what is frozen in the caller's template stays frozen. Raises on unknown names."""
+    """Restores what `describe_modes` saved; what is frozen in the caller's template stays frozen. Raises on unknown names."""
     template = posterior.particles.template
     for name in saved["frozen"]:
         posterior.get_parameter(name).requires_grad_(False)
@@ -255,7 +251,7 @@ def _likelihood_arguments(posterior: Posterior, targets: Any, unit: str | None) 
         raise TypeError(f"expected a regression for targets and unit, got {type(likelihood).__name__}; leave them out")
     if targets is not None and (posterior.promises or posterior.calibration is not None):
         raise ValueError(
-            "expected targets= for a posterior without calibration and promises, got some, which were fitted to standardised "
+            "expected targets= for a posterior without calibration and promises, got some, fitted to standardised "
             "targets; save without them and with targets=, load, and fit them again"
         )
     if targets is not None:
@@ -265,10 +261,7 @@ def _likelihood_arguments(posterior: Posterior, targets: Any, unit: str | None) 
 
 
 def tie_error() -> ValueError:
-    return ValueError(
-        "expected a network whose tensors are tied as in the saved one, got other ties; pass a network built like the saved "
-        "one"
-    )
+    return ValueError("expected tensors tied as in the saved network, got other ties; pass a network built like it")
 
 
 def fill_tensors(posterior: Posterior, tensors: dict[str, Tensor]) -> None:
@@ -277,13 +270,10 @@ def fill_tensors(posterior: Posterior, tensors: dict[str, Tensor]) -> None:
     for name in sorted(expected.keys() | tensors.keys()):
         wanted, found = _describe_tensor(expected.get(name)), _describe_tensor(tensors.get(name))
         if wanted != found:
-            raise ValueError(
-                f"expected {wanted} as {name}, got {found} in the file; pass a network built like the saved one"
-            )
+            raise ValueError(f"expected {wanted} as {name}, got {found} in the file; pass a network built alike")
         if name.endswith(".running_var") and bool((tensors[name] < 0).any()):
-            raise ValueError(
-                f"expected variances of at least 0, got a negative {name} in the file; save the posterior again"
-            )
+            hint = "save the posterior again"
+            raise ValueError(f"expected variances of at least 0, got a negative {name} in the file; {hint}")
     targets = {**dict(posterior.named_parameters()), **dict(posterior.named_buffers())}
     with torch.no_grad():
         for name, target in targets.items():

@@ -22,17 +22,6 @@ ONNX_FORMS = {
 }
 
 
-def require_onnx() -> None:
-    """Raises if the packages that write ONNX are missing."""
-    try:
-        import onnx  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"expected onnx and onnxscript to write ONNX, got no {error.name}; install dissensus[export], or write .pt2"
-        ) from None
-
-
 def onnx_content(
     program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], facts: Mapping[str, Any]
 ) -> tuple[bytes, list[str]]:

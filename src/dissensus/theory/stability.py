@@ -74,7 +74,7 @@ class MemberOutputs:
         fixed = {*template.always_eval, *self.particles.frozen_norms()}  # as in training
         layers = {n: each for n, each in statistics_layers(template).items() if n not in fixed}
         with (
-            self.particles.turn(),
+            self.particles.lock_network(),
             plain_attention(),
             sdpa_kernel(SDPBackend.MATH),
             statistics_mode(self.particles, layers),

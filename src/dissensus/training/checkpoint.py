@@ -38,7 +38,7 @@ from dissensus.utils.file_errors import read_errors
 
 
 class ResumedRun(NamedTuple):
-    """A run so far. `told`: steps done and steps per epoch, for `Length`; `part`: the part done of the next epoch."""
+    """A run so far. `told`: steps done and steps per epoch, for `RunLength`; `part`: the part done of the next epoch."""
 
     history: History
     best: Best
@@ -71,13 +71,8 @@ def write_checkpoint(
     with nullcontext() if folder else division.full_optimizer_state(optimizer):
         state = _checkpoint_state(posterior, optimizer, scheduler, history, best, loader, part)
         if folder:
-            write_distributed(
-                path,
-                state,
-                division.active_mesh,
-                posterior.particles.members,
-                _member_row_ids(state, posterior, optimizer),
-            )
+            own = _member_row_ids(state, posterior, optimizer)
+            write_distributed(path, state, division.active_mesh, posterior.particles.members, own)
         elif division.is_first:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replace_file(path) as temporary:
@@ -92,9 +87,7 @@ def checkpoint_exists(path: Path, division: TrainingPartition = ALONE) -> bool:
     if path.is_dir() and has_only_checkpoints(path) and (division.active_mesh is not None or any(path.iterdir())):
         found = newest_checkpoint(path) is not None
     elif path.is_dir() and division.active_mesh is not None:
-        raise IsADirectoryError(
-            f"expected a folder of checkpoints, got {path} with other files; pass another checkpoint="
-        )
+        raise IsADirectoryError(f"expected a folder of checkpoints, got {path} with other files; pass another")
     return bool(division.broadcast_object(found))
 
 
@@ -154,14 +147,12 @@ def resume(
 ) -> ResumedRun:
     """Restores what `write_checkpoint` wrote. A damaged file, or one of another run, raises and changes nothing."""
     remedy, folder = "remove it, or pass another checkpoint=", path.is_dir() and newest_checkpoint(path) is not None
-    whole = (
-        nullcontext() if folder else division.full_optimizer_state(optimizer)
-    )  # a folder has the moments of this process's members
+    # a folder has the moments of this process's members
+    whole = nullcontext() if folder else division.full_optimizer_state(optimizer)
     with whole, read_errors(path, remedy, kind="a checkpoint of this posterior in"):
         if folder:
-            state = read_distributed(
-                path, division.active_mesh, posterior.device, _sharded_tensors(posterior, optimizer)
-            )
+            divided = _sharded_tensors(posterior, optimizer)
+            state = read_distributed(path, division.active_mesh, posterior.device, divided)
         else:
             check_archive(path)
             state = torch.load(path, map_location=posterior.device, weights_only=True)
@@ -174,9 +165,8 @@ def resume(
             None if state.get("part") is None else PartialEpoch(**{**state["part"], "loader": state["loader"]}),
         )
         if (misfit := next(checkpoint_mismatches(state, posterior, optimizer, scheduler), None)) is not None:
-            raise ValueError(
-                f"expected a checkpoint of this posterior in {path}, got one of another run ({misfit}); {remedy}"
-            )
+            got = f"one of another run ({misfit})"
+            raise ValueError(f"expected a checkpoint of this posterior in {path}, got {got}; {remedy}")
         warn_of_overridden(state, optimizer, scheduler)
         _restore_state(state, posterior, optimizer, scheduler)
     restore_loader(loader, state["loader"])

@@ -20,18 +20,8 @@ log = logging.getLogger("dissensus")
 # What a state says of calibrations and promises, which training drops, and its description, which is compared as such.
 FITTED = re.compile(rf"(watchers\.\d+\.)*((calibration|promises)\.|{STATE}$)")
 STORED = re.compile(r"(watchers\.\d+\.)*(stored|curvature)\.")  # draws of an earlier run: not needed to continue
-HOW = {
-    "params",
-    "param_names",
-    "relative",
-    "lr",
-    "initial_lr",
-    "fused",
-    "foreach",
-    "capturable",
-    "differentiable",
-    "maximize",
-}
+HOW = {"params", "param_names", "relative", "lr", "initial_lr"}
+HOW |= {"fused", "foreach", "capturable", "differentiable", "maximize"}
 MOVING = {"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "base_lrs", "lr_lambdas"}
 
 

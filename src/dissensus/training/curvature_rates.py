@@ -29,20 +29,16 @@ def set_relative_rates(
         state = loader_state(loader)
         batches = iter(loader)
         if batches is loader:
-            raise ValueError(
-                "expected a loader that can be read twice, to measure a rate on its first batch, got a generator; pass a list "
-                "of its batches, or an optimizer"
-            )
+            hint = "pass a list of its batches, or an optimizer"
+            raise ValueError(f"expected a loader to read twice, to measure a rate, got a generator; {hint}")
         first = next(iter(posterior.read(batches)), None)
         restore_loader(loader, state)
     if first is None:  # fit says so
         return
     found = agreed(sharpness_on_batch(posterior, optimizer, posterior.prepare_batch(first)))
     if not found > 0:
-        raise ValueError(
-            f"expected a loss with a finite curvature on the first batch, got {found}; look for inputs or weights that are not "
-            "finite, or pass an optimizer"
-        )
+        hint = "look for inputs or weights that are not finite, or pass an optimizer"
+        raise ValueError(f"expected a loss with a finite curvature on the first batch, got {found}; {hint}")
     momentum = max(group.get("momentum", 0.0) for group in groups)
     for group in groups:
         group["lr"] *= (1 - momentum) / found

@@ -50,15 +50,11 @@ def write_distributed(path: Path, state: dict[str, Any], mesh: Mesh | None, memb
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    first, here = (
-        mesh is None or mesh.is_first,
-        range(members)[slice(None) if mesh is None else mesh.member_slice(members)],
-    )
+    first = mesh is None or mesh.is_first
+    here = range(members)[slice(None) if mesh is None else mesh.member_slice(members)]
     tensors: dict[str, Tensor] = {}
-    rest = {
-        key: _extract_tensors(value, key, tensors, here, own) if key in SPREAD else value
-        for key, value in state.items()
-    }
+    spread = {key: _extract_tensors(state[key], key, tensors, here, own) for key in state if key in SPREAD}
+    rest = {**state, **spread}
     before = newest_checkpoint(path) if first else None
     number = [0 if before is None else int(before.name) + 1]
     if first:

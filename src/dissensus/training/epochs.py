@@ -66,11 +66,8 @@ def draw_for_validation(
     posterior: Posterior, epoch: int, epochs: int, validation: Iterable[Any]
 ) -> DrawnFunctions | None:
     """The functions drawn to evaluate this epoch; None if the networks in training are evaluated, or nothing is."""
-    if (
-        isinstance(posterior, RecordingPosterior)
-        and posterior.judged_by == "draw"
-        and can_keep_epoch(posterior, epoch, epochs)
-    ):
+    drawn = posterior.judged_by == "draw" and can_keep_epoch(posterior, epoch, epochs)
+    if drawn and isinstance(posterior, RecordingPosterior):
         with inference_context(posterior):
             return posterior.draw_for_validation(validation)
     return None

@@ -136,9 +136,8 @@ def fit(
         if optimizer is None:
             optimizer = posterior.default_optimizer()
             if not begun:
-                set_relative_rates(
-                    posterior, optimizer, division.complete_loader(loader), agreed=division.broadcast_object
-                )
+                complete, agreed = division.complete_loader(loader), division.broadcast_object
+                set_relative_rates(posterior, optimizer, complete, agreed=agreed)
             scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
         fit_checks.check_can_train(posterior, optimizer)
         fit_checks.log_remarks(posterior, optimizer, scheduler, epochs=epochs, batches=batches.count_batches(loader))
@@ -171,9 +170,8 @@ def fit(
                     break
                 posterior.train()
                 division.begin_epoch(loader, index)
-                part = part or (
-                    PartialEpoch() if checkpoint is None else PartialEpoch.start_epoch(loader, posterior.device)
-                )
+                if part is None:
+                    part = PartialEpoch() if checkpoint is None else PartialEpoch.start_epoch(loader, posterior.device)
                 losses = run.run_epoch(read, bar, part, days)  # (M,)
                 if losses is None:
                     if posterior.steps_per_epoch is not None:
@@ -184,11 +182,9 @@ def fit(
                 history.engine, history.memory = run.engine_name, run.memory
                 lr = float(optimizer.param_groups[0]["lr"])
                 score = None if validation is None else validation_nll(posterior, validation, None, division)
-                drawn = (
-                    None
-                    if validation is None
-                    else draw_for_validation(posterior, index, epochs, division.complete_loader(validation))
-                )
+                drawn = None
+                if validation is not None:
+                    drawn = draw_for_validation(posterior, index, epochs, division.complete_loader(validation))
                 sampled = None if drawn is None else validation_nll(posterior, validation or (), drawn, division)
                 epoch = Epoch(index, float(losses.mean()), losses.tolist(), lr, seconds, score, sampled)
                 history.epochs.append(epoch)
@@ -196,19 +192,15 @@ def fit(
                     scheduler.step(epoch.loss if score is None else score)
                 elif scheduler is not None:
                     scheduler.step()
-                if (
-                    can_keep_epoch(posterior, index, epochs)
-                    and epoch.selection_score is not None
-                    and best.is_better(epoch.selection_score)
-                ):
+                judged, chosen = can_keep_epoch(posterior, index, epochs), epoch.selection_score
+                if judged and chosen is not None and best.is_better(chosen):
                     own = [(k, v) for k, v in posterior.state_dict().items() if not k.startswith("watchers.")]
-                    best = Best(epoch.selection_score, index, {k: v.detach().clone() for k, v in own})
+                    best = Best(chosen, index, {k: v.detach().clone() for k, v in own})
                     history.best = index
                 bar.end_epoch(index, _epoch_line(epoch))
                 unwritten = checkpoint is not None
-                if checkpoint is not None and division.broadcast_object(
-                    time.monotonic() - written >= checkpoint_seconds
-                ):
+                late = time.monotonic() - written >= checkpoint_seconds
+                if checkpoint is not None and division.broadcast_object(late):
                     write(best)
                     written, unwritten = time.monotonic(), False
                 if callback is not None and division.broadcast_object(callback(epoch)):
@@ -249,9 +241,8 @@ class _TrainingRun:
         """(M,) mean losses over the loader's batches, on the host; None if the epoch was interrupted (see `part`)."""
         posterior, start = self.posterior, time.perf_counter() - part.seconds
         total, first, left = part.total, part.batches, False
-        counted = (
-            posterior.prior is not None or first > 0 or self.division.active_mesh is not None
-        )  # trained, or unknown
+        # trained, or unknown
+        counted = posterior.prior is not None or first > 0 or self.division.active_mesh is not None
         with ExitStack() as divided:
             for given in posterior.read(part.remaining_batches(loader, posterior.device, bar)):
                 if given.size == 0:
@@ -273,9 +264,8 @@ class _TrainingRun:
                 if left := days.should_stop() and part.batches % self.settings["accumulate"] == 0:
                     break
             if total is None:
-                raise ValueError(
-                    "expected at least one batch from the loader, got none; is it empty, or a generator that was read before?"
-                )
+                hint = "is it empty, or a generator that was read before?"
+                raise ValueError(f"expected at least one batch from the loader, got none; {hint}")
             if self.step is not None and part.batches > first:
                 self.step.finish()
                 self.step.check()
@@ -326,9 +316,8 @@ def validation_nll(
         return total, count
 
     # An error of one process, at its batches, is one of all: the others would wait for its sums.
-    everyone = (
-        [sums()] if division.active_mesh is None else exchange_results(division.active_mesh, sums, "validation scores")
-    )
+    mesh = division.active_mesh
+    everyone = [sums()] if mesh is None else exchange_results(mesh, sums, "validation scores")
     total, count = (math.fsum(each) for each in zip(*everyone, strict=True))
     if not count:
         raise ValueError("expected at least one example to validate on, got none; pass a loader with data")

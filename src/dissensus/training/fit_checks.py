@@ -28,19 +28,15 @@ def check_run(
     check_trainable(posterior)
     check_rates(optimizer)
     if posterior.particles.fully_sharded and posterior.prior is not None:
-        raise NotImplementedError(
-            f"expected no prior for a network divided by fully_shard, got {type(posterior.prior).__name__}; use the "
-            "optimizer's weight_decay"
-        )
+        got = type(posterior.prior).__name__
+        raise NotImplementedError(f"expected no prior with fully_shard, got {got}; use the optimizer's weight_decay")
     if scheduler is not None and optimizer is None:
         raise ValueError("expected an optimizer with the scheduler, got none; pass both")
     if scheduler is not None and (isinstance(scheduler, type) or not hasattr(scheduler, "step")):
         raise TypeError(f"expected a scheduler, got {scheduler!r}; build one on the optimizer")
     if patience is not None and posterior.judged_by is None:
-        raise ValueError(
-            f"expected no patience for {type(posterior).__name__}, got {patience}; it collects weights over the whole run: "
-            "leave patience out"
-        )
+        hint = "it collects weights over the whole run: leave patience out"
+        raise ValueError(f"expected no patience for {type(posterior).__name__}, got {patience}; {hint}")
     if patience is not None and validation is None:
         raise ValueError("expected validation data with patience, got none; pass validation=")
 
@@ -48,10 +44,8 @@ def check_run(
 def check_can_train(posterior: Posterior, optimizer: Optimizer) -> None:
     """Raises if no parameter is trainable, or if this optimiser cannot train the posterior."""
     if not any(parameter.requires_grad for parameter in posterior.parameters()):
-        raise ValueError(
-            "expected a posterior with trainable parameters, got only frozen ones; set requires_grad on those to train (a "
-            "posterior that was saved frozen is loaded frozen)"
-        )
+        hint = "set requires_grad (a posterior that was saved frozen is loaded frozen)"
+        raise ValueError(f"expected a posterior with trainable parameters, got only frozen ones; {hint}")
     check_optimizer(posterior, optimizer)
     if isinstance(optimizer, LBFGS):  # it needs the loss several times per step
         raise TypeError("expected an optimizer with one gradient per step, got LBFGS; use SGD or Adam")
@@ -60,9 +54,8 @@ def check_can_train(posterior: Posterior, optimizer: Optimizer) -> None:
 def check_schedule(scheduler: object, epochs: int) -> None:
     """Raises if a OneCycleLR ends before the remaining epochs, where torch would raise in the middle of training."""
     if isinstance(scheduler, OneCycleLR) and (needed := scheduler.last_epoch + epochs) > scheduler.total_steps:
-        raise ValueError(
-            f"expected a OneCycleLR of at least {needed} steps, one per epoch, got {scheduler.total_steps}; set total_steps"
-        )
+        wanted = f"a OneCycleLR of at least {needed} steps, one per epoch"
+        raise ValueError(f"expected {wanted}, got {scheduler.total_steps}; set total_steps")
 
 
 def log_remarks(
@@ -115,21 +108,18 @@ def standardise_targets(posterior: Posterior, loader: Iterable[Any]) -> None:
     particles = posterior.particles
     likelihoods = [template.likelihood for template in particles.templates]
     if not all(isinstance(each, RealTargets) for each in likelihoods):
-        raise TypeError(
-            f"expected a regression for standardised targets, got {type(particles.likelihood).__name__}; leave targets out"
-        )
+        got = type(particles.likelihood).__name__
+        raise TypeError(f"expected a regression for standardised targets, got {got}; leave targets out")
     if particles.likelihood.targets is not None:
         return
     if int(posterior.steps):
-        raise ValueError(
-            "expected an untrained posterior, got one that was trained on targets that are not standardised; build a new one, "
-            "or leave targets out"
-        )
+        what = "one that was trained on targets that are not standardised"
+        raise ValueError(f"expected an untrained posterior, got {what}; build a new one, or leave targets out")
     if iter(loader) is loader:
         raise ValueError("expected a loader that can be read twice, got a generator; pass a list of its batches")
     measured = _mean_and_std(batch.y for batch in posterior.read(loader))
     for each in likelihoods:
-        each.standardise(measured)
+        each.set_target_scale(measured)
 
 
 def _mean_and_std(parts: Iterable[Tensor]) -> dict[str, Tensor]:

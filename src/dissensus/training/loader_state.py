@@ -20,10 +20,8 @@ def loader_state(loader: Iterable[Any]) -> dict[str, Any]:
     """
     own = loader.state_dict() if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") else None
     if not _holds_no_code(own):
-        log.warning(
-            "the loader's state_dict() holds more than numbers, text and tensors and is not in the checkpoint: a resumed run "
-            "may see other batches"
-        )
+        what = "the loader's state_dict() holds more than numbers, text and tensors and is not in the checkpoint"
+        log.warning("%s: a resumed run may see other batches", what)
         own = None
     return {"own": own, "generators": {path: each.get_state() for path, each in _generators(loader).items()}}
 
@@ -40,11 +38,8 @@ def restore_loader(loader: Iterable[Any], state: dict[str, Any]) -> None:
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             missing.append(f"state ({error})" if hasattr(loader, "load_state_dict") else "state")
     if missing:
-        log.warning(
-            "the loader does not accept the %s in the checkpoint: the resumed run sees other batches; to avoid this, build "
-            "the loader as before",
-            missing[0],
-        )
+        text = "the loader does not accept the %s in the checkpoint: the resumed run sees other batches; build it alike"
+        log.warning(text, missing[0])
 
 
 def _generators(loader: Iterable[Any]) -> dict[str, torch.Generator]:

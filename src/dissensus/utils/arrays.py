@@ -64,15 +64,12 @@ def _check_rounding(kept: Tensor, rounded: Tensor) -> None:
     if lost.any():
         at = int(lost.nonzero()[0])
         got = f"{float(low[at]):g} to {float(high[at]):g} in column {at}"
-        raise ValueError(
-            f"expected numbers that {rounded.dtype} can tell apart, got {got}; "
-            "standardise them first, with ds.data.Standardiser or ds.data.TableEncoder"
-        )
+        hint = "standardise them, with ds.data.Standardiser or TableEncoder"
+        raise ValueError(f"expected numbers that {rounded.dtype} can tell apart, got {got}; {hint}")
 
 
 def _describe_source(values: Any) -> str:
     """The type that holds the values, with the first offending column of a DataFrame."""
-    names = [
-        str(name) for name in getattr(values, "columns", ()) if getattr(values[name].dtype, "kind", "f") not in "biuf"
-    ]
+    columns = getattr(values, "columns", ())
+    names = [str(name) for name in columns if getattr(values[name].dtype, "kind", "f") not in "biuf"]
     return f"column '{names[0]}' of a {type(values).__name__}" if names else f"a {type(values).__name__}"

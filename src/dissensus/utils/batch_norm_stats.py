@@ -9,11 +9,8 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 def statistics_layers(network: nn.Module) -> dict[str, nn.Module]:
     """Name -> layer, for every layer that keeps running statistics and averages them with a `momentum`."""
-    return {
-        name: layer
-        for name, layer in network.named_modules()
-        if isinstance(getattr(layer, "running_mean", None), Tensor) and hasattr(layer, "momentum")
-    }
+    moving = ((name, layer) for name, layer in network.named_modules() if hasattr(layer, "momentum"))
+    return {name: layer for name, layer in moving if isinstance(getattr(layer, "running_mean", None), Tensor)}
 
 
 def statistics_names(network: nn.Module) -> list[str]:
@@ -28,11 +25,8 @@ def statistics_names(network: nn.Module) -> list[str]:
 
 def frozen_norms(network: nn.Module, frozen: Collection[str]) -> dict[str, nn.Module]:
     """Name -> layer that has running statistics and whose parameters are all among the frozen names."""
-    alike = {
-        id(tensor) for name, tensor in network.named_parameters() if name in frozen
-    }  # tied ones have one name there
-    return {
-        name: layer
-        for name, layer in statistics_layers(network).items()
-        if (held := list(layer.parameters())) and all(id(parameter) in alike for parameter in held)
-    }
+    # tied ones have one name there
+    alike = {id(tensor) for name, tensor in network.named_parameters() if name in frozen}
+    layers = statistics_layers(network).items()
+    held = ((name, layer, [*map(id, layer.parameters())]) for name, layer in layers)
+    return {name: layer for name, layer, ids in held if ids and alike.issuperset(ids)}

@@ -44,10 +44,8 @@ def number(
             *([f"below {below:g}"] if below < math.inf else []),
             *([f"of at most {most:g}"] if most < math.inf else []),
         ]
-        raise ValueError(
-            f"expected {name} {' and '.join(bounds) or 'as a finite number'}, got {value!r}; "
-            f"{hint or 'pass a number within these bounds'}"
-        )
+        wanted = " and ".join(bounds) or "as a finite number"
+        raise ValueError(f"expected {name} {wanted}, got {value!r}; {hint or 'pass a number within these bounds'}")
     return value
 
 
@@ -63,9 +61,8 @@ def one_of(
     names = list(known)
     if not any(value is each or (type(value) is type(each) and value == each) for each in names):
         lowered = {str(each).lower(): each for each in reversed(names)}
-        nearest = (
-            difflib.get_close_matches(str(value).lower(), lowered, n=1, cutoff=0.6) if isinstance(value, str) else []
-        )
+        text = str(value).lower() if isinstance(value, str) else ""
+        nearest = difflib.get_close_matches(text, lowered, n=1, cutoff=0.6)
         advice = hint or (f"did you mean {lowered[nearest[0]]!r}?" if nearest else "name one of them")
         listed = ", ".join(map(str, names if shown is None else shown))
         raise ValueError(f"expected {name} of {listed}, got {value!r}; {advice}")

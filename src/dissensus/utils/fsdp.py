@@ -27,20 +27,16 @@ def reshard_after_forward(network: nn.Module) -> None:
 def check_copyable(network: nn.Module) -> None:
     """Raises where copies are needed of a network that no process has, or whose gradients would no longer be summed."""
     if any(isinstance(part, DistributedDataParallel) for part in network.modules()):
-        raise ValueError(
-            "expected a network to copy, got DistributedDataParallel, which sums its own gradients; pass net.module"
-        )
+        raise ValueError("expected a network to copy, got DistributedDataParallel; pass net.module")
     if is_fully_sharded(network):
-        raise NotImplementedError(
-            "expected a network that lies whole in a process, to be copied, got one divided by fully_shard; use "
-            "ds.distributed.shard, or wrap it alone, ds.MAP(network)"
-        )
+        hint = "use ds.distributed.shard, or wrap it alone, ds.MAP(network)"
+        raise NotImplementedError(f"expected a network that lies whole in a process, got one under fully_shard; {hint}")
 
 
 def check_own_tensors(params: Tensors, own: Tensors) -> None:
     """Raises where a network that `fully_shard` has divided is to run with other tensors than its own."""
     if any(params[name] is not mine for name, mine in own.items()):
         raise ValueError(
-            "expected a network divided by fully_shard to run with its own tensors, got others: this method samples or copies "
-            "weights; use ds.distributed.shard, or MAP or MCDropout"
+            "expected a network divided by fully_shard to run with its own tensors, got others, sampled or copied; use "
+            "ds.distributed.shard, or MAP or MCDropout"
         )

@@ -14,7 +14,4 @@ def to_json_values(settings: Any) -> Any:
 def _plain_number(value: object) -> Any:
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(
-        f"expected settings of text, numbers and lists, got {value!r}, which is not JSON serializable; pass plain values, or "
-        "return them from config()"
-    )
+    raise TypeError(f"expected settings of text, numbers and lists, got {value!r}, not JSON serializable; use those")

@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dissensus.utils.extras import require_extra
+
 
 def as_dataframe(rows: Sequence[Mapping[str, Any]], *, index: str | None = None) -> Any:
     """A pandas.DataFrame with a row for each mapping; `index`: the column used as index."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError("expected pandas for a DataFrame, got none; install it: pip install pandas") from error
+    require_extra("tables")
+    import pandas
+
     found = pandas.DataFrame.from_records(list(rows))
     return found if index is None else found.set_index(index)

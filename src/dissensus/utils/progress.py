@@ -1,7 +1,7 @@
-"""Progress of a long job in one line: a bar on a terminal, a line that is overwritten in a notebook.
+"""Progress of a long job in one line: a bar on a terminal if rich is installed, a line that is overwritten in a notebook.
 
-In a file it prints a line for the first and the last epoch, and between them at most every ten seconds. If processes work
-together, only the first one shows progress, logs, and writes reports (`speaks`).
+Elsewhere it prints a line for the first and the last epoch, and between them at most every ten seconds. If processes work
+together, only the first one shows progress, logs, and writes reports (`is_reporting_process`).
 """
 
 import logging
@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self
+
+from dissensus.utils.extras import is_installed
 
 SECONDS = 10.0  # time without a line after which the next one is printed
 
@@ -38,17 +40,15 @@ class Progress:
         self.steps_per_epoch = steps_per_epoch
         self.title = show if isinstance(show, str) else title
         show = is_reporting_process() and show
-        self.lines = bool(show) and not sys.stderr.isatty()
-        self.done, self.steps, self.told = (
-            0,
-            0,
-            time.monotonic(),
-        )  # epochs, steps of this one, when the last line was printed
+        bar = bool(show) and sys.stderr.isatty() and is_installed("rich")
+        self.lines = bool(show) and not bar
+        self.done, self.steps = 0, 0  # epochs, steps of this one
+        self.told = time.monotonic()  # when the last line was printed
         self.rewrites = "ipykernel" in sys.modules  # a notebook can overwrite its line
         self.last = ""  # the last epoch's line, if it was not printed
         self.bar: Any = None
         self.task: Any = None
-        if show and sys.stderr.isatty():
+        if bar:
             from rich.console import Console  # imported here: only a terminal needs it
             from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
@@ -89,9 +89,8 @@ class Progress:
 
     def _print_line(self, text: str) -> None:
         line = f"{self.title}  {text}"
-        print(
-            f"\r{line:<79}" if self.rewrites else line, file=sys.stderr, flush=True, end="" if self.rewrites else "\n"
-        )
+        text, end = (f"\r{line:<79}", "") if self.rewrites else (line, "\n")
+        print(text, file=sys.stderr, flush=True, end=end)
         self.last, self.told = "", time.monotonic()
 
     def __exit__(

@@ -157,7 +157,7 @@ def all_submodules(*modules: nn.Module | None, trees: bool = True) -> list[nn.Mo
 
 
 class SubmoduleCache:
-    """`all_parts`, found again only where one of them has other submodules than before: to see that takes a tenth.
+    """`all_submodules`, found again only where one of them has other submodules than before: to see that takes a tenth.
 
     Do not keep it where one of the modules is its owner, which would then be deleted late.
     """

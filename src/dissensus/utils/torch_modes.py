@@ -12,7 +12,7 @@ from dissensus.utils.tensor_tree import all_submodules
 class eval_mode:  # not a generator, which takes three times as long
     """Eval mode inside; afterwards every submodule's own mode is restored.
 
-    `parts`: the result of `all_parts`, for frequent callers: finding them takes as long as running a layer.
+    `parts`: the result of `all_submodules`, for frequent callers: finding them takes as long as running a layer.
     """
 
     def __init__(self, *modules: nn.Module, parts: Sequence[nn.Module] | None = None) -> None:

@@ -23,6 +23,7 @@ from dissensus.numerics.lengthscales import check_finite_rows
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.arrays import as_array
 from dissensus.utils.checks import one_of
+from dissensus.utils.extras import require_extra
 
 HINT = 'write likelihood = "regression" in the task, or number the classes'
 
@@ -255,10 +256,9 @@ def table_rows(
 
 def read_table(path: Path) -> Any:
     """The DataFrame in a CSV or Parquet file, without a saved index: first columns without a name that number or name rows."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise ValueError(f"expected pandas to read {path}, got none; pip install 'dissensus[sklearn]'") from error
+    require_extra("tables")
+    import pandas
+
     readers: dict[str, Callable[..., Any]] = {".csv": pandas.read_csv, ".parquet": pandas.read_parquet}
     one_of("a table's file, by its suffix,", path.suffix, readers)
     with settings_errors(f"{path}", wanted="a table in", remedy="save it again"):

@@ -75,7 +75,7 @@ def build_with_latents(
 ) -> tuple[Particles, NodeNetwork]:
     """(members with their own latents, the first cut network), from copies of one network or many.
 
-    `start`: the distribution of μ at the start. `where`: arguments of `with_nodes` that choose the nodes with latents.
+    `start`: the distribution of μ at the start. `where`: arguments of `add_node_latents` that choose the nodes with latents.
     """
     given, one = networks_to_convert(networks)
     cut = [add_node_latents(each, **where) for each in given]

@@ -14,7 +14,7 @@ Repulsion = Literal["1/B", "1/N"] | float
 
 
 class RepellingPosterior(Posterior):
-    """Base class of methods whose members repel each other; call `repel` in the constructor."""
+    """Base class of methods whose members repel each other; call `set_repulsion` in the constructor."""
 
     def set_repulsion(self, repulsion: Repulsion, batch_size: int | None) -> None:
         """Sets the strength of the repulsion."""

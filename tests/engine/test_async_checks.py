@@ -122,7 +122,7 @@ def test_between_two_batches_the_host_reads_nothing(call, make, monkeypatch):
     posterior.temperature.fill_(2.0)
     reads, due, lists = HostReads(), [], []
     late(monkeypatch)
-    monkeypatch.setattr(LateChecks, "_run_checks", lambda checks, left: due.append(len(checks._due)))
+    monkeypatch.setattr(LateChecks, "_run_checks", lambda checks, left: due.append(len(checks._pending)))
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: lists.append(tensor))
     # Random states are compared on the host, where they are.
     monkeypatch.setattr(torch, "equal", lambda a, b: a.dtype == torch.uint8 or reads.found.append("equal"))

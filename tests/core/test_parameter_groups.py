@@ -197,9 +197,7 @@ def test_the_weight_prior_follows_the_groups():
 def test_a_trained_parameter_in_no_group_is_an_error():
     posterior = Scaled(tiny.mlp().double())
     posterior.groups = lambda: [Group("scales", {"scale": posterior.scale})]
-    with pytest.raises(
-        ValueError, match=r"expected every trained parameter in a group, got particles.shared.network.0"
-    ):
+    with pytest.raises(ValueError, match=r"expected a group for every parameter, got particles.shared.network.0"):
         posterior.parameter_groups(lr=0.1)
 
 

@@ -81,6 +81,7 @@ def test_on_one_process_nothing_is_exchanged_and_no_operation_dispatched_for_it(
     assert count.operations == 0
     asked = {name for name, _ in inspect.getmembers(type(ALONE)) if not name.startswith("_")} - {"members", "ranks"}
     assert asked == {
-        "running", "in_turn", "rows", "share", "coupled", "mixed", "completed", "weighed", "counted", "everywhere", "any",
-        "agree", "averaged", "found",
+        "gradient_context", "loop_context", "batch_rows", "batch_fraction", "couple_members", "mix_gradients",
+        "reduce_gradients", "scale_by_fraction", "total_batch_weight", "gather_members", "any_process", "reduce_flag",
+        "average_members", "submit_gradients",
     }  # fmt: skip

@@ -1,4 +1,6 @@
-"""Progress off a terminal: a line per epoch, within long epochs, and of long evaluations."""
+"""Progress without a bar: a line per epoch, within long epochs, and of long evaluations."""
+
+import sys
 
 import pytest
 import torch
@@ -31,6 +33,16 @@ def test_a_long_epoch_says_where_it_is(capsys, clock):
         "map  epoch 1/2  batch 9/9",
         "map  epoch 1/2  loss 1",
     ]
+
+
+def test_a_terminal_without_rich_has_lines(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with progress.Progress(30, 1, title="map", show=True) as bar:
+        for number in range(30):
+            bar.step()
+            bar.end_epoch(number, "loss 1")
+    assert capsys.readouterr().err.splitlines() == ["map  epoch 1/30  loss 1", "map  epoch 30/30  loss 1"]
 
 
 def test_a_quick_epoch_has_one_line(capsys):

@@ -100,7 +100,7 @@ def test_what_cannot_be_divided_says_so():
         assert [word.split(",")[0] for word in words] == [
             "expected a network that lies whole in a process",
             "expected a network that lies whole in a process",
-            "expected no prior for a network divided by fully_shard",
+            "expected no prior with fully_shard",
         ]
 
 

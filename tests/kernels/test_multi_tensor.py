@@ -102,7 +102,7 @@ def everything(device):
 def test_interpreted_kernels_equal_plain_operations():
     here = Path(__file__).parent
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{here.parents[1] / 'src'}{os.pathsep}{here}"}
-    command = [sys.executable, "-c", "import test_fused; test_fused.everything('cpu')"]
+    command = [sys.executable, "-c", "import test_multi_tensor; test_multi_tensor.everything('cpu')"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
 
