@@ -75,7 +75,7 @@ def test_a_replay_copies_what_is_given_into_the_memory_that_was_captured() -> No
 
 
 class Twice(CapturedCalls):
-    what = "something"
+    log_name = "something"
     warm_up = 2
 
 

@@ -215,7 +215,7 @@ def start_noise(particles: Particles, outputs: Callable[[], Tensor], batch: Batc
     if not heads and (noise is None or likelihood.initial is not None):
         return None
     mean, variance = likelihood.describe(outputs()) if heads else (outputs(), 1.0)
-    y = batch.y if heads else likelihood.standardised(batch.y)  # in the units of the outputs
+    y = batch.y if heads else likelihood.to_output_units(batch.y)  # in the units of the outputs
     squares = (y - mean).double().square() / variance
     w = torch.ones_like(squares) if batch.weight is None else expand_weight(batch.weight, squares)
     error = float(((w * squares).sum() / w.sum()).sqrt())
