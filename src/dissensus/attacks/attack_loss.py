@@ -90,9 +90,8 @@ class AttackObjective:
             drawn = self.posterior.draw() if self.fixed_draw is None else self.fixed_draw
             rows = max(self.at_once // drawn.members, 1)
             pairs = zip(torch.split(x.to(self.x), rows), torch.split(self.y, rows), strict=True)
-            parts = [
-                self._mixture_gradient(drawn, *pair) if climb else self._predict_mixture(drawn, *pair) for pair in pairs
-            ]
+            work = self._mixture_gradient if climb else self._predict_mixture
+            parts = [work(drawn, *pair) for pair in pairs]
             log_mean, way, slope = (torch.cat(each) for each in zip(*parts, strict=True))
             if climb and not self._tried:
                 self._check_gradients(drawn, way)

@@ -88,9 +88,8 @@ def pgd(
     aim = AttackObjective(posterior, x, y, draw=draw, targeted=targeted, at_once=at_once)
     ball = Ball.around_inputs(aim.x, epsilon, norm=norm, bounds=bounds, standardiser=standardiser)
     size = 2.5 * epsilon / max(steps, 1) if step_size is None else float(number("step_size", step_size, above=0))
-    return gradient_ascent(
-        aim, ball, steps=steps, size=size, start=ball.random_point(generator) if random_start else None
-    )
+    start = ball.random_point(generator) if random_start else None
+    return gradient_ascent(aim, ball, steps=steps, size=size, start=start)
 
 
 def fool(

@@ -67,11 +67,8 @@ def implicit_corruptions(
         `ImplicitCorruptions`: inputs (S, B, ...), functions (S,) and explained (S, B).
     """
     weight = float(number("penalty", penalty, above=0))
-    steps, wanted, at_once = (
-        integer("steps", steps, least=0),
-        integer("functions", functions),
-        integer("at_once", at_once),
-    )
+    wanted, at_once = integer("functions", functions), integer("at_once", at_once)
+    steps = integer("steps", steps, least=0)
     if not isinstance(x, Tensor) or not x.is_floating_point():
         what = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"expected one floating-point tensor of inputs, got {what}; pass images as x / 255")

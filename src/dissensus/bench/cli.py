@@ -240,9 +240,8 @@ def capacity_command(
 ) -> None:
     """Count the weights and nodes of networks: a node is an input of a linear layer or an input channel of a convolution."""
     found = capacities(networks or [], set_)
-    grid = Grid(
-        "network", *(Column(each, justify="right") for each in ("weights", "nodes", "weights / node", "parameters"))
-    )
+    columns = ("weights", "nodes", "weights / node", "parameters")
+    grid = Grid("network", *(Column(each, justify="right") for each in columns))
     for name, each in found.items():
         grid.add_row(escape(name), f"{each.weights:,}", f"{each.nodes:,}", f"{each.ratio:,.0f}", f"{each.parameters:,}")
     wide_console().print(grid)

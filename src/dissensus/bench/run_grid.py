@@ -9,21 +9,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dissensus.bench.report import curve_figures, figure_sections
+from dissensus.bench.report import curve_figures, figure_sections, tables
 from dissensus.bench.report.comparisons import Family, compare_methods, comparison_family
 from dissensus.bench.report.html_report import comparison_sentence, render_template
 from dissensus.bench.report.measures import Measure
 from dissensus.bench.report.report_figures import svg, write_files
 from dissensus.bench.report.results import Results, table_text
-from dissensus.bench.report.tables import (
-    MeasureDraws,
-    Row,
-    Table,
-    difference_table,
-    main_table,
-    measures_and_draws,
-    p_text,
-)
+from dissensus.bench.report.tables import MeasureDraws, Row, Table
 from dissensus.bench.rows.task_rows import DataCache
 from dissensus.bench.run.collect_runs import results_of_runs
 from dissensus.bench.run.jobs import begin_runs, default_folder, finish_runs
@@ -94,12 +86,9 @@ def _axis(name: str, table: Mapping[str, Any], task: Task) -> Axis:
 def _check_set_once(key: str, settings: Mapping[str, Any], where: str) -> None:
     """Raises if the task also sets a setting of the grid: one of the two would be ignored silently."""
     section, *rest = key.split(".")
-    tables = (
-        list(settings.get("method", {}).values())
-        if section == "method" and len(rest) == 1
-        else [settings.get(section, {})]
-    )
-    for table in tables:
+    every_method = section == "method" and len(rest) == 1
+    known = list(settings.get("method", {}).values()) if every_method else [settings.get(section, {})]
+    for table in known:
         for part in rest:
             table = table.get(part) if isinstance(table, Mapping) else None
         if table is not None:
@@ -154,7 +143,7 @@ def bench_grid(
     measured = []
     for cell, several in zip(cells, asked, strict=True):
         results = results_of_runs(several, [evaluations[id(run)] for run in several]).with_baseline(None, holm=holm)
-        measured.append(MeasuredCell(cell, results, *measures_and_draws(results, SHOWN)))
+        measured.append(MeasuredCell(cell, results, *tables.measures_and_draws(results, SHOWN)))
     named = baseline or measured[0].results.baseline or chosen[0]
     return write_grid(task, axes_of(task), measured, folder, named)
 
@@ -181,15 +170,11 @@ def write_grid(
     """(sentences, files): the rows, the figures, report.md and report.html."""
     methods = list(measured[0].results.methods)
     palette, (every, against) = colours(methods), compare_cells(measured, baseline)
-    drawn = curve_figures.setting_figure(
-        quality_rows(axes, measured), label=axes[0].label, log=axes[0].log, palette=palette
-    )
+    rows, first_axis = quality_rows(axes, measured), axes[0]
+    drawn = curve_figures.setting_figure(rows, label=first_axis.label, log=first_axis.log, palette=palette)
     figures = {"grid.png": (drawn, QUALITY.format(label=axes[0].label))}
-    if learned := {
-        cell_label(axes, each.cell): found
-        for each in measured
-        if (found := figure_sections.learning_data(each.results))
-    }:
+    learning = {cell_label(axes, each.cell): figure_sections.learning_data(each.results) for each in measured}
+    if learned := {label: found for label, found in learning.items() if found}:
         figures["curves.png"] = (curve_figures.learning_figure(learned, palette=palette), LEARNING)
     first = measured[0].results
     count = len(first.methods[methods[0]])
@@ -198,9 +183,9 @@ def write_grid(
     content = {
         "title": task.title, "description": first.description, "sentences": said, "facts": first.facts,
         "tables": [
-            (f"Results{seeds}", RESULTS, join_tables(axes, measured, [main_table(*each[1:]) for each in measured])),
+            (f"Results{seeds}", RESULTS, join_tables(axes, measured, [tables.main_table(*each[1:]) for each in measured])),
             (f"Differences to {baseline}", f"{DIFFERENCES} {comparison_sentence(first, every)}", join_tables(axes, measured, [
-                difference_table(*each[1:3], found, baseline) for each, found in zip(measured, against, strict=True)
+                tables.difference_table(*each[1:3], found, baseline) for each, found in zip(measured, against, strict=True)
             ])),
         ],
         "figures": [(name, text, svg(figure, name[0])) for name, (figure, text) in figures.items()],
@@ -233,13 +218,13 @@ def compare_cells(measured: Sequence[MeasuredCell], baseline: str) -> tuple[Fami
     ]
 
 
-def join_tables(axes: Sequence[Axis], measured: Sequence[MeasuredCell], tables: Sequence[Table]) -> Table:
+def join_tables(axes: Sequence[Axis], measured: Sequence[MeasuredCell], each_table: Sequence[Table]) -> Table:
     """The cells' tables joined into one, measure by measure."""
     rows: dict[str, list[Row]] = {}
-    for each, table in zip(measured, tables, strict=True):
+    for each, table in zip(measured, each_table, strict=True):
         for row in table.rows:
             rows.setdefault(row.label, []).append(replace(row, label=cell_label(axes, each.cell), group=row.label))
-    return replace(tables[0], rows=[row for several in rows.values() for row in several])
+    return replace(each_table[0], rows=[row for several in rows.values() for row in several])
 
 
 def cell_label(axes: Sequence[Axis], cell: GridCell) -> str:
@@ -271,7 +256,7 @@ def focus_sentences(
             one = found.comparisons.get((measure.key, focus or ""))
             if one is not None:
                 values = f"{measure.text(one.first)} against {measure.text(one.second)}"
-                p_value = p_text(found.p_values[measure.key, focus or ""])
+                p_value = tables.p_text(found.p_values[measure.key, focus or ""])
                 told = said.setdefault(f"{measure.label}{f', {measure.unit}' if measure.unit else ''}", [])
                 told.append(f"{cell_label(axes, each.cell)}: {values} ({p_value})")
     return [f"{label}, {focus} against {baseline}: {'; '.join(cells)}." for label, cells in said.items()]

@@ -13,17 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dissensus.bench.report.estimates import (
-    Array,
-    Claim,
-    VerdictWords,
-    array_over,
-    claim_of,
-    mean_interval,
-    seed_means,
-    slope_weights,
-    verdicts,
-)
+from dissensus.bench.report import estimates
+from dissensus.bench.report.estimates import Array, Claim, VerdictWords
 from dissensus.bench.report.html_report import render_template
 from dissensus.bench.report.report_figures import svg, write_files
 from dissensus.bench.report.results import table_text
@@ -165,11 +156,11 @@ class WidthArrays:
     def main_array(self, name: str) -> Array:
         """(2, F, M, S, n): embedded and independent ensembles, widths, numbers of members, seeds and test examples."""
         axes = {"method": (EMBEDDED, INDEPENDENT), "factor": self.factors, "members": self.sizes, "seed": self.seeds}
-        return array_over(self.rows, name, p=[None], **axes)[0]
+        return estimates.array_over(self.rows, name, p=[None], **axes)[0]
 
     def transition_array(self, name: str) -> Array:
         """(2, P, S, n) for γ = M and γ = 1."""
-        return array_over(self.rows, name, gamma=("M", "1"), p=self.p, seed=self.seeds)
+        return estimates.array_over(self.rows, name, gamma=("M", "1"), p=self.p, seed=self.seeds)
 
 
 FOLLOW = "Do wide embedded ensembles follow independent ones?"
@@ -189,17 +180,15 @@ SPOKEN = ("embedded", "the same", "members'", "doublings", "γ")  # beginnings o
 def width_claims(rows: Sequence[WidthRow]) -> list[Claim]:
     """All numbers, question by question; empty if no seed has all its ensembles."""
     units = dict.fromkeys(WORDS, "points") | {BEST: "doublings"}
-    claims = [
-        claim_of(question, about, values, units[question])
-        for question, about, values in _question_values(WidthArrays(rows))
-    ]
+    found = _question_values(WidthArrays(rows))
+    claims = [estimates.claim_of(question, about, values, units[question]) for question, about, values in found]
     return [claim for claim in claims if claim.seeds]
 
 
 def width_verdicts(found: Sequence[Claim]) -> list[str]:
     """A sentence for each question, from its numbers at the largest width and over all widths."""
     spoken = [claim for claim in found if claim.about.startswith(SPOKEN)]
-    return verdicts(list({claim.about.partition(", width ")[0]: claim for claim in spoken}.values()), WORDS)
+    return estimates.verdicts(list({claim.about.partition(", width ")[0]: claim for claim in spoken}.values()), WORDS)
 
 
 def _question_values(grid: WidthArrays) -> Iterator[tuple[str, str, Array]]:
@@ -222,7 +211,7 @@ def _question_values(grid: WidthArrays) -> Iterator[tuple[str, str, Array]]:
         yield from by_width(FOLLOW, f"a member's accuracy, embedded − independent, M = {sizes[-1]}", apart[:, -1])
     if len(sizes) > 1:
         for name, what in (("member_accuracy", "test"), ("train_member_accuracy", "training")):
-            slopes = np.einsum("m,fmsn->fsn", slope_weights(sizes), grid.main_array(name)[0])
+            slopes = np.einsum("m,fmsn->fsn", estimates.slope_weights(sizes), grid.main_array(name)[0])
             about = f"members' {what} accuracy for every doubling of M"
             yield from by_width(FALL, about, slopes)
             if wide:
@@ -231,7 +220,7 @@ def _question_values(grid: WidthArrays) -> Iterator[tuple[str, str, Array]]:
         right = accuracy[0].mean(-1, keepdims=True)  # (F, M, S, 1)
         best = np.where(np.isnan(right).any(1), math.nan, np.log2(sizes)[right.argmax(1)])
         yield from by_width(BEST, "log₂ of the best M", best)
-        growth = np.einsum("f,fsn->sn", slope_weights(factors), best)
+        growth = np.einsum("f,fsn->sn", estimates.slope_weights(factors), best)
         yield BEST, "doublings of the best M for every doubling of the width", growth
     for p, (summed, averaged) in zip(grid.p, grid.transition_array("accuracy").swapaxes(0, 1), strict=True):
         yield TRANSITION, f"γ = M − γ = 1 at p = {p:g}", summed - averaged
@@ -300,7 +289,7 @@ def accuracy_table(rows: Sequence[WidthRow]) -> Table:
     """Ensemble accuracy with member accuracy in brackets, one row per width and kind (in the column of units)."""
     grid = WidthArrays(rows)
     shares = 100 * np.stack(
-        [seed_means(grid.main_array(name)) for name in ("accuracy", "member_accuracy")], -1
+        [estimates.seed_means(grid.main_array(name)) for name in ("accuracy", "member_accuracy")], -1
     )  # (2, F, M, 2)
     lines = []
     for f, factor in enumerate(grid.factors):
@@ -314,7 +303,7 @@ def width_panels(grid: WidthArrays) -> list[Panel]:
     """Accuracy over M for every width: of ensembles, of members, of members on training rows; and over parameters."""
     panels = []
     for name, title, over in PANELS:
-        x, values, curves = seed_means(grid.main_array(over)), grid.main_array(name), []
+        x, values, curves = estimates.seed_means(grid.main_array(over)), grid.main_array(name), []
         for f, factor in enumerate(grid.factors):
             colour = {"color": PALETTE[f % len(PALETTE)]}
             curves.append(_curve(x[0, f], values[0, f], grid.names[factor], colour | marker_style(f)))
@@ -330,7 +319,7 @@ def transition_panels(grid: WidthArrays) -> list[Panel]:
     alone = {"method": [INDEPENDENT], "factor": [law["factor"]], "members": [law["members"]], "seed": grid.seeds}
     for name, title, _ in (*PANELS[:2], ("effective", "effective members", "")):
         share = name != "effective"
-        beside = array_over(grid.rows, name, **alone)[0, 0].repeat(len(grid.p), 0)  # (P, S, n)
+        beside = estimates.array_over(grid.rows, name, **alone)[0, 0].repeat(len(grid.p), 0)  # (P, S, n)
         curves = [_curve(grid.p, beside, "independent networks", DASHED, share=share)]
         for i, (gamma, values) in enumerate(zip(("M", "1"), grid.transition_array(name), strict=True)):
             curves.append(_curve(grid.p, values, f"γ = {gamma}", {"color": PALETTE[i], **marker_style(i)}, share=share))
@@ -341,5 +330,5 @@ def transition_panels(grid: WidthArrays) -> list[Panel]:
 
 def _curve(x: Any, values: Array, label: str, look: Mapping[str, Any], *, share: bool = True) -> Curve:
     """A curve of numbers (X, S, n) with intervals; intervals of accuracies are clipped at 1."""
-    mean, lower, upper, _ = np.array([mean_interval(each) for each in values]).T
+    mean, lower, upper, _ = np.array([estimates.mean_interval(each) for each in values]).T
     return Curve(x, mean, label, look, band=(lower.clip(0), upper.clip(0, 1 if share else None)))

@@ -43,9 +43,8 @@ def print_results(results: Results) -> None:
     """Prints a report's main table, the reasons why methods are not compared, and the sentences on the task's question."""
     found, draws = measures_and_draws(results)
     table: Table = main_table(results, found, draws)
-    grid = Grid(
-        "", *map(safe_markup, table.headings), title=Text(results.title.translate(CONTROL)), title_justify="left"
-    )
+    title = Text(results.title.translate(CONTROL))
+    grid = Grid("", *map(safe_markup, table.headings), title=title, title_justify="left")
     group = ""
     for row in table.rows:
         if row.group != group:
@@ -64,15 +63,9 @@ def print_results(results: Results) -> None:
     console.print(grid)
     console.print("bold: best   ≈: not distinguishable from the best (p ≥ 0.05)   ↑ ↓: higher or lower is better")
     if all(len(several) == 1 for several in results.methods.values()):
-        console.print(
-            "one seed: p-values count test examples only; run several seeds to count training variation (--seeds 5)"
-        )
-    for sentence in (
-        *test_set_sentences(draws["nll"]),
-        *few_examples_caution(draws),
-        *question_sentences(results),
-        *cautions(results),
-    ):
+        console.print("one seed: p-values count test examples only; --seeds 5 counts training variation too")
+    few = few_examples_caution(draws)
+    for sentence in (*test_set_sentences(draws["nll"]), *few, *question_sentences(results), *cautions(results)):
         console.print(safe_markup(sentence))
 
 

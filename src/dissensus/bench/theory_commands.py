@@ -51,7 +51,6 @@ def add_command(name: str, summary: str, **defaults: Any) -> None:
 
 add_command("kernels", "Analytic against empirical kernels as the width grows.", widths="64,128,256,512,1024", seeds=20)
 add_command("dynamics", "Training in two regimes against its prediction.", width=1500, members=4, steps=60, seed=0)
-add_command(
-    "width", "How the error of predicted training falls with the width.", widths="375,750,1500", seeds=10, members=4
-)
+about = "How the error of predicted training falls with the width."
+add_command("width", about, widths="375,750,1500", seeds=10, members=4)
 add_command("regimes", "Stable rates and training speeds over collectivity and members.")

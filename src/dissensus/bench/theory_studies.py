@@ -86,9 +86,8 @@ def kernels(widths: Sequence[int], *, seeds: int) -> Study:
         between = far[list(KERNELS).index("common_cross")].tolist()
         guide = [1.6 * between[0] * (width / widths[0]) ** -0.5 for width in widths]
         curves.append(Curve(widths, guide, "N^−½", {"color": INK, "linestyle": "--", "linewidth": 0.9}))
-        panels.append(
-            Panel(curves, LOGS | {"ylabel": "deviation / kernel within a member", "title": name}, ticks=widths)
-        )
+        labels = {"ylabel": "deviation / kernel within a member", "title": name}
+        panels.append(Panel(curves, LOGS | labels, ticks=widths))
         first, last = (f"by {between[i]:.3g} at N = {widths[i]}" for i in (0, -1))
         said.append(f"{name}: Θ_o deviates {first}, {last}")
     return Study(curve_figure(panels, size=(9.6, 3.6)), said)
@@ -168,9 +167,8 @@ def regimes() -> Study:
         looks = zip(members, PALETTE, values.T, strict=False)
         curves = [Curve(collectivities, each, f"M = {count}", {"color": colour}) for count, colour, each in looks]
         panels.append(Panel(curves, {**axes, "title": title}))
-    said = [
-        f"collectivity {i / 40:.1f}: 128 members take {float(found[0, i, -1]):.3g} of one's rate" for i in (0, 20, 40)
-    ]
+    rates = {i / 40: float(found[0, i, -1]) for i in (0, 20, 40)}
+    said = [f"collectivity {c:.1f}: 128 members take {rate:.3g} of one's rate" for c, rate in rates.items()]
     return Study(curve_figure(panels, size=(9.6, 3.6)), said)
 
 

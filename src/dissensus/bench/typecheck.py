@@ -20,9 +20,8 @@ LISTS = (list, tuple, Sequence)
 def annotated_types(function: Callable[..., Any]) -> dict[str, Types]:
     """Parameter -> the allowed types of its TOML value; () if the annotation does not say."""
     try:
-        hints = typing.get_type_hints(
-            vars(function).get("__init__", function) if isinstance(function, type) else function
-        )
+        called = vars(function).get("__init__", function) if isinstance(function, type) else function
+        hints = typing.get_type_hints(called)
     except (NameError, TypeError):  # an annotation that only a type checker can resolve
         return {}
     for hint in [each for each in hints.values() if typing.get_origin(each) is typing.Unpack]:  # **keywords by name

@@ -112,11 +112,8 @@ def _needed_statements(file: Path, names: set[str], top: Path, seen: set[tuple[P
     statements = [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
     waiting, kept = set(names), set[int]()
     while True:
-        new = [
-            i
-            for i, node in enumerate(statements)
-            if i not in kept and (not _defined_names(node) or _defined_names(node) & waiting)
-        ]
+        others = {i: _defined_names(node) for i, node in enumerate(statements) if i not in kept}
+        new = [i for i, defined in others.items() if not defined or defined & waiting]
         if not new:
             break
         kept.update(new)

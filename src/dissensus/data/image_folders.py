@@ -43,7 +43,7 @@ def image_folder(
     root = Path(folder)
     found = [each.name for each in subfolders(root)]
     if not found:
-        raise FileNotFoundError(f"expected a folder per class in {root}, got none; put images into {root / 'CLASS'}")
+        raise FileNotFoundError(f"expected a folder for each class in {root}, got none; make {root / 'CLASS'}")
     names = tuple(found if classes is None else classes)
     if strange := [name for name in found if name not in names]:
         fix = "add training images of it, or move its folder away"

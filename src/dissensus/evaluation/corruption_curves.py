@@ -59,10 +59,8 @@ class Corruptions:
         """The names of the corruptions, T of them, in order."""
         if not isinstance(self.names, str):
             return tuple(self.names)
-        known: dict[str, tuple[str, ...]] = {
-            "all": _corruption_module().CORRUPTIONS,
-            "benchmark": _corruption_module().BENCHMARK,
-        }
+        module = _corruption_module()
+        known: dict[str, tuple[str, ...]] = {"all": module.CORRUPTIONS, "benchmark": module.BENCHMARK}
         return known[self.names]
 
     def apply(self, x: Tensor, name: str, severity: int, index: Tensor) -> Tensor:
@@ -130,11 +128,8 @@ class CorruptedCounts:
         """accuracy, nll and ece (S,) of each severity, types pooled."""
         total = self.counts.sum((0, 2)).double()  # (S,)
         pooled = (self.counts.sum(0), self.confidence.sum(0), self.correct.sum(0))  # (S, K) each
-        return {
-            "accuracy": self.correct.sum((0, 2)) / total,
-            "nll": self.nll.sum(0) / total,
-            "ece": ece_from_sums(*pooled),
-        }
+        accuracy, nll = self.correct.sum((0, 2)) / total, self.nll.sum(0) / total
+        return {"accuracy": accuracy, "nll": nll, "ece": ece_from_sums(*pooled)}
 
     def by_type_and_severity(self) -> dict[str, Tensor]:
         """accuracy, nll and ece (T, S) of each type at each severity."""

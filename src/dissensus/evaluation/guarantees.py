@@ -45,9 +45,8 @@ def guarantee_outcomes(
         elif isinstance(promise, Conformal) and y is not None:
             rows = _row_values(promise, x, weight)
             if rows is not None:
-                found[f"{name}/covered"], found[f"{name}/size"] = measure_coverage(
-                    promise, predictive, y, generator, **rows
-                )
+                covered, size = measure_coverage(promise, predictive, y, generator, **rows)
+                found |= {f"{name}/covered": covered, f"{name}/size": size}
     return found
 
 
@@ -139,13 +138,12 @@ class CorruptedGuarantees:
     def tables(self) -> dict[str, Tensor]:
         """NAME/coverage, size, accepted, risk or refused -> (T, S); NaN if nothing was accepted."""
         found = {at: guarantee_metrics(self.promises, join_outcomes(parts)) for at, parts in self.rows.items()}
-        names = dict.fromkeys(
-            key for each in found.values() for key in each if not key.endswith(("/level", "/promised"))
-        )
+        keys = dict.fromkeys(key for each in found.values() for key in each)
+        names = [key for key in keys if not key.endswith(("/level", "/promised"))]
         shape = [1 + max(axis) for axis in zip(*found, strict=True)]
         tables = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in names}
         for at, each in found.items():
-            for name in names.keys() & each.keys():
+            for name in tables.keys() & each.keys():
                 tables[name][at] = each[name]
         return tables
 

@@ -43,17 +43,15 @@ class Predictions:
     @property
     def members(self) -> int:
         """Number of members; 1 if a calibration of their mean left only a summary."""
-        return (
-            1 if isinstance(self.predictive, SummaryPredictive) else int(self.predictive.defining_tensors()[0].shape[0])
-        )
+        single = isinstance(self.predictive, SummaryPredictive)
+        return 1 if single else int(self.predictive.defining_tensors()[0].shape[0])
 
     def network_metrics(self) -> dict[str, float]:
         """Metrics of single networks, each with the mixture of its functions; empty for one network or one function each."""
         if not 1 < self.networks < self.members:
             return {}
-        parts = zip(
-            *(tensor.double().chunk(self.networks) for tensor in self.predictive.defining_tensors()), strict=True
-        )
+        tensors = self.predictive.defining_tensors()
+        parts = zip(*(tensor.double().chunk(self.networks) for tensor in tensors), strict=True)
         mixtures = [type(self.predictive)(*part) for part in parts]
         log_probs = torch.stack([mixture.log_prob(self.targets) for mixture in mixtures])
         found = {"networks/count": float(self.networks), "networks/nll": -float(log_probs.mean())}

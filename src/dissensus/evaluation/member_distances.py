@@ -66,11 +66,8 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
         outputs, gradients = particles.map_members(outputs_and_gradient)  # (M, B, ...), (M, B, D)
         # The stored members, not a new draw.
         predictive = posterior.checked_members(posterior.current().predict(x), posterior.current_correction())
-    own = {
-        name: tensor.detach()
-        for name, tensor in particles.own_parameters().items()
-        if name.startswith("network.") and tensor.requires_grad
-    }
+    trained = {name: each for name, each in particles.own_parameters().items() if each.requires_grad}
+    own = {name: each.detach() for name, each in trained.items() if name.startswith("network.")}
     if isinstance(predictive, ClassificationPredictive):
         ignored = getattr(posterior.likelihood, "ignore_index", None)
         labels = y.argmax(1) if y.is_floating_point() else y  # soft labels: the likeliest class

@@ -16,15 +16,9 @@ from dissensus import metrics
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.summary import SummaryPredictive
+from dissensus.evaluation import loader_predictions
 from dissensus.evaluation.fixed_draw import Answer, FixedDraw
-from dissensus.evaluation.loader_predictions import (
-    Shapes,
-    check_hard_labels,
-    checked_shapes,
-    shapes_of,
-    synchronised_time,
-    warn_of_weights,
-)
+from dissensus.evaluation.loader_predictions import Shapes
 from dissensus.metrics import CalibrationBins, ConfusionCounts, RiskHistogram, ScoreHistogram
 from dissensus.metrics.calibration import bin_sums
 from dissensus.metrics.metric_inputs import labelled_rows
@@ -151,12 +145,12 @@ def pixel_sums(functions: FixedDraw, loader: Iterable[Any], *, name: str = "test
 
     def work(batch: Batch) -> PixelSums:
         part = PixelSums()  # of a batch by itself: sums are then added up in one order on any number of ranks
-        checked_shapes(batch.x, like, name)
+        loader_predictions.checked_shapes(batch.x, like, name)
         functions.posterior.check_batch(batch)
-        check_hard_labels(batch.y, functions)
-        start = synchronised_time(functions.device)
+        loader_predictions.check_hard_labels(batch.y, functions)
+        start = loader_predictions.synchronised_time(functions.device)
         predictive: Any = functions.predict(batch.x)
-        part.seconds = synchronised_time(functions.device) - start
+        part.seconds = loader_predictions.synchronised_time(functions.device) - start
         y = batch.y.to(functions.device)
         for row in range(len(y)):  # one by one: the memory of scores grows with members × pixels
             part.update(predictive[row], y[row : row + 1], functions.ignore_index)
@@ -164,8 +158,8 @@ def pixel_sums(functions: FixedDraw, loader: Iterable[Any], *, name: str = "test
 
     read = functions.posterior.read(loader, anywhere=True)
     for (x, _, weight), part in functions.run_batches(work, read, functions.device):
-        said = warn_of_weights(weight, name, said)
-        shapes.add(shapes_of(x))
+        said = loader_predictions.warn_of_weights(weight, name, said)
+        shapes.add(loader_predictions.shapes_of(x))
         sums = sums.merge(part)
         images += batches.count_examples(x)
     return sums, shapes.pop() if len(shapes) == 1 else None, images
@@ -216,7 +210,7 @@ def pixel_ood(
     def work(batch: Batch) -> tuple[dict[str, PixelRanking], CalibrationBins, int]:
         x, mask, _ = batch
         rankings, bins = empty()
-        checked_shapes(x, like, name)
+        loader_predictions.checked_shapes(x, like, name)
         answer = functions.answer(x) if score == "energy" else Answer(functions.predict(x), None)
         size, classes, *place = answer.predictive.mean.shape
         expected = (size, *place)
@@ -271,6 +265,5 @@ def pixel_score(answer: Answer, score: str) -> Tensor:
         return predictive.epistemic.double()
     if score == "mutual_information":
         return metrics.mutual_information_score(predictive.members)
-    return {"max_probability": metrics.max_probability_score, "entropy": metrics.entropy_score}[score](
-        predictive.log_mean
-    )
+    scores = {"max_probability": metrics.max_probability_score, "entropy": metrics.entropy_score}
+    return scores[score](predictive.log_mean)

@@ -91,11 +91,8 @@ def curve(
     """
     anchors = Anchors(posterior, members, loader, statistics)
     t = torch.linspace(0, 1, integer("points", points, least=2), dtype=torch.float64)
-    anchors.append(
-        train_midpoint(
-            anchors, integer("epochs", epochs), number("lr", lr, above=0), torch.Generator().manual_seed(seed)
-        )
-    )
+    epochs, lr, generator = integer("epochs", epochs), number("lr", lr, above=0), torch.Generator().manual_seed(seed)
+    anchors.append(train_midpoint(anchors, epochs, lr, generator))
     coefficients = torch.stack([(1 - t) ** 2, t**2, 2 * t * (1 - t)], -1)
     return Path(t, *anchors.losses(coefficients, together=together).reshape(len(t)))
 

@@ -47,9 +47,8 @@ class Anchors:
         if not self.batches:
             raise ValueError("expected at least one batch from the loader, got none; pass a loader with data")
         given = () if isinstance(statistics, str) else posterior.read(statistics)
-        self.statistics_batches: list[Batch] | None = {"stored": None, "recomputed": self.batches}.get(
-            str(statistics), list(given)
-        )
+        named = {"stored": None, "recomputed": self.batches}
+        self.statistics_batches: list[Batch] | None = named.get(str(statistics), list(given))
         self.likelihood = posterior.particles.copy_part(posterior.likelihood, "likelihood.", 0)
         self.particles, self.members = self._stack_networks(self.networks), len(members)
         own = self.particles.own_parameters()

@@ -55,10 +55,10 @@ def sharpness_on_batch(posterior: Any, optimizer: Optimizer, batch: Batch) -> fl
         torch.manual_seed(0)
         vector, found = [torch.randn_like(tensor) for tensor in start], 0.0
         for _ in range(ITERATIONS):
-            vector = _scale_tensors(vector, 1 / euclidean_norm(vector))
-            scale = (
-                STEP * euclidean_norm(start) / euclidean_norm([root * v for root, v in zip(roots, vector, strict=True)])
-            )
+            norm = euclidean_norm(vector)
+            vector = [v / norm for v in vector]
+            reach = euclidean_norm([root * v for root, v in zip(roots, vector, strict=True)])
+            scale = STEP * euclidean_norm(start) / reach
             up, down = gradient(vector, scale), gradient(vector, -scale)
             vector = [(a - b) / (2 * scale) for a, b in zip(up, down, strict=True)]
             before, found = found, euclidean_norm(vector)
@@ -69,7 +69,3 @@ def sharpness_on_batch(posterior: Any, optimizer: Optimizer, batch: Batch) -> fl
 
 def euclidean_norm(tensors: list[Tensor]) -> float:
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
-
-
-def _scale_tensors(tensors: list[Tensor], factor: float) -> list[Tensor]:
-    return [factor * tensor for tensor in tensors]

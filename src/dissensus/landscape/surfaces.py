@@ -50,9 +50,8 @@ class Surface:
         from dissensus.plots.method_panels import surface_figure  # loads matplotlib
 
         several = len(self.marks) > 1
-        return surface_figure(
-            {"": self.drawing_coordinates()}, xlabel="distance of weights" if several else "in norms of filters"
-        )
+        xlabel = "distance of weights" if several else "in norms of filters"
+        return surface_figure({"": self.drawing_coordinates()}, xlabel=xlabel)
 
 
 def plane(
@@ -131,6 +130,5 @@ def directions(
     line = number("reach", reach, above=0) * torch.arange(-half, half + 1, dtype=torch.float64) / max(half, 1)
     a, b = torch.meshgrid(line, line, indexing="ij")
     found = anchors.losses(torch.stack([torch.ones_like(a), a, b], -1).flatten(0, 1), together=together)
-    return Surface(
-        line, line, *found.reshape(points, points), {str(member): (0.0, 0.0)}, torch.eye(2, dtype=torch.float64)
-    )
+    at_member, axes = {str(member): (0.0, 0.0)}, torch.eye(2, dtype=torch.float64)
+    return Surface(line, line, *found.reshape(points, points), at_member, axes)

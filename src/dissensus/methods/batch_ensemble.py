@@ -111,9 +111,8 @@ def modulated_network(
     first, last = end_layers(names, followed)
     for name, layer in found.items():
         wen = form == "wen"
-        cut_layer = modulate_layer(
-            layer, inputs=wen or name not in first, outputs=wen or name not in last, trained=True
-        )
+        inputs, outputs = wen or name not in first, wen or name not in last
+        cut_layer = modulate_layer(layer, inputs=inputs, outputs=outputs, trained=True)
         account.converted[name] = f"{cut_layer.report_entry()}{note_direct_reads(name, cut_layer, followed)}"
     return network, account, last
 

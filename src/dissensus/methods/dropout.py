@@ -77,16 +77,9 @@ class MCDropout(NetworksPosterior):
 
     def draw(self) -> DrawnFunctions:
         seed = int(self.seed) if int(self.seed) >= 0 else next_seed()
-        several = self.particles.members > 1
-        return join_families(
-            DropoutFunctions(
-                single_member(self.particles, m) if several else self._apart(self.particles),
-                self.sites,
-                self.samples,
-                seed + m,
-            )
-            for m in range(self.particles.members)
-        )
+        particles, several = self.particles, self.particles.members > 1
+        each = [single_member(particles, m) if several else self._apart(particles) for m in range(particles.members)]
+        return join_families(DropoutFunctions(one, self.sites, self.samples, seed + m) for m, one in enumerate(each))
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         # Batch statistics from training are kept: one function's masks change them too little to re-estimate.

@@ -106,11 +106,8 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
     def couple(self, z: Any) -> Any:
         """∂ mean prior + c V ∇ log q at the features."""
         shape = z["features"].shape
-        features = (
-            to_kernel_precision(z["features"]).flatten(2)
-            if len(shape) > 2
-            else to_kernel_precision(z["features"])[:, :, None]
-        )  # (M, B, c)
+        features = to_kernel_precision(z["features"])
+        features = features.flatten(2) if len(shape) > 2 else features[:, :, None]  # (M, B, c)
         slopes = to_kernel_precision(z["slopes"]).reshape(features.shape)
         w = to_kernel_precision(z["weight"][0])[:, None] if "weight" in z else features.new_ones(shape[1], 1)  # (B, 1)
         # Distances and gradients in the coordinates √w F: an example of weight two counts as two equal examples.

@@ -130,9 +130,8 @@ class HMC(SamplingPosterior):
             )
         dtypes = {name: each.dtype for name, each in sampled_weights(self.particles).stored.items()}
         found = {name: rows.to(dtypes[name]) for name, rows in energy.split_flat(self.chains.draws).items()}
-        self.stored = self._make_families(
-            {name: rows.clone(memory_format=torch.contiguous_format) for name, rows in found.items()}
-        )
+        copies = {name: rows.clone(memory_format=torch.contiguous_format) for name, rows in found.items()}
+        self.stored = self._make_families(copies)
         self.uncalibrate("fit_posthoc")
         return self
 

@@ -23,15 +23,9 @@ from dissensus.core.particles import Particles, copy_likelihood
 from dissensus.core.posterior import inference_context
 from dissensus.core.prior import PriorKeywords, make_prior
 from dissensus.core.regression import noise_warning
+from dissensus.methods.parts import last_layer_curvature
 from dissensus.methods.parts.last_layer import LastLayer, add_batch_curvature, last_layer
-from dissensus.methods.parts.last_layer_curvature import (
-    Curvature,
-    CurvatureSums,
-    Precision,
-    Structure,
-    check_precision,
-    resolve_precision,
-)
+from dissensus.methods.parts.last_layer_curvature import Curvature, CurvatureSums, Precision, Structure
 from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.sampling_posterior import SamplingPosterior, stack_networks
 from dissensus.methods.parts.stored_draw import Families
@@ -97,7 +91,7 @@ class Laplace(SamplingPosterior):
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
         self.structure: Structure = one_of("structure", structure, get_args(Structure))
         self.covariance = one_of("covariance", covariance, ("rows", "joint"))
-        self.prior_precision = check_precision(prior_precision)
+        self.prior_precision = last_layer_curvature.check_precision(prior_precision)
         self.posterior_temperature = number("posterior_temperature", posterior_temperature, above=0)
         self.layer = layer
         self.curvature = None
@@ -127,7 +121,7 @@ class Laplace(SamplingPosterior):
         with inference_context(self):
             curvature, first, rows = self._gather_curvatures(loader, data_size or self.data_size)
         for each in curvature:
-            each.precision.fill_(resolve_precision(self.prior_precision, each))
+            each.precision.fill_(last_layer_curvature.resolve_precision(self.prior_precision, each))
         before, self.curvature = (self.curvature, self.stored), nn.ModuleList(curvature)
         try:
             self.stored = self.sample_families()
@@ -156,9 +150,9 @@ class Laplace(SamplingPosterior):
 
         Needs no data.
         """
-        check_precision(prior_precision)
+        last_layer_curvature.check_precision(prior_precision)
         for curvature in self._fitted_curvatures():
-            curvature.precision.fill_(resolve_precision(prior_precision, curvature))
+            curvature.precision.fill_(last_layer_curvature.resolve_precision(prior_precision, curvature))
         self.prior_precision = prior_precision
         self._redraw()
         self.uncalibrate("another prior precision")
@@ -202,9 +196,8 @@ class Laplace(SamplingPosterior):
         network, fitted = (self._mean_log_prob(functions, [some]) for functions in (self.current(), self.draw()))
         # Where −log p is quadratic, the mean over W ~ N(W*, T (G + δ)⁻¹) costs T/2 tr G (G + δ)⁻¹ of all rows; the log of
         # a mean is no less than the mean of logs.
-        effective = fmean(
-            float((c.eigenvalues / (c.eigenvalues + c.precision)).sum()) for c in self._fitted_curvatures()
-        )
+        shares = [c.eigenvalues / (c.eigenvalues + c.precision) for c in self._fitted_curvatures()]
+        effective = fmean(float(share.sum()) for share in shares)
         if network - fitted > LOST + 0.5 * self.posterior_temperature * effective / rows:
             log.warning(
                 "Laplace gives its own training rows a mean log-probability of %.3f, the network alone %.3f: it is too unsure, "
@@ -266,9 +259,8 @@ class Laplace(SamplingPosterior):
         def around(m: int) -> Tensors:
             mean = curvatures[m].mean
             noise = torch.randn(samples, *mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
-            deviations = (
-                curvatures[m].sample_joint(noise) if self.covariance == "joint" else curvatures[m].sample_rows(noise)
-            )
+            one = curvatures[m]
+            deviations = one.sample_joint(noise) if self.covariance == "joint" else one.sample_rows(noise)
             return last.tensors(mean + math.sqrt(self.posterior_temperature) * deviations)
 
         return stack_networks(around, self.particles.members)
@@ -318,9 +310,8 @@ class Laplace(SamplingPosterior):
         name, layer = list(self.network.named_modules())[number]
         one = self.built_with.first_member()
         under = f"{name}." if name else ""
-        return LastLayer(
-            name, layer, {f"{under}{k}": one[f"{under}{k}"] for k, _ in layer.named_parameters(recurse=False)}
-        )
+        names = [f"{under}{k}" for k, _ in layer.named_parameters(recurse=False)]
+        return LastLayer(name, layer, {k: one[k] for k in names})
 
     def _fitted_curvatures(self) -> list[Curvature]:
         if self.curvature is None:
@@ -328,10 +319,8 @@ class Laplace(SamplingPosterior):
         return list(self.curvature)  # type: ignore[arg-type]
 
     def config(self) -> dict[str, Any]:
-        return {
-            **super().config(),
-            "fitted": None if self.curvature is None else int(self._fitted_curvatures()[0].layer),
-        }
+        fitted = None if self.curvature is None else int(self._fitted_curvatures()[0].layer)
+        return {**super().config(), "fitted": fitted}
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:

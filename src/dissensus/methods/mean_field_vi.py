@@ -131,13 +131,11 @@ class MeanFieldVI(SamplingPosterior):
         cut = [perturbed_copy(network) for network in each]
         latents, first = TensorTree(), cut[0][0]
         trained = {name: p for name, p in first.named_parameters() if p.requires_grad}
-        spread_names = [
-            name for name in trained if name in names_under_prior(_expect_gaussian(make_prior(**prior)), first, trained)
-        ]
+        under_prior = names_under_prior(_expect_gaussian(make_prior(**prior)), first, trained)
+        spread_names = [name for name in trained if name in under_prior]
         for name in spread_names:
-            latents.add_tensor(
-                f"{name}.raw_std", nn.Parameter(inverse_softplus(torch.full_like(trained[name].detach(), init_std)))
-            )
+            raw = inverse_softplus(torch.full_like(trained[name].detach(), init_std))
+            latents.add_tensor(f"{name}.raw_std", nn.Parameter(raw))
         given = first if one else [network for network, _ in cut]
         super().__init__(given, samples=samples, likelihood=likelihood, latents=latents, **prior)
         self.spread, self.account = spread_names, cut[0][1]
@@ -195,9 +193,8 @@ class MeanFieldVI(SamplingPosterior):
             for name in self.account.converted.keys() - found:
                 del self.account.converted[name]
                 shared = "one weight draw per batch: tied, or not called exactly once per example"
-                self.account.left[name] = (
-                    shared if self._has_deviation(name) else "a point estimate: frozen, or no prior"
-                )
+                why = shared if self._has_deviation(name) else "a point estimate: frozen, or no prior"
+                self.account.left[name] = why
         self._layers = self._apart.get(shapes, [])
 
     def _layers_called_once(self, x: Inputs) -> list[str]:
@@ -233,15 +230,11 @@ class MeanFieldVI(SamplingPosterior):
                 particles.train()  # in training mode a layer may be called more often
                 training = lengths(3)
         except Exception as error:  # some networks fail on a batch of one example repeated two or three times
-            log.info(
-                "one weight draw per batch for all layers: the network fails on two examples (%s)", first_line(error)
-            )
+            why = "the network fails on two examples"
+            log.info("one weight draw per batch for all layers: %s (%s)", why, first_line(error))
             return []
-        return [
-            name
-            for name, *each in zip(names, two, three, training, strict=True)
-            if each[:2] == [[2], [3]] and each[2] in ([], [3])
-        ]
+        rows = zip(names, two, three, training, strict=True)
+        return [name for name, *each in rows if each[:2] == [[2], [3]] and each[2] in ([], [3])]
 
     def _has_deviation(self, layer: str) -> bool:
         return any(name in self.spread for name in _tensor_names(layer))

@@ -178,9 +178,8 @@ class SGHMC(SnapshotEnsemble):
         self.posterior_temperature = number("posterior_temperature", posterior_temperature, least=0)
         self.seed = None if seed is None else integer("seed", seed, least=0)
         self.first_chain = integer("first_chain", first_chain, least=0)
-        self.recorder = LastSnapshots(
-            self.recorded_weights, CycleSnapshots(members, cycles=cycles, tail=exploration), kept=members
-        )
+        plan = CycleSnapshots(members, cycles=cycles, tail=exploration)
+        self.recorder = LastSnapshots(self.recorded_weights, plan, kept=members)
 
     def default_optimizer(self) -> Langevin:
         """A new `Langevin` optimiser for these chains."""

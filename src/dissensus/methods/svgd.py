@@ -97,12 +97,8 @@ class SVGD(StackedPosterior):
         kernel, h = score_estimates.kernel_and_bandwidth(squared_distances(points))
         count, size = self.particles.members, self.data_size or 1
         driving = kernel * (annealing_weight(self, self.annealing) / count)
-        repulsion = score_estimates.apply_matrix(
-            score_estimates.slopes(kernel, h) / (count * size), points - points.mean(0)
-        )
-        v = {
-            "outputs": score_estimates.apply_matrix(driving, u) - u,
-            "points": repulsion,
-            "slopes": torch.zeros_like(u),
-        }
+        slopes = score_estimates.slopes(kernel, h) / (count * size)
+        repulsion = score_estimates.apply_matrix(slopes, points - points.mean(0))
+        outputs = score_estimates.apply_matrix(driving, u) - u
+        v = {"outputs": outputs, "points": repulsion, "slopes": torch.zeros_like(u)}
         return v | {"penalty": driving.sum(1).to(z["penalty"]) - 1} if "penalty" in z else v

@@ -64,11 +64,8 @@ class MeanRecorder(SnapshotRecorder):
             return False
         rows = self.weights.rows()
         places = [0, *accumulate(each[0].numel() for each in rows.values())]
-        given = [
-            (m * places[-1] + at, each[m])
-            for at, each in zip(places, rows.values(), strict=False)
-            for m in range(len(mean))
-        ]
+        each_place = zip(places, rows.values(), strict=False)
+        given = [(m * places[-1] + at, each[m]) for at, each in each_place for m in range(len(mean))]
         swapped = [channels_last_axes(weight) for _, weight in given]
         table = [[at for at, _ in given], [i for i, _ in swapped], [k for _, k in swapped]]
         if (0, 0) in swapped or not self._chunks.find([weight for _, weight in given], rows=table, on=on):
@@ -192,9 +189,8 @@ class SWAG(RecordingPosterior):
     @property
     def mean(self) -> Tensors:
         """Name -> mean over the snapshots; of a list of networks (M, ...)."""
-        return self.public_tensors(
-            unflatten(gather_full_tensor(self.recorder.mean_vector), self.trained.first_member())
-        )
+        mean = gather_full_tensor(self.recorder.mean_vector)
+        return self.public_tensors(unflatten(mean, self.trained.first_member()))
 
     @property
     def variance(self) -> Tensors:
@@ -231,9 +227,8 @@ class SWA(RecordingPosterior):
     @property
     def mean(self) -> Tensors:
         """Name -> mean over the snapshots; of a list of networks (M, ...)."""
-        return self.public_tensors(
-            unflatten(gather_full_tensor(self.recorder.mean_vector), self.trained.first_member())
-        )
+        mean = gather_full_tensor(self.recorder.mean_vector)
+        return self.public_tensors(unflatten(mean, self.trained.first_member()))
 
     def config(self) -> dict[str, Any]:
         return {key: value for key, value in super().config().items() if key != "samples"}

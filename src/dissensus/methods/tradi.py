@@ -175,10 +175,8 @@ class KalmanRecorder(Recorder):
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
         if not self.ready:
             raise ValueError("expected observed steps, got none; train with fit, or call observe(optimizer) each step")
-        means, variances = (
-            self.weights.expand_members(self.filters.mean),
-            self.weights.expand_members(self.filters.variance),
-        )
+        moments = (self.filters.mean, self.filters.variance)
+        means, variances = (self.weights.expand_members(each) for each in moments)
         rows = self.weights.rows()
 
         def around(m: int) -> Tensors:
@@ -188,9 +186,8 @@ class KalmanRecorder(Recorder):
                 noise = torch.stack([self._correlated_noise(flat, generator) for _ in range(samples)])  # (S, K)
                 parts = torch.split(noise, [rows[name][m].numel() for name in names], dim=1)
                 for name, part in zip(names, parts, strict=True):
-                    deviation = (
-                        part.view(samples, *rows[name].shape[1:]) * gather_full_tensor(variances[name][m]).sqrt()
-                    )
+                    std = gather_full_tensor(variances[name][m]).sqrt()
+                    deviation = part.view(samples, *rows[name].shape[1:]) * std
                     found = (gather_full_tensor(means[name][m]) + deviation).to(rows[name].dtype)
                     drawn[name] = shard_like(found, rows[name][m], before=1)
             return drawn

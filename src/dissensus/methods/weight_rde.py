@@ -59,9 +59,8 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
         """a_t g + ∇ log q / N. Not `couple`: comparing weights needs no forward pass."""
         own = self.particles.own_parameters()
         z = trained_tensors({name: tensor.detach() for name, tensor in own.items()}, own)
-        matrix = score_estimates.MATRICES[self.score](squared_distances(z)) * self.strength(
-            gathered=self.batches_per_step
-        )
+        strength = self.strength(gathered=self.batches_per_step)
+        matrix = score_estimates.MATRICES[self.score](squared_distances(z)) * strength
         repulsion = score_estimates.apply_matrix(matrix, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
         weight = annealing_weight(self, self.annealing)
         driving = {name: gradient * weight for name, gradient in gradients.items()}

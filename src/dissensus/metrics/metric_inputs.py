@@ -45,9 +45,7 @@ def distributions(values: Tensor, *, class_axis: int, log: bool) -> Tensor:
         raise ValueError(f"expected {name} that sum to one over axis {class_axis} (tolerance {TOLERANCE}), got {got}")
     if not log and _any_bad(values < -TOLERANCE):
         place = _first_place((values < -TOLERANCE).any(class_axis))
-        raise ValueError(
-            f"expected probabilities of at least zero, got a negative one at {_place_text(place)}; use softmax"
-        )
+        raise ValueError(f"expected probabilities, got a negative one at {_place_text(place)}; use softmax")
     leading = values.shape[: class_axis - 1]
     return values.movedim(class_axis, -1).reshape(*leading, -1, values.shape[class_axis])
 
@@ -122,10 +120,8 @@ def check_no_nan(values: Tensor, name: str, class_axis: int | None = None) -> No
     """Raises if there is a NaN; the error names its first place."""
     bad = values.isnan()
     if _any_bad(bad):
-        place = _first_place(bad if class_axis is None else bad.any(class_axis))
-        raise ValueError(
-            f"expected numbers in {name}, got NaN at {_place_text(place)}; check whether a network diverged"
-        )
+        place = _place_text(_first_place(bad if class_axis is None else bad.any(class_axis)))
+        raise ValueError(f"expected numbers in {name}, got NaN at {place}; check whether a network diverged")
 
 
 def class_indices(

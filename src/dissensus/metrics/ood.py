@@ -69,7 +69,7 @@ def _surprise(rows: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(log_rest < math.log(0.5), -torch.log1p(-log_rest.exp()), direct), others
 
 
-def auroc(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights | None = None) -> Tensor:
+def auroc(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights = None) -> Tensor:
     """() or (...) area under the ROC curve: P(OOD scores higher) + ½ P(equal).
 
     Args:
@@ -80,7 +80,7 @@ def auroc(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights | None 
     return _counts(score_in, score_ood, weights).auroc()
 
 
-def aupr(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights | None = None) -> Tensor:
+def aupr(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights = None) -> Tensor:
     """() or (...) average precision with OOD as the positive class; chance level is the share of OOD in the data.
 
     Arguments as in `auroc`.
@@ -88,13 +88,13 @@ def aupr(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights | None =
     return _counts(score_in, score_ood, weights).aupr()
 
 
-def aupr_in(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights | None = None) -> Tensor:
+def aupr_in(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights = None) -> Tensor:
     """() or (...) average precision with in-distribution as the positive class (low scores); arguments as in `auroc`."""
     return _counts(score_in, score_ood, weights).swap_classes().aupr()
 
 
 def aupr_adjusted(
-    score_in: Tensor, score_ood: Tensor, *, prevalence: float = 0.5, weights: PairOfWeights | None = None
+    score_in: Tensor, score_ood: Tensor, *, prevalence: float = 0.5, weights: PairOfWeights = None
 ) -> Tensor:
     """() or (...) average precision, reweighted so that OOD is a share `prevalence` of the data; OOD is positive.
 
@@ -105,12 +105,7 @@ def aupr_adjusted(
 
 
 def fpr95(
-    score_in: Tensor,
-    score_ood: Tensor,
-    *,
-    recall: float = 0.95,
-    rule: Rule = "at_least",
-    weights: PairOfWeights | None = None,
+    score_in: Tensor, score_ood: Tensor, *, recall: float = 0.95, rule: Rule = "at_least", weights: PairOfWeights = None
 ) -> Tensor:
     """() or (...) false positive rate at 95 % recall: share of in-distribution inputs flagged if 95 % of OOD inputs are.
 
@@ -124,12 +119,7 @@ def fpr95(
 
 
 def fpr95_in(
-    score_in: Tensor,
-    score_ood: Tensor,
-    *,
-    recall: float = 0.95,
-    rule: Rule = "at_least",
-    weights: PairOfWeights | None = None,
+    score_in: Tensor, score_ood: Tensor, *, recall: float = 0.95, rule: Rule = "at_least", weights: PairOfWeights = None
 ) -> Tensor:
     """() or (...) share of OOD inputs accepted if 95 % of in-distribution inputs are; arguments as in `fpr95`."""
     return _counts(score_in, score_ood, weights).swap_classes().fpr(recall, rule)
@@ -162,9 +152,8 @@ def precision_recall_curve(score_in: Tensor, score_ood: Tensor) -> PrecisionReca
     """PrecisionRecallCurve with one point per distinct score; OOD is positive, scores as in `auroc`."""
     thresholds, counts = ranked_counts(*score_pair(score_in, score_ood))
     recall = counts.rates()[1]
-    return PrecisionRecallCurve(
-        _prepend(1.0, counts.precision()), _prepend(0.0, recall), _prepend(float("inf"), thresholds)
-    )
+    precision, thresholds = _prepend(1.0, counts.precision()), _prepend(math.inf, thresholds)
+    return PrecisionRecallCurve(precision, _prepend(0.0, recall), thresholds)
 
 
 class PerImageOOD(NamedTuple):
@@ -211,7 +200,7 @@ def per_image_ood(
     return PerImageOOD(means[0], means[1], means[2], len(results))
 
 
-def _counts(score_in: Tensor, score_ood: Tensor, weights: PairOfWeights | None = None) -> RankedCounts:
+def _counts(score_in: Tensor, score_ood: Tensor, weights: PairOfWeights = None) -> RankedCounts:
     return ranked_counts(*score_pair(score_in, score_ood), weights)[1]
 
 

@@ -78,7 +78,6 @@ def _checked_pair(probabilities: Tensor, reference: Tensor) -> tuple[Tensor, Ten
     if probabilities.shape != reference.shape:
         got = f"{tuple(probabilities.shape)} and {tuple(reference.shape)}"
         raise ValueError(f"expected probabilities of the same shape, got {got}; predict both on the same inputs")
-    mine, theirs = (
-        nonempty_values(distributions(each, class_axis=1, log=False)) for each in (probabilities, reference)
-    )
+    both = (distributions(each, class_axis=1, log=False) for each in (probabilities, reference))
+    mine, theirs = map(nonempty_values, both)
     return mine, theirs

@@ -136,9 +136,9 @@ def confusion_matrix(prediction: Tensor, y: Tensor, *, classes: int, ignore_inde
         prediction = prediction.where(y != ignore_index, 0)  # predictions at void places do not matter
     predicted, _ = class_indices("prediction", prediction, y.shape, classes)
     labels, keep = class_indices("y", y, y.shape, classes, ignore_index)
-    return (
-        _confusion(predicted, labels, classes) if keep is None else _confusion(predicted[keep], labels[keep], classes)
-    )
+    if keep is not None:
+        predicted, labels = predicted[keep], labels[keep]
+    return _confusion(predicted, labels, classes)
 
 
 def _confusion(prediction: Tensor, y: Tensor, classes: int) -> Tensor:

@@ -16,7 +16,8 @@ from dissensus.metrics.example_weights import checked_weights, group_sums
 from dissensus.utils.checks import fraction, one_of
 
 Rule = Literal["at_least", "nearest"]
-PairOfWeights = tuple[Tensor, Tensor]  # (..., N) of the in-distribution and (..., N') of the OOD inputs
+# (..., N) of the in-distribution and (..., N') of the OOD inputs; None counts every input once
+PairOfWeights = tuple[Tensor, Tensor] | None
 
 
 class RankedCounts(NamedTuple):
@@ -76,9 +77,7 @@ class RankedCounts(NamedTuple):
         return fpr.gather(-1, place).squeeze(-1)
 
 
-def ranked_counts(
-    score_in: Tensor, score_ood: Tensor, weights: PairOfWeights | None = None
-) -> tuple[Tensor, RankedCounts]:
+def ranked_counts(score_in: Tensor, score_ood: Tensor, weights: PairOfWeights = None) -> tuple[Tensor, RankedCounts]:
     """(K,) distinct scores, highest first, and their RankedCounts, from two flat tensors of one dtype.
 
     weights: how often each input counts; None counts each once.

@@ -97,9 +97,8 @@ class ScoreHistogram(NamedTuple):
     @classmethod
     def empty(cls, bits: int = 18, device: torch.device | str | None = None) -> ScoreHistogram:
         """ScoreHistogram without scores; bits: from 10 to 24."""
-        zeros = torch.zeros(
-            2 ** number("bits", bits, least=10, most=24, hint="18 is a good start"), dtype=torch.int64, device=device
-        )
+        size = 2 ** number("bits", bits, least=10, most=24, hint="18 is a good start")
+        zeros = torch.zeros(size, dtype=torch.int64, device=device)
         return cls(zeros, zeros)
 
     def update(self, score_in: Tensor, score_ood: Tensor) -> ScoreHistogram:
@@ -169,9 +168,8 @@ class RiskHistogram(NamedTuple):
     def risk_coverage(self, points: int = 200) -> RiskCoverage:
         """RiskCoverage at about `points` coverages at most, evenly chosen from the ends of bins."""
         taken, lost = (each[_nonempty_state(self)[0] > 0].cumsum(0).double() for each in self)
-        index = torch.linspace(0, taken[-1], integer("points", points) + 1, dtype=torch.float64, device=taken.device)[
-            1:
-        ]
+        count = integer("points", points) + 1
+        index = torch.linspace(0, taken[-1], count, dtype=torch.float64, device=taken.device)[1:]
         ends = torch.unique(torch.searchsorted(taken, index.ceil()).clamp(max=len(taken) - 1))
         return RiskCoverage(taken[ends] / taken[-1], lost[ends] / taken[ends])
 

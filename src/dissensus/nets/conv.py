@@ -19,14 +19,8 @@ class ConvNet(nn.Module):
         self, channels: int, outputs: int, *, size: int = 28, width: int = 16, hidden: int = 64, dropout: float = 0.0
     ) -> None:
         super().__init__()
-        self.config = {
-            "channels": channels,
-            "outputs": outputs,
-            "size": size,
-            "width": width,
-            "hidden": hidden,
-            "dropout": dropout,
-        }
+        self.config: dict[str, float] = {"channels": channels, "outputs": outputs, "size": size}
+        self.config |= {"width": width, "hidden": hidden, "dropout": dropout}
         self.features = nn.Sequential(
             nn.Conv2d(channels, width, 3, padding=1),
             nn.ReLU(),

@@ -49,20 +49,13 @@ class MLP(nn.Module):
         one_of("init", init, ("torch", "he", "normal"), hint='"torch" is torch\'s default')
         ntk = one_of("parameterization", parameterization, ("standard", "ntk")) == "ntk"
         if ntk and init != "torch":
-            raise ValueError(
-                f'expected no init with parameterization="ntk", got {init!r}; pass weight_variance= instead'
-            )
+            raise ValueError(f'expected no init with parameterization="ntk", got {init!r}; pass weight_variance=')
         if not ntk and (weight_variance is not None or bias_variance is not None):
-            raise ValueError(
-                'expected variances with parameterization="ntk" only, got some; pass "ntk", or init= instead'
-            )
-        rates = (
-            [float(dropout)] * len(hidden) if isinstance(dropout, int | float) else [float(rate) for rate in dropout]
-        )
+            raise ValueError('expected variances with parameterization="ntk" only, got some; pass "ntk", or init=')
+        per_layer = [dropout] * len(hidden) if isinstance(dropout, int | float) else dropout
+        rates = [float(rate) for rate in per_layer]
         if len(rates) != len(hidden):
-            raise ValueError(
-                f"expected one dropout rate or {len(hidden)}, got {len(rates)}; pass one for each hidden layer"
-            )
+            raise ValueError(f"expected one dropout rate or {len(hidden)}, got {len(rates)}; pass one per hidden layer")
         self.config = {
             "inputs": inputs,
             "outputs": outputs,

@@ -35,14 +35,8 @@ class VGG16(nn.Module):
     ) -> None:
         super().__init__()
         one_of("head", head, ("small", "large"))
-        self.config = {
-            "outputs": outputs,
-            "channels": channels,
-            "batch_norm": batch_norm,
-            "dropout": dropout,
-            "head": head,
-            "hidden": hidden,
-        }
+        self.config: dict[str, object] = {"outputs": outputs, "channels": channels, "batch_norm": batch_norm}
+        self.config |= {"dropout": dropout, "head": head, "hidden": hidden}
         layers: list[nn.Module] = []
         previous = channels
         for stage in STAGES:

@@ -18,6 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from dissensus.utils.text import CONTROL
 
 Array = Any  # anything numpy.asarray takes
+Palette = Mapping[str, str]  # name -> colour
 
 INK = "#123456"
 PALETTE = (
@@ -174,7 +175,7 @@ def ood_histogram(inside: Array, foreign: Mapping[str, Array], *, score: str, ti
     return figure
 
 
-def roc_figure(curves: Mapping[str, tuple[Array, Array, float]], *, title: str, palette: Mapping[str, str]) -> Figure:
+def roc_figure(curves: Mapping[str, tuple[Array, Array, float]], *, title: str, palette: Palette) -> Figure:
     """Draws the ROC curve (false positive rate, true positive rate, area) of each method; OOD is positive."""
     drawn = [
         Curve(*_thin_curve(fpr, tpr), f"{short_name(name)}  {100 * area:.2f} %", {"color": palette[name]})
@@ -186,7 +187,7 @@ def roc_figure(curves: Mapping[str, tuple[Array, Array, float]], *, title: str, 
 
 
 def risk_coverage_figure(
-    curves: Mapping[str, tuple[Array, Array]], *, risk: str, percent: bool, palette: Mapping[str, str]
+    curves: Mapping[str, tuple[Array, Array]], *, risk: str, percent: bool, palette: Palette
 ) -> Figure:
     """Draws the risk of the most certain inputs against their share."""
     drawn = [Curve(*_thin_curve(*each), short_name(name), {"color": palette[name]}) for name, each in curves.items()]
@@ -197,12 +198,7 @@ def risk_coverage_figure(
 
 
 def corruption_panel(
-    severities: Sequence[int],
-    values: Mapping[str, tuple[float, Array]],
-    *,
-    label: str,
-    percent: bool,
-    palette: Mapping[str, str],
+    severities: Sequence[int], values: Mapping[str, tuple[float, Array]], *, label: str, percent: bool, palette: Palette
 ) -> Panel:
     """A metric against the severity of corruption, types pooled; severity 0 is the clean inputs."""
     x = [0, *severities]
@@ -220,7 +216,7 @@ def cost_scatter(
     cost: str,
     quality: str,
     percent: bool,
-    palette: Mapping[str, str],
+    palette: Palette,
     better: Literal["high", "low"],
 ) -> Figure:
     """Draws quality against cost (cost, value, interval), one point per method; the cost axis is logarithmic."""
@@ -240,7 +236,7 @@ def cost_scatter(
     return figure
 
 
-def interval_coverage_figure(cumulative: Mapping[str, Array], *, palette: Mapping[str, str]) -> Figure:
+def interval_coverage_figure(cumulative: Mapping[str, Array], *, palette: Palette) -> Figure:
     """Draws the share of targets inside central intervals against their level, from P(Y ≤ y) at the targets."""
     levels, drawn = np.linspace(0, 1, 101), [DIAGONAL._replace(label="calibrated")]
     for name, values in cumulative.items():

@@ -28,9 +28,8 @@ def predictive_figure(predictive: Any, x: Any, seen: tuple[Any, Any] | None, cla
         raise ValueError(f"expected the {len(mean)} inputs of the prediction, got {len(inputs)}; pass the same x")
     if classed and mean.ndim > 2:
         truth = None if seen is None else _array(tensor_of(seen[1]))
-        return prediction_figures.segmentation_figure(
-            inputs, mean, _array(predictive.epistemic), classes=classes, truth=truth
-        )
+        spread = _array(predictive.epistemic)
+        return prediction_figures.segmentation_figure(inputs, mean, spread, classes=classes, truth=truth)
     dots = None if seen is None else (_array(tensor_of(seen[0])), _array(tensor_of(seen[1])))
     if inputs is not None and inputs.ndim == 2 and inputs.shape[1] == 2:
         total = _array(predictive.total).reshape(len(mean), -1).sum(1)
@@ -41,16 +40,13 @@ def predictive_figure(predictive: Any, x: Any, seen: tuple[Any, Any] | None, cla
     flat = _array(torch.arange(len(mean))) if inputs is None else inputs.reshape(len(mean), -1)
     if classed or flat.reshape(len(mean), -1).shape[1] != 1:
         shape = None if inputs is None else inputs.shape
-        raise ValueError(
-            f"expected inputs on a line (of a regression), on a plane (B, 2), or images (B, channels, H, W), got {shape}; "
-            "pass x, or plot ds.evaluate(...) instead"
-        )
+        wanted = "inputs on a line (of a regression), on a plane (B, 2), or images (B, channels, H, W)"
+        raise ValueError(f"expected {wanted}, got {shape}; pass x, or plot ds.evaluate(...) instead")
     ends = tuple(_array(each).reshape(len(mean), -1) for each in predictive.interval(LEVEL))
     kept = _array(predictive.defining_tensors()[0][:MEMBERS])  # for a summary its mean
     members = kept.reshape(len(kept), len(mean), -1)
-    return prediction_figures.line_figure(
-        flat.ravel(), mean.reshape(len(mean), -1), ends, members, level=LEVEL, seen=dots
-    )
+    line, rows = flat.ravel(), mean.reshape(len(mean), -1)
+    return prediction_figures.line_figure(line, rows, ends, members, level=LEVEL, seen=dots)
 
 
 def _array(values: Tensor) -> Array:

@@ -10,8 +10,9 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-from dissensus.plots.charts import INK, STYLE, Array, short_name
+from dissensus.plots.charts import INK, STYLE, Array, Palette, short_name
 
+Window = tuple[float, float, float, float]  # left, right, bottom, top
 COLUMNS = 5  # most panels in a row
 POINTS = 200  # most points of a member's line: ten lines in each of ten panels make large files
 
@@ -24,9 +25,7 @@ class Band(NamedTuple):
     members: Array  # (up to ten, n)
 
 
-def band_figure(
-    where: Array, methods: Mapping[str, Band], *, seen: tuple[Array, Array], palette: Mapping[str, str]
-) -> Figure:
+def band_figure(where: Array, methods: Mapping[str, Band], *, seen: tuple[Array, Array], palette: Palette) -> Figure:
     """Draws mean, ±3 standard deviations and some members of every method; where: (n,), seen: data (N,) and (N,)."""
     where, (x, y) = np.asarray(where), (np.asarray(each) for each in seen)
     low, high = _limits(methods, y)
@@ -44,13 +43,7 @@ def band_figure(
     return figure
 
 
-def entropy_maps(
-    squares: Mapping[str, Array],
-    *,
-    window: tuple[float, float, float, float],
-    largest: float,
-    seen: tuple[Array, Array],
-) -> Figure:
+def entropy_maps(squares: Mapping[str, Array], *, window: Window, largest: float, seen: tuple[Array, Array]) -> Figure:
     """Draws every method's entropy over the plane, 0 to `largest`; squares (side, side), seen: points (N, 2), classes (N,)."""
     points, classes = (np.asarray(each) for each in seen)
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
@@ -139,9 +132,8 @@ def implicit_figure(before: Array, after: Array, *, largest: float, title: str) 
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(0.62 * columns, 1.24 * n + 0.3))
         grid = figure.subplots(2 * n, columns, squeeze=False)
-        figure.subplots_adjust(
-            left=0.01, right=0.99, bottom=0.01, top=1 - 0.3 / (1.24 * n + 0.3), wspace=0.06, hspace=0.06
-        )
+        top = 1 - 0.3 / (1.24 * n + 0.3)
+        figure.subplots_adjust(left=0.01, right=0.99, bottom=0.01, top=top, wspace=0.06, hspace=0.06)
         figure.suptitle(title, fontsize=8, x=0.01, ha="left")
         for axes in grid.flat:
             axes.set_axis_off()

@@ -8,15 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from dissensus.plots import segmentation_maps
 from dissensus.plots.charts import INK, PALETTE, STYLE, Array, Curve, Panel, curve_figure, marker_style, short_name
-from dissensus.plots.segmentation_maps import (
-    CONFIDENCE,
-    EPISTEMIC,
-    add_class_legend,
-    class_image,
-    heat_image,
-    special_labels,
-)
 
 MOST = 8  # most images shown
 Seen = tuple[Array, Array]
@@ -66,19 +59,15 @@ def segmentation_figure(
     rows = []
     for i, each in enumerate(probabilities[:MOST]):
         row = [] if images is None else [("image", displayable_image(images[i]))]
-        row += [] if truth is None else [("truth", class_image(truth[i], count))]
-        row += [
-            ("prediction", class_image(each.argmax(0), count)),
-            ("confidence, 0 (dark) to 1", heat_image(each.max(0), largest=1.0, colours=CONFIDENCE)),
-            (
-                f"mutual information, to {largest:.2g} nats",
-                heat_image(epistemic[i], largest=largest, colours=EPISTEMIC),
-            ),
-        ]
+        row += [] if truth is None else [("truth", segmentation_maps.class_image(truth[i], count))]
+        confidence = segmentation_maps.heat_image(each.max(0), largest=1.0, colours=segmentation_maps.CONFIDENCE)
+        apart = segmentation_maps.heat_image(epistemic[i], largest=largest, colours=segmentation_maps.EPISTEMIC)
+        row += [("prediction", segmentation_maps.class_image(each.argmax(0), count))]
+        row += [("confidence, 0 (dark) to 1", confidence), (f"mutual information, to {largest:.2g} nats", apart)]
         rows.append(row)
     figure = image_grid(rows)
-    marks = [] if truth is None else special_labels(truth[:MOST], count)
-    add_class_legend(figure, list(classes) or [str(i) for i in range(count)], marks)
+    marks = [] if truth is None else segmentation_maps.special_labels(truth[:MOST], count)
+    segmentation_maps.add_class_legend(figure, list(classes) or [str(i) for i in range(count)], marks)
     return figure
 
 

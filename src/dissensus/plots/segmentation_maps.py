@@ -70,9 +70,8 @@ def scene_figure(image: Array, target: Array, methods: Mapping[str, PixelMaps], 
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         grid = figure.subplots(rows, 5 if window else 3, squeeze=False)
         bottom, top = legend / figure.get_figheight(), 1 - 0.22 / figure.get_figheight()
-        figure.subplots_adjust(
-            left=0.3 / across, right=1 - 0.1 / across, top=top, bottom=bottom, wspace=0.04, hspace=0.16
-        )
+        left, right = 0.3 / across, 1 - 0.1 / across
+        figure.subplots_adjust(left=left, right=right, top=top, bottom=bottom, wspace=0.04, hspace=0.16)
         for axes in grid.flat:
             axes.set(xticks=[], yticks=[])
             axes.spines[:].set_visible(False)

@@ -281,9 +281,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         shares = (self.conformal, self.validation)
         train, calibrating, held = split_rows(groups, shares, seed=seed, labels=labels, least=LEAST)
         if self.conformal and not len(calibrating):
+            got = f"{self.conformal:g} of {len(rows)}"
             raise ValueError(
-                f"expected at least {LEAST} rows to calibrate on, got {self.conformal:g} of {len(rows)}; pass more rows, or a "
-                "larger share as conformal="
+                f"expected at least {LEAST} rows to calibrate on, got {got}; pass more, or raise conformal="
             )
         if copies:  # made after the split, so that no row is in two parts; calibration counts each row once
             train, held = (part.repeat(weights[part].astype(np.int64)) for part in (train, held))
@@ -375,10 +375,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         promise = self.posterior_.promises["conformal"]
         assert isinstance(promise, Conformal)
         if promise.rows < least_rows(level):
-            raise ValueError(
-                f"expected a level that {promise.rows} calibration rows can promise, got {level:g}, which needs "
-                f"{least_rows(level)}; pass a lower level, or fit with more rows"
-            )
+            got = f"{level:g}, which needs {least_rows(level)}; pass a lower level, or fit with more rows"
+            raise ValueError(f"expected a level that {promise.rows} calibration rows can promise, got {got}")
         tensors = {name: getattr(promise, name) for name in ("scores", "mass", "sizes", "groups")}
         return Conformal({**promise.facts, "level": level}, tensors).thresholds(torch.ones(1, dtype=torch.float64))
 

@@ -72,9 +72,7 @@ class Classifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         check_classification_targets(labels)
         self.classes_, codes = np.unique(labels, return_inverse=True)
         if len(self.classes_) < 2:
-            raise ValueError(
-                f"expected at least two classes, got one class, {self.classes_[0]!r}; pass rows of other classes too"
-            )
+            raise ValueError(f"expected at least two classes, got one class, {self.classes_[0]!r}; pass other rows too")
         return codes.astype(np.int64)
 
     def _measure(self, targets: np.ndarray) -> None:
@@ -136,10 +134,8 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
     def _outputs(self, y: Tensor) -> tuple[int, Likelihood]:
         likelihood = copy.deepcopy(self.likelihood) or HeteroscedasticRegression()
         if not isinstance(likelihood, RealTargets):
-            raise TypeError(
-                f"expected a likelihood of real targets, got {type(likelihood).__name__}; pass ds.Regression(), or derive "
-                "yours from it"
-            )
+            got = f"{type(likelihood).__name__}; pass ds.Regression(), or derive yours from it"
+            raise TypeError(f"expected a likelihood of real targets, got {got}")
         likelihood.set_target_scale({"mean": torch.zeros(y.shape[1]), "std": self.scale_.std})
         return y.shape[1] * (2 if isinstance(likelihood, HeteroscedasticRegression) else 1), likelihood
 

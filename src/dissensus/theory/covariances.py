@@ -37,9 +37,8 @@ class UnitMoments:
 
     def apply_linear(self, function: Callable[[Tensor], Tensor]) -> UnitMoments:
         """The same linear map of both moments."""
-        return replace(
-            self, cross=function(self.cross), tangent=None if self.tangent is None else function(self.tangent)
-        )
+        tangent = None if self.tangent is None else function(self.tangent)
+        return replace(self, cross=function(self.cross), tangent=tangent)
 
 
 def input_covariance(x1: Tensor, x2: Tensor | None, layout: Positions) -> Tensor:

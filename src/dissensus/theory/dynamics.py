@@ -45,9 +45,8 @@ class EnsembleDynamics:
         self._targets = targets.to(torch.float64)
         self._kernels = (train, towards, points)
         self._mean = FactorisedKernel(train.mean_mode(members, gamma), towards.mean_mode(members, gamma))
-        self._difference = FactorisedKernel(
-            train.difference_mode(members, gamma), towards.difference_mode(members, gamma)
-        )
+        modes = (each.difference_mode(members, gamma) for each in (train, towards))
+        self._difference = FactorisedKernel(*modes)
 
     @property
     def mean_eigenvalues(self) -> Tensor:
@@ -114,9 +113,8 @@ class EnsembleDynamics:
         centre = [k.gp_cross + (k.gp_same - k.gp_cross) / count for k in self._kernels]
         apart = [k.gp_same - k.gp_cross for k in self._kernels]
         variance = _trained_variance(self._mean.response_matrix(when, learning_rate, descent), *centre)
-        spread = (1 - 1 / count) * _trained_variance(
-            self._difference.response_matrix(when, learning_rate, descent), *apart
-        )
+        response = self._difference.response_matrix(when, learning_rate, descent)
+        spread = (1 - 1 / count) * _trained_variance(response, *apart)
         return EnsembleLaw(mean, variance, spread)
 
 

@@ -140,10 +140,8 @@ class EmbeddedNetwork:
     def _signals(self, x: Tensor) -> list[_Signals]:
         """For each layer: inputs (M, B, N), ∂f/∂z and ∂f/∂(u, v) (M, B, O, N), for every input separately."""
         members, batch = self.members, len(x)
-        own = {
-            name: tensor[:, None].expand(members, batch, -1).detach().clone().requires_grad_()
-            for name, tensor in self.own.items()
-        }
+        rows = {name: tensor[:, None].expand(members, batch, -1) for name, tensor in self.own.items()}
+        own = {name: tensor.detach().clone().requires_grad_() for name, tensor in rows.items()}
         inputs, zs = [], []
         h = x.expand(members, *x.shape)
         with torch.enable_grad():
@@ -154,10 +152,8 @@ class EmbeddedNetwork:
                 if l <= self.depth:
                     h = own[f"u{l}"] * ACTIVATIONS[self.activation].function(own[f"v{l}"] * z)
             f = zs[-1]
-            found = [
-                torch.autograd.grad(f[..., o].sum(), [*zs, *own.values()], retain_graph=True)
-                for o in range(f.shape[-1])
-            ]
+            inputs = [*zs, *own.values()]
+            found = [torch.autograd.grad(each.sum(), inputs, retain_graph=True) for each in f.unbind(-1)]
         stacked = [torch.stack(each, 2) for each in zip(*found, strict=True)]  # (M, B, O, N)
         factors = dict(zip(own, stacked[len(zs) :], strict=True))
         return [

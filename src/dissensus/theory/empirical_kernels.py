@@ -59,9 +59,8 @@ def empirical_ntk(
     with exact_convolutions():
         outputs = check_rows(network, some)
         result = len(x1) * len(second) * outputs**2 * next(iter(trainable_parameters(module).values())).element_size()
-        for name in (
-            ("structured", *methods_by_cost(network, x1, len(second), outputs)) if method == "auto" else (method,)
-        ):
+        auto = method == "auto"
+        for name in ("structured", *methods_by_cost(network, x1, len(second), outputs)) if auto else (method,):
             for way in WAYS[name]:
                 if way is PLAIN or is_consistent(way, network, some, outputs):
                     return way(network, x1, second, outputs=outputs, result=result, memory=memory)

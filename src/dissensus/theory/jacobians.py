@@ -100,9 +100,8 @@ def products(network: nn.Module, x1: Tensor, x2: Tensor, *, outputs: int, result
     (function, params), room = functional(network), memory - result
     size = sum(p.numel() * p.element_size() for p in params.values())
     held = 4 * saved_bytes(function, params, x1[0])  # for one input: values, tangents and temporary memory of layers
-    check_budget(
-        result + 4 * size + held, memory, "a kernel and derivatives along a gradient", "pass fewer inputs at a time"
-    )
+    what = "a kernel and derivatives along a gradient"
+    check_budget(result + 4 * size + held, memory, what, "pass fewer inputs at a time")
     block = max(1, min(len(x1), 64, (room - 4 * size) // held))
     chunk = max(1, room // (4 * size + block * held))
     first = next(iter(params.values()))

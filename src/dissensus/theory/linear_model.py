@@ -10,7 +10,7 @@ A = UUᵀ/N = Σ λ_i e_i e_iᵀ, q_i = (1·e_i)²/M, r_i = λ_i/λ_max and time
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from dissensus.layers.modulation import Modulation
 from dissensus.utils.checks import integer, number
@@ -24,13 +24,7 @@ class ToyLosses(NamedTuple):
 
 
 def toy_losses(
-    members: int,
-    width: int,
-    times: Tensor,
-    *,
-    p: float = 0.0,
-    draws: int = 20,
-    generator: torch.Generator | None = None,
+    members: int, width: int, times: Tensor, *, p: float = 0.0, draws: int = 20, generator: Generator | None = None
 ) -> ToyLosses:
     """Losses (T,) of a member and of the members' mean over time, in the linear toy model of an embedded ensemble.
 
@@ -52,7 +46,7 @@ def toy_losses(
 
 
 def toy_spectrum(
-    members: int, width: int, *, p: float, draws: int = 20, generator: torch.Generator | None = None
+    members: int, width: int, *, p: float, draws: int = 20, generator: Generator | None = None
 ) -> tuple[float, float]:
     """(λ_max, overlap (e_max·1)²/M of its eigenvector with the vector of ones), both averaged over draws.
 
@@ -104,7 +98,7 @@ def largest_eigenvalue(members: int, width: int, p: float) -> float:
 
 
 def _spectra(
-    members: int, width: int, p: float, draws: int, generator: torch.Generator | None
+    members: int, width: int, p: float, draws: int, generator: Generator | None
 ) -> list[tuple[Tensor, Tensor]]:
     """(λ (M,) ascending, q (M,)) of every draw."""
     for name, value in (("members", members), ("width", width), ("draws", draws)):

@@ -31,11 +31,8 @@ class MemberOutputs:
     """All members' outputs as a function of their trained tensors, with batch statistics of the batch and without dropout."""
 
     def __init__(self, posterior: Any, x: batches.Inputs) -> None:
-        self.posterior, self.particles, self.x = (
-            posterior,
-            posterior.particles,
-            batches.move_to_device(x, posterior.device),
-        )
+        self.posterior, self.particles = posterior, posterior.particles
+        self.x = batches.move_to_device(x, posterior.device)
         shared, own = self.particles.shared_parameters(), self.particles.own_parameters()
         network = {n: p for n, p in {**shared, **own}.items() if n.startswith("network.") and p.requires_grad}
         self.tensors = {name: tensor.detach() for name, tensor in network.items()}

@@ -16,17 +16,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from dissensus.nets.blocks import Residual
 from dissensus.nets.mlp import MLP
 from dissensus.nets.ntk import NTKLinear
+from dissensus.theory import covariances
 from dissensus.theory.activations import ACTIVATIONS, activation_of, is_expanded
-from dissensus.theory.covariances import (
-    Positions,
-    UnitMoments,
-    after_activation,
-    after_pooling,
-    after_weights,
-    flat_mean,
-    input_covariance,
-    patch_means,
-)
+from dissensus.theory.covariances import Positions, UnitMoments
 from dissensus.theory.kernel_inputs import check_budget, check_kernels, checked_pair, variance_of
 from dissensus.utils.checks import one_of
 
@@ -81,11 +73,8 @@ def kernel(
         memory: most bytes for covariances of image positions; larger requests are computed in blocks of inputs.
     """
     one_of("parameterization", parameterization, ("ntk", "standard"))
-    law = _WeightLaw(
-        variance_of("weight_variance", weight_variance),
-        variance_of("bias_variance", bias_variance),
-        parameterization == "standard",
-    )
+    variances = variance_of("weight_variance", weight_variance), variance_of("bias_variance", bias_variance)
+    law = _WeightLaw(*variances, parameterization == "standard")
     _check_described(network)
     steps = list(_layers_in_order(network))
     first, second = (x.to(torch.float64) for x in checked_pair(x1, x2))
@@ -113,10 +102,9 @@ def kernel(
             here, there = slice(i, i + rows), slice(j, j + columns)
             left = [variances[..., here] for variances in own]
             right = left if second is first and i == j else [variances[..., there] for variances in others]
-            cross = input_covariance(first[here], second[there], layout)
-            units = _output_moments(
-                _propagate(steps, UnitMoments(cross, None, layout, left, right), law, width=first.shape[1])
-            )
+            cross = covariances.input_covariance(first[here], second[there], layout)
+            inputs = UnitMoments(cross, None, layout, left, right)
+            units = _output_moments(_propagate(steps, inputs, law, width=first.shape[1]))
             nngp[here, there], ntk[here, there] = units.cross, 0.0 if units.tangent is None else units.tangent
             if second is first and i != j:
                 nngp[there, here], ntk[there, here] = nngp[here, there].T, ntk[here, there].T
@@ -128,7 +116,7 @@ def _own_variances(steps: list[nn.Module], x: Tensor, law: _WeightLaw, layout: P
     """(…, N) variances of all inputs before every activation, `count` inputs at a time."""
     parts = []
     for some in x.split(count):  # type: ignore[no-untyped-call]
-        units = UnitMoments(input_covariance(some, None, layout), None, layout, [], None)
+        units = UnitMoments(covariances.input_covariance(some, None, layout), None, layout, [], None)
         parts.append(_output_moments(_propagate(steps, units, law, width=x.shape[1])).first)
     return [torch.cat(each, -1) for each in zip(*parts, strict=True)]
 
@@ -137,7 +125,7 @@ def _output_moments(units: UnitMoments) -> UnitMoments:
     """The outputs' moments."""
     if not units.gaussian:
         raise ValueError("expected a network that ends in Linear or Conv2d, got another last layer; add a Linear")
-    units = flat_mean(units) if units.flattened else units
+    units = covariances.flat_mean(units) if units.flattened else units
     if units.layout != "vector":
         raise ValueError("expected a network with one vector of outputs, got images; end in Flatten and Linear")
     return units
@@ -173,17 +161,19 @@ def _propagate(steps: list[nn.Module], units: UnitMoments, law: _WeightLaw, *, w
             if broken:
                 raise ValueError(f"expected {requirement}")
         if isinstance(layer, nn.Linear | NTKLinear):
-            units = after_weights(flat_mean(units), **_weight_moments(layer, layer.in_features, law))
+            moments = _weight_moments(layer, layer.in_features, law)
+            units = covariances.after_weights(covariances.flat_mean(units), **moments)
             width = layer.out_features
         elif isinstance(layer, nn.Conv2d):
-            units = after_weights(patch_means(units, layer), **_weight_moments(layer, layer.weight[0].numel(), law))
+            moments = _weight_moments(layer, layer.weight[0].numel(), law)
+            units = covariances.after_weights(covariances.patch_means(units, layer), **moments)
             width = layer.out_channels
         elif isinstance(layer, nn.Flatten):
             if units.layout != "vector":
                 width *= units.cross.shape[0] * units.cross.shape[1]
                 units = replace(units, flattened=True)
         elif isinstance(layer, nn.AvgPool2d | nn.AdaptiveAvgPool2d):
-            units = after_pooling(units, layer)
+            units = covariances.after_pooling(units, layer)
         elif isinstance(layer, Residual):
             units = _propagate_residual(layer, units, law, width)
         else:
@@ -256,4 +246,4 @@ def _propagate_activation(layer: nn.Module, units: UnitMoments) -> UnitMoments:
         raise ValueError(f"expected layers with a known kernel, got {type(layer).__name__}; {advice}") from None
     if not units.gaussian:
         raise ValueError(f"expected a Linear or Conv2d right before {type(layer).__name__}, got none; add one")
-    return after_activation(units, activation)
+    return covariances.after_activation(units, activation)

@@ -42,9 +42,8 @@ def wide_limit(posterior: Posterior, modulations: dict[str, Tensor]) -> tuple[fl
     """(K_o/K_d, Θ_o/Θ_d) of one input at the outputs; None if unknown."""
     links = chain(posterior, modulations)
     low, high = (propagate_chain(links, equal=equal) for equal in (False, True))
-    told = [
-        a if a is not None and b is not None and abs(a - b) <= APART else None for a, b in zip(low, high, strict=True)
-    ]
+    pairs = zip(low, high, strict=True)
+    told = [a if a is not None and b is not None and abs(a - b) <= APART else None for a, b in pairs]
     return told[0], told[1]
 
 

@@ -190,11 +190,8 @@ def _counted_text(method: ResampledMeasure) -> str:
     seeds = len(method.values)
     if seeds == 1:
         return "test examples, not seeds"
-    return (
-        f"{seeds} seeds with test examples of their own"
-        if _has_separate_examples(method)
-        else f"test examples and {seeds} seeds"
-    )
+    separate = _has_separate_examples(method)
+    return f"{seeds} seeds with test examples of their own" if separate else f"test examples and {seeds} seeds"
 
 
 def _has_separate_examples(method: ResampledMeasure) -> bool:
@@ -232,9 +229,8 @@ def _resampled_values(
     names = [name for group in measure.samples for name in group]
     found = []
     for weights in _weights(tuple(sizes), resamples):
-        found.append(
-            torch.stack([measure.statistic(weights, *(e.arrays[name] for name in names)) for e in evaluations])
-        )
+        values = [measure.statistic(weights, *(e.arrays[name] for name in names)) for e in evaluations]
+        found.append(torch.stack(values))
     return torch.cat(found, 1)
 
 

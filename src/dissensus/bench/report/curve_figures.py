@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from dissensus.bench.report.measures import Measure
-from dissensus.plots.charts import INK, Array, Curve, Panel, curve_figure, marker_style, short_name
+from dissensus.plots.charts import INK, Array, Curve, Palette, Panel, curve_figure, marker_style, short_name
 
 SPACES = {
     "weight": "distance of weights",
@@ -18,7 +18,7 @@ SPACES = {
 }
 
 
-def distance_figure(curves: Mapping[str, Mapping[str, tuple[Array, Array]]], *, palette: Mapping[str, str]) -> Figure:
+def distance_figure(curves: Mapping[str, Mapping[str, tuple[Array, Array]]], *, palette: Palette) -> Figure:
     """One panel per space, one curve (epochs, values) per method: curves[space][method]."""
     panels = [
         Panel(
@@ -44,9 +44,7 @@ UNDER_ATTACK = {
 }
 
 
-def attack_figure(
-    epsilons: Array, drawn: Mapping[str, Mapping[str, Array]], *, palette: Mapping[str, str], title: str
-) -> Figure:
+def attack_figure(epsilons: Array, drawn: Mapping[str, Mapping[str, Array]], *, palette: Palette, title: str) -> Figure:
     """One panel per metric of UNDER_ATTACK, one curve over ε per method: drawn[metric][method]."""
     panels = [
         Panel(
@@ -73,7 +71,7 @@ OverValues = dict[
 ]  # title -> measure -> method -> value of the setting
 
 
-def setting_figure(rows: OverValues, *, label: str, log: bool, palette: Mapping[str, str]) -> Figure:
+def setting_figure(rows: OverValues, *, label: str, log: bool, palette: Palette) -> Figure:
     """Measures over the values of a setting, one line per method with intervals; one row of panels per title."""
     each = (points for several in rows.values() for methods in several.values() for points in methods.values())
     panels, ticks = [], sorted({value for points in each for value in points})
@@ -110,9 +108,7 @@ LEARNED = {
 }
 
 
-def learning_figure(
-    rows: Mapping[str, Mapping[str, Mapping[str, tuple[Array, Array]]]], *, palette: Mapping[str, str]
-) -> Figure:
+def learning_figure(rows: Mapping[str, Mapping[str, Mapping[str, tuple[Array, Array]]]], *, palette: Palette) -> Figure:
     """Accuracy over epochs: mean over seeds and their range. rows[title][name][method]: epochs (E,), values (S, E)."""
     panels, names = [], list(dict.fromkeys(name for several in rows.values() for name in several))
     for title, several in rows.items():
@@ -143,7 +139,7 @@ def sweep_figure(
     key: str,
     label: str,
     chosen: str,
-    palette: Mapping[str, str],
+    palette: Palette,
 ) -> Figure:
     """Accuracies over a setting: mean over seeds with their spread, the chosen value marked, other methods as lines.
 

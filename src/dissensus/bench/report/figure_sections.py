@@ -12,11 +12,12 @@ from dissensus.bench.report.results import Results
 from dissensus.bench.report.setting_sweep import accuracies, sweep_of
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.plots import method_panels, segmentation_maps
+from dissensus.plots.charts import Palette
 
 Made = tuple[str, str, list[tuple[str, Figure]]]  # title, how to read it, (description, figure)
 
 
-def prediction_section(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+def prediction_section(first: dict[str, Evaluation], palette: Palette) -> Made | None:
     """Every method's prediction over the line or the plane."""
     known = {name: each.arrays for name, each in first.items() if "grid/positions" in each.arrays}
     if not known:
@@ -70,7 +71,7 @@ def segmentation_section(first: dict[str, Evaluation]) -> Made | None:
     return "Where in the image is it certain?", text, figures
 
 
-def distance_section(results: Results, palette: dict[str, str]) -> Made | None:
+def distance_section(results: Results, palette: Palette) -> Made | None:
     """Distances between members over training, mean over seeds."""
     known = results.methods_with("distances/epochs")
     if not known:
@@ -88,7 +89,7 @@ def distance_section(results: Results, palette: dict[str, str]) -> Made | None:
     return "How members differ, over training", text, [("Distances between members over training", figure)]
 
 
-def attack_section(results: Results, palette: dict[str, str]) -> Made | None:
+def attack_section(results: Results, palette: Palette) -> Made | None:
     """The effect of every attack on every method as ε grows, mean over seeds."""
     figures = []
     for attack, title in ATTACKED.items():
@@ -101,9 +102,8 @@ def attack_section(results: Results, palette: dict[str, str]) -> Made | None:
                 }
                 for metric in curve_figures.UNDER_ATTACK
             }
-            figures.append(
-                (f"Test inputs {title}", curve_figures.attack_figure(epsilons, drawn, palette=palette, title=title))
-            )
+            figure = curve_figures.attack_figure(epsilons, drawn, palette=palette, title=title)
+            figures.append((f"Test inputs {title}", figure))
     text = (
         "Test inputs are changed within a radius ε to make the averaged prediction wrong; ε = 0 is the unchanged inputs. "
         "Entropy and mutual information should rise where accuracy falls."
@@ -146,7 +146,7 @@ def learning_data(results: Results) -> dict[str, dict[str, tuple[np.ndarray, np.
     }
 
 
-def learning_section(results: Results, palette: dict[str, str]) -> Made | None:
+def learning_section(results: Results, palette: Palette) -> Made | None:
     """Accuracy while methods train."""
     if not (found := learning_data(results)):
         return None
@@ -163,7 +163,7 @@ def _values_by_epoch(several: Sequence[Evaluation], prefix: str, name: str) -> t
     return np.asarray(common), np.array([[look[epoch] for epoch in common] for look in looks])
 
 
-def sweep_section(results: Results, palette: dict[str, str]) -> Made | None:
+def sweep_section(results: Results, palette: Palette) -> Made | None:
     """Accuracy over the values of the task's swept setting."""
     sweep = sweep_of(results)
     if sweep is None:

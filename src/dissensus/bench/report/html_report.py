@@ -8,18 +8,9 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from dissensus.bench.report import report_figures, tables
+from dissensus.bench.report import prose, report_figures, tables
 from dissensus.bench.report.comparisons import LEVEL, Family
 from dissensus.bench.report.measures import Measure
-from dissensus.bench.report.prose import (
-    SMOKE,
-    cautions,
-    few_examples_caution,
-    headline,
-    is_smoke,
-    question_sentences,
-    test_set_sentences,
-)
 from dissensus.bench.report.published_numbers import reference_sentences, reference_table
 from dissensus.bench.report.results import CONTROL, Results, csv_text, table_text
 from dissensus.storage.run_files import write_text
@@ -45,9 +36,8 @@ def write_report(results: Results, path: str | Path) -> list[Path]:
         return list(targets.values())
     content = None if list(targets) == [".csv"] else report_content(results, with_figures=".html" in targets)
     for end, target in targets.items():
-        text = (
-            csv_text(results).translate(CONTROL) if end == ".csv" else render_template(f"report{end}.j2", content or {})
-        )
+        csv = end == ".csv"
+        text = csv_text(results).translate(CONTROL) if csv else render_template(f"report{end}.j2", content or {})
         write_text(target, text)
     return list(targets.values())
 
@@ -88,10 +78,14 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
     return {
         "title": results.title,
         "description": results.description,
-        "banner": SMOKE if is_smoke(results) else "",
-        "headline": headline(results, found, draws, against),
-        "cautions": [*test_set_sentences(draws["nll"]), *few_examples_caution(draws), *cautions(results)],
-        "claims": question_sentences(results) if alike else [],
+        "banner": prose.SMOKE if prose.is_smoke(results) else "",
+        "headline": prose.headline(results, found, draws, against),
+        "cautions": [
+            *prose.test_set_sentences(draws["nll"]),
+            *prose.few_examples_caution(draws),
+            *prose.cautions(results),
+        ],
+        "claims": prose.question_sentences(results) if alike else [],
         "against_cost": report_figures.cost_section(results, draws) if with_figures else None,
         "main": tables.main_table(results, found, draws),
         "baseline": baseline,
@@ -202,9 +196,8 @@ def render_template(template: str, content: Mapping[str, Any]) -> str:
         keep_trailing_newline=True,
     )
     environment.filters |= {"cell": _markdown, "tex": _latex, "grid_csv": grid_csv, "as_link": _data_uri}
-    environment.globals["latex"] = lambda table, caption: render_template(
-        "grid.tex.j2", {"table": table, "caption": caption}
-    )
+    latex = "grid.tex.j2"
+    environment.globals["latex"] = lambda table, caption: render_template(latex, {"table": table, "caption": caption})
     return environment.get_template(template).render(**content).translate(CONTROL)
 
 

@@ -20,12 +20,8 @@ def region_keys(evaluation: Evaluation) -> list[str]:
 def region_words(key: str) -> tuple[str, str]:
     """(region, quantity) of a key in words: ("off the data", "entropy")."""
     _, region, quantity = key.split("/")
-    names = {
-        "off_data": "off the data",
-        "at_data": "at the data",
-        "between": "between the data",
-        "outside": "outside the data",
-    }
+    names = {"off_data": "off the data", "at_data": "at the data"}
+    names |= {name: f"{name} the data" for name in ("between", "outside")}
     return names.get(region, region.replace("_", " ")), {"sd": "standard deviation"}.get(quantity, quantity)
 
 
@@ -110,26 +106,13 @@ def measures(evaluation: Evaluation) -> list[Measure]:
         if f"ood/{name}/score/{score}" not in evaluation.arrays:
             pair = ()
         told = f"told apart from {name}"
+        fpr95, fpr95_in = _ranking_statistic(metrics.fpr95), _ranking_statistic(metrics.fpr95_in)
         found += [
             Measure(f"ood/{name}/auroc", "AUROC", told, "high", 100, 2, "%", pair, _ranking_statistic(metrics.auroc)),
             Measure(f"ood/{name}/aupr", "AUPR", told, "high", 100, 2, "%", pair, _ranking_statistic(metrics.aupr)),
             Measure(f"ood/{name}/aupr_adjusted", "AUPR, adjusted", told, "high", 100, 2, "%"),
-            Measure(
-                f"ood/{name}/fpr95",
-                "FPR at 95 % TPR",
-                told,
-                "low",
-                100,
-                1,
-                "%",
-                pair,
-                _ranking_statistic(metrics.fpr95),
-            ),
-            Measure(
-                *(f"ood/{name}/fpr95_in", "FPR, test inputs positive", told, "low", 100, 1, "%"),
-                samples=pair,
-                statistic=_ranking_statistic(metrics.fpr95_in),
-            ),
+            Measure(f"ood/{name}/fpr95", "FPR at 95 % TPR", told, "low", 100, 1, "%", pair, fpr95),
+            Measure(f"ood/{name}/fpr95_in", "FPR, test inputs positive", told, "low", 100, 1, "%", pair, fpr95_in),
             Measure(f"ood/{name}/ece_union", "ECE, foreign inputs included", told, "low", 100, 2, "%"),
         ]
         if evaluation.kind == "segmentation":  # means over images
@@ -276,11 +259,8 @@ def _calibrated_measures(evaluation: Evaluation) -> list[Measure]:
         "rmse": ("calibrated/squared_error",),
     }
     base = _regression_measures(evaluation) if evaluation.kind == "regression" else _class_measures(evaluation)
-    found = [
-        replace(each, key=f"calibrated/{each.key}", group=group, samples=(samples[each.key],))
-        for each in base
-        if each.key in samples
-    ]
+    known = {f"calibrated/{each.key}": each for each in base if each.key in samples}
+    found = [replace(each, key=key, group=group, samples=(samples[each.key],)) for key, each in known.items()]
     return [*found, Measure("calibrated/temperature", "Temperature", group, None, 1, 3)]
 
 

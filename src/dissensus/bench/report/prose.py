@@ -11,6 +11,8 @@ from dissensus.bench.report.setting_sweep import sweep_of, sweep_sentence
 from dissensus.bench.report.tables import MeasureDraws, best_method, overlap_by_method, p_text
 from dissensus.evaluation.evaluation import Evaluation
 
+Condition = Callable[[Evaluation, Evaluation], bool]
+Measures = dict[str, Measure]  # by key
 NEAR = 0.15  # an error that is larger by at most 15 % counts as equally good
 TWICE = 2.0  # this factor of entropy off the data counts as noticing it
 
@@ -33,37 +35,28 @@ def _focus_sentences(results: Results) -> list[str]:
     said = []
     for key in region_keys(several[0]):
         region, quantity = region_words(key)
-        said.append(
-            f"{region[0].upper()}{region[1:]}, {focus} has a mean {quantity} of {mean_over_seeds(key, several):.4g}: larger "
-            f"than that {_methods_by_seeds(results, focus, others, key, _has_larger(key))}."
-        )
+        where, mean = f"{region[0].upper()}{region[1:]}", f"{mean_over_seeds(key, several):.4g}"
+        smaller = _methods_by_seeds(results, focus, others, key, _has_larger(key))
+        said.append(f"{where}, {focus} has a mean {quantity} of {mean}: larger than that {smaller}.")
     baseline = results.baseline
     off = "region/off_data/entropy"
     if baseline in others and off in several[0].metrics:
         share = mean_over_seeds(off, several) / mean_over_seeds(off, results.methods[baseline])
         twice = _seed_count_text(results, focus, baseline, lambda a, b: a.metrics[off] >= TWICE * b.metrics[off])
-        said.append(
-            f"Off the data, {focus}'s entropy is {share:.2f} times that of {baseline}; at least twice on {twice}."
-        )
+        more = f"{share:.2f} times that of {baseline}; at least twice on {twice}"
+        said.append(f"Off the data, {focus}'s entropy is {more}.")
     if "rmse" in several[0].metrics:
-        said.append(
-            f"The RMSE of {focus}'s mean, {mean_over_seeds('rmse', several):.4g}, is at most {100 * NEAR:.0f} % above that "
-            f"{_methods_by_seeds(results, focus, others, 'rmse', _is_near)}."
-        )
+        mean, key, most = f"{mean_over_seeds('rmse', several):.4g}", "rmse", 1 + NEAR
+        near = _methods_by_seeds(results, focus, others, key, lambda a, b: a.metrics[key] <= most * b.metrics[key])
+        said.append(f"The RMSE of {focus}'s mean, {mean}, is at most {100 * NEAR:.0f} % above that {near}.")
     return said
 
 
-def _has_larger(key: str) -> Callable[[Evaluation, Evaluation], bool]:
+def _has_larger(key: str) -> Condition:
     return lambda mine, other: mine.metrics[key] > other.metrics[key]
 
 
-def _is_near(mine: Evaluation, other: Evaluation) -> bool:
-    return mine.metrics["rmse"] <= (1 + NEAR) * other.metrics["rmse"]
-
-
-def _methods_by_seeds(
-    results: Results, focus: str, others: list[str], key: str, holds: Callable[[Evaluation, Evaluation], bool]
-) -> str:
+def _methods_by_seeds(results: Results, focus: str, others: list[str], key: str, holds: Condition) -> str:
     """ "of a (0.1) and b (0.2) on 5 of 5 seeds; of c (0.3) on 0 of 5 seeds": methods by how often the condition holds."""
     groups: dict[str, list[str]] = {}
     for name in others:
@@ -73,7 +66,7 @@ def _methods_by_seeds(
     return "; ".join(f"of {_join_words(groups[seeds])} on {seeds}" for seeds in ordered)
 
 
-def _seed_count_text(results: Results, first: str, second: str, holds: Callable[[Evaluation, Evaluation], bool]) -> str:
+def _seed_count_text(results: Results, first: str, second: str, holds: Condition) -> str:
     """ "3 of 5 seeds": how often the condition holds among the seeds that both methods have."""
     mine, other = (dict(zip(results.seeds(name), results.methods[name], strict=True)) for name in (first, second))
     pairs = [(mine[seed], other[seed]) for seed in mine if seed in other]
@@ -88,9 +81,7 @@ SMOKE = "A smoke test: trained only long enough to see that everything runs. Its
 FEW = 30, 10  # fewest examples of one sample, and of each of two samples
 
 
-def headline(
-    results: Results, found: Sequence[Measure], draws: MeasureDraws, against: Family | None = None
-) -> list[str]:
+def headline(results: Results, found: list[Measure], draws: MeasureDraws, against: Family | None = None) -> list[str]:
     """At most four sentences: the best method and its lead, on test inputs, foreign inputs and corrupted inputs.
 
     `against`: the methods compared with the baseline. No method is called best if methods were tested on different examples.
@@ -115,32 +106,24 @@ def test_set_sentences(each: dict[str, ResampledMeasure]) -> list[str]:
     moved = [name for name, kind in rows.items() if kind == "shuffled"]
     said = []
     if others:
-        said.append(
-            f"{', '.join(others)} {'was' if len(others) == 1 else 'were'} tested on other examples than {first}: the numbers "
-            "do not say which is better. Evaluate all methods with the same loader."
-        )
+        were = f"{', '.join(others)} {'was' if len(others) == 1 else 'were'} tested on other examples than {first}"
+        fix = "Evaluate all methods with the same loader."
+        said.append(f"{were}: the numbers do not say which is better. {fix}")
     if moved:
-        said.append(
-            f"{', '.join(moved)} saw the examples in another order than {first}: differences cannot be tested by example. "
-            "Evaluate with a loader that does not shuffle."
-        )
+        saw = f"{', '.join(moved)} saw the examples in another order than {first}"
+        fix = "Evaluate with a loader that does not shuffle."
+        said.append(f"{saw}: differences cannot be tested by example. {fix}")
     return said
 
 
 def few_examples_caution(draws: MeasureDraws) -> list[str]:
     """A caution if intervals rest on so few examples that skewed differences break Student's t."""
     every = [each for by_method in draws.values() for each in by_method.values() if each.example_count is not None]
-    found = {
-        f"{e.measure.group}: {e.example_count}"
-        for e in every
-        if (e.example_count or 0) < FEW[len(e.measure.samples) - 1]
-    }
-    said = f"Few examples ({'; '.join(sorted(found))}): intervals and p-values are rough, because one unusual example matters. "
-    return (
-        [f"{said}Use {FEW[0]} test examples or more, and {FEW[1]} or more of each kind for OOD metrics."]
-        if found
-        else []
-    )
+    few = [each for each in every if (each.example_count or 0) < FEW[len(each.measure.samples) - 1]]
+    found = "; ".join(sorted({f"{each.measure.group}: {each.example_count}" for each in few}))
+    said = f"Few examples ({found}): intervals and p-values are rough, because one unusual example matters. "
+    fix = f"Use {FEW[0]} test examples or more, and {FEW[1]} or more of each kind for OOD metrics."
+    return [said + fix] if few else []
 
 
 def cautions(results: Results) -> list[str]:
@@ -157,9 +140,7 @@ def cautions(results: Results) -> list[str]:
     return said
 
 
-def _prediction_sentence(
-    results: Results, by_key: dict[str, Measure], draws: MeasureDraws, against: Family | None
-) -> str:
+def _prediction_sentence(results: Results, by_key: Measures, draws: MeasureDraws, against: Family | None) -> str:
     nll, quality = by_key["nll"], by_key.get("accuracy") or by_key["rmse"]
     each = draws["nll"]
     if (best := _sentence_method(nll, each)) is None:
@@ -180,14 +161,12 @@ def _prediction_sentence(
     comparison, p_value = against.comparisons[pair], against.p_values[pair]
     counted = f"{p_text(p_value)}{', by Holm' if results.holm else ''}; counts {comparison.counted_text}"
     if p_value >= SIGNIFICANT:
-        return (
-            f"The lowest negative log-likelihood is that of {best}, {score}, {reached}: not ahead of {results.baseline} beyond "
-            f"chance ({counted})."
-        )
+        text = f"The lowest negative log-likelihood is that of {best}, {score}, {reached}"
+        return f"{text}: not ahead of {results.baseline} beyond chance ({counted})."
     return f"{text} That is {nll.text(-comparison.difference)} nats less than {results.baseline} ({counted})."
 
 
-def _foreign_sentence(names: Sequence[str], by_key: dict[str, Measure], draws: MeasureDraws) -> str:
+def _foreign_sentence(names: Sequence[str], by_key: Measures, draws: MeasureDraws) -> str:
     """A sentence with one clause per set of foreign inputs."""
     clauses = []
     for name in names:
@@ -195,12 +174,10 @@ def _foreign_sentence(names: Sequence[str], by_key: dict[str, Measure], draws: M
         if (best := _sentence_method(measure, each)) is not None:
             ranked = " best" if len(each) > 1 else ""
             reached = _with_unit(measure, each[best].estimate)
+            clause = f"{best} separates {name} from test inputs{ranked}: AUROC {reached}"
             if each[best].estimate <= 0.5:
-                clauses.append(
-                    f"no method separates {name} from test inputs better than chance: {best} has AUROC {reached}"
-                )
-            else:
-                clauses.append(f"{best} separates {name} from test inputs{ranked}: AUROC {reached}")
+                clause = f"no method separates {name} from test inputs better than chance: {best} has AUROC {reached}"
+            clauses.append(clause)
     said = re.sub("^no method", "No method", "; ".join(clauses))
     return f"{said} (50 % is chance, 100 % perfect)." if clauses else ""
 

@@ -13,14 +13,8 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from dissensus.bench.report.comparisons import (
-    SIGNIFICANT,
-    Family,
-    MethodComparison,
-    compare_methods,
-    comparison_family,
-    resample_measure,
-)
+from dissensus.bench.report import comparisons
+from dissensus.bench.report.comparisons import SIGNIFICANT, Family, MethodComparison
 from dissensus.bench.report.measures import Measure
 from dissensus.bench.report.results import Results, all_have_metric, mean_over_seeds
 from dissensus.bench.report.tables import Cell, Table, measure_row, method_table, p_text, signed_text
@@ -96,7 +90,10 @@ def orderings(results: Results, found: Sequence[Measure]) -> list[Ordering]:
         measure = _measure(key, found)
         ours = {name: _our_mean(results, key, name) for name, row in theirs.items() if key in row}
         known = {name: value for name, value in ours.items() if value is not None and measure.best is not None}
-        each = {name: resample_measure(measure, results.methods[name], seeds=results.seeds(name)) for name in known}
+        each = {
+            name: comparisons.resample_measure(measure, results.methods[name], seeds=results.seeds(name))
+            for name in known
+        }
         for pair in combinations(known, 2):
             gap = _gap(measure, *(theirs[name][key].value for name in pair))
             if gap == 0:
@@ -109,7 +106,7 @@ def orderings(results: Results, found: Sequence[Measure]) -> list[Ordering]:
                     behind,
                     (theirs[ahead][key].value, theirs[behind][key].value),
                     (known[ahead], known[behind]),
-                    compare_methods(each[ahead], each[behind], seeds_alone=True),
+                    comparisons.compare_methods(each[ahead], each[behind], seeds_alone=True),
                 )
             )
     return listed
@@ -118,7 +115,7 @@ def orderings(results: Results, found: Sequence[Measure]) -> list[Ordering]:
 def reference_sentences(results: Results, found: Sequence[Measure]) -> list[str]:
     """A sentence with the number of orderings that differ from the published ones, then one for each with its numbers."""
     listed = orderings(results, found)
-    judged = comparison_family({each.key: each.comparison for each in listed}, holm=results.holm)
+    judged = comparisons.comparison_family({each.key: each.comparison for each in listed}, holm=results.holm)
     said = [
         f"{_measure_label(each.measure)}: published, {each.ahead} is ahead of {each.behind} "
         f"({_pair_text(each.measure, *each.published)}); here it is {'level' if each.gap == 0 else 'behind'} "

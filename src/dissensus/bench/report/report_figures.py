@@ -24,11 +24,11 @@ from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.extreme_inputs import GROUPS
 from dissensus.evaluation.guarantees import DIFFICULTIES
 from dissensus.plots import charts
-from dissensus.plots.charts import INK, Curve, Panel, curve_figure, marker_style, short_name
+from dissensus.plots.charts import INK, Curve, Palette, Panel, curve_figure, marker_style, short_name
 from dissensus.storage.run_files import write_bytes, write_text
 
 
-def guarantee_section(results: Results, palette: Mapping[str, str]) -> Made | None:
+def guarantee_section(results: Results, palette: Palette) -> Made | None:
     """Coverage by difficulty and severity with the promised level; risk by acceptance with the promised risk."""
     panels = [*_coverage_panels(results, palette), *_gate_panels(results, palette)]
     text = (
@@ -39,7 +39,7 @@ def guarantee_section(results: Results, palette: Mapping[str, str]) -> Made | No
     return ("Are promises kept?", text, figures) if figures else None
 
 
-def _coverage_panels(results: Results, palette: Mapping[str, str]) -> list[Panel]:
+def _coverage_panels(results: Results, palette: Palette) -> list[Panel]:
     panels = []
     for name in _guarantee_names(results, "/level"):
         keys = [f"{name}/{each}/coverage" for each in DIFFICULTIES]
@@ -59,7 +59,7 @@ def _coverage_panels(results: Results, palette: Mapping[str, str]) -> list[Panel
     return panels
 
 
-def _gate_panels(results: Results, palette: Mapping[str, str]) -> list[Panel]:
+def _gate_panels(results: Results, palette: Palette) -> list[Panel]:
     panels = []
     for name in _guarantee_names(results, "/promised"):
         drawn = []
@@ -75,9 +75,8 @@ def _gate_panels(results: Results, palette: Mapping[str, str]) -> list[Panel]:
         if drawn and next(iter(results.methods.values()))[0].kind == "classification":
             label = {"xlabel": "inputs accepted, most certain first", "ylabel": "errors among accepted"}
             axes = label | {"title": f"Risk and acceptance: {name}", "xlim": (0, 1.02)}
-            panels.append(
-                Panel([*drawn, _level_line(0, 1, _first_metric(results, f"{name}/promised"))], axes, percent="xy")
-            )
+            promised = _level_line(0, 1, _first_metric(results, f"{name}/promised"))
+            panels.append(Panel([*drawn, promised], axes, percent="xy"))
     return panels
 
 
@@ -87,9 +86,7 @@ def _guarantee_names(results: Results, ending: str) -> list[str]:
     return [key.removesuffix(ending) for key in dict.fromkeys(found) if "/" not in key.removesuffix(ending)]
 
 
-def _method_curves(
-    results: Results, palette: Mapping[str, str], x: Sequence[float], keys: Sequence[str]
-) -> list[Curve]:
+def _method_curves(results: Results, palette: Palette, x: Sequence[float], keys: Sequence[str]) -> list[Curve]:
     """One curve per method that has all these metrics, averaged over seeds."""
     return [
         Curve(list(x), _metric_means(several, keys), short_name(method), {"color": palette[method], **marker_style(i)})
@@ -174,20 +171,16 @@ def cost_section(results: Results, draws: MeasureDraws) -> Section | None:
             measure = next(iter(draws[key].values())).measure
             quality = f"{measure.label}{f' ({measure.unit})' if measure.unit not in ('', '%') else ''}"
             about: dict[str, Any] = {"cost": labels[cost], "quality": quality, "percent": measure.scale == 100}
-            figure = charts.cost_scatter(
-                points, **about, better="high" if measure.best == "high" else "low", palette=palette
-            )
+            better: Any = "high" if measure.best == "high" else "low"
+            figure = charts.cost_scatter(points, **about, better=better, palette=palette)
             drawn.append((f"{quality} against {labels[cost]}", svg(figure, f"c{len(drawn)}")))
-    unseen = [
-        f"Not shown, because they needed no {label.split(' (')[0]}: {', '.join(names)}."
-        for label, names in free.items()
-        if names
-    ]
+    unshown = {label.split(" (")[0]: ", ".join(names) for label, names in free.items() if names}
+    unseen = [f"Not shown, because they needed no {cost}: {names}." for cost, names in unshown.items()]
     text = " ".join(["Each point is a method. Bars are 95 % intervals. Further left is cheaper.", *unseen])
     return Section("Quality and cost", text, drawn) if drawn or unseen else None
 
 
-def _calibration_section(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+def _calibration_section(first: dict[str, Evaluation], palette: Palette) -> Made | None:
     figures = []
     for name, evaluation in first.items():
         for prefix, about in (("", ""), ("calibrated/", ", calibrated")):
@@ -205,16 +198,14 @@ def _calibration_section(first: dict[str, Evaluation], palette: dict[str, str]) 
     return "Does confidence match accuracy?", text, figures
 
 
-def _coverage_section(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+def _coverage_section(first: dict[str, Evaluation], palette: Palette) -> Made | None:
     known = {name: e.arrays["test/cumulative"] for name, e in first.items() if "test/cumulative" in e.arrays}
     figures = [("Coverage of intervals", charts.interval_coverage_figure(known, palette=palette))] if known else []
-    text = (
-        "Share of targets inside central intervals, against the intended share. Below the dashed line: overconfident."
-    )
+    text = "Share of targets inside central intervals, against the intended share. Below the dashes: overconfident."
     return "Do intervals cover what they should?", text, figures
 
 
-def _foreign_section(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+def _foreign_section(first: dict[str, Evaluation], palette: Palette) -> Made | None:
     figures, names = [], next(iter(first.values())).ood
     for foreign in names:
         curves = {}
@@ -239,7 +230,7 @@ def _foreign_section(first: dict[str, Evaluation], palette: dict[str, str]) -> M
     return "Does it notice foreign inputs?", text, figures
 
 
-def _selective_section(first: dict[str, Evaluation], palette: dict[str, str]) -> Made | None:
+def _selective_section(first: dict[str, Evaluation], palette: Palette) -> Made | None:
     curves = {
         name: (e.arrays["risk_coverage/coverage"], e.arrays["risk_coverage/risk"])
         for name, e in first.items()
@@ -255,16 +246,14 @@ def _selective_section(first: dict[str, Evaluation], palette: dict[str, str]) ->
     return "How does refusing uncertain inputs help?", text, figures
 
 
-def _corrupted_section(results: Results, palette: dict[str, str]) -> Made | None:
+def _corrupted_section(results: Results, palette: Palette) -> Made | None:
     first = next(iter(results.methods.values()))[0]
     figures = []
     for key, label, percent in (("accuracy", "Accuracy", True), ("nll", "NLL (nats)", False), ("ece", "ECE", True)):
+        clean, corrupted = f"corrupt/clean/{key}", f"corrupt/by_severity/{key}"
         values = {
-            name: (
-                float(_mean_array(several, f"corrupt/clean/{key}")),
-                _mean_array(several, f"corrupt/by_severity/{key}"),
-            )
-            for name, several in results.methods_with(f"corrupt/by_severity/{key}").items()
+            name: (float(_mean_array(several, clean)), _mean_array(several, corrupted))
+            for name, several in results.methods_with(corrupted).items()
         }
         if values:
             panel = charts.corruption_panel(first.severities, values, label=label, percent=percent, palette=palette)
@@ -299,22 +288,16 @@ def pictures(evaluation: Evaluation) -> dict[str, list[Picture]]:
             confidence = float(evaluation.arrays["test/confidence"][row])
             names = [_class_name(classes, i) for i in (target, prediction)]
             answer = names[0] if target == prediction else f"{names[0]}, said {names[1]}"
-            shown.append(
-                Picture(image_data_uri(image), f"{answer} · {_percent_text(confidence)}", target != prediction)
-            )
+            caption = f"{answer} · {_percent_text(confidence)}"
+            shown.append(Picture(image_data_uri(image), caption, target != prediction))
         found[group] = shown
-    fooling = [
-        evaluation.arrays.get(f"examples/fooling/{key}") for key in ("inputs", "target", "confidence", "reached")
-    ]
+    keys = ("inputs", "target", "confidence", "reached")
+    fooling = [evaluation.arrays.get(f"examples/fooling/{key}") for key in keys]
     if fooling[0] is not None and fooling[0].ndim == 4:
-        found["fooling"] = [
-            Picture(
-                image_data_uri(image),
-                f"{_class_name(classes, int(target))} · {_percent_text(float(confidence))}",
-                not reached,
-            )
-            for image, target, confidence, reached in zip(*fooling, strict=True)
-        ]
+        found["fooling"] = []
+        for image, target, confidence, reached in zip(*fooling, strict=True):
+            caption = f"{_class_name(classes, int(target))} · {_percent_text(float(confidence))}"
+            found["fooling"].append(Picture(image_data_uri(image), caption, not reached))
     return found
 
 
@@ -351,8 +334,8 @@ def svg(figure: Figure, prefix: str) -> str:
     drawn = drawn[drawn.index("<svg") :]
     drawn = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", drawn, flags=re.DOTALL)
     drawn = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", drawn)
-    drawn = re.sub(r'(<svg[^>]*?)\swidth="[^"]*"', r"\1", drawn, count=1)
-    drawn = re.sub(r'(<svg[^>]*?)\sheight="[^"]*"', r"\1", drawn, count=1)
+    for size in ("width", "height"):
+        drawn = re.sub(rf'(<svg[^>]*?)\s{size}="[^"]*"', r"\1", drawn, count=1)
     drawn = re.sub(r'(\sid="|url\(#|href="#)', rf"\g<1>{prefix}-", drawn)
     return drawn.replace(charts.INK, "currentColor").strip()
 

@@ -92,10 +92,7 @@ def results_of_evaluations(evaluations: Mapping[str, Evaluation | Sequence[Evalu
 
 def csv_text(results: Results) -> str:
     """results.csv: one row per method and seed, every metric in full precision."""
-    rows = [
-        origin | {key: repr(value) for key, value in each.metrics.items()}
-        for origin, each in results.iterate_evaluations()
-    ]
+    rows = [origin | {k: repr(v) for k, v in each.metrics.items()} for origin, each in results.iterate_evaluations()]
     return table_text(list(dict.fromkeys(key for row in rows for key in row)), rows)
 
 

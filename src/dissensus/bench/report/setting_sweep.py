@@ -50,11 +50,8 @@ def accuracies(evaluation: Evaluation) -> dict[str, float]:
     """
     found = {"clean": float(evaluation.arrays.get("corrupt/clean/accuracy", evaluation.metrics["accuracy"]))}
     for title, severities in GROUPS.items():
-        known = [
-            evaluation.metrics[key]
-            for s in severities
-            if (key := f"corrupt/severity{s}/accuracy") in evaluation.metrics
-        ]
+        keys = [f"corrupt/severity{s}/accuracy" for s in severities]
+        known = [evaluation.metrics[key] for key in keys if key in evaluation.metrics]
         if known:
             found[title] = fmean(known)
     return found

@@ -6,16 +6,8 @@ from statistics import fmean
 
 from torch import Tensor
 
-from dissensus.bench.report.comparisons import (
-    SIGNIFICANT,
-    Family,
-    Overlap,
-    ResampledMeasure,
-    compare_methods,
-    comparison_family,
-    example_overlap,
-    resample_measure,
-)
+from dissensus.bench.report import comparisons
+from dissensus.bench.report.comparisons import SIGNIFICANT, Family, Overlap, ResampledMeasure
 from dissensus.bench.report.measures import Measure, distance_measures, measures, member_measures
 from dissensus.bench.report.results import Results, all_have_metric, mean_over_seeds
 from dissensus.evaluation.classification import SCORES as CLASS_SCORES
@@ -68,7 +60,7 @@ def measures_and_draws(results: Results, only: Collection[str] | None = None) ->
     found = {key: measure for key, measure in found.items() if only is None or key in only}
     draws = {
         key: {
-            name: resample_measure(measure, several, seeds=results.seeds(name))
+            name: comparisons.resample_measure(measure, several, seeds=results.seeds(name))
             for name, several in results.methods.items()
             if all_have_metric(key, several)
         }
@@ -80,9 +72,9 @@ def measures_and_draws(results: Results, only: Collection[str] | None = None) ->
 def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) -> Table:
     """Every measure of every method; the best is marked and all others are compared with it."""
     best = {measure.key: best_method(measure, draws[measure.key]) for measure in found}
-    against = comparison_family(
+    against = comparisons.comparison_family(
         {
-            (key, name): compare_methods(each, draws[key][str(best[key])])
+            (key, name): comparisons.compare_methods(each, draws[key][str(best[key])])
             for key in best
             for name, each in draws[key].items()
             if best[key] is not None and name != best[key]
@@ -113,9 +105,9 @@ def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) 
 
 def compare_with_baseline(results: Results, found: Sequence[Measure], draws: MeasureDraws, baseline: str) -> Family:
     """Every other method compared with the baseline in every measure that can be better or worse."""
-    return comparison_family(
+    return comparisons.comparison_family(
         {
-            (measure.key, name): compare_methods(each, draws[measure.key][baseline])
+            (measure.key, name): comparisons.compare_methods(each, draws[measure.key][baseline])
             for measure in found
             for name, each in draws[measure.key].items()
             if measure.best is not None and name != baseline and baseline in draws[measure.key]
@@ -185,9 +177,8 @@ def _mean_table(results: Results, methods: dict[str, list[Evaluation]], found: S
 def corruption_table(results: Results, metric: str, measure: Measure, *, marked: bool = True) -> Table | None:
     """A metric for every type of corruption, averaged over severities and seeds; `marked`: marks the best."""
     first = next(iter(results.methods.values()))[0]
-    return _detail_table(
-        results, {kind: f"corrupt/{kind}/{metric}" for kind in first.corruptions}, measure, marked=marked
-    )
+    keys = {kind: f"corrupt/{kind}/{metric}" for kind in first.corruptions}
+    return _detail_table(results, keys, measure, marked=marked)
 
 
 def attack_table(results: Results, metric: str, measure: Measure, *, marked: bool = True) -> Table | None:
@@ -248,7 +239,7 @@ def score_pair(evaluation: Evaluation, foreign: str, score: str) -> tuple[Tensor
 def overlap_by_method(draws: dict[str, ResampledMeasure]) -> dict[str, Overlap]:
     """Whether each method was tested on the examples of the first method."""
     first = next(iter(draws.values()))
-    return {name: example_overlap(first, each) for name, each in draws.items()}
+    return {name: comparisons.example_overlap(first, each) for name, each in draws.items()}
 
 
 def best_method(measure: Measure, draws: dict[str, ResampledMeasure]) -> str | None:
@@ -285,12 +276,7 @@ def method_table(results: Results, names: Sequence[str], rows: list[Row]) -> Tab
 
 
 def _cell(
-    measure: Measure,
-    mine: ResampledMeasure,
-    best: ResampledMeasure | None,
-    p_value: float | None,
-    *,
-    clear: bool = False,
+    measure: Measure, mine: ResampledMeasure, best: ResampledMeasure | None, p_value: float | None, clear: bool = False
 ) -> Cell:
     """A number, marked as best (several may be) or compared with the best; `clear`: whether the best wins clearly."""
     interval = mine.interval()

@@ -30,9 +30,8 @@ class TaskRows(NamedTuple):
         """At most `count` rows, chosen by the seed, in their original order."""
         if count is None or count >= len(self.y):
             return self
-        return self.select(
-            torch.randperm(len(self.y), generator=torch.Generator().manual_seed(seed))[:count].sort().values
-        )
+        order = torch.randperm(len(self.y), generator=torch.Generator().manual_seed(seed))
+        return self.select(order[:count].sort().values)
 
 
 class DataRequest(NamedTuple):

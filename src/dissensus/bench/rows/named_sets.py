@@ -11,21 +11,7 @@ from dissensus.bench.rows.dataset_rows import DataRequest, DatasetRows, Root, Se
 from dissensus.bench.rows.segmentation_rows import own_scene_rows, scene_folder, scene_rows
 from dissensus.bench.rows.user_data import folder_rows, function_rows, npz_rows, table_rows, uci_rows
 from dissensus.bench.user_code import is_import_path
-from dissensus.data import (
-    cubic,
-    cubic_gap,
-    digits,
-    far_ring,
-    fashion,
-    five_blobs,
-    gaussian_process,
-    hill,
-    image_set,
-    quadratic_features,
-    three_clusters,
-    two_moons,
-    x_sin_x,
-)
+from dissensus.data import digits, fashion, image_set, toy
 from dissensus.data.catalogue import CATALOGUE
 from dissensus.data.file_formats import read_npz
 from dissensus.data.find_files import locate
@@ -100,34 +86,35 @@ def _task_rows(images: ImageSet) -> TaskRows:
 
 
 def _two_moons(folder: Root, count: int = 1000, noise: float = 0.1) -> DatasetRows:
-    train, test = (two_moons(count, noise=noise, seed=seed) for seed in (0, 1))
+    train, test = (toy.two_moons(count, noise=noise, seed=seed) for seed in (0, 1))
     return DatasetRows(TaskRows(*train), TaskRows(*test), ("upper", "lower"))
 
 
 def _far_ring(folder: Root) -> TaskRows:
-    x = far_ring(count=400, centre=0, radius=4.0, std=0.3)
+    x = toy.far_ring(count=400, centre=0, radius=4.0, std=0.3)
     return TaskRows(x, torch.zeros(len(x), dtype=torch.int64))
 
 
 def _five_blobs(folder: Root, points: int = 40, scale: float = 0.4, draw: int = 0) -> DatasetRows:
-    train, test = five_blobs(points, scale=scale, seed=draw), five_blobs(20, scale=scale, seed=1000 + draw)
+    train, test = toy.five_blobs(points, scale=scale, seed=draw), toy.five_blobs(20, scale=scale, seed=1000 + draw)
     return DatasetRows(TaskRows(*train), TaskRows(*test), tuple("12345"))
 
 
 def _three_clusters(folder: Root) -> DatasetRows:
     """The papers' 400 points have no test set: test errors are those on the training points."""
-    rows = TaskRows(*three_clusters())
+    rows = TaskRows(*toy.three_clusters())
     return DatasetRows(rows, rows, ())
 
 
 def _x_sin_x(folder: Root, points: int = 45, noise: float = 0.25) -> DatasetRows:
-    train, test = x_sin_x(points, noise=noise, seed=0), x_sin_x(4 * points, noise=noise, seed=1)
+    train, test = toy.x_sin_x(points, noise=noise, seed=0), toy.x_sin_x(4 * points, noise=noise, seed=1)
     return DatasetRows(TaskRows(*train), TaskRows(*test), ())
 
 
 def _x_sin_x_features(folder: Root, points: int = 45, noise: float = 0.25, draw: int = 0) -> DatasetRows:
-    train, test = x_sin_x(points, noise=noise, seed=2 * draw), x_sin_x(4 * points, noise=noise, seed=2 * draw + 1)
-    first, second = (TaskRows(quadratic_features(x), y) for x, y in (train, test))
+    counts = (points, 4 * points)
+    train, test = (toy.x_sin_x(count, noise=noise, seed=2 * draw + i) for i, count in enumerate(counts))
+    first, second = (TaskRows(toy.quadratic_features(x), y) for x, y in (train, test))
     return DatasetRows(first, second, ())
 
 
@@ -139,7 +126,7 @@ def _x_sin_x_gap(folder: Root, points: int = 45, noise: float = 0.25) -> TaskRow
 
 
 def _cubic(folder: Root, points: int = 20, noise: float = 3.0, draw: int = 0) -> DatasetRows:
-    train, test = cubic(points, noise=noise, seed=2 * draw), cubic(200, noise=noise, seed=2 * draw + 1)
+    train, test = toy.cubic(points, noise=noise, seed=2 * draw), toy.cubic(200, noise=noise, seed=2 * draw + 1)
     return DatasetRows(TaskRows(*train), TaskRows(*test), ())
 
 
@@ -152,7 +139,7 @@ def _cubic_outside(folder: Root, points: int = 20, noise: float = 3.0, draw: int
 
 
 def _cubic_gap(folder: Root, points: int = 201, noise: float = 2.0, draw: int = 0) -> DatasetRows:
-    train, test = cubic_gap(points, noise=noise, seed=2 * draw), cubic_gap(noise=noise, seed=2 * draw + 1)
+    train, test = toy.cubic_gap(points, noise=noise, seed=2 * draw), toy.cubic_gap(noise=noise, seed=2 * draw + 1)
     return DatasetRows(TaskRows(*train), TaskRows(*test), ())
 
 
@@ -166,7 +153,7 @@ def _cubic_elsewhere(
 
 def _hill(folder: Root, points: int = 3, noise: float = 0.5) -> DatasetRows:
     """Training rows without noise, so that both sides are equal; test rows with noise."""
-    return DatasetRows(TaskRows(*hill(points)), TaskRows(*hill(10 * points, noise=noise)), ())
+    return DatasetRows(TaskRows(*toy.hill(points)), TaskRows(*toy.hill(10 * points, noise=noise)), ())
 
 
 GAP = (0.0, 2.0)  # gap in the inputs of a Gaussian-process sample; training inputs lie on [−4, 0] and [2, 4]
@@ -186,7 +173,7 @@ def _gp_gap(folder: Root, points: int = 40, lengthscale: float = 1.0, noise: flo
 
 def _gp_rows(points: int, lengthscale: float, noise: float, draw: int) -> tuple[TaskRows, TaskRows]:
     """Rows of one function, outside and inside the gap."""
-    rows = TaskRows(*gaussian_process(2 * points + 400, lengthscale=lengthscale, noise=noise, seed=draw))
+    rows = TaskRows(*toy.gaussian_process(2 * points + 400, lengthscale=lengthscale, noise=noise, seed=draw))
     inside = ((rows.x > GAP[0]) & (rows.x < GAP[1])).squeeze(1)
     return rows.select(torch.nonzero(~inside).squeeze(1)), rows.select(torch.nonzero(inside).squeeze(1))
 

@@ -19,9 +19,8 @@ def scene_rows(
     train, validation, test = (read(split, folder=folder, size=size) for split in SPLITS)
     ood = {}
     if unknown:
-        (train, _), (validation, _), (test, foreign) = (
-            with_unknown(each, unknown) for each in (train, validation, test)
-        )
+        splits = (train, validation, test)
+        (train, _), (validation, _), (test, foreign) = (with_unknown(each, unknown) for each in splits)
         ood = {UNKNOWN: TaskRows(test.images, foreign)}
     learned, held, tested = (TaskRows(each.images, each.masks) for each in (train, validation, test))
     return DatasetRows(learned, tested, train.classes, held, ood)

@@ -49,9 +49,8 @@ def standardised_batches(
     y = rows.y if targets is None else targets(rows.y)
     y = y.float() if y.is_floating_point() else y
     if rows.x.ndim == 4:
-        seen = Batches(
-            rows.x, y, batch_size=batch_size, shuffle=shuffle, augment=_ImagePreparation(standardiser, augment)
-        )
+        prepare = _ImagePreparation(standardiser, augment)
+        seen = Batches(rows.x, y, batch_size=batch_size, shuffle=shuffle, augment=prepare)
     else:  # rows are standardised once, in their precision
         seen = Batches(standardiser(rows.x).float(), y, batch_size=batch_size, shuffle=shuffle)
     return seen

@@ -220,11 +220,8 @@ def optimizer(posterior: Posterior, training: dict[str, Any]) -> tuple[torch.opt
     That is also used if the task names no optimiser and the method does not accept AdamW.
     """
     name, schedule, epochs = training.get("optimizer", "adamw"), training.get("schedule", "plateau"), training["epochs"]
-    makers: dict[str, type[torch.optim.Optimizer]] = {
-        "adamw": torch.optim.AdamW,
-        "adam": torch.optim.Adam,
-        "sgd": torch.optim.SGD,
-    }
+    optim = torch.optim
+    makers: dict[str, type[optim.Optimizer]] = {"adamw": optim.AdamW, "adam": optim.Adam, "sgd": optim.SGD}
     floor = training.get("floor", 0.01)
     factors: dict[str, Callable[[float], float]] = {
         "plateau": lambda t: plateau_linear(t, floor=floor),

@@ -37,9 +37,8 @@ def convert(weights: Path, method: str, out: Path, *, overrides: Sequence[str] =
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"expected a folder that is new or empty, got {out}; choose another, or remove it")
     if not weights.is_file():
-        known = (
-            f"a saved posterior: ds.load({str(weights)!r}) reads it" if is_posterior(weights) else "correct the path"
-        )
+        reads = f"a saved posterior: ds.load({str(weights)!r}) reads it"
+        known = reads if is_posterior(weights) else "correct the path"
         found = "a folder" if weights.is_dir() else "nothing"
         raise FileNotFoundError(f"expected a file of weights, got {found} at {weights}; {known}")
     config = converted_config(method, overrides)

@@ -8,14 +8,7 @@ from typing import Any
 from dissensus.bench.rows.dataset_rows import SetKind
 from dissensus.bench.rows.task_loaders import standardised_batches
 from dissensus.bench.rows.task_rows import TaskData
-from dissensus.bench.run.extra_measures import (
-    with_calibration,
-    with_choice,
-    with_grid,
-    with_guarantees,
-    with_metrics,
-    with_training_rows,
-)
+from dissensus.bench.run import extra_measures
 from dissensus.bench.run.learning_curves import with_curves, with_memorisation
 from dissensus.bench.run.pixel_splits import evaluation_of_pixels, read_measured
 from dissensus.bench.run.prediction_splits import ATTACK, CALIBRATION, CHOOSE, CORRUPT, GRID, TRAIN, geometry_of
@@ -67,26 +60,26 @@ def evaluation_of_run(
     )
     if GRID in splits:
         on_grid = read_predictions(splits[GRID]).predictive
-        evaluation = with_grid(evaluation, on_grid, geometry_of(config, data), data.train.y)
+        evaluation = extra_measures.with_grid(evaluation, on_grid, geometry_of(config, data), data.train.y)
     if TRAIN in splits:
         said = read_predictions(splits[TRAIN])
-        evaluation = with_memorisation(with_training_rows(evaluation, said), said, data.train)
+        evaluation = with_memorisation(extra_measures.with_training_rows(evaluation, said), said, data.train)
     if CALIBRATION in splits:
         test, held = (read_predictions(splits[each]) for each in ("test", CALIBRATION))
-        evaluation = with_calibration(
-            evaluation, test, held, None if calibrated is None else calibrated.current_correction()
-        )
+        correction = None if calibrated is None else calibrated.current_correction()
+        evaluation = extra_measures.with_calibration(evaluation, test, held, correction)
         if calibrated is not None and calibrated.promises:
-            evaluation = with_guarantees(evaluation, test, calibrated, data.targets)
+            evaluation = extra_measures.with_guarantees(evaluation, test, calibrated, data.targets)
     if CHOOSE in splits:
-        evaluation = with_choice(evaluation, read_counts(splits[CHOOSE]))
+        evaluation = extra_measures.with_choice(evaluation, read_counts(splits[CHOOSE]))
     if "distances_every" in config.evaluation:
         evaluation = with_distances(evaluation, folder, posterior, compared)
     if "implicit" in config.evaluation:
         rows = data.test.sample(config.evaluation.get("implicit_rows", 10), seed=0)
         x, *_ = next(iter(standardised_batches(rows, data.standardiser, batch_size=len(rows.y))))
         penalty = config.evaluation["implicit"]
-        evaluation = with_metrics(evaluation, *implicit_changes(posterior, x, data.standardiser, penalty=penalty))
+        changes = implicit_changes(posterior, x, data.standardiser, penalty=penalty)
+        evaluation = extra_measures.with_metrics(evaluation, *changes)
     if "curves_every" in config.evaluation:
         evaluation = with_curves(evaluation, folder, data.train)
     return evaluation

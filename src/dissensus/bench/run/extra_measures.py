@@ -77,9 +77,8 @@ def with_guarantees(
 
 def _recalibrate(predictive: Predictive, lens: Correction, own: float) -> Predictive:
     """A mixture recorded at its posterior's temperature, seen through another lens."""
-    return lens.correct_mixture(
-        lens.correct_members(predictive if own == 1.0 else predictive.apply_temperature(1 / own))
-    )
+    plain = predictive if own == 1.0 else predictive.apply_temperature(1 / own)
+    return lens.correct_mixture(lens.correct_members(plain))
 
 
 def with_choice(evaluation: Evaluation, counts: CorruptedCounts) -> Evaluation:
@@ -136,19 +135,15 @@ def with_grid(evaluation: Evaluation, predictive: Predictive, geometry: Geometry
     """
     if len(predictive) != len(geometry.positions) or predictive.mean.ndim != 2:
         raise ValueError(f"expected predictions at all grid points, got {predictive}; evaluate with --again")
-    arrays = {
-        "positions": geometry.positions,
-        "seen": geometry.training_positions[:POINTS],
-        "targets": targets[:POINTS],
-    }
+    seen, known = geometry.training_positions[:POINTS], targets[:POINTS]
+    arrays = {"positions": geometry.positions, "seen": seen, "targets": known}
     if isinstance(predictive, ClassificationPredictive):
         quantity, values = "entropy", predictive.total  # (n,)
         arrays["entropy"] = values
     else:
         quantity, values = "sd", predictive.epistemic[:, 0].sqrt()  # (n,)
         arrays |= {"mean": predictive.mean[:, 0], "sd": values, "members": predictive.members[:SHOWN, :, 0]}
-    found = {
-        f"region/{name}/{quantity}": float(values[where].double().mean()) for name, where in geometry.regions.items()
-    }
+    means = {name: float(values[where].double().mean()) for name, where in geometry.regions.items()}
+    found = {f"region/{name}/{quantity}": mean for name, mean in means.items()}
     single = {f"grid/{name}": each.float() if each.is_floating_point() else each for name, each in arrays.items()}
     return with_metrics(evaluation, found, single)

@@ -45,9 +45,8 @@ def fit_calibration(
     """
     own = None if float(posterior.temperature) == 1.0 else "temperature"
     promised, method = settings.keys() & {"level", "risk"}, settings.get("method", own)
-    first, second = (
-        rows.select(torch.arange(len(rows.y))[start::2]) if promised and method else rows for start in (0, 1)
-    )
+    halve = promised and method
+    first, second = (rows.select(torch.arange(start, len(rows.y), 2)) if halve else rows for start in (0, 1))
     if method:
         calibrate(posterior, loader(first), method)
     if "level" in settings:

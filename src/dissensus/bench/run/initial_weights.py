@@ -34,9 +34,7 @@ def load_weights(network: nn.Module, path: Path) -> None:
     expected = network.state_dict()
     limit = ROOM + TIMES * sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
     if (size := path.stat().st_size) > limit:
-        raise ValueError(
-            f"expected at most {limit:,} bytes for this network in {path}, got {size:,}; save its state_dict() alone"
-        )
+        raise ValueError(f"expected at most {limit:,} bytes in {path}, got {size:,}; save the state_dict() alone")
     with read_errors(path, "save state_dict() again", kind=f"a whole {path.suffix} file of plain tensors at"):
         state = zero_batch_counts(network) | strip_wrapper_prefix(READERS[path.suffix](path, limit), expected, path)
         check_fits(state, expected, path)
@@ -47,25 +45,19 @@ def check_fits(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path
     """Raises if names, shapes or kinds of dtypes differ from the network's, or if a number is not finite."""
     missing, extra = [k for k in expected if k not in state], [k for k in state if k not in expected]
     if missing or extra:
-        parts = [f"without {first_names(missing)}"] * bool(missing) + [f"with unexpected {first_names(extra)}"] * bool(
-            extra
-        )
-        raise ValueError(
-            f"expected the tensors of the network in {path}, got a file {' and '.join(parts)}; save the state_dict() "
-            "of a network built with the same arguments"
-        )
+        differences = {"without": missing, "with unexpected": extra}
+        parts = [f"{word} {first_names(names)}" for word, names in differences.items() if names]
+        fix = "save the state_dict() of a network built with the same arguments"
+        raise ValueError(f"expected the tensors of the network in {path}, got a file {' and '.join(parts)}; {fix}")
     for name, tensor in state.items():
         wanted = expected[name]
         like = tensor.is_floating_point() == wanted.is_floating_point() and not tensor.is_complex()
         if tensor.shape != wanted.shape or not like:
-            raise ValueError(
-                f"expected {name} of shape {tuple(wanted.shape)} and {wanted.dtype} in {path}, got {tuple(tensor.shape)} "
-                f"and {tensor.dtype}; build the network with the sizes and types that it was saved with"
-            )
+            texts = [f"{tuple(each.shape)} and {each.dtype}" for each in (wanted, tensor)]
+            fix = "build the network with the sizes and types that it was saved with"
+            raise ValueError(f"expected {name} of shape {texts[0]} in {path}, got {texts[1]}; {fix}")
         if not bool(tensor.to(wanted.dtype).isfinite().all()):
-            raise ValueError(
-                f"expected finite numbers in {name} of {path}, got NaN or infinity; save a network without them"
-            )
+            raise ValueError(f"expected finite numbers in {name} of {path}, got NaN or infinity; correct them")
 
 
 def strip_wrapper_prefix(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:

@@ -187,9 +187,8 @@ def report_runs(
 def file_mismatch_errors(folders: Iterable[Path]) -> AbstractContextManager[None]:
     """Context that turns exceptions about files that do not fit together into one error."""
     wanted = "metrics.json and arrays.safetensors that belong together in"
-    return settings_errors(
-        ", ".join(map(str, folders)), wanted=wanted, remedy="run `dissensus evaluate --again` on them"
-    )
+    remedy = "run `dissensus evaluate --again` on them"
+    return settings_errors(", ".join(map(str, folders)), wanted=wanted, remedy=remedy)
 
 
 def find_runs(folders: Sequence[str | Path]) -> list[Path]:

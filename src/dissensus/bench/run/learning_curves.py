@@ -36,11 +36,8 @@ def compare_with_labels(said: Tensor, rows: TaskRows) -> dict[str, Tensor]:
 
 def with_memorisation(evaluation: Evaluation, said: Predictions, rows: TaskRows) -> Evaluation:
     """The evaluation with noise/… of the training rows: means, and arrays with the value of each row."""
-    found = {
-        name: each.double()
-        for name, each in compare_with_labels(said.predictive.mean.argmax(1), rows).items()
-        if len(each)
-    }
+    compared = compare_with_labels(said.predictive.mean.argmax(1), rows)
+    found = {name: each.double() for name, each in compared.items() if len(each)}
     return with_metrics(evaluation, {name: float(each.mean()) for name, each in found.items()}, found)
 
 

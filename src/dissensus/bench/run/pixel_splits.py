@@ -84,10 +84,8 @@ def scene_maps(data: TaskData, functions: FixedDraw, loader: Callable[[TaskRows]
         for several, each in zip(found.values(), said, strict=True):
             several.append(each.cpu())
     said_of_all = {name: torch.cat(several) for name, several in found.items()}
-    return {
-        f"scenes/{name}": each
-        for name, each in {"image": data.test.x[chosen], "truth": truth[chosen], **said_of_all}.items()
-    }
+    scenes = {"image": data.test.x[chosen], "truth": truth[chosen], **said_of_all}
+    return {f"scenes/{name}": each for name, each in scenes.items()}
 
 
 def image_facts(data: TaskData) -> dict[str, Any]:

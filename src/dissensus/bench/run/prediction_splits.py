@@ -96,12 +96,8 @@ def split_writer(
         rows = rows.sample(config.evaluation.get("corrupt_rows"), seed=0)
         about = f"{len(spec.types)} corruptions × {len(spec.severities)} severities of {len(rows.y)} inputs"
         tell(about)
-        counts = corrupted_counts(
-            functions,
-            loader(rows),
-            replace(spec, standardiser=data.standardiser),
-            tell=lambda done: tell(f"{about}: {done} done"),
-        )
+        spec = replace(spec, standardiser=data.standardiser)
+        counts = corrupted_counts(functions, loader(rows), spec, tell=lambda done: tell(f"{about}: {done} done"))
         return lambda path: write_counts(path, counts)
     attacks = attack_curves(config) if split == ATTACK else None
     if attacks is not None:
@@ -133,9 +129,8 @@ def in_original_units(predictions: Predictions, targets: Standardiser | None, y:
     if targets is None:
         return predictions
     means, variances = cast(RegressionPredictive, predictions.predictive).defining_tensors()
-    means, variances, _ = metrics.unstandardise(
-        means.double(), variances.double(), location=targets.mean, scale=targets.std
-    )
+    shape = {"location": targets.mean, "scale": targets.std}
+    means, variances, _ = metrics.unstandardise(means.double(), variances.double(), **shape)
     return replace(predictions, predictive=RegressionPredictive(means, variances), targets=y.double())
 
 

@@ -49,9 +49,9 @@ def _run_groups(
         min(jobs, len(waiting)), mp_context=context, initializer=_prepare_worker, initargs=(source, threads)
     ) as pool:
         try:
-            started = {
-                pool.submit(_finish_in_worker, [run.folder for run in group], keep_going): group for group in waiting
-            }
+            folders = [[run.folder for run in group] for group in waiting]
+            jobs_of = [pool.submit(_finish_in_worker, each, keep_going) for each in folders]
+            started = dict(zip(jobs_of, waiting, strict=True))
             for i, each in enumerate(as_completed(started), start=1):
                 each.result()
                 tell(_done_message(i, len(waiting), started[each]))

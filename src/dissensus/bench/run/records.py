@@ -99,9 +99,8 @@ def read_evaluation(folder: Path) -> Evaluation:
     if "test/nll" not in arrays or arrays["test/nll"].ndim != 1:
         raise damage_error(folder / "arrays.safetensors", "without test/nll")
     try:
-        several: dict[str, Any] = {
-            name: tuple(facts.pop(name)) for name in ("ood", "shift", "corruptions", "severities")
-        }
+        names = ("ood", "shift", "corruptions", "severities")
+        several: dict[str, Any] = {name: tuple(facts.pop(name)) for name in names}
         return Evaluation(arrays=arrays, **several, **facts)
     except (KeyError, TypeError) as error:  # a fact is missing, unknown, or not a list
         raise damage_error(path, f"without {error}") from error

@@ -229,9 +229,8 @@ class Run(RunFolder):
         """The callback after each epoch: writes a line of the log, and measures members' distances and learning curves."""
         asked, watching = self.config.evaluation if self.is_writer else {}, []
         if "distances_every" in asked:
-            watching.append(
-                distance_callback(self.folder, posterior, self._comparison_batches, every=asked["distances_every"])
-            )
+            every = asked["distances_every"]
+            watching.append(distance_callback(self.folder, posterior, self._comparison_batches, every=every))
         if "curves_every" in asked:
             rows = (self.data.train, self.data.test)
             watching.append(learning_callback(self.folder, posterior, *rows, self.loader, every=asked["curves_every"]))

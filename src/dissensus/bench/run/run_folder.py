@@ -104,6 +104,5 @@ def no_run_error(folder: Path) -> FileNotFoundError:
 
 
 def untrained_error(folder: Path) -> FileNotFoundError:
-    return FileNotFoundError(
-        f"expected a trained run in {folder}, got none; run `dissensus bench` or `dissensus train` first"
-    )
+    fix = "run `dissensus bench` or `dissensus train` first"
+    return FileNotFoundError(f"expected a trained run in {folder}, got none; {fix}")

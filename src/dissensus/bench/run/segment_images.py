@@ -38,20 +38,15 @@ def write_maps(run: Run, images: Sequence[Path], folder: Path, *, tile: int | No
     for path, picture in zip(images, pictures, strict=True):
         pixels = standardiser(resize_picture(picture, run.config.data.get("size")))
         said = predict_image(posterior, pixels, tile=tile, precision=run.config.precision)
-        confidence, prediction = said.mean.cpu().max(0)
+        (confidence, prediction), apart = said.mean.cpu().max(0), said.mutual_information
         heat = {  # with the largest value of its scale; for the mutual information it depends on the image
             "confidence": (confidence, 1.0, segmentation_maps.CONFIDENCE),
             "entropy": (said.entropy.cpu(), entropy, segmentation_maps.EPISTEMIC),
-            "mutual_information": (
-                said.mutual_information.cpu(),
-                float(said.mutual_information.max()) or 1.0,
-                segmentation_maps.EPISTEMIC,
-            ),
+            "mutual_information": (apart.cpu(), float(apart.max()) or 1.0, segmentation_maps.EPISTEMIC),
         }
         shown = {"prediction": segmentation_maps.class_image(prediction.numpy(), len(classes))}
-        shown |= {
-            name: segmentation_maps.heat_image(v.numpy(), largest=top, colours=c) for name, (v, top, c) in heat.items()
-        }
+        for name, (values, top, colours) in heat.items():
+            shown[name] = segmentation_maps.heat_image(values.numpy(), largest=top, colours=colours)
         for name, drawn in shown.items():
             written = folder / f"{path.stem}-{name}.png"
             Image.fromarray(drawn).resize(picture.size, Image.Resampling.NEAREST).save(written)

@@ -58,11 +58,8 @@ def companions(run: Run, runs: Sequence[Run]) -> list[Run]:
     if not can_share_training(run.config):
         return [run]
     key = _common_settings(run.config)
-    return [
-        each
-        for each in runs
-        if each is run or (can_share_training(each.config) and _common_settings(each.config) == key)
-    ]
+    shares = [can_share_training(each.config) and _common_settings(each.config) == key for each in runs]
+    return [each for each, share in zip(runs, shares, strict=True) if each is run or share]
 
 
 def train_runs(runs: Sequence[Run], *, progress: bool = False) -> None:

@@ -12,21 +12,10 @@ from typing import Any
 from dissensus.bench.names import name_list
 from dissensus.bench.rows.dataset_rows import SetKind
 from dissensus.bench.rows.named_sets import task_set
+from dissensus.bench.task import schema
 from dissensus.bench.task.method_names import base_name, check_methods, method_class, setting_path, variants_of
 from dissensus.bench.task.objects import OBJECTS, constructor_forms, expand_objects, parse_object, replaces_object
-from dissensus.bench.task.schema import (
-    ANY,
-    DATA,
-    SECTIONS,
-    SEED,
-    TEXT,
-    TOP,
-    check_tables,
-    check_task,
-    known_keys,
-    method_keys,
-    parameter_rules,
-)
+from dissensus.bench.task.schema import SECTIONS
 from dissensus.bench.user_code import is_import_path
 from dissensus.core.regression import HeteroscedasticRegression, Regression
 from dissensus.engine.precision import PredictionPrecision
@@ -105,8 +94,8 @@ def own_tasks() -> dict[str, Settings]:
     for path in sorted(Path().glob("*.toml")):
         with suppress(ValueError, OSError):
             settings = read_task(str(path))
-            check_tables(settings, path.name)
-            TEXT("data.name", settings.get("data", {}).get("name"))
+            schema.check_tables(settings, path.name)
+            schema.TEXT("data.name", settings.get("data", {}).get("name"))
             found |= {path.name: settings} if "methods" in settings else {}
     return found
 
@@ -119,7 +108,7 @@ def load_task(
     `methods`: the methods that will run, to which method.key=value applies; by default the task's.
     """
     settings = read_task(name)
-    check_tables(settings, name)
+    schema.check_tables(settings, name)
     sizes = settings.pop("size", {})
     for each in (size, *sizes):
         one_of("a size", each, SIZES)
@@ -127,7 +116,7 @@ def load_task(
     folder = Path(name).absolute().parent if name.endswith(".toml") else None
     for override in sorted(overrides, key=_override_order):
         settings = apply_override(settings, override, methods=methods, beside=str(folder or ""))
-    check_task(settings, name)
+    schema.check_task(settings, name)
     if not name_list(settings.get("methods", [])):
         raise ValueError(f"expected methods in the task {name}, got none; add methods = [...]")
     check_methods(name_list(settings["methods"]), settings)
@@ -154,7 +143,7 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
     if "grid" in task.settings:  # settings differ between cells, and there is no cell here
         raise ValueError(f"expected a task without [grid], or a cell of one, got {task.name}; use `dissensus bench`")
     tables = {section: copy.deepcopy(task.settings.get(section, {})) for section in SECTIONS}
-    data = {key: seed if value == SEED and key != "name" else value for key, value in tables["data"].items()}
+    data = {key: seed if value == schema.SEED and key != "name" else value for key, value in tables["data"].items()}
     if (rows := tables["calibration"].pop("rows", None)) is not None:
         data["calibration"] = rows
     own = tables["method"].get(method, {})
@@ -192,10 +181,10 @@ def run_config_from_table(table: Settings, where: str) -> RunConfig:
         config = RunConfig(**table)
     except TypeError as error:  # a missing or unknown key
         raise damage_error(Path(where), error) from error
-    for key, rule in parameter_rules(RunConfig).items():
+    for key, rule in schema.parameter_rules(RunConfig).items():
         rule(f"{where}: {key}", getattr(config, key))
     sections = {section: table[section] for section in SECTIONS if section in table and section != "size"}
-    check_task({**sections, "method": {config.method: config.settings}}, where)
+    schema.check_task({**sections, "method": {config.method: config.settings}}, where)
     return config
 
 
@@ -241,11 +230,13 @@ def apply_override(
         base_name(path[1])
         changed.setdefault("method", {}).setdefault(path[1], {})
     expand_objects(changed, path[:-1])
-    known = known_keys(merge_settings(settings, {path[0]: {"name": value}}) if path[1:] == ["name"] else changed)
+    known = schema.known_keys(merge_settings(settings, {path[0]: {"name": value}}) if path[1:] == ["name"] else changed)
     section, key = ".".join(path[:-1]), path[-1]
     if section == "method" and key not in METHODS:
         own = [each for each in dict.fromkeys([*running, *variants_of(settings)]) if is_import_path(each)]
-        known |= {f"method.{each}": method_keys(method_class(each, beside)) for each in [*own, *map(base_name, own)]}
+        known |= {
+            f"method.{each}": schema.method_keys(method_class(each, beside)) for each in [*own, *map(base_name, own)]
+        }
         there = {each for method in running for each in known[f"method.{base_name(method)}"]}
         others = [method for method in METHODS if key in known[f"method.{method}"]]
         hint = f"choose a method that has it ({', '.join(others)}), or leave it out" if others else ""
@@ -256,7 +247,7 @@ def apply_override(
             if key in known[f"method.{each}"]:
                 changed.setdefault("method", {}).setdefault(each, {})[key] = value
         return changed
-    allowed = {**known, "": TOP | {"likelihood": ANY}}
+    allowed = {**known, "": schema.TOP | {"likelihood": schema.ANY}}
     if key not in allowed.get(section, {}):
         owners = [f"method.{each}" for each in path[1:-2] or map(base_name, running)]
         of_object = len(path) > 1 and path[-2] in OBJECTS
@@ -294,7 +285,7 @@ def merge_settings(base: Mapping[str, Any], over: Mapping[str, Any]) -> Settings
     result = copy.deepcopy(dict(base))
     for key, value in over.items():
         if key in ("network", "data") and _has_other_name(result.get(key), value):
-            result[key] = {k: each for k, each in result[key].items() if key == "data" and k in DATA}
+            result[key] = {k: each for k, each in result[key].items() if key == "data" and k in schema.DATA}
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
         both = both and not replaces_object(key, result[key], value)
         result[key] = merge_settings(result[key], value) if both else copy.deepcopy(value)

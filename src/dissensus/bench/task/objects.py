@@ -191,11 +191,8 @@ def constructor_forms(keyword: str) -> str:
 
 def replaces_object(keyword: str, base: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
     """Whether `over` names another object than `base`: it then replaces `base` instead of being merged into it."""
-    return (
-        keyword in OBJECTS
-        and bool(_object_name(keyword, over))
-        and _object_name(keyword, over) != _object_name(keyword, base)
-    )
+    name = _object_name(keyword, over) if keyword in OBJECTS else None
+    return bool(name) and name != _object_name(keyword, base)
 
 
 def expand_objects(settings: dict[str, Any], path: Sequence[str]) -> None:

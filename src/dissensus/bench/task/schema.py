@@ -229,9 +229,8 @@ def method_keys(method: type[Posterior]) -> dict[str, ValueRule]:
     several: dict[str, ValueRule] = {key: integer for key in [count_setting(method)] if key is not None}
     given = ("likelihood", "module", "modules", "network", "networks")
     known = annotated_types(method)
-    named = {
-        name: partial(value_of_type, types=known.get(name, ())) for name in parameters(method) if name not in given
-    }
+    asked = [name for name in parameters(method) if name not in given]
+    named = {name: partial(value_of_type, types=known.get(name, ())) for name in asked}
     return named | several | dict.fromkeys(named.keys() & OBJECTS, ANY)
 
 

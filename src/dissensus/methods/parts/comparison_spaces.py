@@ -107,9 +107,8 @@ def add_to_output(network: nn.Module, layer: str, shift: Tensor | None) -> Itera
 
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
         if not isinstance(output, Tensor):
-            raise TypeError(
-                f"expected a layer '{layer}' that returns one tensor, got {type(output).__name__}; name another layer"
-            )
+            got = type(output).__name__
+            raise TypeError(f"expected a layer '{layer}' that returns one tensor, got {got}; name another layer")
         seen.append(output if shift is None else output + shift)
         return seen[-1].clone()  # an in-place activation then changes only the copy
 
@@ -119,9 +118,7 @@ def add_to_output(network: nn.Module, layer: str, shift: Tensor | None) -> Itera
     finally:
         handle.remove()
     if len(seen) != 1:
-        raise ValueError(
-            f"expected a layer '{layer}' that runs once per forward pass, got {len(seen)} runs; name another layer"
-        )
+        raise ValueError(f"expected a layer '{layer}' that runs once per pass, got {len(seen)} runs; name another")
 
 
 def attach_to_graph(value: Tensor, by: Tensor) -> Tensor:

@@ -77,10 +77,8 @@ class EmpCov(Prior):
         one_of("a prior on one", self.parameter, shapes)  # for tied layers the network lists the first name
         width = math.prod(shapes[self.parameter][1:])
         if width != len(self.root):
-            raise ValueError(
-                f"expected a prior over {width} weights per output of '{self.parameter}', got one over {len(self.root)}; "
-                "build it for this network"
-            )
+            wanted = f"a prior over {width} weights per output of '{self.parameter}'"
+            raise ValueError(f"expected {wanted}, got one over {len(self.root)}; build it for this network")
 
     def draw(self, name: str, like: Tensor) -> Tensor:
         if name != self.parameter:
@@ -104,8 +102,6 @@ def _layer_inputs(inputs: Tensor | Iterable[Any], first: nn.Linear | nn.Conv2d) 
         else:
             rows = x.flatten(1)
         if rows.shape[1] != first.weight[0].numel():
-            raise ValueError(
-                f"expected inputs of {first.weight[0].numel()} numbers for this layer, got {rows.shape[1]}; "
-                "name the layer that takes the network's inputs"
-            )
+            wanted = f"inputs of {first.weight[0].numel()} numbers for this layer"
+            raise ValueError(f"expected {wanted}, got {rows.shape[1]}; name the layer that takes the network's inputs")
         yield rows

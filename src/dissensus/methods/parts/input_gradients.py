@@ -20,13 +20,7 @@ from dissensus.core.member_runner import FallbackChain, first_line
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
 from dissensus.kernels.double_backward import fast_second_derivatives
-from dissensus.methods.parts.comparison_spaces import (
-    Gradient,
-    attach_to_graph,
-    input_dimension,
-    input_gradient,
-    selected_output,
-)
+from dissensus.methods.parts import comparison_spaces
 from dissensus.methods.parts.stacked_posterior import StackedPosterior
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.checks import integer, one_of
@@ -55,7 +49,7 @@ class InputGradientPosterior(StackedPosterior):
         self,
         modules: Sequence[nn.Module],
         *,
-        gradient: Gradient,
+        gradient: comparison_spaces.Gradient,
         examples: int | None,
         likelihood: Likelihood | None,
         **prior: Unpack[PriorKeywords],
@@ -72,7 +66,7 @@ class InputGradientPosterior(StackedPosterior):
 
         def output_and_nll(member: Member, x: Inputs) -> tuple[Tensor, Tensor]:
             outputs = batches.call_network(member.network, x)
-            chosen = selected_output(member.likelihood, outputs, some.y, self.gradient)
+            chosen = comparison_spaces.selected_output(member.likelihood, outputs, some.y, self.gradient)
             return chosen, member.likelihood.nll(outputs, some.y, some.weight)
 
         def of_inputs(x: Inputs) -> tuple[Tensor, tuple[Tensor, Tensors]]:
@@ -83,21 +77,21 @@ class InputGradientPosterior(StackedPosterior):
             value, _, after = super().member_loss(params, buffers, batch)
             some = batch.map(lambda tensor: tensor[: self.examples])
             with sdpa_kernel(SDPBackend.MATH), self._forms():  # only plain attention can be differentiated twice
-                g, _ = input_gradient(of_inputs, some.x)
+                g, _ = comparison_spaces.input_gradient(of_inputs, some.x)
         else:
             some = batch
             with sdpa_kernel(SDPBackend.MATH), self._forms():
-                g, (nll, after) = input_gradient(of_inputs, some.x)
+                g, (nll, after) = comparison_spaces.input_gradient(of_inputs, some.x)
             value = nll + self.penalty(params)
         z = {"gradients": g}
         weight = label_weights(self.likelihood, some)
         if weight is not None:
-            z["weight"] = attach_to_graph(weight.to(g.dtype), g.sum(1))
+            z["weight"] = comparison_spaces.attach_to_graph(weight.to(g.dtype), g.sum(1))
         return value, z, after
 
     def check_batch(self, batch: Batch) -> None:
         # Checked before the network runs: many networks fail on integers with unclear messages. One member needs no check.
-        if self.particles.total_members > 1 and (dimension := input_dimension(batch.x)) < 2:
+        if self.particles.total_members > 1 and (dimension := comparison_spaces.input_dimension(batch.x)) < 2:
             found, remedy = FEW_DIMENSIONS[dimension]
             raise ValueError(f"expected inputs of at least two floating-point features, got {found}; {remedy}")
         super().check_batch(batch)

@@ -101,9 +101,8 @@ class WeightFilters(nn.Module):
             if held := [p for p in group["params"] if id(p) in place and p.grad is not None]:
                 rate = self._rate(group["lr"])
                 gradients = [local_part(p.grad) for p in held if p.grad is not None]
-                moved.append(
-                    _GroupGradients(-rate if group.get("maximize") else rate, [place[id(p)] for p in held], gradients)
-                )
+                rate = -rate if group.get("maximize") else rate
+                moved.append(_GroupGradients(rate, [place[id(p)] for p in held], gradients))
         if not moved:
             raise ValueError("expected an optimizer of the network, got one of others; pass it posterior.parameters()")
         return moved if self.drift == "gradient" else []
@@ -154,10 +153,8 @@ class WeightFilters(nn.Module):
                 Block(weights, dtype),
                 Block(weights, dtype),
             )
-            for buffers, block in (
-                (self._cached.means, self._cached.mean),
-                (self._cached.variances, self._cached.variance),
-            ):
+            cached = self._cached
+            for buffers, block in ((cached.means, cached.mean), (cached.variances, cached.variance)):
                 for buffer, view in zip(buffers, block.views, strict=True):
                     buffer.data = view.copy_(buffer)  # from now on the named tensor is this part of the block
         return self._cached

@@ -43,10 +43,8 @@ class LastLayer:
         inputs = kernel.shape[1]
         found = {weight: matrix[..., :inputs].reshape(*matrix.shape[:-1], inputs, *kernel.shape[2:])}
         found |= {name: matrix[..., inputs] for name, _ in bias}
-        return {
-            name: t.to(kernel.dtype, copy=True).clone(memory_format=torch.contiguous_format)
-            for name, t in found.items()
-        }
+        copies = {name: t.to(kernel.dtype, copy=True) for name, t in found.items()}
+        return {name: t.clone(memory_format=torch.contiguous_format) for name, t in copies.items()}
 
     def rows(self, tensor: Tensor) -> Tensor:
         """(n, C) one row per position, in float64, from a tensor with the layer's channel axis."""

@@ -51,19 +51,15 @@ def _signature(network: nn.Module) -> dict[str, str]:
 
 def check_distinct_weights(networks: Sequence[nn.Module]) -> None:
     """Raises if two members start at exactly the same trainable weights, because they would stay equal."""
-    flat = [
-        torch.cat([_numbers(p.detach()) for p in n.parameters() if p.requires_grad] or [torch.empty(0)])
-        for n in networks
-    ]
+    trained = [[_numbers(p.detach()) for p in n.parameters() if p.requires_grad] for n in networks]
+    flat = [torch.cat(each or [torch.empty(0)]) for each in trained]
     alike: dict[complex, list[int]] = {}  # by sums, which are equal for equal vectors, so that few pairs are compared
     for i, vector in enumerate(flat):
         others = alike.setdefault(vector.sum().item(), [])
         for j in others:
             if vector.numel() and torch.equal(vector, flat[j]):
-                raise ValueError(
-                    f"expected members that start at different weights, got members {j} and {i} equal; "
-                    "initialise each one separately, [make() for _ in range(M)], instead of copying one"
-                )
+                fix = "initialise each one separately, [make() for _ in range(M)], instead of copying one"
+                raise ValueError(f"expected members with different weights, got members {j} and {i} equal; {fix}")
         others.append(i)
 
 
@@ -173,9 +169,8 @@ def rebuild_converted(
     networks = network if several is None else placeholders(network, several)
     settings = {key: value for key, value in config.items() if key not in ("networks", "frozen", *of_draw)}
     constructor: Any = cls  # each method has its own keywords
-    made: Made = constructor(
-        networks, likelihood=likelihood, **settings | {"annealing": Annealing(**config["annealing"])}
-    )
+    settings |= {"annealing": Annealing(**config["annealing"])}
+    made: Made = constructor(networks, likelihood=likelihood, **settings)
     return made
 
 

@@ -51,9 +51,8 @@ def find_input_tables(particles: Particles, x: Inputs, whole: Collection[int]) -
     repeated in the batch: x₁, x₁, x₂, x₂, ….
     """
     size = batches.count_examples(x)
-    beside = [
-        t for i, t in enumerate(batches.input_tensors(x)) if i and i not in whole and t.ndim and len(t) == size > 1
-    ]
+    others = [t for i, t in enumerate(batches.input_tensors(x)) if i and i not in whole]
+    beside = [t for t in others if t.ndim and len(t) == size > 1]
     if not beside:
         return []
 
@@ -114,9 +113,8 @@ def examine_layers(
     try:
         with preserve_random_state(like.device):
             particles.train()  # dropout and custom noise may modify outputs in training mode only
-            passed, written = (
-                before | now for before, now in zip((passed, written), find_called_layers(3), strict=True)
-            )
+            now = find_called_layers(3)
+            passed, written = passed | now[0], written | now[1]
     except Exception:  # the network may need other batches in training mode; the real batch will show that
         written = set(names)
     for name in passed:

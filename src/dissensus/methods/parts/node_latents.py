@@ -80,9 +80,8 @@ def build_with_latents(
     given, one = networks_to_convert(networks)
     cut = [add_node_latents(each, **where) for each in given]
     likes = (each.network.get_submodule(each.sites[0].layer).get_parameter("weight") for each in cut)
-    latents = [
-        initial_latents(like, components, each.latents, std, start) for each, like in zip(cut, likes, strict=True)
-    ]
+    pairs = zip(cut, likes, strict=True)
+    latents = [initial_latents(like, components, each.latents, std, start) for each, like in pairs]
     if one:
         return Particles.wrap_network(cut[0].network, likelihood or Classification(), latents[0]), cut[0]
     return stack_members([each.network for each in cut], likelihood, latents), cut[0]

@@ -27,15 +27,9 @@ from dissensus.layers.conversion import restore_plain_layers
 from dissensus.layers.frozen_norm import freeze_norms
 from dissensus.layers.modulation import Modulation
 from dissensus.layers.nodes import Mode, split_by_layer, use_latents
-from dissensus.methods.parts import node_batches
+from dissensus.methods.parts import node_batches, node_latents
 from dissensus.methods.parts.networks import own_settings, rebuild_converted
 from dissensus.methods.parts.node_functions import NodeFunctions, collapse_network
-from dissensus.methods.parts.node_latents import (
-    Complexity,
-    build_with_latents,
-    sample_for_examples,
-    sample_for_functions,
-)
 from dissensus.methods.parts.stacked_posterior import annealing_weight
 from dissensus.methods.parts.stored_draw import StoringPosterior
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
@@ -57,7 +51,7 @@ class NodePosterior(StoringPosterior):
     needed = ("data_size",)
     draw_only_settings: ClassVar[tuple[str, ...]] = ("samples", "stored")
     draw_attributes = ("stored", "stored_at")
-    complexity: Complexity
+    complexity: node_latents.Complexity
     rate: Literal["curvature"] | None = None  # where the rates of `default_optimizer` come from
     stored: TensorTree | None
     stored_at: Tensor | None
@@ -83,7 +77,7 @@ class NodePosterior(StoringPosterior):
         **prior: Any,
     ) -> None:
         where: dict[str, Any] = {"mode": mode, "bias": bias_latent, "layers": layers}
-        particles, made = build_with_latents(
+        particles, made = node_latents.build_with_latents(
             networks, likelihood, components=integer("components", components), std=std, start=start, **where
         )
         super().__init__(particles, **prior)
@@ -117,9 +111,8 @@ class NodePosterior(StoringPosterior):
         mean, std = params["latents.mean"], F.softplus(params["latents.raw_std"])
         whole, part = self.particles.exchange.batch_rows(size)
         here = slice(part.start * copies, part.stop * copies)
-        nodes = split_by_layer(
-            self.sites, sample_for_examples(mean, std, whole * copies, self.complexity.noise, here=here)
-        )
+        drawn = node_latents.sample_for_examples(mean, std, whole * copies, self.complexity.noise, here=here)
+        nodes = split_by_layer(self.sites, drawn)
 
         def nll(member: Member) -> Tensor:
             with use_latents(member.network, nodes):
@@ -128,11 +121,8 @@ class NodePosterior(StoringPosterior):
         value, buffers = self.particles.call(nll, params, buffers)
         assert self.data_size is not None  # checked in the constructor
         cost = self.complexity.kl(mean, std, self.posterior_temperature)
-        return (
-            value + self.penalty(params) + annealing_weight(self, self.annealing) * cost / self.data_size,
-            (),
-            buffers,
-        )
+        complexity = annealing_weight(self, self.annealing) * cost / self.data_size
+        return value + self.penalty(params) + complexity, (), buffers
 
     # ------------------------------------------------------------------ the posterior over latents
 
@@ -216,9 +206,8 @@ class NodePosterior(StoringPosterior):
         generator = own_generator(self.device)
         each = zip(*self._stacked_latents(), strict=True)
         noise = self.complexity.noise
-        return torch.cat(
-            [sample_for_functions(mean.detach(), std, self.samples, generator, noise) for mean, std in each]
-        )
+        how = (self.samples, generator, noise)
+        return torch.cat([node_latents.sample_for_functions(mean.detach(), std, *how) for mean, std in each])
 
     def collapse(self, component: int | None = None, *, network: int = 0) -> nn.Module:
         """An ordinary network with mean latents folded into its weights.
@@ -253,9 +242,8 @@ class NodePosterior(StoringPosterior):
                     advice = "keep a table as a buffer, compute pairwise inputs in forward, or use another batch size"
                     got = f"tensors of shapes {tables} with {batches.count_examples(x)} examples, one of them without such rows"
                     raise ValueError(f"expected inputs with a row for each example, got {got}; {advice}")
-                node_batches.examine_layers(
-                    particles, self.sites, x, whole=self._unbatched_inputs, like=self.mean, again=again
-                )
+                how: dict[str, Any] = {"whole": self._unbatched_inputs, "like": self.mean, "again": again}
+                node_batches.examine_layers(particles, self.sites, x, **how)
             self._checked_shapes.add(shapes)
 
     # ------------------------------------------------------------------ state and files
@@ -282,7 +270,6 @@ class NodePosterior(StoringPosterior):
 
     def blank_draw(self, state: Tensors) -> TensorTree:
         tree = TensorTree()
-        tree.add_tensor(
-            "own.latents", self.mean.detach().new_zeros(self.particles.members * self.samples, self.latents)
-        )
+        rows = self.particles.members * self.samples
+        tree.add_tensor("own.latents", self.mean.detach().new_zeros(rows, self.latents))
         return tree

@@ -94,9 +94,8 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
 
     def public_tensors(self, tensors: Tensors) -> Tensors:
         """What is public of tensors (M, ...): without the first axis where one module is held."""
-        return gather_full_tensors(
-            tensors if self.built_with.own else {name: rows[0] for name, rows in tensors.items()}
-        )
+        own = self.built_with.own
+        return gather_full_tensors(tensors if own else {name: rows[0] for name, rows in tensors.items()})
 
     def draw(self) -> DrawnFunctions:
         if (stored := self.stored) is not None:
@@ -234,10 +233,8 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
 
     def _blank_families(self, sizes: Sequence[int]) -> Families:
         """A draw with families of these sizes, to be filled from a file."""
-        members, kinds = (
-            self.particles.members,
-            (weights.likelihood_parameters, weights.network_buffers, weights.network_parameters),
-        )
+        members = self.particles.members
+        kinds = (weights.likelihood_parameters, weights.network_buffers, weights.network_parameters)
         one = {name: tensor for kind in kinds for name, tensor in kind(self.particles).first_member().items()}
         blank = {n: one[n].new_zeros(1).expand(members, self.samples, *one[n].shape) for n in self.sampled_names()}
         if max(sizes) >= self.samples:
@@ -245,9 +242,8 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         parts = []
         for i, size in enumerate(sizes):
             network = i * members // len(sizes)  # every network has the same number of parts
-            family = self._make_family(
-                {name: rows[:, :size] for name, rows in blank.items()}, slice(network, network + 1)
-            )
+            some = {name: rows[:, :size] for name, rows in blank.items()}
+            family = self._make_family(some, slice(network, network + 1))
             parts.append(family.to("cpu"))
         return Families(parts, parts=True)
 
@@ -264,17 +260,15 @@ class SampledFunctions(DrawnFunctions):
         self.training = False
 
     def map_members(self, function: Callable[..., Any], *args: Any) -> Any:
-        particles = (
-            self.particles if self.particles.device == self.device else copy_to_device(self.particles, self.device)
-        )
+        particles = self.particles
+        particles = particles if particles.device == self.device else copy_to_device(particles, self.device)
         with self.particles.lock_network(), eval_mode(particles, particles.template):
             return particles.map_members(function, *args)
 
     def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
         def describe_function(i: int) -> tuple[Tensor, ...]:
-            params, buffers = (
-                {n: t.to(self.device) for n, t in each.items()} for each in self.particles.member_tensors(i)
-            )
+            both = self.particles.member_tensors(i)
+            params, buffers = ({n: t.to(self.device) for n, t in each.items()} for each in both)
             with self.particles.lock_network(), eval_mode(self.particles, self.particles.template):
                 return self.particles.call(describe_outputs, params, buffers, x)[0]  # type: ignore[no-any-return]
 
