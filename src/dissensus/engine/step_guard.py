@@ -33,9 +33,7 @@ class Guard:
     """
 
     def __init__(self, posterior: Posterior, optimizer: torch.optim.Optimizer, *, host: bool) -> None:
-        self.posterior = posterior
-        self.optimizer = optimizer
-        self.host = host
+        self.posterior, self.optimizer, self.host = posterior, optimizer, host
         self.checks_at_once = True  # whether this step is checked at once
         self.has_stepped = False  # whether there has been a step
         self.has_observers = posterior.has_observers

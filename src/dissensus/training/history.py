@@ -111,6 +111,3 @@ class Best:
     score: float = math.inf
     epoch: int = 0
     state: dict[str, Tensor] | None = None
-
-    def is_better(self, score: float) -> bool:
-        return score < self.score

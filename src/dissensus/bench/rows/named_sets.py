@@ -41,7 +41,9 @@ class TaskSet(NamedTuple):
     kind: SetKind | None  # None: the likelihood decides between classes and values
     description: str
     location: str | Callable[[Root], Path] = "generated"  # a function if the user provides the files
-    is_user_data: bool = False  # whether the rows are the user's: `make` then takes an `DataRequest` instead of the folder
+    is_user_data: bool = (
+        False  # whether the rows are the user's: `make` then takes an `DataRequest` instead of the folder
+    )
     standardised: bool = False  # whether inputs are standardised already, unless the task says otherwise
 
 
