@@ -185,7 +185,7 @@ def test_every_file_of_a_room_with_floors_stands_on_one():
         assert {name for names in floors for name in names.split()} == there - {"__init__"}, room
 
 
-def weighing():
+def load_weight_program():
     """The program that counts lines, raises and guards."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
     try:
@@ -196,7 +196,7 @@ def weighing():
 
 
 def test_the_library_is_as_light_as_the_page_for_contributors_says():
-    weight = weighing()
+    weight = load_weight_program()
     total = sum(weight.weights(SOURCE).values(), weight.Weight())
     assert total.guards <= 0.075 * total.lines
     assert total.raises <= 0.018 * total.lines
@@ -207,8 +207,35 @@ def test_the_library_is_as_light_as_the_page_for_contributors_says():
     assert abs(total.lines - said[0]) <= 0.02 * total.lines, "run python benchmarks/weight.py --write"
 
 
+def test_a_stranger_finds_the_way():
+    """Limits of what `benchmarks/weight.py` counts; its docstrings have the rules."""
+    weight = load_weight_program()
+    assert len(weight.shared_names(SOURCE)) <= 12
+    assert len(weight.small_files(SOURCE)) <= 15
+    assert len(weight.bare_participles(SOURCE)) <= 60
+    core = weight.weights(SOURCE)["core"]
+    assert core.files <= 32
+    assert core.lines <= 5300
+    assert sum(weight.weights(SOURCE).values(), weight.Weight()).lines <= 49_500
+
+
+def test_participles_and_small_files_would_be_seen(tmp_path):
+    weight = load_weight_program()
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "a.py").write_text(
+        "import library.b\n\n\ndef gathered(): ...\n\n\ndef _kept(): ...\n\n\ndef seed(): ...\n"
+    )
+    (library / "b.py").write_text("class A:\n    def held(self): ...\n\n    def held_rows(self): ...\n")
+    (library / "sub").mkdir()
+    (library / "sub" / "a.py").write_text("")
+    assert weight.bare_participles(library) == ["a.py:gathered", "a.py:_kept", "b.py:held"]
+    assert weight.small_files(library) == ["b.py"]
+    assert weight.shared_names(library) == {"a": ["a.py", "sub/a.py"]}
+
+
 def test_no_source_file_is_too_long_to_read():
-    weight = weighing()
+    weight = load_weight_program()
     weighed = {str(path.relative_to(SOURCE)): weight.weigh(path.read_text(encoding="utf-8")) for path in FILES}
     long = {name: found.lines for name, found in weighed.items()}
     assert {name: lines for name, lines in long.items() if lines > LONGEST} == {}

@@ -1,7 +1,8 @@
 """A member's weights in half precision, cast all at once, for the layers that mixed precision runs in half precision.
 
 Autocast casts each weight at each use, and its gradient back: two small kernels a layer and member. Inside
-`use_cast_weights` one kernel casts all of a member's weights, and gradients stay in half precision until they are copied to where they are wanted.
+`use_cast_weights` one kernel casts all of a member's weights, and gradients stay in half precision until they are copied to
+where they are wanted.
 """
 
 import threading

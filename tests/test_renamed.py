@@ -1,0 +1,72 @@
+"""The page of old and new names: every new name is there, no old one is left, in the library or in the pages."""
+
+import re
+from functools import reduce
+from pathlib import Path
+
+import pytest
+
+import dissensus
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "developing" / "renamed.md"
+ROWS = re.findall(r"^[|] `([\w.]+)` [|] `([\w.]+)` [|]$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+NAMES = [(old, new) for old, new in ROWS if any(part[0].isupper() for part in old.split("."))]
+MODULES = [row for row in ROWS if row not in NAMES]
+TEXTS = [
+    path
+    for pattern in (
+        "src/**/*.py",
+        "tests/**/*.py",
+        "benchmarks/*.py",
+        "examples/*.py",
+        "docs/**/*.md",
+        "*.md",
+        "*.toml",
+    )
+    for path in ROOT.glob(pattern)
+    if path not in (PAGE, Path(__file__))
+]
+
+
+def test_the_page_has_both_tables():
+    assert len(NAMES) > 40
+    assert len(MODULES) > 150
+
+
+@pytest.mark.parametrize(("old", "new"), NAMES)
+def test_a_public_name_was_changed_for_good(old, new):
+    owner = reduce(getattr, new.split(".")[:-1], dissensus)
+    if owner is dissensus.Posterior:  # some of its names are attributes of objects only
+        owner = dissensus.MAP(dissensus.nets.MLP(2, 2))
+    assert hasattr(owner, new.split(".")[-1]) or new.split(".")[-1] in owner.__annotations__
+    assert not hasattr(owner, old.split(".")[-1])
+
+
+def test_modules_were_moved_for_good():
+    for old, new in MODULES:
+        assert _exists(new), new
+        assert not _exists(old) or old in {target for _, target in MODULES}, old
+
+
+def _exists(module: str) -> bool:
+    path = Path(dissensus.__file__).parent.joinpath(*module.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def test_nothing_speaks_of_a_module_that_is_gone():
+    gone = {old for old, _ in MODULES if not _exists(old)}
+    dotted = re.compile(
+        r"\bdissensus\.(" + "|".join(sorted(map(re.escape, gone), key=len, reverse=True)) + r")\b(?!\.?\w*\()"
+    )
+    files = re.compile(
+        r"(?<![\w/])(" + "|".join(re.escape(old.replace(".", "/")) for old in sorted(gone) if "." in old) + r")\.py\b"
+    )
+    found = []
+    for path in TEXTS:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            found += [
+                f"{path.relative_to(ROOT)}:{number}: {hit[0]}"
+                for hit in [*dotted.finditer(line), *files.finditer(line)]
+            ]
+    assert found == []
