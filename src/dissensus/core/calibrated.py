@@ -110,9 +110,7 @@ class Guarantee(FittedModule, ABC):
     def posterior(self) -> Any:
         """The `Posterior` that it was fitted to; raises if its predictions have changed since."""
         if self._owner is None or not any(each is self for each in self._owner[0].promises.values()):
-            raise ValueError(
-                f"expected a {self.kind} fitted to the posterior's present predictions, got an older one; fit it again"
-            )
+            raise ValueError(f"expected a {self.kind} fitted to the posterior's present predictions, got others; refit")
         return self._owner[0]
 
 

@@ -38,8 +38,7 @@ class Member(nn.Module):
         if not isinstance(likelihood, Likelihood):
             what = likelihood.__name__ + " itself" if isinstance(likelihood, type) else type(likelihood).__name__
             raise TypeError(f"expected a likelihood object, got {what}; pass an instance, for example Classification()")
-        self.network = network
-        self.likelihood = likelihood
+        self.network, self.likelihood = network, likelihood
         self.latents = TensorTree() if latents is None else latents
         cache_submodules(self, "network", "likelihood", "latents")
         self.training = network.training  # not self.train(), which would change the submodules

@@ -193,7 +193,7 @@ def fit(
                 elif scheduler is not None:
                     scheduler.step()
                 judged, chosen = can_keep_epoch(posterior, index, epochs), epoch.selection_score
-                if judged and chosen is not None and best.is_better(chosen):
+                if judged and chosen is not None and chosen < best.score:
                     own = [(k, v) for k, v in posterior.state_dict().items() if not k.startswith("watchers.")]
                     best = Best(chosen, index, {k: v.detach().clone() for k, v in own})
                     history.best = index
@@ -228,9 +228,7 @@ class _TrainingRun:
     def __init__(
         self, posterior: Posterior, optimizer: Optimizer, division: TrainingPartition, engine: str, **settings: Any
     ) -> None:
-        self.posterior = posterior
-        self.optimizer = optimizer
-        self.division = division
+        self.posterior, self.optimizer, self.division = posterior, optimizer, division
         self.engine = division.choose_engine(engine)
         self.settings = settings
         self.step: Step | None = None
