@@ -45,7 +45,7 @@ class Rank1Ensemble(Posterior):
 
     def __init__(self, network, *, members, likelihood=None, **prior):
         def own(name):
-            return name.endswith((".r", ".s")) or name.rpartition(".")[2] in ds.utils.batch_norm_stats.STATISTICS
+            return name.endswith((".r", ".s")) or name.rpartition(".")[2] in ds.utils.batch_norm_names.STATISTICS
 
         networks = [modulated(network) for _ in range(members)]
         super().__init__(Particles.stack(networks, likelihood or ds.Classification(), own=own), **prior)

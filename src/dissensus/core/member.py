@@ -16,7 +16,7 @@ from dissensus.core.batch import Batch, call_network
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.locks import network_lock
 from dissensus.core.member_runner import first_line
-from dissensus.utils.batch_norm_stats import frozen_norms, statistics_names
+from dissensus.utils.batch_norm_names import frozen_norms, statistics_names
 from dissensus.utils.fsdp import check_copyable
 from dissensus.utils.memory_layout import with_own_memory
 from dissensus.utils.module_state import deepcopy_memo

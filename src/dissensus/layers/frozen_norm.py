@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dissensus.core.member import Member
 from dissensus.layers import channel_launch as kernels
 from dissensus.layers.conversion import ConvertedLayer, convert_layer
-from dissensus.utils.batch_norm_stats import statistics_layers
+from dissensus.utils.batch_norm_names import statistics_layers
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

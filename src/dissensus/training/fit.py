@@ -29,7 +29,7 @@ from dissensus.distributed.single_process import TrainingPartition
 from dissensus.distributed.work_split import exchange_results
 from dissensus.engine import Step, build_step
 from dissensus.engine.memory import Memory, training_memory
-from dissensus.layers.norm_statistics import SmallBatchGuard
+from dissensus.layers.reestimate_batch_norm import SmallBatchGuard
 from dissensus.training import fit_checks
 from dissensus.training.checkpoint import ResumedRun, checkpoint_exists, reset_rates, resume, write_checkpoint
 from dissensus.training.curvature_rates import set_relative_rates
