@@ -194,7 +194,8 @@ class CalibratedModule(nn.Module):
     def uncalibrate(self, change: str) -> None:
         """Sets the temperature to 1 and drops the calibration, with warnings, because predictions change."""
         if (before := float(self.temperature)) != 1.0:
-            log.warning("%s sets the temperature from %.3g to 1; call ds.temperature_scale afterwards", change, before)
+            hint = "call ds.temperature_scale afterwards"
+            log.warning("%s sets the temperature back from %.3g to 1; %s", change, before, hint)
         if self.calibration is not None:
             log.warning("%s drops the %s calibration; call ds.calibrate afterwards", change, self.calibration.kind)
         self.recalibrate(1.0, None)
