@@ -20,7 +20,7 @@ def test_a_run_begins_without_a_temperature(begin, caplog):
     with caplog.at_level(logging.WARNING, "dissensus"):
         begin(posterior)
     assert float(posterior.temperature) == 1
-    assert caplog.messages == ["training sets the temperature from 2.5 to 1; call ds.temperature_scale afterwards"]
+    assert caplog.messages == ["training sets the temperature back from 2.5 to 1; call ds.temperature_scale afterwards"]
 
 
 @pytest.mark.parametrize("loader", [list, iter])  # of known length, and of one that the first epoch tells

@@ -197,7 +197,7 @@ def test_a_temperature_does_not_outlive_the_fit_it_belongs_to(change, caplog):
     posterior.temperature.fill_(2.0)
     change(posterior)
     assert float(posterior.temperature) == 1
-    assert "sets the temperature from 2 to 1" in caplog.text
+    assert "sets the temperature back from 2 to 1" in caplog.text
 
 
 @pytest.mark.parametrize("structure", ["full", "kron"])

@@ -101,7 +101,7 @@ def test_images_of_different_sizes_are_resized_where_asked(animals, tmp_path, ca
             "expected 8 bits per channel in .*I;16",
         ),
         (lambda root: (root / "train" / "cat" / "0.png").write_bytes(b"no"), "expected an image .*0.png"),
-        (lambda root: (root / "test").rename(root / "tests"), "expected a folder per class in .*test, got none"),
+        (lambda root: (root / "test").rename(root / "tests"), "expected a folder for each class in .*test, got none"),
     ],
 )
 def test_folders_that_do_not_fit_are_one_error(animals, tmp_path, change, message):
