@@ -175,8 +175,8 @@ def _check_images(images: Tensor) -> None:
     if images.is_floating_point() and images.numel():
         low, high = images.min().item(), images.max().item()
         if not (low >= 0 and high <= 1):
-            fix = "divide levels by 255, or corrupt before normalising: ds.Corruptions([...], standardiser=...)"
-            raise ValueError(f"expected floating images in [0, 1], got {low:.4g} to {high:.4g}; {fix}")
+            fix = "corrupt before normalising (ds.Corruptions([...], standardiser=...)), or divide levels by 255"
+            raise ValueError(f"expected floating images in [0, 1], got values from {low:.4g} to {high:.4g}; {fix}")
 
 
 def _checked_index(index: Tensor | Sequence[int] | None, images: Tensor) -> Tensor:

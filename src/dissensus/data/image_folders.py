@@ -19,15 +19,12 @@ from dissensus.utils.file_errors import read_errors
 
 log = logging.getLogger("dissensus")
 
+Size = int | Sequence[int] | None  # pixels: of a square, or (H, W); None keeps the size
 MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"}  # of PIL, eight bits a channel
 
 
 def image_folder(
-    folder: str | Path,
-    *,
-    classes: Sequence[str] | None = None,
-    size: int | Sequence[int] | None = None,
-    channels: int = 3,
+    folder: str | Path, *, classes: Sequence[str] | None = None, size: Size = None, channels: int = 3
 ) -> ImageSet:
     """Reads FOLDER/CLASS/*.png (or .jpg, .bmp, .tif; subfolders too) as an ImageSet.
 
@@ -56,9 +53,7 @@ def image_folder(
     return ImageSet(_stack(files, size, channels), torch.tensor(labels), root.name, names)
 
 
-def image_stack(
-    folder: str | Path, *, size: int | Sequence[int] | None = None, channels: int = 3
-) -> tuple[Tensor, tuple[str, ...]]:
+def image_stack(folder: str | Path, *, size: Size = None, channels: int = 3) -> tuple[Tensor, tuple[str, ...]]:
     """(images (N, C, H, W) uint8, file paths) of all images in a folder and its subfolders; arguments as in `image_folder`."""
     files = image_files(Path(folder))
     if not files:
@@ -79,7 +74,7 @@ def eight_bits(image: Any, mode: str, what: str) -> Any:
     return image.convert(mode)
 
 
-def _stack(files: Sequence[Path], size: int | Sequence[int] | None, channels: int) -> Tensor:
+def _stack(files: Sequence[Path], size: Size, channels: int) -> Tensor:
     require_extra("images")
     from PIL import Image
 

@@ -17,6 +17,7 @@ from dissensus.utils.file_errors import read_errors
 VOID = 255  # the label of ignored pixels: they count neither in the loss nor in the metrics
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 Pair = tuple[str, Path, Path]  # name, image, mask
+PixelSize = tuple[int, int] | None  # (H, W); None keeps the size
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +39,7 @@ class SegmentationSet:
 
 
 def segmentation_folder(
-    images: str | Path,
-    masks: str | Path,
-    classes: Sequence[str],
-    *,
-    void: int = VOID,
-    size: tuple[int, int] | None = None,
+    images: str | Path, masks: str | Path, classes: Sequence[str], *, void: int = VOID, size: PixelSize = None
 ) -> SegmentationSet:
     """Reads a SegmentationSet from a folder of images and a folder of masks; subfolders are read too.
 
@@ -114,9 +110,7 @@ def pair_images_with_masks(images: Path, masks: Path, *, ending: str = "") -> li
     return pairs
 
 
-def read_pairs(
-    pairs: Sequence[Pair], classes: Sequence[str], *, void: int, size: tuple[int, int] | None
-) -> SegmentationSet:
+def read_pairs(pairs: Sequence[Pair], classes: Sequence[str], *, void: int, size: PixelSize) -> SegmentationSet:
     """SegmentationSet of these files."""
     require_extra("images")
     from PIL import Image

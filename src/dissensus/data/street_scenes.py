@@ -13,7 +13,7 @@ import numpy as np
 
 from dissensus.data import segmentation
 from dissensus.data.find_files import Folder, find_place
-from dissensus.data.segmentation import VOID, Pair, SegmentationSet
+from dissensus.data.segmentation import VOID, Pair, PixelSize, SegmentationSet
 from dissensus.utils.checks import one_of
 
 CAMVID = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist")
@@ -29,7 +29,7 @@ BDD_ANOMALIES = ("train", "motorcycle", "bicycle")
 SPLITS = ("train", "val", "test")
 
 
-def camvid(split: str = "train", *, folder: Folder = None, size: tuple[int, int] | None = None) -> SegmentationSet:
+def camvid(split: str = "train", *, folder: Folder = None, size: PixelSize = None) -> SegmentationSet:
     """Reads CamVid: SegmentationSet of 367 train, 101 val or 233 test street scenes with 11 classes (Brostow et al. 2009).
 
     Expects SegNet's folders: CamVid/train and CamVid/trainannot with PNGs of the same names, likewise val and test. Images
@@ -47,9 +47,7 @@ def camvid(split: str = "train", *, folder: Folder = None, size: tuple[int, int]
     return segmentation.read_pairs(pairs, CAMVID, void=11, size=size)
 
 
-def streethazards(
-    split: str = "train", *, folder: Folder = None, size: tuple[int, int] | None = None
-) -> SegmentationSet:
+def streethazards(split: str = "train", *, folder: Folder = None, size: PixelSize = None) -> SegmentationSet:
     """Reads StreetHazards: SegmentationSet of simulated street scenes, 720×1280, with 13 classes and "anomaly".
 
     Expects the folders of the two archives: train/images/training/t*, train/annotations/training/t*, the same with
@@ -67,7 +65,7 @@ def streethazards(
     return segmentation.read_pairs(pairs, STREETHAZARDS, void=0, size=size)
 
 
-def bdd_anomaly(split: str = "train", *, folder: Folder = None, size: tuple[int, int] | None = None) -> SegmentationSet:
+def bdd_anomaly(split: str = "train", *, folder: Folder = None, size: PixelSize = None) -> SegmentationSet:
     """Reads BDD-Anomaly: SegmentationSet of BDD100K scenes, 720×1280, with the 19 classes of Cityscapes (Yu et al. 2020).
 
     The test split has the 810 scenes of BDD100K's train and val with a train, a motorcycle or a bicycle. The splits train

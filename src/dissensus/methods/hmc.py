@@ -123,11 +123,9 @@ class HMC(SamplingPosterior):
             generators=chain_generators(seed, numbers, self.device),
         )
         for chain, acceptance in enumerate(self.chains.acceptance.tolist(), start=self.first_chain):
-            log.log(
-                logging.WARNING if acceptance < min(LOW, self.target_acceptance / 2) else logging.INFO,
-                "chain %d accepts %.0f %% of its trajectories; if that is low, try more warm-up",
-                *(chain, 100 * acceptance),
-            )
+            level = logging.WARNING if acceptance < min(LOW, self.target_acceptance / 2) else logging.INFO
+            text = "chain %d accepts %.0f %% of its trajectories; if that is low, try more warm-up"
+            log.log(level, text, chain, 100 * acceptance)
         dtypes = {name: each.dtype for name, each in sampled_weights(self.particles).stored.items()}
         found = {name: rows.to(dtypes[name]) for name, rows in energy.split_flat(self.chains.draws).items()}
         copies = {name: rows.clone(memory_format=torch.contiguous_format) for name, rows in found.items()}

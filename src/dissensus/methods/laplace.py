@@ -272,11 +272,9 @@ class Laplace(SamplingPosterior):
         """
         particles = self.particles
         held = not self.built_with.own
-        members = (
-            [(self.network, self.likelihood)]
-            if held
-            else [(particles.member(m), copy_likelihood(particles, m)) for m in range(particles.members)]
-        )
+        members = [(self.network, self.likelihood)]
+        if not held:
+            members = [(particles.member(m), copy_likelihood(particles, m)) for m in range(particles.members)]
         gathered: list[tuple[CurvatureSums, LastLayer, Tensor]] = []
         seen, first = 0.0, None
         for given in self.read(loader, anywhere=True):

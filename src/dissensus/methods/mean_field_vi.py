@@ -284,10 +284,10 @@ class MeanFieldVI(SamplingPosterior):
         super().store_draw(loader)
         if is_still_growing(self, loader, list(map(_raw_std_name, self.spread))):
             found = torch.cat([each.flatten() for each in self._deviations().values()]).median()
+            median = f"{float(found):.2g} ({self.init_std:.2g} at the start)"
+            fix = "train longer, or pass a larger deviation_lr"
             log.warning(
-                "the standard deviations have not converged: their median is %.2g (%.2g at the start) and still grows; "
-                "train longer, or pass a larger deviation_lr",
-                *(float(found), self.init_std),
+                "the standard deviations have not converged: their median is %s and still grows; %s", median, fix
             )
 
     # ------------------------------------------------------------------ functions

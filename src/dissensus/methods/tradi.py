@@ -115,12 +115,8 @@ class TRADI(RecordingPosterior):
 
     def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
         if self.ready and (share := self.filters.start_influence) > 0.05:
-            log.warning(
-                "TRADI has observed %d steps, and %.0f %% of its mean still come from the initial weights; train longer, or "
-                "raise state_noise",
-                int(self.filters.observed),
-                100 * share,
-            )
+            why = "of its mean still come from the initial weights; train longer, or raise state_noise"
+            log.warning("TRADI has observed %d steps, and %.0f %% %s", int(self.filters.observed), 100 * share, why)
         return super().sample(samples, generator)
 
     def config(self) -> dict[str, Any]:

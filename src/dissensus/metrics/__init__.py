@@ -98,22 +98,9 @@ from dissensus.utils.extras import is_installed, require_extra
 if TYPE_CHECKING:
     from dissensus.metrics.torchmetrics_classes import *  # noqa: F403
 
-CLASSES = [  # torchmetrics classes, imported on first use
-    "AUPR",
-    "AUROC",
-    "CRPS",
-    "ECE",
-    "FPR95",
-    "NLL",
-    "RMSE",
-    "Accuracy",
-    "Brier",
-    "Gathered",
-    "GaussianNLL",
-    "IntervalCoverage",
-    "MIoU",
-    "MixtureNLL",
-]
+# torchmetrics classes, imported on first use
+CLASSES = ["AUPR", "AUROC", "CRPS", "ECE", "FPR95", "NLL", "RMSE", "Accuracy", "Brier", "Gathered"]
+CLASSES += ["GaussianNLL", "IntervalCoverage", "MIoU", "MixtureNLL"]
 __all__ = sorted(name for name, value in globals().items() if getattr(value, "__module__", "").startswith(__name__))
 if is_installed("torchmetrics"):
     __all__ += CLASSES  # else `import *` would fail

@@ -152,8 +152,8 @@ class EmbeddedNetwork:
                 if l <= self.depth:
                     h = own[f"u{l}"] * ACTIVATIONS[self.activation].function(own[f"v{l}"] * z)
             f = zs[-1]
-            inputs = [*zs, *own.values()]
-            found = [torch.autograd.grad(each.sum(), inputs, retain_graph=True) for each in f.unbind(-1)]
+            leaves = [*zs, *own.values()]
+            found = [torch.autograd.grad(each.sum(), leaves, retain_graph=True) for each in f.unbind(-1)]
         stacked = [torch.stack(each, 2) for each in zip(*found, strict=True)]  # (M, B, O, N)
         factors = dict(zip(own, stacked[len(zs) :], strict=True))
         return [

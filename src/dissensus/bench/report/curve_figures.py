@@ -20,13 +20,10 @@ SPACES = {
 
 def distance_figure(curves: Mapping[str, Mapping[str, tuple[Array, Array]]], *, palette: Palette) -> Figure:
     """One panel per space, one curve (epochs, values) per method: curves[space][method]."""
-    panels = [
-        Panel(
-            [Curve(*points, short_name(name), {"color": palette[name]}) for name, points in methods.items()],
-            {"xlabel": "epochs", "title": SPACES.get(space, space)},
-        )
-        for space, methods in curves.items()
-    ]
+    panels = []
+    for space, methods in curves.items():
+        drawn = [Curve(*points, short_name(name), {"color": palette[name]}) for name, points in methods.items()]
+        panels.append(Panel(drawn, {"xlabel": "epochs", "title": SPACES.get(space, space)}))
     figure = curve_figure(panels, size=(10.4, 2.8))
     figure.axes[0].set_ylabel("mean over pairs of members")
     for axes in figure.axes:
@@ -46,17 +43,12 @@ UNDER_ATTACK = {
 
 def attack_figure(epsilons: Array, drawn: Mapping[str, Mapping[str, Array]], *, palette: Palette, title: str) -> Figure:
     """One panel per metric of UNDER_ATTACK, one curve over ε per method: drawn[metric][method]."""
-    panels = [
-        Panel(
-            [
-                Curve(epsilons, values, short_name(name), {"color": palette[name], **marker_style(i)})
-                for i, (name, values) in enumerate(methods.items())
-            ],
-            {"xlabel": "ε", "title": UNDER_ATTACK[metric]},
-            percent="y" * (metric in ("accuracy", "ece")),
-        )
-        for metric, methods in drawn.items()
-    ]
+    panels = []
+    for metric, methods in drawn.items():
+        looks = {name: {"color": palette[name], **marker_style(i)} for i, name in enumerate(methods)}
+        curves = [Curve(epsilons, values, short_name(name), looks[name]) for name, values in methods.items()]
+        percent = "y" * (metric in ("accuracy", "ece"))
+        panels.append(Panel(curves, {"xlabel": "ε", "title": UNDER_ATTACK[metric]}, percent=percent))
     figure = curve_figure(panels, size=(13.0, 2.8))
     figure.axes[0].set_ylabel(title)
     for axes in figure.axes:
@@ -114,16 +106,10 @@ def learning_figure(rows: Mapping[str, Mapping[str, Mapping[str, tuple[Array, Ar
     for title, several in rows.items():
         for column, name in enumerate(names):
             methods = several.get(name, {})
-            drawn = [
-                Curve(
-                    epochs,
-                    values.mean(0),
-                    short_name(method),
-                    {"color": palette[method]},
-                    (values.min(0), values.max(0)),
-                )
-                for method, (epochs, values) in methods.items()
-            ]
+            drawn = []
+            for method, (epochs, values) in methods.items():
+                look, ends = {"color": palette[method]}, (values.min(0), values.max(0))
+                drawn.append(Curve(epochs, values.mean(0), short_name(method), look, ends))
             axes = {"xlabel": "epochs", "ylabel": "" if column else title, "title": LEARNED[name], "ylim": (0, 1)}
             panels.append(Panel(drawn, axes, percent="y"))
     return curve_figure(panels, size=(3.3 * len(names), 2.6 * len(rows)), rows=len(rows))

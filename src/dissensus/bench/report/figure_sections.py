@@ -26,23 +26,15 @@ def prediction_section(first: dict[str, Evaluation], palette: Palette) -> Made |
     positions, seen, targets = (some[f"grid/{key}"].numpy() for key in ("positions", "seen", "targets"))
     if "grid/entropy" in some:
         classes = next(iter(first.values())).notes.get("classes", "").split("\n")
-        figure = method_panels.entropy_maps(
-            {name: as_square(arrays["grid/entropy"]).numpy() for name, arrays in known.items()},
-            window=plane_limits(some["grid/positions"]),
-            largest=math.log(max(len(classes), 2)),
-            seen=(seen, targets),
-        )
+        squares = {name: as_square(arrays["grid/entropy"]).numpy() for name, arrays in known.items()}
+        window, largest = plane_limits(some["grid/positions"]), math.log(max(len(classes), 2))
+        figure = method_panels.entropy_maps(squares, window=window, largest=largest, seen=(seen, targets))
         text = "Entropy of the mean prediction, from certain (dark) to uncertain (light); dots are training inputs."
         return "Where is it certain?", text, [("Entropy over the plane, method by method", figure)]
-    figure = method_panels.band_figure(
-        positions[:, 0],
-        {
-            name: method_panels.Band(*(arrays[f"grid/{key}"].numpy() for key in ("mean", "sd", "members")))
-            for name, arrays in known.items()
-        },
-        seen=(seen[:, 0], targets[:, 0]),
-        palette=palette,
-    )
+    keys = ("grid/mean", "grid/sd", "grid/members")
+    bands = {name: method_panels.Band(*(arrays[key].numpy() for key in keys)) for name, arrays in known.items()}
+    dots = (seen[:, 0], targets[:, 0])
+    figure = method_panels.band_figure(positions[:, 0], bands, seen=dots, palette=palette)
     text = "Mean, ±3 standard deviations of the members' means, and up to ten members; dots are training data."
     return "Where is it certain?", text, [("Predictions along the line, method by method", figure)]
 

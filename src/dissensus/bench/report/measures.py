@@ -118,12 +118,11 @@ def measures(evaluation: Evaluation) -> list[Measure]:
         if evaluation.kind == "segmentation":  # means over images
             found = [replace(m, samples=((m.key,),), statistic=weighted_mean) if m.group == told else m for m in found]
     for name in evaluation.shift:
-        found += [
-            Measure(f"shift/{name}/{m.key}", m.label, f"shifted: {name}", m.best, m.scale, m.digits, m.unit)
-            for m in (
-                _regression_measures(evaluation) if evaluation.kind == "regression" else _class_measures(evaluation)
+        own = _regression_measures(evaluation) if evaluation.kind == "regression" else _class_measures(evaluation)
+        for m in own:
+            found.append(
+                Measure(f"shift/{name}/{m.key}", m.label, f"shifted: {name}", m.best, m.scale, m.digits, m.unit)
             )
-        ]
     if evaluation.corruptions:
         damaged = "corrupted inputs"
         found += [

@@ -99,16 +99,9 @@ def orderings(results: Results, found: Sequence[Measure]) -> list[Ordering]:
             if gap == 0:
                 continue
             ahead, behind = pair if gap > 0 else pair[::-1]
-            listed.append(
-                Ordering(
-                    measure,
-                    ahead,
-                    behind,
-                    (theirs[ahead][key].value, theirs[behind][key].value),
-                    (known[ahead], known[behind]),
-                    comparisons.compare_methods(each[ahead], each[behind], seeds_alone=True),
-                )
-            )
+            published, here = (theirs[ahead][key].value, theirs[behind][key].value), (known[ahead], known[behind])
+            compared = comparisons.compare_methods(each[ahead], each[behind], seeds_alone=True)
+            listed.append(Ordering(measure, ahead, behind, published, here, compared))
     return listed
 
 

@@ -72,15 +72,13 @@ def measures_and_draws(results: Results, only: Collection[str] | None = None) ->
 def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) -> Table:
     """Every measure of every method; the best is marked and all others are compared with it."""
     best = {measure.key: best_method(measure, draws[measure.key]) for measure in found}
-    against = comparisons.comparison_family(
-        {
-            (key, name): comparisons.compare_methods(each, draws[key][str(best[key])])
-            for key in best
-            for name, each in draws[key].items()
-            if best[key] is not None and name != best[key]
-        },
-        holm=results.holm,
-    )
+    compared: dict[tuple[str, ...], comparisons.MethodComparison | None] = {
+        (key, name): comparisons.compare_methods(each, draws[key][str(best[key])])
+        for key in best
+        for name, each in draws[key].items()
+        if best[key] is not None and name != best[key]
+    }
+    against = comparisons.comparison_family(compared, holm=results.holm)
     rows = []
     for measure in found:
         each, first = draws[measure.key], best[measure.key]
@@ -105,15 +103,13 @@ def main_table(results: Results, found: Sequence[Measure], draws: MeasureDraws) 
 
 def compare_with_baseline(results: Results, found: Sequence[Measure], draws: MeasureDraws, baseline: str) -> Family:
     """Every other method compared with the baseline in every measure that can be better or worse."""
-    return comparisons.comparison_family(
-        {
-            (measure.key, name): comparisons.compare_methods(each, draws[measure.key][baseline])
-            for measure in found
-            for name, each in draws[measure.key].items()
-            if measure.best is not None and name != baseline and baseline in draws[measure.key]
-        },
-        holm=results.holm,
-    )
+    compared: dict[tuple[str, ...], comparisons.MethodComparison | None] = {
+        (measure.key, name): comparisons.compare_methods(each, draws[measure.key][baseline])
+        for measure in found
+        for name, each in draws[measure.key].items()
+        if measure.best is not None and name != baseline and baseline in draws[measure.key]
+    }
+    return comparisons.comparison_family(compared, holm=results.holm)
 
 
 def difference_table(results: Results, found: Sequence[Measure], against: Family, baseline: str) -> Table:
@@ -136,15 +132,9 @@ def difference_table(results: Results, found: Sequence[Measure], against: Family
             better = measure.goodness(comparison.first) > measure.goodness(comparison.second)
             noticed = better and not measure.is_negligible(comparison.first, comparison.second)
             clear = p_value < SIGNIFICANT and noticed and comparison.seeds > 1
-            cells.append(
-                Cell(
-                    text=signed_text(measure, comparison.difference),
-                    interval=f"{signed_text(measure, lower)} to {signed_text(measure, upper)}",
-                    best=clear,
-                    clear=clear,
-                    note=p_text(p_value),
-                )
-            )
+            text = signed_text(measure, comparison.difference)
+            ends = f"{signed_text(measure, lower)} to {signed_text(measure, upper)}"
+            cells.append(Cell(text=text, interval=ends, best=clear, clear=clear, note=p_text(p_value)))
         rows.append(measure_row(measure, cells))
     return method_table(results, others, rows)
 

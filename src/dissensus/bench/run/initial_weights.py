@@ -34,7 +34,9 @@ def load_weights(network: nn.Module, path: Path) -> None:
     expected = network.state_dict()
     limit = ROOM + TIMES * sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
     if (size := path.stat().st_size) > limit:
-        raise ValueError(f"expected at most {limit:,} bytes in {path}, got {size:,}; save the state_dict() alone")
+        raise ValueError(
+            f"expected at most {limit:,} bytes for this network, got {size:,}; save its state_dict() in {path}"
+        )
     with read_errors(path, "save state_dict() again", kind=f"a whole {path.suffix} file of plain tensors at"):
         state = zero_batch_counts(network) | strip_wrapper_prefix(READERS[path.suffix](path, limit), expected, path)
         check_fits(state, expected, path)

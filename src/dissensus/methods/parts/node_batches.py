@@ -105,11 +105,8 @@ def examine_layers(
         got = f"{type(network).__name__}, which calls no layer with latents"
         raise ValueError(f"expected a network that calls its layers, got {got}; name others with layers=[...]")
     if unmet and not again:
-        log.warning(
-            "latents have no effect in %s, which forward does not call in eval mode; if it only reads their weights, exclude "
-            "these layers with layers=[...]",
-            first_names(unmet),
-        )
+        why = "which forward does not call in eval mode; if it only reads their weights, exclude them with layers=[...]"
+        log.warning("latents have no effect in %s, %s", first_names(unmet), why)
     try:
         with preserve_random_state(like.device):
             particles.train()  # dropout and custom noise may modify outputs in training mode only
@@ -133,14 +130,9 @@ def warn_of_start(network: nn.Module, std: float | None) -> None:
         if bool((layer.running_mean == 0).all()) and bool((layer.running_var == 1).all())  # type: ignore[union-attr]
     ]
     if blank:
-        log.warning(
-            'batch_norm="frozen" keeps the initial batch statistics in %s, which saw no data; for a network trained from '
-            'scratch use "trained"',
-            first_names(blank),
-        )
+        fix = 'for a network trained from scratch use "trained"'
+        kept = 'batch_norm="frozen" keeps the initial batch statistics in %s, which saw no data; %s'
+        log.warning(kept, first_names(blank), fix)
     elif std is not None and std > WIDE:
-        log.warning(
-            'latents start with a standard deviation of %.2g; with batch_norm="frozen" that is too much noise for a '
-            "pretrained network: use init_std=0.1",
-            std,
-        )
+        why = 'with batch_norm="frozen" that is too much noise for a pretrained network: use init_std=0.1'
+        log.warning("latents start with a standard deviation of %.2g; %s", std, why)

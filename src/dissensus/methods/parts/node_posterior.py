@@ -176,9 +176,9 @@ class NodePosterior(StoringPosterior):
     def draw(self) -> DrawnFunctions:
         stored = self.stored
         if stored is not None and self.stored_at is not None and not torch.equal(self.stored_at, self.mean):
+            fix = "call ds.refresh(posterior, loader) after further training"
             log.warning(
-                "the stored draw has latents from before the last training steps, but uses the present weights; call "
-                "ds.refresh(posterior, loader) after further training"
+                "the stored draw mixes latents from before the last training steps and present weights; %s", fix
             )
         latents = self._sample_latents() if stored is None else stored.get_buffer("own.latents")
         return join_families(

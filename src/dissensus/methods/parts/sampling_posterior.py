@@ -137,11 +137,9 @@ class SamplingPosterior(NetworksPosterior, StoringPosterior):
         if free is None or not self.random or self.shares_unsampled or needed < 0.9 * free:
             return self.samples
         at_once = max(int(0.45 * free / needed * self.samples), 1)
-        log.info(
-            "a draw of %s does not fit on %s (%s free): it is made in parts of %d of %d samples, which are kept in the host's "
-            "memory",
-            *(format_bytes(needed // 2), self.device, format_bytes(free), at_once, self.samples),
-        )
+        parts = f"parts of {at_once} of {self.samples} samples, which are kept in the host's memory"
+        why = f"a draw of {format_bytes(needed // 2)} does not fit on {self.device} ({format_bytes(free)} free)"
+        log.info("%s: it is made in %s", why, parts)
         return at_once
 
     def _refresh_statistics(self, families: Iterable[Particles], loader: Iterable[Any] | None) -> None:
