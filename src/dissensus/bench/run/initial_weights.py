@@ -35,7 +35,7 @@ def load_weights(network: nn.Module, path: Path) -> None:
     limit = ROOM + TIMES * sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
     if (size := path.stat().st_size) > limit:
         raise ValueError(
-            f"expected at most {limit:,} bytes for this network, got {size:,}; save its state_dict() in {path}"
+            f"expected at most {limit:,} bytes for this network, got {size:,}; save a state_dict() in {path}"
         )
     with read_errors(path, "save state_dict() again", kind=f"a whole {path.suffix} file of plain tensors at"):
         state = zero_batch_counts(network) | strip_wrapper_prefix(READERS[path.suffix](path, limit), expected, path)

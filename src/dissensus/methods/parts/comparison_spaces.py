@@ -118,7 +118,8 @@ def add_to_output(network: nn.Module, layer: str, shift: Tensor | None) -> Itera
     finally:
         handle.remove()
     if len(seen) != 1:
-        raise ValueError(f"expected a layer '{layer}' that runs once per pass, got {len(seen)} runs; name another")
+        got = f"{len(seen)} runs; name another layer"
+        raise ValueError(f"expected a layer '{layer}' that runs once per forward pass, got {got}")
 
 
 def attach_to_graph(value: Tensor, by: Tensor) -> Tensor:

@@ -58,8 +58,8 @@ def check_distinct_weights(networks: Sequence[nn.Module]) -> None:
         others = alike.setdefault(vector.sum().item(), [])
         for j in others:
             if vector.numel() and torch.equal(vector, flat[j]):
-                fix = "initialise each one separately, [make() for _ in range(M)], instead of copying one"
-                raise ValueError(f"expected members with different weights, got members {j} and {i} equal; {fix}")
+                got = f"members {j} and {i} equal; initialise each one separately, [make() for _ in range(M)]"
+                raise ValueError(f"expected members that start at different weights, got {got}")
         others.append(i)
 
 
