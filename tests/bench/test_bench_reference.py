@@ -11,6 +11,8 @@ from dissensus.bench.run.together import shares
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.reporting.report import write_report
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 TASKS = ("reference-posterior", "reference-digits", "reference-uci", "bimodal")
 
 
