@@ -20,6 +20,8 @@ from dissensus.evaluation.evaluate import evaluate
 from small_runs import train_until, trained
 from uci_files import write_uci_files
 
+pytestmark = pytest.mark.usefixtures("undrawn")  # but `benched` is drawn
+
 
 def moons(method: str = "map", *overrides: str, folder, seed: int = 0) -> Run:
     task = load_task("moons", size="smoke", overrides=overrides)
