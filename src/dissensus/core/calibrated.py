@@ -29,6 +29,7 @@ log = logging.getLogger("dissensus")
 # torch's name for what a state holds besides tensors; here the model's description, as JSON bytes
 STATE = "_extra_state"
 KINDS: dict[str, type[FittedModule]] = {}  # all calibrations and promises, by their names in files
+KIND_ROOMS: list[str] = []  # modules that fill KINDS when they are imported, named by the package
 
 
 class FittedModule(nn.Module, ABC):
@@ -213,8 +214,8 @@ class CalibratedModule(nn.Module):
         """Builds the calibration and promises that `describe_fitted` describes, with their tensors from a state or file."""
 
         def build_fitted(config: Mapping[str, Any], under: str) -> Any:
-            # They enter KINDS when their room is imported, which lies above this one.
-            importlib.import_module("dissensus.calibration")
+            for room in KIND_ROOMS:
+                importlib.import_module(room)
             own = {name.removeprefix(under): tensor for name, tensor in tensors.items() if name.startswith(under)}
             return KINDS[one_of("kind", config["kind"], KINDS)](config["facts"], own)
 
