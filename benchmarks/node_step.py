@@ -30,7 +30,7 @@ import dissensus as ds
 from dissensus.bench.run.provenance import provenance
 from dissensus.core.batch import Batch
 from dissensus.engine import build_step
-from dissensus.utils.batch_norm_stats import statistics_layers
+from dissensus.utils.batch_norm_names import statistics_layers
 
 SAMPLES = 4
 FUNCTIONS = 32

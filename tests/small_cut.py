@@ -47,7 +47,7 @@ class ScaledEnsemble(ds.Posterior):
         particles = Particles(stacked.template, own=own, shared=shared, members=members)
         super().__init__(particles, **prior)
 
-    def given(self):
+    def plain_network(self):
         return replaced(self.particles.member(0), ScaledLinear, lambda layer: layer.linear)
 
     def draw(self):

@@ -45,7 +45,7 @@ class Rank1Ensemble(Posterior):
 
     def __init__(self, network, *, members, likelihood=None, **prior):
         def own(name):
-            return name.endswith((".r", ".s")) or name.rpartition(".")[2] in ds.core.statistics.STATISTICS
+            return name.endswith((".r", ".s")) or name.rpartition(".")[2] in ds.utils.batch_norm_names.STATISTICS
 
         networks = [modulated(network) for _ in range(members)]
         super().__init__(Particles.stack(networks, likelihood or ds.Classification(), own=own), **prior)
@@ -56,7 +56,7 @@ class Rank1Ensemble(Posterior):
     def config(self):
         return {"members": self.particles.members, **self.prior_config()}
 
-    def given(self):
+    def plain_network(self):
         network = self.particles.member(0)
         for name, layer in [each for each in network.named_modules() if isinstance(each[1], Rank1Linear)]:
             plain = nn.Linear(len(layer.r), len(layer.s)).to(layer.weight.dtype)

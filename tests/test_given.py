@@ -23,7 +23,7 @@ def trained(tmp_path):
 
 def test_a_method_that_cuts_layers_is_loaded_around_the_plain_network(trained, tmp_path):
     posterior, plain, x, _ = trained
-    assert blueprints.layer_lines(posterior.given()) == blueprints.layer_lines(plain)
+    assert blueprints.layer_lines(posterior.plain_network()) == blueprints.layer_lines(plain)
     assert blueprints.layer_lines(posterior.member(0)) != blueprints.layer_lines(plain)  # the function, as it is
     assert json.loads((tmp_path / "config.json").read_text())["network"]["structure"] == blueprints.layer_lines(plain)
     before = tiny.state(plain)
@@ -37,7 +37,7 @@ def test_a_method_that_cuts_layers_is_loaded_around_the_plain_network(trained, t
 
 def test_what_was_given_has_a_members_tensors_and_shares_nothing(trained):
     posterior, _, x, _ = trained
-    given, before = posterior.given(), posterior.predict(x).members
+    given, before = posterior.plain_network(), posterior.predict(x).members
     assert torch.equal(given[0].weight, posterior.particles.shared_parameters()["network.0.linear.weight"])
     with torch.no_grad():
         for parameter in given.parameters():

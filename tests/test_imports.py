@@ -363,12 +363,25 @@ import torch, torch.utils.checkpoint  # which loads sympy before torch 2.7
 start = time.process_time()
 import dissensus
 seconds = time.process_time() - start
-print(json.dumps({"seconds": seconds, "loaded": sorted(sys.modules)}))
+found = {"seconds": seconds, "loaded": sorted(sys.modules)}
+sys.modules["torchmetrics"] = None  # as if it were not installed
+from dissensus import metrics
+found["by metrics"] = sorted({"matplotlib", "sklearn", "scipy"} & set(sys.modules))
+from dissensus.metrics import *
+assert auroc is metrics.auroc and "ECE" not in globals()
+try:
+    metrics.ECE
+except ImportError as error:
+    found["said"] = str(error)
+dissensus.Evaluation, dissensus.History, dissensus.Predictive, dissensus.evaluate, dissensus.fit
+found["by verbs"] = sorted({"matplotlib", "pandas"} & set(sys.modules))
+print(json.dumps(found))
 """
 
 
 def test_import_is_quick_and_light():
-    """In time of the processor, best of a few: a collection of garbage in the middle can only make it slower.
+    """In time of the processor, best of a few: a collection of garbage in the middle can only make it slower. Metrics and
+    verbs load nothing heavy either, and classes that need torchmetrics say so.
 
     Compiled as after a first start, also where the environment asks Python to write no bytecode.
     """
@@ -382,6 +395,8 @@ def test_import_is_quick_and_light():
         assert not {name.split(".")[0] for name in found["loaded"]} & HEAVY
         rooms = {name.split(".")[1] for name in found["loaded"] if name.startswith("dissensus.")}
         assert rooms <= {"core", "engine", "kernels", "numerics", "predict", "report", "utils", "version"}
+        assert found["by metrics"] == found["by verbs"] == []
+        assert found["said"] == 'a metric class needs torchmetrics: pip install "dissensus[torchmetrics]"'
         best = min(best, found["seconds"])
         if best < 0.2:
             return

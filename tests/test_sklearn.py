@@ -226,7 +226,7 @@ def test_copies_of_a_row_are_not_both_trained_on_and_calibrated_on(copied):
         rng = np.random.default_rng(seed)
         x, noise = rng.normal(size=(600, 20)), rng.normal(size=600)
         y, rows = x[:, 0] + noise, np.arange(100).repeat(3 if copied else 1)
-        network = {"method": "map", "hidden": 64, "epochs": 60, "lr": 1e-2}  # memorises its rows
+        network = {"method": "map", "hidden": 64, "epochs": 30, "lr": 2e-2, "batch_size": 100}  # memorises its rows
         fitted = Regressor(**network, conformal=0.3, random_state=seed).fit(
             x[rows], y[rows], sample_weight=None if copied else np.full(100, 3)
         )

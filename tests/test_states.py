@@ -80,7 +80,7 @@ def same(posterior, wanted):
 
 def saved(posterior, fresh, folder):
     ds.save(posterior, folder / "posterior")
-    return ds.load(folder / "posterior", fresh().given(), method=test_contract.OURS.get(posterior.name))
+    return ds.load(folder / "posterior", fresh().plain_network(), method=test_contract.OURS.get(posterior.name))
 
 
 def from_state(posterior, fresh, folder):

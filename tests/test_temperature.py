@@ -10,7 +10,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.calibration.temperature import best_temperature, minimise
+from dissensus.calibration.fit_temperature import best_temperature, minimise
 
 F64 = torch.float64
 
@@ -148,18 +148,18 @@ def test_the_order_of_rows_does_not_move_the_temperature_of_float32_predictions(
     weight = torch.rand(len(x), generator=generator) if weighted else None
     predictive = ds.ClassificationPredictive(torch.stack([2 * x, 3 * x]).log_softmax(2))
     found = []
-    for _ in range(6):
+    for _ in range(3):
         order = torch.randperm(len(x), generator=generator)
         found.append(best_temperature(predictive[order], y[order], None if weight is None else weight[order]))
     wide = ds.ClassificationPredictive(predictive.members.double())
-    assert found == pytest.approx([best_temperature(wide, y, weight)] * 6, rel=1e-5)
+    assert found == pytest.approx([best_temperature(wide, y, weight)] * 3, rel=1e-5)
 
 
 def test_predictions_converted_in_parts_have_the_same_temperature(monkeypatch):
     x, y = calibrated(500)
     predictive, weight = ds.ClassificationPredictive((3 * x).log_softmax(1)[None]), torch.rand(500, dtype=F64)
     whole = best_temperature(predictive, y, weight)
-    monkeypatch.setattr("dissensus.calibration.temperature.NUMBERS", 7 * 3)
+    monkeypatch.setattr("dissensus.calibration.fit_temperature.NUMBERS", 7 * 3)
     assert best_temperature(predictive, y, weight) == pytest.approx(whole, rel=1e-5)
 
 

@@ -124,7 +124,7 @@ OFTEN = ("map", "deep_ensemble", "mc_dropout", "batch_ensemble", "swag", "node_b
 
 @pytest.mark.parametrize("method", often(OFTEN, [name for name in METHODS if name not in OFTEN]))
 def test_stored_draws_from_many_threads_are_those_of_one(method):
-    check_predictions(method, conv, calls=20 if method in OFTEN else 4)
+    check_predictions(method, conv, calls=10 if method in OFTEN else 4)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ The core (posteriors, likelihoods, predictives) is imported at once, everything 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dissensus.core.calibrated import KIND_ROOMS
 from dissensus.core.errors import Diverged
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.posterior import Posterior, refresh
@@ -68,6 +69,8 @@ if TYPE_CHECKING:
     from dissensus.storage import load, save
     from dissensus.training.fit import fit
     from dissensus.training.history import Epoch, History
+
+KIND_ROOMS.append("dissensus.calibration")  # imported when a file has a calibration
 
 # Name -> module, imported on first use. All other names of `__all__` are in `dissensus.methods`.
 _HOMES = {

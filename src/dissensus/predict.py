@@ -219,9 +219,8 @@ def _summarise_stored(
     for index, member in enumerate(members):
         seen, lens = 0, member.current_correction()
         try:
-            for predictive, y in predict_loader(
-                member, loader, lens, precision=precision, compiled=False, keep_members=True
-            ):
+            parts = predict_loader(member, loader, lens, precision=precision, compiled=False, keep_members=True)
+            for predictive, y in parts:
                 if index == 0:
                     running.append(RunningSummary())
                     targets.append(y)

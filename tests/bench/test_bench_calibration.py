@@ -16,6 +16,8 @@ from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
 from dissensus.metrics import ece
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 TASK = """
 methods = ["map", "node_bnn"]
 data = { name = "two_moons", count = 600, noise = 0.4, validation = 0 }

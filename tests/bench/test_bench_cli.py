@@ -1,7 +1,7 @@
 """The command line: what it prints, what it returns, and that errors are one line."""
 
 import re
-import subprocess
+import runpy
 import sys
 import tomllib
 from importlib import metadata
@@ -190,7 +190,9 @@ def test_without_arguments_the_help_is_shown(dissensus):
         assert command in out
 
 
-def test_the_package_can_be_run_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "dissensus", "--version"], capture_output=True, text=True, check=False)
-    assert done.stdout == f"dissensus {ds.__version__}\n"
-    assert "Traceback" not in done.stderr
+def test_the_package_can_be_run_as_a_module(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dissensus", "--version"])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_module("dissensus", run_name="__main__")
+    assert not done.value.code
+    assert capsys.readouterr() == (f"dissensus {ds.__version__}\n", "")

@@ -8,6 +8,7 @@ import torch
 import dissensus as ds
 from dissensus.bench.run import jobs
 from dissensus.bench.task.config import load_task
+from thinning import often
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -22,7 +23,7 @@ method.laplace-kron = { structure = "kron", prior_precision = 2.0 }
 """
 
 
-@pytest.mark.parametrize("together", ["true", "false"])
+@pytest.mark.parametrize("together", often(["true"], ["false"]))
 def test_a_task_trains_fits_and_reports_it_and_its_variants(tmp_path, together):
     (tmp_path / "mine.toml").write_text(TASK.replace("TOGETHER", together))
     jobs.bench(load_task(str(tmp_path / "mine.toml")), out=tmp_path / "runs")

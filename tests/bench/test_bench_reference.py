@@ -11,6 +11,8 @@ from dissensus.bench.run.jobs import bench, run_all
 from dissensus.bench.run.shared_training import can_share_training
 from dissensus.bench.task.config import load_task, run_config
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 TASKS = ("reference-posterior", "reference-digits", "reference-uci", "bimodal")
 
 

@@ -17,6 +17,7 @@ from dissensus.bench.run.shared_training import can_share_training
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.data import VOID, segmentation_folder
 from small_scenes import write, write_camvid, write_scenes
+from thinning import often
 
 UNKNOWN = ["pedestrian", "bicyclist"]
 CAMVID = {"name": "camvid", "unknown": UNKNOWN, "size": [24, 32]}
@@ -104,7 +105,9 @@ def test_camvid_with_unknown_objects_runs_whole(tmp_path, methods):
 
 
 def test_a_segmentation_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
-    folder, task = str(write_camvid(tmp_path)), load_task("camvid-ood", size="smoke")
+    """With a temperature, which is fitted on the validation scenes."""
+    folder = str(write_camvid(tmp_path))
+    task = load_task("camvid-ood", size="smoke", overrides=["training.temperature=true"])
     settings = {"methods": ["map"], "seeds": [0], "source": folder}
     _, (whole,) = run_all(task, out=tmp_path / "whole", **settings)
     monkeypatch.setattr(Run, "predict", lambda self, tell: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -114,15 +117,11 @@ def test_a_segmentation_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     _, (parts,) = run_all(task, out=tmp_path / "parts", **settings)
     same = {key: value for key, value in whole.metrics.items() if not key.startswith("cost/")}
     assert same == {key: parts.metrics[key] for key in same}
+    facts = json.loads((tmp_path / "whole" / "map-seed0" / "training.json").read_text())
+    assert whole.metrics["temperature"] == pytest.approx(facts["temperature"])
 
 
-def test_a_temperature_is_fitted_on_the_validation_scenes(tmp_path):
-    task = load_task("camvid-ood", size="smoke", overrides=["training.temperature=true"])
-    _, (found,) = run_all(task, methods=["map"], seeds=[0], out=tmp_path / "runs", source=str(write_camvid(tmp_path)))
-    facts = json.loads((tmp_path / "runs" / "map-seed0" / "training.json").read_text())
-    assert found.metrics["temperature"] == pytest.approx(facts["temperature"])
-
-
+@pytest.mark.parametrize("run", often([False], [True]), ids=["read", "run"])
 @pytest.mark.parametrize(
     ("task", "places", "labels"),
     [
@@ -148,14 +147,18 @@ def test_a_temperature_is_fitted_on_the_validation_scenes(tmp_path):
         ),
     ],
 )
-def test_the_other_scenes_run_on_small_folders(tmp_path, task, places, labels):
+def test_the_other_scenes_run_on_small_folders(tmp_path, task, places, labels, run):
     for split, place in places.items():  # what is unknown is in test scenes alone
         write_scenes(tmp_path, {split: place}, labels if split == "test" else [*labels[:-1], labels[1]])
     loaded = load_task(task, size="smoke")
+    data = task_data(run_config(loaded, "map", 0).data, str(tmp_path))
+    assert set(data.ood["unknown"].y.unique().tolist()) >= {0, 1}
+    assert load_task(task).settings["network"]["name"] == "PSPNet"
+    if not run:
+        return
     _, evaluations = run_all(loaded, methods=["map"], seeds=[0], out=tmp_path / "runs", source=str(tmp_path))
     for evaluation in evaluations:
         assert 0 <= evaluation.metrics["ood/unknown/auroc"] <= 1
-    assert load_task(task).settings["network"]["name"] == "PSPNet"
 
 
 def test_maps_of_a_users_own_image_are_written_in_its_size(tmp_path, command_line):

@@ -13,6 +13,8 @@ from dissensus.bench.task.config import SIZES, load_task, run_config
 from dissensus.bench.task.objects import network_maker
 from dissensus.nets import Residual
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 TASKS = ("node-corruptions", "remedies")
 REMEDIES = {  # (augmentation, dropout, ensembling, skips)
     "map": "",

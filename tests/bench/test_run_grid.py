@@ -83,7 +83,8 @@ def test_runs_that_no_axis_changes_are_done_once(load, tmp_path):
     assert not (tmp_path / "out" / "rate0.5-noise0" / "map-seed0").exists()
 
 
-def test_the_page_has_every_cell_and_the_reports_own_statistics(load, tmp_path, command_line):
+def test_the_page_has_every_cell_and_the_reports_own_statistics(load, tmp_path, command_line, monkeypatch):
+    monkeypatch.setattr("dissensus.bench.grid.report.svg", lambda figure, prefix: "<svg></svg>")  # drawn for the files
     text = TASK + 'evaluation = { focus = "mc_dropout", curves_every = 1 }'
     load(text.replace("[0.1, 0.5]", "[0.1]"))
     code, out, _ = command_line(
@@ -107,12 +108,16 @@ def test_the_page_has_every_cell_and_the_reports_own_statistics(load, tmp_path, 
     assert "p = " in wanted or "p < " in wanted
 
 
-def test_a_grid_goes_on_where_it_was(load, tmp_path):
+def test_a_grid_goes_on_where_it_was(load, tmp_path, monkeypatch):
+    monkeypatch.setattr("dissensus.bench.grid.report.write_grid", lambda task, axes, measured, *_: ([], measured))
     task = load(TASK.replace("[0.1, 0.5]", "[0.1]").replace("[0.0, 0.2]", "[0.2]"))
-    said, files = bench_grid(task, methods=["map"], out=tmp_path / "out")
+    said, measured = bench_grid(task, methods=["map"], out=tmp_path / "out")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("training.json")}
     assert len(before) == 1
     assert said == []
-    again = bench_grid(task, methods=["map"], out=tmp_path / "out")
-    assert again == (said, files)
+    again, same = bench_grid(task, methods=["map"], out=tmp_path / "out")
+    assert again == said
+    assert [each.results.methods["map"][0].metrics for each in same] == [
+        each.results.methods["map"][0].metrics for each in measured
+    ]
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("training.json")}

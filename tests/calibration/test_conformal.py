@@ -107,9 +107,9 @@ def test_coverage_of_two_hundred_splits_is_the_level(score, settings, make, data
 
 @pytest.mark.parametrize("settings", [{"score": "aps"}, {"score": "raps", "penalty": 0.1, "free": 2}])
 def test_sets_that_are_not_randomised_cover_the_level_and_are_never_empty(settings):
-    """500 splits: an error of 0.0019. Scores that are random on calibration rows alone cover 0.95 and 0.93."""
+    """125 splits of 400 rows: an error of 0.0019. Scores that are random on calibration rows alone cover 0.95 and 0.93."""
     posterior = classifier()
-    found, mean, error = mean_coverage(posterior, classified, 100, splits=500, tests=100, **settings)
+    found, mean, error = mean_coverage(posterior, classified, 400, splits=125, **settings)
     assert abs(found - mean) < 3 * error < 0.006
     conformal = ds.conformal(posterior, rows(*classified(100)), level=0.2, **settings)
     assert conformal.set(classified(200)[0]).any(1).all()
@@ -289,11 +289,11 @@ def test_equal_inputs_are_covered_alike_in_a_batch_of_one(score, nudge):
     targets, likelihood = (y, None) if score in CLASS_SCORES else (y[:, None].float(), ds.Regression(noise=0.5))
     posterior = ds.MAP(Rounded(nudge), likelihood=likelihood)
     for level in (0.5, 0.6, 0.7, 0.8):
-        conformal = ds.conformal(posterior, rows(x, targets), level=level, score=score)
+        conformal, held = ds.conformal(posterior, rows(x, targets), level=level, score=score), torch.Generator()
+        together = measure_coverage(conformal, posterior.predict(x[:9]), targets[:9], held).covered
         for at in range(9):
-            one, held = slice(at, at + 1), torch.Generator().manual_seed(0)
-            alone = measure_coverage(conformal, posterior.predict(x[one]), targets[one], held).covered
-            assert alone == measure_coverage(conformal, posterior.predict(x[:9]), targets[:9], held).covered[at]
+            one = slice(at, at + 1)
+            assert measure_coverage(conformal, posterior.predict(x[one]), targets[one], held).covered == together[at]
 
 
 def test_every_class_is_covered_by_itself():

@@ -19,15 +19,15 @@ class Uniform(Calibration):
 
     kind = "uniform"
 
-    def members(self, predictive):
+    def calibrate_members(self, predictive):
         return predictive.apply_temperature(2.0)
 
-    def mixture(self, predictive):
+    def calibrate_mixture(self, predictive):
         mean = (1 - self.share) * predictive.mean + self.share / predictive.mean.shape[1]
         nothing = torch.zeros_like(predictive.total)
         return ClassificationSummary(mean.log()[None], predictive.total[None], nothing[None])
 
-    def logits(self, logits):
+    def calibrate_logits(self, logits):
         return logits / 2
 
 

@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 import dissensus as ds
 import tiny
 from dissensus.core.forward_attributes import state_names
+from thinning import thinned
 
 STEPS = 4
 
@@ -233,9 +234,10 @@ def same(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ["auto", "loop", "vectorised"])
-@pytest.mark.parametrize("method", ["MAP", "MAP of a list", "DeepEnsemble"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "method", "engine"),
+    thinned(KINDS, ["MAP", "MAP of a list", "DeepEnsemble"], ["auto", "loop", "vectorised"], every=3),
+)
 def test_training_and_predictions_are_those_of_a_plain_loop(kind: type[Net], method: str, engine: str) -> None:
     torch.manual_seed(0)
     posterior = METHODS[method](lambda: made(kind))
@@ -249,8 +251,7 @@ def test_training_and_predictions_are_those_of_a_plain_loop(kind: type[Net], met
     same(torch.stack([outputs(posterior.member(i).eval()) for i in range(len(alone))]), expected)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "method"), thinned(KINDS, list(METHODS), every=3))
 def test_copies_states_and_files_have_the_same_predictions_or_it_is_said(
     kind: type[Net], method: str, tmp_path, caplog
 ) -> None:

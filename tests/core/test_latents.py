@@ -56,7 +56,7 @@ def fixed_noise(monkeypatch):
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-@pytest.mark.parametrize("way", ["looped", "vectorised", "loss"])
+@pytest.mark.parametrize("way", ["looped_gradients", "vectorised_gradients", "loss"])
 def test_gradients_reach_latents_and_weights(way, shared, monkeypatch):
     torch.manual_seed(0)
     networks, (x, y) = [tiny.mlp().double() for _ in range(3)], tiny.points()

@@ -14,6 +14,7 @@ import dissensus as ds
 import tiny
 from dissensus.core.particles import Particles, Rows, loop
 from dissensus.numerics.randomness import save_random_state
+from thinning import thinned
 
 
 class Recurrent(nn.Module):
@@ -201,8 +202,7 @@ def both(make, *, members: int = 3) -> tuple[ds.Posterior, ds.Posterior]:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("road", ["backward", "loss"])
+@pytest.mark.parametrize(("training", "road"), thinned([True, False], ["backward", "loss"], every=2))
 def test_vmap_equals_the_loop(network, training, road):
     make, x, _ = network
     vectorised, looped = both(make)

@@ -257,7 +257,7 @@ def test_parts_make_the_whole(make):
     assert [len(part) for part in parts] == [2, 3, n - 5]
     whole = ds.Predictive.cat(parts)
     assert type(whole) is type(predictive)
-    assert all(torch.equal(a, b) for a, b in zip(whole.defining_tensors(), predictive.described(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(whole.defining_tensors(), predictive.defining_tensors(), strict=True))
     one = predictive[3]
     assert len(one) == 1
     torch.testing.assert_close(one.total, predictive.total[3:4], rtol=0, atol=1e-15)

@@ -15,7 +15,7 @@ def state_of(mesh, members):
     """A state of M members: (what this rank knows, ids of tensors with a row for each member that lies here)."""
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(members, 3, 2, dtype=torch.float64, generator=generator)
-    moment = torch.randn(members, 3, 2, generator=generator)[mesh.rows(members)].clone()
+    moment = torch.randn(members, 3, 2, generator=generator)[mesh.member_slice(members)].clone()
     shared, count = torch.randn(4, generator=generator).bfloat16(), torch.tensor(7)
     optimizer = {"state": {0: {"step": count, "exp_avg": moment}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
     state = {

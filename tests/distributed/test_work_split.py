@@ -324,7 +324,7 @@ class Noisy(nn.Linear):
 class OtherFunctions(MemberFunctions):
     """Functions that a method of one's own has changed, and does not say how to cut."""
 
-    def each(self, function, *args):
+    def map_members(self, function, *args):
         return pytree.tree_map(lambda found: found.roll(1, 0), super().map_members(function, *args))
 
 

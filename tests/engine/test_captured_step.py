@@ -105,7 +105,8 @@ def test_a_constant_that_changes_between_epochs_ends_the_capture(failed: bool, c
     assert not step.engine_name.endswith("captured")
     assert failed or [record.message for record in caplog.records] == [
         "the training step is not captured in a CUDA graph: tensors made on the host change from call to call "
-        f"(test_captured.py:{Makes.forward.__code__.co_firstlineno + 1}: return self.linear(x * x.new_tensor([self.scale])))"
+        f"(test_captured_step.py:{Makes.forward.__code__.co_firstlineno + 1}: "
+        "return self.linear(x * x.new_tensor([self.scale])))"
     ]
     before = FakeGraph.replays
     step(batch)

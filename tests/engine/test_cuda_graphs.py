@@ -75,7 +75,7 @@ def test_a_replay_copies_what_is_given_into_the_memory_that_was_captured() -> No
 
 
 class Twice(CapturedCalls):
-    what = "something"
+    log_name = "something"
     warm_up = 2
 
 
@@ -104,6 +104,6 @@ def test_a_refused_capture_is_the_last_and_said_once_and_graphs_before_stay(capl
     assert captured.graphs == {"a": kept}
     assert not any(captured.should_capture("c") for _ in range(5))
     assert [record.message for record in caplog.records] == [
-        "something is not captured in a CUDA graph: cannot be captured (test_graphs.py:51: "
+        "something is not captured in a CUDA graph: cannot be captured (test_cuda_graphs.py:51: "
         'raise RuntimeError("cannot be captured\\nand a second line"))'
     ]

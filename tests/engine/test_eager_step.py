@@ -8,7 +8,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from thinning import often
+from thinning import thinned
 
 X, Y = tiny.points(40)
 WEIGHT = 3 * torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -45,8 +45,16 @@ def trained(method, case, cuts, *, networks=lambda: nn.Sequential(nn.Linear(4, 5
     return tiny.state(posterior)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("method", often(["deep_ensemble", "forde"], ["map", "weight_rde", "svgd"]))
+ALIKE = [(method, case) for method in ("map", "weight_rde", "svgd") for case in CASES]
+
+
+@pytest.mark.parametrize(
+    ("method", "case"),
+    [
+        *thinned(["deep_ensemble", "forde"], list(CASES), every=2),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ALIKE),
+    ],
+)
 def test_a_step_of_several_batches_is_that_of_one_large_batch(method, case):
     expected = trained(method, case, [0, 40])
     for cuts in ([0, 10, 20, 30, 40], [0, 3, 20, 39, 40]):

@@ -19,6 +19,7 @@ from dissensus.engine import plan, strategies
 from dissensus.engine.cudnn_timing import timed_convolutions
 from dissensus.engine.memory import Memory, PeakMemory, training_memory
 from dissensus.engine.strategies import functional_member_gradients, make_strategy
+from thinning import thinned
 from tiny import Repelling
 
 
@@ -177,8 +178,7 @@ def partly_frozen() -> nn.Module:
     return network
 
 
-@pytest.mark.parametrize("kind", ["loop", "vectorised"])
-@pytest.mark.parametrize("method", [ds.DeepEnsemble, ds.FoRDE])
+@pytest.mark.parametrize(("kind", "method"), thinned(["loop", "vectorised"], [ds.DeepEnsemble, ds.FoRDE], every=2))
 def test_compiled_gradients_are_one_graph_without_breaks(method, kind, monkeypatch) -> None:
     if method is ds.FoRDE and torch.__version__ < "2.7":
         pytest.skip("this compiler knows no context managers that are generators")

@@ -435,7 +435,7 @@ posterior = ds.DeepEnsemble([make() for _ in range(4)]).cuda()
 optimizer = torch.optim.Adam(posterior.parameters())
 history = ds.fit(posterior, loader, epochs=2, optimizer=optimizer, progress=False)
 took = torch.cuda.max_memory_allocated() - before
-assert 0.9 * took < history.memory.at_once < 1.1 * took, (took / 2**20, str(history.memory))
+assert 0.9 * took < history.memory.bytes_at_once < 1.1 * took, (took / 2**20, str(history.memory))
 """
 
 

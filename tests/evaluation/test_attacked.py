@@ -13,6 +13,8 @@ from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
 from dissensus.data import Batches, Standardiser
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 RADII = [0.1, 0.3]
 
 

@@ -47,7 +47,7 @@ def channels(c: Tensor, x: Tensor) -> Tensor:
     return c.view(-1, *[1] * (x.ndim - 2))
 
 
-def normalised(x, added, mean, spread, weight, bias, *, relu, eps=None):
+def normalise_rows(x, added, mean, spread, weight, bias, *, relu, eps=None):
     rstd = spread if eps is None else (spread + eps).rsqrt()
     y = (x - channels(mean, x)) * channels(weight * rstd, x) + channels(bias, x)
     y = y if added is None else y + added
@@ -64,7 +64,7 @@ def pull(t, x, weight, eps):
 
 
 def passing(g, x, y, mean, rstd, weight, bias, relu):
-    z = normalised(x, None, mean, rstd, weight, bias, relu=False) if y is None else y
+    z = normalise_rows(x, None, mean, rstd, weight, bias, relu=False) if y is None else y
     return (z > 0).to(g.dtype) if relu else torch.ones_like(g)
 
 
@@ -93,7 +93,7 @@ def second_gradients(u, v, g, x, y, mean, rstd, weight, bias, sums, *, relu):
     return torch.autograd.grad(total, at)
 
 
-PLAIN = (statistics, normalised, gradients, input_gradient, second_gradients)
+PLAIN = (statistics, normalise_rows, gradients, input_gradient, second_gradients)
 
 
 @pytest.fixture(params=["cpu", GPU])
@@ -106,7 +106,7 @@ def device(request, monkeypatch):
         if not INTERPRETED:
             plain = types.SimpleNamespace(**{each.__name__: each for each in PLAIN})
             monkeypatch.setitem(sys.modules, "dissensus.kernels.norm_launch", plain)
-            monkeypatch.setattr(dissensus.numerics, "norms", plain, raising=False)
+            monkeypatch.setattr(dissensus.kernels, "norm_launch", plain, raising=False)
     # cuDNN keeps channels side by side in memory only in single precision.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     return torch.device(request.param)

@@ -173,7 +173,7 @@ def test_samples_have_the_covariance_of_the_posterior(curvature):
     found, matrix = curvature
     found.precision.fill_(0.6)
     expected = torch.linalg.inv(matrix + 0.6 * torch.eye(C * D, dtype=torch.float64))
-    torch.testing.assert_close(covariance_of(found.joint, (C, D)), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(covariance_of(found.sample_joint, (C, D)), expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(found.variance().flatten(), expected.diagonal(), rtol=0, atol=1e-10)
     blocks = torch.block_diag(*(expected[c * D : (c + 1) * D, c * D : (c + 1) * D] for c in range(C)))
     torch.testing.assert_close(covariance_of(found.sample_rows, (C, D)), blocks, rtol=0, atol=1e-10)

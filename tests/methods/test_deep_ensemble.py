@@ -9,6 +9,7 @@ from torch.optim import SGD, Adam, AdamW
 
 import dissensus as ds
 import tiny
+from thinning import thinned
 
 OPTIMIZERS = {
     "sgd": lambda p: SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
@@ -26,13 +27,9 @@ def deep():
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
-@pytest.fixture(params=OPTIMIZERS, ids=str)
-def optimizer(request):
-    return OPTIMIZERS[request.param]
-
-
-@pytest.mark.parametrize("how", ["loop", "vectorised"])
-def test_stacked_training_equals_separate_training(optimizer, how):
+@pytest.mark.parametrize(("name", "how"), thinned(list(OPTIMIZERS), ["loop", "vectorised"], every=2))
+def test_stacked_training_equals_separate_training(name, how):
+    optimizer = OPTIMIZERS[name]
     networks = [deep().double() for _ in range(3)]
     posterior = ds.DeepEnsemble(networks)
     posterior.particles.how = how
@@ -51,11 +48,12 @@ def test_stacked_training_equals_separate_training(optimizer, how):
         assert tiny.largest_difference(tiny.state(posterior.member(i)), tiny.state(net)) < 1e-8
 
 
-@pytest.mark.parametrize(("clip", "accumulate"), [(None, 1), (0.1, 1), (0.1, 2)], ids=["plain", "clipped", "both"])
-@pytest.mark.parametrize("engine", ["loop", "vectorised"])
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw fused"])
-def test_fit_trains_members_as_alone(name, clip, accumulate, engine):
-    optimizer = OPTIMIZERS[name]
+@pytest.mark.parametrize(
+    ("name", "engine", "how"),
+    thinned(["sgd", "adam", "adamw fused"], ["loop", "vectorised"], [(None, 1), (0.1, 1), (0.1, 2)], every=2),
+)
+def test_fit_trains_members_as_alone(name, engine, how):
+    optimizer, (clip, accumulate) = OPTIMIZERS[name], how
     networks = [deep().double() for _ in range(3)]
     posterior = ds.DeepEnsemble(networks)
     x, y = tiny.points(24)

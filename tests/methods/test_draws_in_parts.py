@@ -1,6 +1,7 @@
 """Draws that do not fit on the device are made in parts, which are kept on the host."""
 
 import copy
+import functools
 import logging
 
 import pytest
@@ -27,6 +28,12 @@ def network(seed):
 
 
 def trained(method, members):
+    """A copy: the training itself is done once."""
+    return copy.deepcopy(_trained(method, members))
+
+
+@functools.cache
+def _trained(method, members):
     networks = network(0) if members == 1 else [network(seed) for seed in range(members)]
     posterior = METHODS[method](networks)
     ds.fit(posterior, [tiny.points(24)], epochs=12, progress=False)

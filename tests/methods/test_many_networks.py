@@ -11,6 +11,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
+from thinning import thinned
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "composing.md"
 LOADER = [(x, y) for x, y in zip(*(t.split(8) for t in tiny.points(24)), strict=True)]
@@ -73,12 +74,12 @@ def table() -> dict[tuple[str, str], str]:
 # ---------------------------------------------------------------------- three together, and each alone
 
 
-@pytest.mark.parametrize("engine", ["loop", "vectorised"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("method", RECORDING.values(), ids=RECORDING)
-def test_three_networks_record_and_draw_what_each_does_alone(method, optimizer, engine):
-    plain = networks(dropout=0.0)  # masks of three would not be those of one
-    settings = {"optimizer": optimizer, "engine": engine}
+@pytest.mark.parametrize(
+    ("name", "optimizer", "engine"), thinned(list(RECORDING), list(OPTIMIZERS), ["loop", "vectorised"], every=2)
+)
+def test_three_networks_record_and_draw_what_each_does_alone(name, optimizer, engine):
+    plain, method = networks(dropout=0.0), RECORDING[name]  # masks of three would not be those of one
+    settings = {"optimizer": OPTIMIZERS[optimizer], "engine": engine}
     together = fitted(method(copy.deepcopy(plain)), **settings)
     alone = [fitted(method(network), **settings) for network in plain]
     drawn = together.sample(together.samples, torch.Generator().manual_seed(0))
@@ -224,7 +225,7 @@ def test_the_page_says_what_composes(base, watcher, tmp_path):
     predicted = posterior.predict(X).members
     assert len(predicted) == (1 if base == "a network" else 3) * (1 if watcher == "SWA" else 2)
     saved = posterior
-    for folder in ("once", "twice"):  # what was loaded can be saved
+    for folder in ("once", "twice") if watcher == "SWAG" else ("once",):  # what was loaded can be saved
         ds.save(saved, tmp_path / folder)
         saved = ds.load(tmp_path / folder, tiny.mlp(0.2))
         assert torch.equal(saved.predict(X).members, predicted)

@@ -12,7 +12,7 @@ import tiny
 from dissensus.layers.frozen_norm import FrozenNorm
 from dissensus.methods.parts.node_functions import NodeFunctions
 from dissensus.methods.parts.node_latents import cross_entropy, entropy_bound, sample_for_examples, surrogate_kl
-from dissensus.utils.batch_norm_stats import statistics_layers
+from dissensus.utils.batch_norm_names import statistics_layers
 from thinning import often
 
 

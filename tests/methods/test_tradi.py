@@ -362,8 +362,13 @@ WEIGHTS = torch.tensor([-1.0, -0.2, 0.0, 0.5, 1.7], dtype=torch.float64)
 DEVIATIONS = torch.tensor([0.5, 1.0, 2.0, 0.1, 1.0], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("covariance", ["shared", "released", "diagonal"])
-@pytest.mark.parametrize("bandwidth", [1.0, 0.4])
+@pytest.mark.parametrize(
+    ("covariance", "bandwidth"),
+    [
+        *(("shared", 1.0), ("shared", 0.4), ("released", 0.4), ("diagonal", 1.0)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("released", 1.0), ("diagonal", 0.4))),
+    ],
+)
 def test_samples_have_the_covariance_of_the_paper(covariance, bandwidth):
     n = 4000
     drawn = sampled(covariance, weights=WEIGHTS, deviations=DEVIATIONS, samples=n, bandwidth=bandwidth, features=20)
@@ -403,7 +408,10 @@ def test_tensors_of_one_sample_are_drawn_apart():
 
 @pytest.mark.parametrize(
     ("correlation", "bandwidth"),
-    [("tensor", 1.0), ("layer", 1.0), ("layer", 0.4), pytest.param("tensor", 0.4, marks=pytest.mark.slow)],
+    [
+        *(("tensor", 1.0), ("layer", 0.4)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("layer", 1.0), ("tensor", 0.4))),
+    ],
 )
 def test_weight_and_bias_of_a_layer_are_correlated_where_layers_are(correlation, bandwidth):
     n = 4000

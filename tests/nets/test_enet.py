@@ -48,7 +48,7 @@ POSTERIORS = {
 }
 
 
-OFTEN = ("batch_ensemble", "tradi")  # one that cuts layers, one that watches
+OFTEN = ("batch_ensemble",)  # it cuts layers
 
 
 @pytest.mark.parametrize(

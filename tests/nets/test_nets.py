@@ -40,7 +40,7 @@ def test_a_network_rebuilds_from_its_config(name):
     assert torch.equal(other.eval()(x), network.eval()(x))
 
 
-LARGE = ("PSPNet", "ResNet50")
+LARGE = ("PSPNet", "ResNet50", "VGG16", "ENet")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in NETS])

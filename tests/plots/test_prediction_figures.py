@@ -1,8 +1,5 @@
 """Predictives, evaluations and histories as figures, tables and text; figures show the numbers they were given."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -169,12 +166,3 @@ def test_predictives_have_a_row_for_each_of_the_first_inputs_in_a_notebook():
         ds.ClassificationPredictive(torch.randn(2, 3, 4, 6, 5).log_softmax(2)),
     ):
         assert other._repr_html_().count("<tr>") == 4
-
-
-def test_importing_the_library_loads_neither_matplotlib_nor_pandas():
-    code = (
-        "import sys, dissensus as ds; ds.Evaluation, ds.History, ds.Predictive, ds.evaluate, ds.fit; "
-        "print({'matplotlib', 'pandas'} & set(sys.modules))"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "set()"

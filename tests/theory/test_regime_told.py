@@ -180,7 +180,7 @@ def test_the_line_is_as_documented(overlap, correlation, bound, kind):
     "law", [SIGNS, AROUND, Modulation.between(0.3), Modulation.between(0.58), Modulation.normal(1, 0.1)]
 )
 def test_nothing_is_advised_against_what_auto_took(law, members):
-    for seed in range(3):
+    for seed in range(2):
         torch.manual_seed(seed)
         posterior = ds.BatchEnsemble(mlp(), members=members, modulation=law)
         for x in (None, vectors(4)):
@@ -198,7 +198,7 @@ def test_factors_around_one_are_not_called_independent_though_they_overlap_littl
     assert theory.regime(few).correlation > 0.25
 
 
-@pytest.mark.parametrize("keep", [0.1, 0.3])
+@pytest.mark.parametrize("keep", often([0.3], [0.1]))
 def test_masks_are_never_called_independent_nor_advised_to_be(keep):
     torch.manual_seed(0)
     for members in (2, 8):

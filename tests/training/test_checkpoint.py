@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 import dissensus as ds
 import tiny
 from dissensus.training.checkpoint_match import warn_of_overridden
+from thinning import thinned
 
 X, Y = tiny.points(24)
 BATCHES = [(X[i : i + 8], Y[i : i + 8]) for i in (0, 8, 16)]
@@ -274,8 +275,7 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-@pytest.mark.parametrize("kill", [0, 2])
+@pytest.mark.parametrize(("make", "kill"), thinned(list(LOADERS.values()), [0, 2], every=2))
 def test_a_killed_run_goes_on_with_the_batches_it_would_have_had(make, kill, tmp_path):
     def run(checkpoint=None, after=None):
         torch.manual_seed(5)

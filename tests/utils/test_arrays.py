@@ -124,16 +124,16 @@ def test_a_list_of_batches_stays_one(rows):
 
 def test_rows_of_frames_are_paired_by_index_or_not_at_all(rows):
     frame, labels = frames(*rows)
-    with pytest.raises(ValueError, match=r"with the same index, got different ones; pass y.loc\[x.index\]"):
+    with pytest.raises(ValueError, match=r"with one index, got two; pass y.loc\[x.index\]"):
         ds.data.Batches(frame, labels.sort_index(), batch_size=8)
-    with pytest.raises(ValueError, match="the same index"):
+    with pytest.raises(ValueError, match="one index"):
         fitted((frame, labels.reset_index(drop=True)))
     assert len(ds.data.Batches(frame, labels.sort_index().loc[frame.index], batch_size=8)) == 9
 
 
 def test_inputs_without_targets_are_no_data(rows):
     frame, _ = frames(*rows)
-    with pytest.raises(TypeError, match=r"or data \(x, y\), got DataFrame; pass \(x, y\)"):
+    with pytest.raises(TypeError, match=r"a loader or \(x, y\), got DataFrame; pass those"):
         ds.predict(ensemble(), frame)
     with pytest.raises(TypeError, match="got Tensor"):
         ds.fit(ensemble(), rows[0], epochs=1)

@@ -2,6 +2,6 @@
 
 from dissensus.attacks.attack_loss import Adversarial
 from dissensus.attacks.gradient_attacks import fgsm, fool, gradient, pgd
-from dissensus.attacks.implicit_corruptions import ImplicitCorruptions, implicit_corruptions
+from dissensus.attacks.implicit import ImplicitCorruptions, implicit_corruptions
 
 __all__ = ["Adversarial", "ImplicitCorruptions", "fgsm", "fool", "gradient", "implicit_corruptions", "pgd"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dissensus.calibration.calibration_fits import HeldOutRows, fit_correction
-from dissensus.calibration.temperature import SUSPICIOUS, WIDEST
+from dissensus.calibration.fit_temperature import SUSPICIOUS, WIDEST
 from dissensus.calibration.value_calibrations import DeviationScaling
 from dissensus.core.calibrated import Correction
 from dissensus.core.input_checks import check_loader

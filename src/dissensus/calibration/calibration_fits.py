@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dissensus.calibration.class_calibrations import HistogramCalibration, IsotonicCalibration, VectorScaling
-from dissensus.calibration.temperature import WIDEST, best_temperature, minimise
+from dissensus.calibration.fit_temperature import WIDEST, best_temperature, minimise
 from dissensus.calibration.value_calibrations import CumulativeCalibration, DeviationScaling, normal_scores
 from dissensus.core.calibrated import Calibration, Correction
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive

@@ -64,8 +64,8 @@ class Conformal(Guarantee):
         if self.score not in CLASS_SCORES:
             raise TypeError(f"expected a classification for sets, got the score {self.score!r}; call .interval(x)")
         predictive, thresholds = self._resolve_inputs(x, weight, group)
-        classes = predictive.log_mean.shape[1:] if isinstance(predictive, CategoricalPredictive) else None
-        if classes != (self.facts["outputs"],):
+        outputs = (self.facts["outputs"],)
+        if not isinstance(predictive, CategoricalPredictive) or predictive.log_mean.shape[1:] != outputs:
             wanted = f"{self.facts['outputs']} classes per row"
             raise ValueError(f"expected {wanted}, got {predictive!r}; use its own posterior")
         return class_scores(predictive, self.facts, generator) <= add_tolerance(thresholds)

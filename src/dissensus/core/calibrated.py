@@ -29,6 +29,7 @@ log = logging.getLogger("dissensus")
 # torch's name for what a state holds besides tensors; here the model's description, as JSON bytes
 STATE = "_extra_state"
 KINDS: dict[str, type[FittedModule]] = {}  # all calibrations and promises, by their names in files
+KIND_ROOMS: list[str] = []  # modules that fill KINDS when they are imported, named by the package
 
 
 class FittedModule(nn.Module, ABC):
@@ -110,9 +111,7 @@ class Guarantee(FittedModule, ABC):
     def posterior(self) -> Any:
         """The `Posterior` that it was fitted to; raises if its predictions have changed since."""
         if self._owner is None or not any(each is self for each in self._owner[0].promises.values()):
-            raise ValueError(
-                f"expected a {self.kind} fitted to the posterior's present predictions, got an older one; fit it again"
-            )
+            raise ValueError(f"expected a {self.kind} fitted to the posterior's present predictions, got others; refit")
         return self._owner[0]
 
 
@@ -196,7 +195,8 @@ class CalibratedModule(nn.Module):
     def uncalibrate(self, change: str) -> None:
         """Sets the temperature to 1 and drops the calibration, with warnings, because predictions change."""
         if (before := float(self.temperature)) != 1.0:
-            log.warning("%s sets the temperature from %.3g to 1; call ds.temperature_scale afterwards", change, before)
+            hint = "call ds.temperature_scale afterwards"
+            log.warning("%s sets the temperature back from %.3g to 1; %s", change, before, hint)
         if self.calibration is not None:
             log.warning("%s drops the %s calibration; call ds.calibrate afterwards", change, self.calibration.kind)
         self.recalibrate(1.0, None)
@@ -214,8 +214,8 @@ class CalibratedModule(nn.Module):
         """Builds the calibration and promises that `describe_fitted` describes, with their tensors from a state or file."""
 
         def build_fitted(config: Mapping[str, Any], under: str) -> Any:
-            # They enter KINDS when their room is imported, which lies above this one.
-            importlib.import_module("dissensus.calibration")
+            for room in KIND_ROOMS:
+                importlib.import_module(room)
             own = {name.removeprefix(under): tensor for name, tensor in tensors.items() if name.startswith(under)}
             return KINDS[one_of("kind", config["kind"], KINDS)](config["facts"], own)
 

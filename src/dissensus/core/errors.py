@@ -11,9 +11,7 @@ class Diverged(ValueError):
     """
 
     def __init__(self, members: list[int], step: int, what: str = "loss") -> None:
-        self.members = members
-        self.step = step
-        self.what = what
+        self.members, self.step, self.what = members, step, what
         who = ", ".join(str(i) for i in members)
         super().__init__(
             f"expected finite {PLURALS.get(what, f'{what}s')}, got a {what} that is not finite in member {who} at step {step}; "

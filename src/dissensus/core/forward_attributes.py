@@ -48,9 +48,7 @@ class ForwardAttributes:
             return ()
         if (found := self.known(template)) is not self.found:
             self.found, self.all = found, named_submodules(template)
-            self.foreign = [
-                (path, part) for path, part in self.all if _is_foreign(type(part)) or "forward" in vars(part)
-            ]
+            self.foreign = [each for each in self.all if _is_foreign(type(each[1])) or "forward" in vars(each[1])]
             self.hooks = [*chain.from_iterable((part._forward_hooks, part._forward_pre_hooks) for part in found)]
             self.known_values: list[Any] = []
         return self.all if any(self.hooks) else self.foreign
@@ -77,9 +75,8 @@ class ForwardAttributes:
         finally:
             changed = lent.restore_attributes()
         for each, before in outside:
-            if any(
-                isinstance(value, Tensor) and _functorch.is_batchedtensor(value) for value in _container_values(each)
-            ):
+            inside = (value for value in _container_values(each) if isinstance(value, Tensor))
+            if any(map(_functorch.is_batchedtensor, inside)):
                 each.clear()
                 (each.extend if isinstance(each, list) else each.update)(before)
                 raise SeparateRunsNeeded("a hook keeps tensors of all members outside of the network")
@@ -176,9 +173,8 @@ class _AttributeSnapshot:
         if not isinstance(value, Tensor) and _has_same_objects(value, lent):
             return False
         (leaves, form), (now, other) = pytree.tree_flatten(value), pytree.tree_flatten(lent)
-        same = (
-            b is self.copies.get(id(a), a) and (b is a or not b._version) for a, b in zip(leaves, now, strict=False)
-        )
+        pairs = zip(leaves, now, strict=False)
+        same = (b is self.copies.get(id(a), a) and (b is a or not b._version) for a, b in pairs)
         return form != other or not all(same)
 
 
@@ -208,11 +204,8 @@ def _outside_containers(hooks: Sequence[dict[int, Any]]) -> list[Any]:
 
 def _has_same_objects(now: Any, before: Any) -> bool:
     """Whether lists or dicts hold the same objects."""
-    return (
-        len(now) == len(before)
-        and all(map(is_, now, before))
-        and all(map(is_, _container_values(now), _container_values(before)))
-    )
+    same = len(now) == len(before) and all(map(is_, now, before))
+    return same and all(map(is_, _container_values(now), _container_values(before)))
 
 
 def _container_values(holder: Any) -> Any:

@@ -16,7 +16,7 @@ from dissensus.core.batch import Batch, call_network
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.locks import network_lock
 from dissensus.core.member_runner import first_line
-from dissensus.utils.batch_norm_stats import frozen_norms, statistics_names
+from dissensus.utils.batch_norm_names import frozen_norms, statistics_names
 from dissensus.utils.fsdp import check_copyable
 from dissensus.utils.memory_layout import with_own_memory
 from dissensus.utils.module_state import deepcopy_memo
@@ -38,8 +38,7 @@ class Member(nn.Module):
         if not isinstance(likelihood, Likelihood):
             what = likelihood.__name__ + " itself" if isinstance(likelihood, type) else type(likelihood).__name__
             raise TypeError(f"expected a likelihood object, got {what}; pass an instance, for example Classification()")
-        self.network = network
-        self.likelihood = likelihood
+        self.network, self.likelihood = network, likelihood
         self.latents = TensorTree() if latents is None else latents
         cache_submodules(self, "network", "likelihood", "latents")
         self.training = network.training  # not self.train(), which would change the submodules

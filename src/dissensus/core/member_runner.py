@@ -115,8 +115,7 @@ class FallbackChain:
 
     def __init__(self, note: Callable[..., object], **ways: Callable[..., Any]) -> None:
         """`note(name, reason, *args)`: called with the dropped implementation, the reason, and the call's arguments."""
-        self.report_fallback = note
-        self.implementations = ways
+        self.report_fallback, self.implementations = note, ways
 
     @property
     def name(self) -> str:

@@ -133,9 +133,7 @@ def _check_frozen(particles: Particles) -> None:
     """Raises if a tensor that is stored once because it was frozen is trained now: members would share it."""
     for name, parameter in particles.shared_parameters().items() if particles._frozen else ():
         if parameter.requires_grad and name in particles._frozen:
-            raise ValueError(
-                f"expected '{name}' to stay frozen, got requires_grad=True; members share it: set it before building"
-            )
+            raise ValueError(f"expected '{name}' to stay frozen, got requires_grad=True; they share it: set it first")
 
 
 def _check_single_process(posterior: Objective) -> None:

@@ -37,7 +37,7 @@ from dissensus.core.member import (
 )
 from dissensus.core.member_runner import How, Rows, Runner, loop, stack_trees
 from dissensus.kernels.multi_copy import copy_all, copy_by_name
-from dissensus.utils.batch_norm_stats import frozen_norms
+from dissensus.utils.batch_norm_names import frozen_norms
 from dissensus.utils.dtensor import gather_full_tensors, is_divided
 from dissensus.utils.fsdp import check_copyable, check_own_tensors, is_fully_sharded, reshard_after_forward
 from dissensus.utils.module_state import deepcopy_memo, differing_attribute, plain_attributes

@@ -345,9 +345,8 @@ class Posterior(TrainableModule, ABC):
             return ((batch, work(batch)) for batch in given)
         standing: list[Any] = [each for each in (self.calibration, *self.promises.values()) if each is not None]
         seen_by = (self.temperature, *((repr(each.config()), *each.buffers()) for each in standing))
-        found: Iterator[tuple[Any, Any]] = self.connected_mesh.map_batches(
-            work, given, portion=portion, seen_by=seen_by, device=device
-        )
+        about = {"portion": portion, "seen_by": seen_by, "device": device}
+        found: Iterator[tuple[Any, Any]] = self.connected_mesh.map_batches(work, given, **about)
         return found
 
     @final

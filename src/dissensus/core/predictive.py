@@ -225,8 +225,7 @@ class RegressionPredictive(Predictive):
     """
 
     def __init__(self, means: Tensor, variances: Tensor) -> None:
-        self._means = means
-        self.variances = variances
+        self._means, self.variances = means, variances
 
     @property
     def mean(self) -> Tensor:

@@ -62,7 +62,9 @@ class RealTargets(Likelihood):
     def target_log_density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         """(B,) log-density of y, given mean and variance of z."""
         each = gaussian_log_prob(self.to_output_units(y), mean, variance)
-        return _per_example(each if self.targets is None else each - self.target_scale(y)[1].log())
+        if self.targets is not None:
+            each = each - self.target_scale(y)[1].log()
+        return each.flatten(1).sum(1) if each.ndim > 1 else each
 
     def to_target_units(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of z, converted to the units of y."""
@@ -114,8 +116,7 @@ class Regression(RealTargets):
             number("noise", noise, above=0, hint='pass the standard deviation of y, or "learned"')
         if initial is not None:
             number("initial", initial, above=0, hint="pass a standard deviation")
-        self.noise = noise
-        self.initial = initial
+        self.noise, self.initial = noise, initial
         if noise == "learned":
             self.log_noise = nn.Parameter(torch.tensor(float(initial or 1.0)).log())
 
@@ -182,11 +183,6 @@ def gaussian_log_prob(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     return -0.5 * ((y - mean) ** 2 / variance + variance.log() + 1.8378770664093453)  # log 2π
 
 
-def _per_example(log_prob: Tensor) -> Tensor:
-    """(B,) sums over all axes except the batch axis."""
-    return log_prob.flatten(1).sum(1) if log_prob.ndim > 1 else log_prob
-
-
 def _check_real_targets(shape: torch.Size, y: Tensor) -> None:
     if not y.is_floating_point():
         raise ValueError(f"expected real targets, got {y.dtype}; convert them with y.float()")
@@ -215,7 +211,7 @@ def start_noise(particles: Particles, outputs: Callable[[], Tensor], batch: Batc
     if not heads and (noise is None or likelihood.initial is not None):
         return None
     mean, variance = likelihood.describe(outputs()) if heads else (outputs(), 1.0)
-    y = batch.y if heads else likelihood.standardised(batch.y)  # in the units of the outputs
+    y = batch.y if heads else likelihood.to_output_units(batch.y)  # in the units of the outputs
     squares = (y - mean).double().square() / variance
     w = torch.ones_like(squares) if batch.weight is None else expand_weight(batch.weight, squares)
     error = float(((w * squares).sum() / w.sum()).sqrt())

@@ -42,9 +42,7 @@ class Axis:
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: distributed.ProcessGroup | None = None) -> None:
-        self.rank = rank
-        self.size = size
-        self.group = group
+        self.rank, self.size, self.group = rank, size, group
         self.bytes_sent = {"sum": 0, "gather": 0}
 
     def __repr__(self) -> str:
@@ -181,9 +179,7 @@ class Mesh:
         """The drawn functions, of which each process runs some where several share a batch."""
         return MeshFunctionPartition(drawn, device, apart)
 
-    def map_batches(
-        self, work: Callable[[Any], Any], batches: Iterable[Any], **about: Any
-    ) -> Iterator[tuple[Any, Any]]:
+    def map_batches(self, work: Callable[[Any], Any], batches: Iterable[Any], **about: Any) -> Iterator[Any]:
         """(batch, work(batch)) of every batch on every process, each worked on by one or several: `work_split.map_batches`."""
         return map_batches(self, work, batches, **about)
 

@@ -6,7 +6,7 @@ this process's rows of the batch → gradients of share · loss + ⟨z, v⟩, wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -96,7 +96,8 @@ class MeshExchange(Exchange):
     def _find_plan(self, *, at_once: bool) -> Plan:
         """(random operations of a run, axes of what z holds), for batches like this one."""
         posterior = self.posterior
-        key = (posterior.interaction, posterior.training, at_once, *_batch_signature(self._batch))
+        columns = ((tuple(each.shape[1:]), each.dtype) for each in self._batch.tensors())
+        key = (posterior.interaction, posterior.training, at_once, self._batch.weight is None, *columns)
         if key not in self._plans:
             try:
                 self._plans[key] = self._probe_plan(self._batch, at_once=at_once)
@@ -298,7 +299,3 @@ def _group_by_dtype(each: list[Tensor]) -> list[list[int]]:
     """Places of the tensors of each dtype, in the same order in every process."""
     kinds = dict.fromkeys(tensor.dtype for tensor in each)
     return [[i for i, tensor in enumerate(each) if tensor.dtype == kind] for kind in kinds]
-
-
-def _batch_signature(batch: Batch) -> Iterable[Any]:
-    return (batch.weight is None, *((tuple(each.shape[1:]), each.dtype) for each in batch.tensors()))

@@ -118,9 +118,8 @@ class MeshTrainingPartition(TrainingPartition):
         for tensor, axis in self._member_tensors():
             whole = tensor.data
             self._full_tensors.append((tensor, whole, axis))
-            tensor.data = whole.narrow(
-                axis, self.member_slice.start, self.member_slice.stop - self.member_slice.start
-            ).clone()
+            here = self.member_slice
+            tensor.data = whole.narrow(axis, here.start, here.stop - here.start).clone()
         chains = getattr(optimizer, "generators", [])
         if self._full_tensors:
             self.particles.members = self.member_slice.stop - self.member_slice.start

@@ -79,15 +79,12 @@ class Interruptions:
             store, timeout = joined
             axes = (self.mesh.members, self.mesh.data)
             # Before the collective itself fails, in words that name nobody.
-            self._inside.enter_context(
-                HangDetector(
-                    store,
-                    distributed.get_rank(),
-                    self.mesh.size,
-                    seconds=0.8 * timeout,
-                    progress=lambda: [sum(axis.bytes_sent.values()) for axis in axes],
-                )
-            )
+
+            def bytes_sent() -> list[int]:
+                return [sum(axis.bytes_sent.values()) for axis in axes]
+
+            rank, size = distributed.get_rank(), self.mesh.size
+            self._inside.enter_context(HangDetector(store, rank, size, seconds=0.8 * timeout, progress=bytes_sent))
         return self
 
     def __exit__(self, *details: object) -> None:

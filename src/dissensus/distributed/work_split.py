@@ -266,10 +266,8 @@ def exchange_results(ranks: Ranks, make: Callable[[], Found], what: str) -> list
     errors = [failed if rank == ranks.rank else error for rank, (_, error, _) in enumerate(everyone)]
     bad = next((each for each in errors if each is not None), None)
     if bad is None and len({place for place, *_ in everyone}) > 1:
-        bad = RuntimeError(
-            f"expected all ranks to exchange {what}, got {', '.join(place for place, *_ in everyone)}; call the same functions "
-            "in the same order on every process"
-        )
+        places = ", ".join(place for place, *_ in everyone)
+        bad = RuntimeError(f"expected all ranks to exchange {what}, got {places}; {SAME['calls']}")
     if bad is not None:
         setattr(bad, "known_to", id(ranks))  # noqa: B010
         raise bad

@@ -42,14 +42,8 @@ def build_step(
     chosen = make_plan(engine, posterior, batch, precision=precision, steps=steps)
     if memory is not None:
         log.info("training needs %s", replace(memory, taken=chosen.taken))
-    step = EagerStep(
-        posterior,
-        optimizer,
-        strategy=chosen.tried or make_strategy(chosen.kind, compiled=chosen.compiled),
-        clip=clip,
-        precision=precision,
-        accumulate=accumulate,
-    )
+    strategy = chosen.tried or make_strategy(chosen.kind, compiled=chosen.compiled)
+    step = EagerStep(posterior, optimizer, strategy=strategy, clip=clip, precision=precision, accumulate=accumulate)
     return (CapturedStep(step) if chosen.captured else step), chosen
 
 

@@ -51,8 +51,7 @@ class LateChecks:
     """
 
     def __init__(self, *, at_once: bool, behind: int = 1) -> None:
-        self.at_once = at_once
-        self.delay = behind
+        self.at_once, self.delay = at_once, behind
         self._new: list[tuple[Tensor, Callable[[Tensor], object]]] = []
         self._pending: deque[tuple[AsyncHostCopy, list[Callable[[Tensor], object]]]] = deque()
         self._first = True

@@ -61,12 +61,9 @@ class CapturedFunction(CapturedCalls):
         self.failed = count is not None and count < FEW
         self.timed = count is not None and count >= MANY
         self.at_once = count is not None and not self.timed and plain
-        self.function = function
-        self.plain = plain
+        self.function, self.plain = function, plain
         self.compiled = not plain
-        self.drawn = drawn
-        self.context = context
-        self.half = half
+        self.drawn, self.context, self.half = drawn, context, half
         held = chain(drawn.parameters(), drawn.buffers())
         self.tensors = [each for each in held if type(each) in (Tensor, nn.Parameter)]
         self.places: list[int] = []  # of these tensors in memory, where graphs read them
@@ -100,7 +97,8 @@ class CapturedFunction(CapturedCalls):
                     torch.cuda.current_stream().wait_stream(self.side_stream)
             if graph is not None:
                 return tuple(result.clone() for result in graph.replay(tensors))
-            with self.context(), self.record_constants(key), self._timing_context(device):
+            timing = timed_convolutions(device) if self.timed else nullcontext()
+            with self.context(), self.record_constants(key), timing:
                 return self.function(x)
 
     def _can_capture_first(self) -> bool:
@@ -158,9 +156,6 @@ class CapturedFunction(CapturedCalls):
     def _run_fused(self, x: Inputs) -> tuple[Tensor, ...]:
         with fuse_layers():
             return self.function(x)
-
-    def _timing_context(self, device: torch.device) -> AbstractContextManager[object]:
-        return timed_convolutions(device) if self.timed else nullcontext()
 
     @contextmanager
     def _cache_context(self, beside: torch.cuda.Stream | None = None) -> Iterator[None]:

@@ -32,8 +32,5 @@ def warn_of_precision(posterior: Posterior, precision: PredictionPrecision) -> N
     fitted = [*posterior.promises, *(["a calibration"] if posterior.calibration is not None else [])]
     fitted += ["a temperature"] if float(posterior.temperature) != 1.0 else []
     if precision == "bf16" and fitted:
-        log.warning(
-            "%s: fitted to predictions in float32, applied to predictions in bf16, for which nothing is guaranteed; predict "
-            "in float32 where a guarantee must hold",
-            ", ".join(fitted),
-        )
+        what = "fitted to predictions in float32, applied to predictions in bf16, for which nothing is guaranteed"
+        log.warning("%s: %s; predict in float32 where a guarantee must hold", ", ".join(fitted), what)

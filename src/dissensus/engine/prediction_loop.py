@@ -67,9 +67,8 @@ def predict_loader(
         if compiled:
             fast = torch.compile(mine.describe, dynamic=False)
             function = FallbackChain(_note_uncompiled, compiled=fast, plain=mine.describe)
-        half = precision == "bf16"
         return CapturedFunction(
-            function, mine, context, plain=not compiled, keeps=keeps_weights, half=half, count=count
+            function, mine, context, plain=not compiled, keeps=keeps_weights, half=precision == "bf16", count=count
         )
 
     def describe_local(x: batches.Inputs) -> tuple[Tensor, ...]:

@@ -33,9 +33,7 @@ class Guard:
     """
 
     def __init__(self, posterior: Posterior, optimizer: torch.optim.Optimizer, *, host: bool) -> None:
-        self.posterior = posterior
-        self.optimizer = optimizer
-        self.host = host
+        self.posterior, self.optimizer, self.host = posterior, optimizer, host
         self.checks_at_once = True  # whether this step is checked at once
         self.has_stepped = False  # whether there has been a step
         self.has_observers = posterior.has_observers
@@ -158,15 +156,12 @@ class Guard:
         """Raises Diverged if a GPU has skipped bad steps, or if tensors are not finite."""
         if not self.host:
             self._raise_if_halted()
-        found = {
-            what: {
-                name: tensor for name, tensor in tensors.items() if name in self._finite_names[what] or what == "moment"
-            }
-            for what, tensors in self._checked_tensors().items()
-        }
+        checked = self._checked_tensors()
+        names = {**self._finite_names, "moment": set(checked["moment"])}
+        found = {what: {k: t for k, t in tensors.items() if k in names[what]} for what, tensors in checked.items()}
         exchange = self.posterior.particles.exchange
-        tensors = [tensor for part in found.values() for tensor in part.values()]
-        if not exchange.any_process(has_nonfinite_norm(tensors)):
+        everything = [tensor for part in found.values() for tensor in part.values()]
+        if not exchange.any_process(has_nonfinite_norm(everything)):
             return
         for what, tensors in found.items():
             mine, common = (~size.isfinite() for size in self._largest_values(tensors))
@@ -213,13 +208,11 @@ class Guard:
             for key, value in self.optimizer.state.get(weight, {}).items()
             if isinstance(value, Tensor) and value.shape == weight.shape
         }
+        buffers = {**others, **self.posterior.particles.own_buffers()}
+        kinds = {"weight": self.weights, "buffer": buffers, "moment": moments}
         return {
             what: {name: local_part(t.detach()) for name, t in tensors.items() if t.is_floating_point()}
-            for what, tensors in (
-                ("weight", self.weights),
-                ("buffer", {**others, **self.posterior.particles.own_buffers()}),
-                ("moment", moments),
-            )
+            for what, tensors in kinds.items()
         }
 
     def _names_of_finite(self, tensors: Tensors) -> set[str]:

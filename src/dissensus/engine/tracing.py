@@ -18,9 +18,7 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.utils.torch_guard import TorchStateGuard
 
-CONVOLUTIONS = (
-    F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
-)  # fmt: skip
+CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 ROW_BY_ROW = (  # functions that act on each row of a batch, without weights
     F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d,
     F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, F.adaptive_max_pool2d, F.interpolate, F.pixel_shuffle, F.unfold, F.pad,

@@ -123,9 +123,7 @@ def normalise_rows(
 
 
 @triton.jit
-def relu_gradient(
-    g, y, at, there, centred, scale, b, ADDED: tl.constexpr, RELU: tl.constexpr, T: tl.constexpr
-):  # fmt: skip
+def relu_gradient(g, y, at, there, centred, scale, b, ADDED: tl.constexpr, RELU: tl.constexpr, T: tl.constexpr):
     """(t, where y > 0). Without an added tensor y is computed again, which is faster than reading it."""
     t = tl.load(g + at, there, 0.0).to(T)
     passes = there

@@ -12,8 +12,8 @@ from torch import Tensor
 from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior
 from dissensus.landscape.points import Anchors, Statistics
-from dissensus.layers.norm_statistics import statistics_mode
-from dissensus.utils.batch_norm_stats import statistics_layers
+from dissensus.layers.reestimate_batch_norm import statistics_mode
+from dissensus.utils.batch_norm_names import statistics_layers
 from dissensus.utils.checks import integer, number
 from dissensus.utils.tensor_tree import Tensors
 

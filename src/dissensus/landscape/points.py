@@ -17,7 +17,7 @@ from dissensus.core.likelihood import log_prob_sum
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, expect_posterior, inference_context
 from dissensus.core.predictive import ClassificationPredictive
-from dissensus.layers.norm_statistics import refresh_statistics
+from dissensus.layers.reestimate_batch_norm import refresh_statistics
 from dissensus.utils.checks import integer, one_of
 from dissensus.utils.tensor_tree import Tensors
 

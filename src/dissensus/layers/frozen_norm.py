@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dissensus.core.member import Member
 from dissensus.layers import channel_launch as kernels
 from dissensus.layers.conversion import ConvertedLayer, convert_layer
-from dissensus.utils.batch_norm_stats import statistics_layers
+from dissensus.utils.batch_norm_names import statistics_layers
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -18,7 +18,7 @@ class FrozenNorm(ConvertedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         layer: Any = self
-        tensors = _norm_tensors(layer)
+        tensors = (layer.running_mean, layer.running_var, layer.weight, layer.bias)
         wanted = torch.is_grad_enabled() and not self.training and not torch.compiler.is_compiling()
         if not wanted or kernels.channel_layout(input) is None or any(each is None for each in tensors):
             return super().forward(input)  # type: ignore[no-any-return]
@@ -65,7 +65,3 @@ class _NormaliseFunction(torch.autograd.Function):
         places = [axis for axis in range(x.ndim) if axis != 1]
         for_weight = (g * (x - mean.reshape(shape)) * inverse).sum(places)
         return g * weight.reshape(shape) * inverse, None, None, for_weight, g.sum(places), None
-
-
-def _norm_tensors(layer: Any) -> tuple[Tensor, ...]:
-    return layer.running_mean, layer.running_var, layer.weight, layer.bias

@@ -97,9 +97,7 @@ class Masks:
     def __init__(self, network: nn.Module, sites: dict[str, float], members: int, seed: int) -> None:
         named = {path.removesuffix("."): part for path, part in named_submodules(network)}
         self.layers = {name: named[name] for name in sites}
-        self.sites = sites
-        self.members = members
-        self.seed = seed
+        self.sites, self.members, self.seed = sites, members, seed
         self._made: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def site_masks(self, key: str, tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from dissensus.layers.conversion_report import ConversionReport
 from dissensus.layers.modulated import ModulatedLayer, modulate_layer
 from dissensus.layers.modulation import Modulation
 from dissensus.methods.parts.embedded_posterior import EmbeddedPosterior, RegimeName, embed, resolve_gamma
-from dissensus.utils.batch_norm_stats import statistics_names
+from dissensus.utils.batch_norm_names import statistics_names
 from dissensus.utils.checks import integer, number, one_of
 
 

@@ -12,7 +12,7 @@ from dissensus.layers.factored import features
 from dissensus.layers.modulated import modulate_layer
 from dissensus.layers.modulation import Modulation
 from dissensus.methods.parts.embedded_posterior import EmbeddedPosterior, RegimeName, embed, resolve_gamma
-from dissensus.utils.batch_norm_stats import statistics_names
+from dissensus.utils.batch_norm_names import statistics_names
 from dissensus.utils.checks import fraction, integer
 
 

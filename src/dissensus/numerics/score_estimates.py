@@ -79,11 +79,8 @@ def spectral_stein_matrix(squared: Tensor, bandwidth: float | None = None) -> Te
     return kernel @ _solve(kernel, _solve(kernel, slopes(kernel, h)))
 
 
-MATRICES: dict[str, Callable[[Tensor], Tensor]] = {
-    "kde": kde_matrix,
-    "stein": stein_matrix,
-    "spectral_stein": spectral_stein_matrix,
-}
+Matrix = Callable[[Tensor], Tensor]
+MATRICES: dict[str, Matrix] = {"kde": kde_matrix, "stein": stein_matrix, "spectral_stein": spectral_stein_matrix}
 
 
 def kernel_and_bandwidth(squared: Tensor, bandwidth: float | None = None) -> tuple[Tensor, Tensor | float]:

@@ -261,7 +261,8 @@ def _likelihood_arguments(posterior: Posterior, targets: Any, unit: str | None) 
 
 
 def tie_error() -> ValueError:
-    return ValueError("expected tensors tied as in the saved network, got other ties; pass a network built like it")
+    hint = "pass a network built like it"
+    return ValueError(f"expected a network whose tensors are tied as in the saved one, got other ties; {hint}")
 
 
 def fill_tensors(posterior: Posterior, tensors: dict[str, Tensor]) -> None:

@@ -7,8 +7,8 @@ from dissensus.theory.activations import activation_of as activation_of
 from dissensus.theory.dynamics import EnsembleDynamics as EnsembleDynamics
 from dissensus.theory.dynamics import EnsembleLaw as EnsembleLaw
 from dissensus.theory.dynamics import ensemble_dynamics as ensemble_dynamics
-from dissensus.theory.embedded_kernels import EmbeddedKernels as EmbeddedKernels
-from dissensus.theory.embedded_kernels import embedded_kernels as embedded_kernels
+from dissensus.theory.embedded_limit import EmbeddedKernels as EmbeddedKernels
+from dissensus.theory.embedded_limit import embedded_kernels as embedded_kernels
 from dissensus.theory.embedded_network import EmbeddedNetwork as EmbeddedNetwork
 from dissensus.theory.embedded_network import train_embedded as train_embedded
 from dissensus.theory.empirical_kernels import empirical_ntk as empirical_ntk

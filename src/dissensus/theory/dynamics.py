@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.theory.embedded_kernels import EmbeddedKernels
+from dissensus.theory.embedded_limit import EmbeddedKernels
 from dissensus.theory.kernel_descent import Descent, FactorisedKernel, as_times
 from dissensus.utils.checks import integer, number
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dissensus.layers.modulation import Modulation
 from dissensus.theory.activations import ACTIVATIONS
-from dissensus.theory.embedded_kernels import laws_of
+from dissensus.theory.embedded_limit import laws_of
 from dissensus.theory.kernel_inputs import variance_of
 from dissensus.theory.tangent_blocks import EnsembleBlocks
 from dissensus.utils.checks import integer, one_of

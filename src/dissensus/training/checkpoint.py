@@ -69,7 +69,16 @@ def write_checkpoint(
     folder = path.is_dir() if division.active_mesh is None else not division.broadcast_object(path.is_file())
     folder = folder or posterior.particles.divided
     with nullcontext() if folder else division.full_optimizer_state(optimizer):
-        state = _checkpoint_state(posterior, optimizer, scheduler, history, best, loader, part)
+        done = int(posterior.steps) - posterior.steps_before_run
+        state = _training_state(posterior, optimizer, scheduler) | {
+            "run": describe_run(posterior, optimizer, scheduler),
+            "told": {"done": done, "steps_per_epoch": posterior.steps_per_epoch},
+            "loader": loader_state(loader) if part is None else part.loader,
+            "part": None if part is None else {**vars(part), "loader": None},
+            "history": [asdict(epoch) for epoch in history.epochs],
+            "engine": history.engine,
+            "best": {"score": best.score, "epoch": best.epoch, "state": best.state, "kept": history.best},
+        }
         if folder:
             own = _member_row_ids(state, posterior, optimizer)
             write_distributed(path, state, division.active_mesh, posterior.particles.members, own)
@@ -89,29 +98,6 @@ def checkpoint_exists(path: Path, division: TrainingPartition = ALONE) -> bool:
     elif path.is_dir() and division.active_mesh is not None:
         raise IsADirectoryError(f"expected a folder of checkpoints, got {path} with other files; pass another")
     return bool(division.broadcast_object(found))
-
-
-def _checkpoint_state(
-    posterior: Posterior,
-    optimizer: Optimizer,
-    scheduler: LRScheduler | None,
-    history: History,
-    best: Best,
-    loader: Iterable[Any],
-    part: PartialEpoch | None,
-) -> dict[str, Any]:
-    return _training_state(posterior, optimizer, scheduler) | {
-        "run": describe_run(posterior, optimizer, scheduler),
-        "told": {
-            "done": int(posterior.steps) - posterior.steps_before_run,
-            "steps_per_epoch": posterior.steps_per_epoch,
-        },
-        "loader": loader_state(loader) if part is None else part.loader,
-        "part": None if part is None else {**vars(part), "loader": None},
-        "history": [asdict(epoch) for epoch in history.epochs],
-        "engine": history.engine,
-        "best": {"score": best.score, "epoch": best.epoch, "state": best.state, "kept": history.best},
-    }
 
 
 def _member_row_ids(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer) -> set[int]:
@@ -158,12 +144,9 @@ def resume(
             state = torch.load(path, map_location=posterior.device, weights_only=True)
         check_tensors(state)
         kept = state["best"].pop("kept")
-        resumed = ResumedRun(
-            History([Epoch(**epoch) for epoch in state["history"]], kept, state["engine"]),
-            Best(**state["best"]),
-            state["told"],
-            None if state.get("part") is None else PartialEpoch(**{**state["part"], "loader": state["loader"]}),
-        )
+        history = History([Epoch(**epoch) for epoch in state["history"]], kept, state["engine"])
+        part = None if state.get("part") is None else PartialEpoch(**{**state["part"], "loader": state["loader"]})
+        resumed = ResumedRun(history, Best(**state["best"]), state["told"], part)
         if (misfit := next(checkpoint_mismatches(state, posterior, optimizer, scheduler), None)) is not None:
             got = f"one of another run ({misfit})"
             raise ValueError(f"expected a checkpoint of this posterior in {path}, got {got}; {remedy}")

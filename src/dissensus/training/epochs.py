@@ -28,8 +28,7 @@ class RunLength:
         done: int = 0,
         steps_per_epoch: int | None = None,
     ) -> None:
-        self.posterior = posterior
-        self.epochs = epochs
+        self.posterior, self.epochs = posterior, epochs
         self.batches = batches.count_batches(loader)
         self.done = done
         self.is_unknown = False

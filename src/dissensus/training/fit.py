@@ -29,7 +29,7 @@ from dissensus.distributed.single_process import TrainingPartition
 from dissensus.distributed.work_split import exchange_results
 from dissensus.engine import Step, build_step
 from dissensus.engine.memory import Memory, training_memory
-from dissensus.layers.norm_statistics import SmallBatchGuard
+from dissensus.layers.reestimate_batch_norm import SmallBatchGuard
 from dissensus.training import fit_checks
 from dissensus.training.checkpoint import ResumedRun, checkpoint_exists, reset_rates, resume, write_checkpoint
 from dissensus.training.curvature_rates import set_relative_rates
@@ -193,7 +193,7 @@ def fit(
                 elif scheduler is not None:
                     scheduler.step()
                 judged, chosen = can_keep_epoch(posterior, index, epochs), epoch.selection_score
-                if judged and chosen is not None and best.is_better(chosen):
+                if judged and chosen is not None and chosen < best.score:
                     own = [(k, v) for k, v in posterior.state_dict().items() if not k.startswith("watchers.")]
                     best = Best(chosen, index, {k: v.detach().clone() for k, v in own})
                     history.best = index
@@ -228,9 +228,7 @@ class _TrainingRun:
     def __init__(
         self, posterior: Posterior, optimizer: Optimizer, division: TrainingPartition, engine: str, **settings: Any
     ) -> None:
-        self.posterior = posterior
-        self.optimizer = optimizer
-        self.division = division
+        self.posterior, self.optimizer, self.division = posterior, optimizer, division
         self.engine = division.choose_engine(engine)
         self.settings = settings
         self.step: Step | None = None

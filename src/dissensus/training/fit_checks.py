@@ -63,12 +63,8 @@ def log_remarks(
 ) -> None:
     """Logs the posterior's remarks on the optimiser, and warns about a schedule planned in batches instead of epochs."""
     if scheduler is not None and (length := _length_in_batches(scheduler, epochs, batches)) is not None:
-        log.warning(
-            "%s was built for %d steps, but fit steps it once per epoch, %d times: most of it would not run; plan it in epochs",
-            type(scheduler).__name__,
-            length,
-            epochs,
-        )
+        text = "%s was built for %d steps, but fit steps it once per epoch, %d times; plan it in epochs"
+        log.warning(text, type(scheduler).__name__, length, epochs)
     if (word := gamma_note(posterior, optimizer)) is not None:
         log.info("%s", word)
     mixed = mixing_warnings(optimizer, posterior.particles.own_parameters().values())

@@ -86,14 +86,12 @@ class History:
 
     def to_dataframe(self) -> Any:
         """A pandas.DataFrame with one row per epoch and a loss column per member."""
-        return as_dataframe(
-            [
-                {"epoch": e.epoch, "loss": e.loss, "validation": e.validation, "lr": e.lr, "seconds": e.seconds}
-                | {f"member{i}": loss for i, loss in enumerate(e.members)}
-                for e in self.epochs
-            ],
-            index="epoch",
-        )
+
+        def row(e: Epoch) -> dict[str, Any]:
+            own = {name: getattr(e, name) for name in ("epoch", "loss", "validation", "lr", "seconds")}
+            return own | {f"member{i}": loss for i, loss in enumerate(e.members)}
+
+        return as_dataframe([row(e) for e in self.epochs], index="epoch")
 
     def plot(self) -> Any:
         """A matplotlib figure of the losses over epochs: members, their mean, validation and the epoch kept."""
@@ -113,6 +111,3 @@ class Best:
     score: float = math.inf
     epoch: int = 0
     state: dict[str, Tensor] | None = None
-
-    def is_better(self, score: float) -> bool:
-        return score < self.score

@@ -36,8 +36,7 @@ class Progress:
 
     def __init__(self, epochs: int, steps_per_epoch: int | None, *, title: str, show: bool | str) -> None:
         """`show`: whether to show progress, or a title to show instead of `title`."""
-        self.epochs = epochs
-        self.steps_per_epoch = steps_per_epoch
+        self.epochs, self.steps_per_epoch = epochs, steps_per_epoch
         self.title = show if isinstance(show, str) else title
         show = is_reporting_process() and show
         bar = bool(show) and sys.stderr.isatty() and is_installed("rich")

@@ -16,8 +16,7 @@ class eval_mode:  # not a generator, which takes three times as long
     """
 
     def __init__(self, *modules: nn.Module, parts: Sequence[nn.Module] | None = None) -> None:
-        self.modules = modules
-        self.parts = parts
+        self.modules, self.parts = modules, parts
 
     def __enter__(self) -> None:
         self.parts = all_submodules(*self.modules, trees=False) if self.parts is None else self.parts

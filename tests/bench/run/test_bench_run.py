@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 import tomllib
 
@@ -10,6 +11,7 @@ import torch
 
 import dissensus as ds
 from dissensus.bench.run import jobs
+from dissensus.bench.run.provenance import commit
 from dissensus.bench.run.records import read_evaluation
 from dissensus.bench.run.run import Run
 from dissensus.bench.run.run_folder import remove_unused_run
@@ -18,10 +20,19 @@ from dissensus.evaluation.evaluate import evaluate
 from small_runs import train_until, trained
 from uci_files import write_uci_files
 
+pytestmark = pytest.mark.usefixtures("undrawn")  # but `benched` is drawn
+
 
 def moons(method: str = "map", *overrides: str, folder, seed: int = 0) -> Run:
     task = load_task("moons", size="smoke", overrides=overrides)
     return Run(folder, run_config(task, method, seed))
+
+
+def test_the_commit_is_that_of_the_source_unless_it_is_named(monkeypatch):
+    monkeypatch.setenv("DISSENSUS_COMMIT", "c0ffee")
+    assert commit() == "c0ffee"
+    monkeypatch.delenv("DISSENSUS_COMMIT")
+    assert re.fullmatch(r"none|[0-9a-f]{12}( \+ changes)?", commit())
 
 
 @pytest.fixture(scope="module")

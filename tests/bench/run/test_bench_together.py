@@ -122,7 +122,7 @@ def test_tradis_that_differ_in_sampling_alone_share_their_filters(benched):
     assert weights(folder, "tradi") != weights(folder, "tradi-diagonal")  # they sample differently
 
 
-@pytest.mark.parametrize("epoch", often([1, 3, 4], [0, 2, 5]))  # two of the head, two of either tail
+@pytest.mark.parametrize("epoch", often([1, 4], [0, 2, 3, 5]))  # two of the head, two of either tail
 def test_a_stopped_training_goes_on_as_if_it_had_not_been(benched, task_file, tmp_path, monkeypatch, epoch):
     chosen = ["map", "tradi", "tradi-diagonal", "swag"]
     log, seen = Run.log, []

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dissensus import metrics
 from dissensus.bench.rows.low_dimensional import Geometry
-from dissensus.calibration.temperature import best_temperature
+from dissensus.calibration.fit_temperature import best_temperature
 from dissensus.core.calibrated import Correction
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dissensus.data.numpy_files import npz_arrays
 from dissensus.training.checkpoint import check_archive
-from dissensus.utils.batch_norm_stats import statistics_layers
+from dissensus.utils.batch_norm_names import statistics_layers
 from dissensus.utils.checks import first_names
 from dissensus.utils.file_errors import read_errors
 

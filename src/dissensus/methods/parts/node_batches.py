@@ -12,7 +12,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.particles import Member, Particles
 from dissensus.layers.nodes import NodeLayer, Site, has_changed_output, record_outputs, split_by_layer, use_latents
 from dissensus.numerics.randomness import preserve_random_state
-from dissensus.utils.batch_norm_stats import statistics_layers
+from dissensus.utils.batch_norm_names import statistics_layers
 from dissensus.utils.checks import first_names
 
 log = logging.getLogger("dissensus")

@@ -21,11 +21,11 @@ from dissensus.core.particles import Particles, copy_to_device, member_subset
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
 from dissensus.engine.memory import format_bytes, free_bytes
-from dissensus.layers.norm_statistics import refresh_statistics
+from dissensus.layers.reestimate_batch_norm import refresh_statistics
 from dissensus.methods.parts.networks import Networks, NetworksPosterior
 from dissensus.methods.parts.stored_draw import Families, StoringPosterior
 from dissensus.numerics.randomness import own_generator
-from dissensus.utils.batch_norm_stats import statistics_names
+from dissensus.utils.batch_norm_names import statistics_names
 from dissensus.utils.checks import integer
 from dissensus.utils.dtensor import gather_full_tensors
 from dissensus.utils.fsdp import check_copyable

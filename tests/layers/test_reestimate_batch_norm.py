@@ -7,8 +7,8 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core.particles import Particles
-from dissensus.layers.norm_statistics import refresh_statistics
-from dissensus.utils.batch_norm_stats import statistics_names
+from dissensus.layers.reestimate_batch_norm import refresh_statistics
+from dissensus.utils.batch_norm_names import statistics_names
 
 SIZES = (5, 8, 3)
 

@@ -49,12 +49,9 @@ def best_temperature(predictive: Predictive, y: Tensor, weight: Tensor | None = 
     highest = minimise(lambda at: abs(mean(losses(at)) - limit), best, math.log(SUSPICIOUS))  # the NLL rises on the way
     if highest - best < math.log(2):
         return math.exp(best)
-    log.warning(
-        "temperatures from %.3g to %.3g are equally good within one standard error; the highest is used. Pass more "
-        "held-out examples to choose between them (members that are far too uncertain favour ever lower ones)",
-        math.exp(best),
-        math.exp(highest),
-    )
+    hint = "Pass more held-out examples to choose (members that are far too uncertain favour ever lower ones)"
+    text = "temperatures from %.3g to %.3g are equally good within one standard error; the highest is used. %s"
+    log.warning(text, math.exp(best), math.exp(highest), hint)
     return math.exp(highest)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.particles import Member, Particles, Rows
-from dissensus.utils.batch_norm_stats import statistics_layers, statistics_names
+from dissensus.utils.batch_norm_names import statistics_layers, statistics_names
 from dissensus.utils.tensor_tree import Tensors
 
 
