@@ -261,11 +261,8 @@ def test_a_gate_checked_on_few_rows_may_differ_only_where_the_score_is_at_the_th
     if near:
         ds.export(posterior, tmp_path / "m.pt2", example=x[:2])
         return
-    for rows in (1, 2):
-        with pytest.raises(
-            ValueError, match=rf"expected gate as in predict, got \d of {max(rows, 2)} values that differ"
-        ):
-            ds.export(posterior, tmp_path / "m.pt2", example=x[:rows])
+    with pytest.raises(ValueError, match=r"expected gate as in predict, got \d of 2 values that differ"):
+        ds.export(posterior, tmp_path / "m.pt2", example=x[:1])
 
 
 class Summed(nn.Module):
@@ -280,13 +277,19 @@ class Summed(nn.Module):
 
 
 NAMES = [
-    (["mean", "std"], ["input_mean", "input_std"]),
     (["x", "total", "input_total"], ["input_x", "input_total", "input_input_total"]),
     (["val_0", "linear"], ["val_0", "linear"]),  # which torch may give to inner values
+    (["mean", "std"], ["input_mean", "input_std"]),
 ]
 
 
-@pytest.mark.parametrize(("given", "runtime"), thinned(NAMES, [True, False], every=2))
+@pytest.mark.parametrize(
+    ("given", "runtime"),
+    [
+        *thinned(NAMES[:2], [True, False], every=2),
+        *(pytest.param(NAMES[2], runtime, marks=pytest.mark.slow) for runtime in (True, False)),
+    ],
+)
 def test_names_in_an_onnx_file_are_those_of_inputs_and_outputs(given, runtime, tmp_path, monkeypatch, caplog):
     names, inside = given
     onnx = pytest.importorskip("onnx")

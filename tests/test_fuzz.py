@@ -266,7 +266,7 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", READERS)
 def test_a_damaged_file_is_read_or_is_one_clear_error(name, count, tmp_path):
     reader = READERS[name]
@@ -322,7 +322,7 @@ def places(table: object, path: tuple = ()) -> list[tuple]:
     return found + [each for key, value in inside for each in places(value, (*path, key))]
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [25, pytest.param(2000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [ensemble, swag, laplace])
 @pytest.mark.parametrize("read", [ds.load, lambda folder: ds.summarise(folder, [(x, y)])], ids=["load", "summarise"])
 def test_a_config_that_lies_under_a_checksum_that_fits_is_one_clear_error(make, read, count, tmp_path):

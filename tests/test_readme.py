@@ -19,7 +19,6 @@ LONG = (
     "reference/evaluation.md",
     "reference/verbs.md",
 )  # what follows needs them all
-DRAWN = [ROOT / "docs" / "guides" / "evaluate.md"]  # reports; the other pages' are made without drawing their figures
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=indent)```\s*$", re.DOTALL | re.MULTILINE)
 
 
@@ -44,7 +43,7 @@ def python_blocks(text: str) -> list[tuple[int, str]]:
 )
 def test_the_code_of_a_page_runs(page, whole, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
-    if not whole and page not in DRAWN:
+    if not whole:
         request.getfixturevalue("undrawn")
     blocks = python_blocks(page.read_text())
     if page.name == "README.md":

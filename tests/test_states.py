@@ -106,8 +106,7 @@ WAYS = {
     "save and load": saved,
     "state_dict": from_state,
     "checkpoint": from_checkpoint,
-    "deepcopy": lambda posterior, fresh, folder: copy.deepcopy(posterior),
-    "to": moved,
+    "deepcopy and to": moved,
 }
 KINDS = [(False, each) for each in CLASSES] + [(True, each) for each in VALUES]
 

@@ -15,7 +15,7 @@ from dissensus.utils import dtensor
 from thinning import often
 
 X, Y = tiny.points(26)
-M = 3
+M = 2
 
 
 def network(mesh, dropout=0.1):

@@ -57,7 +57,7 @@ def drawn_correlation(net, x, draws, **keywords):
     ("net", "x", "layers", "expected"),
     [
         (mlp, vectors(), ["layers.0", "layers.2"], 0.318),
-        (mlp, vectors(), ["layers.0"], 0.494),
+        pytest.param(mlp, vectors(), ["layers.0"], 0.494, marks=pytest.mark.slow),
         (mlp, vectors(), ["layers.4"], 0.0),
         (cnn, images(), ["0", "2"], 0.318),
     ],
