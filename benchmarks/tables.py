@@ -13,7 +13,6 @@ from pathlib import Path
 import aims
 import bf16_predictions
 import bias_correlation
-import calibration
 import camvid_ood
 import choose
 import compose
@@ -36,6 +35,7 @@ import uci_page
 from particles_toy import grouped_severities, sentences
 from rows import by_key, grouped, markdown, origins_of, paired, read_rows, seeds_of
 
+import calibration
 from dissensus.bench.capacity_table import capacities
 from dissensus.bench.report.comparisons import SIGNIFICANT
 from dissensus.bench.report.intervals import holm

@@ -41,10 +41,11 @@ def differing_attribute(networks: Sequence[nn.Module], but: Collection[str] = ()
 
 def saved_attributes(network: nn.Module) -> dict[str, Any]:
     """Name -> JSON description of attributes that have one; attributes of torch's layers are in their `extra_repr`."""
-    kept = _attributes(network, hooks=False)
-    for name, part in network.named_modules():
-        if original_class(part).__module__.startswith("torch.nn.") and part.extra_repr():
-            kept = {key: each for key, each in kept.items() if key.rpartition(".")[0] != name}
+    parts = network.named_modules()
+    torchs = {n for n, each in parts if original_class(each).__module__.startswith("torch.nn.") and each.extra_repr()}
+    kept = {
+        name: each for name, each in _attributes(network, hooks=False).items() if name.rpartition(".")[0] not in torchs
+    }
     found = json.loads(json.dumps(kept, default=lambda _: None))
     return {name: each for name, each in found.items() if each is not None}
 
