@@ -100,6 +100,7 @@ class Portion:
         self.stopped = -PATIENCE  # when a run was last stopped
         self.told: dict[Pair, float] = {}  # when a run's progress was last printed
         self.lasted: dict[str, float] = {}  # seconds of the last finished run of each method
+        self.found: dict[Pair, int] = {}  # epochs of a run that was begun before, perhaps beside another one
 
     @property
     def seconds_left(self) -> float:
@@ -142,6 +143,7 @@ class Portion:
         ]
         given += [*(f"--set={each}" for each in a.set), *(["--tables"] if a.tables else [])]
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // a.jobs))}
+        self.found[pair] = len(self.epoch_lines(pair))
         process = subprocess.Popen([sys.executable, __file__, *given], env=threads | os.environ)
         self.running[pair] = (process, time.monotonic())
         print(f"{pair[0]}, seed {pair[1]}: begun", flush=True)
@@ -173,17 +175,21 @@ class Portion:
         return lost
 
     def needs(self, pair: Pair) -> float | None:
-        """Seconds until the end of a run, by its epochs so far; None before the third and after the last."""
-        log = self.arguments.runs / place(self.task, self.arguments) / f"{pair[0]}-seed{pair[1]}" / "log.jsonl"
-        lines = log.read_text().splitlines() if log.is_file() else []
+        """Seconds until the end of a run, by its epochs since it was begun here; None before the third and after the last."""
+        lines = self.epoch_lines(pair)
         epochs = int(run_config(self.task, *pair).training["epochs"])
-        if not 3 <= len(lines) < epochs:
+        if not self.found.get(pair, 0) + 3 <= len(lines) < epochs:
             return None
         try:
             recent = [float(json.loads(line)["seconds"]) for line in lines[-3:]]
         except ValueError:  # a line that is being written
             return None
         return float(np.median(recent)) * (epochs - len(lines)) + EVALUATION
+
+    def epoch_lines(self, pair: Pair) -> list[str]:
+        """The log of a run: a line for each epoch."""
+        log = self.arguments.runs / place(self.task, self.arguments) / f"{pair[0]}-seed{pair[1]}" / "log.jsonl"
+        return log.read_text().splitlines() if log.is_file() else []
 
 
 # ------------------------------------------------------------------------------------------- one run
