@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 TORCH  ?= $(shell sed -n 's/^torch==//p' constraints.txt)
-# another torch: make test TORCH=2.6.0
+# another torch: make test TORCH=2.11.0
 PIP     = sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt && $(BIN)/pip install -q -c $(VENV)/constraints.txt
 
 .PHONY: bench test test-slow lint types docs clean
