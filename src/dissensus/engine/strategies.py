@@ -57,9 +57,7 @@ def _forbid_recompile_limit(run: Strategy) -> Strategy:
     """The strategy, but raising at dynamo's limit of recompilations, where it would silently run plain code."""
 
     def run_or_raise(posterior: Objective, batch: Batch) -> Gradients:
-        config = torch._dynamo.config
-        name = "recompile" if hasattr(config, "fail_on_recompile_limit_hit") else "cache"  # the latter before torch 2.7
-        with config.patch({f"fail_on_{name}_limit_hit": True}):
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             return run_compiled(posterior.particles, lambda: run(posterior, batch))
 
     return run_or_raise

@@ -73,7 +73,7 @@ def trace(module: nn.Module, x: Inputs, forms: Mapping[Any, Callable[..., Any]] 
     shapes = (tuple({0: size} for _ in given),)
     # torch logs and prints whole graphs if tracing fails; the caller tries another way or raises.
     with TorchStateGuard("torch.fx.experimental.symbolic_shapes", "torch._export"):
-        # Strict is the default of older torch versions, and refuses most modules.
+        # Strict tracing refuses most modules.
         exported = torch.export.export(TracedModule(module, x).eval(), given, dynamic_shapes=shapes, strict=False)
         return exported.run_decompositions(forms or {})  # type: ignore[no-any-return]  # remaining vmap operations become plain
 
@@ -93,7 +93,7 @@ def _fold_members(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """function(x) for all members' rows at once; function must act on each row separately."""
     if not _has_member_axis(x):
         return function(x)
-    from torch._functorch import predispatch  # missing in older torch versions: members then run one after the other
+    from torch._functorch import predispatch
 
     level = functorch.maybe_get_level(x)
     members = int(functorch.get_unwrapped(x).shape[functorch.maybe_get_bdim(x)])
