@@ -19,6 +19,7 @@ from dissensus.core.calibrated import Correction
 from dissensus.core.summary import ClassificationSummary
 from dissensus.metrics import ece
 from dissensus.numerics.isotonic import between_knots, isotonic_knots
+from refusals import refuses
 from thinning import often
 
 F64 = torch.float64
@@ -490,16 +491,12 @@ def test_bad_input_is_refused_and_changes_nothing():
     line, inputs, values = regression(n=30)
     with pytest.raises(ValueError, match="expected method of temperature, vector, isotonic, histogram, got 'platt'"):
         ds.calibrate(posterior, [(x, y)], "platt")
-    with pytest.raises(ValueError, match="got 'scale'; this posterior is a classification"):
-        ds.calibrate(posterior, [(x, y)], "scale")
+    refuses(lambda: ds.calibrate(posterior, [(x, y)], "scale"), "got 'scale'; this posterior is a classification")
     with pytest.raises(ValueError, match="got 'histogram'; this posterior is a regression"):
         ds.calibrate(line, [(inputs, values)], "histogram")
-    with pytest.raises(ValueError, match=r"expected labels in 0…2, got 3"):
-        ds.calibrate(posterior, [(x, y + 1)], "isotonic")
-    with pytest.raises(ValueError, match="expected integer class indices"):
-        ds.calibrate(posterior, [(x, values[:, 0])], "vector")
-    with pytest.raises(TypeError, match="expected a posterior"):
-        ds.calibrate(Line(1.0), [(x, y)], "vector")
+    refuses(lambda: ds.calibrate(posterior, [(x, y + 1)], "isotonic"), r"expected labels in 0…2, got 3")
+    refuses(lambda: ds.calibrate(posterior, [(x, values[:, 0])], "vector"), "expected integer class indices")
+    refuses(lambda: ds.calibrate(Line(1.0), [(x, y)], "vector"), "expected a posterior", TypeError)
     assert posterior.calibration is None
     assert float(posterior.temperature) == 1.5
 

@@ -13,6 +13,7 @@ from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.methods import LIT
 from dissensus.methods.lit import squared_cosines
+from refusals import refuses
 
 
 def input_gradients(nets: list[nn.Module], x: Tensor, y: Tensor) -> Tensor:
@@ -118,12 +119,9 @@ def test_float32_agrees_with_float64():
 
 def test_bad_input_is_a_clear_error():
     nets = networks(2)
-    with pytest.raises(ValueError, match="expected strength of at least 0, got -1"):
-        LIT(nets, strength=-1)
-    with pytest.raises(ValueError, match="expected gradient of logit, log_prob"):
-        LIT(nets, strength=1, gradient="loss")
-    with pytest.raises(ValueError, match="expected at least one module, got none"):
-        LIT([], strength=1)
+    refuses(lambda: LIT(nets, strength=-1), "expected strength of at least 0, got -1")
+    refuses(lambda: LIT(nets, strength=1, gradient="loss"), "expected gradient of logit, log_prob")
+    refuses(lambda: LIT([], strength=1), "expected at least one module, got none")
     with pytest.raises(TypeError, match=r"expected examples as a whole number, got 2\.5; pass an int"):
         LIT(nets, strength=1, examples=2.5)
     one = LIT([nn.Linear(1, 3), nn.Linear(1, 3)], strength=1)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
+from refusals import refuses
 
 WIDE = 2000
 
@@ -144,8 +145,7 @@ def test_the_network_is_left_without_hooks(rate):
     posterior.backward(x, y)
     posterior.predict(x)
     posterior.member(1)(x)
-    with pytest.raises(ValueError, match="shapes cannot be multiplied"):
-        posterior.predict(x[:, :2])
+    refuses(lambda: posterior.predict(x[:, :2]), "shapes cannot be multiplied")
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in network.modules())
     assert set(posterior.sites.values()) == {rate or 0.5}
 
@@ -223,13 +223,11 @@ def test_inserted_dropout_comes_before_every_weight_layer_but_the_first():
 
 @pytest.mark.parametrize("rate", [0.0, 1.0, -0.1, 1.5, math.nan])
 def test_a_rate_that_is_none_is_refused(rate):
-    with pytest.raises(ValueError, match="expected rate above 0 and below 1"):
-        ds.MCDropout(tiny.mlp(), rate=rate)
+    refuses(lambda: ds.MCDropout(tiny.mlp(), rate=rate), "expected rate above 0 and below 1")
 
 
 def test_no_samples_are_refused():
-    with pytest.raises(ValueError, match="expected samples of at least 1, got 0"):
-        ds.MCDropout(tiny.mlp(0.5), samples=0)
+    refuses(lambda: ds.MCDropout(tiny.mlp(0.5), samples=0), "expected samples of at least 1, got 0")
 
 
 def test_a_rate_and_dropout_of_its_own_are_refused():
@@ -269,8 +267,7 @@ def test_dropout_inside_a_recurrent_layer_is_named():
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.lstm(x)[0][:, -1])
 
-    with pytest.raises(ValueError, match=r"got none \(lstm drop inside their own forward\)"):
-        ds.MCDropout(Recurrent())
+    refuses(lambda: ds.MCDropout(Recurrent()), r"got none \(lstm drop inside their own forward\)")
 
 
 def test_dropout_of_rate_zero_is_no_dropout():

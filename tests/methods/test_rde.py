@@ -17,6 +17,7 @@ from dissensus.methods.parts.repulsion_strength import Strength
 from dissensus.numerics import rbf_kernels as kernels
 from dissensus.numerics import score_estimates
 from dissensus.numerics.annealing import Annealing
+from refusals import refuses
 from saved_files import config_of, reseal
 
 STRATEGIES = {
@@ -692,8 +693,7 @@ def test_annealing_scales_the_driving_force_and_not_the_repulsion(method):
 def test_annealing_over_the_whole_run_needs_its_length():
     nets, (x, y) = networks(), tiny.points()
     posterior = WeightRDE(nets, data_size=50, annealing=Annealing("linear"))
-    with pytest.raises(ValueError, match="expected the length of the run for annealing"):
-        posterior.backward(x, y)
+    refuses(lambda: posterior.backward(x, y), "expected the length of the run for annealing")
     posterior.begin(steps_per_epoch=10, epochs=2)
     posterior.backward(x, y)
     for keywords in ({"schedule": "cosine"}, {"steps": 0}, {"weight": 0.0}, {"cycles": 0}):
@@ -740,14 +740,11 @@ def test_bad_input_is_a_clear_error():
         FunctionRDE(nets, data_size=10, repel_at=[1.0])
     with pytest.raises(ValueError, match=r"expected inputs \(n, ...\), got shape \(0, 4\)"):
         FunctionRDE(nets, data_size=10, repel_at=torch.zeros(0, 4))
-    with pytest.raises(ValueError, match="expected noise above 0"):
-        FunctionRDE(nets, data_size=10, repel_at="noise", noise=0.0)
+    refuses(lambda: FunctionRDE(nets, data_size=10, repel_at="noise", noise=0.0), "expected noise above 0")
     with pytest.raises(ValueError, match="only classification has probabilities"):
         FunctionRDE(nets, data_size=10, outputs="probabilities", likelihood=ds.Regression())
-    with pytest.raises(ValueError, match="expected outputs of logits, probabilities"):
-        FunctionRDE(nets, data_size=10, outputs="softmax")
-    with pytest.raises(TypeError, match="expected a prior, got 'gp'"):
-        FunctionRDE(nets, data_size=10, prior="gp")
+    refuses(lambda: FunctionRDE(nets, data_size=10, outputs="softmax"), "expected outputs of logits, probabilities")
+    refuses(lambda: FunctionRDE(nets, data_size=10, prior="gp"), "expected a prior, got 'gp'", TypeError)
     with pytest.raises(ValueError, match="expected a prior with functional_prior=True, got none"):
         FunctionRDE(nets, data_size=10, functional_prior=True)
     rigid = FunctionRDE(nets, data_size=10, functional_prior=True, prior=lambda params: params["0.weight"].sum())
@@ -855,10 +852,8 @@ def test_a_layer_behind_the_head_is_a_clear_error():
 
 def test_bad_layers_and_heads_are_clear_errors():
     nets = networks(2)
-    with pytest.raises(ValueError, match="expected layer of 0, 1, 2, got 'features'"):
-        FeatureRDE(nets, layer="features", head="2")
-    with pytest.raises(ValueError, match="expected head of 0, 1, 2, got 'classifier'"):
-        FeatureRDE(nets, layer="1", head="classifier")
+    refuses(lambda: FeatureRDE(nets, layer="features", head="2"), "expected layer of 0, 1, 2, got 'features'")
+    refuses(lambda: FeatureRDE(nets, layer="1", head="classifier"), "expected head of 0, 1, 2, got 'classifier'")
     with pytest.raises(ValueError, match="expected a head with parameters to share, got '1', which has none"):
         FeatureRDE(nets, layer="0", head="1")
     with pytest.raises(
@@ -876,13 +871,11 @@ def test_bad_layers_and_heads_are_clear_errors():
             self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
             self.head.weight = self.body.weight
 
-    with pytest.raises(ValueError, match=r"got 'body.weight' tied to 'head'"):
-        FeatureRDE([Tied(), Tied()], layer="body", head="head")
+    refuses(lambda: FeatureRDE([Tied(), Tied()], layer="body", head="head"), r"got 'body.weight' tied to 'head'")
     frozen = networks(2)
     for net in frozen:
         net[0].requires_grad_(False)
-    with pytest.raises(ValueError, match="expected encoders with trainable parameters"):
-        FeatureRDE(frozen, layer="1", head="2")
+    refuses(lambda: FeatureRDE(frozen, layer="1", head="2"), "expected encoders with trainable parameters")
     for keywords in (
         {"projection": 0},
         {"feature_prior": "laplace"},

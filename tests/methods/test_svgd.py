@@ -25,6 +25,7 @@ from dissensus.methods import SVGD
 from dissensus.numerics import rbf_kernels as kernels
 from dissensus.numerics import score_estimates
 from dissensus.numerics.annealing import Annealing
+from refusals import refuses
 
 STRATEGIES = {
     "vectorised": strategies.vectorised_gradients,
@@ -287,11 +288,7 @@ def test_bad_input_is_a_clear_error():
     nets = networks(2)
     with pytest.raises(TypeError, match=r"expected an Annealing, got 'linear'; pass Annealing\(\"linear\"\)"):
         SVGD(nets, data_size=10, annealing="linear")
-    with pytest.raises(ValueError, match="expected at least one module, got none"):
-        SVGD([], data_size=10)
-    with pytest.raises(ValueError, match="expected space of weight, function, got 'feature'"):
-        SVGD(nets, data_size=10, space="feature")
-    with pytest.raises(ValueError, match="expected data_size, got none"):
-        SVGD(nets, data_size=None)
-    with pytest.raises(ValueError, match="got members 0 and 1 equal"):
-        SVGD([nets[0], copy.deepcopy(nets[0])], data_size=10)
+    refuses(lambda: SVGD([], data_size=10), "expected at least one module, got none")
+    refuses(lambda: SVGD(nets, data_size=10, space="feature"), "expected space of weight, function, got 'feature'")
+    refuses(lambda: SVGD(nets, data_size=None), "expected data_size, got none")
+    refuses(lambda: SVGD([nets[0], copy.deepcopy(nets[0])], data_size=10), "got members 0 and 1 equal")

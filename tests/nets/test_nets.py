@@ -8,6 +8,7 @@ from torch import nn
 
 import dissensus as ds
 from dissensus.nets import NETS
+from refusals import refuses
 from thinning import often
 
 BUILT = {
@@ -139,19 +140,15 @@ def test_a_wide_block_is_a_sum():
     assert torch.equal(same(x), x)
     expected = nn.functional.conv2d(halving.bn1(x).relu(), halving.shortcut.weight, stride=2)
     torch.testing.assert_close(halving(x), expected)
-    with pytest.raises(ValueError, match=r"expected a depth of 6n \+ 4 .* got 20"):
-        ds.nets.WideResNet(20)
-    with pytest.raises(ValueError, match="expected width of at least 1, got 0"):
-        ds.nets.WideResNet(16, 0)
+    refuses(lambda: ds.nets.WideResNet(20), r"expected a depth of 6n \+ 4 .* got 20")
+    refuses(lambda: ds.nets.WideResNet(16, 0), "expected width of at least 1, got 0")
 
 
 def test_one_width_is_one_hidden_layer():
     assert ds.nets.MLP(4, 3, hidden=8).config == ds.nets.MLP(4, 3, hidden=(8,)).config
     assert ds.nets.MLP(**ds.nets.MLP(4, 3, hidden=8).config).layers[0].out_features == 8
-    with pytest.raises(TypeError, match=r"expected hidden as a whole number, got 8\.0"):
-        ds.nets.MLP(4, 3, hidden=8.0)
-    with pytest.raises(ValueError, match="expected hidden of at least 1, got 0"):
-        ds.nets.MLP(4, 3, hidden=(8, 0))
+    refuses(lambda: ds.nets.MLP(4, 3, hidden=8.0), r"expected hidden as a whole number, got 8\.0", TypeError)
+    refuses(lambda: ds.nets.MLP(4, 3, hidden=(8, 0)), "expected hidden of at least 1, got 0")
 
 
 def test_an_mlp_with_skips_adds_what_came_in():
@@ -241,22 +238,17 @@ def test_the_parameter_free_shortcut_halves_and_pads():
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match="expected activation of relu, tanh, gelu, silu, got 'rely'"):
-        ds.nets.MLP(4, 2, activation="rely")
-    with pytest.raises(ValueError, match="expected one dropout rate or 2, got 1"):
-        ds.nets.MLP(4, 2, hidden=(3, 3), dropout=(0.1,))
-    with pytest.raises(ValueError, match=r"expected init of torch, he.* got 'xavier'"):
-        ds.nets.MLP(4, 2, init="xavier")
-    with pytest.raises(ValueError, match=r"expected parameterization of standard, ntk, got 'mup'"):
-        ds.nets.MLP(4, 2, parameterization="mup")
+    refuses(lambda: ds.nets.MLP(4, 2, activation="rely"), "expected activation of relu, tanh, gelu, silu, got 'rely'")
+    refuses(lambda: ds.nets.MLP(4, 2, hidden=(3, 3), dropout=(0.1,)), "expected one dropout rate or 2, got 1")
+    refuses(lambda: ds.nets.MLP(4, 2, init="xavier"), r"expected init of torch, he.* got 'xavier'")
+    refuses(lambda: ds.nets.MLP(4, 2, parameterization="mup"), r"expected parameterization of standard, ntk, got 'mup'")
     with pytest.raises(ValueError, match=r"expected no init with parameterization=\"ntk\", got 'he'"):
         ds.nets.MLP(4, 2, parameterization="ntk", init="he")
     with pytest.raises(ValueError, match=r"expected variances with parameterization=\"ntk\" only, got some"):
         ds.nets.MLP(4, 2, weight_variance=2.0)
     with pytest.raises(ValueError, match=r"expected weight_variance above 0, got 0.0"):
         ds.nets.MLP(4, 2, parameterization="ntk", weight_variance=0.0)
-    with pytest.raises(ValueError, match=r"expected depth of .*18, 20.* got 19"):
-        ds.nets.ResNet(19)
+    refuses(lambda: ds.nets.ResNet(19), r"expected depth of .*18, 20.* got 19")
 
 
 def test_a_zero_head_makes_all_classes_equally_probable():
