@@ -11,6 +11,7 @@ import dissensus as ds
 from dissensus.calibration.conformal_scores import CLASS_SCORES
 from dissensus.calibration.conformal_sets import Conformal, measure_coverage
 from refusals import refuses
+from thinning import often, thinned
 
 CLASSES = 5
 
@@ -106,7 +107,7 @@ def test_coverage_of_two_hundred_splits_is_the_level(score, settings, make, data
     assert 3 * error < {100: 0.0075, 1000: 0.0031}[n]
 
 
-@pytest.mark.parametrize("settings", [{"score": "aps"}, {"score": "raps", "penalty": 0.1, "free": 2}])
+@pytest.mark.parametrize("settings", often([{"score": "raps", "penalty": 0.1, "free": 2}], [{"score": "aps"}]))
 def test_sets_that_are_not_randomised_cover_the_level_and_are_never_empty(settings):
     """125 splits of 400 rows: an error of 0.0019. Scores that are random on calibration rows alone cover 0.95 and 0.93."""
     posterior = classifier()
@@ -281,8 +282,7 @@ def test_outputs_are_covered_each_by_itself():
     assert float((upper - lower)[0, 1] / (upper - lower)[0, 0]) > 50
 
 
-@pytest.mark.parametrize("nudge", [-3e-7, 3e-7])
-@pytest.mark.parametrize("score", ["lac", "aps", "cqr", "residual"])
+@pytest.mark.parametrize(("score", "nudge"), thinned(["lac", "aps", "cqr", "residual"], [-3e-7, 3e-7], every=2))
 def test_equal_inputs_are_covered_alike_in_a_batch_of_one(score, nudge):
     """Three kinds of inputs with three targets each: a third of the rows, or more, has the score at the threshold."""
     kinds, y = torch.randn(3, 3).repeat(60, 1), torch.arange(3).repeat_interleave(3).repeat(20)

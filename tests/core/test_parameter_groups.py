@@ -15,6 +15,7 @@ from dissensus.bench.run import build
 from dissensus.core import parameter_groups
 from dissensus.core.parameter_groups import Group
 from refusals import refuses
+from thinning import thinned
 
 MESSAGE = (
     "expected an optimizer over the posterior's parameters, got one over other tensors; ensembles copy their networks"
@@ -88,8 +89,7 @@ WATCHERS = {
 }
 
 
-@pytest.mark.parametrize("fused", [None, True])
-@pytest.mark.parametrize("name", WATCHERS)
+@pytest.mark.parametrize(("name", "fused"), thinned(list(WATCHERS), [None, True], every=2))
 def test_batches_that_gather_gradients_are_not_counted_as_steps(name, fused):
     """Sixteen steps of four batches each, observed after every batch, are those observed after every step."""
     found = []

@@ -134,8 +134,8 @@ def test_a_bad_batch_changes_nothing_whatever_the_optimiser_and_the_engine(optim
     assert "expected finite gradients, got a gradient that is not finite in member 1 at step 4; lower" in str(error)
 
 
-@pytest.mark.parametrize("mode", ["loss", "gradient"])
-@pytest.mark.parametrize("at", [2, 3, 4])  # the first and the second batch of a step, and the only one of the last
+# the first and the second batch of a step, and the only one of the last
+@pytest.mark.parametrize(("at", "mode"), thinned([2, 3, 4], ["loss", "gradient"], every=2))
 def test_batches_that_were_gathered_are_forgotten_with_the_bad_one(at: int, mode: str) -> None:
     posterior = METHODS["deep_ensemble"]()
     optimizer = OPTIMISERS["adamw"](posterior.parameters())
@@ -148,9 +148,10 @@ def test_batches_that_were_gathered_are_forgotten_with_the_bad_one(at: int, mode
     assert error.members == [1]
 
 
-@pytest.mark.parametrize("method", ["deep_ensemble", "svgd", "feature_rde", "swag", "map"])
-@pytest.mark.parametrize("mode", ["loss", "gradient"])
-@pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("method", "mode", "optimiser"),
+    thinned(["deep_ensemble", "svgd", "feature_rde", "swag", "map"], ["loss", "gradient"], ["sgd", "adamw"], every=2),
+)
 def test_a_flag_on_the_device_stops_training_as_the_host_would(method: str, mode: str, optimiser: str) -> None:
     posterior = METHODS[method]()
     optimizer = OPTIMISERS[optimiser](posterior.parameters())

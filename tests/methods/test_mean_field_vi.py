@@ -22,7 +22,7 @@ def tensors(posterior, kind):
 # ---------------------------------------------------------------------------------------------------- the conjugate case
 
 
-@pytest.mark.parametrize("temperature", often([1.0, 0.25], [3.0]))
+@pytest.mark.parametrize("temperature", often([0.25], [1.0, 3.0]))
 def test_of_a_gaussian_posterior_it_finds_the_mean_and_one_over_the_precisions(temperature):
     # Linear regression, correlated inputs: P = XᵀX / noise² + 1 / s². The optimum is N(P⁻¹ Xᵀy / noise², T / P_ii).
     generator = torch.Generator().manual_seed(0)
@@ -110,7 +110,7 @@ NETWORKS = {
 def test_the_loss_is_the_mean_nll_of_drawn_functions_plus_kl_over_n(make, apart):
     torch.manual_seed(1)
     x, y = tiny.points(3)
-    posterior = ds.MeanFieldVI(make().double(), init_std=0.6, samples=800, train_samples=30, **SIZED).eval()
+    posterior = ds.MeanFieldVI(make().double(), init_std=0.6, samples=400, train_samples=20, **SIZED).eval()
     cost = float(posterior.kl()) / 24
     with torch.no_grad():
         losses = torch.stack([posterior.loss(x, y) for _ in range(20)]) - cost
@@ -332,7 +332,7 @@ def test_deviations_that_are_still_on_their_way_are_said(rate, said, caplog):
     x = torch.randn(200, 6)
     loader = ds.data.Batches(x, (x.sum(1) > 0).long(), batch_size=200)
     posterior = ds.MeanFieldVI(ds.nets.MLP(6, 2, hidden=(8,)), data_size=200, deviation_lr=rate)
-    ds.fit(posterior, loader, epochs=80, progress=False)
+    ds.fit(posterior, loader, epochs=40, progress=False)
     assert ("the standard deviations have not converged: their median is 0.01" in caplog.text) == said
 
 

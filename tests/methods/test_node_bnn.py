@@ -14,7 +14,7 @@ from dissensus.methods.parts.node_functions import NodeFunctions
 from dissensus.methods.parts.node_latents import cross_entropy, entropy_bound, sample_for_examples, surrogate_kl
 from dissensus.utils.batch_norm_names import statistics_layers
 from refusals import refuses
-from thinning import often
+from thinning import often, thinned
 
 
 def conv(dropout=0.0):
@@ -85,7 +85,7 @@ NETS = {
 
 
 @pytest.mark.parametrize("mode", often(["both"], ["in"]))
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", often([name for name in NETS if name != "VGG16"], ["VGG16"]))
 def test_all_latents_at_1_reproduce_the_network(name, mode):
     torch.manual_seed(0)
     make, shape = NETS[name]
@@ -114,9 +114,10 @@ def test_components_come_in_turn_and_every_example_meets_each_of_them():
 # ---------------------------------------------------------------------------------------------------- the objective
 
 
-@pytest.mark.parametrize("gamma", [-0.5, 0.0, 2.0])
-@pytest.mark.parametrize("divergence", ["mixture", "surrogate"])
-@pytest.mark.parametrize("bound", ["joint", "per_layer", "released"])
+@pytest.mark.parametrize(
+    ("bound", "divergence", "gamma"),
+    thinned(["joint", "per_layer", "released"], ["mixture", "surrogate"], [-0.5, 0.0, 2.0], every=3),
+)
 def test_the_loss_is_the_expected_nll_plus_kl_less_gamma_times_entropy_over_n(bound, divergence, gamma):
     torch.manual_seed(0)
     x, y = tiny.points()

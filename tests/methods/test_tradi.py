@@ -366,12 +366,15 @@ DEVIATIONS = torch.tensor([0.5, 1.0, 2.0, 0.1, 1.0], dtype=torch.float64)
 @pytest.mark.parametrize(
     ("covariance", "bandwidth"),
     [
-        *(("shared", 1.0), ("shared", 0.4), ("released", 0.4), ("diagonal", 1.0)),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("released", 1.0), ("diagonal", 0.4))),
+        *(("shared", 0.4), ("released", 0.4), ("diagonal", 1.0)),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("shared", 1.0), ("released", 1.0), ("diagonal", 0.4))
+        ),
     ],
 )
 def test_samples_have_the_covariance_of_the_paper(covariance, bandwidth):
-    n = 4000
+    n = 2000
     drawn = sampled(covariance, weights=WEIGHTS, deviations=DEVIATIONS, samples=n, bandwidth=bandwidth, features=20)
     standard = (drawn - 1.0) / DEVIATIONS  # (S, K), variance 1
     # E of a product over its standard error; fourth moments of the features are at most 3 (1 + 1/(2D)) < 3.2

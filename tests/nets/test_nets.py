@@ -24,13 +24,21 @@ BUILT = {
     "WideResNet": (lambda: ds.nets.WideResNet(10, 2, 5, channels=1, dropout=0.1), (2, 1, 16, 16)),
 }
 SEGMENTING = ("ENet", "PSPNet")
+LARGE = ("PSPNet", "ResNet50", "VGG16", "ENet")
+
+
+@pytest.fixture
+def on_meta():
+    """Networks of which only the shapes are looked at."""
+    with torch.device("meta"):
+        yield
 
 
 def test_every_network_is_tried():
     assert BUILT.keys() == NETS.keys()
 
 
-@pytest.mark.parametrize("name", often([name for name in NETS if name != "PSPNet"], ["PSPNet"]))
+@pytest.mark.parametrize("name", often([name for name in NETS if name not in LARGE], LARGE))
 def test_a_network_rebuilds_from_its_config(name):
     make, shape = BUILT[name]
     network = make()
@@ -41,10 +49,7 @@ def test_a_network_rebuilds_from_its_config(name):
     assert torch.equal(other.eval()(x), network.eval()(x))
 
 
-LARGE = ("PSPNet", "ResNet50", "VGG16", "ENet")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in NETS])
+@pytest.mark.parametrize("name", often([name for name in NETS if name not in LARGE], LARGE))
 def test_a_saved_posterior_of_it_needs_no_network_to_load(name, tmp_path):
     make, shape = BUILT[name]
     posterior = ds.MAP(make())
@@ -57,6 +62,7 @@ def parameters(network: nn.Module) -> int:
     return sum(p.numel() for p in network.parameters())
 
 
+@pytest.mark.usefixtures("on_meta")
 def test_parameter_counts_are_those_of_the_papers():
     # Table 6 of He et al. 2016: 0.27, 0.46, 0.66, 0.85, 1.7 million; the CIFAR ResNet-18 in general use: 11,173,962.
     assert parameters(ds.nets.ResNet(20)) == 269_722
@@ -117,6 +123,7 @@ def test_a_large_head_of_vgg16_takes_small_images_too():
     assert {f"classifier.{i}.weight" for i in (1, 4, 6)} <= names  # torchvision's
 
 
+@pytest.mark.usefixtures("on_meta")
 def test_wide_resnet_is_that_of_the_papers():
     """Zagoruyko & Komodakis 2016: 36.5, 17.2, 11.0 and 8.9 million (28-10, 22-8, 16-8, 40-4); 9,475 layer inputs."""
     network = ds.nets.WideResNet(28, 10)

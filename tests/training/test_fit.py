@@ -230,8 +230,8 @@ def run(make, schedule, checkpoint=None, *, stop_after=None, epochs=6):
 @pytest.mark.parametrize(
     ("make", "schedule"),
     [(make, SCHEDULERS["lambda"]) for make in POSTERIORS.values()]
-    + [(POSTERIORS["deep_ensemble"], schedule) for schedule in SCHEDULERS.values()],
-    ids=[*POSTERIORS, *SCHEDULERS],
+    + [(POSTERIORS["map"], schedule) for name, schedule in SCHEDULERS.items() if name != "lambda"],
+    ids=[*POSTERIORS, *(name for name in SCHEDULERS if name != "lambda")],
 )
 def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(make, schedule, tmp_path):
     whole, history = run(make, schedule)
