@@ -327,9 +327,6 @@ def test_a_watcher_has_a_calibration_of_its_own():
     assert swag.calibration is None
 
 
-# ------------------------------------------------------------------------------------------- regression
-
-
 class Line(nn.Module):
     def __init__(self, slope):
         super().__init__()
@@ -478,9 +475,6 @@ def test_a_factor_at_the_end_of_what_is_looked_at_is_named(caplog):
     _, x, y = regression(n=50)
     ds.calibrate(ds.MAP(Line(1.5), likelihood=ds.Regression(0.001)).double(), [(x, y)], "scale")
     assert "the scale 50 is the highest one tried" in caplog.text
-
-
-# ------------------------------------------------------------------------------------------- bad input
 
 
 def test_bad_input_is_refused_and_changes_nothing():

@@ -18,9 +18,6 @@ from refusals import refuses
 F64 = torch.float64
 
 
-# ---------------------------------------------------------------------------------------------------- values
-
-
 def test_classification_is_a_categorical():
     logits, y = 5 * torch.randn(40, 4, dtype=F64), torch.randint(4, (40,))
     likelihood = ds.Classification()
@@ -148,9 +145,6 @@ def test_half_precision_is_not_where_likelihoods_are_evaluated(dtype):
     assert bool(learned.nll(logits, mean.detach()).isfinite())
 
 
-# ---------------------------------------------------------------------------------------------------- sample weights
-
-
 @pytest.mark.parametrize(
     ("likelihood", "outputs", "y"),
     [
@@ -226,9 +220,6 @@ def test_class_weights_that_are_none():
         ds.Laplace(nn.Linear(4, 3), likelihood=ds.Classification(class_weights=[1.0, 2.0, 3.0]))
 
 
-# ---------------------------------------------------------------------------------------------------- what is refused
-
-
 @pytest.mark.parametrize(
     ("shape", "y", "text"),
     [
@@ -293,9 +284,6 @@ def test_a_noise_that_is_none(noise):
 
 def test_an_initial_noise_that_is_none():
     refuses(lambda: ds.Regression(initial=0), "expected initial above 0, got 0")
-
-
-# ---------------------------------------------------------------------------------------------------- curvature
 
 
 def whole(likelihood, outputs, y=None):
@@ -400,9 +388,6 @@ def test_a_closed_curvature_belongs_to_the_log_prob_beside_it():
     refuses(lambda: Doubled(0.5).curvature(outputs), "expected targets, got None; pass y")
 
 
-# ---------------------------------------------------------------------------------------------------- one's own
-
-
 def test_a_likelihood_of_ones_own_trains_predicts_and_loads(tmp_path):
     outputs, y = torch.randn(5, 1, dtype=F64), torch.tensor([[0.0], [1], [2], [3], [9]], dtype=F64)
     expected = D.Poisson(outputs.exp()).log_prob(y)[:, 0]
@@ -454,9 +439,6 @@ def test_the_callers_likelihood_is_left_alone():
     x = torch.randn(8, 4)
     ds.fit(posterior, [(x, x[:, :1])], epochs=3, progress=False, engine="loop")
     assert torch.equal(likelihood.log_noise, before["log_noise"])
-
-
-# ---------------------------------------------------------------------------------------------------- token logits
 
 
 class Tokens(nn.Module):

@@ -158,9 +158,6 @@ def test_a_compiled_step_may_observe():
     assert int(posterior.steps) == 2
 
 
-# ---------------------------------------------------------------------------------------------------- groups of parameters
-
-
 class Scaled(ds.MAP):
     """A method that learns one tensor more and lets its last layer train slower, without decay and prior."""
 
@@ -198,9 +195,6 @@ def test_a_trained_parameter_in_no_group_is_an_error():
     posterior.groups = lambda: [Group("scales", {"scale": posterior.scale})]
     with pytest.raises(ValueError, match=r"expected a group for every parameter, got particles.shared.network.0"):
         posterior.parameter_groups(lr=0.1)
-
-
-# ---------------------------------------------------------------------------------------------------- kinds of optimisers
 
 
 class Stepper(ds.MAP):

@@ -304,9 +304,6 @@ def test_members_drop_different_units(how):
     assert torch.equal(posterior.eval()(torch.ones(1, 400))[..., 0], torch.full((3, 1), 400.0))
 
 
-# ---------------------------------------------------------------------------------------------------- tied weights
-
-
 def test_tied_weights_stay_tied(tmp_path):
     posterior = tiny.ensemble(Tied)
     # encode.weight once, not twice; norm's weight and bias
@@ -336,9 +333,6 @@ def test_tied_weights_of_a_held_network_stay_tied(tmp_path):
     loaded = ds.load(tmp_path, Tied())
     assert len(list(loaded.parameters())) == 3
     assert torch.equal(loaded.predict(vectors).members, posterior.predict(vectors).members)
-
-
-# ---------------------------------------------------------------------------------------------------- frozen parts
 
 
 @pytest.mark.parametrize("how", ["loop", "vectorised"])
@@ -424,9 +418,6 @@ def test_buffers_that_are_not_saved_are_each_members_own():
     assert posterior.to(torch.float64).member(0).scale.dtype == torch.float64
 
 
-# ---------------------------------------------------------------------------------------------------- what is refused
-
-
 def test_inputs_changed_in_place_are_refused():
     """The second member would see what the first one left behind."""
 
@@ -478,9 +469,6 @@ def test_a_network_that_loses_the_batch_axis_is_refused():
 
     with pytest.raises(ValueError, match=r"expected outputs with the batch axis first \(6, ...\), got \(3,\)"):
         ds.MAP(Mean()).backward(vectors.float(), torch.arange(6) % 3)
-
-
-# ---------------------------------------------------------------------------------------------------- small pieces
 
 
 def test_the_template_of_a_stack_holds_no_memory():

@@ -107,9 +107,6 @@ def test_numbers_of_numpy_are_numbers():
     assert torch.equal(posterior.float().loss(x.float(), y), plain.float().loss(x.float(), y))
 
 
-# ---------------------------------------------------------------------------------------------------- priors as things
-
-
 class StudentT(ds.Prior):
     """t-distributed weights, norm layers among them."""
 

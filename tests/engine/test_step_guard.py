@@ -235,9 +235,6 @@ def test_the_first_step_of_a_run_is_read_since_it_makes_the_optimisers_state() -
     assert not optimizer.state
 
 
-# ---------------------------------------------------------------------------------------------------- after the step
-
-
 def test_a_last_step_that_explodes_is_seen() -> None:
     posterior = ds.DeepEnsemble([nn.Linear(4, 1) for _ in range(3)], likelihood=ds.Regression(noise=1.0))
     with torch.no_grad():

@@ -25,9 +25,6 @@ def ensemble(net=smooth, modulation=AROUND, **keywords):
     return ds.BatchEnsemble(net(), modulation=modulation, **({"members": 3} | keywords)).double()
 
 
-# ------------------------------------------------------------------------------------------------------------ updates
-
-
 def by_hand(posterior, x):
     """(M, B, 3) of `smooth` written out, and the tensors it reads."""
     t = {name: p.detach().clone().requires_grad_() for name, p in posterior.named_parameters()}
@@ -111,9 +108,6 @@ def test_a_step_of_one_members_loss_moves_the_others_by_the_kernel_with_a_remain
     assert left[0] < 0.05 * float(predicted.norm()) * 4
 
 
-# ------------------------------------------------------------------------------------------------------ independence
-
-
 def overlap(width, seed):
     """(4,) Θ_αβ/Θ_αα of two members with signs at four inputs."""
     torch.manual_seed(seed)
@@ -147,9 +141,6 @@ def test_tangent_kernels_between_members_with_signs_fall_with_the_root_of_the_wi
 @pytest.mark.slow
 def test_tangent_kernels_between_members_with_signs_fall_with_the_root_of_the_width_over_forty_seeds():
     assert slope_of_overlap([128, 256, 512, 1024, 2048], 40) == pytest.approx(-0.5, abs=0.1)
-
-
-# ----------------------------------------------------------------------------------------------------------- surgery
 
 
 class Encoder(nn.Module):
@@ -353,9 +344,6 @@ def test_a_tied_output_layer_stays_tied_to_its_embedding():
     torch.testing.assert_close(ordinary(tokens), outputs[1], rtol=0, atol=1e-12)
     posterior.backward(tokens, torch.arange(5) % 7)
     assert posterior.particles.shared_parameters()["network.embedding.weight"].grad.abs().sum() > 0
-
-
-# ------------------------------------------------------------------------------------------------------- what it says
 
 
 @pytest.mark.parametrize(

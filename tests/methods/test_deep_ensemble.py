@@ -132,9 +132,6 @@ def test_a_generator_of_networks_will_do():
     assert ds.DeepEnsemble(deep() for _ in range(2)).particles.members == 2
 
 
-# ---------------------------------------------------------------------------------------------------- what is refused
-
-
 def activation(setting):
     return nn.Sequential(nn.Linear(4, 6), nn.LeakyReLU(setting), nn.Linear(6, 3))
 

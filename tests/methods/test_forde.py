@@ -34,9 +34,6 @@ def expected_gradients(
     return torch.cat([each.flatten() for each in found]).reshape(len(nets), -1)
 
 
-# ---------------------------------------------------------------------------------------------------- the loss
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.__name__)
 def test_gradients_are_those_of_the_papers_loss(strategy):
     nets, (x, y) = networks(), tiny.points()
@@ -259,9 +256,6 @@ def test_regression_repels_by_the_gradient_of_the_mean():
     torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-10)
 
 
-# ---------------------------------------------------------------------------------------------------- laws
-
-
 def test_one_member_is_exactly_a_map_network():
     net, (x, y) = tiny.mlp().double(), tiny.points()
     alone, single = FoRDE([net]), ds.MAP(copy.deepcopy(net))
@@ -386,9 +380,6 @@ def test_repulsion_makes_input_gradients_differ():
         loss[posterior.name] = history[-1].loss
     assert density["forde"] < density["deep_ensemble"] - 0.1
     assert loss["forde"] < loss["deep_ensemble"] + 0.1
-
-
-# ---------------------------------------------------------------------------------------------------- networks
 
 
 def test_attention_can_be_differentiated_twice():
@@ -534,9 +525,6 @@ def test_a_custom_function_that_can_be_is_run_in_the_loop():
     assert posterior.particles.how == "loop"
     Squares.custom = False
     torch.testing.assert_close(flat_gradients(posterior), expected_gradients(nets, x, y, 1 / 12), rtol=0, atol=1e-10)
-
-
-# ---------------------------------------------------------------------------------------------------- files and errors
 
 
 @pytest.mark.parametrize("rank", [None, 2])

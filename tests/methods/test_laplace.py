@@ -27,9 +27,6 @@ def fitted(structure="full", net=tiny.mlp, **keywords):
     return posterior.fit_posthoc([(x[:10], y[:10]), (x[10:], y[10:])])
 
 
-# ---------------------------------------------------------------------------------------------------- exact cases
-
-
 @pytest.mark.parametrize("structure", ["full", "kron"])
 @pytest.mark.parametrize("noise", [0.5, "learned"])
 def test_a_linear_network_gets_the_closed_form_of_bayesian_linear_regression(structure, noise):
@@ -252,9 +249,6 @@ def test_a_heteroscedastic_regression_is_fitted():
     assert posterior.fit_posthoc([(x, y)]).predict(x).epistemic.min() > 0
 
 
-# ---------------------------------------------------------------------------------------------------- own likelihoods
-
-
 @pytest.mark.parametrize("structure", ["full", "kron"])
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_counts_have_the_curvature_of_their_rates(structure, outputs):
@@ -302,9 +296,6 @@ def test_each_network_of_a_list_has_the_curvature_of_its_own_outputs():
     variance = Laplace(networks, **keywords).fit_posthoc([(x, y)]).variance["weight"]
     alone = [Laplace(each, **keywords).fit_posthoc([(x, y)]).variance["weight"] for each in networks]
     torch.testing.assert_close(variance, torch.stack(alone), rtol=0, atol=1e-12)
-
-
-# ---------------------------------------------------------------------------------------------------- a posterior
 
 
 @pytest.mark.parametrize(
@@ -466,9 +457,6 @@ def test_a_failed_fit_leaves_what_there_was():
             posterior.fit_posthoc(loader)
         assert tiny.largest_difference(before, tiny.state(posterior)) == 0
         assert torch.equal(posterior.predict(x).members, outputs)
-
-
-# ---------------------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,6 @@ def table() -> dict[tuple[str, str], str]:
     }
 
 
-# ---------------------------------------------------------------------- three together, and each alone
-
-
 @pytest.mark.parametrize(
     ("name", "optimizer", "engine"), thinned(list(RECORDING), list(OPTIMIZERS), ["loop", "vectorised"], every=2)
 )
@@ -166,9 +163,6 @@ def test_networks_that_differ_in_an_attribute_run_with_their_own(method):
     assert set(scales) == {1.0, 5.0}
     same = torch.stack([drawn.member(i)(X) for i in range(drawn.members)])
     torch.testing.assert_close(drawn(X), same, rtol=0, atol=1e-12)
-
-
-# ---------------------------------------------------------------------- what watches another method
 
 
 @pytest.mark.parametrize("base", ["FoRDE", "BatchEnsemble"])
@@ -319,9 +313,6 @@ def test_every_watcher_has_a_temperature_of_its_own():
     assert all(torch.equal(p.predict(X).mean, mean) for p, mean in zip((run, tradi), before, strict=True))
     fitted(run)
     assert float(swag.temperature) == 1.0  # it was fitted to other weights
-
-
-# ---------------------------------------------------------------------- what is said of them
 
 
 def test_the_metrics_of_networks_are_those_of_their_own_mixtures():

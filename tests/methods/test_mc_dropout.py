@@ -22,9 +22,6 @@ def masks(module: nn.Module, samples: int = 5, shape: tuple[int, ...] = (3, WIDE
     return ds.MCDropout(nn.Sequential(module), samples=samples).draw()(torch.ones(shape))
 
 
-# ---------------------------------------------------------------------------------------------------- masks
-
-
 def test_units_are_dropped_at_the_rate_and_the_rest_scaled_up():
     kept = masks(nn.Dropout(0.4))
     assert kept.unique().tolist() == pytest.approx([0, 1 / 0.6])
@@ -119,9 +116,6 @@ def test_the_mean_over_functions_of_a_linear_network_is_its_eval_output():
     assert bool(((outputs.mean(0) - network.eval()(x)).abs() < error).all())
 
 
-# ---------------------------------------------------------------------------------------------------- the rest stays
-
-
 def test_batch_norm_stays_in_eval_mode():
     network = tiny.mlp(dropout=0.5).double()
     posterior, x = ds.MCDropout(network, samples=3), tiny.points()[0]
@@ -168,9 +162,6 @@ def test_training_with_own_modules_is_the_networks_own_training():
     F.cross_entropy(other(x), y).backward()
     assert tiny.largest_difference(tiny.gradients(network), tiny.gradients(other)) < 1e-12
     assert tiny.largest_difference(tiny.state(network), tiny.state(other)) < 1e-12
-
-
-# ---------------------------------------------------------------------------------------------------- inserted dropout
 
 
 def seen_by(layer: nn.Module, run) -> list[Tensor]:
@@ -240,9 +231,6 @@ def test_a_single_layer_has_no_place_for_inserted_dropout():
         ds.MCDropout(nn.Linear(4, 3), rate=0.1)
 
 
-# ---------------------------------------------------------------------------------------------------- nothing to drop
-
-
 def test_functional_dropout_only_is_an_error_that_says_why():
     class Functional(nn.Module):
         def __init__(self) -> None:
@@ -288,9 +276,6 @@ def test_dropout_that_forward_never_calls_is_an_error():
         ds.MCDropout(Idle()).predict(torch.zeros(2, 4))
 
 
-# ---------------------------------------------------------------------------------------------------- stored draws
-
-
 def test_refresh_stores_the_draw(tmp_path):
     posterior, x = ds.MCDropout(tiny.mlp(0.5).double(), samples=4), tiny.points()[0]
     free = posterior.eval()(x)
@@ -311,9 +296,6 @@ def test_fit_stores_a_draw():
     posterior, (x, y) = ds.MCDropout(tiny.mlp(0.5).double(), samples=4), tiny.points()
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     assert torch.equal(posterior(x), posterior(x))
-
-
-# ---------------------------------------------------------------------------------------------------- other networks
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -19,9 +19,6 @@ def tensors(posterior, kind):
     return torch.cat([tensor.flatten() for tensor in getattr(posterior, kind).values()])
 
 
-# ---------------------------------------------------------------------------------------------------- the conjugate case
-
-
 @pytest.mark.parametrize("temperature", often([0.25], [1.0, 3.0]))
 def test_of_a_gaussian_posterior_it_finds_the_mean_and_one_over_the_precisions(temperature):
     # Linear regression, correlated inputs: P = XᵀX / noise² + 1 / s². The optimum is N(P⁻¹ Xᵀy / noise², T / P_ii).
@@ -55,9 +52,6 @@ def test_of_a_gaussian_posterior_it_finds_the_mean_and_one_over_the_precisions(t
     assert float(((tensors(posterior, "mean") - mean) / wanted.sqrt()).abs().max()) < 0.05
     marginal = temperature * torch.linalg.inv(precision).diagonal()
     assert float((marginal / wanted).max()) > 1.4  # which is another answer
-
-
-# ---------------------------------------------------------------------------------------------------- the objective
 
 
 class Twice(nn.Module):
@@ -191,9 +185,6 @@ def test_annealing_weighs_the_cost_and_train_samples_average():
     assert twice == pytest.approx(sum(once) / 2, rel=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------- networks
-
-
 def test_it_starts_at_the_network_it_is_given_and_leaves_that_alone():
     network = tiny.mlp().double().eval()
     before, (x, y) = copy.deepcopy(network), tiny.points()
@@ -258,9 +249,6 @@ def test_activation_checkpointing_would_draw_other_noise_and_is_an_error():
 
     posterior = ds.MeanFieldVI(Again().double(), **SIZED)
     refuses(lambda: posterior.backward(*tiny.points()), "got 'a' run again in the backward pass, without its noise")
-
-
-# ---------------------------------------------------------------------------------------------------- files and errors
 
 
 @pytest.mark.parametrize(

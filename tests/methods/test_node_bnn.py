@@ -27,9 +27,6 @@ def build(net=tiny.mlp, **keywords):
     return ds.NodeBNN(net(), **{"data_size": 100, **keywords}).to(torch.float64)
 
 
-# ---------------------------------------------------------------------------------------------------- latents
-
-
 def test_latent_counts_of_the_papers_networks():
     with torch.device("meta"):
         vgg, wide = ds.nets.VGG16(batch_norm=False), ds.nets.WideResNet(28, 10)
@@ -109,9 +106,6 @@ def test_components_come_in_turn_and_every_example_meets_each_of_them():
     torch.manual_seed(0)
     firsts = [float(sample_for_examples(mean, std, 1)) for _ in range(400)]  # fewer examples than components
     assert {firsts.count(k) > 60 for k in range(4)} == {True}  # 100 ± 4 · 8.7 of each
-
-
-# ---------------------------------------------------------------------------------------------------- the objective
 
 
 @pytest.mark.parametrize(
@@ -208,9 +202,6 @@ def test_weight_decay_on_latents_is_said(caplog):
     optimizer = torch.optim.AdamW(posterior.parameters(), weight_decay=0.01)
     ds.fit(posterior, [(x, y)], epochs=1, optimizer=optimizer, progress=False)
     assert any("latents towards 0" in line and "parameter_groups" in line for line in caplog.messages)
-
-
-# ---------------------------------------------------------------------------------------------------- functions
 
 
 @pytest.mark.parametrize("net", [tiny.mlp, conv])
@@ -338,9 +329,6 @@ def test_tied_weights_are_not_folded_along():
     torch.testing.assert_close(posterior.collapse(0)(x), outputs[0], rtol=0, atol=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------- training
-
-
 def test_the_callers_network_is_copied_and_needs_no_extra_argument():
     network, (x, y) = tiny.mlp().double(), tiny.points()
     before = tiny.state(network)
@@ -452,9 +440,6 @@ def test_mixed_precision_trains():
     assert math.isfinite(history[-1].loss)
 
 
-# ---------------------------------------------------------------------------------------------------- files
-
-
 def test_saved_and_loaded_around_the_plain_network(tmp_path):
     torch.manual_seed(0)
     posterior, (x, y) = build(conv, mode="both", bias_latent=True, layers=["1"], batch_norm="frozen"), tiny.points(24)
@@ -475,9 +460,6 @@ def test_networks_of_the_library_are_built_again_from_the_file(tmp_path):
     loaded = ds.load(tmp_path)
     assert torch.equal(loaded.mean, posterior.mean)
     assert type(loaded.plain_network()) is ds.nets.MLP
-
-
-# ---------------------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(

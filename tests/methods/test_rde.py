@@ -77,9 +77,6 @@ def builders() -> dict:
     }
 
 
-# ---------------------------------------------------------------------------------------------------- updates
-
-
 @pytest.mark.parametrize("score", ESTIMATORS)
 def test_the_weight_space_update_is_that_of_the_paper(score):
     """−φ/N = ∇ mean loss + ∇ log q / N."""
@@ -424,9 +421,6 @@ def test_the_weight_prior_counts_the_shared_head_once():
     torch.testing.assert_close(difference, nets[0][2].weight.detach() / (10 * 0.25), rtol=0, atol=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------- engines
-
-
 # Graphs are kept for coupled members only; in weight space there is nothing to wait for.
 WAYS = [(m, s) for m in builders() for s in STRATEGIES if (m, s) != ("weight", "loop, graphs kept")]
 
@@ -572,9 +566,6 @@ def test_the_bandwidth_floor_bounds_the_force_between_near_equal_members(method,
     assert largest < 100
 
 
-# ---------------------------------------------------------------------------------------------------- known posteriors
-
-
 class Conjugate:
     """Linear regression with Gaussian noise and prior: the posterior over the two weights is Gaussian and known."""
 
@@ -649,9 +640,6 @@ def test_function_rde_samples_a_conjugate_posterior(score):
     assert relative_error(torch.cov(w.T, correction=0), factor * model.flat_covariance) < tolerance
 
 
-# ---------------------------------------------------------------------------------------------------- annealing
-
-
 def test_schedules_are_those_of_the_paper():
     steps = torch.arange(0, 101)
 
@@ -699,9 +687,6 @@ def test_annealing_over_the_whole_run_needs_its_length():
     for keywords in ({"schedule": "cosine"}, {"steps": 0}, {"weight": 0.0}, {"cycles": 0}):
         with pytest.raises(ValueError, match="expected"):
             Annealing(**keywords)
-
-
-# ---------------------------------------------------------------------------------------------------- files and errors
 
 
 def test_points_and_annealing_are_saved(tmp_path):

@@ -140,9 +140,6 @@ def test_a_loop_of_ones_own_may_begin_late():
     assert posterior.steps_before_run == 0
 
 
-# ---------------------------------------------------------------------------------------------------- interruptions
-
-
 @each_method
 @pytest.mark.parametrize("loader", [batches, pytest.param(Unsized, marks=pytest.mark.slow)], ids=["sized", "unsized"])
 def test_the_same_cell_again_goes_on_as_if_it_had_not_been_interrupted(build, expected, loader, tmp_path):

@@ -86,9 +86,6 @@ def test_buffers_that_are_not_saved_stay_out_of_files(tmp_path):
     assert torch.equal(ds.load(tmp_path, Scaled()).predict(x).members, outputs)
 
 
-# ---------------------------------------------------------------------------------------------------- batch statistics
-
-
 class Doubled(nn.BatchNorm2d):
     """Somebody's own kind of batch norm."""
 
@@ -136,9 +133,6 @@ def test_a_failed_refresh_leaves_the_draw_there_was():
             ds.refresh(posterior, loader)
         assert tiny.largest_difference(before, tiny.state(posterior)) == 0
         assert torch.equal(posterior.predict(x).members, outputs)
-
-
-# ---------------------------------------------------------------------------------------------------- what is sampled
 
 
 @pytest.mark.parametrize("method", METHODS)

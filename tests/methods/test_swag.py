@@ -53,9 +53,6 @@ def covariance(posterior, count):
     return flat.T.cov(), flat.mean(0)
 
 
-# ---------------------------------------------------------------------------------------------------- moments
-
-
 def test_the_mean_of_equal_snapshots_is_their_value_and_the_variance_nothing():
     ones = torch.full((20, 3), 1.1, dtype=torch.float64)
     posterior = recorded(ones, rank=20)
@@ -93,9 +90,6 @@ def test_float32_variance_does_not_lose_itself_in_a_large_mean():
         posterior.observe(optimizer)
     expected = float(values.double().var(correction=0))
     assert float(posterior.variance["weight"]) == pytest.approx(expected, rel=1e-2)
-
-
-# ---------------------------------------------------------------------------------------------------- samples
 
 
 @pytest.mark.parametrize("n", [3, 8])
@@ -163,9 +157,6 @@ def test_swa_agrees_with_torch():
     member = posterior.member(0)
     for ours, theirs in zip(member.parameters(), averaged.module.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-12)
-
-
-# ---------------------------------------------------------------------------------------------------- the run
 
 
 def test_fit_spreads_twice_the_rank_over_the_last_quarter(monkeypatch):
@@ -242,9 +233,6 @@ def test_training_resumes_from_a_checkpoint_with_its_snapshots(tmp_path):
     assert tiny.largest_difference(whole.mean, resumed.mean) == 0
     assert torch.equal(whole.recorder.deviations, resumed.recorder.deviations)
     assert int(whole.recorder.snapshots.taken) == int(resumed.recorder.snapshots.taken) == 6
-
-
-# ---------------------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize("method", [SWAG, SWA])

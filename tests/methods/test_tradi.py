@@ -14,8 +14,6 @@ from dissensus.methods import TRADI
 from dissensus.methods.parts.kalman import kalman_step
 from refusals import refuses
 
-# ---------------------------------------------------------------------------------------------------- gains
-
 
 def gains(steps: int) -> tuple[float, float]:
     p_mean = p_variance = k_mean = k_variance = 0.0
@@ -30,9 +28,6 @@ def test_gains_go_on_where_a_loaded_posterior_stopped():
     other = TRADI(network().double())
     other.load_state_dict(posterior.state_dict())
     assert other.filters._gains(8) == pytest.approx(gains(8), rel=1e-14)
-
-
-# ---------------------------------------------------------------------------------------------------- the recursion
 
 
 def network():
@@ -260,9 +255,6 @@ def test_weights_without_a_gradient_are_followed_without_drift():
     assert float(posterior.variance["0.weight"].min()) > 0
 
 
-# ---------------------------------------------------------------------------------------------------- what it tracks
-
-
 def test_under_plain_gradient_descent_the_lag_dies_out_as_the_product_of_the_gains():
     posterior = watched("sgd", steps=60, init="he", state_noise=(0.3, 0.1))[0]
     share, p = 1.0, 0.0
@@ -342,9 +334,6 @@ def test_a_young_filter_says_that_it_is(caplog):
     posterior = watched(steps=25, state_noise=(1.0, 1.0))[0]
     posterior.draw()
     assert not caplog.text
-
-
-# ---------------------------------------------------------------------------------------------------- the sampler
 
 
 def sampled(covariance, *, weights, deviations, samples, **keywords):
@@ -451,9 +440,6 @@ def test_what_torch_parametrizes_is_one_layer():
     assert [len(each) for each in alone.recorder._correlated_groups()] == [3]
 
 
-# ---------------------------------------------------------------------------------------------------- draws and files
-
-
 def test_what_is_correlated_is_saved(tmp_path):
     posterior = TRADI(network(), correlation="layer", samples=2)
     ds.save(posterior, tmp_path)
@@ -518,9 +504,6 @@ def test_validation_looks_at_the_network_in_training():
     posterior.load_state_dict(posterior.state_dict())
     nll = -posterior.current().predict(x).log_prob(y).mean().detach()
     assert history[history.best].validation == pytest.approx(float(nll), rel=1e-12)
-
-
-# ---------------------------------------------------------------------------------------------------- bad input
 
 
 def test_drawing_before_anything_was_observed_is_refused():

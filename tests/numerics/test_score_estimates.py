@@ -15,8 +15,6 @@ ESTIMATORS = {
     "spectral_stein": score_estimates.spectral_stein,
 }
 
-# ---------------------------------------------------------------------------------------------------- worked values
-
 
 def test_the_bandwidth_and_the_kernel_have_the_worked_values():
     squared = kernels.squared_distances(PARTICLES)
@@ -44,9 +42,6 @@ def test_svgd_has_the_worked_values():
     expected = [(-0.33587, -0.21711), (-0.28029, -0.21516), (-0.10771, -0.35664), (-0.70198, -0.23408)]
     found = score_estimates.svgd(PARTICLES, -PARTICLES)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=5e-6)
-
-
-# ---------------------------------------------------------------------------------------------------- definitions
 
 
 def test_the_kde_score_is_the_autograd_of_the_log_density():
@@ -117,8 +112,6 @@ def test_near_equal_particles_have_finite_scores(name):
     # |z_i − z_j| / floor, and 1/η more for estimators that invert the kernel
     assert float(found.abs().max()) < 1e-6 / kernels.FLOOR * (1 if name == "kde" else 1 / score_estimates.RIDGE)
 
-
-# ---------------------------------------------------------------------------------------------------- samplers
 
 MEAN = torch.tensor([-0.68, 0.80], dtype=torch.float64)
 COVARIANCE = 5 * torch.tensor([[0.22, 0.16], [0.16, 0.67]], dtype=torch.float64)

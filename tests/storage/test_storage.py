@@ -55,9 +55,6 @@ def test_settings_may_be_numpys_numbers(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-# ---------------------------------------------------------------------------------------------------- what is written
-
-
 def test_two_plain_files_are_written(folder):
     assert sorted(os.listdir(folder)) == ["config.json", "posterior.safetensors"]
     config = json.loads((folder / "config.json").read_text())
@@ -145,9 +142,6 @@ def test_a_layer_that_describes_itself_by_its_tensors_can_be_loaded(tmp_path):
     assert torch.equal(ds.load(tmp_path, Own(4, 3)).predict(x).members, posterior.predict(x).members)
 
 
-# ---------------------------------------------------------------------------------------------------- writing fails
-
-
 def test_a_path_that_is_a_file_is_an_os_error(tmp_path):
     (tmp_path / "run").write_text("precious")
     refuses(lambda: ds.save(ds.MAP(mlp()), tmp_path / "run"), "run", OSError)
@@ -189,9 +183,6 @@ def test_a_likelihood_that_is_not_json_cannot_be_saved(tmp_path):
     with pytest.raises(TypeError, match="not JSON serializable"):
         ds.save(ds.MAP(ds.nets.MLP(4, 1), likelihood=Odd(noise=1.0)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-# ---------------------------------------------------------------------------------------------------- damaged files
 
 
 def test_a_folder_that_is_not_there(tmp_path):
@@ -322,9 +313,6 @@ def test_wrong_types_in_the_config(folder, keys, value):
 def test_wrong_values_in_the_config(folder, keys, value, text):
     tamper(folder, keys, value)
     refuses(lambda: ds.load(folder), text)
-
-
-# ---------------------------------------------------------------------------------------------------- other networks
 
 
 @pytest.mark.parametrize(

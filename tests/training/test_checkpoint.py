@@ -60,8 +60,6 @@ def refused(path, posterior, optimizer, reason, scheduler=None):
     assert same(before, whole(posterior, optimizer, scheduler))
 
 
-# ---------------------------------------------------------------------------------------------------- of another run
-
 OTHERS = {
     "method": (lambda: ds.WeightRDE(nets(), data_size=24), "method deep_ensemble, not weight_rde"),
     "lit": (lambda: ds.LIT(nets(), strength=1.0), "method deep_ensemble, not lit"),
@@ -179,9 +177,6 @@ def test_what_fails_on_the_way_in_is_taken_back(tmp_path, monkeypatch):
     assert len(calls) == 2
 
 
-# ---------------------------------------------------------------------------------------------------- of this run
-
-
 def sampled(method, **keywords):
     return lambda **more: method(nets(1)[0], **{**keywords, **more})
 
@@ -240,9 +235,6 @@ def test_a_rate_that_a_captured_step_kept_in_float32_is_the_same_rate(caplog):
     with caplog.at_level(logging.WARNING, "dissensus"):
         warn_of_overridden(state, optimizer, None)
     assert not caplog.messages
-
-
-# ---------------------------------------------------------------------------------------------------- loaders
 
 
 class Killed(Exception):

@@ -33,9 +33,6 @@ def noisy_validation():
     return [(x, torch.where(torch.arange(24) % 4 == 0, (y + 1) % 3, y))]
 
 
-# ---------------------------------------------------------------------------------------------------- what is kept
-
-
 def test_the_best_state_by_validation_is_kept():
     posterior, validation = tiny.ensemble(tiny.mlp), noisy_validation()
     states = []
@@ -113,9 +110,6 @@ def test_history_tells_of_every_epoch():
     assert not posterior.training
 
 
-# ---------------------------------------------------------------------------------------------------- when it stops
-
-
 def test_patience_stops_training():
     posterior, validation = tiny.ensemble(tiny.mlp), noisy_validation()
     optimizer = SGD(posterior.parameters(), lr=0.5, momentum=0.9)
@@ -131,9 +125,6 @@ def test_a_callback_that_returns_true_stops_training():
     history = ds.fit(posterior, data(), epochs=50, callback=lambda epoch: epoch.epoch == 3, **QUIET)
     assert len(history) == 4
     assert int(posterior.steps) == 12
-
-
-# ---------------------------------------------------------------------------------------------------- schedules
 
 
 def test_a_scheduler_steps_once_an_epoch():
@@ -160,9 +151,6 @@ def test_a_plateau_scheduler_sees_the_score_or_the_loss(validated):
         lr, best = (lr, seen) if seen < best else (lr * 0.1, best)
 
 
-# ---------------------------------------------------------------------------------------------------- progress
-
-
 def test_progress_off_a_terminal_is_a_line_for_the_first_epoch_and_the_last(capsys):
     ds.fit(ds.MAP(tiny.mlp().double()), data(), epochs=3, validation=noisy_validation())
     out, err = capsys.readouterr()
@@ -175,9 +163,6 @@ def test_progress_off_a_terminal_is_a_line_for_the_first_epoch_and_the_last(caps
 def test_no_progress_says_nothing(capsys):
     ds.fit(ds.MAP(tiny.mlp().double()), data(), epochs=3, progress=False)
     assert capsys.readouterr() == ("", "")
-
-
-# ---------------------------------------------------------------------------------------------------- checkpoints
 
 
 class Interrupted(Exception):
@@ -322,9 +307,6 @@ def test_a_checkpoint_that_cannot_be_written_is_an_os_error(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-# ---------------------------------------------------------------------------------------------------- loaders
-
-
 def test_a_loader_may_not_know_its_length():
     class Stream(IterableDataset):
         def __iter__(self):
@@ -412,9 +394,6 @@ def test_an_optimizer_over_a_part_trains_that_part_and_gathers_nothing():
     ds.fit(posterior, loader, epochs=6, clip=0.05, optimizer=optimizer, **QUIET)
     assert tiny.largest_difference(tiny.state(network[3]), tiny.state(alone[3])) < 1e-12
     assert tiny.largest_difference(tiny.state(network[0]), body) == 0
-
-
-# ---------------------------------------------------------------------------------------------------- what is refused
 
 
 def classes():
