@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from test_lit import input_gradients
-from test_rde import DISTANCES, flat_gradients, largest_weight_in_training, networks, plain
+from test_rde import flat_gradients, networks, plain
 from torch import Tensor, nn
 
 import dissensus as ds
@@ -15,9 +15,8 @@ from dissensus.core import gradients as strategies
 from dissensus.core.batch import Batch
 from dissensus.methods import LIT, FoRDE
 from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
-from dissensus.numerics.rbf_kernels import BANDWIDTHS, input_gradient_log_density
+from dissensus.numerics.rbf_kernels import input_gradient_log_density
 from refusals import refuses
-from thinning import often
 
 STRATEGIES = [strategies.vectorised_gradients, strategies.looped_gradients, strategies.looped_keeping_graphs]
 
@@ -256,43 +255,6 @@ def test_regression_repels_by_the_gradient_of_the_mean():
     torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-10)
 
 
-def test_one_member_is_exactly_a_map_network():
-    net, (x, y) = tiny.mlp().double(), tiny.points()
-    alone, single = FoRDE([net]), ds.MAP(copy.deepcopy(net))
-    for posterior in (alone, single):
-        ds.fit(posterior, [(x, y)], epochs=5, optimizer=torch.optim.SGD(posterior.parameters(), lr=0.1), progress=False)
-    assert torch.equal(alone.predict(x).mean, single.predict(x).mean)
-
-
-KERNELS = [(bandwidth, pca) for bandwidth in BANDWIDTHS for pca in (False, True)]
-
-
-def kernel_keywords(bandwidth: str, pca: bool, x: Tensor) -> dict:
-    spread = torch.tensor([3.0, 1.0, 0.5, 0.1], dtype=torch.float64)
-    return {"bandwidth": bandwidth, "lengthscales": pca_lengthscales(x * spread, 0.9) if pca else None}
-
-
-@pytest.mark.parametrize(("bandwidth", "pca"), KERNELS)
-def test_the_order_of_members_does_not_matter(bandwidth, pca):
-    nets, (x, y), order = networks(), tiny.points(), [2, 0, 3, 1]
-    keywords = kernel_keywords(bandwidth, pca, x)
-    straight, shuffled = FoRDE(nets, **keywords), FoRDE([nets[i] for i in order], **keywords)
-    straight.backward(x, y)
-    shuffled.backward(x, y)
-    torch.testing.assert_close(flat_gradients(shuffled), flat_gradients(straight)[order], rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize(("bandwidth", "pca"), KERNELS)
-def test_float32_agrees_with_float64(bandwidth, pca):
-    nets, (x, y) = networks(), tiny.points()
-    double = FoRDE(nets, repulsion=1.0, **kernel_keywords(bandwidth, pca, x))
-    single = copy.deepcopy(double).float()
-    double.backward(x, y)
-    single.backward(x.float(), y)
-    a, b = flat_gradients(double), flat_gradients(single).double()
-    assert float((a - b).norm() / a.norm()) < 1e-4
-
-
 def test_mixed_precision_trains_and_evaluates_the_kernel_in_full():
     nets = [plain() for _ in range(4)]
     x, y = tiny.points(24)
@@ -338,14 +300,6 @@ def test_the_bandwidth_floor_bounds_the_force_between_near_equal_members(distanc
     posterior = FoRDE([first, second])
     posterior.backward(x, y)
     assert float(flat_gradients(posterior).abs().max()) < (1e9 * distance if distance < 1e-8 else 1e3)
-
-
-@pytest.mark.parametrize("pca", often([True], [False]))
-def test_training_from_near_equal_members_stays_bounded(pca):
-    """Weights grow to 8.5 with the floor, 1.7 without repulsion; 200 with a thousandth of it."""
-    scales = pca_lengthscales(tiny.points()[0]) if pca else None
-    largest = [largest_weight_in_training(lambda nets: FoRDE(nets, lengthscales=scales), d) for d in DISTANCES]
-    assert max(largest) < 20, largest
 
 
 def test_heads_that_start_at_zero_are_no_error_and_soon_repel():
