@@ -255,7 +255,9 @@ def test_activation_checkpointing_would_draw_other_noise_and_is_an_error():
     "build",
     [
         lambda: ds.MeanFieldVI(tiny.mlp(0.2).double(), samples=2, **SIZED),
-        lambda: ds.MeanFieldVI([tiny.mlp().double() for _ in range(2)], samples=2, **SIZED),
+        pytest.param(
+            lambda: ds.MeanFieldVI([tiny.mlp().double() for _ in range(2)], samples=2, **SIZED), marks=pytest.mark.slow
+        ),
         lambda: ds.RankOneBNN(tiny.mlp().double(), components=2, samples=2, **SIZED),
     ],
     ids=["mean_field_vi", "two networks", "rank_one_bnn"],

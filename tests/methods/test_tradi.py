@@ -407,7 +407,7 @@ def test_tensors_of_one_sample_are_drawn_apart():
     ],
 )
 def test_weight_and_bias_of_a_layer_are_correlated_where_layers_are(correlation, bandwidth):
-    n = 4000
+    n = 2000
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).double()
     posterior = TRADI(module, samples=n, features=20, bandwidth=bandwidth, correlation=correlation)

@@ -56,7 +56,7 @@ def drawn_correlation(net, x, draws, **keywords):
 @pytest.mark.parametrize(
     ("net", "x", "layers", "expected"),
     [
-        (mlp, vectors(), ["layers.0", "layers.2"], 0.318),
+        pytest.param(mlp, vectors(), ["layers.0", "layers.2"], 0.318, marks=pytest.mark.slow),
         pytest.param(mlp, vectors(), ["layers.0"], 0.494, marks=pytest.mark.slow),
         (mlp, vectors(), ["layers.4"], 0.0),
         (cnn, images(), ["0", "2"], 0.318),

@@ -194,7 +194,13 @@ FREE = {
 }
 
 
-@pytest.mark.parametrize(("build", "changed"), FREE.values(), ids=FREE)
+ALIKE = ("gaussian_perturbation", "mc_dropout")  # sampled as the others are
+
+
+@pytest.mark.parametrize(
+    ("build", "changed"),
+    [pytest.param(*row, marks=pytest.mark.slow if name in ALIKE else (), id=name) for name, row in FREE.items()],
+)
 def test_how_it_is_drawn_from_and_how_long_it_trains_may_change(build, changed, tmp_path):
     first = build()
     ds.fit(first, BATCHES, epochs=4, progress=False)  # leaves a stored draw of the first number of samples
