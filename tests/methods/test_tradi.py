@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from test_kalman import gains
 from torch import nn
 
 import dissensus as ds
@@ -13,14 +14,6 @@ import tiny
 from dissensus.methods import TRADI
 from dissensus.methods.parts.kalman import kalman_step
 from refusals import refuses
-
-
-def gains(steps: int) -> tuple[float, float]:
-    p_mean = p_variance = k_mean = k_variance = 0.0
-    for _ in range(steps):
-        k_mean, p_mean = kalman_step(p_mean, 1e-4, 10.0)
-        k_variance, p_variance = kalman_step(p_variance, 5e-5, 10.0)
-    return k_mean, k_variance
 
 
 def test_gains_go_on_where_a_loaded_posterior_stopped():
