@@ -19,7 +19,8 @@ from dissensus.core.calibrated import Correction
 from dissensus.core.summary import ClassificationSummary
 from dissensus.metrics import ece
 from dissensus.numerics.isotonic import between_knots, isotonic_knots
-from thinning import often
+from refusals import refuses
+from thinning import often, thinned
 
 F64 = torch.float64
 CLASS_METHODS = ("temperature", "vector", "isotonic", "histogram")
@@ -225,7 +226,7 @@ def test_what_members_disagree_on_stays_theirs():
         _ = after.members
 
 
-@pytest.mark.parametrize("method", often(["vector", "isotonic"], ["temperature", "histogram"]))
+@pytest.mark.parametrize("method", often(["isotonic"], ["vector", "temperature", "histogram"]))
 def test_one_calibration_wherever_predictions_are_made(method, tmp_path):
     """predict, loaders, summaries, folders, evaluate, deepcopy and an exported program say the same."""
     posterior, x, y = overconfident(300)
@@ -326,9 +327,6 @@ def test_a_watcher_has_a_calibration_of_its_own():
     assert swag.calibration is None
 
 
-# ------------------------------------------------------------------------------------------- regression
-
-
 class Line(nn.Module):
     def __init__(self, slope):
         super().__init__()
@@ -385,16 +383,15 @@ def test_a_recalibrated_distribution_is_one(outputs):
     ds.calibrate(posterior, [(x[:1000], y[:1000])], "isotonic")
     after = posterior.predict(x[1000:1003])
     grid = torch.linspace(-9, 9, 901, dtype=F64)
-    for row in range(2):
-        one = after[row]
-        cdf = torch.stack([one.cdf(at.expand(1, outputs)) for at in grid])[:, 0]  # (G, D)
-        assert (cdf.diff(dim=0) >= 0).all()
-        mass = cdf.diff(dim=0)
-        middle = (grid[1:] + grid[:-1])[:, None] / 2
-        mean = (mass * middle).sum(0)
-        variance = (mass * middle**2).sum(0) - mean**2
-        torch.testing.assert_close(one.mean[0], mean, rtol=0, atol=1e-4)
-        torch.testing.assert_close(one.total[0], variance, rtol=0, atol=1e-4)
+    one = after[0]
+    cdf = torch.stack([one.cdf(at.expand(1, outputs)) for at in grid])[:, 0]  # (G, D)
+    assert (cdf.diff(dim=0) >= 0).all()
+    mass = cdf.diff(dim=0)
+    middle = (grid[1:] + grid[:-1])[:, None] / 2
+    mean = (mass * middle).sum(0)
+    variance = (mass * middle**2).sum(0) - mean**2
+    torch.testing.assert_close(one.mean[0], mean, rtol=0, atol=1e-4)
+    torch.testing.assert_close(one.total[0], variance, rtol=0, atol=1e-4)
     at = y[1000:1003]
     step = 1e-5
     slope = (after.cdf(at + step) - after.cdf(at - step)) / (2 * step)  # (3, D)
@@ -437,7 +434,7 @@ def test_a_noise_that_is_half_of_what_it_should_be_is_doubled():
 
 @pytest.mark.parametrize("method", often(["isotonic"], ["temperature", "scale"]))
 def test_one_calibration_of_a_regression_wherever_predictions_are_made(method, tmp_path):
-    posterior, x, y = regression(n=200)
+    posterior, x, y = regression(n=100)
     found = ds.calibrate(posterior, [(x, y)], method)
     assert found.nll < found.nll_before
     after = posterior.predict(x)
@@ -446,7 +443,7 @@ def test_one_calibration_of_a_regression_wherever_predictions_are_made(method, t
     exported = torch.export.export(posterior.predictor(), (x,), strict=False).module()(x)
     for name in ("mean", "total", "epistemic"):
         torch.testing.assert_close(exported[name], getattr(after, name), rtol=0, atol=1e-9)
-    joined, _ = ds.predict(posterior, [(x[:100], y[:100]), (x[100:], y[100:])])
+    joined, _ = ds.predict(posterior, [(x[:50], y[:50]), (x[50:], y[50:])])
     torch.testing.assert_close(joined.log_prob(y), after.log_prob(y))
     metrics = ds.evaluate(posterior, [(x, y)]).metrics
     assert metrics["nll"] == pytest.approx(found.nll, abs=1e-6)
@@ -459,8 +456,7 @@ def test_one_calibration_of_a_regression_wherever_predictions_are_made(method, t
     assert abs(float(summary.mean.mean() - after.mean.mean())) < 0.01
 
 
-@pytest.mark.parametrize("noise", [0.06, 0.006])
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize(("noise", "dtype"), thinned([0.06, 0.006], [torch.float32, F64], every=2))
 def test_a_noise_that_is_far_too_small_is_made_what_it_is(noise, dtype):
     """y ~ N(1.5 x, 0.6²), predicted with a noise 10 and 100 times too small: F(y) is 0 or 1 but for what no float holds."""
     _, x, y = regression(n=2000)
@@ -481,25 +477,18 @@ def test_a_factor_at_the_end_of_what_is_looked_at_is_named(caplog):
     assert "the scale 50 is the highest one tried" in caplog.text
 
 
-# ------------------------------------------------------------------------------------------- bad input
-
-
 def test_bad_input_is_refused_and_changes_nothing():
     posterior, x, y = overconfident(30)
     posterior.temperature.fill_(1.5)
     line, inputs, values = regression(n=30)
     with pytest.raises(ValueError, match="expected method of temperature, vector, isotonic, histogram, got 'platt'"):
         ds.calibrate(posterior, [(x, y)], "platt")
-    with pytest.raises(ValueError, match="got 'scale'; this posterior is a classification"):
-        ds.calibrate(posterior, [(x, y)], "scale")
+    refuses(lambda: ds.calibrate(posterior, [(x, y)], "scale"), "got 'scale'; this posterior is a classification")
     with pytest.raises(ValueError, match="got 'histogram'; this posterior is a regression"):
         ds.calibrate(line, [(inputs, values)], "histogram")
-    with pytest.raises(ValueError, match=r"expected labels in 0…2, got 3"):
-        ds.calibrate(posterior, [(x, y + 1)], "isotonic")
-    with pytest.raises(ValueError, match="expected integer class indices"):
-        ds.calibrate(posterior, [(x, values[:, 0])], "vector")
-    with pytest.raises(TypeError, match="expected a posterior"):
-        ds.calibrate(Line(1.0), [(x, y)], "vector")
+    refuses(lambda: ds.calibrate(posterior, [(x, y + 1)], "isotonic"), r"expected labels in 0…2, got 3")
+    refuses(lambda: ds.calibrate(posterior, [(x, values[:, 0])], "vector"), "expected integer class indices")
+    refuses(lambda: ds.calibrate(Line(1.0), [(x, y)], "vector"), "expected a posterior", TypeError)
     assert posterior.calibration is None
     assert float(posterior.temperature) == 1.5
 

@@ -91,7 +91,7 @@ LOW = (lambda s: 0.1 * s**3, lambda t: 0.1 * t**3 / 4)
     ("law", "risk", "ordered", "least"),  # least: share accepted, of 0.73 at most (0.62 of BOWL)
     [
         (STEEP, 0.05, True, 0.45),
-        (FLAT, 0.05, True, 0.0),
+        pytest.param(FLAT, 0.05, True, 0.0, marks=pytest.mark.slow),
         pytest.param(STEEP, 0.05, False, 0.3, marks=pytest.mark.slow),
         pytest.param(FLAT, 0.05, False, 0.0, marks=pytest.mark.slow),
         pytest.param(BOWL, 0.05, True, 0.1, marks=pytest.mark.slow),

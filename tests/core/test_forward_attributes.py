@@ -251,7 +251,7 @@ def test_training_and_predictions_are_those_of_a_plain_loop(kind: type[Net], met
     same(torch.stack([outputs(posterior.member(i).eval()) for i in range(len(alone))]), expected)
 
 
-@pytest.mark.parametrize(("kind", "method"), thinned(KINDS, list(METHODS), every=3))
+@pytest.mark.parametrize(("kind", "method"), thinned(KINDS, list(METHODS), every=6))
 def test_copies_states_and_files_have_the_same_predictions_or_it_is_said(
     kind: type[Net], method: str, tmp_path, caplog
 ) -> None:
@@ -351,8 +351,9 @@ def test_members_that_keep_features_stay_vectorised() -> None:
     assert len(posterior.particles.templates) == 1
 
 
-@pytest.mark.parametrize("kind", [CounterRead, Average, AverageInPlace, MaskByShape])
-@pytest.mark.parametrize("method", ["MAP", "DeepEnsemble"])
+@pytest.mark.parametrize(
+    ("kind", "method"), thinned([CounterRead, Average, AverageInPlace, MaskByShape], ["MAP", "DeepEnsemble"], every=2)
+)
 def test_a_resumed_run_says_what_its_checkpoint_does_not_hold(kind: type[Net], method: str, tmp_path, caplog) -> None:
     caplog.set_level(logging.WARNING, logger="dissensus")
     posterior, resumed = (METHODS[method](lambda: made(kind)) for _ in range(2))

@@ -53,9 +53,6 @@ def every_use(test):
     return pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)(test)
 
 
-# ---------------------------------------------------------------------------------------------------- dtype
-
-
 @every_use
 @pytest.mark.parametrize("build", [ds.MAP, lambda net: ds.DeepEnsemble([net, tiny.mlp()])], ids=["map", "ensemble"])
 def test_double_inputs_of_a_single_network_are_a_clear_error(use, build):
@@ -129,9 +126,6 @@ def test_other_failures_of_a_network_stay_its_own():
             ds.MAP(kind(4, 3)).predict(torch.zeros(5, 4))
 
 
-# ---------------------------------------------------------------------------------------------------- shapes
-
-
 @every_use
 @pytest.mark.parametrize(
     "build",
@@ -177,9 +171,6 @@ def test_a_layer_that_cannot_take_its_inputs_is_named_with_the_shapes(use, build
 def test_whatever_layer_fails_is_named(layer, x, words):
     with pytest.raises(ValueError, match=rf"expected inputs that the network can take, got .*{words}"):
         ds.MAP(layer).predict(x)
-
-
-# ---------------------------------------------------------------------------------------------------- the batch axis
 
 
 @every_use
@@ -268,9 +259,6 @@ def test_an_empty_batch_predicts_nothing():
     assert len(ds.MAP(nn.Linear(4, 3)).predict(torch.zeros(0, 4))) == 0
 
 
-# ---------------------------------------------------------------------------------------------------- loaders
-
-
 class Integers(Dataset):
     """As torchvision's sets: labels are numbers of Python."""
 
@@ -321,9 +309,6 @@ def test_datasets_that_give_batches_are_loaders():
         posterior = ds.MAP(tiny.mlp().double())
         ds.fit(posterior, loader, epochs=1, progress=False)
         assert len(ds.predict(posterior, loader)[1]) % len(y) == 0
-
-
-# ---------------------------------------------------------------------------------------------------- a last softmax
 
 
 class Functional(nn.Linear):

@@ -25,7 +25,10 @@ def noise(posterior) -> torch.Tensor:
     return posterior.likelihood.log_noise.detach().exp()
 
 
-@pytest.mark.parametrize(("scale", "offset"), [(10.0, 22.0), (100.0, 0.0), (1.0, 100.0)])
+@pytest.mark.parametrize(
+    ("scale", "offset"),
+    [(10.0, 22.0), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((100.0, 0.0), (1.0, 100.0)))],
+)
 def test_intervals_on_raw_targets_are_honest_from_the_first_epochs(scale, offset):
     torch.manual_seed(0)
     x, y = rows(scale, offset)

@@ -14,6 +14,7 @@ import dissensus as ds
 import tiny
 from dissensus.core.particles import Particles, Rows, loop
 from dissensus.numerics.randomness import save_random_state
+from refusals import refuses
 from thinning import thinned
 
 
@@ -280,8 +281,7 @@ def test_a_fallback_sees_the_same_random_numbers():
 
 def test_an_error_of_the_network_itself_is_raised_as_it_is():
     posterior = tiny.ensemble(lambda: nn.Linear(4, 3), how="vectorised")
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        posterior(torch.zeros(6, 5, dtype=torch.float64))
+    refuses(lambda: posterior(torch.zeros(6, 5, dtype=torch.float64)), "mat1 and mat2", RuntimeError)
     assert posterior.particles.how == "vectorised"
 
 
@@ -302,9 +302,6 @@ def test_members_drop_different_units(how):
     assert len(set(which.tolist())) == 3
     assert bool(((kept - 200).abs() < 4 * 10).all())  # binomial: sd 10
     assert torch.equal(posterior.eval()(torch.ones(1, 400))[..., 0], torch.full((3, 1), 400.0))
-
-
-# ---------------------------------------------------------------------------------------------------- tied weights
 
 
 def test_tied_weights_stay_tied(tmp_path):
@@ -336,9 +333,6 @@ def test_tied_weights_of_a_held_network_stay_tied(tmp_path):
     loaded = ds.load(tmp_path, Tied())
     assert len(list(loaded.parameters())) == 3
     assert torch.equal(loaded.predict(vectors).members, posterior.predict(vectors).members)
-
-
-# ---------------------------------------------------------------------------------------------------- frozen parts
 
 
 @pytest.mark.parametrize("how", ["loop", "vectorised"])
@@ -424,9 +418,6 @@ def test_buffers_that_are_not_saved_are_each_members_own():
     assert posterior.to(torch.float64).member(0).scale.dtype == torch.float64
 
 
-# ---------------------------------------------------------------------------------------------------- what is refused
-
-
 def test_inputs_changed_in_place_are_refused():
     """The second member would see what the first one left behind."""
 
@@ -447,15 +438,12 @@ def test_inputs_changed_in_place_are_refused():
 
 
 def test_lazy_modules_are_refused():
-    with pytest.raises(ValueError, match=r"expected initialised tensors, got 'weight', which is lazy"):
-        ds.MAP(nn.LazyLinear(3))
+    refuses(lambda: ds.MAP(nn.LazyLinear(3)), r"expected initialised tensors, got 'weight', which is lazy")
 
 
 def test_something_that_is_no_module_is_refused():
-    with pytest.raises(TypeError, match=r"expected an nn\.Module, got type"):
-        ds.MAP(nn.Linear)
-    with pytest.raises(TypeError, match=r"expected an nn\.Module, got function"):
-        ds.MAP(lambda x: x)
+    refuses(lambda: ds.MAP(nn.Linear), r"expected an nn\.Module, got type", TypeError)
+    refuses(lambda: ds.MAP(lambda x: x), r"expected an nn\.Module, got function", TypeError)
 
 
 def test_a_network_that_returns_something_else_is_refused():
@@ -467,8 +455,7 @@ def test_a_network_that_returns_something_else_is_refused():
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return self.layer(x), x
 
-    with pytest.raises(TypeError, match='one tensor, or "logits" or "out", got tuple'):
-        ds.MAP(Two()).predict(vectors.float())
+    refuses(lambda: ds.MAP(Two()).predict(vectors.float()), 'one tensor, or "logits" or "out", got tuple', TypeError)
 
 
 def test_a_network_that_loses_the_batch_axis_is_refused():
@@ -482,9 +469,6 @@ def test_a_network_that_loses_the_batch_axis_is_refused():
 
     with pytest.raises(ValueError, match=r"expected outputs with the batch axis first \(6, ...\), got \(3,\)"):
         ds.MAP(Mean()).backward(vectors.float(), torch.arange(6) % 3)
-
-
-# ---------------------------------------------------------------------------------------------------- small pieces
 
 
 def test_the_template_of_a_stack_holds_no_memory():
@@ -590,8 +574,7 @@ def test_training_with_them_counts_every_batch_once_in_the_callers_own_network()
 
 def test_reentrant_checkpoints_are_refused_by_torchs_own_words():
     posterior, (x, y) = ds.DeepEnsemble([Checkpointed(reentrant=True).double() for _ in range(2)]), tiny.points()
-    with pytest.raises(RuntimeError, match="use_reentrant=False"):
-        posterior.backward(x, y)
+    refuses(lambda: posterior.backward(x, y), "use_reentrant=False", RuntimeError)
 
 
 class Deeper(Checkpointed):
@@ -605,8 +588,7 @@ class Deeper(Checkpointed):
 
 def test_layers_that_a_method_changes_for_the_forward_pass_alone_cannot_be_computed_again():
     posterior, (x, y) = ds.MCDropout(Deeper().double(), rate=0.3, samples=3), tiny.points()
-    with pytest.raises(ValueError, match="recomputed in the backward pass, got other values"):
-        posterior.backward(x, y)
+    refuses(lambda: posterior.backward(x, y), "recomputed in the backward pass, got other values")
 
 
 @pytest.mark.parametrize(
@@ -614,8 +596,7 @@ def test_layers_that_a_method_changes_for_the_forward_pass_alone_cannot_be_compu
 )
 def test_networks_without_values_are_refused_in_one_line(build):
     message = "expected initialised tensors, got 'weight', which is lazy or on the meta device; run one batch"
-    with pytest.raises(ValueError, match=message):
-        build(lambda: nn.LazyLinear(2))
+    refuses(lambda: build(lambda: nn.LazyLinear(2)), message)
     with torch.device("meta"), pytest.raises(ValueError, match=message):
         build(lambda: nn.Linear(2, 2))
 
@@ -636,5 +617,4 @@ def test_scripted_and_traced_networks_and_parts_say_why_they_do_not_work(kind, p
     for build in (ds.MAP, ds.SWAG, lambda net: ds.DeepEnsemble([net, net]), lambda net: ds.NodeBNN(net, data_size=9)):
         with pytest.raises(TypeError, match=told):
             build(net())
-    with pytest.raises(TypeError, match=told):
-        ds.DeepEnsemble(net, members=2)
+    refuses(lambda: ds.DeepEnsemble(net, members=2), told, TypeError)

@@ -24,9 +24,6 @@ def gaussian(members=4, inputs=6, outputs=2):
     return ds.RegressionPredictive(means, 0.1 + variances)
 
 
-# ---------------------------------------------------------------------------------------------------- classification
-
-
 def test_entropies_split_as_brute_force_says():
     predictive = categorical()
     p = predictive.members.exp().numpy()  # (M, B, C)
@@ -155,9 +152,6 @@ def test_tempered_members_have_divided_logits():
     torch.testing.assert_close(predictive.apply_temperature(1.7).members, expected, rtol=0, atol=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------- regression
-
-
 def test_variances_obey_the_law_of_total_variance():
     predictive = gaussian()
     for b in range(6):
@@ -244,9 +238,6 @@ def test_outputs_without_an_axis_of_their_own():
     torch.testing.assert_close(predictive.log_prob(y), wide.log_prob(y[:, None]), rtol=0, atol=1e-12)
     torch.testing.assert_close(predictive.interval()[0], wide.interval()[0][:, 0], rtol=0, atol=1e-12)
     assert predictive.sample(5).shape == (5, 6)
-
-
-# ---------------------------------------------------------------------------------------------------- both
 
 
 @pytest.mark.parametrize("make", [categorical, gaussian])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dissensus.data.corruptions import read_cifar_c
+from refusals import refuses
 
 
 @pytest.fixture
@@ -60,11 +61,9 @@ def test_writing_into_the_images_leaves_the_file_alone(folder: Path) -> None:
 
 
 def test_a_missing_file_is_named(folder: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"snow\.npy, got nothing there"):
-        read_cifar_c(folder, "snow", 1)
+    refuses(lambda: read_cifar_c(folder, "snow", 1), r"snow\.npy, got nothing there", FileNotFoundError)
     (folder / "labels.npy").unlink()
-    with pytest.raises(FileNotFoundError, match=r"labels\.npy"):
-        read_cifar_c(folder, "fog", 1)
+    refuses(lambda: read_cifar_c(folder, "fog", 1), r"labels\.npy", FileNotFoundError)
 
 
 def test_a_wrong_shape_or_type_is_named(folder: Path) -> None:
@@ -74,8 +73,7 @@ def test_a_wrong_shape_or_type_is_named(folder: Path) -> None:
     ):
         read_cifar_c(folder, "snow")
     np.save(folder / "labels.npy", np.zeros(50_000))
-    with pytest.raises(ValueError, match=r"labels\.npy, got float64"):
-        read_cifar_c(folder, "fog")
+    refuses(lambda: read_cifar_c(folder, "fog"), r"labels\.npy, got float64")
 
 
 def test_pickles_and_damaged_files_are_refused(folder: Path) -> None:
@@ -95,7 +93,5 @@ def test_pickles_and_damaged_files_are_refused(folder: Path) -> None:
 
 
 def test_name_and_severity_are_checked(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"expected name of .*fog.*, got 'Fog'"):
-        read_cifar_c(folder, "Fog")
-    with pytest.raises(ValueError, match="expected severity"):
-        read_cifar_c(folder, "fog", 6)
+    refuses(lambda: read_cifar_c(folder, "Fog"), r"expected name of .*fog.*, got 'Fog'")
+    refuses(lambda: read_cifar_c(folder, "fog", 6), "expected severity")

@@ -6,6 +6,7 @@ from scipy.io import savemat
 
 from dissensus.data.file_formats import read_mat
 from dissensus.data.untrusted_files import matlab_arrays
+from thinning import often
 
 TYPES = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8"]
 
@@ -45,7 +46,7 @@ def test_text_cells_structures_and_complex_numbers_are_passed_over(tmp_path):
     assert set(matlab_arrays((tmp_path / "file.mat").read_bytes())) == {"number"}
 
 
-@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("compressed", often([True], [False]))
 def test_damaged_files_are_value_errors(tmp_path, compressed):
     path = tmp_path / "file.mat"
     savemat(path, {"X": np.zeros((3, 4, 1, 5), np.uint8), "y": np.arange(5)[:, None]}, do_compression=compressed)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dissensus.data import ImageSet, split_indices, train_validation
+from refusals import refuses
 
 
 @pytest.mark.parametrize("labels", [None, torch.arange(101) % 7])
@@ -50,15 +51,12 @@ def test_a_share_is_a_number_of_rows():
 
 @pytest.mark.parametrize("validation", [0, 10, -1, 0.0, 1.0, 1.5, 11])
 def test_a_validation_set_must_leave_both_parts_with_rows(validation):
-    with pytest.raises(ValueError, match="between 1 and 9 validation rows of 10"):
-        split_indices(10, validation=validation)
+    refuses(lambda: split_indices(10, validation=validation), "between 1 and 9 validation rows of 10")
 
 
 def test_wrong_types_and_label_shapes_are_refused():
-    with pytest.raises(TypeError, match="expected validation as a number"):
-        split_indices(10, validation=True)
-    with pytest.raises(ValueError, match="labels of shape"):
-        split_indices(10, validation=2, labels=torch.zeros(9, dtype=torch.int64))
+    refuses(lambda: split_indices(10, validation=True), "expected validation as a number", TypeError)
+    refuses(lambda: split_indices(10, validation=2, labels=torch.zeros(9, dtype=torch.int64)), "labels of shape")
 
 
 def test_image_sets_are_cut_with_their_labels():

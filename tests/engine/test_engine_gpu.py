@@ -448,9 +448,6 @@ def test_the_memory_measured_while_ways_are_tried_is_what_training_takes(network
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-# ---------------------------------------------------------------------------------------------------- divergence
-
-
 class Trap(nn.Module):
     """The identity, but for inputs above 100 NaN (or, for inputs above 1000, with a slope of NaN) in one member."""
 

@@ -12,6 +12,7 @@ import tiny
 from dissensus.core.batch import Batch
 from dissensus.engine.eager_step import EagerStep
 from dissensus.engine.step_guard import Guard
+from refusals import refuses
 from thinning import thinned
 
 NAN = float("nan")
@@ -133,8 +134,8 @@ def test_a_bad_batch_changes_nothing_whatever_the_optimiser_and_the_engine(optim
     assert "expected finite gradients, got a gradient that is not finite in member 1 at step 4; lower" in str(error)
 
 
-@pytest.mark.parametrize("mode", ["loss", "gradient"])
-@pytest.mark.parametrize("at", [2, 3, 4])  # the first and the second batch of a step, and the only one of the last
+# the first and the second batch of a step, and the only one of the last
+@pytest.mark.parametrize(("at", "mode"), thinned([2, 3, 4], ["loss", "gradient"], every=2))
 def test_batches_that_were_gathered_are_forgotten_with_the_bad_one(at: int, mode: str) -> None:
     posterior = METHODS["deep_ensemble"]()
     optimizer = OPTIMISERS["adamw"](posterior.parameters())
@@ -147,9 +148,10 @@ def test_batches_that_were_gathered_are_forgotten_with_the_bad_one(at: int, mode
     assert error.members == [1]
 
 
-@pytest.mark.parametrize("method", ["deep_ensemble", "svgd", "feature_rde", "swag", "map"])
-@pytest.mark.parametrize("mode", ["loss", "gradient"])
-@pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("method", "mode", "optimiser"),
+    thinned(["deep_ensemble", "svgd", "feature_rde", "swag", "map"], ["loss", "gradient"], ["sgd", "adamw"], every=2),
+)
 def test_a_flag_on_the_device_stops_training_as_the_host_would(method: str, mode: str, optimiser: str) -> None:
     posterior = METHODS[method]()
     optimizer = OPTIMISERS[optimiser](posterior.parameters())
@@ -194,8 +196,7 @@ def test_a_flag_on_the_device_forgets_gathered_batches(at: int, mode: str) -> No
     Marked.mode = None
     step.finish()
     assert_same(everything(posterior, optimizer), states[at // 2])
-    with pytest.raises(ds.Diverged, match=f"in member 1 at step {at // 2 + 1};"):
-        step.check()
+    refuses(lambda: step.check(), f"in member 1 at step {at // 2 + 1};", ds.Diverged)
 
 
 def test_a_flag_on_the_device_leaves_good_training_as_it_is() -> None:
@@ -220,8 +221,7 @@ def test_an_optimiser_that_cannot_skip_is_read_at_every_step() -> None:
     step(Batch(X, Y))
     before = everything(posterior, optimizer)
     Marked.mode = "loss"
-    with pytest.raises(ds.Diverged, match="a loss that is not finite in member 1 at step 2"):
-        step(Batch(X, Y))
+    refuses(lambda: step(Batch(X, Y)), "a loss that is not finite in member 1 at step 2", ds.Diverged)
     assert_same(everything(posterior, optimizer), before)
 
 
@@ -231,12 +231,8 @@ def test_the_first_step_of_a_run_is_read_since_it_makes_the_optimisers_state() -
     step = EagerStep(posterior.train(), optimizer)
     step.guard = Guard(posterior, optimizer, host=False)
     Marked.mode = "gradient"
-    with pytest.raises(ds.Diverged, match="member 1 at step 1"):
-        step(Batch(X, Y))
+    refuses(lambda: step(Batch(X, Y)), "member 1 at step 1", ds.Diverged)
     assert not optimizer.state
-
-
-# ---------------------------------------------------------------------------------------------------- after the step
 
 
 def test_a_last_step_that_explodes_is_seen() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 from dissensus.evaluation.member_distances import DistancesOverTraining, mean_angle, mean_distance, member_distances
+from refusals import refuses
 from tiny import ensemble, mlp, points
 
 
@@ -152,14 +153,10 @@ def test_what_was_seen_is_told():
 
 def test_single_networks_and_wrong_types_are_errors():
     x, y = points()
-    with pytest.raises(ValueError, match="several stored members, got MAP with one"):
-        member_distances(ds.MAP(mlp()).double(), x, y)
-    with pytest.raises(ValueError, match="several stored members, got MCDropout"):
-        member_distances(ds.MCDropout(mlp(0.1)).double(), x, y)
-    with pytest.raises(TypeError, match="expected a posterior, got Sequential"):
-        member_distances(mlp(), x, y)
-    with pytest.raises(ValueError, match="expected every of at least 1"):
-        DistancesOverTraining(ensemble(mlp, 2), x, y, every=0)
+    refuses(lambda: member_distances(ds.MAP(mlp()).double(), x, y), "several stored members, got MAP with one")
+    refuses(lambda: member_distances(ds.MCDropout(mlp(0.1)).double(), x, y), "several stored members, got MCDropout")
+    refuses(lambda: member_distances(mlp(), x, y), "expected a posterior, got Sequential", TypeError)
+    refuses(lambda: DistancesOverTraining(ensemble(mlp, 2), x, y, every=0), "expected every of at least 1")
 
 
 def test_looking_at_many_inputs_before_training_does_not_weaken_repulsion_per_batch():

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import dissensus as ds
+from thinning import thinned
 
 
 def test_the_talks_lenet_is_its_dense_weights_and_its_channels():
@@ -47,8 +48,7 @@ NETS = {
 }
 
 
-@pytest.mark.parametrize("mode", ["in", "out", "both"])
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(("name", "mode"), thinned(list(NETS), ["in", "out", "both"], every=3))
 def test_nodes_are_the_latents_of_node_bnn(name, mode):
     network = NETS[name]()
     found = ds.capacity(network, mode=mode)

@@ -16,6 +16,7 @@ from dissensus.layers.conversion import (
     restore_plain_layers,
 )
 from dissensus.nets.ntk import NTKLinear
+from refusals import refuses
 
 
 class Tripled(ConvertedLayer):
@@ -205,8 +206,7 @@ def test_patterns_choose_layers_and_a_pattern_that_none_has_is_an_error():
     _, account = tripled(network, layers=["1.*"])
     assert list(account.converted) == ["1.0", "1.1"]
     assert "not selected" in account.left["0"]
-    with pytest.raises(ValueError, match="expected names of layers, got head"):
-        tripled(network, layers=["1.*", "head"])
+    refuses(lambda: tripled(network, layers=["1.*", "head"]), "expected names of layers, got head")
 
 
 @pytest.mark.parametrize(
@@ -218,14 +218,12 @@ def test_patterns_choose_layers_and_a_pattern_that_none_has_is_an_error():
     ],
 )
 def test_a_network_without_anything_to_convert_is_refused(network, words):
-    with pytest.raises(ValueError, match=words):
-        tripled(network)
+    refuses(lambda: tripled(network), words)
 
 
 def test_a_converted_network_is_not_converted_again():
     cut_network, _ = tripled(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match="already converted"):
-        tripled(cut_network)
+    refuses(lambda: tripled(cut_network), "already converted")
 
 
 def test_modes_stay_as_they_were():

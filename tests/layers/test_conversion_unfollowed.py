@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dissensus as ds
+from thinning import thinned
 
 
 class Unfollowed(nn.Module):
@@ -52,9 +53,10 @@ POSTERIORS = {
 }
 
 
-@pytest.mark.parametrize("past", [transposed, shifted, above, listed])
-@pytest.mark.parametrize("kind", POSTERIORS)
-@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "past", "trains"),
+    thinned(list(POSTERIORS), [transposed, shifted, above, listed], [False, True], every=2),
+)
 def test_members_compute_what_the_drawn_functions_do(kind, past, trains):
     torch.manual_seed(0)
     x, y = torch.randn(5, 4, dtype=torch.float64), torch.randint(3, (5,))
@@ -65,9 +67,9 @@ def test_members_compute_what_the_drawn_functions_do(kind, past, trains):
         torch.testing.assert_close(outputs, functions.member(i)(x))
 
 
-@pytest.mark.parametrize("past", [transposed, shifted, above, alike])
-@pytest.mark.parametrize("kind", POSTERIORS)
-@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "past", "loaded"), thinned(list(POSTERIORS), [transposed, shifted, above, alike], [False, True], every=2)
+)
 def test_members_are_right_before_the_first_batch(kind, past, loaded, tmp_path):
     torch.manual_seed(0)
     x = torch.randn(5, 4, dtype=torch.float64)

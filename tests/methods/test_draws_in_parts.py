@@ -12,7 +12,7 @@ import dissensus as ds
 import tiny
 from dissensus.methods.parts import sampling_posterior
 from dissensus.numerics.randomness import own_generator
-from thinning import often
+from thinning import thinned
 
 METHODS = {
     "swag": lambda networks: ds.SWAG(networks, rank=3, samples=5),
@@ -47,8 +47,7 @@ def with_room_for_two(posterior, monkeypatch):
     return posterior
 
 
-@pytest.mark.parametrize("members", [1, 3])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "members"), thinned(list(METHODS), [1, 3], every=2))
 def test_parts_have_the_functions_of_their_samples_network_by_network(method, members, monkeypatch, caplog):
     posterior, loader = trained(method, members), [tiny.points(24)]
     x = tiny.points(7)[0]
@@ -73,8 +72,7 @@ def test_parts_have_the_functions_of_their_samples_network_by_network(method, me
     torch.testing.assert_close(posterior.predict(x).mean, drawn.predict(x).mean, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("members", often([3], [1]))
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "members"), thinned(list(METHODS), [3, 1], every=4))
 def test_a_draw_in_parts_is_saved_and_loaded_bit_for_bit(method, members, monkeypatch, tmp_path):
     posterior, x = with_room_for_two(trained(method, members), monkeypatch), tiny.points(7)[0]
     ds.refresh(posterior, [tiny.points(24)])

@@ -10,6 +10,7 @@ from torch.distributions import MultivariateNormal
 import dissensus as ds
 import tiny
 from dissensus.methods.parts.empcov_prior import EmpCov
+from refusals import refuses
 
 
 def test_it_is_the_density_of_the_inputs_covariance():
@@ -128,12 +129,10 @@ def test_it_takes_the_place_of_the_isotropic_prior_on_its_layer_only():
 
 def test_bad_input_is_a_clear_error():
     network, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), tiny.points()[0]
-    with pytest.raises(ValueError, match="expected layer of 0, 2, got '1'"):
-        EmpCov(x, network, "1")
-    with pytest.raises(
-        ValueError, match="expected inputs of 5 numbers for this layer, got 4; name the layer that takes"
-    ):
-        EmpCov(x, network, "2")
+    refuses(lambda: EmpCov(x, network, "1"), "expected layer of 0, 2, got '1'")
+    refuses(
+        lambda: EmpCov(x, network, "2"), "expected inputs of 5 numbers for this layer, got 4; name the layer that takes"
+    )
     for keyword in ("alpha", "epsilon"):
         with pytest.raises(ValueError, match=f"expected {keyword} above 0, got 0"):
             EmpCov(x, network, "0", **{keyword: 0})
@@ -148,8 +147,7 @@ def test_a_prior_that_does_not_fit_the_network_is_an_error_at_once():
     with pytest.raises(ValueError, match=r"expected a prior over 4 weights per output of '0.weight', got one over 5"):
         posterior.use_prior(wide, data_size=9)
     deeper = EmpCov(torch.randn(9, 4), nn.Sequential(nn.Sequential(nn.Linear(4, 3))), "0.0")
-    with pytest.raises(ValueError, match=r"expected a prior on one of .*, got '0.0.weight'"):
-        posterior.use_prior(deeper, data_size=9)
+    refuses(lambda: posterior.use_prior(deeper, data_size=9), r"expected a prior on one of .*, got '0.0.weight'")
     assert (posterior.prior, posterior.data_size) == (None, None)
 
 

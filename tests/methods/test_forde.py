@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from test_lit import input_gradients
-from test_rde import DISTANCES, flat_gradients, largest_weight_in_training, networks, plain
+from test_rde import flat_gradients, networks, plain
 from torch import Tensor, nn
 
 import dissensus as ds
@@ -15,8 +15,8 @@ from dissensus.core import gradients as strategies
 from dissensus.core.batch import Batch
 from dissensus.methods import LIT, FoRDE
 from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
-from dissensus.numerics.rbf_kernels import BANDWIDTHS, input_gradient_log_density
-from thinning import often
+from dissensus.numerics.rbf_kernels import input_gradient_log_density
+from refusals import refuses
 
 STRATEGIES = [strategies.vectorised_gradients, strategies.looped_gradients, strategies.looped_keeping_graphs]
 
@@ -31,9 +31,6 @@ def expected_gradients(
     parameters = [parameter for net in nets for parameter in net.parameters()]
     found = torch.autograd.grad(total, parameters)
     return torch.cat([each.flatten() for each in found]).reshape(len(nets), -1)
-
-
-# ---------------------------------------------------------------------------------------------------- the loss
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.__name__)
@@ -258,46 +255,6 @@ def test_regression_repels_by_the_gradient_of_the_mean():
     torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-10)
 
 
-# ---------------------------------------------------------------------------------------------------- laws
-
-
-def test_one_member_is_exactly_a_map_network():
-    net, (x, y) = tiny.mlp().double(), tiny.points()
-    alone, single = FoRDE([net]), ds.MAP(copy.deepcopy(net))
-    for posterior in (alone, single):
-        ds.fit(posterior, [(x, y)], epochs=5, optimizer=torch.optim.SGD(posterior.parameters(), lr=0.1), progress=False)
-    assert torch.equal(alone.predict(x).mean, single.predict(x).mean)
-
-
-KERNELS = [(bandwidth, pca) for bandwidth in BANDWIDTHS for pca in (False, True)]
-
-
-def kernel_keywords(bandwidth: str, pca: bool, x: Tensor) -> dict:
-    spread = torch.tensor([3.0, 1.0, 0.5, 0.1], dtype=torch.float64)
-    return {"bandwidth": bandwidth, "lengthscales": pca_lengthscales(x * spread, 0.9) if pca else None}
-
-
-@pytest.mark.parametrize(("bandwidth", "pca"), KERNELS)
-def test_the_order_of_members_does_not_matter(bandwidth, pca):
-    nets, (x, y), order = networks(), tiny.points(), [2, 0, 3, 1]
-    keywords = kernel_keywords(bandwidth, pca, x)
-    straight, shuffled = FoRDE(nets, **keywords), FoRDE([nets[i] for i in order], **keywords)
-    straight.backward(x, y)
-    shuffled.backward(x, y)
-    torch.testing.assert_close(flat_gradients(shuffled), flat_gradients(straight)[order], rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize(("bandwidth", "pca"), KERNELS)
-def test_float32_agrees_with_float64(bandwidth, pca):
-    nets, (x, y) = networks(), tiny.points()
-    double = FoRDE(nets, repulsion=1.0, **kernel_keywords(bandwidth, pca, x))
-    single = copy.deepcopy(double).float()
-    double.backward(x, y)
-    single.backward(x.float(), y)
-    a, b = flat_gradients(double), flat_gradients(single).double()
-    assert float((a - b).norm() / a.norm()) < 1e-4
-
-
 def test_mixed_precision_trains_and_evaluates_the_kernel_in_full():
     nets = [plain() for _ in range(4)]
     x, y = tiny.points(24)
@@ -345,14 +302,6 @@ def test_the_bandwidth_floor_bounds_the_force_between_near_equal_members(distanc
     assert float(flat_gradients(posterior).abs().max()) < (1e9 * distance if distance < 1e-8 else 1e3)
 
 
-@pytest.mark.parametrize("pca", often([True], [False]))
-def test_training_from_near_equal_members_stays_bounded(pca):
-    """Weights grow to 8.5 with the floor, 1.7 without repulsion; 200 with a thousandth of it."""
-    scales = pca_lengthscales(tiny.points()[0]) if pca else None
-    largest = [largest_weight_in_training(lambda nets: FoRDE(nets, lengthscales=scales), d) for d in DISTANCES]
-    assert max(largest) < 20, largest
-
-
 def test_heads_that_start_at_zero_are_no_error_and_soon_repel():
     """Input gradients are exactly zero at the first step: no force, no NaN; and the members train as usual."""
     nets, (x, y) = networks(3), tiny.points(30)
@@ -385,9 +334,6 @@ def test_repulsion_makes_input_gradients_differ():
         loss[posterior.name] = history[-1].loss
     assert density["forde"] < density["deep_ensemble"] - 0.1
     assert loss["forde"] < loss["deep_ensemble"] + 0.1
-
-
-# ---------------------------------------------------------------------------------------------------- networks
 
 
 def test_attention_can_be_differentiated_twice():
@@ -443,8 +389,7 @@ def test_a_network_that_cannot_be_differentiated_twice_is_a_clear_error():
     with pytest.raises(ValueError, match="expected a network that can be differentiated twice, got one that cannot"):
         posterior.backward(x.float(), y)
     assert torch.equal(torch.get_rng_state(), stream)
-    with pytest.raises(ValueError, match="differentiated twice"):
-        ds.fit(posterior, [(x.float(), y)], epochs=1, progress=False)
+    refuses(lambda: ds.fit(posterior, [(x.float(), y)], epochs=1, progress=False), "differentiated twice")
     # Where nobody is repelled, once is enough.
     FoRDE([Custom()]).backward(x.float(), y)
 
@@ -486,8 +431,7 @@ def test_training_biases_alone_is_a_clear_error():
     for net in nets:
         net[0].requires_grad_(False)
         net[2].weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="expected input gradients that depend on the trained weights"):
-        FoRDE(nets).backward(x, y)
+    refuses(lambda: FoRDE(nets).backward(x, y), "expected input gradients that depend on the trained weights")
 
 
 def test_linear_networks_and_frozen_encoders_repel():
@@ -537,9 +481,6 @@ def test_a_custom_function_that_can_be_is_run_in_the_loop():
     torch.testing.assert_close(flat_gradients(posterior), expected_gradients(nets, x, y, 1 / 12), rtol=0, atol=1e-10)
 
 
-# ---------------------------------------------------------------------------------------------------- files and errors
-
-
 @pytest.mark.parametrize("rank", [None, 2])
 def test_lengthscales_are_saved(tmp_path, rank):
     nets, (x, y) = networks(3), tiny.points(30)
@@ -558,21 +499,16 @@ def test_lengthscales_are_saved(tmp_path, rank):
 
 def test_bad_input_is_a_clear_error():
     nets, (x, y) = networks(2), tiny.points()
-    with pytest.raises(ValueError, match="expected at least one module, got none"):
-        FoRDE([])
-    with pytest.raises(ValueError, match="got members 0 and 1 equal"):
-        FoRDE([nets[0], copy.deepcopy(nets[0])])
+    refuses(lambda: FoRDE([]), "expected at least one module, got none")
+    refuses(lambda: FoRDE([nets[0], copy.deepcopy(nets[0])]), "got members 0 and 1 equal")
     with pytest.raises(TypeError, match="expected Lengthscales, got Tensor; make pca_lengthscales"):
         FoRDE(nets, lengthscales=torch.eye(4))
-    with pytest.raises(ValueError, match="expected bandwidth of reference, sample, algorithm, got 'median'"):
-        FoRDE(nets, bandwidth="median")
-    with pytest.raises(ValueError, match="expected gradient of logit, log_prob, got 'loss'"):
-        FoRDE(nets, gradient="loss")
+    refuses(lambda: FoRDE(nets, bandwidth="median"), "expected bandwidth of reference, sample, algorithm, got 'median'")
+    refuses(lambda: FoRDE(nets, gradient="loss"), "expected gradient of logit, log_prob, got 'loss'")
     for repulsion in ("B", -1.0, math.nan):
         with pytest.raises(ValueError, match=r"expected repulsion of (1/B, 1/N|at least 0)"):
             FoRDE(nets, repulsion=repulsion)
-    with pytest.raises(ValueError, match='expected data_size with repulsion "1/N", got none'):
-        FoRDE(nets, repulsion="1/N")
+    refuses(lambda: FoRDE(nets, repulsion="1/N"), 'expected data_size with repulsion "1/N", got none')
     for keyword in ("every", "batch_size", "examples"):
         with pytest.raises(ValueError, match=f"expected {keyword} of at least 1, got 0"):
             FoRDE(nets, **{keyword: 0})
@@ -580,8 +516,7 @@ def test_bad_input_is_a_clear_error():
         with pytest.raises(TypeError, match=rf"expected {keyword} as a whole number, got 1\.5; pass an int"):
             FoRDE(nets, **{keyword: 1.5})
     other = FoRDE(nets, lengthscales=Lengthscales(torch.eye(3), torch.ones(3)))
-    with pytest.raises(ValueError, match="expected lengthscales of 4 dimensions for these inputs, got 3"):
-        other.backward(x, y)
+    refuses(lambda: other.backward(x, y), "expected lengthscales of 4 dimensions for these inputs, got 3")
 
 
 def test_inputs_without_directions_are_clear_errors():

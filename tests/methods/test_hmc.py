@@ -8,6 +8,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
+from refusals import refuses
 from thinning import often
 
 STD, NOISE, SIZE = 0.8, 0.5, 20
@@ -156,14 +157,11 @@ def test_a_network_too_large_is_refused_with_its_cost():
 def test_what_is_no_distribution_is_warned_of_or_refused(caplog):
     classifier(tiny.mlp().double(), weight_prior_std=None).fit_posthoc([tiny.points()])
     assert "without a prior" in caplog.text
-    with pytest.raises(ValueError, match="expected data_size"):
-        ds.HMC(tiny.mlp())
-    with pytest.raises(ValueError, match="samples of a chain"):
-        classifier(tiny.mlp()).predict(tiny.points()[0])
+    refuses(lambda: ds.HMC(tiny.mlp()), "expected data_size")
+    refuses(lambda: classifier(tiny.mlp()).predict(tiny.points()[0]), "samples of a chain")
 
     class Random(nn.Linear):
         def forward(self, x):
             return super().forward(x) + torch.randn(3)
 
-    with pytest.raises(ValueError, match="random numbers"):
-        classifier(Random(4, 3).double()).fit_posthoc([tiny.points()])
+    refuses(lambda: classifier(Random(4, 3).double()).fit_posthoc([tiny.points()]), "random numbers")

@@ -11,6 +11,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
+from refusals import refuses
 from thinning import thinned
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "composing.md"
@@ -69,9 +70,6 @@ def table() -> dict[tuple[str, str], str]:
     return {
         (row[0], name): said for row in rows if row[0] in BASES for name, said in zip(head[1:], row[1:], strict=True)
     }
-
-
-# ---------------------------------------------------------------------- three together, and each alone
 
 
 @pytest.mark.parametrize(
@@ -167,9 +165,6 @@ def test_networks_that_differ_in_an_attribute_run_with_their_own(method):
     torch.testing.assert_close(drawn(X), same, rtol=0, atol=1e-12)
 
 
-# ---------------------------------------------------------------------- what watches another method
-
-
 @pytest.mark.parametrize("base", ["FoRDE", "BatchEnsemble"])
 def test_a_watched_method_trains_bit_for_bit_and_its_weights_are_recorded(base):
     def trained(posterior, callback=None):
@@ -207,7 +202,7 @@ def test_a_watched_method_trains_bit_for_bit_and_its_weights_are_recorded(base):
 OFTEN = ("a network", "FoRDE", "BatchEnsemble")
 PAIRS = [
     pytest.param(
-        base, watcher, marks=() if watcher == "SWAG" or (base in OFTEN and i % 3 != place % 3) else pytest.mark.slow
+        base, watcher, marks=() if watcher == "SWAG" or (base in OFTEN and i % 3 == place % 3) else pytest.mark.slow
     )
     for place, base in enumerate([*OFTEN, *(base for base in BASES if base not in OFTEN)])
     for i, watcher in enumerate(WATCHERS)
@@ -218,8 +213,7 @@ PAIRS = [
 def test_the_page_says_what_composes(base, watcher, tmp_path):
     said, build = table()[base, watcher], partial(ds.track, BASES[base](), [WATCHERS[watcher]])
     if said == "no":
-        with pytest.raises(ValueError, match="expected an ordinary last layer for Laplace"):
-            build()
+        refuses(lambda: build(), "expected an ordinary last layer for Laplace")
         return
     assert said == "yes"
     run = fitted(build())
@@ -246,12 +240,9 @@ def test_what_watches_is_not_trained_itself(base):
     error = re.escape(
         f"expected the posterior that trains, got SWAG, which watches {type(run).__name__}; train the one"
     )
-    with pytest.raises(ValueError, match=error):
-        ds.fit(run.watchers[0], LOADER, epochs=1, progress=False)
-    with pytest.raises(ValueError, match=error):
-        run.watchers[0].backward(*LOADER[0])
-    with pytest.raises(ValueError, match=error):
-        ds.fit(ds.track(run.watchers[0], [ds.TRADI]), LOADER, epochs=1, progress=False)
+    refuses(lambda: ds.fit(run.watchers[0], LOADER, epochs=1, progress=False), error)
+    refuses(lambda: run.watchers[0].backward(*LOADER[0]), error)
+    refuses(lambda: ds.fit(ds.track(run.watchers[0], [ds.TRADI]), LOADER, epochs=1, progress=False), error)
 
 
 def test_functions_that_are_more_than_networks_are_not_watched():
@@ -322,9 +313,6 @@ def test_every_watcher_has_a_temperature_of_its_own():
     assert all(torch.equal(p.predict(X).mean, mean) for p, mean in zip((run, tradi), before, strict=True))
     fitted(run)
     assert float(swag.temperature) == 1.0  # it was fitted to other weights
-
-
-# ---------------------------------------------------------------------- what is said of them
 
 
 def test_the_metrics_of_networks_are_those_of_their_own_mixtures():

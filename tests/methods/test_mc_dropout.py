@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
+from refusals import refuses
 
 WIDE = 2000
 
@@ -19,9 +20,6 @@ WIDE = 2000
 def masks(module: nn.Module, samples: int = 5, shape: tuple[int, ...] = (3, WIDE)) -> Tensor:
     """(M, B, ...) what the drawn functions make of ones: the masks, scaled."""
     return ds.MCDropout(nn.Sequential(module), samples=samples).draw()(torch.ones(shape))
-
-
-# ---------------------------------------------------------------------------------------------------- masks
 
 
 def test_units_are_dropped_at_the_rate_and_the_rest_scaled_up():
@@ -118,9 +116,6 @@ def test_the_mean_over_functions_of_a_linear_network_is_its_eval_output():
     assert bool(((outputs.mean(0) - network.eval()(x)).abs() < error).all())
 
 
-# ---------------------------------------------------------------------------------------------------- the rest stays
-
-
 def test_batch_norm_stays_in_eval_mode():
     network = tiny.mlp(dropout=0.5).double()
     posterior, x = ds.MCDropout(network, samples=3), tiny.points()[0]
@@ -144,8 +139,7 @@ def test_the_network_is_left_without_hooks(rate):
     posterior.backward(x, y)
     posterior.predict(x)
     posterior.member(1)(x)
-    with pytest.raises(ValueError, match="shapes cannot be multiplied"):
-        posterior.predict(x[:, :2])
+    refuses(lambda: posterior.predict(x[:, :2]), "shapes cannot be multiplied")
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in network.modules())
     assert set(posterior.sites.values()) == {rate or 0.5}
 
@@ -168,9 +162,6 @@ def test_training_with_own_modules_is_the_networks_own_training():
     F.cross_entropy(other(x), y).backward()
     assert tiny.largest_difference(tiny.gradients(network), tiny.gradients(other)) < 1e-12
     assert tiny.largest_difference(tiny.state(network), tiny.state(other)) < 1e-12
-
-
-# ---------------------------------------------------------------------------------------------------- inserted dropout
 
 
 def seen_by(layer: nn.Module, run) -> list[Tensor]:
@@ -223,13 +214,11 @@ def test_inserted_dropout_comes_before_every_weight_layer_but_the_first():
 
 @pytest.mark.parametrize("rate", [0.0, 1.0, -0.1, 1.5, math.nan])
 def test_a_rate_that_is_none_is_refused(rate):
-    with pytest.raises(ValueError, match="expected rate above 0 and below 1"):
-        ds.MCDropout(tiny.mlp(), rate=rate)
+    refuses(lambda: ds.MCDropout(tiny.mlp(), rate=rate), "expected rate above 0 and below 1")
 
 
 def test_no_samples_are_refused():
-    with pytest.raises(ValueError, match="expected samples of at least 1, got 0"):
-        ds.MCDropout(tiny.mlp(0.5), samples=0)
+    refuses(lambda: ds.MCDropout(tiny.mlp(0.5), samples=0), "expected samples of at least 1, got 0")
 
 
 def test_a_rate_and_dropout_of_its_own_are_refused():
@@ -240,9 +229,6 @@ def test_a_rate_and_dropout_of_its_own_are_refused():
 def test_a_single_layer_has_no_place_for_inserted_dropout():
     with pytest.raises(ValueError, match=r"expected at least two linear or convolutional layers .* got 1"):
         ds.MCDropout(nn.Linear(4, 3), rate=0.1)
-
-
-# ---------------------------------------------------------------------------------------------------- nothing to drop
 
 
 def test_functional_dropout_only_is_an_error_that_says_why():
@@ -269,8 +255,7 @@ def test_dropout_inside_a_recurrent_layer_is_named():
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.lstm(x)[0][:, -1])
 
-    with pytest.raises(ValueError, match=r"got none \(lstm drop inside their own forward\)"):
-        ds.MCDropout(Recurrent())
+    refuses(lambda: ds.MCDropout(Recurrent()), r"got none \(lstm drop inside their own forward\)")
 
 
 def test_dropout_of_rate_zero_is_no_dropout():
@@ -289,9 +274,6 @@ def test_dropout_that_forward_never_calls_is_an_error():
 
     with pytest.raises(ValueError, match=r"calls its dropout modules, got none of drop called"):
         ds.MCDropout(Idle()).predict(torch.zeros(2, 4))
-
-
-# ---------------------------------------------------------------------------------------------------- stored draws
 
 
 def test_refresh_stores_the_draw(tmp_path):
@@ -314,9 +296,6 @@ def test_fit_stores_a_draw():
     posterior, (x, y) = ds.MCDropout(tiny.mlp(0.5).double(), samples=4), tiny.points()
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     assert torch.equal(posterior(x), posterior(x))
-
-
-# ---------------------------------------------------------------------------------------------------- other networks
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -9,6 +9,7 @@ from torch import distributions, nn
 import dissensus as ds
 import tiny
 from dissensus.methods.parts.sampling_posterior import SamplingPosterior
+from refusals import refuses
 from thinning import often
 
 SIZED = {"data_size": 24}
@@ -18,10 +19,7 @@ def tensors(posterior, kind):
     return torch.cat([tensor.flatten() for tensor in getattr(posterior, kind).values()])
 
 
-# ---------------------------------------------------------------------------------------------------- the conjugate case
-
-
-@pytest.mark.parametrize("temperature", often([1.0, 0.25], [3.0]))
+@pytest.mark.parametrize("temperature", often([0.25], [1.0, 3.0]))
 def test_of_a_gaussian_posterior_it_finds_the_mean_and_one_over_the_precisions(temperature):
     # Linear regression, correlated inputs: P = XᵀX / noise² + 1 / s². The optimum is N(P⁻¹ Xᵀy / noise², T / P_ii).
     generator = torch.Generator().manual_seed(0)
@@ -54,9 +52,6 @@ def test_of_a_gaussian_posterior_it_finds_the_mean_and_one_over_the_precisions(t
     assert float(((tensors(posterior, "mean") - mean) / wanted.sqrt()).abs().max()) < 0.05
     marginal = temperature * torch.linalg.inv(precision).diagonal()
     assert float((marginal / wanted).max()) > 1.4  # which is another answer
-
-
-# ---------------------------------------------------------------------------------------------------- the objective
 
 
 class Twice(nn.Module):
@@ -109,7 +104,7 @@ NETWORKS = {
 def test_the_loss_is_the_mean_nll_of_drawn_functions_plus_kl_over_n(make, apart):
     torch.manual_seed(1)
     x, y = tiny.points(3)
-    posterior = ds.MeanFieldVI(make().double(), init_std=0.6, samples=800, train_samples=30, **SIZED).eval()
+    posterior = ds.MeanFieldVI(make().double(), init_std=0.6, samples=400, train_samples=20, **SIZED).eval()
     cost = float(posterior.kl()) / 24
     with torch.no_grad():
         losses = torch.stack([posterior.loss(x, y) for _ in range(20)]) - cost
@@ -190,9 +185,6 @@ def test_annealing_weighs_the_cost_and_train_samples_average():
     assert twice == pytest.approx(sum(once) / 2, rel=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------- networks
-
-
 def test_it_starts_at_the_network_it_is_given_and_leaves_that_alone():
     network = tiny.mlp().double().eval()
     before, (x, y) = copy.deepcopy(network), tiny.points()
@@ -256,18 +248,16 @@ def test_activation_checkpointing_would_draw_other_noise_and_is_an_error():
             return self.b(torch.utils.checkpoint.checkpoint(lambda h: self.a(h).tanh(), x, use_reentrant=False))
 
     posterior = ds.MeanFieldVI(Again().double(), **SIZED)
-    with pytest.raises(ValueError, match="got 'a' run again in the backward pass, without its noise"):
-        posterior.backward(*tiny.points())
-
-
-# ---------------------------------------------------------------------------------------------------- files and errors
+    refuses(lambda: posterior.backward(*tiny.points()), "got 'a' run again in the backward pass, without its noise")
 
 
 @pytest.mark.parametrize(
     "build",
     [
         lambda: ds.MeanFieldVI(tiny.mlp(0.2).double(), samples=2, **SIZED),
-        lambda: ds.MeanFieldVI([tiny.mlp().double() for _ in range(2)], samples=2, **SIZED),
+        pytest.param(
+            lambda: ds.MeanFieldVI([tiny.mlp().double() for _ in range(2)], samples=2, **SIZED), marks=pytest.mark.slow
+        ),
         lambda: ds.RankOneBNN(tiny.mlp().double(), components=2, samples=2, **SIZED),
     ],
     ids=["mean_field_vi", "two networks", "rank_one_bnn"],
@@ -300,8 +290,7 @@ def test_a_table_of_deviations_is_saved_and_loaded(tmp_path):
 
 def test_what_it_cannot_do_is_a_clear_error():
     network = tiny.mlp().double()
-    with pytest.raises(ValueError, match="expected data_size with a prior, got none"):
-        ds.MeanFieldVI(network)
+    refuses(lambda: ds.MeanFieldVI(network), "expected data_size with a prior, got none")
     with pytest.raises(TypeError, match="expected a GaussianPrior, whose KL has a closed form"):
         ds.MeanFieldVI(network, prior=lambda params: params["0.bias"].sum(), **SIZED)
     for keyword in ("init_std", "posterior_temperature", "deviation_lr"):
@@ -309,8 +298,7 @@ def test_what_it_cannot_do_is_a_clear_error():
             ds.MeanFieldVI(network, **{keyword: 0.0}, **SIZED)
     with pytest.raises(ValueError, match="expected patterns that match names, got 'head"):
         ds.MeanFieldVI(network, weight_prior_std={"head.*": 1.0, "*": 1.0}, **SIZED)
-    with pytest.raises(TypeError, match="got the members of another posterior"):
-        ds.track(network, [ds.MeanFieldVI])
+    refuses(lambda: ds.track(network, [ds.MeanFieldVI]), "got the members of another posterior", TypeError)
     posterior = ds.MeanFieldVI(network, **SIZED)
     posterior.use_prior(None)
     with pytest.raises(
@@ -334,7 +322,7 @@ def test_deviations_that_are_still_on_their_way_are_said(rate, said, caplog):
     x = torch.randn(200, 6)
     loader = ds.data.Batches(x, (x.sum(1) > 0).long(), batch_size=200)
     posterior = ds.MeanFieldVI(ds.nets.MLP(6, 2, hidden=(8,)), data_size=200, deviation_lr=rate)
-    ds.fit(posterior, loader, epochs=80, progress=False)
+    ds.fit(posterior, loader, epochs=40, progress=False)
     assert ("the standard deviations have not converged: their median is 0.01" in caplog.text) == said
 
 

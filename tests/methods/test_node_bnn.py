@@ -13,7 +13,8 @@ from dissensus.layers.frozen_norm import FrozenNorm
 from dissensus.methods.parts.node_functions import NodeFunctions
 from dissensus.methods.parts.node_latents import cross_entropy, entropy_bound, sample_for_examples, surrogate_kl
 from dissensus.utils.batch_norm_names import statistics_layers
-from thinning import often
+from refusals import refuses
+from thinning import often, thinned
 
 
 def conv(dropout=0.0):
@@ -24,9 +25,6 @@ def conv(dropout=0.0):
 
 def build(net=tiny.mlp, **keywords):
     return ds.NodeBNN(net(), **{"data_size": 100, **keywords}).to(torch.float64)
-
-
-# ---------------------------------------------------------------------------------------------------- latents
 
 
 def test_latent_counts_of_the_papers_networks():
@@ -84,7 +82,7 @@ NETS = {
 
 
 @pytest.mark.parametrize("mode", often(["both"], ["in"]))
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", often([name for name in NETS if name != "VGG16"], ["VGG16"]))
 def test_all_latents_at_1_reproduce_the_network(name, mode):
     torch.manual_seed(0)
     make, shape = NETS[name]
@@ -110,12 +108,10 @@ def test_components_come_in_turn_and_every_example_meets_each_of_them():
     assert {firsts.count(k) > 60 for k in range(4)} == {True}  # 100 ± 4 · 8.7 of each
 
 
-# ---------------------------------------------------------------------------------------------------- the objective
-
-
-@pytest.mark.parametrize("gamma", [-0.5, 0.0, 2.0])
-@pytest.mark.parametrize("divergence", ["mixture", "surrogate"])
-@pytest.mark.parametrize("bound", ["joint", "per_layer", "released"])
+@pytest.mark.parametrize(
+    ("bound", "divergence", "gamma"),
+    thinned(["joint", "per_layer", "released"], ["mixture", "surrogate"], [-0.5, 0.0, 2.0], every=3),
+)
 def test_the_loss_is_the_expected_nll_plus_kl_less_gamma_times_entropy_over_n(bound, divergence, gamma):
     torch.manual_seed(0)
     x, y = tiny.points()
@@ -206,9 +202,6 @@ def test_weight_decay_on_latents_is_said(caplog):
     optimizer = torch.optim.AdamW(posterior.parameters(), weight_decay=0.01)
     ds.fit(posterior, [(x, y)], epochs=1, optimizer=optimizer, progress=False)
     assert any("latents towards 0" in line and "parameter_groups" in line for line in caplog.messages)
-
-
-# ---------------------------------------------------------------------------------------------------- functions
 
 
 @pytest.mark.parametrize("net", [tiny.mlp, conv])
@@ -336,9 +329,6 @@ def test_tied_weights_are_not_folded_along():
     torch.testing.assert_close(posterior.collapse(0)(x), outputs[0], rtol=0, atol=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------- training
-
-
 def test_the_callers_network_is_copied_and_needs_no_extra_argument():
     network, (x, y) = tiny.mlp().double(), tiny.points()
     before = tiny.state(network)
@@ -450,9 +440,6 @@ def test_mixed_precision_trains():
     assert math.isfinite(history[-1].loss)
 
 
-# ---------------------------------------------------------------------------------------------------- files
-
-
 def test_saved_and_loaded_around_the_plain_network(tmp_path):
     torch.manual_seed(0)
     posterior, (x, y) = build(conv, mode="both", bias_latent=True, layers=["1"], batch_norm="frozen"), tiny.points(24)
@@ -463,8 +450,7 @@ def test_saved_and_loaded_around_the_plain_network(tmp_path):
     assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
     assert loaded.config() == posterior.config()
     assert str(loaded.account) == str(posterior.account)
-    with pytest.raises(ValueError, match="expected a network with layer"):
-        ds.load(tmp_path, tiny.mlp())
+    refuses(lambda: ds.load(tmp_path, tiny.mlp()), "expected a network with layer")
 
 
 def test_networks_of_the_library_are_built_again_from_the_file(tmp_path):
@@ -474,9 +460,6 @@ def test_networks_of_the_library_are_built_again_from_the_file(tmp_path):
     loaded = ds.load(tmp_path)
     assert torch.equal(loaded.mean, posterior.mean)
     assert type(loaded.plain_network()) is ds.nets.MLP
-
-
-# ---------------------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(
@@ -503,28 +486,21 @@ def test_networks_of_the_library_are_built_again_from_the_file(tmp_path):
     ],
 )
 def test_bad_settings_are_clear_errors(keywords, message):
-    with pytest.raises(ValueError, match=message):
-        build(**keywords)
+    refuses(lambda: build(**keywords), message)
 
 
 def test_other_bad_input_is_a_clear_error():
-    with pytest.raises(ValueError, match=r"expected data_size, got none; pass data_size=len\(training_set\)"):
-        ds.NodeBNN(tiny.mlp())
+    refuses(lambda: ds.NodeBNN(tiny.mlp()), r"expected data_size, got none; pass data_size=len\(training_set\)")
     with pytest.raises(ValueError, match="expected a network with a linear or convolutional layer, got Sequential"):
         ds.NodeBNN(nn.Sequential(nn.BatchNorm1d(3)), data_size=9)
-    with pytest.raises(IndexError, match="index 4 is out of bounds for dimension 0 with size 4"):
-        build().collapse(4)
-    with pytest.raises(ValueError, match="expected component of at least -4, got -5; this posterior has 4"):
-        build().collapse(-5)
-    with pytest.raises(TypeError, match="expected data_size as a whole number, got '600'; pass an int"):
-        build(data_size="600")
+    refuses(lambda: build().collapse(4), "index 4 is out of bounds for dimension 0 with size 4", IndexError)
+    refuses(lambda: build().collapse(-5), "expected component of at least -4, got -5; this posterior has 4")
+    refuses(lambda: build(data_size="600"), "expected data_size as a whole number, got '600'; pass an int", TypeError)
     for odd in ("a", 1.0, True):
         with pytest.raises(TypeError, match=f"expected component as a whole number, got {odd!r}"):
             build().collapse(odd)
-    with pytest.raises(TypeError, match=r"expected components as a whole number, got 2\.5"):
-        build(components=2.5)
-    with pytest.raises(TypeError, match="expected components as a whole number, got True"):
-        build(components=True)
+    refuses(lambda: build(components=2.5), r"expected components as a whole number, got 2\.5", TypeError)
+    refuses(lambda: build(components=True), "expected components as a whole number, got True", TypeError)
 
 
 class TimeFirst(nn.Module):
@@ -542,10 +518,8 @@ class TimeFirst(nn.Module):
 def test_a_layer_that_does_not_see_the_batch_first_is_named_even_where_that_axis_is_as_long():
     posterior = ds.NodeBNN(TimeFirst(), data_size=9, train_samples=2)
     x, y = torch.randn(3, 6, 4), torch.tensor([0, 1, 2])  # 2 · 3 rows, as there are times
-    with pytest.raises(ValueError, match=r"layer 'encode', got a tensor of shape \(6, 2, 4\).*exclude this layer"):
-        posterior.backward(x, y)
-    with pytest.raises(ValueError, match="layer 'encode'"):
-        ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+    refuses(lambda: posterior.backward(x, y), r"layer 'encode', got a tensor of shape \(6, 2, 4\).*exclude this layer")
+    refuses(lambda: ds.fit(posterior, [(x, y)], epochs=1, progress=False), "layer 'encode'")
     left_out = ds.NodeBNN(TimeFirst(), data_size=9, train_samples=2, layers=["head"])
     left_out.backward(x, y)
     assert left_out.account.left == {"encode": "not selected by layers="}

@@ -51,11 +51,11 @@ def test_the_distance_of_a_component_from_itself_is_0_and_symmetric_between_two(
     torch.testing.assert_close(distance, distance.T, rtol=0, atol=1e-15)
 
 
-def test_the_entropy_bound_lies_below_a_monte_carlo_estimate_in_200_random_mixtures():
+def test_the_entropy_bound_lies_below_a_monte_carlo_estimate_in_random_mixtures():
     generator = torch.Generator().manual_seed(1)
     torch.manual_seed(1)
     exact_tighter = 0
-    for i in range(200):
+    for i in range(60):
         mean, std = random_mixture(generator, components=1 + i % 6, latents=1 + i % 9)
         q = mixture(mean, std)
         log_q = q.log_prob(q.sample((2000,)))
@@ -64,7 +64,7 @@ def test_the_entropy_bound_lies_below_a_monte_carlo_estimate_in_200_random_mixtu
         assert loose <= bound + 1e-12
         assert bound <= -float(log_q.mean()) + 4 * error
         exact_tighter += bound > loose + 1e-9
-    assert exact_tighter > 150  # all but the mixtures of one component
+    assert exact_tighter > 45  # all but the mixtures of one component
 
 
 def test_components_far_apart_earn_log_k_and_equal_ones_nothing():

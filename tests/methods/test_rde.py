@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import dissensus as ds
 import tiny
-from dissensus.core import gradients as strategies
 from dissensus.core.batch import Batch
 from dissensus.methods import FeatureRDE, FunctionRDE, WeightRDE
 from dissensus.methods.parts.empcov_prior import EmpCov
@@ -17,13 +16,9 @@ from dissensus.methods.parts.repulsion_strength import Strength
 from dissensus.numerics import rbf_kernels as kernels
 from dissensus.numerics import score_estimates
 from dissensus.numerics.annealing import Annealing
+from refusals import refuses
 from saved_files import config_of, reseal
 
-STRATEGIES = {
-    "vectorised": strategies.vectorised_gradients,
-    "loop": strategies.looped_gradients,
-    "loop, graphs kept": strategies.looped_keeping_graphs,
-}
 ESTIMATORS = {
     "kde": score_estimates.kde,
     "stein": score_estimates.stein,
@@ -74,9 +69,6 @@ def builders() -> dict:
         ),
         "feature": lambda nets, **k: FeatureRDE(nets, layer="2", head="3", projection=3, **k),
     }
-
-
-# ---------------------------------------------------------------------------------------------------- updates
 
 
 @pytest.mark.parametrize("score", ESTIMATORS)
@@ -423,74 +415,6 @@ def test_the_weight_prior_counts_the_shared_head_once():
     torch.testing.assert_close(difference, nets[0][2].weight.detach() / (10 * 0.25), rtol=0, atol=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------- engines
-
-
-# Graphs are kept for coupled members only; in weight space there is nothing to wait for.
-WAYS = [(m, s) for m in builders() for s in STRATEGIES if (m, s) != ("weight", "loop, graphs kept")]
-
-
-@pytest.mark.parametrize(("method", "strategy"), WAYS)
-def test_every_way_of_running_members_gives_the_gradients_of_loss(method, strategy):
-    nets, (x, y) = networks(3, lambda: tiny.mlp().double()), tiny.points()
-    posterior = builders()[method](nets)
-    other = copy.deepcopy(posterior)
-    if method == "function, prior":
-        # vmap draws all members' prior networks at once, the loop one after the other: other draws of the same prior
-        other.particles.how = "vectorised" if strategy == "vectorised" else "loop"
-    torch.manual_seed(3)
-    found = STRATEGIES[strategy](posterior, Batch(x, y))
-    gradients = posterior.mix(found.gradients) if posterior.mixes_gradients else found.gradients
-    torch.manual_seed(3)
-    other.loss(x, y).backward()
-    parameters = {**other.particles.own_parameters(), **other.particles.shared_parameters()}
-    for name, parameter in parameters.items():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-10, msg=name)
-
-
-@pytest.mark.parametrize("method", [name for name in builders() if name != "function, prior"])
-def test_the_order_of_members_does_not_matter(method):
-    nets, (x, y) = networks(4, lambda: tiny.mlp().double()), tiny.points()
-    order = [2, 0, 3, 1] if method != "feature" else [0, 3, 1, 2]  # the first one gives the head
-    straight, shuffled = builders()[method](nets), builders()[method]([nets[i] for i in order])
-    losses = straight.backward(x, y)
-    torch.testing.assert_close(shuffled.backward(x, y), losses[order], rtol=0, atol=1e-12)
-    for name, tensor in straight.particles.own_parameters().items():
-        other = shuffled.particles.own_parameters()[name].grad
-        torch.testing.assert_close(other, tensor.grad[order], rtol=0, atol=1e-10, msg=name)
-
-
-@pytest.mark.parametrize("method", [name for name in builders() if name != "function, prior"])
-def test_float32_agrees_with_float64(method):
-    # no batch norm: behind it the gradient of a bias is zero but for rounding
-    make = (
-        (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Identity(), nn.Linear(6, 3)))
-        if method == "feature"
-        else plain
-    )
-    nets, (x, y) = networks(4, make), tiny.points()
-    double = builders()[method](nets)
-    single = copy.deepcopy(double).float()
-    double.backward(x, y)
-    single.backward(x.float(), y)
-    for name, parameter in double.named_parameters():
-        found = dict(single.named_parameters())[name].grad
-        scale = float(parameter.grad.abs().max())
-        torch.testing.assert_close(found.double(), parameter.grad, rtol=1e-4, atol=1e-4 * scale + 1e-7, msg=name)
-
-
-@pytest.mark.parametrize("method", [name for name in builders() if name != "function, prior"])
-def test_one_member_is_exactly_a_map_network(method):
-    net, (x, y) = tiny.mlp().double(), tiny.points()
-    alone, single = builders()[method]([net]), ds.MAP(copy.deepcopy(net))
-    for posterior in (alone, single):
-        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
-        ds.fit(posterior, [(x, y)], epochs=5, optimizer=optimizer, progress=False)
-    assert torch.equal(alone.predict(x).mean, single.predict(x).mean)
-    assert not alone.is_coupled
-    assert not alone.mixes_gradients
-
-
 def test_one_member_with_a_functional_prior_is_a_map_network_with_the_weight_prior():
     net, (x, y) = tiny.mlp().double(), tiny.points()
     alone = FunctionRDE([net], data_size=50, functional_prior=True, weight_prior_std=0.7)
@@ -499,79 +423,6 @@ def test_one_member_with_a_functional_prior_is_a_map_network_with_the_weight_pri
     single.backward(x, y)
     for ours, theirs in zip(alone.parameters(), single.parameters(), strict=True):
         assert torch.equal(ours.grad[0], theirs.grad)
-
-
-@pytest.mark.parametrize("method", ["weight", "function", "feature"])
-def test_near_equal_members_separate_and_do_not_explode(method):
-    """Two members 1e-3 apart, trained on the same data, end further apart than without repulsion."""
-    first, (x, y) = tiny.mlp().double(), tiny.points()
-    second = copy.deepcopy(first)
-    with torch.no_grad():
-        for parameter in second.parameters():
-            parameter.add_(1e-3 * torch.randn_like(parameter))
-
-    def distance_after(posterior) -> float:
-        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.05)
-        ds.fit(posterior, [(x, y)] * 20, epochs=1, optimizer=optimizer, progress=False)
-        members = posterior.predict(x).members
-        assert bool(members.isfinite().all())
-        return float((members[0] - members[1]).norm())
-
-    repelled = distance_after(builders()[method]([first, second]))
-    assert repelled > 3 * distance_after(ds.DeepEnsemble([first, second]))
-
-
-# How far each weight of one of two members is moved: from where the floor rules to where the median does.
-DISTANCES = [1e-7, 1e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 1e-2]
-
-
-def largest_weight_in_training(build, distance: float) -> float:
-    """The largest absolute weight in 30 steps of SGD with momentum, two members starting this far apart in each weight."""
-    torch.manual_seed(0)
-    first, (x, y) = plain().double(), tiny.points()
-    second = copy.deepcopy(first)
-    with torch.no_grad():
-        for parameter in second.parameters():
-            parameter.add_(distance * torch.randn_like(parameter))
-    posterior, largest = build([first, second]), 0.0
-    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(30):
-        optimizer.zero_grad()
-        posterior.backward(x, y)
-        optimizer.step()
-        largest = max(largest, *(float(parameter.detach().abs().max()) for parameter in posterior.parameters()))
-    return largest
-
-
-NEAR_EQUAL = [
-    ("weight", 6),
-    *(pytest.param(*each, marks=pytest.mark.slow) for each in (("function", 10), ("feature", 30))),
-]
-
-
-@pytest.mark.parametrize(("method", "limit"), NEAR_EQUAL)
-def test_training_from_near_equal_members_stays_bounded(method, limit):
-    """Weights grow to 2.0, 3.4 and 16 with the floor, 1.7 without repulsion; 24, 119 and 376 with a thousandth of it."""
-    build = builders()[method] if method != "feature" else lambda nets: FeatureRDE(nets, layer="1", head="2")
-    largest = [largest_weight_in_training(build, distance) for distance in DISTANCES]
-    assert max(largest) < limit, largest
-
-
-@pytest.mark.parametrize("method", ["weight", "function", "feature"])
-@pytest.mark.parametrize("distance", [1e-6, 1e-9])
-def test_the_bandwidth_floor_bounds_the_force_between_near_equal_members(method, distance):
-    first, (x, y) = tiny.mlp().double(), tiny.points()
-    second = copy.deepcopy(first)
-    with torch.no_grad():
-        second[0].weight[0, 0] += distance
-    posterior = builders()[method]([first, second])
-    posterior.backward(x, y)
-    # |z_1 − z_2| / floor at most, over N or B, and no more than the loss's own gradients by orders of magnitude
-    largest = max(float(p.grad.abs().max()) for p in posterior.parameters())
-    assert largest < 100
-
-
-# ---------------------------------------------------------------------------------------------------- known posteriors
 
 
 class Conjugate:
@@ -648,9 +499,6 @@ def test_function_rde_samples_a_conjugate_posterior(score):
     assert relative_error(torch.cov(w.T, correction=0), factor * model.flat_covariance) < tolerance
 
 
-# ---------------------------------------------------------------------------------------------------- annealing
-
-
 def test_schedules_are_those_of_the_paper():
     steps = torch.arange(0, 101)
 
@@ -692,16 +540,12 @@ def test_annealing_scales_the_driving_force_and_not_the_repulsion(method):
 def test_annealing_over_the_whole_run_needs_its_length():
     nets, (x, y) = networks(), tiny.points()
     posterior = WeightRDE(nets, data_size=50, annealing=Annealing("linear"))
-    with pytest.raises(ValueError, match="expected the length of the run for annealing"):
-        posterior.backward(x, y)
+    refuses(lambda: posterior.backward(x, y), "expected the length of the run for annealing")
     posterior.begin(steps_per_epoch=10, epochs=2)
     posterior.backward(x, y)
     for keywords in ({"schedule": "cosine"}, {"steps": 0}, {"weight": 0.0}, {"cycles": 0}):
         with pytest.raises(ValueError, match="expected"):
             Annealing(**keywords)
-
-
-# ---------------------------------------------------------------------------------------------------- files and errors
 
 
 def test_points_and_annealing_are_saved(tmp_path):
@@ -740,14 +584,11 @@ def test_bad_input_is_a_clear_error():
         FunctionRDE(nets, data_size=10, repel_at=[1.0])
     with pytest.raises(ValueError, match=r"expected inputs \(n, ...\), got shape \(0, 4\)"):
         FunctionRDE(nets, data_size=10, repel_at=torch.zeros(0, 4))
-    with pytest.raises(ValueError, match="expected noise above 0"):
-        FunctionRDE(nets, data_size=10, repel_at="noise", noise=0.0)
+    refuses(lambda: FunctionRDE(nets, data_size=10, repel_at="noise", noise=0.0), "expected noise above 0")
     with pytest.raises(ValueError, match="only classification has probabilities"):
         FunctionRDE(nets, data_size=10, outputs="probabilities", likelihood=ds.Regression())
-    with pytest.raises(ValueError, match="expected outputs of logits, probabilities"):
-        FunctionRDE(nets, data_size=10, outputs="softmax")
-    with pytest.raises(TypeError, match="expected a prior, got 'gp'"):
-        FunctionRDE(nets, data_size=10, prior="gp")
+    refuses(lambda: FunctionRDE(nets, data_size=10, outputs="softmax"), "expected outputs of logits, probabilities")
+    refuses(lambda: FunctionRDE(nets, data_size=10, prior="gp"), "expected a prior, got 'gp'", TypeError)
     with pytest.raises(ValueError, match="expected a prior with functional_prior=True, got none"):
         FunctionRDE(nets, data_size=10, functional_prior=True)
     rigid = FunctionRDE(nets, data_size=10, functional_prior=True, prior=lambda params: params["0.weight"].sum())
@@ -855,10 +696,8 @@ def test_a_layer_behind_the_head_is_a_clear_error():
 
 def test_bad_layers_and_heads_are_clear_errors():
     nets = networks(2)
-    with pytest.raises(ValueError, match="expected layer of 0, 1, 2, got 'features'"):
-        FeatureRDE(nets, layer="features", head="2")
-    with pytest.raises(ValueError, match="expected head of 0, 1, 2, got 'classifier'"):
-        FeatureRDE(nets, layer="1", head="classifier")
+    refuses(lambda: FeatureRDE(nets, layer="features", head="2"), "expected layer of 0, 1, 2, got 'features'")
+    refuses(lambda: FeatureRDE(nets, layer="1", head="classifier"), "expected head of 0, 1, 2, got 'classifier'")
     with pytest.raises(ValueError, match="expected a head with parameters to share, got '1', which has none"):
         FeatureRDE(nets, layer="0", head="1")
     with pytest.raises(
@@ -876,13 +715,11 @@ def test_bad_layers_and_heads_are_clear_errors():
             self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
             self.head.weight = self.body.weight
 
-    with pytest.raises(ValueError, match=r"got 'body.weight' tied to 'head'"):
-        FeatureRDE([Tied(), Tied()], layer="body", head="head")
+    refuses(lambda: FeatureRDE([Tied(), Tied()], layer="body", head="head"), r"got 'body.weight' tied to 'head'")
     frozen = networks(2)
     for net in frozen:
         net[0].requires_grad_(False)
-    with pytest.raises(ValueError, match="expected encoders with trainable parameters"):
-        FeatureRDE(frozen, layer="1", head="2")
+    refuses(lambda: FeatureRDE(frozen, layer="1", head="2"), "expected encoders with trainable parameters")
     for keywords in (
         {"projection": 0},
         {"feature_prior": "laplace"},

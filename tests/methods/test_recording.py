@@ -39,7 +39,10 @@ METHODS = {
     "snapshots": (lambda: made(SnapshotEnsemble, members=4), 4),
     "swag-every": (lambda: made(SWAG, rank=2, samples=2, every=3), 3),
 }
-each_method = pytest.mark.parametrize(("build", "expected"), METHODS.values(), ids=METHODS)
+each_method = pytest.mark.parametrize(
+    ("build", "expected"),
+    [pytest.param(*row, marks=pytest.mark.slow if name == "swa" else (), id=name) for name, row in METHODS.items()],
+)
 
 
 def collected(posterior) -> dict[str, torch.Tensor]:
@@ -138,9 +141,6 @@ def test_a_loop_of_ones_own_may_begin_late():
         posterior.observe(optimizer)
     assert int(posterior.recorder.snapshots.taken) == 4
     assert posterior.steps_before_run == 0
-
-
-# ---------------------------------------------------------------------------------------------------- interruptions
 
 
 @each_method

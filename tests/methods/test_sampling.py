@@ -9,6 +9,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.methods import SWA, SWAG, TRADI, GaussianPerturbation, SnapshotEnsemble
+from thinning import thinned
 
 METHODS = [TRADI, SWAG, SWA, SnapshotEnsemble, GaussianPerturbation]
 
@@ -85,9 +86,6 @@ def test_buffers_that_are_not_saved_stay_out_of_files(tmp_path):
     assert torch.equal(ds.load(tmp_path, Scaled()).predict(x).members, outputs)
 
 
-# ---------------------------------------------------------------------------------------------------- batch statistics
-
-
 class Doubled(nn.BatchNorm2d):
     """Somebody's own kind of batch norm."""
 
@@ -106,8 +104,7 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("method", [TRADI, SWAG, SWA, GaussianPerturbation])
+@pytest.mark.parametrize(("method", "norm"), thinned([TRADI, SWAG, SWA, GaussianPerturbation], list(NORMS), every=2))
 def test_statistics_belong_to_the_samples_and_are_found_again_without_the_training_set(method, norm, tmp_path):
     layer, shape = NORMS[norm]
 
@@ -136,9 +133,6 @@ def test_a_failed_refresh_leaves_the_draw_there_was():
             ds.refresh(posterior, loader)
         assert tiny.largest_difference(before, tiny.state(posterior)) == 0
         assert torch.equal(posterior.predict(x).members, outputs)
-
-
-# ---------------------------------------------------------------------------------------------------- what is sampled
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -24,7 +24,8 @@ def conjugate():
 
 
 @pytest.mark.parametrize(
-    ("friction", "temperature"), [(1.0, 1.0), (0.3, 0.25), pytest.param(0.3, 1.0, marks=pytest.mark.slow)]
+    ("friction", "temperature"),
+    [(0.3, 0.25), *(pytest.param(each, 1.0, marks=pytest.mark.slow) for each in (0.3, 1.0))],
 )
 def test_full_batches_sample_the_posterior_of_a_linear_model(friction, temperature):
     """500 outputs with the same targets are 500 chains; the 4 snapshots of each are hardly correlated: n = 2000.

@@ -12,6 +12,7 @@ from dissensus.core.batch import Batch
 from dissensus.methods import FeatureRDE, FoRDE, FunctionRDE, WeightRDE
 from dissensus.methods.parts.repulsion_strength import Strength
 from dissensus.training.fit import validation_nll
+from refusals import refuses
 
 
 def test_the_three_kinds():
@@ -100,12 +101,9 @@ def test_what_is_no_strength_is_an_error(repulsion):
 
 
 def test_other_bad_input_is_an_error():
-    with pytest.raises(ValueError, match=r"expected data_size with repulsion \"1/N\", got none"):
-        Strength("1/N", None)
-    with pytest.raises(ValueError, match="expected batch_size of at least 1, got 0"):
-        Strength("1/B", None, 0)
-    with pytest.raises(TypeError, match=r"expected batch_size as a whole number, got 2\.5"):
-        Strength("1/B", None, 2.5)
+    refuses(lambda: Strength("1/N", None), r"expected data_size with repulsion \"1/N\", got none")
+    refuses(lambda: Strength("1/B", None, 0), "expected batch_size of at least 1, got 0")
+    refuses(lambda: Strength("1/B", None, 2.5), r"expected batch_size as a whole number, got 2\.5", TypeError)
 
 
 def test_weights_in_half_precision_are_summed_in_full():

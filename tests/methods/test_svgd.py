@@ -5,12 +5,10 @@ import copy
 import pytest
 import torch
 from test_rde import (
-    DISTANCES,
     Conjugate,
     flat_gradients,
     flat_loss_gradients,
     flat_weights,
-    largest_weight_in_training,
     networks,
     plain,
     relative_error,
@@ -19,18 +17,11 @@ from torch import Tensor, nn
 
 import dissensus as ds
 import tiny
-from dissensus.core import gradients as strategies
-from dissensus.core.batch import Batch
 from dissensus.methods import SVGD
 from dissensus.numerics import rbf_kernels as kernels
 from dissensus.numerics import score_estimates
 from dissensus.numerics.annealing import Annealing
-
-STRATEGIES = {
-    "vectorised": strategies.vectorised_gradients,
-    "loop": strategies.looped_gradients,
-    "loop, graphs kept": strategies.looped_keeping_graphs,
-}
+from refusals import refuses
 
 
 def kernel_of(z: Tensor) -> Tensor:
@@ -63,22 +54,6 @@ def test_the_update_on_functions_is_that_of_the_paper():
         found = torch.autograd.grad(output, list(net.parameters()), v.reshape(output.shape))
         rows.append(torch.cat([g.flatten() for g in found]))
     torch.testing.assert_close(flat_gradients(posterior), torch.stack(rows), rtol=0, atol=1e-10)
-
-
-# Graphs are kept for coupled members only; on weights there is nothing to wait for.
-WAYS = [(a, b) for a in ("weight", "function") for b in STRATEGIES if (a, b) != ("weight", "loop, graphs kept")]
-
-
-@pytest.mark.parametrize(("space", "strategy"), WAYS)
-def test_every_way_of_running_members_gives_the_gradients_of_loss(space, strategy):
-    nets, (x, y) = networks(3, lambda: tiny.mlp().double()), tiny.points()
-    posterior = SVGD(nets, data_size=50, space=space)
-    other = copy.deepcopy(posterior)
-    found = STRATEGIES[strategy](posterior, Batch(x, y))
-    gradients = posterior.mix(found.gradients) if posterior.mixes_gradients else found.gradients
-    other.loss(x, y).backward()
-    for name, parameter in other.particles.own_parameters().items():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-10, msg=name)
 
 
 @pytest.mark.parametrize("space", ["weight", "function"])
@@ -180,68 +155,6 @@ def test_a_conjugate_posterior_is_sampled(space):
 
 
 @pytest.mark.parametrize("space", ["weight", "function"])
-def test_one_member_is_exactly_a_map_network(space):
-    net, (x, y) = tiny.mlp().double(), tiny.points()
-    alone, single = SVGD([net], data_size=12, space=space), ds.MAP(copy.deepcopy(net))
-    for posterior in (alone, single):
-        ds.fit(posterior, [(x, y)], epochs=5, optimizer=torch.optim.SGD(posterior.parameters(), lr=0.1), progress=False)
-    assert torch.equal(alone.predict(x).mean, single.predict(x).mean)
-
-
-@pytest.mark.parametrize("space", ["weight", "function"])
-def test_the_order_of_members_does_not_matter(space):
-    nets, (x, y), order = networks(4), tiny.points(), [2, 0, 3, 1]
-    straight, shuffled = (SVGD(n, data_size=50, space=space) for n in (nets, [nets[i] for i in order]))
-    straight.backward(x, y)
-    shuffled.backward(x, y)
-    torch.testing.assert_close(flat_gradients(shuffled), flat_gradients(straight)[order], rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("space", ["weight", "function"])
-def test_float32_agrees_with_float64(space):
-    nets, (x, y) = networks(4), tiny.points()
-    double = SVGD(nets, data_size=50, space=space)
-    single = copy.deepcopy(double).float()
-    double.backward(x, y)
-    single.backward(x.float(), y)
-    expected = flat_gradients(double)
-    scale = float(expected.abs().max())
-    torch.testing.assert_close(flat_gradients(single).double(), expected, rtol=1e-4, atol=1e-4 * scale)
-
-
-def nearly_equal(distance: float) -> list[nn.Module]:
-    first = plain().double()
-    second = copy.deepcopy(first)
-    with torch.no_grad():
-        for parameter in second.parameters():
-            parameter.add_(distance * torch.randn_like(parameter))
-    return [first, second]
-
-
-@pytest.mark.parametrize("space", ["weight", "function"])
-def test_near_equal_members_separate(space):
-    """Two members 1e-3 apart, trained on the same data, end further apart than without repulsion."""
-    nets, (x, y) = nearly_equal(1e-3), tiny.points()
-    distances = []
-    for posterior in (SVGD(nets, data_size=12, space=space), ds.DeepEnsemble(nets)):
-        optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
-        ds.fit(posterior, [(x, y)] * 50, epochs=1, optimizer=optimizer, progress=False)
-        members = posterior.predict(x).members
-        distances.append(float((members[0] - members[1]).norm()))
-    assert distances[0] > 10 * distances[1]
-
-
-@pytest.mark.parametrize("space", ["weight", "function"])
-@pytest.mark.parametrize("distance", [1e-6, 1e-9])
-def test_the_bandwidth_floor_bounds_the_force_between_near_equal_members(space, distance):
-    """Without it the force is 1/distance: a million at 1e-6. The same limit as for the repulsive ensembles."""
-    nets, (x, y) = nearly_equal(distance), tiny.points()
-    posterior = SVGD(nets, data_size=50, space=space)
-    posterior.backward(x, y)
-    assert float(flat_gradients(posterior).abs().max()) < 100
-
-
-@pytest.mark.parametrize("space", ["weight", "function"])
 def test_annealing_scales_the_driving_force_alone(space):
     nets, (x, y) = networks(), tiny.points()
 
@@ -257,13 +170,6 @@ def test_annealing_scales_the_driving_force_alone(space):
     if space == "weight":
         w = flat_weights(nets).detach()
         torch.testing.assert_close(off, -score_estimates.svgd(w, torch.zeros_like(w)) / 50, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize(("space", "limit"), [("weight", 6), pytest.param("function", 10, marks=pytest.mark.slow)])
-def test_training_from_near_equal_members_stays_bounded(space, limit):
-    """Weights grow to 1.4 and 3.2 with the floor; 21 and 97 with a thousandth of it."""
-    largest = [largest_weight_in_training(lambda nets: SVGD(nets, data_size=50, space=space), d) for d in DISTANCES]
-    assert max(largest) < limit, largest
 
 
 def test_annealing_on_functions_scales_the_weight_prior():
@@ -287,11 +193,7 @@ def test_bad_input_is_a_clear_error():
     nets = networks(2)
     with pytest.raises(TypeError, match=r"expected an Annealing, got 'linear'; pass Annealing\(\"linear\"\)"):
         SVGD(nets, data_size=10, annealing="linear")
-    with pytest.raises(ValueError, match="expected at least one module, got none"):
-        SVGD([], data_size=10)
-    with pytest.raises(ValueError, match="expected space of weight, function, got 'feature'"):
-        SVGD(nets, data_size=10, space="feature")
-    with pytest.raises(ValueError, match="expected data_size, got none"):
-        SVGD(nets, data_size=None)
-    with pytest.raises(ValueError, match="got members 0 and 1 equal"):
-        SVGD([nets[0], copy.deepcopy(nets[0])], data_size=10)
+    refuses(lambda: SVGD([], data_size=10), "expected at least one module, got none")
+    refuses(lambda: SVGD(nets, data_size=10, space="feature"), "expected space of weight, function, got 'feature'")
+    refuses(lambda: SVGD(nets, data_size=None), "expected data_size, got none")
+    refuses(lambda: SVGD([nets[0], copy.deepcopy(nets[0])], data_size=10), "got members 0 and 1 equal")

@@ -53,9 +53,6 @@ def covariance(posterior, count):
     return flat.T.cov(), flat.mean(0)
 
 
-# ---------------------------------------------------------------------------------------------------- moments
-
-
 def test_the_mean_of_equal_snapshots_is_their_value_and_the_variance_nothing():
     ones = torch.full((20, 3), 1.1, dtype=torch.float64)
     posterior = recorded(ones, rank=20)
@@ -93,9 +90,6 @@ def test_float32_variance_does_not_lose_itself_in_a_large_mean():
         posterior.observe(optimizer)
     expected = float(values.double().var(correction=0))
     assert float(posterior.variance["weight"]) == pytest.approx(expected, rel=1e-2)
-
-
-# ---------------------------------------------------------------------------------------------------- samples
 
 
 @pytest.mark.parametrize("n", [3, 8])
@@ -165,9 +159,6 @@ def test_swa_agrees_with_torch():
         torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------- the run
-
-
 def test_fit_spreads_twice_the_rank_over_the_last_quarter(monkeypatch):
     posterior, (x, y) = SWAG(tiny.mlp().double(), rank=2), tiny.points(40)
     seen = []
@@ -212,19 +203,6 @@ def test_norm_layers_are_sampled_with_statistics_that_belong_to_them():
         torch.testing.assert_close(member[1].running_var, variance, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", [SWAG, SWA])
-def test_saved_is_loaded_bit_for_bit_without_the_training_set(method, tmp_path):
-    posterior, (x, y) = method(tiny.mlp().double()), tiny.points(24)
-    ds.fit(posterior, [(x, y)], epochs=8, progress=False)
-    expected = posterior.predict(x).members
-    ds.save(posterior, tmp_path)
-    del posterior
-    torch.manual_seed(99)
-    loaded = ds.load(tmp_path, tiny.mlp())
-    assert torch.equal(loaded.predict(x).members, expected)
-    assert int(loaded.recorder.snapshots.taken) == 2
-
-
 def test_training_resumes_from_a_checkpoint_with_its_snapshots(tmp_path):
     def run(stop):
         torch.manual_seed(0)
@@ -242,9 +220,6 @@ def test_training_resumes_from_a_checkpoint_with_its_snapshots(tmp_path):
     assert tiny.largest_difference(whole.mean, resumed.mean) == 0
     assert torch.equal(whole.recorder.deviations, resumed.recorder.deviations)
     assert int(whole.recorder.snapshots.taken) == int(resumed.recorder.snapshots.taken) == 6
-
-
-# ---------------------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize("method", [SWAG, SWA])

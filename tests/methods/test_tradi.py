@@ -6,22 +6,14 @@ import math
 
 import pytest
 import torch
+from test_kalman import gains
 from torch import nn
 
 import dissensus as ds
 import tiny
 from dissensus.methods import TRADI
 from dissensus.methods.parts.kalman import kalman_step
-
-# ---------------------------------------------------------------------------------------------------- gains
-
-
-def gains(steps: int) -> tuple[float, float]:
-    p_mean = p_variance = k_mean = k_variance = 0.0
-    for _ in range(steps):
-        k_mean, p_mean = kalman_step(p_mean, 1e-4, 10.0)
-        k_variance, p_variance = kalman_step(p_variance, 5e-5, 10.0)
-    return k_mean, k_variance
+from refusals import refuses
 
 
 def test_gains_go_on_where_a_loaded_posterior_stopped():
@@ -29,9 +21,6 @@ def test_gains_go_on_where_a_loaded_posterior_stopped():
     other = TRADI(network().double())
     other.load_state_dict(posterior.state_dict())
     assert other.filters._gains(8) == pytest.approx(gains(8), rel=1e-14)
-
-
-# ---------------------------------------------------------------------------------------------------- the recursion
 
 
 def network():
@@ -259,9 +248,6 @@ def test_weights_without_a_gradient_are_followed_without_drift():
     assert float(posterior.variance["0.weight"].min()) > 0
 
 
-# ---------------------------------------------------------------------------------------------------- what it tracks
-
-
 def test_under_plain_gradient_descent_the_lag_dies_out_as_the_product_of_the_gains():
     posterior = watched("sgd", steps=60, init="he", state_noise=(0.3, 0.1))[0]
     share, p = 1.0, 0.0
@@ -343,9 +329,6 @@ def test_a_young_filter_says_that_it_is(caplog):
     assert not caplog.text
 
 
-# ---------------------------------------------------------------------------------------------------- the sampler
-
-
 def sampled(covariance, *, weights, deviations, samples, **keywords):
     """(S, K) samples of a bias of these weights, with mean 1 and these deviations."""
     module = nn.Linear(1, len(weights)).double()
@@ -365,12 +348,15 @@ DEVIATIONS = torch.tensor([0.5, 1.0, 2.0, 0.1, 1.0], dtype=torch.float64)
 @pytest.mark.parametrize(
     ("covariance", "bandwidth"),
     [
-        *(("shared", 1.0), ("shared", 0.4), ("released", 0.4), ("diagonal", 1.0)),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("released", 1.0), ("diagonal", 0.4))),
+        *(("shared", 0.4), ("released", 0.4), ("diagonal", 1.0)),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("shared", 1.0), ("released", 1.0), ("diagonal", 0.4))
+        ),
     ],
 )
 def test_samples_have_the_covariance_of_the_paper(covariance, bandwidth):
-    n = 4000
+    n = 2000
     drawn = sampled(covariance, weights=WEIGHTS, deviations=DEVIATIONS, samples=n, bandwidth=bandwidth, features=20)
     standard = (drawn - 1.0) / DEVIATIONS  # (S, K), variance 1
     # E of a product over its standard error; fourth moments of the features are at most 3 (1 + 1/(2D)) < 3.2
@@ -414,7 +400,7 @@ def test_tensors_of_one_sample_are_drawn_apart():
     ],
 )
 def test_weight_and_bias_of_a_layer_are_correlated_where_layers_are(correlation, bandwidth):
-    n = 4000
+    n = 2000
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).double()
     posterior = TRADI(module, samples=n, features=20, bandwidth=bandwidth, correlation=correlation)
@@ -445,9 +431,6 @@ def test_what_torch_parametrizes_is_one_layer():
     assert [len(each) for each in TRADI(nn.Linear(2, 1), correlation="layer").recorder._correlated_groups()] == [2]
     alone = TRADI(nn.utils.parametrizations.weight_norm(nn.Linear(2, 1)), correlation="layer")
     assert [len(each) for each in alone.recorder._correlated_groups()] == [3]
-
-
-# ---------------------------------------------------------------------------------------------------- draws and files
 
 
 def test_what_is_correlated_is_saved(tmp_path):
@@ -516,22 +499,16 @@ def test_validation_looks_at_the_network_in_training():
     assert history[history.best].validation == pytest.approx(float(nll), rel=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------- bad input
-
-
 def test_drawing_before_anything_was_observed_is_refused():
     posterior, (x, _) = TRADI(network().double()), tiny.points()
-    with pytest.raises(ValueError, match="expected observed steps, got none; train with fit, or call"):
-        posterior.predict(x)
-    with pytest.raises(ValueError, match="expected observed steps, got none"):
-        ds.refresh(posterior, [tiny.points()])
+    refuses(lambda: posterior.predict(x), "expected observed steps, got none; train with fit, or call")
+    refuses(lambda: ds.refresh(posterior, [tiny.points()]), "expected observed steps, got none")
 
 
 def test_observing_before_backward_is_refused():
     posterior = TRADI(network())
     optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"expected gradients in .grad, got none; call observe after the step"):
-        posterior.observe(optimizer)
+    refuses(lambda: posterior.observe(optimizer), r"expected gradients in .grad, got none; call observe after the step")
     assert int(posterior.filters.observed) == 0
 
 
@@ -552,8 +529,7 @@ def test_parameters_added_after_construction_are_refused():
     with pytest.raises(ValueError, match=r"expected the parameters that TRADI was built with, got '4.weight' added"):
         posterior.observe(optimizer)
     posterior.filters.observed.add()
-    with pytest.raises(ValueError, match=r"got '4.weight' added, removed or replaced since"):
-        posterior.draw()
+    refuses(lambda: posterior.draw(), r"got '4.weight' added, removed or replaced since")
 
 
 def test_a_loader_without_data_is_refused():
@@ -577,8 +553,7 @@ def test_a_loader_without_data_is_refused():
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(keywords, message):
-    with pytest.raises(ValueError, match=message):
-        TRADI(network(), **keywords)
+    refuses(lambda: TRADI(network(), **keywords), message)
 
 
 def test_one_number_for_two_noises_is_refused():
@@ -587,5 +562,4 @@ def test_one_number_for_two_noises_is_refused():
 
 
 def test_a_network_with_nothing_to_track_is_refused():
-    with pytest.raises(ValueError, match="expected trainable weights outside norm layers"):
-        TRADI(nn.Sequential(nn.BatchNorm1d(3)))
+    refuses(lambda: TRADI(nn.Sequential(nn.BatchNorm1d(3))), "expected trainable weights outside norm layers")

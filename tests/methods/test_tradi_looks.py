@@ -38,9 +38,6 @@ def fitted(posterior: TRADI, *, epochs: int = 16, rate: float = 0.3, validate: b
     return ds.fit(posterior, loader, epochs=epochs, optimizer=optimizer, progress=False, **keywords)
 
 
-# ---------------------------------------------------------------------------------------------------- when
-
-
 def test_at_most_ten_looks_are_spread_over_the_last_quarter_and_the_last_epoch_is_one():
     one = started()
     found = {epochs: looked_at(epochs, one) for epochs in range(1, 200)}
@@ -52,9 +49,6 @@ def test_at_most_ten_looks_are_spread_over_the_last_quarter_and_the_last_epoch_i
 
 def test_filters_that_have_observed_nothing_are_not_looked_at():
     assert looked_at(30, TRADI(network())) == []
-
-
-# ---------------------------------------------------------------------------------------------------- what is kept
 
 
 def test_the_filters_of_the_best_look_are_kept_and_not_those_of_the_networks_best_epoch():
@@ -141,9 +135,6 @@ def test_patience_waits_for_a_look():
     history = fitted(posterior, epochs=100, rate=0.3, patience=1)
     assert len(history) - 1 in looked_at(100)
     assert history[-1].look > history[history.best].look
-
-
-# ---------------------------------------------------------------------------------------------------- the schedule
 
 
 def test_the_rate_does_not_die_before_sampling():

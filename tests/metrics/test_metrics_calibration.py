@@ -115,7 +115,7 @@ def test_classwise_ece_equals_brute_force_class_by_class():
 def test_debiased_squared_ece_is_unbiased_where_the_plain_one_is_not():
     # Two levels of confidence, both off by 0.05: the squared error is 0.0025.
     generator = torch.Generator().manual_seed(0)
-    n, repeats = 60, 1500
+    n, repeats = 60, 500
     confidence = torch.tensor([0.65, 0.85], dtype=torch.float64).repeat(n // 2)
     y_all = (torch.rand(repeats, n, generator=generator) >= confidence - 0.05).long()  # 0 = correct
     p = torch.stack([confidence, 1 - confidence], 1)

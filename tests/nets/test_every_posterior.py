@@ -32,7 +32,7 @@ KEYWORDS = {
     "sghmc": {"members": 2},
     "hmc": {"samples": 2, "warmup": 1, "leapfrog": 1, "weight_prior_std": 1.0},
 }
-OFTEN = {("AlexNet", "deep_ensemble"), ("AlexNet", "node_bnn")}  # of the larger ones
+OFTEN = {("AlexNet", "node_bnn")}  # of the larger ones
 
 
 def pairs():

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from dissensus.numerics import lengthscales
 from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
+from refusals import refuses
 
 
 def inputs(rows: int = 300, dimension: int = 6) -> Tensor:
@@ -106,10 +107,8 @@ def test_fewer_rows_than_directions_are_enough(monkeypatch):
 
 def test_bad_input_is_a_clear_error():
     x = inputs()
-    with pytest.raises(ValueError, match=r"expected alpha of at least 0 and of at most 1, got 1\.5"):
-        pca_lengthscales(x, 1.5)
-    with pytest.raises(TypeError, match="expected alpha as a number, got 'pca'"):
-        pca_lengthscales(x, "pca")
+    refuses(lambda: pca_lengthscales(x, 1.5), r"expected alpha of at least 0 and of at most 1, got 1\.5")
+    refuses(lambda: pca_lengthscales(x, "pca"), "expected alpha as a number, got 'pca'", TypeError)
     for array in (x.numpy(), [x.numpy()]):
         with pytest.raises(TypeError, match=r"got ndarray; .* convert arrays with torch\.from_numpy"):
             pca_lengthscales(array)
@@ -117,27 +116,19 @@ def test_bad_input_is_a_clear_error():
         ValueError, match=r"expected batches of 6 numbers per input, .* got a batch of shape \(300, 5\)"
     ):
         pca_lengthscales([x, x[:, :5]])
-    with pytest.raises(ValueError, match="expected form of poster, paper, got 'slides'"):
-        pca_lengthscales(x, form="slides")
-    with pytest.raises(ValueError, match="expected rank of at least 1, got 0"):
-        pca_lengthscales(x, rank=0)
-    with pytest.raises(ValueError, match="expected passes of at least 1, got 0"):
-        pca_lengthscales(x, passes=0)
-    with pytest.raises(ValueError, match="expected at least two inputs, got 1"):
-        pca_lengthscales(x[:1])
-    with pytest.raises(ValueError, match="expected inputs that vary, got equal rows"):
-        pca_lengthscales(torch.ones(5, 3))
-    with pytest.raises(ValueError, match="expected finite inputs"):
-        pca_lengthscales(torch.full((5, 3), torch.nan))
+    refuses(lambda: pca_lengthscales(x, form="slides"), "expected form of poster, paper, got 'slides'")
+    refuses(lambda: pca_lengthscales(x, rank=0), "expected rank of at least 1, got 0")
+    refuses(lambda: pca_lengthscales(x, passes=0), "expected passes of at least 1, got 0")
+    refuses(lambda: pca_lengthscales(x[:1]), "expected at least two inputs, got 1")
+    refuses(lambda: pca_lengthscales(torch.ones(5, 3)), "expected inputs that vary, got equal rows")
+    refuses(lambda: pca_lengthscales(torch.full((5, 3), torch.nan)), "expected finite inputs")
     with pytest.raises(
         ValueError,
         match=r"expected inputs as a tensor \(N, ...\) or batches of such tensors, got a tensor of shape \(5,\)",
     ):
         pca_lengthscales(torch.ones(5))
-    with pytest.raises(ValueError, match="expected training inputs, got none"):
-        pca_lengthscales(iter([]))
-    with pytest.raises(ValueError, match=r"expected eigenvectors \(D, R\) and precision \(R,\)"):
-        Lengthscales(torch.eye(3), torch.ones(2))
+    refuses(lambda: pca_lengthscales(iter([])), "expected training inputs, got none")
+    refuses(lambda: Lengthscales(torch.eye(3), torch.ones(2)), r"expected eigenvectors \(D, R\) and precision \(R,\)")
 
 
 def test_they_are_shown_in_one_line():

@@ -40,9 +40,6 @@ def brute_force(gradients: Tensor, precision: Tensor, bandwidth: str) -> Tensor:
     return torch.tensor(r, dtype=torch.float64)
 
 
-# ---------------------------------------------------------------------------------------------------- worked values
-
-
 def test_reference_bandwidth_gives_the_worked_values_and_gradients():
     gradients = GRADIENTS.clone().requires_grad_()
     r = kernels.input_gradient_log_density(gradients)
@@ -84,9 +81,6 @@ def test_every_bandwidth_equals_brute_force(bandwidth, members):
     torch.testing.assert_close(
         r, brute_force(gradients, torch.eye(4, dtype=torch.float64), bandwidth), rtol=0, atol=1e-10
     )
-
-
-# ---------------------------------------------------------------------------------------------------- laws
 
 
 def test_the_density_lies_between_zero_and_log_m():
@@ -238,9 +232,6 @@ def test_a_weight_of_two_is_the_example_twice():
     repeated = kernels.input_gradient_log_density(gradients[:, [0, 1, 1, 2]])
     torch.testing.assert_close(weighted, repeated, rtol=0, atol=1e-12)
     assert bool(kernels.input_gradient_log_density(gradients, weight=0 * weight).isfinite().all())
-
-
-# ---------------------------------------------------------------------------------------------------- distances
 
 
 def test_squared_distances_equal_differences_over_a_tree():

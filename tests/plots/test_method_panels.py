@@ -58,7 +58,14 @@ FIGURES = {
 }
 
 
-BETWEEN = ("bands of 3", "bands of 10", "maps of 3", "maps of 6")  # fewer and more methods are drawn every time
+BETWEEN = (
+    "bands of 3",
+    "bands of 6",
+    "bands of 10",
+    "distances of 6",
+    "maps of 3",
+    "maps of 6",
+)  # fewer and more methods are drawn every time
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 import dissensus as ds
 from dissensus.bench.report.results import results_of_evaluations
+from refusals import refuses
 
 
 def drawn(figure) -> Figure:
@@ -92,10 +93,8 @@ def test_void_pixels_of_the_truth_are_black_and_only_what_is_there_is_in_the_leg
 
 def test_inputs_that_no_figure_is_for_are_one_clear_error():
     predictive = ds.ClassificationPredictive(torch.randn(2, 3, 4).log_softmax(2))
-    with pytest.raises(ValueError, match=r"expected inputs on a line .* got \(3, 7\); pass x"):
-        predictive.plot(torch.rand(3, 7))
-    with pytest.raises(ValueError, match="expected the 3 inputs of the prediction, got 2"):
-        predictive.plot(torch.rand(2, 2))
+    refuses(lambda: predictive.plot(torch.rand(3, 7)), r"expected inputs on a line .* got \(3, 7\); pass x")
+    refuses(lambda: predictive.plot(torch.rand(2, 2)), "expected the 3 inputs of the prediction, got 2")
 
 
 @pytest.mark.parametrize(("kind", "axes"), [("reliability", 2), ("risk", 1), ("ood", 1), ("corruptions", 3)])
@@ -116,10 +115,8 @@ def test_a_figure_of_what_was_not_measured_is_one_clear_error(classified):
         ValueError, match="expected an evaluation with corruptions to plot, got one without; pass corrupt"
     ):
         plain.plot("corruptions")
-    with pytest.raises(ValueError, match="expected an evaluation with ood to plot"):
-        plain.plot("ood")
-    with pytest.raises(ValueError, match="did you mean 'risk'"):
-        classified.plot("rsk")
+    refuses(lambda: plain.plot("ood"), "expected an evaluation with ood to plot")
+    refuses(lambda: classified.plot("rsk"), "did you mean 'risk'")
 
 
 def test_evaluations_and_histories_are_short_in_text_and_whole_in_frames(classified):

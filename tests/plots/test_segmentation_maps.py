@@ -5,6 +5,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from dissensus.plots import segmentation_maps
+from thinning import often
 
 
 def test_every_class_has_a_colour_of_its_own_and_so_have_void_and_unknown():
@@ -25,7 +26,7 @@ def test_the_window_holds_most_of_the_mask():
     assert segmentation_maps.densest_window(np.zeros((3, 3))) is None
 
 
-@pytest.mark.parametrize("unknown", [True, False])
+@pytest.mark.parametrize("unknown", often([True], [False]))
 def test_a_scene_has_a_row_for_every_method_and_pixels_where_they_were(unknown):
     truth = np.zeros((6, 9), dtype=int)
     truth[0], truth[4:, 6:] = segmentation_maps.VOID, segmentation_maps.UNKNOWN if unknown else 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dissensus import Modulation, theory
+from thinning import thinned
 
 ONE, SIGN = Modulation.constant(1.0), Modulation.sign()
 GENERATOR = torch.Generator().manual_seed(3)
@@ -16,8 +17,7 @@ KERNELS = partial(
 )
 
 
-@pytest.mark.parametrize("gamma", [1.0, 4.0])
-@pytest.mark.parametrize("descent", ["steps", "flow"])
+@pytest.mark.parametrize(("gamma", "descent"), thinned([1.0, 4.0], ["steps", "flow"], every=2))
 def test_modes_are_descent_on_the_whole_kernel(gamma, descent):
     """Θ over members and inputs built as a matrix and descended in steps (or 400 tiny ones for the flow)."""
     members, steps = 4, 30
@@ -97,7 +97,13 @@ def test_collective_members_have_a_floor_and_frozen_differences():
 
 
 @pytest.mark.parametrize(
-    ("u", "gamma"), [(SIGN, 4.0), (Modulation.normal(0.7, 0.714), 1.0), (Modulation.bernoulli(0.8), 1.0)], ids=str
+    ("u", "gamma"),
+    [
+        (SIGN, 4.0),
+        (Modulation.normal(0.7, 0.714), 1.0),
+        pytest.param(Modulation.bernoulli(0.8), 1.0, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_a_trained_wide_ensemble_follows_the_prediction(u, gamma):
     """Width 1500, 60 steps at .1·B/λ_max: largest error over time under 10 % of the initial residual."""

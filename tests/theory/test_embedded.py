@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dissensus import Modulation, theory
+from refusals import refuses
 from thinning import thinned
 
 ONE, SIGN = Modulation.constant(1.0), Modulation.sign()
@@ -147,21 +148,15 @@ def test_untrained_modulations_add_nothing():
 def test_bad_input_is_refused():
     x = torch.randn(4, 3)
     given = partial(theory.embedded_kernels, depth=2, u=ONE, v=ONE, weight_variance=1.0)
-    with pytest.raises(ValueError, match=r"expected an activation of relu, leaky_relu, .*, got 'swish'"):
-        given(x, activation="swish")
+    refuses(lambda: given(x, activation="swish"), r"expected an activation of relu, leaky_relu, .*, got 'swish'")
     with pytest.raises(ValueError, match=r"expected examples of one shape, got \(3,\) and \(2,\)"):
         given(x, torch.randn(4, 2), activation="relu")
-    with pytest.raises(ValueError, match="expected one Modulation or 2 for u, got"):
-        given(x, activation="relu", u=[ONE] * 3)
-    with pytest.raises(ValueError, match="expected weight_variance of at least 0, got -1"):
-        given(x, activation="relu", weight_variance=-1.0)
-    with pytest.raises(ValueError, match="expected a smooth activation"):
-        given(x, activation=theory.Smooth(torch.relu))
+    refuses(lambda: given(x, activation="relu", u=[ONE] * 3), "expected one Modulation or 2 for u, got")
+    refuses(lambda: given(x, activation="relu", weight_variance=-1.0), "expected weight_variance of at least 0, got -1")
+    refuses(lambda: given(x, activation=theory.Smooth(torch.relu)), "expected a smooth activation")
     with pytest.raises(ValueError, match="got NaN or infinity in row 1"):
         given(torch.tensor([[1.0, 2.0], [math.nan, 0.0]]), activation="relu")
     with pytest.raises(ValueError, match="got NaN or infinity in row 0"):
         given(torch.tensor([[1.0, -math.inf], [1.0, 0.0]]), activation="relu")
-    with pytest.raises(ValueError, match="expected depth of at least 1"):
-        given(x, activation="relu", depth=0)
-    with pytest.raises(ValueError, match="expected trained of both, u, v, none, got 'all'"):
-        given(x, activation="relu", trained="all")
+    refuses(lambda: given(x, activation="relu", depth=0), "expected depth of at least 1")
+    refuses(lambda: given(x, activation="relu", trained="all"), "expected trained of both, u, v, none, got 'all'")

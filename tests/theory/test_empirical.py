@@ -8,6 +8,8 @@ import dissensus as ds
 import tiny
 from dissensus import theory
 from dissensus.nets import Residual
+from refusals import refuses
+from thinning import often, thinned
 
 
 class Cut(nn.Module):
@@ -72,7 +74,7 @@ def test_all_ways_give_the_kernel_by_hand(name, method):
     assert torch.allclose(alone, reference(module, x1, x1), atol=1e-10)
 
 
-@pytest.mark.parametrize("method", ["auto", "jacobian", "products"])
+@pytest.mark.parametrize("method", often(["auto"], ["jacobian", "products"]))
 def test_any_module_in_eval_mode(method):
     module = ds.nets.ResNet(20, 3).double().eval()
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
@@ -92,8 +94,10 @@ def test_blocks_within_a_budget_give_the_same_and_too_little_is_refused_with_the
         theory.empirical_ntk(module, x, memory=1024)
 
 
-@pytest.mark.parametrize("memory", [1, 3 * 3 * 4 * 8, 3 * 3 * 4 * 8 + 100])
-@pytest.mark.parametrize("method", ["auto", "structured", "jacobian", "products"])
+@pytest.mark.parametrize(
+    ("method", "memory"),
+    thinned(["auto", "structured", "jacobian", "products"], [1, 3 * 3 * 4 * 8, 3 * 3 * 4 * 8 + 100], every=2),
+)
 def test_the_memory_that_a_refusal_names_is_enough_and_more_than_was_refused(method, memory):
     network = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 2)).double()
     if method != "structured":
@@ -235,20 +239,15 @@ def test_inputs_that_see_one_another_have_no_kernel(run, method):
 def test_what_has_no_tangent_kernel_is_refused():
     x = torch.randn(3, 4)
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with pytest.raises(ValueError, match="expected batch norm and dropout in eval mode"):
-        theory.empirical_ntk(module, x)
+    refuses(lambda: theory.empirical_ntk(module, x), "expected batch norm and dropout in eval mode")
     with pytest.raises(ValueError, match=r"expected examples of one shape, got \(4,\) and \(5,\)"):
         theory.empirical_ntk(module.eval(), x, torch.randn(3, 5))
-    with pytest.raises(ValueError, match="expected parameters that require gradients, got none"):
-        theory.empirical_ntk(nn.ReLU(), x)
-    with pytest.raises(ValueError, match="expected method of auto, structured"):
-        theory.empirical_ntk(module, x, method="fast")
+    refuses(lambda: theory.empirical_ntk(nn.ReLU(), x), "expected parameters that require gradients, got none")
+    refuses(lambda: theory.empirical_ntk(module, x, method="fast"), "expected method of auto, structured")
     with pytest.raises(ValueError, match="with running statistics"):
         theory.empirical_ntk(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)).eval(), x)
-    with pytest.raises(TypeError, match="expected a network that returns one tensor"):
-        theory.empirical_ntk(nn.LSTM(4, 2), x)
-    with pytest.raises(ValueError, match="expected at least one input, got none"):
-        theory.empirical_ntk(module, x[:0])
+    refuses(lambda: theory.empirical_ntk(nn.LSTM(4, 2), x), "expected a network that returns one tensor", TypeError)
+    refuses(lambda: theory.empirical_ntk(module, x[:0]), "expected at least one input, got none")
     with pytest.raises(ValueError, match="got NaN or infinity in row 1"):
         theory.empirical_ntk(module, x, torch.tensor([[0.0] * 4, [float("nan")] * 4]))
 

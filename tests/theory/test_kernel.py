@@ -13,6 +13,7 @@ import dissensus as ds
 from dissensus import Modulation, theory
 from dissensus.nets import Erf, Residual
 from dissensus.theory.covariances import UnitMoments, patch_means
+from thinning import often
 
 # Made by benchmarks/make_kernel_vectors.py
 VECTORS = json.loads((Path(__file__).parent / "neural_tangents.json").read_text())
@@ -50,8 +51,13 @@ def network(name: str, activation: str) -> nn.Sequential:
     )
 
 
+AGAIN = [row for row in VECTORS["rows"] if row["activation"] == "tanh" and row["parameterization"] == "standard"]
+
+
 @pytest.mark.parametrize(
-    "row", VECTORS["rows"], ids=lambda row: f"{row['network']}-{row['activation']}-{row['parameterization']}"
+    "row",
+    often([row for row in VECTORS["rows"] if row not in AGAIN], AGAIN),
+    ids=lambda row: f"{row['network']}-{row['activation']}-{row['parameterization']}",
 )
 def test_kernels_are_those_of_neural_tangents(row):
     x = torch.tensor(VECTORS["images" if row["network"].startswith("conv") else "vectors"], dtype=torch.float64)

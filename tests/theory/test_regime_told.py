@@ -56,7 +56,7 @@ def drawn_correlation(net, x, draws, **keywords):
 @pytest.mark.parametrize(
     ("net", "x", "layers", "expected"),
     [
-        (mlp, vectors(), ["layers.0", "layers.2"], 0.318),
+        pytest.param(mlp, vectors(), ["layers.0", "layers.2"], 0.318, marks=pytest.mark.slow),
         pytest.param(mlp, vectors(), ["layers.0"], 0.494, marks=pytest.mark.slow),
         (mlp, vectors(), ["layers.4"], 0.0),
         (cnn, images(), ["0", "2"], 0.318),
@@ -177,7 +177,8 @@ def test_the_line_is_as_documented(overlap, correlation, bound, kind):
 
 @pytest.mark.parametrize("members", often([16], [2, 4, 8]))
 @pytest.mark.parametrize(
-    "law", [SIGNS, AROUND, Modulation.between(0.3), Modulation.between(0.58), Modulation.normal(1, 0.1)]
+    "law",
+    often([SIGNS, AROUND, Modulation.between(0.3)], [Modulation.between(0.58), Modulation.normal(1, 0.1)]),
 )
 def test_nothing_is_advised_against_what_auto_took(law, members):
     for seed in range(2):

@@ -60,8 +60,6 @@ def refused(path, posterior, optimizer, reason, scheduler=None):
     assert same(before, whole(posterior, optimizer, scheduler))
 
 
-# ---------------------------------------------------------------------------------------------------- of another run
-
 OTHERS = {
     "method": (lambda: ds.WeightRDE(nets(), data_size=24), "method deep_ensemble, not weight_rde"),
     "lit": (lambda: ds.LIT(nets(), strength=1.0), "method deep_ensemble, not lit"),
@@ -179,9 +177,6 @@ def test_what_fails_on_the_way_in_is_taken_back(tmp_path, monkeypatch):
     assert len(calls) == 2
 
 
-# ---------------------------------------------------------------------------------------------------- of this run
-
-
 def sampled(method, **keywords):
     return lambda **more: method(nets(1)[0], **{**keywords, **more})
 
@@ -199,7 +194,13 @@ FREE = {
 }
 
 
-@pytest.mark.parametrize(("build", "changed"), FREE.values(), ids=FREE)
+ALIKE = ("gaussian_perturbation", "mc_dropout")  # sampled as the others are
+
+
+@pytest.mark.parametrize(
+    ("build", "changed"),
+    [pytest.param(*row, marks=pytest.mark.slow if name in ALIKE else (), id=name) for name, row in FREE.items()],
+)
 def test_how_it_is_drawn_from_and_how_long_it_trains_may_change(build, changed, tmp_path):
     first = build()
     ds.fit(first, BATCHES, epochs=4, progress=False)  # leaves a stored draw of the first number of samples
@@ -240,9 +241,6 @@ def test_a_rate_that_a_captured_step_kept_in_float32_is_the_same_rate(caplog):
     with caplog.at_level(logging.WARNING, "dissensus"):
         warn_of_overridden(state, optimizer, None)
     assert not caplog.messages
-
-
-# ---------------------------------------------------------------------------------------------------- loaders
 
 
 class Killed(Exception):

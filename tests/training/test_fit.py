@@ -16,6 +16,7 @@ import tiny
 from dissensus.core.recorder import Recorder
 from dissensus.core.weights import network_parameters
 from dissensus.training.fit import validation_nll
+from refusals import refuses
 
 QUIET = {"progress": False, "engine": "vectorised"}
 
@@ -30,9 +31,6 @@ def noisy_validation():
     """The training data with a quarter of the labels changed: the score falls while it fits, rises when it is too sure."""
     x, y = tiny.points(24)
     return [(x, torch.where(torch.arange(24) % 4 == 0, (y + 1) % 3, y))]
-
-
-# ---------------------------------------------------------------------------------------------------- what is kept
 
 
 def test_the_best_state_by_validation_is_kept():
@@ -112,9 +110,6 @@ def test_history_tells_of_every_epoch():
     assert not posterior.training
 
 
-# ---------------------------------------------------------------------------------------------------- when it stops
-
-
 def test_patience_stops_training():
     posterior, validation = tiny.ensemble(tiny.mlp), noisy_validation()
     optimizer = SGD(posterior.parameters(), lr=0.5, momentum=0.9)
@@ -130,9 +125,6 @@ def test_a_callback_that_returns_true_stops_training():
     history = ds.fit(posterior, data(), epochs=50, callback=lambda epoch: epoch.epoch == 3, **QUIET)
     assert len(history) == 4
     assert int(posterior.steps) == 12
-
-
-# ---------------------------------------------------------------------------------------------------- schedules
 
 
 def test_a_scheduler_steps_once_an_epoch():
@@ -159,9 +151,6 @@ def test_a_plateau_scheduler_sees_the_score_or_the_loss(validated):
         lr, best = (lr, seen) if seen < best else (lr * 0.1, best)
 
 
-# ---------------------------------------------------------------------------------------------------- progress
-
-
 def test_progress_off_a_terminal_is_a_line_for_the_first_epoch_and_the_last(capsys):
     ds.fit(ds.MAP(tiny.mlp().double()), data(), epochs=3, validation=noisy_validation())
     out, err = capsys.readouterr()
@@ -174,9 +163,6 @@ def test_progress_off_a_terminal_is_a_line_for_the_first_epoch_and_the_last(caps
 def test_no_progress_says_nothing(capsys):
     ds.fit(ds.MAP(tiny.mlp().double()), data(), epochs=3, progress=False)
     assert capsys.readouterr() == ("", "")
-
-
-# ---------------------------------------------------------------------------------------------------- checkpoints
 
 
 class Interrupted(Exception):
@@ -229,8 +215,8 @@ def run(make, schedule, checkpoint=None, *, stop_after=None, epochs=6):
 @pytest.mark.parametrize(
     ("make", "schedule"),
     [(make, SCHEDULERS["lambda"]) for make in POSTERIORS.values()]
-    + [(POSTERIORS["deep_ensemble"], schedule) for schedule in SCHEDULERS.values()],
-    ids=[*POSTERIORS, *SCHEDULERS],
+    + [(POSTERIORS["map"], schedule) for name, schedule in SCHEDULERS.items() if name != "lambda"],
+    ids=[*POSTERIORS, *(name for name in SCHEDULERS if name != "lambda")],
 )
 def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(make, schedule, tmp_path):
     whole, history = run(make, schedule)
@@ -317,12 +303,8 @@ def test_a_checkpoint_holds_no_code(tmp_path):
 
 def test_a_checkpoint_that_cannot_be_written_is_an_os_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        run(POSTERIORS["map"], SCHEDULERS["none"], tmp_path / "file" / "c.pt", epochs=1)
+    refuses(lambda: run(POSTERIORS["map"], SCHEDULERS["none"], tmp_path / "file" / "c.pt", epochs=1), "file", OSError)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
-# ---------------------------------------------------------------------------------------------------- loaders
 
 
 def test_a_loader_may_not_know_its_length():
@@ -414,9 +396,6 @@ def test_an_optimizer_over_a_part_trains_that_part_and_gathers_nothing():
     assert tiny.largest_difference(tiny.state(network[0]), body) == 0
 
 
-# ---------------------------------------------------------------------------------------------------- what is refused
-
-
 def classes():
     return ds.DeepEnsemble([nn.Linear(4, 3) for _ in range(2)])
 
@@ -466,8 +445,7 @@ def test_single_batches_may_have_weights_of_0():
 
 def test_a_generator_that_is_used_up_is_an_error_in_the_second_epoch():
     posterior = classes()
-    with pytest.raises(ValueError, match="generator"):
-        ds.fit(posterior, ((x32, labels) for _ in range(3)), epochs=2, **QUIET)
+    refuses(lambda: ds.fit(posterior, ((x32, labels) for _ in range(3)), epochs=2, **QUIET), "generator")
     assert int(posterior.steps) == 3
     ds.fit(posterior, ((x32, labels) for _ in range(3)), epochs=1, **QUIET)
 
@@ -481,8 +459,7 @@ def test_a_generator_that_is_used_up_is_an_error_in_the_second_epoch():
     ],
 )
 def test_bad_validation_data_is_a_clear_error(validation, text):
-    with pytest.raises(ValueError, match=text):
-        ds.fit(classes(), [(x32, labels)], epochs=1, validation=validation, **QUIET)
+    refuses(lambda: ds.fit(classes(), [(x32, labels)], epochs=1, validation=validation, **QUIET), text)
 
 
 def test_a_member_that_diverges_is_named():
@@ -520,8 +497,7 @@ def test_members_that_diverge_in_training_are_named():
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, text):
-    with pytest.raises(ValueError, match=text):
-        ds.fit(classes(), [(x32, labels)], **{"epochs": 1, "progress": False, **settings})
+    refuses(lambda: ds.fit(classes(), [(x32, labels)], **{"epochs": 1, "progress": False, **settings}), text)
 
 
 def test_a_scheduler_needs_its_optimizer():
@@ -613,8 +589,7 @@ def test_a_last_batch_of_one_with_batch_norm_is_a_clear_error():
         ds.fit(ds.DeepEnsemble(nets), ds.data.Batches(x, y, batch_size=4), epochs=1, progress=False)
     swag = ds.SWAG(nets[0])
     ds.fit(swag, [(x, y)], epochs=4, progress=False)
-    with pytest.raises(ValueError, match=message):
-        ds.refresh(swag, ds.data.Batches(x, y, batch_size=4))
+    refuses(lambda: ds.refresh(swag, ds.data.Batches(x, y, batch_size=4)), message)
 
 
 def test_a_data_size_that_an_epoch_does_not_have_is_warned_of_once(caplog):
