@@ -102,12 +102,7 @@ def moved(posterior, fresh, folder):
     return copy.deepcopy(posterior).to("cpu", torch.float64).to(memory_format=torch.contiguous_format)
 
 
-WAYS = {
-    "save and load": saved,
-    "state_dict": from_state,
-    "checkpoint": from_checkpoint,
-    "deepcopy and to": moved,
-}
+WAYS = {"save and load": saved, "state_dict": from_state, "checkpoint": from_checkpoint, "deepcopy and to": moved}
 KINDS = [(False, each) for each in CLASSES] + [(True, each) for each in VALUES]
 
 
