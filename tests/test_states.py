@@ -120,6 +120,7 @@ def product():
 def test_predictions_and_promises_are_the_same_on_every_way(method, regression, calibration, tmp_path):
     posterior = stand(build(method, regression=regression), calibration, regression=regression)
     wanted = answers(posterior)
+    torch.testing.assert_close(posterior.predictor()(x)["mean"], wanted["mean"], rtol=0, atol=1e-12)
     for name, way in WAYS.items():
         fresh = functools.partial(build, method, regression=regression, seed=1)
         other = way(posterior, fresh, tmp_path)
