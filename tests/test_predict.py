@@ -115,36 +115,28 @@ def test_a_loader_may_not_know_its_length(call):
     assert torch.equal(targets, y)
 
 
-def test_a_network_is_not_a_posterior():
+def test_networks_no_data_and_unknown_precisions_are_refused():
+    posterior = tiny.ensemble(tiny.mlp)
     with pytest.raises(TypeError, match="expected a posterior, got Sequential; wrap the network"):
         ds.predict(tiny.mlp(), batches())
-
-
-@pytest.mark.parametrize("call", [ds.predict, ds.summarise])
-def test_no_data_is_a_clear_error(call):
-    with pytest.raises(ValueError, match="expected at least one batch from the loader, got none"):
-        call(tiny.ensemble(tiny.mlp), [])
-
-
-def test_an_unknown_precision_is_refused():
+    for call in (ds.predict, ds.summarise):
+        with pytest.raises(ValueError, match="expected at least one batch from the loader, got none"):
+            call(posterior, [])
     with pytest.raises(ValueError, match="expected precision of float32, bf16, got"):
-        ds.predict(tiny.ensemble(tiny.mlp), batches(), precision="fp8")
+        ds.predict(posterior, batches(), precision="fp8")
 
 
 # ---------------------------------------------------------------------------------------------------- summaries
 
+
+def two_outputs():
+    return tiny.mlp(outputs=2)
+
+
 CASES = {
     "classes": (tiny.mlp, None, lambda y: y),
-    "regression": (
-        lambda: tiny.mlp(outputs=2),
-        ds.Regression(initial=0.5),
-        lambda y: torch.randn(len(y), 2, dtype=F64),
-    ),
-    "heteroscedastic": (
-        lambda: tiny.mlp(outputs=2),
-        ds.HeteroscedasticRegression(),
-        lambda y: torch.randn(len(y), 1, dtype=F64),
-    ),
+    "regression": (two_outputs, ds.Regression(initial=0.5), lambda y: torch.randn(len(y), 2, dtype=F64)),
+    "heteroscedastic": (two_outputs, ds.HeteroscedasticRegression(), lambda y: torch.randn(len(y), 1, dtype=F64)),
 }
 
 
