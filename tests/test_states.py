@@ -121,8 +121,8 @@ def test_predictions_and_promises_are_the_same_on_every_way(method, regression, 
     posterior = stand(build(method, regression=regression), calibration, regression=regression)
     wanted = answers(posterior)
     torch.testing.assert_close(posterior.predictor()(x)["mean"], wanted["mean"], rtol=0, atol=1e-12)
+    fresh = functools.partial(copy.deepcopy, build(method, regression=regression, seed=1))
     for name, way in WAYS.items():
-        fresh = functools.partial(build, method, regression=regression, seed=1)
         other = way(posterior, fresh, tmp_path)
         try:
             same(other, wanted)
