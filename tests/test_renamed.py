@@ -15,15 +15,7 @@ NAMES = [(old, new) for old, new in ROWS if any(part[0].isupper() for part in ol
 MODULES = [row for row in ROWS if row not in NAMES]
 TEXTS = [
     path
-    for pattern in (
-        "src/**/*.py",
-        "tests/**/*.py",
-        "benchmarks/*.py",
-        "examples/*.py",
-        "docs/**/*.md",
-        "*.md",
-        "*.toml",
-    )
+    for pattern in "src/**/*.py tests/**/*.py benchmarks/*.py examples/*.py docs/**/*.md *.md *.toml".split()  # noqa: SIM905
     for path in ROOT.glob(pattern)
     if path not in (PAGE, Path(__file__))
 ]

@@ -10,7 +10,7 @@ import torch
 from torch import distributed, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from workers import workers
+from workers import said, workers
 
 import dissensus as ds
 import test_contract
@@ -216,15 +216,6 @@ def test_parts_that_ranks_read_themselves_may_be_uneven_or_empty():
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, equal_nan=True, msg=name)
         assert torch.equal(found["test/correct"], expected["test/correct"])
-
-
-def said(function, *args, **keywords):
-    """What an error says."""
-    try:
-        function(*args, **keywords)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 class Failing:
