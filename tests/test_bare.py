@@ -55,11 +55,6 @@ def refused() -> set[str]:
     return {module for module, names in homes.items() if not allowed & {distribution(each) for each in names}}
 
 
-def run_bare(program: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    text = f"REFUSED = {refused()!r}\n{BARE}\n{program}"
-    return subprocess.run([sys.executable, "-c", text, *arguments], cwd=cwd, capture_output=True, text=True)
-
-
 def test_four_packages_are_required():
     assert {distribution(each) for each in PROJECT["dependencies"]} == {"torch", "numpy", "scipy", "safetensors"}
 
@@ -86,28 +81,6 @@ def test_an_extra_brings_what_its_line_asks_for(extra):
     assert packages_of(extra) <= packages_of("all") <= packages_of("test")
 
 
-VERBS = """
-history = ds.fit(ensemble, train, epochs=3)  # shows progress
-ds.save(ensemble, "saved")
-again = ds.load("saved")
-torch.testing.assert_close(again.predict(test.x).mean, ensemble.predict(test.x).mean)
-ds.calibrate(again, test)
-ds.conformal(again, test, level=0.9)
-evaluation = ds.evaluate(again, test, ood={"far": ds.data.Batches(test.x + 9, test.y, batch_size=100)})
-assert evaluation.metrics["nll"] > 0
-"""
-README = python_blocks((ROOT / "README.md").read_text())[0][1]
-
-
-def test_the_readme_and_the_verbs_run(tmp_path):
-    done = run_bare(README.replace("epochs=60", "epochs=6") + VERBS, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "accuracy" in done.stdout
-    lines = [line for line in done.stderr.splitlines() if "epoch" in line]
-    assert lines[0].startswith("deep_ensemble  epoch 1/3  ")
-    assert lines[-1].startswith("deep_ensemble  epoch 3/3  ")
-
-
 # call -> the extra that it needs
 CALLS = {
     "predictive.plot(x)": "plot",
@@ -123,31 +96,39 @@ CALLS = {
     "ds.metrics.ECE()": "torchmetrics",
     "importlib.import_module('dissensus.bench.run.jobs')": "bench",
 }
-SMALL = """
-import importlib, json, pathlib, pkgutil
-import torch
-import dissensus as ds
+VERBS = """
+history = ds.fit(ensemble, train, epochs=3)  # shows progress
+ds.save(ensemble, "saved")
+again = ds.load("saved")
+torch.testing.assert_close(again.predict(test.x).mean, ensemble.predict(test.x).mean)
+ds.calibrate(again, test)
+ds.conformal(again, test, level=0.9)
+evaluation = ds.evaluate(again, test, ood={"far": ds.data.Batches(test.x + 9, test.y, batch_size=100)})
+assert evaluation.metrics["nll"] > 0
+"""
+README = python_blocks((ROOT / "README.md").read_text())[0][1]
+MODULE, _, FUNCTION = PROJECT["scripts"]["dissensus"].partition(":")
+# What is missing is asked for afterwards: (call -> class, text and module of its error; files that cannot be imported and say
+# not why; what the command exits with, its stdout and stderr)
+MISSING = f"""
+import contextlib, importlib, io, json, pathlib, pkgutil
 from dissensus.utils.extras import MissingExtra
 
-x, y = ds.data.two_moons(40, seed=0)
-posterior = ds.MAP(ds.nets.MLP(2, 2, hidden=(4,)))
-history = ds.fit(posterior, (x, y), epochs=1, progress=False)
-predictive, evaluation = posterior.predict(x), ds.evaluate(posterior, [(x, y)], progress=False)
+x, posterior, predictive = test.x, again, again.predict(test.x)
 pathlib.Path("classes/one").mkdir(parents=True)
 pathlib.Path("classes/one/1.png").write_bytes(b"")
-"""
-
-
-@pytest.fixture(scope="module")
-def missing(tmp_path_factory):
-    """(call -> class, text and module of its error; names of the files that cannot be imported and say not why)."""
-    program = f"""{SMALL}
 errors, files = {{}}, []
 for call in {list(CALLS)!r}:
     try:
         eval(call)
     except Exception as error:
         errors[call] = type(error).__name__, str(error), getattr(error, "name", None)
+sys.argv = ["dissensus", "list"]
+with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    try:
+        importlib.import_module({MODULE!r}).{FUNCTION}()
+    except SystemExit as left:
+        command = left.code, out.getvalue(), err.getvalue()
 for each in pkgutil.walk_packages(ds.__path__, "dissensus.", onerror=lambda name: None):
     try:
         importlib.import_module(each.name)
@@ -155,35 +136,47 @@ for each in pkgutil.walk_packages(ds.__path__, "dissensus.", onerror=lambda name
         pass
     except ImportError:
         files.append(each.name)
-print(json.dumps([errors, files]))
+pathlib.Path("found.json").write_text(json.dumps([errors, files, command]))
 """
-    done = run_bare(program, cwd=tmp_path_factory.mktemp("bare"))
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """(the process, what it found) of one that has nothing but what the library needs."""
+    folder = tmp_path_factory.mktemp("bare")
+    program = f"REFUSED = {refused()!r}\n{BARE}\n{README.replace('epochs=60', 'epochs=6')}{VERBS}{MISSING}"
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return done, json.loads((folder / "found.json").read_text())
+
+
+def test_the_readme_and_the_verbs_run(bare):
+    done, _ = bare
+    assert "accuracy" in done.stdout
+    lines = [line for line in done.stderr.splitlines() if "epoch" in line]
+    assert lines[0].startswith("deep_ensemble  epoch 1/3  ")
+    assert lines[-1].startswith("deep_ensemble  epoch 3/3  ")
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_feature_says_what_to_install(missing, call):
+def test_a_feature_says_what_to_install(bare, call):
     what, modules = EXTRAS[CALLS[call]]
     names = [module for module in modules.split() if module != "jinja2"]
     line = f'{what} needs {", ".join(NAMES.get(each, each) for each in names)}: pip install "dissensus[{CALLS[call]}]"'
-    assert missing[0].get(call) == ["MissingExtra", line, names[0]]
+    assert bare[1][0].get(call) == ["MissingExtra", line, names[0]]
 
 
 # imported only where their package is there: Triton's kernels, classes behind `dissensus.metrics`, and what only `main` imports
 BEHIND = r"dissensus\.(metrics\.torchmetrics\w+|kernels\.(triton_\w+|norm_launch)|bench\.(cli|terminal|theory_\w+))"
 
 
-def test_every_other_file_can_be_imported_or_says_what_to_install(missing):
-    assert [name for name in missing[1] if not re.fullmatch(BEHIND, name)] == []
-    assert "dissensus.metrics.torchmetrics_classes" in missing[1]  # such a file would be found
+def test_every_other_file_can_be_imported_or_says_what_to_install(bare):
+    _, (_, files, _) = bare
+    assert [name for name in files if not re.fullmatch(BEHIND, name)] == []
+    assert "dissensus.metrics.torchmetrics_classes" in files  # such a file would be found
 
 
-def test_the_command_says_its_line_and_fails(tmp_path):
-    module, _, function = PROJECT["scripts"]["dissensus"].partition(":")
-    done = run_bare(f"from {module} import {function}\n{function}()", "list", cwd=tmp_path)
-    assert done.returncode == 1
-    line = (
-        'dissensus: the command line needs typer, rich, tomli-w, matplotlib, pillow: pip install "dissensus[bench]"\n'
-    )
-    assert (done.stdout, done.stderr) == ("", line)
+def test_the_command_says_its_line_and_fails(bare):
+    packages = "typer, rich, tomli-w, matplotlib, pillow"
+    line = f'dissensus: the command line needs {packages}: pip install "dissensus[bench]"'
+    assert bare[1][2] == [line, "", ""]  # Python writes it to stderr and exits with 1

@@ -136,6 +136,13 @@ def imported(path: Path, *, types: bool = True) -> list[tuple[int, str]]:
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def parsed_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ast, "parse", functools.cache(ast.parse))
+        yield
+
+
 def fault(relative: str, name: str) -> str | None:
     """What is wrong with a file of the package that imports this dotted name."""
     mine, theirs = relative.removesuffix(".py").split("/"), name.split(".")

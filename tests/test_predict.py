@@ -1,5 +1,6 @@
 """Prediction over loaders: whole, batch by batch, summarised, and from a folder one member at a time."""
 
+import functools
 import logging
 
 import pytest
@@ -115,36 +116,28 @@ def test_a_loader_may_not_know_its_length(call):
     assert torch.equal(targets, y)
 
 
-def test_a_network_is_not_a_posterior():
+def test_networks_no_data_and_unknown_precisions_are_refused():
+    posterior = tiny.ensemble(tiny.mlp)
     with pytest.raises(TypeError, match="expected a posterior, got Sequential; wrap the network"):
         ds.predict(tiny.mlp(), batches())
-
-
-@pytest.mark.parametrize("call", [ds.predict, ds.summarise])
-def test_no_data_is_a_clear_error(call):
-    with pytest.raises(ValueError, match="expected at least one batch from the loader, got none"):
-        call(tiny.ensemble(tiny.mlp), [])
-
-
-def test_an_unknown_precision_is_refused():
+    for call in (ds.predict, ds.summarise):
+        with pytest.raises(ValueError, match="expected at least one batch from the loader, got none"):
+            call(posterior, [])
     with pytest.raises(ValueError, match="expected precision of float32, bf16, got"):
-        ds.predict(tiny.ensemble(tiny.mlp), batches(), precision="fp8")
+        ds.predict(posterior, batches(), precision="fp8")
 
 
 # ---------------------------------------------------------------------------------------------------- summaries
 
+
+def two_outputs():
+    return tiny.mlp(outputs=2)
+
+
 CASES = {
     "classes": (tiny.mlp, None, lambda y: y),
-    "regression": (
-        lambda: tiny.mlp(outputs=2),
-        ds.Regression(initial=0.5),
-        lambda y: torch.randn(len(y), 2, dtype=F64),
-    ),
-    "heteroscedastic": (
-        lambda: tiny.mlp(outputs=2),
-        ds.HeteroscedasticRegression(),
-        lambda y: torch.randn(len(y), 1, dtype=F64),
-    ),
+    "regression": (two_outputs, ds.Regression(initial=0.5), lambda y: torch.randn(len(y), 2, dtype=F64)),
+    "heteroscedastic": (two_outputs, ds.HeteroscedasticRegression(), lambda y: torch.randn(len(y), 1, dtype=F64)),
 }
 
 
@@ -269,22 +262,18 @@ def spoilt(how: str = "vectorised", member: int = 2):
     return posterior
 
 
+def ways(posterior, x, y):
+    """Every way to ask a posterior about x."""
+    verbs = (ds.predict, ds.summarise, lambda *given: [*ds.predict_batches(*given)], ds.evaluate, validation_nll)
+    return [lambda: posterior.predict(x), *(functools.partial(verb, posterior, [(x, y)]) for verb in verbs)]
+
+
 @pytest.mark.parametrize("how", ["loop", "vectorised"])
 def test_a_member_that_predicts_nan_is_named(how):
     posterior, (x, y) = spoilt(how), tiny.points()
-    calls = [
-        lambda: posterior.predict(x),
-        lambda: ds.predict(posterior, [(x, y)]),
-        lambda: ds.summarise(posterior, [(x, y)]),
-        lambda: list(ds.predict_batches(posterior, [(x, y)])),
-        lambda: ds.evaluate(posterior, [(x, y)]),
-        lambda: ds.temperature_scale(posterior, [(x, y)]),
-        lambda: validation_nll(posterior, [(x, y)]),
-    ]
-    for call in calls:
-        with pytest.raises(
-            ds.Diverged, match="got a prediction that is not finite in member 2 at step 0; lower"
-        ) as error:
+    message = "got a prediction that is not finite in member 2 at step 0; lower"
+    for call in (*ways(posterior, x, y), lambda: ds.temperature_scale(posterior, [(x, y)])):
+        with pytest.raises(ds.Diverged, match=message) as error:
             call()
         assert error.value.members == [2]
     assert posterior(x)[2].isnan().all()  # what the functions say themselves is not judged
@@ -353,16 +342,8 @@ def test_a_class_that_cannot_be_is_no_divergence():
 def test_inputs_that_are_not_numbers_are_refused(value):
     posterior, (x, y) = tiny.ensemble(tiny.mlp).eval(), tiny.points()
     x[5, 1] = value
-    calls = [
-        lambda: posterior.predict(x),
-        lambda: ds.predict(posterior, [(x, y)]),
-        lambda: ds.summarise(posterior, [(x, y)]),
-        lambda: list(ds.predict_batches(posterior, [(x, y)])),
-        lambda: ds.evaluate(posterior, [(x, y)]),
-        lambda: ds.evaluate(posterior, [tiny.points()], ood={"other": [(x, y)]}),
-        lambda: validation_nll(posterior, [(x, y)]),
-    ]
-    for call in calls:
+    foreign = {"other": [(x, y)]}
+    for call in (*ways(posterior, x, y), lambda: ds.evaluate(posterior, [tiny.points()], ood=foreign)):
         with pytest.raises(ValueError, match="expected finite inputs, got NaN or infinity in row"):
             call()
 

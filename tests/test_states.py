@@ -102,12 +102,7 @@ def moved(posterior, fresh, folder):
     return copy.deepcopy(posterior).to("cpu", torch.float64).to(memory_format=torch.contiguous_format)
 
 
-WAYS = {
-    "save and load": saved,
-    "state_dict": from_state,
-    "checkpoint": from_checkpoint,
-    "deepcopy and to": moved,
-}
+WAYS = {"save and load": saved, "state_dict": from_state, "checkpoint": from_checkpoint, "deepcopy and to": moved}
 KINDS = [(False, each) for each in CLASSES] + [(True, each) for each in VALUES]
 
 
@@ -125,8 +120,9 @@ def product():
 def test_predictions_and_promises_are_the_same_on_every_way(method, regression, calibration, tmp_path):
     posterior = stand(build(method, regression=regression), calibration, regression=regression)
     wanted = answers(posterior)
+    torch.testing.assert_close(posterior.predictor()(x)["mean"], wanted["mean"], rtol=0, atol=1e-12)
+    fresh = functools.partial(copy.deepcopy, build(method, regression=regression, seed=1))
     for name, way in WAYS.items():
-        fresh = functools.partial(build, method, regression=regression, seed=1)
         other = way(posterior, fresh, tmp_path)
         try:
             same(other, wanted)

@@ -150,7 +150,7 @@ def test_attention_has_one_switch_for_all_threads(method):
     assert {each.particles.how for each in (other,)} == {"vectorised"}  # nobody fell back
 
 
-@pytest.mark.parametrize("method", ["swag", "tradi", "gaussian_perturbation", "mc_dropout"])
+@pytest.mark.parametrize("method", often(["tradi", "mc_dropout"], ["swag", "gaussian_perturbation"]))
 def test_the_callers_network_answers_as_itself_while_others_predict(method):
     posterior = trained(method)
     network, x = posterior.particles.template.network, tiny.points(6)[0].float()

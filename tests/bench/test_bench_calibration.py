@@ -1,11 +1,9 @@
 """[calibration] of tasks and `dissensus calibrate`: held-out test rows calibrate, others promise, the rest is tested on."""
 
-import functools
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import dissensus as ds
@@ -15,6 +13,7 @@ from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
 from dissensus.metrics import ece
+from small_runs import moons_network, task_with_weights
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -28,20 +27,9 @@ calibration = { rows = 400, method = "isotonic", level = 0.9, risk = 0.2 }
 """
 
 
-@functools.cache
-def network():
-    """Trained on cleaner points than those that are tested on: too sure there."""
-    torch.manual_seed(0)
-    made = ds.MAP(ds.nets.MLP(2, 2, hidden=(8,)))
-    ds.fit(made, ds.data.Batches(*ds.data.two_moons(200, noise=0.1, seed=5), batch_size=20), epochs=20, progress=False)
-    return made.member(0)
-
-
 @pytest.fixture
 def task(tmp_path):
-    save_file(network().state_dict(), tmp_path / "given.safetensors")
-    (tmp_path / "mine.toml").write_text(TASK)
-    return load_task(str(tmp_path / "mine.toml"))
+    return task_with_weights(tmp_path, TASK, moons_network(8, epochs=20))
 
 
 def test_a_task_calibrates_promises_and_reports_both(task, tmp_path):
@@ -93,22 +81,10 @@ def test_a_regression_in_its_own_units_is_calibrated(tmp_path):
     (tmp_path / "mine.toml").write_text("""
 methods = ["map"]
 likelihood = { regression = { noise = 1.0 } }
-[data]
-name = "cubic"
-points = 60
-validation = 0
-targets = "standardised"
-[network]
-name = "MLP"
-hidden = [6]
-[training]
-epochs = 2
-keep_best = false
-threads = 1
-[calibration]
-rows = 0.5
-method = "isotonic"
-level = 0.8
+data = { name = "cubic", points = 60, validation = 0, targets = "standardised" }
+network = { name = "MLP", hidden = [6] }
+training = { epochs = 2, keep_best = false, threads = 1 }
+calibration = { rows = 0.5, method = "isotonic", level = 0.8 }
 """)
     made, (found,) = jobs.run_all(
         load_task(str(tmp_path / "mine.toml")), methods=["map"], seeds=[0], out=tmp_path / "r"

@@ -19,6 +19,7 @@ from dissensus.bench.run.extra_measures import with_calibration
 from dissensus.bench.run.records import read_predictions
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.metrics import ece
+from small_runs import moons_network, task_with_weights
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TASK = """
@@ -31,19 +32,9 @@ method.node_bnn = { samples = 8 }
 """
 
 
-def network() -> torch.nn.Module:
-    """Trained a little, on other points than those that are tested on."""
-    torch.manual_seed(0)
-    made = ds.MAP(ds.nets.MLP(2, 2, hidden=(6,)))
-    ds.fit(made, ds.data.Batches(*ds.data.two_moons(200, noise=0.1, seed=5), batch_size=20), epochs=8, progress=False)
-    return made.member(0)
-
-
 @pytest.fixture
 def task(tmp_path):
-    save_file(network().state_dict(), tmp_path / "given.safetensors")
-    (tmp_path / "mine.toml").write_text(TASK)
-    return load_task(str(tmp_path / "mine.toml"))
+    return task_with_weights(tmp_path, TASK, moons_network(6, epochs=8))
 
 
 def runs(task, tmp_path, *methods: str):
@@ -63,7 +54,7 @@ def test_calibration_rows_are_test_rows_that_are_not_tested_on():
 
 def test_without_training_the_network_is_the_one_that_was_given(task, tmp_path):
     made, evaluations = runs(task, tmp_path)
-    given = network().state_dict()
+    given = moons_network(6, epochs=8).state_dict()
     for run in made:
         found = run.posterior().plain_network().state_dict()
         assert all(torch.equal(found[name], tensor) for name, tensor in given.items())

@@ -64,12 +64,9 @@ def test_a_grid_that_cannot_be_is_an_error_before_anything_runs(load, old, new, 
         cells_of(load(TASK.replace(old, new)), ["map", "mc_dropout"])
 
 
-def test_a_setting_of_the_grid_cannot_be_overridden_without_a_word(load):
+def test_settings_of_a_grid_cannot_be_overridden_and_no_run_is_outside_of_it(load):
     with pytest.raises(ValueError, match=r"expected data.label_noise in .grid.noise. only"):
         cells_of(load(overrides=["data.label_noise=0.1"]), ["map"])
-
-
-def test_a_task_with_a_grid_has_no_run_outside_of_it(load):
     with pytest.raises(ValueError, match=r"expected a task without .grid., or a cell of one, got small"):
         run_config(load(), "map", 0)
 

@@ -10,7 +10,7 @@ import torch
 from torch import distributed, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from workers import workers
+from workers import said, workers
 
 import dissensus as ds
 import test_contract
@@ -161,10 +161,8 @@ def parted(n, batch_size, drop_last=False, seed=1):
 
 def of_parts():
     found = {}
-    for n in (
-        N,
-        3,
-    ):  # one that four does not divide, one with fewer rows than ranks: a single batch, whose functions are divided
+    # one that four does not divide, one with fewer rows than ranks: a single batch, whose functions are divided
+    for n in (N, 3):
         predictive, y = ds.predict(ensemble(), parted(n, 16))
         evaluation = numbers(
             ds.evaluate(ensemble(), parted(n, 16), ood={"other": parted(40, 8, seed=2)}, progress=False)
@@ -218,15 +216,6 @@ def test_parts_that_ranks_read_themselves_may_be_uneven_or_empty():
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, equal_nan=True, msg=name)
         assert torch.equal(found["test/correct"], expected["test/correct"])
-
-
-def said(function, *args, **keywords):
-    """What an error says."""
-    try:
-        function(*args, **keywords)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 class Failing:
@@ -400,9 +389,20 @@ def counted_alone(*names):
 KINDS = ["deep_ensemble", "batch_ensemble", "multi_swag", "multi_node_bnn", "multi_mc_dropout", "laplace"]
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.slow)])
+REST = [name for name in test_contract.METHODS if name not in [*KINDS, *SINGLE]]
+
+
 @pytest.mark.parametrize(
-    "names", often([[*KINDS, *SHARED]], [[name for name in test_contract.METHODS if name not in [*KINDS, *SINGLE]]])
+    ("names", "sizes"),
+    [
+        ([*KINDS[:3], "whole", "in a loop"], (2, 1)),
+        ([*KINDS[3:], "noisy", "uncut"], (1, 2)),
+        *(
+            pytest.param(names, sizes, marks=pytest.mark.slow)
+            for names in ([*KINDS, *SHARED], REST)
+            for sizes in ((2, 1), (1, 2), (2, 2))
+        ),
+    ],
 )
 def test_functions_divided_over_ranks_say_what_they_say_in_one_process(names, sizes):
     """Each runs in one process alone, of ensembles and of draws; those that cannot be divided run whole."""

@@ -74,6 +74,15 @@ def workers() -> Workers:
     return made
 
 
+def said(function: Callable[..., Any], *args: Any, **keywords: Any) -> str:
+    """What an error says."""
+    try:
+        function(*args, **keywords)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def _start(number: int) -> tuple[Any, Any]:
     context = multiprocessing.get_context("forkserver")
     # What every process would import by itself, torch's compiler among it, which its dispatch modes ask for.

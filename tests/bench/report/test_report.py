@@ -80,6 +80,13 @@ def checked(text: str) -> Checked:
 
 
 def classification(seed: int = 0, *, members: int = 2) -> Evaluation:
+    """One that the test may change."""
+    found = evaluated(seed, members)
+    return replace(found, metrics=dict(found.metrics), arrays=dict(found.arrays))
+
+
+@cache
+def evaluated(seed: int, members: int) -> Evaluation:
     generator = torch.Generator().manual_seed(7)
     x = torch.randint(256, (30, 1, 16, 16), generator=generator).float() / 255
     y = torch.randint(3, (30,), generator=generator)
@@ -96,7 +103,7 @@ def regression(seed: int = 0) -> Evaluation:
     return evaluate(posterior, [(x, y)], ood={"far": [(x + 9, y)]}, shift={"near": [(x + 1, y)]})
 
 
-PAGE = ["map", "deep_ensemble", "swag", "batch_ensemble"]
+PAGE = ["map", "deep_ensemble", "swag"]
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +206,7 @@ def test_a_suffix_asks_for_one_file(undrawn, tmp_path, suffix):
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_report_of_regressions_is_complete(tmp_path):
+def test_a_report_of_regressions_is_complete(undrawn, tmp_path):
     report({"a": regression(0), "b": [regression(1), regression(2)]}, tmp_path)
     text = (tmp_path / "report.html").read_text()
     assert "Interval coverage" in text or "Do intervals cover" in text
@@ -208,7 +215,7 @@ def test_a_report_of_regressions_is_complete(tmp_path):
         assert [(row["method"], row["seed"]) for row in csv.DictReader(file)] == [("a", "0"), ("b", "0"), ("b", "1")]
 
 
-def test_a_report_of_segmentations_is_made_of_what_there_is(tmp_path):
+def test_a_report_of_segmentations_is_made_of_what_there_is(undrawn, tmp_path):
     network = torch.nn.Conv2d(3, 4, 3, padding=1)
     x, y = torch.rand(3, 3, 12, 12), torch.randint(4, (3, 12, 12))
     mask = torch.randint(2, (3, 12, 12))
@@ -575,10 +582,10 @@ def test_shares_are_alike_by_what_is_rarer(first, second, alike):
 
 
 def test_a_page_has_four_sentences_at_most_and_members_in_a_table(undrawn, tmp_path):
-    results = results_of_evaluations({f"m{i}": classification(i) for i in range(9)}, "t")
+    results = results_of_evaluations({f"m{i}": classification(i) for i in range(5)}, "t")
     content = report_content(results)
     assert 1 <= sum(len(re.findall(r"\.(?= |$)", text)) for text in content["headline"]) <= 4
-    assert len(content["members"].columns) == 9
+    assert len(content["members"].columns) == 5
     assert content["against_cost"].figures
     page = render_template("report.html.j2", content)
     assert page.index("<svg") < page.index('class="headline"') < page.index("<table")
@@ -629,17 +636,12 @@ def test_a_browser_shows_the_page_without_a_word_and_nothing_leaves_it(page, tmp
                     return range.getClientRects().length > 1; }})()).map(th => th.textContent),
                 sticky: getComputedStyle(inner.querySelector('th[scope="row"]')).position }}) }}</script>"""
     (tmp_path / "frame.html").write_text(f"<!DOCTYPE html><meta charset='utf-8'>{frame}", encoding="utf-8")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    options += [
-        "--enable-logging=stderr",
-        "--v=0",
-        "--virtual-time-budget=4000",
-        "--window-size=1300,1000",
-        "--dump-dom",
-    ]
-    done = subprocess.run(
-        [CHROMIUM, *options, (tmp_path / "frame.html").as_uri()], capture_output=True, text=True, timeout=120
+    options = (
+        f"--headless --no-sandbox --disable-gpu --user-data-dir={tmp_path / 'profile'} --enable-logging=stderr --v=0"
     )
+    options += " --virtual-time-budget=4000 --window-size=1300,1000 --dump-dom"
+    call = [CHROMIUM, *options.split(), (tmp_path / "frame.html").as_uri()]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=120)
     assert "CONSOLE" not in done.stderr
     said = json.loads(re.search(r'<pre id="said">(.*?)</pre>', done.stdout, re.DOTALL)[1])
     assert said["tables"] > 3

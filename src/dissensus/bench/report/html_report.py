@@ -3,6 +3,7 @@
 import base64
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -187,9 +188,15 @@ MEANINGS = {
 
 def render_template(template: str, content: Mapping[str, Any]) -> str:
     """Fills in a template of this package; control characters in names and titles are removed."""
+    environment = _environment(autoescape=template.endswith(".html.j2"))
+    return environment.get_template(template).render(**content).translate(CONTROL)
+
+
+@cache  # compiling the templates takes longer than filling them in, and a page does that for every table
+def _environment(*, autoescape: bool) -> Environment:
     environment = Environment(
         loader=PackageLoader("dissensus.bench.report"),
-        autoescape=template.endswith(".html.j2"),
+        autoescape=autoescape,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -198,7 +205,7 @@ def render_template(template: str, content: Mapping[str, Any]) -> str:
     environment.filters |= {"cell": _markdown, "tex": _latex, "grid_csv": grid_csv, "as_link": _data_uri}
     latex = "grid.tex.j2"
     environment.globals["latex"] = lambda table, caption: render_template(latex, {"table": table, "caption": caption})
-    return environment.get_template(template).render(**content).translate(CONTROL)
+    return environment
 
 
 def _markdown(text: object) -> str:
