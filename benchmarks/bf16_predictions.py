@@ -80,7 +80,7 @@ def measured(make: Callable[[], ds.Posterior], epochs: int, seen: int) -> dict[s
             numbers[f"{name.removeprefix('ood/')}_{precision}"] = evaluation.metrics[name]
     pairs = list(zip(*predictives.values(), strict=True))
     means = [(half.mean - exact.mean).abs() for exact, half in pairs]
-    members = [(half.members.exp() - exact.members.exp()).abs() for exact, half in pairs]
+    members = [(half.member_means - exact.member_means).abs() for exact, half in pairs]
     others = sum(int((half.mean.argmax(1) != exact.mean.argmax(1)).sum()) for exact, half in pairs[:1])
     return {
         "parameters": sum(p.numel() for p in posterior.parameters()),

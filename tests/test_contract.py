@@ -266,7 +266,7 @@ def test_predictive_has_the_shapes_of_the_design(build):
     predictive = posterior.predict(x)
     members = posterior.draw().members
     assert isinstance(predictive, ds.Predictive)
-    assert predictive.members.shape == (members, 12, 3)
+    assert predictive.log_probs.shape == (members, 12, 3)
     assert predictive.mean.shape == (12, 3)
     for each in (predictive.aleatoric, predictive.epistemic, predictive.total, predictive.confidence):
         assert each.shape == (12,)
@@ -562,7 +562,7 @@ def test_seeds_reproduce_everything(build):
         torch.manual_seed(7)
         posterior, (x, y) = build(), tiny.points()
         ds.fit(posterior, [(x, y)], epochs=2, progress=False, engine="vectorised")
-        return tiny.state(posterior), posterior.predict(x).members
+        return tiny.state(posterior), posterior.predict(x).log_probs
 
     (first, members), (second, again) = run(), run()
     assert tiny.largest_difference(first, second) == 0
@@ -580,7 +580,7 @@ def test_state_dict_round_trip(build):
     other = build()
     other.load_state_dict(posterior.state_dict())
     assert tiny.strides(other) == tiny.strides(posterior)
-    assert torch.equal(other.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(other.predict(x).log_probs, posterior.predict(x).member_means)
     assert int(other.steps) == int(posterior.steps) == 1
 
 
@@ -608,7 +608,7 @@ def test_saved_and_loaded_is_the_same_bit_for_bit(build, template, method, tmp_p
     assert tiny.strides(loaded) == tiny.strides(posterior)
     assert type(loaded) is type(posterior)
     assert loaded.config() == posterior.config()
-    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.predict(x).log_probs, posterior.predict(x).member_means)
     assert torch.equal(loaded(x), posterior(x))
 
 
@@ -620,7 +620,7 @@ def test_tensors_lie_in_memory_as_they_did_when_they_were_saved(build, template,
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, template(tiny.spread_out), method=method)
     assert tiny.strides(loaded) == tiny.strides(posterior)
-    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.predict(x).log_probs, posterior.predict(x).member_means)
 
 
 def test_a_stored_draw_has_memory_of_its_own(build):
@@ -640,7 +640,7 @@ def test_config_is_json_and_builds_a_skeleton(build, template):
     skeleton = type(posterior).skeleton(template(), config, ds.Classification()).to(torch.float64)
     skeleton.load_state_dict(posterior.state_dict())
     assert tiny.strides(skeleton) == tiny.strides(posterior)
-    assert torch.equal(skeleton.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(skeleton.predict(x).log_probs, posterior.predict(x).member_means)
     assert (skeleton.prior.std, skeleton.data_size) == (0.5, 12)
 
 
@@ -648,12 +648,12 @@ def test_a_deep_copy_is_independent(build):
     posterior, (x, y) = build(), tiny.points()
     ds.refresh(posterior, [(x, y)])
     other = copy.deepcopy(posterior)
-    before = posterior.predict(x).members
-    assert torch.equal(other.predict(x).members, before)
+    before = posterior.predict(x).log_probs
+    assert torch.equal(other.predict(x).log_probs, before)
     optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
     other.backward(x, y)
     optimizer.step()
-    assert torch.equal(posterior.predict(x).members, before)
+    assert torch.equal(posterior.predict(x).log_probs, before)
     assert not torch.equal(other.eval().current()(x), posterior.eval().current()(x))
 
 
@@ -736,15 +736,15 @@ def test_the_network_trains_in_one_group_in_the_order_of_its_parameters(build):
 
 def test_temperature_one_leaves_predictions_alone(build):
     posterior, (x, _) = build(), tiny.points()
-    before = posterior.predict(x).members
+    before = posterior.predict(x).log_probs
     with torch.random.fork_rng(), torch.no_grad():
         logits = posterior.eval()(x)  # the functions themselves, which know of no temperature
     torch.testing.assert_close(before, logits.log_softmax(2), rtol=0, atol=1e-12)
     posterior.temperature.fill_(2.0)
     expected = (before / 2).log_softmax(2)
-    torch.testing.assert_close(posterior.predict(x).members, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(posterior.predict(x).log_probs, expected, rtol=0, atol=1e-12)
     posterior.temperature.fill_(1.0)
-    assert torch.equal(posterior.predict(x).members, before)
+    assert torch.equal(posterior.predict(x).log_probs, before)
 
 
 def test_a_predictor_gives_what_predict_gives(build):

@@ -23,7 +23,7 @@ def batches(n: int = 20):
 def test_a_loader_gives_what_one_batch_gives():
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points(20)
     found, targets = ds.predict(posterior, batches())
-    torch.testing.assert_close(found.members, posterior.predict(x).members, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.member_means, posterior.predict(x).member_means, rtol=0, atol=1e-12)
     assert torch.equal(targets, y)
     assert targets.dtype == y.dtype
 
@@ -31,7 +31,9 @@ def test_a_loader_gives_what_one_batch_gives():
 def test_weights_in_the_loader_are_passed_over():
     posterior = tiny.ensemble(tiny.mlp)
     weighted = [(x, y, torch.rand(len(y))) for x, y in batches()]
-    assert torch.equal(ds.predict(posterior, weighted)[0].members, ds.predict(posterior, batches())[0].members)
+    assert torch.equal(
+        ds.predict(posterior, weighted)[0].member_means, ds.predict(posterior, batches())[0].member_means
+    )
 
 
 def test_labels_of_other_classes_are_welcome():
@@ -42,9 +44,9 @@ def test_labels_of_other_classes_are_welcome():
 
 def test_one_draw_serves_all_batches():
     posterior, (x, y) = ds.MCDropout(tiny.mlp(0.5).double(), samples=4), tiny.points()
-    found = ds.predict(posterior, [(x, y), (x, y)])[0].members
+    found = ds.predict(posterior, [(x, y), (x, y)])[0].member_means
     assert torch.equal(found[:, :12], found[:, 12:])
-    parts = [predictive.members for predictive, _ in ds.predict_batches(posterior, [(x, y), (x, y)])]
+    parts = [predictive.member_means for predictive, _ in ds.predict_batches(posterior, [(x, y), (x, y)])]
     assert torch.equal(parts[0], parts[1])
     assert float(found.std(0).max()) > 0
 
@@ -70,7 +72,7 @@ def test_temperature_applies_to_loaders():
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()
     posterior.temperature.fill_(2.0)
     expected = posterior.predict(x)
-    assert torch.equal(ds.predict(posterior, [(x, y)])[0].members, expected.members)
+    assert torch.equal(ds.predict(posterior, [(x, y)])[0].member_means, expected.member_means)
     torch.testing.assert_close(ds.summarise(posterior, [(x, y)])[0].mean, expected.mean, rtol=0, atol=1e-12)
 
 
@@ -88,8 +90,8 @@ def test_half_precision_comes_close():
     posterior, (x, y) = tiny.ensemble(tiny.mlp, dtype=torch.float32), tiny.points()
     exact = ds.predict(posterior, [(x.float(), y)])[0]
     half = ds.predict(posterior, [(x.float(), y)], precision="bf16")[0]
-    assert half.members.dtype == torch.float32
-    assert not torch.equal(half.members, exact.members)
+    assert half.member_means.dtype == torch.float32
+    assert not torch.equal(half.member_means, exact.member_means)
     torch.testing.assert_close(half.mean, exact.mean, rtol=0, atol=0.02)
 
 
@@ -173,7 +175,7 @@ def test_a_summary_says_what_the_members_say(case, stored, tmp_path):
     assert torch.equal(summary.total, summary.aleatoric + summary.epistemic)
     assert len(summary) == len(whole) == 20
     with pytest.raises(TypeError, match="expected a predictive with its members"):
-        _ = summary.members
+        _ = summary.member_means
 
 
 def test_a_class_summary_scores_samples_and_sets_as_the_whole():
@@ -446,8 +448,10 @@ def test_functions_of_a_large_image_run_one_after_the_other(make, monkeypatch):
     posterior, sizes, add = make(), [], RunningSummary.add
     image = torch.randn(3, 9, 7, dtype=F64)
     ds.refresh(posterior, [(image[None], torch.zeros(1, 9, 7, dtype=torch.int64))])
-    monkeypatch.setattr(RunningSummary, "add", lambda self, part: (sizes.append(len(part.members)), add(self, part)))
+    monkeypatch.setattr(
+        RunningSummary, "add", lambda self, part: (sizes.append(len(part.member_means)), add(self, part))
+    )
     found, whole = ds.predict_image(posterior, image), posterior.predict(image[None])
-    assert sizes == [1] * len(whole.members)
+    assert sizes == [1] * len(whole.member_means)
     torch.testing.assert_close(found.mean, whole.mean[0], rtol=0, atol=1e-12)
     torch.testing.assert_close(found.mutual_information, whole.epistemic[0], rtol=0, atol=1e-12)

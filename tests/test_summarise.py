@@ -109,7 +109,7 @@ def test_a_running_summary_does_not_depend_on_how_members_come() -> None:
 
 def test_what_needs_members_says_so(ensemble: ds.DeepEnsemble) -> None:
     summary, _ = ds.summarise(ensemble, Batches(*inputs(), batch_size=16))
-    for use in (lambda: summary.members, lambda: summary.interval(0.9), lambda: summary.apply_temperature(2.0)):
+    for use in (lambda: summary.member_means, lambda: summary.interval(0.9), lambda: summary.apply_temperature(2.0)):
         with pytest.raises(TypeError, match="got a summary"):
             use()
 

@@ -222,7 +222,7 @@ def test_what_members_disagree_on_stays_theirs():
     torch.testing.assert_close(after.total, entropy, rtol=0, atol=1e-12)
     torch.testing.assert_close(after.epistemic, torch.minimum(before.epistemic, entropy), rtol=0, atol=1e-12)
     with pytest.raises(TypeError, match="a calibration of the members"):
-        _ = after.members
+        _ = after.member_means
 
 
 @pytest.mark.parametrize("method", often(["vector", "isotonic"], ["temperature", "histogram"]))

@@ -261,7 +261,7 @@ def test_functions_run_one_after_the_other_are_those_run_at_once():
     torch.testing.assert_close(one_by_one(x), at_once(x), rtol=0, atol=1e-12)
     parts = list(one_by_one.predict_parts(x))
     assert len(parts) == 32
-    torch.testing.assert_close(parts[5].members[0], at_once.predict(x).members[5], rtol=0, atol=1e-12)
+    torch.testing.assert_close(parts[5].member_means[0], at_once.predict(x).member_means[5], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("net", [tiny.mlp, conv])
@@ -278,9 +278,9 @@ def test_drawn_functions_stay_what_they_are_whatever_becomes_of_the_weights(net,
     )
     for same in (live, anew):
         torch.testing.assert_close(same(x), before, rtol=0, atol=1e-12)
-    parts = [part.members[0] for part in drawn.predict_parts(x)]
+    parts = [part.member_means[0] for part in drawn.predict_parts(x)]
     torch.testing.assert_close(
-        torch.stack(parts) if net is conv else parts[0][None], drawn.predict(x).members[: len(parts)]
+        torch.stack(parts) if net is conv else parts[0][None], drawn.predict(x).member_means[: len(parts)]
     )
     with torch.no_grad():
         for parameter in posterior.parameters():
@@ -460,7 +460,7 @@ def test_saved_and_loaded_around_the_plain_network(tmp_path):
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, conv())
-    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
     assert loaded.config() == posterior.config()
     assert str(loaded.account) == str(posterior.account)
     with pytest.raises(ValueError, match="expected a network with layer"):

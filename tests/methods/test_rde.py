@@ -374,7 +374,7 @@ def test_the_strength_of_feature_repulsion_is_saved_and_older_folders_load(tmp_p
     reseal(tmp_path, config)
     older = ds.load(tmp_path, plain())
     assert (older.strength.repulsion, older.strength.batch_size) == ("1/B", None)
-    assert torch.equal(older.predict(x).members, saved.predict(x).members)
+    assert torch.equal(older.predict(x).member_means, saved.predict(x).member_means)
     with pytest.raises(ValueError, match=r'expected data_size with repulsion "1/N", got none'):
         FeatureRDE(nets, layer="1", head="2", repulsion="1/N")
 
@@ -513,7 +513,7 @@ def test_near_equal_members_separate_and_do_not_explode(method):
     def distance_after(posterior) -> float:
         optimizer = torch.optim.SGD(posterior.parameters(), lr=0.05)
         ds.fit(posterior, [(x, y)] * 20, epochs=1, optimizer=optimizer, progress=False)
-        members = posterior.predict(x).members
+        members = posterior.predict(x).log_probs
         assert bool(members.isfinite().all())
         return float((members[0] - members[1]).norm())
 

@@ -226,7 +226,7 @@ def test_near_equal_members_separate(space):
     for posterior in (SVGD(nets, data_size=12, space=space), ds.DeepEnsemble(nets)):
         optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
         ds.fit(posterior, [(x, y)] * 50, epochs=1, optimizer=optimizer, progress=False)
-        members = posterior.predict(x).members
+        members = posterior.predict(x).log_probs
         distances.append(float((members[0] - members[1]).norm()))
     assert distances[0] > 10 * distances[1]
 

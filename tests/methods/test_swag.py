@@ -216,12 +216,12 @@ def test_norm_layers_are_sampled_with_statistics_that_belong_to_them():
 def test_saved_is_loaded_bit_for_bit_without_the_training_set(method, tmp_path):
     posterior, (x, y) = method(tiny.mlp().double()), tiny.points(24)
     ds.fit(posterior, [(x, y)], epochs=8, progress=False)
-    expected = posterior.predict(x).members
+    expected = posterior.predict(x).member_means
     ds.save(posterior, tmp_path)
     del posterior
     torch.manual_seed(99)
     loaded = ds.load(tmp_path, tiny.mlp())
-    assert torch.equal(loaded.predict(x).members, expected)
+    assert torch.equal(loaded.predict(x).member_means, expected)
     assert int(loaded.recorder.snapshots.taken) == 2
 
 

@@ -62,7 +62,7 @@ def test_it_trains_predicts_and_comes_back(network, method, tmp_path):
     else:
         ds.fit(posterior, [(x, y), (x.flip(0), y.flip(0))], epochs=1, progress=False)
     predictive = posterior.predict(x)
-    assert predictive.members.shape[1:] == (4, 3)
-    assert predictive.members.isfinite().all()
+    assert predictive.member_means.shape[1:] == (4, 3)
+    assert predictive.member_means.isfinite().all()
     ds.save(posterior, tmp_path / "posterior")
-    assert torch.equal(ds.load(tmp_path / "posterior").predict(x).members, predictive.members)
+    assert torch.equal(ds.load(tmp_path / "posterior").predict(x).member_means, predictive.member_means)

@@ -208,7 +208,7 @@ def test_how_it_is_drawn_from_and_how_long_it_trains_may_change(build, changed, 
     assert len(history) == 4
     posterior = build(**changed)
     fit(posterior, tmp_path / "c.pt", epochs=5)
-    assert posterior.predict(X).members.shape[0] == 3
+    assert posterior.predict(X).member_means.shape[0] == 3
 
 
 def test_a_setting_that_gives_way_to_the_checkpoints_is_said(tmp_path, caplog):
