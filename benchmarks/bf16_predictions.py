@@ -71,7 +71,7 @@ def measured(make: Callable[[], ds.Posterior], epochs: int, seen: int) -> dict[s
         for inputs in (x, foreign):
             torch.manual_seed(1)  # the same masks
             rows = Batches(inputs, y[: len(inputs)], batch_size=250)
-            found.append(ds.predict(posterior, rows, precision=precision)[0])  # type: ignore[arg-type]
+            found.append(ds.predict(posterior, rows, precision=precision))  # type: ignore[arg-type]
         torch.manual_seed(1)
         evaluation = ds.evaluate(
             posterior, Batches(x, y, batch_size=250), ood={"clothes": foreign}, precision=precision, progress=False

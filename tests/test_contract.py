@@ -305,7 +305,7 @@ def test_inputs_may_be_a_tuple_or_a_dict(build, kind):
     torch.testing.assert_close(drawn(x)[0], drawn.member(0)(a, b), rtol=0, atol=1e-12)
     assert posterior.predict(x).mean.shape == (12, 3)
     ds.fit(posterior, [(x, y)], epochs=1, progress=False, engine="loop")
-    assert ds.predict(posterior, [(x, y), (x, y)])[0].mean.shape == (24, 3)
+    assert ds.predict(posterior, [(x, y), (x, y)]).mean.shape == (24, 3)
 
 
 def test_segmentation_ignores_void_pixels(build):
@@ -548,7 +548,7 @@ def test_predict_does_not_depend_on_the_mode_or_on_batching(build):
     ds.refresh(posterior, [(x, y)])
     trained = posterior.train().predict(x).mean
     assert torch.equal(posterior.eval().predict(x).mean, trained)
-    whole, targets = ds.predict(posterior, [(x[:5], y[:5]), (x[5:], y[5:])])
+    whole, targets = ds.predict(posterior, [(x[:5], y[:5]), (x[5:], y[5:])], targets=True)
     torch.testing.assert_close(whole.mean, trained, rtol=0, atol=1e-12)
     assert torch.equal(targets, y)
 

@@ -604,10 +604,10 @@ def test_in_bf16_every_number_is_that_of_predictions_in_bf16():
     attack = ds.AttackCurves([0.1], names=["fgsm"])
     settings = {"ood": {"far": [(x + 1, y)]}, "shift": {"moved": [(x, y)]}, "corrupt": ["fog"], "attack": attack}
     exact, half = (evaluate(posterior, [(x, y)], **settings, precision=each) for each in ("float32", "bf16"))
-    predictive = ds.predict(posterior, [(x, y)], precision="bf16")[0]
+    predictive = ds.predict(posterior, [(x, y)], precision="bf16")
     assert half.metrics["nll"] == pytest.approx(float(metrics.nll(predictive.log_mean, y)), abs=1e-9)
     assert half.metrics["shift/moved/nll"] == half.metrics["nll"]
-    foggy = [ds.predict(posterior, [(corrupt(x, "fog", s), y)], precision="bf16")[0].log_mean for s in range(1, 6)]
+    foggy = [ds.predict(posterior, [(corrupt(x, "fog", s), y)], precision="bf16").log_mean for s in range(1, 6)]
     expected = torch.stack([metrics.nll(each, y) for each in foggy]).mean()
     assert half.metrics["corrupt/nll"] == pytest.approx(float(expected), abs=1e-6)
     for name in ("nll", "brier", "shift/moved/nll", "corrupt/nll", "attack/fgsm/nll", "members/nll"):
@@ -625,7 +625,7 @@ def test_a_segmentation_is_evaluated_in_bf16():
     posterior, x = ds.DeepEnsemble([tiny.segmenter() for _ in range(2)]), torch.randn(3, 2, 5, 5)
     y = torch.randint(3, (3, 5, 5))
     half = evaluate(posterior, [(x, y)], precision="bf16").metrics["nll"]
-    log_mean = ds.predict(posterior, [(x, y)], precision="bf16")[0].log_mean
+    log_mean = ds.predict(posterior, [(x, y)], precision="bf16").log_mean
     assert half == pytest.approx(float(metrics.nll(log_mean, y)), abs=1e-9)
     assert half != evaluate(posterior, [(x, y)]).metrics["nll"]
 

@@ -73,7 +73,7 @@ def test_members_that_are_no_plain_networks_are_summarised_as_a_whole(trained, t
         monkeypatch.setitem(blueprints.METHODS, ScaledEnsemble.name, ScaledEnsemble)
         ds.save(posterior, tmp_path)
         keywords = {}
-    found, _ = ds.summarise(tmp_path, [(x, y)], network=plain, **keywords)
+    found = ds.summarise(tmp_path, [(x, y)], network=plain, **keywords)
     torch.testing.assert_close(found.mean, posterior.predict(x).mean, rtol=0, atol=1e-12)
 
 

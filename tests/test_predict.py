@@ -22,7 +22,7 @@ def batches(n: int = 20):
 
 def test_a_loader_gives_what_one_batch_gives():
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points(20)
-    found, targets = ds.predict(posterior, batches())
+    found, targets = ds.predict(posterior, batches(), targets=True)
     torch.testing.assert_close(found.member_means, posterior.predict(x).member_means, rtol=0, atol=1e-12)
     assert torch.equal(targets, y)
     assert targets.dtype == y.dtype
@@ -31,20 +31,18 @@ def test_a_loader_gives_what_one_batch_gives():
 def test_weights_in_the_loader_are_passed_over():
     posterior = tiny.ensemble(tiny.mlp)
     weighted = [(x, y, torch.rand(len(y))) for x, y in batches()]
-    assert torch.equal(
-        ds.predict(posterior, weighted)[0].member_means, ds.predict(posterior, batches())[0].member_means
-    )
+    assert torch.equal(ds.predict(posterior, weighted).member_means, ds.predict(posterior, batches()).member_means)
 
 
 def test_labels_of_other_classes_are_welcome():
     """Out-of-distribution data brings labels the network does not know."""
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()
-    assert torch.equal(ds.predict(posterior, [(x, y + 50)])[1], y + 50)
+    assert torch.equal(ds.predict(posterior, [(x, y + 50)], targets=True)[1], y + 50)
 
 
 def test_one_draw_serves_all_batches():
     posterior, (x, y) = ds.MCDropout(tiny.mlp(0.5).double(), samples=4), tiny.points()
-    found = ds.predict(posterior, [(x, y), (x, y)])[0].member_means
+    found = ds.predict(posterior, [(x, y), (x, y)]).member_means
     assert torch.equal(found[:, :12], found[:, 12:])
     parts = [predictive.member_means for predictive, _ in ds.predict_batches(posterior, [(x, y), (x, y)])]
     assert torch.equal(parts[0], parts[1])
@@ -72,8 +70,8 @@ def test_temperature_applies_to_loaders():
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()
     posterior.temperature.fill_(2.0)
     expected = posterior.predict(x)
-    assert torch.equal(ds.predict(posterior, [(x, y)])[0].member_means, expected.member_means)
-    torch.testing.assert_close(ds.summarise(posterior, [(x, y)])[0].mean, expected.mean, rtol=0, atol=1e-12)
+    assert torch.equal(ds.predict(posterior, [(x, y)]).member_means, expected.member_means)
+    torch.testing.assert_close(ds.summarise(posterior, [(x, y)]).mean, expected.mean, rtol=0, atol=1e-12)
 
 
 def test_the_world_is_left_as_found():
@@ -88,8 +86,8 @@ def test_the_world_is_left_as_found():
 
 def test_half_precision_comes_close():
     posterior, (x, y) = tiny.ensemble(tiny.mlp, dtype=torch.float32), tiny.points()
-    exact = ds.predict(posterior, [(x.float(), y)])[0]
-    half = ds.predict(posterior, [(x.float(), y)], precision="bf16")[0]
+    exact = ds.predict(posterior, [(x.float(), y)])
+    half = ds.predict(posterior, [(x.float(), y)], precision="bf16")
     assert half.member_means.dtype == torch.float32
     assert not torch.equal(half.member_means, exact.member_means)
     torch.testing.assert_close(half.mean, exact.mean, rtol=0, atol=0.02)
@@ -112,7 +110,7 @@ def test_a_loader_may_not_know_its_length(call):
             yield from zip(*tiny.points(20), strict=True)
 
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points(20)
-    found, targets = call(posterior, DataLoader(Stream(), batch_size=6))
+    found, targets = call(posterior, DataLoader(Stream(), batch_size=6), targets=True)
     torch.testing.assert_close(found.mean, posterior.predict(x).mean, rtol=0, atol=1e-12)
     assert torch.equal(targets, y)
 
@@ -162,12 +160,12 @@ def case(request):
 def test_a_summary_says_what_the_members_say(case, stored, tmp_path):
     posterior, make, loader = case
     posterior.temperature.fill_(1.4)
-    whole, y = ds.predict(posterior, loader)
+    whole, y = ds.predict(posterior, loader, targets=True)
     if stored:
         ds.save(posterior, tmp_path)
-        summary, targets = ds.summarise(tmp_path, loader, network=make())
+        summary, targets = ds.summarise(tmp_path, loader, network=make(), targets=True)
     else:
-        summary, targets = ds.summarise(posterior, loader)
+        summary, targets = ds.summarise(posterior, loader, targets=True)
     assert isinstance(summary, ds.SummaryPredictive)
     assert torch.equal(targets, y)
     for name in ("mean", "aleatoric", "epistemic", "total"):
@@ -180,8 +178,8 @@ def test_a_summary_says_what_the_members_say(case, stored, tmp_path):
 
 def test_a_class_summary_scores_samples_and_sets_as_the_whole():
     posterior = tiny.ensemble(tiny.mlp, 4)
-    whole, y = ds.predict(posterior, batches())
-    summary, _ = ds.summarise(posterior, batches())
+    whole, y = ds.predict(posterior, batches(), targets=True)
+    summary = ds.summarise(posterior, batches())
     torch.testing.assert_close(summary.log_prob(y), whole.log_prob(y), rtol=0, atol=1e-12)
     torch.testing.assert_close(summary.confidence, whole.confidence, rtol=0, atol=1e-12)
     assert torch.equal(summary.credible_set(0.7), whole.credible_set(0.7))
@@ -195,7 +193,7 @@ def test_a_regression_summary_is_the_gaussian_of_equal_moments():
     posterior = tiny.ensemble(lambda: tiny.mlp(outputs=1), 4, likelihood=ds.Regression(noise=0.5))
     x, _ = tiny.points()
     y = torch.randn(12, 1, dtype=F64)
-    summary, _ = ds.summarise(posterior, [(x, y)])
+    summary = ds.summarise(posterior, [(x, y)])
     normal = torch.distributions.Normal(summary.mean, summary.total.sqrt())
     torch.testing.assert_close(summary.log_prob(y), normal.log_prob(y)[:, 0], rtol=0, atol=1e-10)
     lower, upper = summary.interval(0.9)
@@ -231,16 +229,16 @@ def test_stored_members_need_the_same_ties(saved, given, tmp_path):
     loader = batches()
     with pytest.raises(ValueError, match="expected a network whose tensors are tied as in the saved one"):
         ds.summarise(tmp_path, loader, network=make(given))
-    found, _ = ds.summarise(tmp_path, loader, network=make(saved))
-    torch.testing.assert_close(found.mean, ds.predict(posterior, loader)[0].mean, rtol=0, atol=1e-12)
+    found = ds.summarise(tmp_path, loader, network=make(saved))
+    torch.testing.assert_close(found.mean, ds.predict(posterior, loader).mean, rtol=0, atol=1e-12)
 
 
 def test_a_stored_posterior_without_members_is_summarised_whole(tmp_path):
     posterior = ds.MCDropout(tiny.mlp(0.5).double(), samples=4)
     ds.refresh(posterior, [])
     ds.save(posterior, tmp_path)
-    found, _ = ds.summarise(tmp_path, batches(), network=tiny.mlp(0.5))
-    expected, _ = ds.summarise(posterior, batches())
+    found = ds.summarise(tmp_path, batches(), network=tiny.mlp(0.5))
+    expected = ds.summarise(posterior, batches())
     assert torch.equal(found.mean, expected.mean)
 
 
@@ -256,7 +254,7 @@ def test_networks_with_buffers_are_read_from_disk_whole(tmp_path):
     x, y = tiny.points()
     ds.fit(posterior, [(x, y)], epochs=3, progress=False, engine="loop")
     ds.save(posterior, tmp_path)
-    found, _ = ds.summarise(tmp_path, [(x, y)], network=tiny.mlp())
+    found = ds.summarise(tmp_path, [(x, y)], network=tiny.mlp())
     torch.testing.assert_close(found.mean, posterior.predict(x).mean, rtol=0, atol=1e-12)
 
 

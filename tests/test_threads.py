@@ -190,11 +190,11 @@ def test_an_answer_without_a_stored_draw_is_one_whole_draw(method):
 def test_whole_loaders_and_evaluations_run_beside_predictions():
     posterior, (x, y) = trained("deep_ensemble"), tiny.points(12)
     loader = [(x[:6].float(), y[:6]), (x[6:].float(), y[6:])]
-    members, nll = ds.predict(posterior, loader)[0].member_means, ds.evaluate(posterior, loader).metrics["nll"]
+    members, nll = ds.predict(posterior, loader).member_means, ds.evaluate(posterior, loader).metrics["nll"]
 
     def one(i: int) -> bool:
         if i % 3 == 0:
-            return torch.equal(ds.predict(posterior, loader)[0].member_means, members)
+            return torch.equal(ds.predict(posterior, loader).member_means, members)
         if i % 3 == 1:
             return ds.evaluate(posterior, loader).metrics["nll"] == nll
         return torch.equal(posterior.draw()(x[:6].float()), posterior(x[:6].float()))

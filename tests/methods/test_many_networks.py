@@ -231,7 +231,7 @@ def test_the_page_says_what_composes(base, watcher, tmp_path):
         ds.save(saved, tmp_path / folder)
         saved = ds.load(tmp_path / folder, tiny.mlp(0.2))
         assert torch.equal(saved.predict(X).member_means, predicted)
-    summary, _ = ds.summarise(tmp_path / "once", LOADER, network=tiny.mlp(0.2))
+    summary = ds.summarise(tmp_path / "once", LOADER, network=tiny.mlp(0.2))
     torch.testing.assert_close(summary.mean, posterior.predict(X).mean, rtol=0, atol=1e-12)
 
 
