@@ -72,13 +72,13 @@ def test_the_mean_over_many_masks_is_about_the_network():
         ({"keep": "a"}, "keep as a number, got 'a'"),
         ({"members": 0}, "members of at least 1"),
         ({"regime": "loud"}, "regime of auto"),
-        ({"module": nn.Linear(2, 2)}, "at least two linear or convolutional layers"),
-        ({"module": nn.ReLU()}, "with a linear or convolutional layer"),
+        ({"network": nn.Linear(2, 2)}, "at least two linear or convolutional layers"),
+        ({"network": nn.ReLU()}, "with a linear or convolutional layer"),
     ],
 )
 def test_bad_input_is_refused(keywords, words):
     with pytest.raises((ValueError, TypeError), match=words):
-        ds.DropoutEnsemble(**({"module": tiny.mlp()} | keywords))
+        ds.DropoutEnsemble(**({"network": tiny.mlp()} | keywords))
 
 
 def test_a_number_as_regime_is_taken_as_it_is():

@@ -25,7 +25,7 @@ class DropoutEnsemble(EmbeddedPosterior):
     layers that were converted.
 
     Args:
-        module: one network.
+        network: one network.
         members: M.
         keep: probability that a unit is kept. It is also the collectivity, so members always learn as a collective.
         regime: γ, the factor on the shared weights' mean gradient: "independent" (M), "collective" (1), a number, or
@@ -37,7 +37,7 @@ class DropoutEnsemble(EmbeddedPosterior):
 
     def __init__(
         self,
-        module: nn.Module,
+        network: nn.Module,
         *,
         members: int = 4,
         keep: float = 0.9,
@@ -48,7 +48,7 @@ class DropoutEnsemble(EmbeddedPosterior):
         integer("members", members)
         fraction("keep", keep, hint="it is the share of units kept, usually 0.9")
         gamma = 1.0 if regime == "auto" else resolve_gamma(regime, members, keep)
-        network, found, account = convertible_copy(module)
+        network, found, account = convertible_copy(network)
         followed = trace_calls(network, list(found))
         stems = end_layers(list(found), followed)[0]
         rest = [name for name in call_order(list(found), followed) if name not in stems]

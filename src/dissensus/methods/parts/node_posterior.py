@@ -48,6 +48,7 @@ class NodePosterior(StoringPosterior):
     constructor (`complexity`).
     """
 
+    networks_taken = "any"
     needed = ("data_size",)
     draw_only_settings: ClassVar[tuple[str, ...]] = ("samples", "stored")
     draw_attributes = ("stored", "stored_at")
