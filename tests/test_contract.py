@@ -127,7 +127,7 @@ METHODS = {
     "batch_ensemble_signs": lambda net, **keywords: ds.BatchEnsemble(
         net(), members=3, modulation=ds.Modulation.sign(), form="talk", **keywords
     ),
-    "dropout_ensemble": lambda net, **keywords: ds.DropoutEnsemble(net(), members=3, keep=0.7, **keywords),
+    "dropout_ensemble": lambda net, **keywords: ds.DropoutEnsemble(net(), members=3, rate=0.3, **keywords),
     "tradi": lambda net, **keywords: observed("tradi", net, samples=3, state_noise=(1.0, 0.5), **keywords),
     "swag": lambda net, **keywords: observed("swag", net, rank=3, samples=4, **keywords),
     "swa": lambda net, **keywords: observed("swa", net, **keywords),

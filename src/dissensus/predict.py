@@ -194,8 +194,13 @@ class ImagePrediction(NamedTuple):
     """The result of `predict_image` for one image, without its members."""
 
     mean: Tensor  # (C, H, W) class probabilities
-    entropy: Tensor  # (H, W) entropy of the mean, in nats
-    mutual_information: Tensor  # (H, W) the part of the entropy due to the members' disagreement, in nats
+    total: Tensor  # (H, W) entropy of the mean, in nats
+    epistemic: Tensor  # (H, W) mutual information: the part of the entropy due to the members' disagreement, in nats
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """(H, W) the members' mean entropy, in nats."""
+        return self.total - self.epistemic
 
 
 def predict_image(
@@ -220,7 +225,7 @@ def predict_image(
         precision: "bf16" runs the network in mixed precision; likelihoods stay in float32.
 
     Returns:
-        An `ImagePrediction`: mean (C, H, W), entropy (H, W) and mutual information (H, W).
+        An `ImagePrediction`: mean (C, H, W), total and epistemic uncertainty (H, W).
     """
     image = tensor_of(image)
     if image.ndim != 3:

@@ -173,7 +173,7 @@ def test_the_task_has_the_recipe_and_its_variants():
     assert {(c.settings["mode"], c.settings["components"]) for c in nodes} == {
         (m, k) for m in ("in", "out") for k in (4, 8, 32)
     }
-    assert {(c.training["optimizer"], c.settings["rate"]) for c in nodes} == {("default", "curvature")}
+    assert {(c.training["optimizer"], c.settings["lr"]) for c in nodes} == {("default", "curvature")}
     assert {configs[name].training["epochs"] for name in ("map-tuned", "mc_dropout", "node_bnn-out4")} == {10}
 
 

@@ -41,7 +41,7 @@ BASES = {  # what is given to ds.track, of three networks where it has several
     "SVGD": lambda: ds.SVGD(networks(), **SIZED),
     "LIT": lambda: ds.LIT(networks(), strength=0.5),
     "BatchEnsemble": lambda: ds.BatchEnsemble(networks()[0], members=3, modulation=ds.Modulation.normal(1.0, 0.5)),
-    "DropoutEnsemble": lambda: ds.DropoutEnsemble(networks()[0], members=3, keep=0.7),
+    "DropoutEnsemble": lambda: ds.DropoutEnsemble(networks()[0], members=3, rate=0.3),
 }
 
 
