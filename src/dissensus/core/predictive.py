@@ -42,11 +42,8 @@ class Predictive(ABC):
     if not TYPE_CHECKING:  # to a type checker, __getattr__ would mean that every name exists
 
         def __getattr__(self, name: str) -> None:
-            if name == "members":  # they were log-probabilities, unlike `mean`
-                hint = "use one of them: member_means.log() == log_probs"
-                wanted = "member_means (probabilities) or log_probs (logarithms)"
-                raise AttributeError(f"expected {wanted}, got members; {hint}", name=name, obj=self)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            former = "expected member_means (probabilities) or log_probs (logarithms), got members; use one of them"
+            raise AttributeError(former if name == "members" else f"{type(self).__name__} has no attribute {name!r}")
 
     @property
     @abstractmethod
