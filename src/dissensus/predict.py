@@ -68,8 +68,7 @@ def predict(
         compiled: whether to compile the drawn functions first (torch.compile); falls back if that fails.
 
     Returns:
-        A `Predictive` for N inputs, and on request their targets (N, ...), on the posterior's device, in the loader's
-        order.
+        A `Predictive` for N inputs, and on request their targets (N, ...), on the posterior's device, in the loader's order.
 
     Raises:
         Diverged: a member predicts NaN.

@@ -43,9 +43,8 @@ def checkpoint_mismatches(
     state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None
 ) -> Iterator[str]:
     """Descriptions of what in a checkpoint's state does not belong to this run; empty if all of it does."""
-    run = state["run"]
-    identity = translate_settings(posterior.name, run["posterior"])
-    yield from differences({**run, "posterior": identity}, describe_run(posterior, optimizer, scheduler))
+    identity = translate_settings(posterior.name, state["run"]["posterior"])
+    yield from differences({**state["run"], "posterior": identity}, describe_run(posterior, optimizer, scheduler))
     yield from _tensor_mismatches(state["posterior"], posterior)
     if state["best"]["state"] is not None:
         watching = {name: each for name, each in state["posterior"].items() if name.startswith("watchers.")}
