@@ -71,7 +71,7 @@ def measured(make: Callable[[], ds.Posterior], epochs: int, seen: int) -> dict[s
         for inputs in (x, foreign):
             torch.manual_seed(1)  # the same masks
             rows = Batches(inputs, y[: len(inputs)], batch_size=250)
-            found.append(ds.predict(posterior, rows, precision=precision)[0])  # type: ignore[arg-type]
+            found.append(ds.predict(posterior, rows, precision=precision))  # type: ignore[arg-type]
         torch.manual_seed(1)
         evaluation = ds.evaluate(
             posterior, Batches(x, y, batch_size=250), ood={"clothes": foreign}, precision=precision, progress=False
@@ -80,7 +80,7 @@ def measured(make: Callable[[], ds.Posterior], epochs: int, seen: int) -> dict[s
             numbers[f"{name.removeprefix('ood/')}_{precision}"] = evaluation.metrics[name]
     pairs = list(zip(*predictives.values(), strict=True))
     means = [(half.mean - exact.mean).abs() for exact, half in pairs]
-    members = [(half.members.exp() - exact.members.exp()).abs() for exact, half in pairs]
+    members = [(half.member_means - exact.member_means).abs() for exact, half in pairs]
     others = sum(int((half.mean.argmax(1) != exact.mean.argmax(1)).sum()) for exact, half in pairs[:1])
     return {
         "parameters": sum(p.numel() for p in posterior.parameters()),

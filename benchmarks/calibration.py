@@ -112,7 +112,7 @@ def measured(runs: Sequence[Run]) -> tuple[list[Row], list[Row]]:
 def said(runs: Sequence[Run], split: str) -> HeldOutRows:
     """What all members of the runs say of a split: one mixture."""
     parts = [read_predictions(run.folder / "predictions" / f"{split}.safetensors") for run in runs]
-    members = torch.cat([part.predictive.members for part in parts])
+    members = torch.cat([part.predictive.log_probs for part in parts])
     targets = parts[0].targets
     assert all(torch.equal(part.targets, targets) for part in parts)
     return HeldOutRows(ClassificationPredictive(members), targets, torch.ones(len(targets), dtype=torch.float64))

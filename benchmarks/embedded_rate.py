@@ -69,7 +69,7 @@ def measured(asked: Trial) -> Row:
         said, y = predict(ensemble, standardised_batches(rows, data.standardiser, batch_size=500))
         found[f"{name}accuracy"] = round(float((said.mean.argmax(-1) == y).double().mean()), 5)
         found[f"{name}nll"] = round(float(-said.log_prob(y).mean()), 5)
-        found[f"{name}member_accuracy"] = round(float((said.members.argmax(-1) == y).double().mean()), 5)
+        found[f"{name}member_accuracy"] = round(float((said.log_probs.argmax(-1) == y).double().mean()), 5)
     return found
 
 

@@ -128,9 +128,9 @@ def prediction(given: argparse.Namespace) -> Iterator[Row]:
         runs: dict[str, Callable[[], Tensor]] = {
             "loop over networks, float32": partial(by_loop, loader, None),
             "loop over networks, bf16": partial(by_loop, loader, torch.bfloat16),
-            "predict, float32": lambda loader=loader: ds.predict(posterior, loader)[0].mean,
-            "predict, bf16": lambda loader=loader: ds.predict(posterior, loader, precision="bf16")[0].mean,
-            "summarise, bf16": lambda loader=loader: ds.summarise(posterior, loader, precision="bf16")[0].mean,
+            "predict, float32": lambda loader=loader: ds.predict(posterior, loader).mean,
+            "predict, bf16": lambda loader=loader: ds.predict(posterior, loader, precision="bf16").mean,
+            "summarise, bf16": lambda loader=loader: ds.summarise(posterior, loader, precision="bf16").mean,
         }
         if count > 20_000:
             runs = {name: runs[name] for name in ("loop over networks, float32", "predict, bf16")}

@@ -77,7 +77,7 @@ def ours(layer: nn.Module, train: Rows, test: Rows, seeds: int) -> Iterator[dict
                 "seed": seed,
                 "precision": round(float(found.precision), 4),
                 "evidence": round(float(posterior.log_marginal_likelihood()), 2),
-                **measured(ds.predict(posterior, ds.data.Batches(*test, batch_size=1000))[0].mean, test[1]),
+                **measured(ds.predict(posterior, ds.data.Batches(*test, batch_size=1000)).mean, test[1]),
             }
 
 

@@ -72,7 +72,7 @@ def line(axis: plt.Axes, name: str) -> None:
     found = posterior.predict(features(grid))
     mean, half = 3 * found.mean[:, 0], 6 * found.total[:, 0].sqrt()
     axis.fill_between(grid[:, 0], mean - half, mean + half, color="tab:blue", alpha=0.25, linewidth=0)
-    axis.plot(grid[:, 0], 3 * found.members[:12, :, 0].T, color="0.35", linewidth=0.6, alpha=0.7)
+    axis.plot(grid[:, 0], 3 * found.member_means[:12, :, 0].T, color="0.35", linewidth=0.6, alpha=0.7)
     axis.plot(grid[:, 0], mean, color="tab:blue")
     axis.plot(x[:, 0], y[:, 0], ".", color="black", markersize=3)
     axis.set(xlim=(0, 7.5), ylim=(-9, 7), xticks=[], yticks=[])

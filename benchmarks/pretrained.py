@@ -51,7 +51,7 @@ TRIED: dict[str, dict[str, Any]] = {
     "samples2": {"train_samples": 2},
     "samples4": {"train_samples": 4},
     "five": {"training.epochs": 5},
-    "cold": {"gamma": 0.0},
+    "cold": {"posterior_temperature": 1.0},
     "wide": {"init_std": 0.15},
     "frozen": {"batch_norm": "frozen"},
     "out": {"mode": "out"},

@@ -76,7 +76,7 @@ TITLES = {
     "calibrated/ece": "ECE % at T",
 }
 FURTHER = ("calibration/nll", "calibration/nll_scaled", "calibrated/accuracy", "members/nll", "members/disagreement")
-SETTINGS = ("mode", "components", "train_samples", "gamma", "init_std", "batch_norm", "rate")
+SETTINGS = ("mode", "components", "train_samples", "posterior_temperature", "init_std", "batch_norm", "lr")
 REFERENCES = [name for name in NAMES if not name.startswith("node_bnn") or "untrained" in name]
 Run = dict[str, Any]  # its row, and "arrays"
 

@@ -196,7 +196,7 @@ def predicted(
         network.eval()
 
     def ours_predicts(kind: str) -> Tensor:
-        return ds.predict(posterior, ordered, precision=kind)[0].mean
+        return ds.predict(posterior, ordered, precision=kind).mean
 
     def loop_predicts(kind: str) -> Tensor:
         half, means = kind == "bf16", []

@@ -33,7 +33,7 @@ def bands(grid: Tensor, predictive: ds.Predictive, x: Tensor, y: Tensor) -> Figu
     ]:
         reach = 2 * variance[:, 0].sqrt().numpy()
         place.fill_between(at, mean - reach, mean + reach, color=colour, linewidth=0, label=f"± 2 std, {part}")
-    place.plot(at, predictive.members[:, :, 0].T.numpy(), color="white", linewidth=0.5)  # (G, M)
+    place.plot(at, predictive.member_means[:, :, 0].T.numpy(), color="white", linewidth=0.5)  # (G, M)
     place.plot(at, mean, color="#08519c", label="mean")
     place.plot(at, (grid * grid.sin()).numpy(), color="black", linestyle="--", linewidth=1, label="x sin x")
     place.scatter(x.numpy(), y.numpy(), s=8, color="#d94801", zorder=3, label="data")

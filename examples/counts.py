@@ -72,7 +72,7 @@ def main() -> None:
 
     truth = mixture_nll(rate[None], y_test)
     print(
-        f"test nll of the Poisson ensemble {mixture_nll(predictives['Poisson'].members, y_test):.4f}, true {truth:.4f}"
+        f"test nll of the Poisson ensemble {mixture_nll(predictives['Poisson'].member_means, y_test):.4f}, true {truth:.4f}"
     )
     print(f"\n{'':16}{'std of y':>10}" + "".join(f"{name:>10}{'covers':>8}" for name in predictives))
     for low, high in [(0, 2), (2, 8), (8, 25)]:

@@ -57,9 +57,9 @@ def main() -> None:
             f"{'members':>7}{'MiB on disk':>13}{'at a time':>11}{'accuracy':>10}{'nll':>8}{'epistemic':>11}{'clothes':>9}"
         )
         for folder in folders:
-            summary, y = ds.summarise(folder, test)
+            summary, y = ds.summarise(folder, test, targets=True)
             known.append(summary)
-            foreign.append(ds.summarise(folder, clothes)[0])
+            foreign.append(ds.summarise(folder, clothes))
             (mean, doubt), (_, doubt_foreign) = joined(known), joined(foreign)
             size = (folder / "posterior.safetensors").stat().st_size / 2**20
             print(

@@ -52,7 +52,7 @@ def main() -> None:
                 scheduler.step()
                 ensemble.observe(optimizer)  # the method's clock; an ensemble has nothing to do, SWAG would
         predictive = ensemble.predict(x_test)  # in eval mode, which ends when it returns
-        gain = ds.metrics.ensemble_gain(predictive.members, y_test)
+        gain = ds.metrics.ensemble_gain(predictive.log_probs, y_test)
         accuracy = ds.metrics.accuracy(predictive.mean, y_test)
         each = " ".join(f"{loss:.3f}" for loss in losses / len(loader))
         print(

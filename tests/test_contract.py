@@ -127,7 +127,7 @@ METHODS = {
     "batch_ensemble_signs": lambda net, **keywords: ds.BatchEnsemble(
         net(), members=3, modulation=ds.Modulation.sign(), form="talk", **keywords
     ),
-    "dropout_ensemble": lambda net, **keywords: ds.DropoutEnsemble(net(), members=3, keep=0.7, **keywords),
+    "dropout_ensemble": lambda net, **keywords: ds.DropoutEnsemble(net(), members=3, rate=0.3, **keywords),
     "tradi": lambda net, **keywords: observed("tradi", net, samples=3, state_noise=(1.0, 0.5), **keywords),
     "swag": lambda net, **keywords: observed("swag", net, rank=3, samples=4, **keywords),
     "swa": lambda net, **keywords: observed("swa", net, **keywords),
@@ -245,7 +245,7 @@ def test_outputs_and_predictions_have_the_shapes_and_values_of_the_design(build)
     predictive = posterior.train().predict(x)
     assert isinstance(predictive, ds.Predictive)
     assert not predictive.mean.requires_grad
-    assert predictive.members.shape == (members, 12, 3)
+    assert predictive.log_probs.shape == (members, 12, 3)
     assert predictive.mean.shape == (12, 3)
     for each in (predictive.aleatoric, predictive.epistemic, predictive.total, predictive.confidence):
         assert each.shape == (12,)
@@ -276,7 +276,7 @@ def test_inputs_may_be_a_tuple_or_a_dict(build, kind):
     torch.testing.assert_close(drawn(x)[0], drawn.member(0)(a, b), rtol=0, atol=1e-12)
     assert posterior.predict(x).mean.shape == (12, 3)
     ds.fit(posterior, [(x, y)], epochs=1, progress=False, engine="loop")
-    assert ds.predict(posterior, [(x, y), (x, y)])[0].mean.shape == (24, 3)
+    assert ds.predict(posterior, [(x, y), (x, y)]).mean.shape == (24, 3)
 
 
 def test_segmentation_ignores_void_pixels(build):
@@ -495,7 +495,7 @@ def test_predict_does_not_depend_on_the_mode_or_on_batching(build):
     ds.refresh(posterior, [(x, y)])
     trained = posterior.train().predict(x).mean
     assert torch.equal(posterior.eval().predict(x).mean, trained)
-    whole, targets = ds.predict(posterior, [(x[:5], y[:5]), (x[5:], y[5:])])
+    whole, targets = ds.predict(posterior, [(x[:5], y[:5]), (x[5:], y[5:])], targets=True)
     torch.testing.assert_close(whole.mean, trained, rtol=0, atol=1e-12)
     assert torch.equal(targets, y)
 
@@ -505,7 +505,7 @@ def test_seeds_reproduce_everything(build):
         torch.manual_seed(7)
         posterior, (x, y) = build(), tiny.points()
         ds.fit(posterior, [(x, y)], epochs=2, progress=False, engine="vectorised")
-        return tiny.state(posterior), posterior.predict(x).members
+        return tiny.state(posterior), posterior.predict(x).log_probs
 
     (first, members), (second, again) = run(), run()
     assert tiny.largest_difference(first, second) == 0
@@ -539,7 +539,7 @@ def test_saved_and_loaded_is_the_same_bit_for_bit(build, template, method, tmp_p
     assert tiny.strides(loaded) == tiny.strides(posterior)
     assert type(loaded) is type(posterior)
     assert loaded.config() == posterior.config()
-    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.predict(x).log_probs, posterior.predict(x).log_probs)
     assert torch.equal(loaded(x), posterior(x))
 
 
@@ -552,7 +552,7 @@ def test_tensors_lie_in_memory_as_they_did_when_they_were_saved(build, template,
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, template(tiny.spread_out), method=method)
     assert tiny.strides(loaded) == tiny.strides(posterior)
-    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.predict(x).log_probs, posterior.predict(x).log_probs)
 
 
 def test_config_is_json_and_builds_a_skeleton_and_a_stored_draw_has_memory_of_its_own(build, template):
@@ -566,7 +566,7 @@ def test_config_is_json_and_builds_a_skeleton_and_a_stored_draw_has_memory_of_it
     skeleton = type(posterior).skeleton(template(), config, ds.Classification()).to(torch.float64)
     skeleton.load_state_dict(posterior.state_dict())
     assert tiny.strides(skeleton) == tiny.strides(posterior)
-    assert torch.equal(skeleton.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(skeleton.predict(x).log_probs, posterior.predict(x).log_probs)
     assert (skeleton.prior.std, skeleton.data_size) == (0.5, 12)
 
 
@@ -574,12 +574,12 @@ def test_a_deep_copy_is_independent(build):
     posterior, (x, y) = build(), tiny.points()
     ds.refresh(posterior, [(x, y)])
     other = copy.deepcopy(posterior)
-    before = posterior.predict(x).members
-    assert torch.equal(other.predict(x).members, before)
+    before = posterior.predict(x).log_probs
+    assert torch.equal(other.predict(x).log_probs, before)
     optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
     other.backward(x, y)
     optimizer.step()
-    assert torch.equal(posterior.predict(x).members, before)
+    assert torch.equal(posterior.predict(x).log_probs, before)
     assert not torch.equal(other.eval().current()(x), posterior.eval().current()(x))
 
 
@@ -646,19 +646,19 @@ def test_the_network_trains_in_one_group_and_a_learned_noise_in_another_without_
 
 def test_temperature_one_leaves_predictions_alone_and_a_predictor_gives_what_predict_gives(build):
     posterior, (x, _) = build(), tiny.points()
-    before = posterior.predict(x).members
+    before = posterior.predict(x).log_probs
     with torch.random.fork_rng(), torch.no_grad():
         logits = posterior.eval()(x)  # the functions themselves, which know of no temperature
     torch.testing.assert_close(before, logits.log_softmax(2), rtol=0, atol=1e-12)
     posterior.temperature.fill_(2.0)
     expected = (before / 2).log_softmax(2)
-    torch.testing.assert_close(posterior.predict(x).members, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(posterior.predict(x).log_probs, expected, rtol=0, atol=1e-12)
     for temperature in (2.3, 1.0):
         posterior.temperature.fill_(temperature)
         found, predictive = posterior.predictor()(x), posterior.predict(x)
         for name in ("mean", "total", "aleatoric", "epistemic"):
             torch.testing.assert_close(found[name], getattr(predictive, name), rtol=0, atol=1e-12)
-    assert torch.equal(predictive.members, before)
+    assert torch.equal(predictive.log_probs, before)
 
 
 # factors of the rate over ten epochs: constant for the first half, linear to 1 % at 90 %, constant again

@@ -53,15 +53,15 @@ def test_test_metrics_are_those_of_the_metric_functions():
         "brier": metrics.brier(mean, y),
         "ece": metrics.ece(mean, y),
         "aurc": metrics.aurc(-metrics.max_probability_score(log_mean), wrong),
-        "members/nll": metrics.ensemble_gain(predictive.members, y).member_nll,
-        "members/diversity": metrics.ensemble_gain(predictive.members, y).diversity,
-        "members/disagreement": metrics.disagreement(predictive.members),
-        "members/effective_members": metrics.effective_members(predictive.members, y),
+        "members/nll": metrics.ensemble_gain(predictive.log_probs, y).member_nll,
+        "members/diversity": metrics.ensemble_gain(predictive.log_probs, y).diversity,
+        "members/disagreement": metrics.disagreement(predictive.log_probs),
+        "members/effective_members": metrics.effective_members(predictive.log_probs, y),
     }
     for name, value in expected.items():
         assert found[name] == pytest.approx(float(value), abs=1e-6), name
     assert found["members/nll"] - found["members/diversity"] == pytest.approx(found["nll"], abs=1e-6)
-    alone = [float(metrics.nll(member, y)) for member in predictive.members]
+    alone = [float(metrics.nll(member, y)) for member in predictive.log_probs]
     assert found["members/nll_best"] == pytest.approx(min(alone), abs=1e-6)
     assert found["cost/parameters"] == sum(p.numel() for p in posterior.parameters())
     assert found["cost/predict_ms"] > 0
@@ -101,7 +101,7 @@ def test_ood_scores_are_ranked_in_float64_and_by_the_score_asked_for():
     scored = {
         "max_probability": lambda p: metrics.max_probability_score(p.log_mean),
         "entropy": lambda p: metrics.entropy_score(p.log_mean),
-        "mutual_information": lambda p: metrics.mutual_information_score(p.members),
+        "mutual_information": lambda p: metrics.mutual_information_score(p.log_probs),
     }
     for name, score in scored.items():
         result = evaluate(posterior, Batches(x, y, batch_size=60), ood=loaders, score=name)
@@ -144,7 +144,7 @@ def test_a_members_own_auroc_is_averaged():
     posterior, (x, y) = ensemble(), rows()
     other, _ = rows(seed=5)
     result = evaluate(posterior, Batches(x, y, batch_size=9), ood={"far": Batches(other * 3, y, batch_size=9)})
-    inside, outside = posterior.predict(x).members, posterior.predict(other * 3).members
+    inside, outside = posterior.predict(x).log_probs, posterior.predict(other * 3).log_probs
     score = metrics.max_probability_score
     alone = [float(metrics.auroc(score(i), score(o))) for i, o in zip(inside, outside, strict=True)]
     assert result.metrics["members/ood/far/auroc"] == pytest.approx(sum(alone) / 3, abs=1e-9)
@@ -328,9 +328,9 @@ def test_segmentation_metrics_are_those_of_all_pixels_at_once():
         "brier": metrics.brier(predictive.mean, y, ignore_index=255),
         "ece": metrics.ece(predictive.mean, y, ignore_index=255),
         "miou": metrics.miou(predictive.mean, y, ignore_index=255),
-        "members/nll": metrics.ensemble_gain(predictive.members, y, ignore_index=255).member_nll,
-        "members/diversity": metrics.ensemble_gain(predictive.members, y, ignore_index=255).diversity,
-        "members/disagreement": metrics.disagreement(predictive.members[:, :, :, 3:]),
+        "members/nll": metrics.ensemble_gain(predictive.log_probs, y, ignore_index=255).member_nll,
+        "members/diversity": metrics.ensemble_gain(predictive.log_probs, y, ignore_index=255).diversity,
+        "members/disagreement": metrics.disagreement(predictive.log_probs[:, :, :, 3:]),
     }
     for name, value in expected.items():
         assert result.metrics[name] == pytest.approx(float(value), abs=1e-6), name
@@ -356,7 +356,7 @@ def test_segmentation_ranks_ood_pixels_image_by_image(score):
     value = {
         "max_probability": metrics.max_probability_score(predictive.log_mean),
         "entropy": metrics.entropy_score(predictive.log_mean),
-        "mutual_information": metrics.mutual_information_score(predictive.members),
+        "mutual_information": metrics.mutual_information_score(predictive.log_probs),
         "energy": -torch.logsumexp(posterior(x).double(), 2).mean(0),
     }[score]
     expected = metrics.per_image_ood(value, mask == 1, void=mask == 7)
@@ -604,10 +604,10 @@ def test_in_bf16_every_number_is_that_of_predictions_in_bf16():
     attack = ds.AttackCurves([0.1], names=["fgsm"])
     settings = {"ood": {"far": [(x + 1, y)]}, "shift": {"moved": [(x, y)]}, "corrupt": ["fog"], "attack": attack}
     exact, half = (evaluate(posterior, [(x, y)], **settings, precision=each) for each in ("float32", "bf16"))
-    predictive = ds.predict(posterior, [(x, y)], precision="bf16")[0]
+    predictive = ds.predict(posterior, [(x, y)], precision="bf16")
     assert half.metrics["nll"] == pytest.approx(float(metrics.nll(predictive.log_mean, y)), abs=1e-9)
     assert half.metrics["shift/moved/nll"] == half.metrics["nll"]
-    foggy = [ds.predict(posterior, [(corrupt(x, "fog", s), y)], precision="bf16")[0].log_mean for s in range(1, 6)]
+    foggy = [ds.predict(posterior, [(corrupt(x, "fog", s), y)], precision="bf16").log_mean for s in range(1, 6)]
     expected = torch.stack([metrics.nll(each, y) for each in foggy]).mean()
     assert half.metrics["corrupt/nll"] == pytest.approx(float(expected), abs=1e-6)
     for name in ("nll", "brier", "shift/moved/nll", "corrupt/nll", "attack/fgsm/nll", "members/nll"):
@@ -625,7 +625,7 @@ def test_a_segmentation_is_evaluated_in_bf16():
     posterior, x = ds.DeepEnsemble([tiny.segmenter() for _ in range(2)]), torch.randn(3, 2, 5, 5)
     y = torch.randint(3, (3, 5, 5))
     half = evaluate(posterior, [(x, y)], precision="bf16").metrics["nll"]
-    log_mean = ds.predict(posterior, [(x, y)], precision="bf16")[0].log_mean
+    log_mean = ds.predict(posterior, [(x, y)], precision="bf16").log_mean
     assert half == pytest.approx(float(metrics.nll(log_mean, y)), abs=1e-9)
     assert half != evaluate(posterior, [(x, y)]).metrics["nll"]
 

@@ -30,19 +30,19 @@ def test_a_method_that_cuts_layers_is_loaded_around_the_plain_network(trained, t
     loaded = ds.load(tmp_path, plain, method=ScaledEnsemble)
     assert tiny.largest_difference(before, tiny.state(plain)) == 0
     assert tiny.largest_difference(tiny.state(loaded), tiny.state(posterior)) == 0
-    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
     with pytest.raises(ValueError, match="expected a network with layer '0: Linear"):
         ds.load(tmp_path, posterior.member(0), method=ScaledEnsemble)
 
 
 def test_what_was_given_has_a_members_tensors_and_shares_nothing(trained):
     posterior, _, x, _ = trained
-    given, before = posterior.plain_network(), posterior.predict(x).members
+    given, before = posterior.plain_network(), posterior.predict(x).member_means
     assert torch.equal(given[0].weight, posterior.particles.shared_parameters()["network.0.linear.weight"])
     with torch.no_grad():
         for parameter in given.parameters():
             parameter.add_(1.0)
-    assert torch.equal(posterior.predict(x).members, before)
+    assert torch.equal(posterior.predict(x).member_means, before)
 
 
 def test_a_network_of_the_library_that_was_cut_is_built_again(tmp_path):
@@ -51,7 +51,7 @@ def test_a_network_of_the_library_that_was_cut_is_built_again(tmp_path):
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, method=ScaledEnsemble)
-    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
 
 
 def test_a_cut_network_far_larger_than_its_file_is_not_built():
@@ -73,7 +73,7 @@ def test_members_that_are_no_plain_networks_are_summarised_as_a_whole(trained, t
         monkeypatch.setitem(blueprints.METHODS, ScaledEnsemble.name, ScaledEnsemble)
         ds.save(posterior, tmp_path)
         keywords = {}
-    found, _ = ds.summarise(tmp_path, [(x, y)], network=plain, **keywords)
+    found = ds.summarise(tmp_path, [(x, y)], network=plain, **keywords)
     torch.testing.assert_close(found.mean, posterior.predict(x).mean, rtol=0, atol=1e-12)
 
 
@@ -95,4 +95,4 @@ def test_a_class_of_ones_own_is_not_loaded_as_the_one_whose_name_it_has(tmp_path
         ds.load(tmp_path, tiny.mlp())
     loaded = ds.load(tmp_path, tiny.mlp(), method=tiny.Repelling)
     assert type(loaded) is tiny.Repelling
-    assert torch.equal(loaded.predict(x).members, posterior.eval().predict(x).members)
+    assert torch.equal(loaded.predict(x).member_means, posterior.eval().predict(x).member_means)

@@ -165,7 +165,7 @@ def test_learned_noise_belongs_to_its_member():
     x, y = next(iter(loader))
     members = posterior.predict(x)
     for i, loss in ((0, found.loss[0]), (1, found.loss[-1])):
-        alone = ds.RegressionPredictive(members.members[i : i + 1], members.variances[i : i + 1])
+        alone = ds.RegressionPredictive(members.member_means[i : i + 1], members.variances[i : i + 1])
         assert float(loss) == pytest.approx(-float(alone.log_prob(y).mean()), rel=1e-6)
     assert found.accuracy is None
 
@@ -179,7 +179,7 @@ def test_noise_that_was_sampled_belongs_to_its_function():
     (x, y), found = next(iter(loader)), ds.landscape.path(posterior, loader, points=2)
     said = posterior.predict(x)
     assert said.variances[0, 0] != said.variances[1, 0]
-    alone = [ds.RegressionPredictive(said.members[i : i + 1], said.variances[i : i + 1]) for i in range(2)]
+    alone = [ds.RegressionPredictive(said.member_means[i : i + 1], said.variances[i : i + 1]) for i in range(2)]
     assert found.loss.tolist() == pytest.approx([-float(each.log_prob(y).mean()) for each in alone], rel=1e-6)
 
 

@@ -28,8 +28,8 @@ def inputs(rows: int = 50) -> tuple[Tensor, Tensor]:
 
 def test_a_summary_equals_the_kept_prediction(ensemble: ds.DeepEnsemble) -> None:
     loader = Batches(*inputs(), batch_size=16)
-    kept, y = ds.predict(ensemble, loader)
-    summary, same = ds.summarise(ensemble, loader)
+    kept, y = ds.predict(ensemble, loader, targets=True)
+    summary, same = ds.summarise(ensemble, loader, targets=True)
     assert torch.equal(y, same)
     for name in ("mean", "aleatoric", "epistemic", "total", "confidence"):
         torch.testing.assert_close(getattr(summary, name), getattr(kept, name), rtol=1e-12, atol=1e-12)
@@ -42,8 +42,8 @@ def test_a_summary_equals_the_kept_prediction(ensemble: ds.DeepEnsemble) -> None
 def test_members_from_disk_one_at_a_time_give_the_same(ensemble: ds.DeepEnsemble, tmp_path) -> None:
     loader = Batches(*inputs(), batch_size=16)
     ds.save(ensemble, tmp_path / "posterior")
-    expected, _ = ds.predict(ensemble, loader)
-    summary, _ = ds.summarise(tmp_path / "posterior", loader)
+    expected = ds.predict(ensemble, loader)
+    summary = ds.summarise(tmp_path / "posterior", loader)
     torch.testing.assert_close(summary.mean, expected.mean, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(summary.epistemic, expected.epistemic, rtol=1e-10, atol=1e-12)
 
@@ -57,9 +57,9 @@ def test_members_from_disk_include_learned_noise_and_batch_statistics(tmp_path) 
     loader = Batches(x, y, batch_size=25)
     ds.fit(posterior, loader, epochs=3, progress=False)
     ds.save(posterior, tmp_path)
-    kept, _ = ds.predict(posterior, loader)
+    kept = ds.predict(posterior, loader)
     for source in (posterior, tmp_path):
-        summary, _ = ds.summarise(source, loader)
+        summary = ds.summarise(source, loader)
         torch.testing.assert_close(summary.mean, kept.mean, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(summary.aleatoric, kept.aleatoric, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(summary.epistemic, kept.epistemic, rtol=1e-10, atol=1e-13)
@@ -75,8 +75,8 @@ def test_a_posterior_that_stores_no_members_is_summarised_from_disk_too(tmp_path
     loader = Batches(*inputs(), batch_size=25)
     ds.refresh(posterior, loader)
     ds.save(posterior, tmp_path)
-    expected, _ = ds.predict(posterior, loader)
-    summary, _ = ds.summarise(tmp_path, loader)
+    expected = ds.predict(posterior, loader)
+    summary = ds.summarise(tmp_path, loader)
     torch.testing.assert_close(summary.mean, expected.mean, rtol=1e-12, atol=1e-12)
 
 
@@ -108,8 +108,8 @@ def test_a_running_summary_does_not_depend_on_how_members_come() -> None:
 
 
 def test_what_needs_members_says_so(ensemble: ds.DeepEnsemble) -> None:
-    summary, _ = ds.summarise(ensemble, Batches(*inputs(), batch_size=16))
-    for use in (lambda: summary.members, lambda: summary.interval(0.9), lambda: summary.apply_temperature(2.0)):
+    summary = ds.summarise(ensemble, Batches(*inputs(), batch_size=16))
+    for use in (lambda: summary.member_means, lambda: summary.interval(0.9), lambda: summary.apply_temperature(2.0)):
         with pytest.raises(TypeError, match="got a summary"):
             use()
 
@@ -117,7 +117,7 @@ def test_what_needs_members_says_so(ensemble: ds.DeepEnsemble) -> None:
 def test_batches_come_one_at_a_time_and_leave_the_world_as_found(ensemble: ds.DeepEnsemble) -> None:
     ensemble.train()
     state = torch.get_rng_state()
-    kept, _ = ds.predict(ensemble, Batches(*inputs(), batch_size=16))
+    kept = ds.predict(ensemble, Batches(*inputs(), batch_size=16))
     stream = ds.predict_batches(ensemble, Batches(*inputs(), batch_size=16))
     first, _ = next(stream)
     assert ensemble.training  # also while the stream is only half read
@@ -131,10 +131,10 @@ def test_batches_come_one_at_a_time_and_leave_the_world_as_found(ensemble: ds.De
 def test_compiled_and_half_precision_predictions_agree_with_plain_ones(ensemble: ds.DeepEnsemble) -> None:
     loader = Batches(inputs()[0].float(), inputs()[1], batch_size=25)
     ensemble.float()
-    plain, _ = ds.predict(ensemble, loader)
-    compiled, _ = ds.predict(ensemble, loader, compiled=True)
+    plain = ds.predict(ensemble, loader)
+    compiled = ds.predict(ensemble, loader, compiled=True)
     torch.testing.assert_close(compiled.mean, plain.mean, rtol=1e-5, atol=1e-6)
-    half, _ = ds.predict(ensemble, loader, precision="bf16")
+    half = ds.predict(ensemble, loader, precision="bf16")
     assert half.mean.dtype == torch.float32
     torch.testing.assert_close(half.mean, plain.mean, rtol=0, atol=0.02)  # bf16 keeps 8 bits
     with pytest.raises(ValueError, match="expected precision of float32, bf16"):

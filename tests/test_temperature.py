@@ -43,7 +43,7 @@ def test_an_overconfidence_of_k_is_undone(k):
     assert abs(k / temperature - 1) < 4 / float(information) ** 0.5
     assert float(posterior.temperature) == temperature
     torch.testing.assert_close(
-        posterior.predict(x).members[0], (k * x / temperature).log_softmax(1), rtol=0, atol=1e-10
+        posterior.predict(x).log_probs[0], (k * x / temperature).log_softmax(1), rtol=0, atol=1e-10
     )
 
 
@@ -151,7 +151,7 @@ def test_the_order_of_rows_does_not_move_the_temperature_of_float32_predictions(
     for _ in range(3):
         order = torch.randperm(len(x), generator=generator)
         found.append(best_temperature(predictive[order], y[order], None if weight is None else weight[order]))
-    wide = ds.ClassificationPredictive(predictive.members.double())
+    wide = ds.ClassificationPredictive(predictive.log_probs.double())
     assert found == pytest.approx([best_temperature(wide, y, weight)] * 3, rel=1e-5)
 
 
@@ -176,7 +176,7 @@ def test_the_temperature_is_saved_with_the_posterior(tmp_path):
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, tiny.mlp())
     assert torch.equal(loaded.temperature, posterior.temperature)
-    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.predict(x).log_probs, posterior.predict(x).log_probs)
 
 
 @pytest.mark.parametrize("bad", ["labels", "nothing", "nan"])

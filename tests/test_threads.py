@@ -62,7 +62,7 @@ METHODS = {
     "svgd": lambda net: ds.SVGD(networks(net), data_size=12),
     "lit": lambda net: ds.LIT(networks(net), strength=0.1),
     "batch_ensemble": lambda net: ds.BatchEnsemble(net(), members=3, modulation=ds.Modulation.sign()),
-    "dropout_ensemble": lambda net: ds.DropoutEnsemble(net(), members=3, keep=0.7),
+    "dropout_ensemble": lambda net: ds.DropoutEnsemble(net(), members=3, rate=0.3),
     "tradi": lambda net: ds.TRADI(net(), samples=3, state_noise=(1.0, 0.5)),
     "swag": lambda net: ds.SWAG(net(), rank=3, samples=4, start=0, every=1),
     "swa": lambda net: ds.SWA(net(), start=0, every=1),
@@ -105,12 +105,12 @@ def in_threads(function, calls: int, threads: int = THREADS) -> list:
 def check_predictions(method: str, net, calls: int) -> None:
     posterior = trained(method, net)
     inputs = [tiny.points(6, seed=s)[0].float() for s in range(5)]
-    expected = [posterior.predict(x).members for x in inputs]
+    expected = [posterior.predict(x).member_means for x in inputs]
     network = getattr(posterior, "network", posterior.particles.template.network)
     state, stream = tiny.state(posterior), torch.get_rng_state()
     modes = [part.training for part in network.modules()]
 
-    got = in_threads(lambda i: posterior.predict(inputs[i % 5]).members, calls)
+    got = in_threads(lambda i: posterior.predict(inputs[i % 5]).member_means, calls)
 
     assert all(torch.equal(members, expected[i % 5]) for i, members in enumerate(got))
     assert tiny.largest_difference(state, tiny.state(posterior)) == 0
@@ -143,8 +143,8 @@ def test_attention_has_one_switch_for_all_threads(method):
     """Members with attention switch its fast path off: threads with other networks must not switch it on meanwhile."""
     posterior, other = trained(method, Attentive), trained("deep_ensemble", Attentive)
     x = tiny.points(6)[0].float()
-    expected = [each.predict(x).members for each in (posterior, other)]
-    got = in_threads(lambda i: (posterior, other)[i % 2].predict(x).members, calls=20)
+    expected = [each.predict(x).member_means for each in (posterior, other)]
+    got = in_threads(lambda i: (posterior, other)[i % 2].predict(x).member_means, calls=20)
     assert all(torch.equal(members, expected[i % 2]) for i, members in enumerate(got))
     assert torch.backends.mha.get_fastpath_enabled()
     assert {each.particles.how for each in (other,)} == {"vectorised"}  # nobody fell back
@@ -178,7 +178,7 @@ def test_an_answer_without_a_stored_draw_is_one_whole_draw(method):
     else:
         posterior.stored = None
     x = tiny.points(6)[0].float()
-    got = in_threads(lambda _: posterior.predict(x).members, calls=10)
+    got = in_threads(lambda _: posterior.predict(x).member_means, calls=10)
     # predict leaves torch's stream alone, so every one of them is the draw that comes next.
     assert all(torch.equal(members, got[0]) for members in got)
     drawn = in_threads(lambda _: posterior.draw(), calls=5)
@@ -190,11 +190,11 @@ def test_an_answer_without_a_stored_draw_is_one_whole_draw(method):
 def test_whole_loaders_and_evaluations_run_beside_predictions():
     posterior, (x, y) = trained("deep_ensemble"), tiny.points(12)
     loader = [(x[:6].float(), y[:6]), (x[6:].float(), y[6:])]
-    members, nll = ds.predict(posterior, loader)[0].members, ds.evaluate(posterior, loader).metrics["nll"]
+    members, nll = ds.predict(posterior, loader).member_means, ds.evaluate(posterior, loader).metrics["nll"]
 
     def one(i: int) -> bool:
         if i % 3 == 0:
-            return torch.equal(ds.predict(posterior, loader)[0].members, members)
+            return torch.equal(ds.predict(posterior, loader).member_means, members)
         if i % 3 == 1:
             return ds.evaluate(posterior, loader).metrics["nll"] == nll
         return torch.equal(posterior.draw()(x[:6].float()), posterior(x[:6].float()))

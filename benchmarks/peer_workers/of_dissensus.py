@@ -38,7 +38,7 @@ def predict(case: Case, posterior=None) -> Prepared:  # type: ignore[no-untyped-
     posterior = posterior or posterior_of(case).to(case.device)
     batches = case.batches()
     return (
-        case.seconds(lambda: ds.predict(posterior, batches)[0].mean, "prediction"),
+        case.seconds(lambda: ds.predict(posterior, batches).mean, "prediction"),
         lambda: posterior.predict(case.looked_at()).mean,
     )
 

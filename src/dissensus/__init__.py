@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from dissensus.calibration.conformal_sets import Conformal
     from dissensus.calibration.gate import Gate
     from dissensus.calibration.selective import ood_gate, selective
+    from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
+    from dissensus.core.parameter_groups import Group
+    from dissensus.core.particles import Particles
     from dissensus.evaluation.attack_curves import AttackCurves
     from dissensus.evaluation.chain_convergence import Convergence, convergence
     from dissensus.evaluation.corruption_curves import Corruptions
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
     )
     from dissensus.methods.parts.empcov_prior import EmpCov
     from dissensus.methods.parts.recording_posterior import RecordingPosterior
+    from dissensus.methods.parts.sampling_posterior import SamplingPosterior
     from dissensus.numerics.annealing import Annealing
     from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
     from dissensus.storage import load, save
@@ -82,15 +86,20 @@ _HOMES = {
     "Convergence": "evaluation.chain_convergence",
     "Corruptions": "evaluation.corruption_curves",
     "DistancesOverTraining": "evaluation.member_distances",
+    "DrawnFunctions": "core.drawn_functions",
     "EmpCov": "methods.parts.empcov_prior",
     "Epoch": "training.history",
     "Evaluation": "evaluation.evaluation",
     "Gate": "calibration.gate",
+    "Group": "core.parameter_groups",
     "History": "training.history",
     "Lengthscales": "numerics.lengthscales",
     "MemberDistances": "evaluation.member_distances",
+    "MemberFunctions": "core.drawn_functions",
     "Modulation": "layers.modulation",
+    "Particles": "core.particles",
     "RecordingPosterior": "methods.parts.recording_posterior",
+    "SamplingPosterior": "methods.parts.sampling_posterior",
     "calibrate": "calibration.calibrate",
     "capacity": "layers.capacity",
     "conformal": "calibration.conformal",
@@ -131,6 +140,7 @@ __all__ = [
     "DeepEnsemble",
     "DistancesOverTraining",
     "Diverged",
+    "DrawnFunctions",
     "DropoutEnsemble",
     "EmpCov",
     "Epoch",
@@ -141,6 +151,7 @@ __all__ = [
     "Gate",
     "GaussianPerturbation",
     "GaussianPrior",
+    "Group",
     "HeteroscedasticRegression",
     "History",
     "ImagePrediction",
@@ -150,8 +161,10 @@ __all__ = [
     "MCDropout",
     "MeanFieldVI",
     "MemberDistances",
+    "MemberFunctions",
     "Modulation",
     "NodeBNN",
+    "Particles",
     "Posterior",
     "Predictive",
     "Prior",
@@ -160,6 +173,7 @@ __all__ = [
     "RecordingPosterior",
     "Regression",
     "RegressionPredictive",
+    "SamplingPosterior",
     "SnapshotEnsemble",
     "SummaryPredictive",
     "WeightRDE",

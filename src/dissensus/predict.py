@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,37 @@ from dissensus.utils.checks import integer, number
 log = logging.getLogger("dissensus")
 
 
+@overload
 def predict(
-    posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision = "float32", compiled: bool = False
-) -> tuple[Predictive, Tensor]:
-    """Predicts all inputs of a loader and keeps every member; returns (predictive, targets).
+    posterior: Posterior,
+    loader: Iterable[Any],
+    *,
+    targets: Literal[False] = False,
+    precision: PredictionPrecision = "float32",
+    compiled: bool = False,
+) -> Predictive: ...
+
+
+@overload
+def predict(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    *,
+    targets: Literal[True],
+    precision: PredictionPrecision = "float32",
+    compiled: bool = False,
+) -> tuple[Predictive, Tensor]: ...
+
+
+def predict(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    *,
+    targets: bool = False,
+    precision: PredictionPrecision = "float32",
+    compiled: bool = False,
+) -> Predictive | tuple[Predictive, Tensor]:
+    """Predicts all inputs of a loader and keeps every member, as `posterior.predict` does for one batch.
 
     One draw of functions is used for all batches, in eval mode and without gradients. Memory grows with M times the
     number of inputs N; `summarise` and `predict_batches` need less.
@@ -36,38 +63,69 @@ def predict(
     Args:
         posterior: a trained posterior.
         loader: batches (x, y) or (x, y, weight); weights are ignored. Or the data (x, y) themselves, of N rows.
+        targets: whether to return (predictive, targets), for loaders whose order is not known beforehand.
         precision: "bf16" runs the network in mixed precision.
         compiled: whether to compile the drawn functions first (torch.compile); falls back if that fails.
 
     Returns:
-        A `Predictive` for N inputs and the targets (N, ...), both on the posterior's device, in the loader's order.
+        A `Predictive` for N inputs, and on request their targets (N, ...), on the posterior's device, in the loader's order.
 
     Raises:
         Diverged: a member predicts NaN.
     """
     loader = _as_loader(posterior, loader)
     parts: list[Predictive] = []
-    targets: list[Tensor] = []
+    seen: list[Tensor] = []
     found = _predict_and_correct(posterior, loader, precision=precision, compiled=compiled, keeps_weights=True)
     for predictive, y in found:
         if not parts:
             _log_memory(predictive, loader, keep_members=True)
         parts.append(predictive)
-        targets.append(y)
-    return Predictive.cat(parts), torch.cat(targets)
+        if targets:
+            seen.append(y)
+    return (Predictive.cat(parts), torch.cat(seen)) if targets else Predictive.cat(parts)
+
+
+@overload
+def summarise(
+    posterior: Posterior | str | os.PathLike[str],
+    loader: Iterable[Any],
+    *,
+    targets: Literal[False] = False,
+    precision: PredictionPrecision = "float32",
+    compiled: bool = False,
+    network: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    method: type[Posterior] | None = None,
+) -> SummaryPredictive: ...
+
+
+@overload
+def summarise(
+    posterior: Posterior | str | os.PathLike[str],
+    loader: Iterable[Any],
+    *,
+    targets: Literal[True],
+    precision: PredictionPrecision = "float32",
+    compiled: bool = False,
+    network: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    method: type[Posterior] | None = None,
+) -> tuple[SummaryPredictive, Tensor]: ...
 
 
 def summarise(
     posterior: Posterior | str | os.PathLike[str],
     loader: Iterable[Any],
     *,
+    targets: bool = False,
     precision: PredictionPrecision = "float32",
     compiled: bool = False,
     network: nn.Module | None = None,
     likelihood: Likelihood | None = None,
     method: type[Posterior] | None = None,
-) -> tuple[SummaryPredictive, Tensor]:
-    """Predicts all inputs of a loader in memory that does not grow with M; returns (summary, targets).
+) -> SummaryPredictive | tuple[SummaryPredictive, Tensor]:
+    """Predicts all inputs of a loader in memory that does not grow with M.
 
     The summary has mean, aleatoric and epistemic uncertainty, but no members. Members that run in a loop are added one
     at a time; on a GPU a batch of few outputs, such as classes, is predicted by all of them at once.
@@ -76,11 +134,11 @@ def summarise(
         posterior: a trained posterior, or a folder written by `save`: members are then read from disk and run one at a
             time, and the loader must yield the same batches in the same order each time.
         loader: batches (x, y) or (x, y, weight); weights are ignored.
-        precision, compiled: as in `predict`; a folder is never compiled.
+        targets, precision, compiled: as in `predict`; a folder is never compiled.
         network, likelihood, method: as in `load`; used only with a folder.
 
     Returns:
-        A `SummaryPredictive` for N inputs and the targets (N, ...), in the loader's order.
+        A `SummaryPredictive` for N inputs, and on request their targets (N, ...), in the loader's order.
     """
     loader = _as_loader(posterior, loader)
     if not isinstance(posterior, Posterior):
@@ -88,16 +146,18 @@ def summarise(
         from dissensus.storage.member_streaming import read_members
 
         members = read_members(Path(posterior), network, likelihood=likelihood, method=method)
-        return _summarise_stored(members, loader, precision)
+        found = _summarise_stored(members, loader, precision)
+        return found if targets else found[0]
     lens = posterior.current_correction()
     parts: list[SummaryPredictive] = []
-    targets: list[Tensor] = []
+    seen: list[Tensor] = []
     for part, y in predict_loader(posterior, loader, lens, precision=precision, compiled=compiled):
         if not parts:
             _log_memory(part, loader, keep_members=False)
         parts.append(cast(SummaryPredictive, lens.correct_mixture(part)))
-        targets.append(y)
-    return SummaryPredictive.cat(parts), torch.cat(targets)
+        if targets:
+            seen.append(y)
+    return (SummaryPredictive.cat(parts), torch.cat(seen)) if targets else SummaryPredictive.cat(parts)
 
 
 def predict_batches(
@@ -133,8 +193,13 @@ class ImagePrediction(NamedTuple):
     """The result of `predict_image` for one image, without its members."""
 
     mean: Tensor  # (C, H, W) class probabilities
-    entropy: Tensor  # (H, W) entropy of the mean, in nats
-    mutual_information: Tensor  # (H, W) the part of the entropy due to the members' disagreement, in nats
+    total: Tensor  # (H, W) entropy of the mean, in nats
+    epistemic: Tensor  # (H, W) mutual information: the part of the entropy due to the members' disagreement, in nats
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """(H, W) the members' mean entropy, in nats."""
+        return self.total - self.epistemic
 
 
 def predict_image(
@@ -159,7 +224,7 @@ def predict_image(
         precision: "bf16" runs the network in mixed precision; likelihoods stay in float32.
 
     Returns:
-        An `ImagePrediction`: mean (C, H, W), entropy (H, W) and mutual information (H, W).
+        An `ImagePrediction`: mean (C, H, W), total and epistemic uncertainty (H, W).
     """
     image = tensor_of(image)
     if image.ndim != 3:

@@ -98,7 +98,7 @@ def test_what_a_method_is_said_to_be_is_a_whole_sentence():
             "expected a baseline of mc_dropout, got 'map'; run it too",
         ),
         (("bench", "moons", "--methods", "map", "--set", "method.members=4"), "the methods that run (map)"),
-        (("bench", "moons", "--set", "method.node_bnn.gamma=4"), "choose node_bnn, or leave it out"),
+        (("bench", "moons", "--set", "method.node_bnn.posterior_temperature=4"), "choose node_bnn, or leave it out"),
         (("train", "moons", "--method", "map", "--set", "method.members=4"), "the methods that run (map)"),
         (("bench", "moons", "--seeds", "none"), "--seeds"),
         (("bench", "moons", "--sizes", "smoke"), "--size"),

@@ -24,8 +24,8 @@ import dissensus as ds
 class DeepEnsemble(ds.DeepEnsemble):
     """Members pulled towards zero."""
 
-    def __init__(self, modules, *, strength=0.1, **keywords):
-        super().__init__(modules, **keywords)
+    def __init__(self, networks, *, strength=0.1, **keywords):
+        super().__init__(networks, **keywords)
         self.strength = strength
 
     def member_loss(self, params, buffers, batch):
@@ -208,7 +208,7 @@ def test_a_watched_training_is_not_shared_with_an_own_loss(mine, tmp_path):
     from dissensus.bench.run.shared_training import can_share_training
 
     path = tmp_path / f"{mine}.py"
-    path.write_text(MINE.replace("(ds.DeepEnsemble)", "(ds.MAP)").replace("modules", "module"))
+    path.write_text(MINE.replace("(ds.DeepEnsemble)", "(ds.MAP)"))
     sets = ["training.together=true", "training.keep_best=false", "training.epochs=2"]
     task = load_task(str(tmp_path / "task.toml"), overrides=sets)
     assert can_share_training(run_config(task, "map", 0))

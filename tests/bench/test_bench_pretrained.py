@@ -72,7 +72,7 @@ def test_the_best_temperature_is_that_of_the_held_out_rows(task, tmp_path):
     assert plain.metrics["calibrated/temperature"] == pytest.approx(temperature, rel=1e-4)
     assert scaled.metrics["temperature"] == pytest.approx(temperature, rel=1e-4)
     assert scaled.metrics["calibrated/temperature"] == pytest.approx(temperature, rel=1e-3)
-    predictive, y = ds.predict(posterior, made[0].loader(data.test))
+    predictive, y = ds.predict(posterior, made[0].loader(data.test), targets=True)
     assert plain.metrics["calibrated/nll"] == pytest.approx(-float(predictive.log_prob(y).mean()), abs=1e-5)
     assert plain.metrics["calibrated/ece"] == pytest.approx(float(ece(predictive.mean, y)), abs=1e-5)
     assert scaled.metrics["nll"] == pytest.approx(plain.metrics["calibrated/nll"], abs=1e-5)
@@ -164,7 +164,7 @@ def test_the_task_has_the_recipe_and_its_variants():
     assert {(c.settings["mode"], c.settings["components"]) for c in nodes} == {
         (m, k) for m in ("in", "out") for k in (4, 8, 32)
     }
-    assert {(c.training["optimizer"], c.settings["rate"]) for c in nodes} == {("default", "curvature")}
+    assert {(c.training["optimizer"], c.settings["lr"]) for c in nodes} == {("default", "curvature")}
     assert {configs[name].training["epochs"] for name in ("map-tuned", "mc_dropout", "node_bnn-out4")} == {10}
 
 

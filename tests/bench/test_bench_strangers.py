@@ -56,7 +56,10 @@ def task(tmp_path):
             {"more": '[method.deep_ensemble]\nmembers = "3"'},
             "expected .*method.deep_ensemble.members as a whole number",
         ),
-        ({"more": "[method.swag]\nscale = true"}, "expected int or float for .*method.swag.scale"),
+        (
+            {"more": "[method.swag]\nposterior_temperature = true"},
+            "expected int or float for .*method.swag.posterior_temperature",
+        ),
         ({"more": "[likelihood]\nname = 3"}, "expected likelihood by one name, got 3"),
         ({"old": "epochs = 1, ", "new": ""}, "expected training.epochs for map, got none"),
     ],

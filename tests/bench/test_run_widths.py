@@ -165,7 +165,7 @@ def test_independent_rows_are_means_over_disjoint_subsets_of_one_ensemble(benche
     _, folder, _, _ = benched
     rows = {(row["method"], row["members"], row["p"]): row for row in table_rows(folder / "results.csv", TEXTS)}
     said = read_predictions(folder / "deep_ensemble-N8-seed0" / "predictions" / "test.safetensors")
-    members, y = said.predictive.members.double(), said.targets  # (2, n, 10)
+    members, y = said.predictive.log_probs.double(), said.targets  # (2, n, 10)
     alone = [float((each.argmax(-1) == y).double().mean()) for each in members]
     both = float((members.exp().mean(0).argmax(-1) == y).double().mean())
     assert rows["deep_ensemble", 1, None]["accuracy"] == pytest.approx(sum(alone) / 2, abs=1e-12)
@@ -175,7 +175,7 @@ def test_independent_rows_are_means_over_disjoint_subsets_of_one_ensemble(benche
     shared = rows["batch_ensemble", 2, None]
     assert shared["parameters"] < 1.1 * rows["deep_ensemble", 1, None]["parameters"]
     trained = read_predictions(folder / "batch_ensemble-N8-M2-seed0" / "predictions" / "train.safetensors")
-    right = (trained.predictive.members.argmax(-1) == trained.targets).double().mean()
+    right = (trained.predictive.log_probs.argmax(-1) == trained.targets).double().mean()
     assert shared["train_member_accuracy"] == pytest.approx(float(right), abs=1e-12)
 
 

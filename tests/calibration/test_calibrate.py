@@ -223,7 +223,7 @@ def test_what_members_disagree_on_stays_theirs():
     torch.testing.assert_close(after.total, entropy, rtol=0, atol=1e-12)
     torch.testing.assert_close(after.epistemic, torch.minimum(before.epistemic, entropy), rtol=0, atol=1e-12)
     with pytest.raises(TypeError, match="a calibration of the members"):
-        _ = after.members
+        _ = after.member_means
 
 
 @pytest.mark.parametrize("method", often(["isotonic"], ["vector", "temperature", "histogram"]))
@@ -243,9 +243,9 @@ def test_one_calibration_wherever_predictions_are_made(method, tmp_path):
     program = torch.export.export(posterior.predictor(), (x,), strict=False)
     torch.export.save(program, tmp_path / "p.pt2")
     means = {
-        "loader": ds.predict(posterior, loader)[0].mean,
-        "summary": ds.summarise(posterior, loader)[0].mean,
-        "folder": ds.summarise(tmp_path / "p", loader, network=Shifted([1.0] * 3, [1.0] * 3).float())[0].mean,
+        "loader": ds.predict(posterior, loader).mean,
+        "summary": ds.summarise(posterior, loader).mean,
+        "folder": ds.summarise(tmp_path / "p", loader, network=Shifted([1.0] * 3, [1.0] * 3).float()).mean,
         "copy": copy.deepcopy(posterior).predict(x).mean,
         "program": torch.export.load(tmp_path / "p.pt2").module()(x)["mean"],
     }
@@ -359,7 +359,7 @@ def test_scale_stretches_the_mixture_about_its_mean():
         other.factor.fill_(math.exp(at / 10))
         others.append(rows.nll(Correction(1.0, other)))
     assert found.nll <= min(others) + 1e-9
-    torch.testing.assert_close(ds.summarise(posterior, [(x, y)])[0].total, after.total)
+    torch.testing.assert_close(ds.summarise(posterior, [(x, y)]).total, after.total)
     torch.testing.assert_close(after.cdf(after.quantile(0.3)), torch.full_like(y, 0.3), atol=1e-9, rtol=0)
 
 
@@ -443,7 +443,7 @@ def test_one_calibration_of_a_regression_wherever_predictions_are_made(method, t
     exported = torch.export.export(posterior.predictor(), (x,), strict=False).module()(x)
     for name in ("mean", "total", "epistemic"):
         torch.testing.assert_close(exported[name], getattr(after, name), rtol=0, atol=1e-9)
-    joined, _ = ds.predict(posterior, [(x[:50], y[:50]), (x[50:], y[50:])])
+    joined = ds.predict(posterior, [(x[:50], y[:50]), (x[50:], y[50:])])
     torch.testing.assert_close(joined.log_prob(y), after.log_prob(y))
     metrics = ds.evaluate(posterior, [(x, y)]).metrics
     assert metrics["nll"] == pytest.approx(found.nll, abs=1e-6)
@@ -452,7 +452,7 @@ def test_one_calibration_of_a_regression_wherever_predictions_are_made(method, t
     levels = (torch.arange(20, dtype=F64) + 0.5) / 20
     crps = torch.stack([ds.metrics.pinball_loss(after.quantile(float(u)), y, level=float(u)) for u in levels])
     assert metrics["crps"] == pytest.approx(2 * float(crps.mean()), rel=0.03)
-    summary = ds.summarise(posterior, [(x, y)])[0]
+    summary = ds.summarise(posterior, [(x, y)])
     assert abs(float(summary.mean.mean() - after.mean.mean())) < 0.01
 
 

@@ -62,15 +62,15 @@ def test_every_way_to_predict_sees_the_calibration(tmp_path):
     posterior = build()
     means = {
         "predict": posterior.predict(x).mean,
-        "loader": ds.predict(posterior, LOADER)[0].mean,
-        "summary": ds.summarise(posterior, LOADER)[0].mean,
+        "loader": ds.predict(posterior, LOADER).mean,
+        "summary": ds.summarise(posterior, LOADER).mean,
         "predictor": posterior.predictor()(x)["mean"],
         "copy": copy.deepcopy(posterior).predict(x).mean,
     }
     posterior.particles.how = "loop"
-    means["members one by one"] = ds.summarise(posterior, LOADER)[0].mean
+    means["members one by one"] = ds.summarise(posterior, LOADER).mean
     ds.save(posterior, tmp_path)
-    means["members from a folder"] = ds.summarise(tmp_path, LOADER)[0].mean
+    means["members from a folder"] = ds.summarise(tmp_path, LOADER).mean
     for way, mean in means.items():
         torch.testing.assert_close(mean, wanted(posterior), rtol=0, atol=1e-6, msg=way)
 

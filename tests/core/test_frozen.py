@@ -114,7 +114,7 @@ def test_a_saved_posterior_with_frozen_tensors_loads_whatever_the_template_freez
     loaded = ds.load(tmp_path, template)
     assert tiny.largest_difference(tiny.state(loaded), tiny.state(posterior)) == 0
     assert repr(loaded) == repr(posterior)
-    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
     loaded.train().backward(x, y)  # its statistics are kept
     assert tiny.largest_difference(tiny.state(loaded), tiny.state(posterior)) == 0
 

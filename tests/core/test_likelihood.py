@@ -209,7 +209,7 @@ def test_class_weights_are_trained_with_saved_and_loaded(tmp_path):
     ds.save(posterior, tmp_path / "posterior")
     loaded = ds.load(tmp_path / "posterior", nn.Linear(4, 3))
     assert loaded.likelihood.class_weights == weights.tolist()
-    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
 
 
 def test_class_weights_that_are_none():
@@ -419,7 +419,7 @@ def test_a_likelihood_of_ones_own_trains_predicts_and_loads(tmp_path):
     ds.save(posterior, tmp_path)
     refuses(lambda: ds.load(tmp_path, nn.Linear(1, 1)), "expected the likelihood 'Poisson' as an argument")
     loaded = ds.load(tmp_path, nn.Linear(1, 1), likelihood=tiny.Poisson())
-    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
 
 
 def test_every_member_has_a_noise_of_its_own():

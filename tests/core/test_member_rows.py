@@ -69,9 +69,9 @@ def trained(posterior: ds.DeepEnsemble) -> None:
 
 @pytest.mark.parametrize("change", [in_place, other_memory, transposed, loaded, assigned, trained])
 def test_a_change_of_the_stacks_shows_in_the_next_prediction(posterior, x, change):
-    before = posterior.predict(x).members
+    before = posterior.predict(x).log_probs
     change(posterior)
-    after = posterior.predict(x).members
+    after = posterior.predict(x).log_probs
     assert not torch.allclose(after, before)
     torch.testing.assert_close(after, by_hand(posterior, x), rtol=0, atol=1e-12)
 
@@ -84,26 +84,26 @@ def test_a_conversion_drops_the_rows_so_that_their_memory_is_freed(posterior, x)
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda posterior: pickle.loads(pickle.dumps(posterior))])
 def test_copies_have_rows_of_their_own(posterior, x, copied):
-    before, other = posterior.predict(x).members, copied(posterior)
+    before, other = posterior.predict(x).log_probs, copied(posterior)
     assert other.particles._rows.known is None
     in_place(other)
-    torch.testing.assert_close(other.predict(x).members, by_hand(other, x), rtol=0, atol=1e-12)
-    assert torch.equal(posterior.predict(x).members, before)
+    torch.testing.assert_close(other.predict(x).log_probs, by_hand(other, x), rtol=0, atol=1e-12)
+    assert torch.equal(posterior.predict(x).log_probs, before)
 
 
 def test_other_kinds_of_runs_neither_use_nor_leave_rows(posterior, x):
-    expected = posterior.predict(x).members
+    expected = posterior.predict(x).log_probs
     kept = posterior.particles._rows.known
     posterior.eval()
     outputs = posterior(x)  # with gradients
     assert outputs.requires_grad
     with torch.inference_mode():
-        torch.testing.assert_close(posterior.predict(x).members, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(posterior.predict(x).log_probs, expected, rtol=0, atol=1e-12)
     with torch.no_grad():
         _, slope = torch.func.jvp(posterior, (x,), (torch.ones_like(x),))
     assert slope.abs().max() > 0
     assert posterior.particles._rows.known is kept
-    assert torch.equal(posterior.predict(x).members, expected)
+    assert torch.equal(posterior.predict(x).log_probs, expected)
 
 
 class Counting(nn.Module):
@@ -126,9 +126,9 @@ def test_what_a_forward_assigns_reaches_neither_the_next_member_nor_the_next_pre
     posterior = ds.DeepEnsemble([Counting() for _ in range(3)])
     template = posterior.particles.template.network
     empty = [*template._buffers.values(), *template.layers[0]._parameters.values()]
-    first = posterior.predict(x).members
+    first = posterior.predict(x).log_probs
     for _ in range(2):
-        assert torch.equal(posterior.predict(x).members, first)
+        assert torch.equal(posterior.predict(x).log_probs, first)
     with pytest.raises(RuntimeError, match="too small"):
         posterior.predict(x - 100)
     now = [*template._buffers.values(), *template.layers[0]._parameters.values()]
@@ -155,7 +155,7 @@ def test_tied_and_shared_tensors_stand_in_all_their_places(x):
     posterior = ds.DeepEnsemble(networks)
     assert posterior.particles.stored_once
     for _ in range(3):
-        torch.testing.assert_close(posterior.predict(x).members, by_hand(posterior, x), rtol=0, atol=1e-12)
+        torch.testing.assert_close(posterior.predict(x).log_probs, by_hand(posterior, x), rtol=0, atol=1e-12)
     with torch.no_grad():
         posterior.particles.shared_parameters()["network.frozen.weight"].mul_(2)
-    torch.testing.assert_close(posterior.predict(x).members, by_hand(posterior, x), rtol=0, atol=1e-12)
+    torch.testing.assert_close(posterior.predict(x).log_probs, by_hand(posterior, x), rtol=0, atol=1e-12)

@@ -105,8 +105,8 @@ def test_rows_of_a_large_batch_are_those_of_small_ones():
     posterior, (x, _) = tiny.ensemble(tiny.mlp), tiny.points()
     assert posterior.eval().particles.how == "vectorised"
     whole, few = (
-        posterior.predict(x).members,
-        torch.cat([posterior.predict(x[i : i + 3]).members for i in (0, 3, 6, 9)], 1),
+        posterior.predict(x).member_means,
+        torch.cat([posterior.predict(x[i : i + 3]).member_means for i in (0, 3, 6, 9)], 1),
     )
     torch.testing.assert_close(few, whole, rtol=1e-12, atol=1e-12)
 

@@ -214,7 +214,7 @@ def test_vmap_equals_the_loop(network, training, road):
     assert tiny.largest_difference(tiny.gradients(vectorised), tiny.gradients(looped)) < 1e-10
     assert tiny.largest_difference(tiny.state(vectorised), tiny.state(looped)) < 1e-10
     torch.testing.assert_close(vectorised(x), looped(x), rtol=0, atol=1e-10)
-    torch.testing.assert_close(vectorised.predict(x).members, looped.predict(x).members, rtol=0, atol=1e-10)
+    torch.testing.assert_close(vectorised.predict(x).member_means, looped.predict(x).member_means, rtol=0, atol=1e-10)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -320,7 +320,7 @@ def test_tied_weights_stay_tied(tmp_path):
     loaded = ds.load(tmp_path, Tied())
     member = loaded.member(1)
     assert member.encode.weight is member.decode.weight
-    assert torch.equal(loaded.predict(vectors).members, posterior.predict(vectors).members)
+    assert torch.equal(loaded.predict(vectors).member_means, posterior.predict(vectors).member_means)
 
 
 def test_tied_weights_of_a_held_network_stay_tied(tmp_path):
@@ -332,7 +332,7 @@ def test_tied_weights_of_a_held_network_stay_tied(tmp_path):
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, Tied())
     assert len(list(loaded.parameters())) == 3
-    assert torch.equal(loaded.predict(vectors).members, posterior.predict(vectors).members)
+    assert torch.equal(loaded.predict(vectors).member_means, posterior.predict(vectors).member_means)
 
 
 @pytest.mark.parametrize("how", ["loop", "vectorised"])

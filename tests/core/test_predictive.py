@@ -26,7 +26,7 @@ def gaussian(members=4, inputs=6, outputs=2):
 
 def test_entropies_split_as_brute_force_says():
     predictive = categorical()
-    p = predictive.members.exp().numpy()  # (M, B, C)
+    p = predictive.member_means.numpy()  # (M, B, C)
     for b in range(7):
         mean = p[:, b].mean(0)
         total = scipy.stats.entropy(mean)
@@ -56,7 +56,7 @@ def test_members_sure_of_different_classes_disagree_by_log_m():
 
 
 def test_impossible_classes_make_no_nan():
-    members = categorical().members.clone()
+    members = categorical().log_probs.clone()
     members[:, :, 0] = -math.inf  # impossible for all
     members[0, :, 1] = -math.inf  # impossible for one
     members = members.log_softmax(2)
@@ -82,7 +82,7 @@ def test_log_probabilities_do_not_saturate():
 
 def test_log_prob_is_that_of_the_mixture():
     predictive, y = categorical(), torch.randint(4, (7,))
-    mixture = D.Categorical(probs=predictive.members.exp().mean(0))
+    mixture = D.Categorical(probs=predictive.member_means.mean(0))
     torch.testing.assert_close(predictive.log_prob(y), mixture.log_prob(y), rtol=0, atol=1e-12)
     torch.testing.assert_close(predictive.log_prob(y.to(torch.uint8)), mixture.log_prob(y), rtol=0, atol=1e-12)
     soft = torch.rand(7, 4, dtype=F64).softmax(1)
@@ -93,11 +93,11 @@ def test_log_prob_is_that_of_the_mixture():
 def test_class_intervals_are_quantiles_over_members():
     predictive = categorical(members=9)
     lower, upper = predictive.interval(0.8)
-    p = predictive.members.exp()
+    p = predictive.member_means
     torch.testing.assert_close(lower, p.quantile(0.1, dim=0), rtol=0, atol=1e-12)
     torch.testing.assert_close(upper, p.quantile(0.9, dim=0), rtol=0, atol=1e-12)
     one = categorical(members=1)
-    assert all(torch.equal(bound, one.members[0].exp()) for bound in one.interval(0.5))
+    assert all(torch.equal(bound, one.member_means[0]) for bound in one.interval(0.5))
 
 
 def test_a_credible_set_is_the_smallest_that_holds_the_level():
@@ -128,7 +128,7 @@ def test_class_samples_have_the_mixtures_frequencies():
 
 def test_pixels_are_treated_one_by_one():
     predictive = categorical(3, 2, 4, 5, 6)
-    flat = ds.ClassificationPredictive(predictive.members.movedim(2, -1).reshape(3, 60, 4))
+    flat = ds.ClassificationPredictive(predictive.log_probs.movedim(2, -1).reshape(3, 60, 4))
     for name in ("aleatoric", "epistemic", "total", "confidence"):
         found = getattr(predictive, name)
         assert found.shape == (2, 5, 6)
@@ -149,14 +149,14 @@ def test_tempered_members_have_divided_logits():
     logits = torch.randn(3, 5, 4, dtype=F64)
     predictive = ds.ClassificationPredictive(logits.log_softmax(2))
     expected = (logits / 1.7).log_softmax(2)
-    torch.testing.assert_close(predictive.apply_temperature(1.7).members, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(predictive.apply_temperature(1.7).log_probs, expected, rtol=0, atol=1e-12)
 
 
 def test_variances_obey_the_law_of_total_variance():
     predictive = gaussian()
     for b in range(6):
         for d in range(2):
-            means, variances = predictive.members[:, b, d].numpy(), predictive.variances[:, b, d].numpy()
+            means, variances = predictive.member_means[:, b, d].numpy(), predictive.variances[:, b, d].numpy()
             second = np.mean(means**2 + variances)  # E y² of the mixture
             assert float(predictive.total[b, d]) == pytest.approx(second - means.mean() ** 2, abs=1e-12)
             assert float(predictive.aleatoric[b, d]) == pytest.approx(variances.mean(), abs=1e-12)
@@ -170,7 +170,9 @@ def test_one_member_has_no_epistemic_variance():
 
 def test_log_density_is_that_of_the_mixture():
     predictive, y = gaussian(), torch.randn(6, 2, dtype=F64)
-    components = D.Independent(D.Normal(predictive.members.movedim(0, 1), predictive.variances.sqrt().movedim(0, 1)), 1)
+    components = D.Independent(
+        D.Normal(predictive.member_means.movedim(0, 1), predictive.variances.sqrt().movedim(0, 1)), 1
+    )
     mixture = D.MixtureSameFamily(D.Categorical(probs=torch.ones(6, 4, dtype=F64)), components)
     torch.testing.assert_close(predictive.log_prob(y), mixture.log_prob(y), rtol=0, atol=1e-12)
     assert (
@@ -184,7 +186,9 @@ def test_intervals_are_exact_mixture_quantiles(level):
     lower, upper = predictive.interval(level)
     for b in range(6):
         for d in range(2):
-            normal = scipy.stats.norm(predictive.members[:, b, d].numpy(), predictive.variances[:, b, d].sqrt().numpy())
+            normal = scipy.stats.norm(
+                predictive.member_means[:, b, d].numpy(), predictive.variances[:, b, d].sqrt().numpy()
+            )
             for found, q in ((lower, (1 - level) / 2), (upper, (1 + level) / 2)):
                 expected = scipy.optimize.brentq(lambda t, q=q, n=normal: n.cdf(t).mean() - q, -50, 50, xtol=1e-13)
                 assert float(found[b, d]) == pytest.approx(expected, abs=1e-9)
@@ -210,7 +214,7 @@ def test_samples_cover_and_have_the_mixtures_moments():
     covered = ((draws > lower) & (draws < upper)).double().mean(0)
     assert bool(((covered - 0.9).abs() < 4 * math.sqrt(0.9 * 0.1 / n)).all())
     # Outputs of one draw come from one member: their covariance is that of the members' means.
-    m = predictive.members[:, 0]
+    m = predictive.member_means[:, 0]
     expected = ((m[:, 0] - m[:, 0].mean()) * (m[:, 1] - m[:, 1].mean())).mean()
     centred = draws[:, 0] - predictive.mean[0]
     product = centred[:, 0] * centred[:, 1]
@@ -219,7 +223,9 @@ def test_samples_cover_and_have_the_mixtures_moments():
 
 def test_the_distribution_function_is_the_mean_over_members():
     predictive, y = gaussian(), torch.randn(6, 2, dtype=F64)
-    expected = scipy.stats.norm(predictive.members.numpy(), predictive.variances.sqrt().numpy()).cdf(y.numpy()).mean(0)
+    expected = (
+        scipy.stats.norm(predictive.member_means.numpy(), predictive.variances.sqrt().numpy()).cdf(y.numpy()).mean(0)
+    )
     np.testing.assert_allclose(predictive.cdf(y).numpy(), expected, rtol=0, atol=1e-12)
 
 
@@ -232,7 +238,7 @@ def test_a_tempered_gaussian_has_a_larger_deviation():
 
 def test_outputs_without_an_axis_of_their_own():
     predictive = ds.RegressionPredictive(torch.randn(4, 6, dtype=F64), torch.rand(4, 6, dtype=F64) + 0.1)
-    wide = ds.RegressionPredictive(predictive.members[..., None], predictive.variances[..., None])
+    wide = ds.RegressionPredictive(predictive.member_means[..., None], predictive.variances[..., None])
     y = torch.randn(6, dtype=F64)
     assert predictive.mean.shape == predictive.total.shape == predictive.log_prob(y).shape == (6,)
     torch.testing.assert_close(predictive.log_prob(y), wide.log_prob(y[:, None]), rtol=0, atol=1e-12)
@@ -257,8 +263,8 @@ def test_parts_make_the_whole(make):
     with pytest.raises(IndexError):
         predictive[n]
     moved = predictive.to("cpu")
-    assert torch.equal(moved.members, predictive.members)
-    assert f"members={predictive.members.shape[0]}" in repr(predictive)
+    assert torch.equal(moved.member_means, predictive.member_means)
+    assert f"members={predictive.member_means.shape[0]}" in repr(predictive)
 
 
 @pytest.mark.parametrize("level", [0, 1, -0.5, 1.5, math.nan])
@@ -271,9 +277,23 @@ def test_a_level_outside_is_refused(level):
             categorical().credible_set(level)
 
 
-def test_a_regression_has_no_confidence():
+def test_a_regression_has_neither_confidence_nor_log_probs():
     with pytest.raises(TypeError, match=r"use \.total, a variance, instead"):
         _ = gaussian().confidence
+    with pytest.raises(TypeError, match=r"expected a classification for log_probs, .* use \.member_means"):
+        _ = gaussian().log_probs
+
+
+def test_members_are_named_by_their_scale():
+    predictive = categorical()
+    assert torch.equal(predictive.member_means, predictive.log_probs.exp())
+    torch.testing.assert_close(predictive.member_means.mean(0), predictive.mean, rtol=0, atol=1e-12)
+    for each in (predictive, gaussian(), predictive[0]):
+        with pytest.raises(
+            AttributeError, match=r"member_means \(probabilities\) or log_probs \(logarithms\), got members"
+        ):
+            _ = each.members
+        assert not hasattr(each, "anything")
 
 
 def test_batches_whose_outputs_differ_in_shape_do_not_join():

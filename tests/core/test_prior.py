@@ -227,7 +227,7 @@ def test_a_file_notes_a_users_prior_and_training_on_asks_for_it(name, tmp_path):
     ds.fit(posterior, [(x, y)], epochs=4, progress=False, engine="loop")
     ds.save(posterior, tmp_path / "saved")
     loaded = ds.load(tmp_path / "saved", tiny.mlp().double())
-    assert torch.equal(loaded.predict(x).members, posterior.eval().predict(x).members)
+    assert torch.equal(loaded.predict(x).member_means, posterior.eval().predict(x).member_means)
     assert loaded.config()["prior"] == {"name": "StudentT", "freedom": 3.0, "scale": 0.5}
     with pytest.raises(ValueError, match=r"expected the prior StudentT of the training.*use_prior\(prior\)"):
         ds.fit(loaded, [(x, y)], epochs=1, progress=False, engine="loop")

@@ -61,7 +61,7 @@ def trained(method, mesh=None, epochs=100, *, net=small, batch_size=7, keywords=
 
 def result(posterior, history, x):
     losses = torch.tensor([epoch.members for epoch in history.epochs], dtype=torch.float64)
-    return posterior.state_dict(), losses, posterior.predict(x).members, history
+    return posterior.state_dict(), losses, posterior.predict(x).member_means, history
 
 
 def off(found, expected):
@@ -237,7 +237,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_its_file_is_read_by_one_process(t
     loaded = ds.load(tmp_path / "saved", small().double())
     for state, _, members, *_ in found:
         assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
-        assert torch.equal(loaded.predict(tiny.points()[0]).members, members)
+        assert torch.equal(loaded.predict(tiny.points()[0]).member_means, members)
     checkpoint = read_distributed(tmp_path / "run.pt", None, torch.device("cpu"))
     assert all(each["exp_avg"].shape[0] == 3 for each in checkpoint["optimizer"]["state"].values())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.pt", "saved"]

@@ -58,7 +58,7 @@ def fit(name, divide=True, path=None, epochs=3, optimizer="adam", **settings):
     weights = {id(p): dtensor.local_part(p).nbytes for name, p in posterior.named_parameters() if "network." in name}
     states = [t for p, state in made.state.items() if id(p) in weights for t in state.values() if t.ndim]
     whole = dtensor.gather_full_tensors(posterior.state_dict())
-    predictive, _ = ds.predict(posterior, [(X[i : i + 9], Y[i : i + 9]) for i in (0, 9, 18)])  # more batches than ranks
+    predictive = ds.predict(posterior, [(X[i : i + 9], Y[i : i + 9]) for i in (0, 9, 18)])  # more batches than ranks
     return (
         whole,
         [(e.loss, e.validation) for e in history.epochs],

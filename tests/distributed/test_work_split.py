@@ -105,17 +105,17 @@ def predicted():
     posterior = ensemble()
     before = ds.temperature_scale(posterior, loader(seed=4))
     vector = ds.calibrate(posterior, loader(seed=4), "vector")
-    predictive, y = ds.predict(posterior, loader())
-    summary, again = ds.summarise(posterior, loader())
+    predictive, y = ds.predict(posterior, loader(), targets=True)
+    summary, again = ds.summarise(posterior, loader(), targets=True)
     parts, targets = zip(*ds.predict_batches(posterior, loader()), strict=True)
     sampled = on_the_mesh(ds.MCDropout(network(), samples=4))
     return {
         "temperature": torch.tensor([before, *vector[2:]]),
-        "members": predictive.members,
+        "members": predictive.member_means,
         "targets": torch.stack([y, again, torch.cat(targets)]),
         "summary": torch.cat([summary.mean, summary.epistemic[:, None]], 1),
-        "batches": torch.cat([part.members for part in parts], 1),
-        "dropped": ds.predict(sampled, loader())[0].members,
+        "batches": torch.cat([part.member_means for part in parts], 1),
+        "dropped": ds.predict(sampled, loader()).member_means,
         "regression": ds.calibrate(ensemble(), loader(), "isotonic").nll * torch.ones(1),
     }
 
@@ -163,12 +163,12 @@ def of_parts():
     found = {}
     # one that four does not divide, one with fewer rows than ranks: a single batch, whose functions are divided
     for n in (N, 3):
-        predictive, y = ds.predict(ensemble(), parted(n, 16))
+        predictive, y = ds.predict(ensemble(), parted(n, 16), targets=True)
         evaluation = numbers(
             ds.evaluate(ensemble(), parted(n, 16), ood={"other": parted(40, 8, seed=2)}, progress=False)
         )
         found |= {f"{n}/{name}": value for name, value in evaluation.items()}
-        found |= {f"{n}/members": predictive.members, f"{n}/y": y}
+        found |= {f"{n}/members": predictive.member_means, f"{n}/y": y}
     posterior = ensemble()
     ds.conformal(posterior, parted(N, 16), score="aps", randomised=True)
     torch.manual_seed(6)
@@ -356,11 +356,17 @@ def said_by(name):
     for size in (4, 12):
         data = Batches(x, y, batch_size=size)
         before = len(counted)
-        predictive, _ = ds.predict(posterior, data)
+        predictive = ds.predict(posterior, data)
         ran.append(len(counted) - before)
-        summary, _ = ds.summarise(posterior, data)
+        summary = ds.summarise(posterior, data)
         evaluation = numbers(ds.evaluate(posterior, data, progress=False))
-        found += [predictive.members, summary.mean, summary.epistemic, evaluation["nll"], evaluation["test/correct"]]
+        found += [
+            predictive.member_means,
+            summary.mean,
+            summary.epistemic,
+            evaluation["nll"],
+            evaluation["test/correct"],
+        ]
     return found, ran, posterior.draw().members
 
 
@@ -426,12 +432,12 @@ def after_the_group():
     """One rank goes on alone when the group is no more."""
     posterior = ensemble()
     distributed.destroy_process_group()
-    return ds.predict(posterior, loader())[0].members if posterior.mesh.is_first else None
+    return ds.predict(posterior, loader()).member_means if posterior.mesh.is_first else None
 
 
 def test_a_rank_may_go_on_alone_after_the_group():
     found = workers().run(2, after_the_group)
-    assert torch.equal(found[0], ds.predict(ensemble(), loader())[0].members)
+    assert torch.equal(found[0], ds.predict(ensemble(), loader()).member_means)
 
 
 def test_one_process_takes_no_turns():

@@ -161,8 +161,8 @@ def test_a_member_that_predicts_nan_late_is_named_by_every_verb(monkeypatch):
 def test_results_are_the_same_whether_checks_are_late_or_not(monkeypatch, caplog):
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points(20)
     loader = [(x[i : i + 6], y[i : i + 6]) for i in range(0, 20, 6)]
-    expected = ds.predict(posterior, loader)[0].members
+    expected = ds.predict(posterior, loader).member_means
     late(monkeypatch)
     with caplog.at_level(logging.WARNING, logger="dissensus"):
-        assert torch.equal(ds.predict(posterior, loader)[0].members, expected)
+        assert torch.equal(ds.predict(posterior, loader).member_means, expected)
     assert not caplog.records

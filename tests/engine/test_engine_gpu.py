@@ -247,9 +247,9 @@ def test_a_prediction_that_makes_constants_is_captured(caplog: pytest.LogCapture
     posterior = ds.DeepEnsemble([Makes() for _ in range(3)]).to("cuda", torch.float64)
     x, y = data()
     with caplog.at_level(logging.INFO, logger="dissensus"):
-        got, _ = ds.predict(posterior, Batches(x, y, batch_size=6))
-    expected = torch.cat([posterior.predict(part).members for part in x.split(6)], 1)
-    torch.testing.assert_close(got.members, expected, rtol=0, atol=1e-9)
+        got = ds.predict(posterior, Batches(x, y, batch_size=6))
+    expected = torch.cat([posterior.predict(part).log_probs for part in x.split(6)], 1)
+    torch.testing.assert_close(got.log_probs, expected, rtol=0, atol=1e-9)
     assert not [record.message for record in caplog.records if "not captured" in record.message]
 
 
@@ -304,16 +304,18 @@ def test_batches_predicted_from_a_graph_are_those_predicted_plainly(name: str, p
     state = torch.cuda.get_rng_state()
     loader = Batches(x, y, batch_size=12)  # 7 full batches, of which six come from a graph, and one of 6
     torch.manual_seed(1)
-    got, _ = ds.predict(posterior, loader, precision=precision)
+    got = ds.predict(posterior, loader, precision=precision)
     torch.manual_seed(1)
     parts = []
     for batch, _ in loader:
         torch.manual_seed(1)  # MC dropout draws its masks by a seed from here
         one = Batches(batch, torch.zeros(len(batch), dtype=torch.long), batch_size=12)
-        parts.append(ds.predict(posterior, one, precision=precision)[0].members)  # a single batch is never captured
+        parts.append(ds.predict(posterior, one, precision=precision).log_probs)  # a single batch is never captured
     # The same kernels on the same numbers, several at a time: only the choice of algorithm may differ.
-    torch.testing.assert_close(got.members, torch.cat(parts, 1), rtol=0, atol=1e-5 if precision == "float32" else 2e-2)
-    summary, _ = ds.summarise(posterior, loader, precision="float32")
+    torch.testing.assert_close(
+        got.log_probs, torch.cat(parts, 1), rtol=0, atol=1e-5 if precision == "float32" else 2e-2
+    )
+    summary = ds.summarise(posterior, loader, precision="float32")
     if name != "mc_dropout" and precision == "float32":
         torch.testing.assert_close(summary.mean, got.mean, rtol=0, atol=1e-5)
     torch.cuda.set_rng_state(state)
@@ -400,9 +402,9 @@ def test_a_prediction_that_cannot_be_captured_runs_plainly_and_says_so_once(capl
     posterior = ds.DeepEnsemble([Looks() for _ in range(2)]).cuda()
     x, y = data(90)
     with caplog.at_level(logging.INFO, logger="dissensus"):
-        got, _ = ds.predict(posterior, Batches(x.float(), y, batch_size=10))
-    expected = torch.cat([posterior.predict(part).members for part in x.float().split(10)], 1)
-    torch.testing.assert_close(got.members, expected, rtol=0, atol=1e-5)
+        got = ds.predict(posterior, Batches(x.float(), y, batch_size=10))
+    expected = torch.cat([posterior.predict(part).log_probs for part in x.float().split(10)], 1)
+    torch.testing.assert_close(got.log_probs, expected, rtol=0, atol=1e-5)
     assert sum("not captured" in record.message for record in caplog.records) == 1
 
 
@@ -706,13 +708,13 @@ def test_predictions_from_many_threads_are_those_of_one(net):
     posterior = ds.DeepEnsemble([net() for _ in range(3)]).cuda()
     shape = (1, 8, 8) if isinstance(posterior.member(0), ds.nets.ConvNet) else (64,)
     loader = [(torch.randn(5, *shape), torch.zeros(5, dtype=torch.int64)) for _ in range(8)]
-    expected = ds.predict(posterior, loader)[0].members
+    expected = ds.predict(posterior, loader).log_probs
 
     def one(i: int) -> bool:
         if i % 2:
-            found = ds.predict(posterior, loader)[0].members
+            found = ds.predict(posterior, loader).log_probs
         else:
-            found = torch.cat([posterior.predict(x).members for x, _ in loader], 1)
+            found = torch.cat([posterior.predict(x).log_probs for x, _ in loader], 1)
         return torch.allclose(found, expected, rtol=0, atol=1e-5)
 
     with ThreadPoolExecutor(4) as pool:
@@ -792,7 +794,7 @@ def test_networks_predict_in_bf16_what_they_predict_in_float32_within_its_error(
         exact = torch.stack([network.eval().double()(x.double()).softmax(1) for network in networks])
     loader = Batches(x, torch.zeros(256, dtype=torch.long, device="cuda"), batch_size=32)
     for precision, bound in (("float32", 1e-5), ("bf16", 0.02)):
-        found = ds.predict(posterior, loader, precision=precision)[0].members.exp()
+        found = ds.predict(posterior, loader, precision=precision).member_means
         assert float((found - exact).abs().max()) < bound
 
 
@@ -804,9 +806,9 @@ def test_weights_trained_between_two_batches_are_seen_by_the_next() -> None:
     for precision in ("float32", "bf16"):
         for i, (predictive, _) in enumerate(ds.predict_batches(posterior, loader, precision=precision)):
             one = Batches(x[12 * i : 12 * i + 12].float(), y[:12], batch_size=12)
-            expected = ds.predict(posterior, one, precision=precision)[0].members
+            expected = ds.predict(posterior, one, precision=precision).log_probs
             torch.testing.assert_close(
-                predictive.members, expected, rtol=0, atol=1e-5 if precision == "float32" else 2e-2
+                predictive.log_probs, expected, rtol=0, atol=1e-5 if precision == "float32" else 2e-2
             )
             if i > 1:
                 ds.fit(
@@ -844,9 +846,9 @@ def test_what_a_gpu_predicts_late_is_what_it_predicts() -> None:
     posterior = ds.DeepEnsemble([conv_net() for _ in range(3)]).cuda()
     x, y = (each.cpu() for each in data(600))
     x = x.float()
-    members = torch.cat([posterior.predict(part).members.cpu() for part in x.split(12)], 1)
-    found, targets = ds.predict(posterior, Batches(x, y, batch_size=12))
-    torch.testing.assert_close(found.members.cpu(), members, rtol=0, atol=1e-5)
+    members = torch.cat([posterior.predict(part).log_probs.cpu() for part in x.split(12)], 1)
+    found, targets = ds.predict(posterior, Batches(x, y, batch_size=12), targets=True)
+    torch.testing.assert_close(found.log_probs.cpu(), members, rtol=0, atol=1e-5)
     assert torch.equal(targets.cpu(), y)
     evaluation = ds.evaluate(posterior, Batches(x, y, batch_size=12), progress=False)
     nll = -members.logsumexp(0).sub(math.log(3)).gather(1, y[:, None])[:, 0]

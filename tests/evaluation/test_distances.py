@@ -42,7 +42,7 @@ def test_distances_of_classifiers_equal_brute_force(how):
     found = member_distances(posterior, x, y)
     for name, value in expected.items():
         assert getattr(found, name) == pytest.approx(value, rel=1e-9), name
-    assert found.effective == float(ds.metrics.effective_members(posterior.predict(x).members, y))
+    assert found.effective == float(ds.metrics.effective_members(posterior.predict(x).log_probs, y))
 
 
 def test_distances_of_regressions_equal_brute_force():
@@ -52,7 +52,7 @@ def test_distances_of_regressions_equal_brute_force():
     found, expected = member_distances(posterior, x, y), brute_force(posterior, x, y, regression=True)
     for name, value in expected.items():
         assert getattr(found, name) == pytest.approx(value, rel=1e-9), name
-    assert found.effective == float(ds.metrics.effective_members_regression(posterior.predict(x).members, y))
+    assert found.effective == float(ds.metrics.effective_members_regression(posterior.predict(x).member_means, y))
 
 
 def test_linear_members_have_the_distances_of_their_weights():

@@ -49,7 +49,7 @@ def alike(network, hidden):
 POSTERIORS = {
     "node": lambda network: ds.NodeBNN(network, data_size=9, batch_norm="frozen", samples=4),
     "batch": lambda network: ds.BatchEnsemble(network, members=4, modulation=ds.Modulation.normal(1, 0.5)),
-    "dropout": lambda network: ds.DropoutEnsemble(network, members=4, keep=0.5),
+    "dropout": lambda network: ds.DropoutEnsemble(network, members=4, rate=0.5),
 }
 
 

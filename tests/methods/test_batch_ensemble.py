@@ -430,4 +430,4 @@ def test_a_network_of_the_library_is_loaded_without_being_passed(tmp_path):
         ["layer*"],
         posterior.config(),
     )
-    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)

@@ -215,9 +215,9 @@ def test_a_function_that_makes_networks_makes_as_many_as_members():
     assert tiny.largest_difference(tiny.state(made), tiny.state(listed)) == 0
     assert ds.SVGD(tiny.mlp, members=2, data_size=8).particles.members == 2
     for wrong in (
-        {"modules": tiny.mlp},
-        {"modules": [tiny.mlp()], "members": 3},
-        {"modules": tiny.mlp(), "members": 3},
+        {"networks": tiny.mlp},
+        {"networks": [tiny.mlp()], "members": 3},
+        {"networks": tiny.mlp(), "members": 3},
     ):
         with pytest.raises(
             ValueError, match=r"a function that makes one and members=.*DeepEnsemble\(make, members=3\)"

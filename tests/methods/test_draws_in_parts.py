@@ -121,4 +121,4 @@ def test_parts_stay_on_the_host_and_run_on_the_gpu(monkeypatch):
     assert on_gpu.device.type == "cuda"
     torch.testing.assert_close(posterior.draw().member(4)(x), on_gpu[4], rtol=0, atol=1e-10)
     torch.testing.assert_close(posterior.to("cpu")(x.cpu()), on_gpu.cpu(), rtol=0, atol=1e-10)
-    assert ds.summarise(posterior.to("cuda"), loader)[0].mean.device.type == "cuda"
+    assert ds.summarise(posterior.to("cuda"), loader).mean.device.type == "cuda"

@@ -10,7 +10,7 @@ import tiny
 
 def test_members_are_the_network_with_fixed_units_dropped():
     network, (x, _) = tiny.mlp().double(), tiny.points()
-    posterior = ds.DropoutEnsemble(network, members=3, keep=0.5).eval()
+    posterior = ds.DropoutEnsemble(network, members=3, rate=0.5).eval()
     assert list(posterior.modulations) == ["3.r"]  # neither inputs nor outputs are dropped
     masks = posterior.modulations["3.r"]
     assert set(masks.flatten().tolist()) <= {0.0, 2.0}
@@ -22,7 +22,7 @@ def test_members_are_the_network_with_fixed_units_dropped():
 
 
 def test_masks_stay_as_they_are_in_training_and_weights_move_by_the_mean_over_members():
-    posterior, (x, y) = ds.DropoutEnsemble(tiny.mlp(), members=3, keep=0.5).double(), tiny.points()
+    posterior, (x, y) = ds.DropoutEnsemble(tiny.mlp(), members=3, rate=0.5).double(), tiny.points()
     before = posterior.modulations["3.r"].clone()
     assert posterior.gamma == 1
     assert not any(isinstance(each, nn.Parameter) for each in posterior.modulations.values())
@@ -40,7 +40,7 @@ def test_masks_stay_as_they_are_in_training_and_weights_move_by_the_mean_over_me
 
 def test_channels_are_dropped_whole_and_the_loop_agrees_with_vmap():
     network = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 1))
-    posterior = ds.DropoutEnsemble(network, members=3, keep=0.5).double().eval()
+    posterior = ds.DropoutEnsemble(network, members=3, rate=0.5).double().eval()
     x = torch.randn(2, 2, 5, 5, dtype=torch.float64)
     assert posterior.modulations["3.r"].shape == (3, 4)
     assert posterior.account.converted == {"3": "masks of 4 channels"}
@@ -58,7 +58,7 @@ def test_the_mean_over_many_masks_is_about_the_network():
     """Inverted dropout keeps the size of activations: for a linear network the mean over masks is the network itself."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 1)).double()
-    posterior = ds.DropoutEnsemble(network, members=400, keep=0.8, likelihood=ds.Regression(1.0))
+    posterior = ds.DropoutEnsemble(network, members=400, rate=0.2, likelihood=ds.Regression(1.0))
     x = torch.randn(5, 4, dtype=torch.float64)
     outputs = posterior(x)
     error = outputs.std(0) / 400**0.5
@@ -68,17 +68,17 @@ def test_the_mean_over_many_masks_is_about_the_network():
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"keep": 1.0}, "keep above 0 and below 1"),
-        ({"keep": "a"}, "keep as a number, got 'a'"),
+        ({"rate": 1.0}, "rate above 0 and below 1"),
+        ({"rate": "a"}, "rate as a number, got 'a'"),
         ({"members": 0}, "members of at least 1"),
         ({"regime": "loud"}, "regime of auto"),
-        ({"module": nn.Linear(2, 2)}, "at least two linear or convolutional layers"),
-        ({"module": nn.ReLU()}, "with a linear or convolutional layer"),
+        ({"network": nn.Linear(2, 2)}, "at least two linear or convolutional layers"),
+        ({"network": nn.ReLU()}, "with a linear or convolutional layer"),
     ],
 )
 def test_bad_input_is_refused(keywords, words):
     with pytest.raises((ValueError, TypeError), match=words):
-        ds.DropoutEnsemble(**({"module": tiny.mlp()} | keywords))
+        ds.DropoutEnsemble(**({"network": tiny.mlp()} | keywords))
 
 
 def test_a_number_as_regime_is_taken_as_it_is():

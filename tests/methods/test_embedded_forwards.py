@@ -157,7 +157,7 @@ def test_branches_that_take_in_the_inputs_are_all_first_layers():
     dropped = embedded(tiny.Pair, ds.DropoutEnsemble)
     assert set(dropped.modulations) == {"head.r"}
     assert all("inputs" in dropped.account.left[name] for name in ("left", "right"))
-    assert posterior.predict((x, x)).members.shape[0] == 3
+    assert posterior.predict((x, x)).member_means.shape[0] == 3
 
 
 def test_first_and_last_are_the_networks_where_only_some_layers_are_cut():

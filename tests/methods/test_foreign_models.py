@@ -106,7 +106,7 @@ def test_latents_at_1_reproduce_a_foreign_model_which_trains_and_loads_around_a_
     with torch.no_grad():
         passed = batches.call_network(posterior.member(1).eval(), x).log_softmax(-1)
     predictive = posterior.predict(x)
-    torch.testing.assert_close(predictive.members[1], passed, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(predictive.log_probs[1], passed, rtol=1e-4, atol=1e-5)
     ds.save(posterior, tmp_path / "saved")
     assert torch.equal(ds.load(tmp_path / "saved", make()).predict(x).mean, predictive.mean)
 

@@ -48,7 +48,7 @@ def test_chains_have_mean_and_covariance_of_a_linear_model(temperature):
     error = (flat.T @ flat / len(flat) - torch.eye(3)) / products.flatten(0, 1).std(0)
     assert bool((error.abs() < 4 / ds.metrics.effective_sample_size(products).sqrt()).all())
     # What is drawn are these samples, chain by chain.
-    said = posterior.predict(x).members  # (480, 20, 1)
+    said = posterior.predict(x).member_means  # (480, 20, 1)
     expected = draws.flatten(0, 1) @ torch.cat([x, torch.ones(SIZE, 1)], dim=1).double().T
     torch.testing.assert_close(said[..., 0].double(), expected, rtol=0, atol=1e-5)
     found = ds.convergence(posterior, x[:3])
@@ -114,7 +114,7 @@ def test_a_learned_noise_is_sampled_with_the_weights(tmp_path):
 def test_fit_trains_the_networks_and_runs_the_chains():
     posterior = classifier(networks())
     ds.fit(posterior, [tiny.points()], epochs=2, progress=False)
-    assert posterior.predict(tiny.points()[0]).members.shape[0] == 15
+    assert posterior.predict(tiny.points()[0]).member_means.shape[0] == 15
     assert int(posterior.steps) == 2
 
 

@@ -133,7 +133,7 @@ def memorised():
 
 
 def score(posterior, loader):
-    predictive, y = ds.predict(posterior, loader)
+    predictive, y = ds.predict(posterior, loader, targets=True)
     return float(predictive.log_prob(y).mean())
 
 
@@ -158,7 +158,7 @@ def test_an_exact_gaussian_is_not_called_too_unsure(caplog):
     network.weight.data = torch.linalg.lstsq(phi, y).solution.T.contiguous()
     noise = ds.Regression(1.0).double()
     posterior = Laplace(network, prior_precision=1e-6, likelihood=noise).fit_posthoc([(phi, y)])
-    alone, _ = ds.predict(ds.MAP(network, likelihood=noise), [(phi, y)])
+    alone = ds.predict(ds.MAP(network, likelihood=noise), [(phi, y)])
     assert float(alone.log_prob(y).mean()) - score(posterior, [(phi, y)]) > 0.2
     assert not caplog.records
 
@@ -415,12 +415,12 @@ def test_a_loaded_one_goes_on_where_it_was_saved(structure, tmp_path):
     posterior, x = fitted(structure, prior_precision=2.0), tiny.points()[0]
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, tiny.mlp())
-    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
     assert torch.equal(loaded.log_marginal_likelihood(), posterior.log_marginal_likelihood())
     for each in (loaded, posterior):
         torch.manual_seed(9)
         each.use_prior_precision("marginal_likelihood")
-    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
 
 
 def test_one_that_was_not_fitted_is_saved_and_fitted_later(tmp_path):
@@ -433,7 +433,7 @@ def test_one_that_was_not_fitted_is_saved_and_fitted_later(tmp_path):
         torch.manual_seed(9)
         each.fit_posthoc([tiny.points()])
     x = tiny.points()[0]
-    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
 
 
 def test_a_state_brings_its_curvature_along_and_one_without_takes_it_away():
@@ -441,7 +441,7 @@ def test_a_state_brings_its_curvature_along_and_one_without_takes_it_away():
     other = Laplace(tiny.mlp().double(), samples=5)
     empty = copy.deepcopy(other.state_dict())
     other.load_state_dict(posterior.state_dict())
-    assert torch.equal(other.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(other.predict(x).member_means, posterior.predict(x).member_means)
     other.load_state_dict(fitted("kron").state_dict())
     assert other.curvature[0].structure == "kron"
     other.load_state_dict(empty)
@@ -451,12 +451,12 @@ def test_a_state_brings_its_curvature_along_and_one_without_takes_it_away():
 
 def test_a_failed_fit_leaves_what_there_was():
     posterior, (x, y) = fitted(), tiny.points()
-    before, outputs = tiny.state(posterior), posterior.predict(x).members
+    before, outputs = tiny.state(posterior), posterior.predict(x).member_means
     for loader in ([], [(x, y), (x * torch.nan, y)], [(x, y), (x, y + 3)], [(x, y, torch.zeros(12))]):
         with pytest.raises(ValueError, match=r"at least one example|finite inputs|labels in 0"):
             posterior.fit_posthoc(loader)
         assert tiny.largest_difference(before, tiny.state(posterior)) == 0
-        assert torch.equal(posterior.predict(x).members, outputs)
+        assert torch.equal(posterior.predict(x).member_means, outputs)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ BASES = {  # what is given to ds.track, of three networks where it has several
     "SVGD": lambda: ds.SVGD(networks(), **SIZED),
     "LIT": lambda: ds.LIT(networks(), strength=0.5),
     "BatchEnsemble": lambda: ds.BatchEnsemble(networks()[0], members=3, modulation=ds.Modulation.normal(1.0, 0.5)),
-    "DropoutEnsemble": lambda: ds.DropoutEnsemble(networks()[0], members=3, keep=0.7),
+    "DropoutEnsemble": lambda: ds.DropoutEnsemble(networks()[0], members=3, rate=0.3),
 }
 
 
@@ -218,14 +218,14 @@ def test_the_page_says_what_composes(base, watcher, tmp_path):
     assert said == "yes"
     run = fitted(build())
     posterior = run.watchers[0]
-    predicted = posterior.predict(X).members
+    predicted = posterior.predict(X).member_means
     assert len(predicted) == (1 if base == "a network" else 3) * (1 if watcher == "SWA" else 2)
     saved = posterior
     for folder in ("once", "twice") if watcher == "SWAG" else ("once",):  # what was loaded can be saved
         ds.save(saved, tmp_path / folder)
         saved = ds.load(tmp_path / folder, tiny.mlp(0.2))
-        assert torch.equal(saved.predict(X).members, predicted)
-    summary, _ = ds.summarise(tmp_path / "once", LOADER, network=tiny.mlp(0.2))
+        assert torch.equal(saved.predict(X).member_means, predicted)
+    summary = ds.summarise(tmp_path / "once", LOADER, network=tiny.mlp(0.2))
     torch.testing.assert_close(summary.mean, posterior.predict(X).mean, rtol=0, atol=1e-12)
 
 
@@ -266,7 +266,7 @@ def test_a_copy_of_a_watched_run_goes_its_own_way(base):
     assert tiny.largest_difference(before, tiny.state(run)) == 0
     for posterior, again in zip(run.watchers, other.watchers, strict=True):
         assert again.base[0] is other
-        assert not torch.equal(posterior.predict(X).members, again.predict(X).members)
+        assert not torch.equal(posterior.predict(X).member_means, again.predict(X).member_means)
 
 
 @pytest.mark.parametrize("base", ["FoRDE", "BatchEnsemble"])
@@ -287,7 +287,7 @@ def test_a_run_that_is_moved_after_it_was_built_records_in_the_new_type(watcher)
     run = ds.track(networks(), [WATCHERS[watcher]]).to(torch.float32)
     ds.fit(run, [(x.float(), y) for x, y in LOADER], epochs=4, progress=False)
     posterior = run.watchers[0]
-    assert posterior.predict(X.float()).members.dtype == torch.float32
+    assert posterior.predict(X.float()).member_means.dtype == torch.float32
     assert posterior.draw().particles.own_parameters().keys() <= run.particles.own_parameters().keys()
 
 
@@ -318,7 +318,7 @@ def test_every_watcher_has_a_temperature_of_its_own():
 def test_the_metrics_of_networks_are_those_of_their_own_mixtures():
     posterior = fitted(ds.SWAG(networks(), rank=3, samples=4))
     found = ds.evaluate(posterior, LOADER).metrics
-    members, y = posterior.predict(X).members, tiny.points(24)[1]  # (3·4, B, C)
+    members, y = posterior.predict(X).log_probs, tiny.points(24)[1]  # (3·4, B, C)
     mixtures = members.unflatten(0, (3, 4)).exp().mean(1)  # (3, B, C)
     nll = -mixtures[:, torch.arange(24), y].log().mean()
     votes = mixtures.argmax(2)

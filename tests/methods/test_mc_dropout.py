@@ -377,7 +377,7 @@ def test_what_is_changed_in_the_network_after_a_prediction_is_seen_by_the_next(k
     network, x = Scaled(kind(1.0)), torch.randn(2, 4)
     posterior = ds.MCDropout(network, samples=4)
     ds.refresh(posterior, [])
-    before, again = posterior.predict(x).members, posterior.predict(x).members
+    before, again = posterior.predict(x).member_means, posterior.predict(x).member_means
     assert torch.equal(before, again)
     kept = posterior.draw().particles is posterior.draw().particles
     assert kept == (not isinstance(network.factor, Tensor))  # a tensor could be changed in place, which nobody sees
@@ -385,8 +385,8 @@ def test_what_is_changed_in_the_network_after_a_prediction_is_seen_by_the_next(k
     def compared() -> None:
         other = ds.MCDropout(copy.deepcopy(network), samples=4)
         other.seed.copy_(posterior.seed)
-        torch.testing.assert_close(posterior.predict(x).members, other.predict(x).members, rtol=0, atol=0)
-        assert not torch.equal(posterior.predict(x).members, before)
+        torch.testing.assert_close(posterior.predict(x).member_means, other.predict(x).member_means, rtol=0, atol=0)
+        assert not torch.equal(posterior.predict(x).member_means, before)
 
     if kind is float:
         network.factor = 2.0
@@ -401,4 +401,4 @@ def test_what_is_changed_in_the_network_after_a_prediction_is_seen_by_the_next(k
     with torch.no_grad():
         network.layers[0].weight.mul_(2)
     compared()
-    torch.testing.assert_close(copy.deepcopy(posterior).predict(x).members, posterior.predict(x).members)
+    torch.testing.assert_close(copy.deepcopy(posterior).predict(x).member_means, posterior.predict(x).member_means)

@@ -115,7 +115,7 @@ def test_components_come_in_turn_and_every_example_meets_each_of_them():
 def test_the_loss_is_the_expected_nll_plus_kl_less_gamma_times_entropy_over_n(bound, divergence, gamma):
     torch.manual_seed(0)
     x, y = tiny.points()
-    posterior = build(bound=bound, divergence=divergence, gamma=gamma, data_size=50).eval()
+    posterior = build(bound=bound, divergence=divergence, posterior_temperature=1 + gamma, data_size=50).eval()
     torch.manual_seed(5)
     loss = float(posterior.loss(x, y).detach())
     torch.manual_seed(5)
@@ -143,7 +143,7 @@ def test_the_kl_is_0_where_the_posterior_is_the_prior():
 def test_beta_rises_from_0_and_multiplies_kl_and_entropy_alone():
     torch.manual_seed(0)
     x, y = tiny.points()
-    posterior = build(annealing=ds.Annealing("linear", steps=4), data_size=10, gamma=1.0).eval()
+    posterior = build(annealing=ds.Annealing("linear", steps=4), data_size=10, posterior_temperature=2.0).eval()
 
     def loss():
         torch.manual_seed(5)
@@ -172,7 +172,7 @@ def test_a_hot_posterior_keeps_wider_latents():
     widths = {}
     for gamma in (0.0, 4.0):
         torch.manual_seed(0)
-        posterior, (x, y) = build(gamma=gamma, data_size=32), tiny.points(32)
+        posterior, (x, y) = build(posterior_temperature=1 + gamma, data_size=32), tiny.points(32)
         optimizer = torch.optim.Adam(posterior.parameters(), lr=0.02)
         ds.fit(posterior, [(x, y)], epochs=60, optimizer=optimizer, progress=False)
         widths[gamma] = float(posterior.std.mean())
@@ -254,7 +254,7 @@ def test_functions_run_one_after_the_other_are_those_run_at_once():
     torch.testing.assert_close(one_by_one(x), at_once(x), rtol=0, atol=1e-12)
     parts = list(one_by_one.predict_parts(x))
     assert len(parts) == 32
-    torch.testing.assert_close(parts[5].members[0], at_once.predict(x).members[5], rtol=0, atol=1e-12)
+    torch.testing.assert_close(parts[5].member_means[0], at_once.predict(x).member_means[5], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("net", [tiny.mlp, conv])
@@ -271,9 +271,9 @@ def test_drawn_functions_stay_what_they_are_whatever_becomes_of_the_weights(net,
     )
     for same in (live, anew):
         torch.testing.assert_close(same(x), before, rtol=0, atol=1e-12)
-    parts = [part.members[0] for part in drawn.predict_parts(x)]
+    parts = [part.member_means[0] for part in drawn.predict_parts(x)]
     torch.testing.assert_close(
-        torch.stack(parts) if net is conv else parts[0][None], drawn.predict(x).members[: len(parts)]
+        torch.stack(parts) if net is conv else parts[0][None], drawn.predict(x).member_means[: len(parts)]
     )
     with torch.no_grad():
         for parameter in posterior.parameters():
@@ -447,7 +447,7 @@ def test_saved_and_loaded_around_the_plain_network(tmp_path):
     ds.fit(posterior, [(x, y)], epochs=1, progress=False)
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, conv())
-    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
     assert loaded.config() == posterior.config()
     assert str(loaded.account) == str(posterior.account)
     refuses(lambda: ds.load(tmp_path, tiny.mlp()), "expected a network with layer")
@@ -477,8 +477,8 @@ def test_networks_of_the_library_are_built_again_from_the_file(tmp_path):
         ({"prior_std": 0.0}, "expected prior_std above 0, got 0.0"),
         ({"init_std": -0.1}, "expected init_std above 0, got -0.1"),
         ({"latent_lr": 0.0}, "expected latent_lr above 0, got 0.0"),
-        ({"gamma": -1.0}, "expected gamma above -1, got -1.0"),
-        ({"gamma": float("nan")}, "expected gamma above -1, got nan"),
+        ({"posterior_temperature": 0.0}, "expected posterior_temperature above 0, got 0.0"),
+        ({"posterior_temperature": float("nan")}, "expected posterior_temperature above 0, got nan"),
         ({"bound": "exact"}, "expected bound of joint, per_layer, released, got 'exact'"),
         ({"divergence": "kl"}, "expected divergence of mixture, surrogate, got 'kl'"),
         ({"batch_norm": "eval"}, "expected batch_norm of frozen, trained, got 'eval'"),

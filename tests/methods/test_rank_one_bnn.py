@@ -85,7 +85,7 @@ def test_gamma_of_a_node_bnn_is_a_posterior_temperature_of_one_plus_gamma(gamma)
     # E −log p(y, z) − T H[q] at T = 1 + γ is E −log p(y | z) + KL − γ H: the same loss of the same latents and noise.
     x, y = tiny.points()
     settings = {"components": 2, "prior_std": 0.2, "data_size": 50}
-    node = ds.NodeBNN(tiny.mlp().double(), mode="both", gamma=gamma, **settings)
+    node = ds.NodeBNN(tiny.mlp().double(), mode="both", posterior_temperature=1 + gamma, **settings)
     rank = ds.RankOneBNN(tiny.mlp().double(), posterior_temperature=1 + gamma, **settings)
     rank.load_state_dict(node.state_dict())
     losses = []

@@ -366,7 +366,7 @@ def test_the_strength_of_feature_repulsion_is_saved_and_older_folders_load(tmp_p
     reseal(tmp_path, config)
     older = ds.load(tmp_path, plain())
     assert (older.strength.repulsion, older.strength.batch_size) == ("1/B", None)
-    assert torch.equal(older.predict(x).members, saved.predict(x).members)
+    assert torch.equal(older.predict(x).member_means, saved.predict(x).member_means)
     with pytest.raises(ValueError, match=r'expected data_size with repulsion "1/N", got none'):
         FeatureRDE(nets, layer="1", head="2", repulsion="1/N")
 

@@ -46,11 +46,11 @@ def test_a_state_brings_its_draw_along_and_one_without_takes_it_away():
     ds.refresh(posterior, [(x, y)])
     full = {name: tensor.clone() for name, tensor in posterior.state_dict().items()}
     assert full.keys() > empty.keys()
-    outputs = posterior.predict(x).members
+    outputs = posterior.predict(x).member_means
     posterior.load_state_dict(empty)
     assert posterior.stored is None
     posterior.load_state_dict(full)
-    assert torch.equal(posterior.predict(x).members, outputs)
+    assert torch.equal(posterior.predict(x).member_means, outputs)
 
 
 def test_a_stored_draw_is_no_parameter():
@@ -65,7 +65,7 @@ def test_a_stored_draw_follows_dtype_and_pickles():
     ds.refresh(posterior, [(x, y)])
     assert posterior.float()(x.float()).dtype == torch.float32
     copy = pickle.loads(pickle.dumps(posterior))
-    assert torch.equal(copy.predict(x.float()).members, posterior.predict(x.float()).members)
+    assert torch.equal(copy.predict(x.float()).member_means, posterior.predict(x.float()).member_means)
 
 
 def test_buffers_that_are_not_saved_stay_out_of_files(tmp_path):
@@ -80,10 +80,10 @@ def test_buffers_that_are_not_saved_stay_out_of_files(tmp_path):
 
     posterior, x = GaussianPerturbation(Scaled(), samples=2), torch.randn(5, 4)
     ds.refresh(posterior, [])
-    outputs = posterior.predict(x).members
+    outputs = posterior.predict(x).member_means
     ds.save(posterior, tmp_path)
     assert not any("scale" in name for name in posterior.state_dict())
-    assert torch.equal(ds.load(tmp_path, Scaled()).predict(x).members, outputs)
+    assert torch.equal(ds.load(tmp_path, Scaled()).predict(x).member_means, outputs)
 
 
 class Doubled(nn.BatchNorm2d):
@@ -121,18 +121,18 @@ def test_statistics_belong_to_the_samples_and_are_found_again_without_the_traini
     torch.testing.assert_close(member[2].running_mean, mean, rtol=0, atol=1e-12)
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, network())
-    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
 
 
 def test_a_failed_refresh_leaves_the_draw_there_was():
     posterior, (x, y) = GaussianPerturbation(tiny.mlp().double(), samples=3), tiny.points()
     ds.refresh(posterior, [(x, y)])
-    before, outputs = tiny.state(posterior), posterior.predict(x).members
+    before, outputs = tiny.state(posterior), posterior.predict(x).member_means
     for loader in ([], [(x, y), (x[:, :2], y)], [(x, y), (x * torch.nan, y)]):
         with pytest.raises((ValueError, RuntimeError), match=r"at least one batch|shapes cannot be multiplied|NaN"):
             ds.refresh(posterior, loader)
         assert tiny.largest_difference(before, tiny.state(posterior)) == 0
-        assert torch.equal(posterior.predict(x).members, outputs)
+        assert torch.equal(posterior.predict(x).member_means, outputs)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -144,7 +144,7 @@ def test_frozen_parameters_come_back_frozen_from_a_file(method, tmp_path):
     ds.save(posterior, tmp_path)
     template = tiny.mlp()  # where nothing is frozen
     loaded = ds.load(tmp_path, template)
-    assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+    assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
     assert torch.equal(loaded.member(0)[0].weight, network[0].weight)
     assert [p.requires_grad for p in loaded.network.parameters()] == [p.requires_grad for p in network.parameters()]
     assert all(p.requires_grad for p in template.parameters())
@@ -155,10 +155,10 @@ def test_freezing_later_changes_nothing_about_what_is_sampled(method):
     """As for a network that is only used from here on."""
     posterior, (x, y) = trained(method(tiny.mlp().double())), tiny.points(24)
     torch.manual_seed(1)
-    expected = posterior.predict(x).members
+    expected = posterior.predict(x).member_means
     posterior.requires_grad_(False)
     torch.manual_seed(1)
-    assert torch.equal(posterior.predict(x).members, expected)
+    assert torch.equal(posterior.predict(x).member_means, expected)
     ds.refresh(posterior, [(x, y)])
 
 

@@ -75,7 +75,7 @@ def test_fewer_snapshots_than_members_are_fewer_functions():
     posterior, (x, y) = SnapshotEnsemble(tiny.mlp().double(), members=5), tiny.points()
     run(posterior, 2, x, y)
     assert posterior.draw().members == 2
-    assert posterior.predict(x).members.shape == (2, 12, 3)
+    assert posterior.predict(x).member_means.shape == (2, 12, 3)
 
 
 def test_the_schedule_has_a_cycle_for_every_member():

@@ -121,15 +121,15 @@ def test_layers_that_move_together_are_sampled_together():
     assert float(correlation[0, 1]) == pytest.approx(-share, abs=4 / count**0.5)
 
 
-def test_the_scale_multiplies_the_covariance():
+def test_the_temperature_multiplies_the_covariance():
     snapshots = torch.randn(6, 3, dtype=torch.float64)
     torch.manual_seed(1)
-    whole = flatten(tiny.sampled(recorded(snapshots, scale=1.0)))
+    whole = flatten(tiny.sampled(recorded(snapshots, posterior_temperature=1.0)))
     torch.manual_seed(1)
-    quarter = flatten(tiny.sampled(recorded(snapshots, scale=0.25)))
+    quarter = flatten(tiny.sampled(recorded(snapshots, posterior_temperature=0.25)))
     centre = flatten({k: v.expand(30, -1) for k, v in recorded(snapshots).mean.items()})
     torch.testing.assert_close(quarter - centre, 0.5 * (whole - centre), rtol=0, atol=1e-12)
-    nothing = tiny.sampled(recorded(snapshots, scale=0.0))
+    nothing = tiny.sampled(recorded(snapshots, posterior_temperature=0.0))
     torch.testing.assert_close(flatten(nothing), centre, rtol=0, atol=1e-14)
 
 
@@ -246,7 +246,7 @@ def test_parameters_added_after_construction_are_refused():
     [
         ({"rank": 0}, "expected rank of at least 1, got 0"),
         ({"samples": 0}, "expected samples of at least 1, got 0"),
-        ({"scale": -0.5}, "expected scale of at least 0, got -0.5"),
+        ({"posterior_temperature": -0.5}, "expected posterior_temperature of at least 0, got -0.5"),
         ({"start": -1}, "expected start of at least 0, got -1"),
         ({"every": 0}, "expected every of at least 1, got 0"),
     ],

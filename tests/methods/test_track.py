@@ -124,7 +124,7 @@ def test_a_posterior_of_a_run_is_saved_alone(tmp_path):
     for posterior in run.watchers:
         ds.save(posterior, tmp_path / posterior.name)
         loaded = ds.load(tmp_path / posterior.name, tiny.mlp(dropout=0.2))
-        assert torch.equal(loaded.predict(x).members, posterior.predict(x).members)
+        assert torch.equal(loaded.predict(x).member_means, posterior.predict(x).member_means)
     ds.save(run, tmp_path / "run")  # what trained, without what watched it
     assert torch.equal(ds.load(tmp_path / "run", tiny.mlp(dropout=0.2)).predict(x).mean, run.predict(x).mean)
 

@@ -449,19 +449,19 @@ def test_a_stored_draw_has_statistics_of_its_own_and_survives_a_file(tmp_path):
         hidden = [member[0](a) for a, _ in loader]
         expected = (10 * hidden[0].mean(0) + 14 * hidden[1].mean(0)) / 24
         torch.testing.assert_close(member[1].running_mean, expected.detach(), rtol=0, atol=1e-12)
-    outputs = posterior.predict(x).members
+    outputs = posterior.predict(x).member_means
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, network())
-    assert torch.equal(loaded.predict(x).members, outputs)
+    assert torch.equal(loaded.predict(x).member_means, outputs)
     assert torch.equal(loaded.mean["0.weight"], posterior.mean["0.weight"])
     # the draw stays while the network trains on, and another one takes its place at the next refresh
     optimizer = torch.optim.SGD(posterior.network.parameters(), lr=1.0)
     posterior.backward(x, y)
     optimizer.step()
     posterior.observe(optimizer)
-    assert torch.equal(posterior.predict(x).members, outputs)
+    assert torch.equal(posterior.predict(x).member_means, outputs)
     ds.refresh(posterior, loader)
-    assert not torch.equal(posterior.predict(x).members, outputs)
+    assert not torch.equal(posterior.predict(x).member_means, outputs)
 
 
 def test_training_goes_on_from_a_file(tmp_path):

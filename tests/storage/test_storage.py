@@ -96,7 +96,7 @@ def test_the_dtype_comes_from_the_file(dtype, tmp_path):
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path)
     assert {p.dtype for p in loaded.parameters()} == {dtype}
-    assert torch.equal(loaded.predict(x.to(dtype)).members, posterior.predict(x.to(dtype)).members)
+    assert torch.equal(loaded.predict(x.to(dtype)).member_means, posterior.predict(x.to(dtype)).member_means)
 
 
 def test_a_loaded_posterior_is_in_eval_mode_and_can_be_trained_on(tmp_path):
@@ -139,7 +139,7 @@ def test_a_layer_that_describes_itself_by_its_tensors_can_be_loaded(tmp_path):
 
     posterior = ds.DeepEnsemble([Own(4, 3), Own(4, 3)])
     ds.save(posterior, tmp_path)
-    assert torch.equal(ds.load(tmp_path, Own(4, 3)).predict(x).members, posterior.predict(x).members)
+    assert torch.equal(ds.load(tmp_path, Own(4, 3)).predict(x).member_means, posterior.predict(x).member_means)
 
 
 def test_a_path_that_is_a_file_is_an_os_error(tmp_path):
@@ -385,7 +385,7 @@ def test_a_folder_of_another_torch_is_read_where_only_the_words_for_a_norm_layer
     written = [re.sub(r"affine=True(, bias=True)?", said, line) for line in lines]
     assert any(said in line for line in written)
     reseal(tmp_path, config | {"network": config["network"] | {"structure": written}})
-    assert torch.equal(ds.load(tmp_path, tiny.mlp()).predict(x).members, posterior.predict(x).members)
+    assert torch.equal(ds.load(tmp_path, tiny.mlp()).predict(x).member_means, posterior.predict(x).member_means)
     with pytest.raises(ValueError, match="expected a network with layer"):
         ds.load(tmp_path, nn.Sequential(nn.Linear(4, 6, bias=False), *tiny.mlp()[1:]))
 
@@ -472,7 +472,7 @@ def test_networks_with_weights_made_by_hooks_are_saved_copied_and_taken_out_bit_
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, network())
     for other in (loaded, copy.deepcopy(posterior)):
-        assert torch.equal(other.predict(x).members, posterior.predict(x).members)
+        assert torch.equal(other.predict(x).member_means, posterior.predict(x).member_means)
     torch.testing.assert_close(posterior.eval().member(0).eval()(x), loaded.draw()(x)[0])
 
 

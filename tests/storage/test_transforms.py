@@ -44,11 +44,11 @@ def test_a_loaded_posterior_takes_pixels(both):
 
 def test_every_door_takes_raw_inputs_and_gives_what_ready_ones_gave(both):
     posterior, loaded = both
-    assert torch.equal(ds.predict(loaded, RAW)[0].mean, ds.predict(posterior, READY)[0].mean)
-    assert torch.equal(ds.predict(loaded, (IMAGES, LABELS))[0].mean, ds.predict(posterior, READY)[0].mean)
-    assert torch.equal(ds.summarise(loaded, RAW)[0].mean, ds.summarise(posterior, READY)[0].mean)
+    assert torch.equal(ds.predict(loaded, RAW).mean, ds.predict(posterior, READY).mean)
+    assert torch.equal(ds.predict(loaded, (IMAGES, LABELS)).mean, ds.predict(posterior, READY).mean)
+    assert torch.equal(ds.summarise(loaded, RAW).mean, ds.summarise(posterior, READY).mean)
     pairs = [namedtuple("Pair", "x y")(*batch) for batch in RAW]
-    assert torch.equal(ds.predict(loaded, pairs)[0].mean, ds.predict(posterior, READY)[0].mean)
+    assert torch.equal(ds.predict(loaded, pairs).mean, ds.predict(posterior, READY).mean)
     raw, ready = ds.evaluate(loaded, RAW, ood={"o": RAW}), ds.evaluate(posterior, READY, ood={"o": READY})
     same = [name for name in ready.metrics if not name.startswith("cost/")]
     assert [raw.metrics[name] for name in same] == [ready.metrics[name] for name in same]
@@ -110,7 +110,7 @@ def test_methods_that_read_loaders_themselves_read_raw_inputs(method):
 def test_members_read_from_a_folder_take_raw_inputs(both, tmp_path):
     _, loaded = both
     ds.save(loaded, tmp_path)
-    found = ds.summarise(tmp_path, RAW, network=network())[0].mean
+    found = ds.summarise(tmp_path, RAW, network=network()).mean
     torch.testing.assert_close(found, loaded.predict(IMAGES).mean)
 
 
@@ -125,7 +125,7 @@ def test_frames_stay_frames_up_to_the_transform(tmp_path):
     loaded = ds.load(tmp_path)
     expected = posterior.predict(encoder(frame)).mean
     assert torch.equal(loaded.predict(frame).mean, expected)
-    assert torch.equal(ds.predict(loaded, (frame, y))[0].mean, expected)
+    assert torch.equal(ds.predict(loaded, (frame, y)).mean, expected)
     assert torch.equal(loaded.predict({"size": 30.0, "city": "b"}).mean, expected[1:2])
     ds.fit(loaded, (frame, y), epochs=1, progress=False)
     refuses(lambda: loaded.predict(encoder(frame)), "by name")

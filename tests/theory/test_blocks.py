@@ -145,7 +145,7 @@ def test_the_blocks_of_a_posterior_predict_its_training_step(kind):
     network[1].running_mean.normal_()
     given = {"members": 3, "likelihood": ds.Regression(noise=1.0), "regime": 1.7}
     if kind == "dropout_ensemble":
-        posterior = ds.DropoutEnsemble(network, keep=0.7, **given)
+        posterior = ds.DropoutEnsemble(network, rate=0.3, **given)
     else:
         form = "talk" if kind == "talk" else "wen"
         posterior = ds.BatchEnsemble(network, modulation=Modulation.normal(0.6, 0.5), form=form, **given)

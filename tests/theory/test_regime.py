@@ -212,7 +212,7 @@ def test_any_network_is_measured_and_left_as_it_was(net, x):
 
 
 def test_masks_are_always_a_collective():
-    posterior = ds.DropoutEnsemble(ds.nets.MLP(10, 3, hidden=(64, 64)), members=8, keep=0.8)
+    posterior = ds.DropoutEnsemble(ds.nets.MLP(10, 3, hidden=(64, 64)), members=8, rate=0.2)
     found = theory.regime(posterior, inputs().float())
     assert found.kind == "collective"
     assert found.advice == ""

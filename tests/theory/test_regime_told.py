@@ -199,11 +199,11 @@ def test_factors_around_one_are_not_called_independent_though_they_overlap_littl
     assert theory.regime(few).correlation > 0.25
 
 
-@pytest.mark.parametrize("keep", often([0.3], [0.1]))
-def test_masks_are_never_called_independent_nor_advised_to_be(keep):
+@pytest.mark.parametrize("rate", often([0.7], [0.9]))
+def test_masks_are_never_called_independent_nor_advised_to_be(rate):
     torch.manual_seed(0)
     for members in (2, 8):
-        posterior = ds.DropoutEnsemble(cnn(), members=members, keep=keep)
+        posterior = ds.DropoutEnsemble(cnn(), members=members, rate=rate)
         for x in (None, images(4)):
             found = theory.regime(posterior, x)
             assert found.kind == "between"
@@ -213,7 +213,7 @@ def test_masks_are_never_called_independent_nor_advised_to_be(keep):
 def test_advice_is_not_what_is_done_already():
     partly = ds.BatchEnsemble(mlp(), members=16, modulation=SIGNS, layers=["layers.0"])
     narrow = ds.BatchEnsemble(mlp(hidden=(4, 4)), members=64, modulation=SIGNS)
-    masks = ds.DropoutEnsemble(mlp(), members=16, keep=0.9, regime="independent")
+    masks = ds.DropoutEnsemble(mlp(), members=16, rate=0.1, regime="independent")
     around = ds.BatchEnsemble(mlp(), members=16, modulation=Modulation.normal(1, 0.1), regime="independent")
     assert "layers=" in theory.regime(partly).advice
     assert "keep" in theory.regime(masks).advice

@@ -98,15 +98,19 @@ def test_another_optimizers_checkpoint_is_refused(wrote, reads, tmp_path):
 
 
 def test_settings_that_are_numpys_numbers_tell_runs_apart_too(tmp_path):
-    def build(gamma):
+    def build(temperature):
         return ds.NodeBNN(
-            nets(1)[0], data_size=np.int64(24), components=np.int64(2), prior_std=np.float32(0.5), gamma=gamma
+            nets(1)[0],
+            data_size=np.int64(24),
+            components=np.int64(2),
+            prior_std=np.float32(0.5),
+            posterior_temperature=temperature,
         )
 
-    fit(build(0.0), tmp_path / "c.pt", epochs=1)
-    posterior = build(5.0)
-    refused(tmp_path / "c.pt", posterior, Adam(posterior.parameters(), lr=0.01), "gamma 0.0, not 5.0")
-    assert len(fit(build(0.0), tmp_path / "c.pt", epochs=2)) == 2
+    fit(build(1.0), tmp_path / "c.pt", epochs=1)
+    posterior = build(6.0)
+    refused(tmp_path / "c.pt", posterior, Adam(posterior.parameters(), lr=0.01), "posterior_temperature 1.0, not 6.0")
+    assert len(fit(build(1.0), tmp_path / "c.pt", epochs=2)) == 2
 
 
 def test_an_optimizer_over_other_parameters_is_refused(tmp_path):
@@ -182,7 +186,7 @@ def sampled(method, **keywords):
 
 
 FREE = {
-    "swag": (sampled(ds.SWAG, rank=2), {"samples": 3, "scale": 1.0}),
+    "swag": (sampled(ds.SWAG, rank=2), {"samples": 3, "posterior_temperature": 1.0}),
     "tradi": (sampled(ds.TRADI), {"samples": 3, "covariance": "diagonal", "features": 5, "bandwidth": 2.0}),
     "gaussian_perturbation": (sampled(ds.GaussianPerturbation), {"samples": 3, "noise": 0.1}),
     "mc_dropout": (sampled(ds.MCDropout, rate=0.2), {"samples": 3}),
@@ -209,7 +213,7 @@ def test_how_it_is_drawn_from_and_how_long_it_trains_may_change(build, changed, 
     assert len(history) == 4
     posterior = build(**changed)
     fit(posterior, tmp_path / "c.pt", epochs=5)
-    assert posterior.predict(X).members.shape[0] == 3
+    assert posterior.predict(X).member_means.shape[0] == 3
 
 
 def test_a_setting_that_gives_way_to_the_checkpoints_is_said(tmp_path, caplog):

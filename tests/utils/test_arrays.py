@@ -92,16 +92,16 @@ def fitted(data, **keywords):
 
 def test_data_in_the_place_of_a_loader_are_batches_of_32_shuffled(rows):
     x, y = rows
-    expected = fitted(ds.data.Batches(x, y, batch_size=32, shuffle=True)).predict(x).members
-    assert torch.equal(fitted((x, y)).predict(x).members, expected)
-    assert torch.equal(fitted((x.numpy(), y.numpy())).predict(x.numpy()).members, expected)
+    expected = fitted(ds.data.Batches(x, y, batch_size=32, shuffle=True)).predict(x).member_means
+    assert torch.equal(fitted((x, y)).predict(x).member_means, expected)
+    assert torch.equal(fitted((x.numpy(), y.numpy())).predict(x.numpy()).member_means, expected)
     frame, labels = frames(x, y)
     posterior = fitted((frame, labels), validation=(frame, labels))
-    assert torch.equal(fitted((frame, labels)).predict(frame).members, expected)
+    assert torch.equal(fitted((frame, labels)).predict(frame).member_means, expected)
     assert torch.allclose(posterior(frame), posterior(x))
-    predictive, targets = ds.predict(posterior, (frame, labels))
+    predictive, targets = ds.predict(posterior, (frame, labels), targets=True)
     assert torch.equal(targets, y)
-    assert torch.allclose(predictive.members, posterior.predict(x).members)
+    assert torch.allclose(predictive.member_means, posterior.predict(x).member_means)
     found = ds.evaluate(posterior, (frame, labels), ood={"far": (10 * frame, labels)}).metrics
     assert found["nll"] == pytest.approx(-float(predictive.log_prob(y).mean()), abs=1e-6)
     ds.temperature_scale(posterior, (frame, labels))

@@ -43,7 +43,7 @@ def test_a_posterior_whose_state_is_assigned_trains_what_it_was_given():
     posterior, other, (x, y) = tiny.ensemble(tiny.mlp), tiny.ensemble(tiny.mlp), tiny.points()
     posterior.backward(x, y)  # names are known
     posterior.load_state_dict(other.state_dict(), assign=True)
-    assert torch.equal(posterior.eval().predict(x).members, other.eval().predict(x).members)
+    assert torch.equal(posterior.eval().predict(x).member_means, other.eval().predict(x).member_means)
     posterior.zero_grad()
     posterior.backward(x, y)
     assert all(parameter.grad is not None for parameter in posterior.parameters())
@@ -93,7 +93,7 @@ def test_a_network_that_assigns_its_buffers_predicts_the_same_every_time_and_kee
     torch.manual_seed(0)
     network, x = Tied(), torch.randn(3, 4)
     seen, posterior = network.seen, ds.MAP(network)
-    first, second = (posterior.predict(x).members for _ in range(2))
+    first, second = (posterior.predict(x).member_means for _ in range(2))
     assert torch.equal(first, second)
     assert network.seen is seen
     assert float(seen) == 0

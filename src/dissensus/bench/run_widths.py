@@ -128,7 +128,7 @@ def _row(cell: WidthCell, run: Run, members: int) -> WidthRow:
         return row | {"diverged": int(read_json(run.folder / DIVERGED)["step"])}
     whole, test = read_evaluation(run.folder).metrics, read_predictions(run.folder / "predictions" / "test.safetensors")
     y, count = test.targets, cell.members // members
-    used = test.predictive.members[: count * members].double()
+    used = test.predictive.log_probs[: count * members].double()
     subsets = used.view(count, members, *used.shape[1:])  # disjoint, (M, n, C) each
     examples = {
         "accuracy": torch.stack([accuracy_values(ClassificationPredictive(each).mean, y) for each in subsets]).mean(0),

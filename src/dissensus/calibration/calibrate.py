@@ -94,7 +94,7 @@ def predict_held_out(posterior: Posterior, loader: Iterable[Any]) -> HeldOutRows
     view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
     view._modules = {**posterior._modules, "calibration": None, "promises": torch.nn.ModuleDict()}
     weights: list[Tensor | None] = []
-    predictive, y = predict(view, _check_batches(view, loader, weights))
+    predictive, y = predict(view, _check_batches(view, loader, weights), targets=True)
     counted = posterior.likelihood.target_mask(y)
     y = y if counted is None else torch.where(counted, y, 0)
     like = predictive.log_prob(y)

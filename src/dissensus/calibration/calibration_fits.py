@@ -58,7 +58,9 @@ def fit_vector(rows: HeldOutRows) -> Correction:
     the prior hardly matters, and a class without rows stays possible. The prior's penalty is zero at the temperature, so the
     mixture's NLL on these rows is at most that of temperature scaling.
     """
-    members = cast(ClassificationPredictive, rows.predictive).members.double().clamp(min=-1e4)  # no −∞ · 0 in gradients
+    members = (
+        cast(ClassificationPredictive, rows.predictive).log_probs.double().clamp(min=-1e4)
+    )  # no −∞ · 0 in gradients
     start = -math.log(best_temperature(rows.predictive, rows.y, rows.weight))
     shape = (-1, *[1] * (members.ndim - 3))
     moved = torch.zeros(2, members.shape[2], dtype=torch.float64, device=members.device, requires_grad=True)

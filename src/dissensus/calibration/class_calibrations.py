@@ -27,7 +27,7 @@ class VectorScaling(Calibration):
     bias: Tensor  # (C,)
 
     def calibrate_members(self, predictive: Predictive) -> Predictive:
-        return ClassificationPredictive(self.calibrate_logits(predictive.members).log_softmax(2))
+        return ClassificationPredictive(self.calibrate_logits(predictive.log_probs).log_softmax(2))
 
     def calibrate_logits(self, logits: Tensor) -> Tensor:
         shape = (-1, *[1] * (logits.ndim - 3))

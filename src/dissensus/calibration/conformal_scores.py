@@ -41,7 +41,7 @@ def aps(predictive: CategoricalPredictive, u: Tensor, settings: Mapping[str, Any
 
 
 def disagreement(predictive: CategoricalPredictive, u: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    members = predictive.members.double().exp()  # (M, B, K)
+    members = predictive.log_probs.double().exp()  # (M, B, K)
     likely: Tensor = members.mean(0) + settings["penalty"] * members.std(0, correction=0)
     return -likely.log()
 
@@ -93,7 +93,7 @@ def entropy(predictive: Predictive) -> Tensor:
 
 def mutual_information(predictive: Predictive) -> Tensor:
     if isinstance(predictive, ClassificationPredictive):
-        return metrics.mutual_information_score(predictive.members)
+        return metrics.mutual_information_score(predictive.log_probs)
     return _categorical(predictive).epistemic.double()  # works for summaries, too
 
 

@@ -115,7 +115,7 @@ def check_optimizer(posterior: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_rates(optimizer: Any) -> None:
-    """Raises for relative rates, as those of a `default_optimizer` with `rate="curvature"`: only `fit` measures them."""
+    """Raises for relative rates, as those of a `default_optimizer` with `lr="curvature"`: only `fit` measures them."""
     if any(group.get("relative") for group in getattr(optimizer, "param_groups", ())):
         hint = "leave it out, or use posterior.parameter_groups(lr)"
         raise ValueError(f"expected an optimizer with absolute rates, got relative ones; {hint}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Unpack, final
+from typing import Any, ClassVar, Literal, Unpack, final
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,8 @@ class Posterior(TrainableModule, ABC):
     """
 
     name: ClassVar[str]  # its name on the command line and in saved files
+    # Its first argument: one network; a list of them (or a function, with members=); or either, a list being optional.
+    networks_taken: ClassVar[Literal["one", "several", "any"]] = "one"
     draw_only_settings: ClassVar[tuple[str, ...]] = ()  # keys of `config` that only drawing reads, not training
 
     def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -31,8 +31,19 @@ class Predictive(ABC):
 
     @property
     @abstractmethod
-    def members(self) -> Tensor:
-        """(M, B, C, ...) log-probabilities or (M, B, D) means."""
+    def member_means(self) -> Tensor:
+        """(M, B, C, ...) each member's probabilities, or (M, B, D) each member's mean."""
+
+    @property
+    def log_probs(self) -> Tensor:
+        """(M, B, C, ...) each member's log-probabilities."""
+        raise TypeError("expected a classification for log_probs, got a regression; use .member_means")
+
+    if not TYPE_CHECKING:  # to a type checker, __getattr__ would mean that every name exists
+
+        def __getattr__(self, name: str) -> None:
+            former = "expected member_means (probabilities) or log_probs (logarithms), got members; use one of them"
+            raise AttributeError(former if name == "members" else f"{type(self).__name__} has no attribute {name!r}")
 
     @property
     @abstractmethod
@@ -170,6 +181,7 @@ class ClassificationPredictive(CategoricalPredictive):
     """A mixture of categorical distributions from members' log-probabilities (M, B, C) or (M, B, C, H, W).
 
     `mean` (B, C, ...) are probabilities, `log_mean` their logarithms, `confidence` (B, ...) the largest one;
+    `member_means` (M, B, C, ...) are the members' probabilities, computed from the stored `log_probs` at each call;
     `aleatoric` is the members' mean entropy and `epistemic` their mutual information with the label, (B, ...) in nats.
 
     Args:
@@ -177,47 +189,52 @@ class ClassificationPredictive(CategoricalPredictive):
     """
 
     def __init__(self, log_probabilities: Tensor) -> None:
-        self._members = log_probabilities
+        self._log_probs = log_probabilities
 
     @cached_property
     def log_mean(self) -> Tensor:  # type: ignore[override]
         # log p̄ = log (1/M) Σ_m p_m
-        members = self._members
-        return members.logsumexp(0) - math.log(len(members)) if len(members) > 1 else members[0]
+        each = self._log_probs
+        return each.logsumexp(0) - math.log(len(each)) if len(each) > 1 else each[0]
 
     @property
-    def members(self) -> Tensor:
-        return self._members
+    def member_means(self) -> Tensor:
+        return self._log_probs.exp()
+
+    @property
+    def log_probs(self) -> Tensor:
+        return self._log_probs
 
     @property
     def aleatoric(self) -> Tensor:
         # (1/M) Σ_m H[p_m]; 0 log 0 = 0
-        entropies = entropy_terms(self._members.exp()).sum(2)  # (M, B, ...)
+        entropies = entropy_terms(self._log_probs.exp()).sum(2)  # (M, B, ...)
         return entropies.mean(0)
 
     @property
     def epistemic(self) -> Tensor:
         # I = (1/M) Σ_m KL(p_m ‖ p̄) = H[p̄] − (1/M) Σ_m H[p_m]; the KL form is less prone to negative values by rounding.
-        ratio = torch.where(self._members == -math.inf, 0.0, self._members - self.log_mean)
-        return (self._members.exp() * ratio).sum(2).mean(0).clamp(min=0)
+        ratio = torch.where(self._log_probs == -math.inf, 0.0, self._log_probs - self.log_mean)
+        return (self._log_probs.exp() * ratio).sum(2).mean(0).clamp(min=0)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """(lower, upper) of the mean's shape: central quantiles over members of each class probability, without a guarantee."""
         tail = tail_probability(level)
-        ordered = self._members.exp().sort(dim=0).values  # torch.quantile refuses more than 2²⁴ entries
+        ordered = self._log_probs.exp().sort(dim=0).values  # torch.quantile refuses more than 2²⁴ entries
         return _linear_quantile(ordered, tail), _linear_quantile(ordered, 1 - tail)
 
     def defining_tensors(self) -> tuple[Tensor, ...]:
-        return (self._members,)
+        return (self._log_probs,)
 
     def apply_temperature(self, temperature: float) -> ClassificationPredictive:
-        return ClassificationPredictive((self._members / temperature).log_softmax(2))
+        return ClassificationPredictive((self._log_probs / temperature).log_softmax(2))
 
 
 class RegressionPredictive(Predictive):
     """A mixture of Gaussians from members' means and variances (M, B, D).
 
-    `mean` (B, D); `aleatoric` is the mean of the variances and `epistemic` the variance of the means, (B, D).
+    `mean` (B, D) of the `member_means` (M, B, D); `aleatoric` is the mean of the variances and `epistemic` the variance
+    of the means, (B, D).
     `interval`, `quantile` and `cdf` are those of the mixture, for each output separately.
 
     Args:
@@ -232,7 +249,7 @@ class RegressionPredictive(Predictive):
         return self._means.mean(0)
 
     @property
-    def members(self) -> Tensor:
+    def member_means(self) -> Tensor:
         return self._means
 
     @property

@@ -15,8 +15,9 @@ from dissensus.numerics.entropy import entropy_terms
 class SummaryPredictive(Predictive):
     """A prediction without its members: mean, aleatoric and epistemic; made by `summarise` and calibrations of the mean.
 
-    It offers everything that a `Predictive` does, except what needs single members: `members` raises, and for classes
-    also `interval` and `tempered`. A regression is treated as the Gaussian with the mixture's mean and variance.
+    It offers everything that a `Predictive` does, except what needs single members: `member_means` and `log_probs`
+    raise, and for classes also `interval` and `apply_temperature`. A regression is treated as the Gaussian with the
+    mixture's mean and variance.
 
     Args:
         centre: (1, B, ...), log of the mean probabilities, or the mean.
@@ -27,11 +28,15 @@ class SummaryPredictive(Predictive):
         self._described: tuple[Tensor, ...] = (centre, aleatoric, epistemic)
 
     @property
-    def members(self) -> Tensor:
+    def member_means(self) -> Tensor:
         raise TypeError(
             "expected a predictive with its members, got a summary; use ds.predict instead of ds.summarise, and a "
             "calibration of the members (temperature, vector) instead of one of their mean (isotonic, histogram)"
         )
+
+    @property
+    def log_probs(self) -> Tensor:
+        return self.member_means  # raises
 
     @property
     def aleatoric(self) -> Tensor:
@@ -56,10 +61,10 @@ class ClassificationSummary(SummaryPredictive, CategoricalPredictive):
         self.log_mean = centre[0]
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        return ClassificationPredictive(self.members).interval(level)
+        return ClassificationPredictive(self.log_probs).interval(level)
 
     def apply_temperature(self, temperature: float) -> Predictive:
-        return ClassificationPredictive(self.members).apply_temperature(temperature)
+        return ClassificationPredictive(self.log_probs).apply_temperature(temperature)
 
 
 class RegressionSummary(SummaryPredictive):
@@ -101,11 +106,11 @@ class RunningSummary:
         """Adds the members of one more predictive for the same inputs."""
         new = RunningSummary()
         if isinstance(predictive, ClassificationPredictive):
-            new.count, new._classification = len(predictive.members), True
+            new.count, new._classification = len(predictive.log_probs), True
             log_sum = predictive.log_mean + math.log(new.count)  # (B, C, ...)
             new._sums = log_sum, predictive.aleatoric * new.count  # (B, ...)
         elif isinstance(predictive, RegressionPredictive):
-            new.count = len(predictive.members)
+            new.count = len(predictive.member_means)
             new._sums = predictive.mean, predictive.epistemic * new.count, predictive.aleatoric * new.count
         else:
             kind = type(predictive).__name__

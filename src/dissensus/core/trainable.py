@@ -14,6 +14,7 @@ from dissensus.core.parameter_groups import Group, disjoint_groups, has_stepped,
 from dissensus.core.particles import Particles
 from dissensus.core.prior import GaussianPrior, Prior, PriorKeywords, expanded_signature, make_prior, names_under_prior
 from dissensus.core.recorder import Recorder
+from dissensus.core.renamed_settings import rename_hint
 from dissensus.numerics.annealing import scale_gradient
 from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.utils.checks import one_of
@@ -164,8 +165,9 @@ class TrainableModule(TrainingClock):
         self.interaction: str | None = ways[0] if ways and particles.members > 1 else None
         self.data_size: int | None = None
         if unknown := prior.keys() - PriorKeywords.__annotations__:
-            kind = type(self).__name__
-            raise TypeError(f"expected a keyword of {kind}, got {min(unknown)!r}; see help({kind})")
+            kind, wrong = type(self).__name__, min(unknown)
+            hint = rename_hint(getattr(self, "name", ""), wrong) or f"see help({kind})"
+            raise TypeError(f"expected a keyword of {kind}, got {wrong!r}; {hint}")
         self.use_prior(make_prior(**prior), prior.get("data_size"))
         if self.data_size is None and "data_size" in self.needed:
             raise ValueError("expected data_size, got none; pass data_size=len(training_set)")

@@ -157,7 +157,7 @@ def example_values(functions: FixedDraw, x: batches.Inputs, y: Tensor) -> Tensor
     """(5, B) VALUES of inputs x."""
     predictive = cast(CategoricalPredictive, functions.predict(x).to("cpu"))
     summary = isinstance(predictive, SummaryPredictive)  # of a calibrated mean; it keeps the mutual information
-    information = predictive.epistemic.double() if summary else metrics.mutual_information_score(predictive.members)
+    information = predictive.epistemic.double() if summary else metrics.mutual_information_score(predictive.log_probs)
     log_mean, y = predictive.log_mean, y.cpu()
     return torch.stack(
         [

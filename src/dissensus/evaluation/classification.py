@@ -64,7 +64,7 @@ def class_scores(predictions: Predictions) -> dict[str, Tensor]:
         "entropy": metrics.entropy_score(predictive.log_mean),
     }
     if predictions.members > 1:
-        found["mutual_information"] = metrics.mutual_information_score(predictive.members)
+        found["mutual_information"] = metrics.mutual_information_score(predictive.log_probs)
     elif isinstance(predictive, SummaryPredictive) and (predictions.energy is None or len(predictions.energy) > 1):
         found["mutual_information"] = predictive.epistemic.double()  # of the members; a summary keeps it
     if predictions.energy is not None:
@@ -77,14 +77,14 @@ def member_scores(predictions: Predictions, score: str) -> Tensor | None:
     if score == "energy":
         return predictions.energy
     function = {"max_probability": metrics.max_probability_score, "entropy": metrics.entropy_score}.get(score)
-    return None if function is None else torch.stack([function(m) for m in _categorical(predictions).members])
+    return None if function is None else torch.stack([function(m) for m in _categorical(predictions).log_probs])
 
 
 def class_members(predictions: Predictions) -> dict[str, float]:
     """Metrics of the members, alone and together; empty for a single member."""
     if predictions.members == 1:
         return {}
-    members, y = _categorical(predictions).members, predictions.targets
+    members, y = _categorical(predictions).log_probs, predictions.targets
     nll = torch.stack([metrics.nll(member, y) for member in members])
     accuracy = torch.stack([metrics.accuracy(member.exp(), y) for member in members])
     return {

@@ -273,7 +273,7 @@ def _kind_of_predictions(functions: FixedDraw, loader: Iterable[Any]) -> tuple[P
     predictive = functions.drawn.likelihood.predictive(*described)
     kind: PredictionKind
     if isinstance(predictive, ClassificationPredictive):
-        kind = "classification" if predictive.members.ndim == 3 else "segmentation"
+        kind = "classification" if predictive.log_probs.ndim == 3 else "segmentation"
     elif isinstance(predictive, RegressionPredictive):
         kind = "regression"
     else:

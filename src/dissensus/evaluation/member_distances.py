@@ -71,9 +71,9 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
     if isinstance(predictive, ClassificationPredictive):
         ignored = getattr(posterior.likelihood, "ignore_index", None)
         labels = y.argmax(1) if y.is_floating_point() else y  # soft labels: the likeliest class
-        effective = metrics.effective_members(predictive.members, labels, ignore_index=ignored)
+        effective = metrics.effective_members(predictive.log_probs, labels, ignore_index=ignored)
     elif isinstance(predictive, RegressionPredictive):
-        effective = metrics.effective_members_regression(predictive.members, y)
+        effective = metrics.effective_members_regression(predictive.member_means, y)
     else:
         kind = type(predictive).__name__
         raise TypeError(f"expected members with probabilities or means, got {kind}; use one of dissensus's likelihoods")

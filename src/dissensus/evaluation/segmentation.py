@@ -48,7 +48,7 @@ class PixelSums:
         """Adds one image: a predictive of classes (1, C, ...) and labels (1, ...)."""
         log_mean, mean = predictive.log_mean, predictive.mean
         # A calibration of the mean leaves a summary, which has no members to measure.
-        members = log_mean[None] if isinstance(predictive, SummaryPredictive) else predictive.members
+        members = log_mean[None] if isinstance(predictive, SummaryPredictive) else predictive.log_probs
         if self.confusion is None:
             self.confusion = ConfusionCounts.empty(mean.shape[1], mean.device)
             self.bins = CalibrationBins.empty(device=mean.device)
@@ -264,6 +264,6 @@ def pixel_score(answer: Answer, score: str) -> Tensor:
     if score == "mutual_information" and isinstance(predictive, SummaryPredictive):
         return predictive.epistemic.double()
     if score == "mutual_information":
-        return metrics.mutual_information_score(predictive.members)
+        return metrics.mutual_information_score(predictive.log_probs)
     scores = {"max_probability": metrics.max_probability_score, "entropy": metrics.entropy_score}
     return scores[score](predictive.log_mean)

@@ -31,7 +31,7 @@ class BatchEnsemble(EmbeddedPosterior):
     copied; `.account` lists the layers that were changed.
 
     Args:
-        module: one network.
+        network: one network.
         members: M.
         modulation: the distribution of r and s, required. `Modulation.sign()` makes independent members;
             `Modulation.normal(1, σ)` with a small σ stays close to a pretrained network, and members stay similar.
@@ -48,7 +48,7 @@ class BatchEnsemble(EmbeddedPosterior):
 
     def __init__(
         self,
-        module: nn.Module,
+        network: nn.Module,
         *,
         members: int = 4,
         modulation: Modulation | None = None,
@@ -68,7 +68,7 @@ class BatchEnsemble(EmbeddedPosterior):
         if modulation_lr is not None:
             number("modulation_lr", modulation_lr, least=0, hint="None takes the weights' rate")
         gamma = resolve_gamma(regime, members, modulation.collectivity)
-        network, account, last = modulated_network(module, form=form, layers=layers)
+        network, account, last = modulated_network(network, form=form, layers=layers)
         sizes = {name: factor for name, factor in network.named_parameters() if _is_factor(network, name)}
         factors = {
             name: modulation.sample((members, len(one)), dtype=one.dtype, device=one.device)

@@ -7,10 +7,10 @@ class DeepEnsemble(StackedPosterior):
     """M independently trained networks. The loss is the sum over members, so each trains exactly as it would alone.
 
     Args:
-        modules: M networks of one architecture, each initialised separately; they are copied. Or a function that makes
+        networks: M networks of one architecture, each initialised separately; they are copied. Or a function that makes
             one network: `DeepEnsemble(make, members=5)`. Networks that differ in attributes, hooks or modes run one
             after the other.
-        members: M, if `modules` is a function.
+        members: M, if `networks` is a function.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 

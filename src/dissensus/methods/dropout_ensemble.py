@@ -20,14 +20,14 @@ class DropoutEnsemble(EmbeddedPosterior):
     """One network with M fixed dropout masks, one per member, the same for all inputs and steps.
 
     Masks are not trained. They act on the inputs of linear and convolutional layers (whole channels before
-    convolutions), but not on the network's own inputs and outputs. Kept units are scaled by 1/keep, as in dropout.
+    convolutions), but not on the network's own inputs and outputs. Kept units are scaled by 1/(1 − rate), as in dropout.
     Each member has its own batch statistics; everything else is shared. The network is copied; `.account` lists the
     layers that were converted.
 
     Args:
-        module: one network.
+        network: one network.
         members: M.
-        keep: probability that a unit is kept. It is also the collectivity, so members always learn as a collective.
+        rate: probability that a unit is dropped. 1 − rate is the collectivity, so members always learn as a collective.
         regime: γ, the factor on the shared weights' mean gradient: "independent" (M), "collective" (1), a number, or
             "auto", which is 1 here.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
@@ -37,18 +37,18 @@ class DropoutEnsemble(EmbeddedPosterior):
 
     def __init__(
         self,
-        module: nn.Module,
+        network: nn.Module,
         *,
         members: int = 4,
-        keep: float = 0.9,
+        rate: float = 0.1,
         regime: RegimeName | float = "auto",
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
         integer("members", members)
-        fraction("keep", keep, hint="it is the share of units kept, usually 0.9")
+        keep = 1 - fraction("rate", rate, hint="it is the share of units dropped, usually 0.1")
         gamma = 1.0 if regime == "auto" else resolve_gamma(regime, members, keep)
-        network, found, account = convertible_copy(module)
+        network, found, account = convertible_copy(network)
         followed = trace_calls(network, list(found))
         stems = end_layers(list(found), followed)[0]
         rest = [name for name in call_order(list(found), followed) if name not in stems]
@@ -70,11 +70,11 @@ class DropoutEnsemble(EmbeddedPosterior):
         own = {id(buffers[name]) for name in statistics_names(network)}
         particles = embed(network, masks, own, likelihood, members)
         super().__init__(particles, factors=list(masks), account=account, **prior)
-        self.keep, self.regime, self.gamma = keep, regime, gamma
+        self.rate, self.regime, self.gamma = rate, regime, gamma
 
     @property
     def remedy(self) -> str:
         return (
-            "members with masks on shared weights always learn as a collective: a smaller keep makes them differ more, "
+            "members with masks on shared weights always learn as a collective: a larger rate makes them differ more, "
             "BatchEnsemble with Modulation.sign() makes them independent"
         )

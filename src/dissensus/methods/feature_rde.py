@@ -34,7 +34,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
     The defaults of `order` and `bandwidth` differ from the authors' code.
 
     Args:
-        modules: M networks of one architecture, each initialised separately; copied.
+        networks: M networks of one architecture, each initialised separately; copied.
         layer: name of the submodule whose output is the feature.
         head: name of the submodule that all members share; it starts as the first network's. Its gradient is the mean
             over members, so it learns as fast as in one network.
@@ -54,7 +54,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
+        networks: Sequence[nn.Module],
         *,
         layer: str,
         head: str,
@@ -68,7 +68,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        super().__init__(modules, likelihood=likelihood, **prior)
+        super().__init__(networks, likelihood=likelihood, **prior)
         share_head(self.particles, layer=layer, head=head)
         self.layer, self.head = layer, head
         self.projection = integer("projection", projection)

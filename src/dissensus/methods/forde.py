@@ -26,7 +26,7 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
     Inputs must be floating point with at least two features.
 
     Args:
-        modules: M networks of one architecture, each initialised separately; copied.
+        networks: M networks of one architecture, each initialised separately; copied.
         lengthscales: of the kernel: None (the identity) or the result of `pca_lengthscales`.
         bandwidth: "reference" (the authors' code), "sample" (eq. 17) or "algorithm" (algorithm 1).
         gradient: the differentiated output: the true-class "logit" (the authors' code; the mean for regression) or the
@@ -46,7 +46,7 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
+        networks: Sequence[nn.Module],
         *,
         lengthscales: Lengthscales | None = None,
         bandwidth: Bandwidth = "reference",
@@ -60,7 +60,7 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
     ) -> None:
         if lengthscales is not None and not isinstance(lengthscales, Lengthscales):
             raise TypeError(f"expected Lengthscales, got {type(lengthscales).__name__}; make pca_lengthscales(inputs)")
-        super().__init__(modules, gradient=gradient, examples=examples, likelihood=likelihood, **prior)
+        super().__init__(networks, gradient=gradient, examples=examples, likelihood=likelihood, **prior)
         self.bandwidth = one_of("bandwidth", bandwidth, BANDWIDTHS)
         self.set_repulsion(repulsion, batch_size)
         self.every = integer("every", every)

@@ -34,7 +34,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
     pulled back to the weights, both terms divided by N = `data_size`.
 
     Args:
-        modules: M networks of one architecture, each initialised separately; copied.
+        networks: M networks of one architecture, each initialised separately; copied.
         score: how ∇ log q is estimated: "kde", "stein" or "spectral_stein".
         repel_at: inputs at which outputs are compared: "batch", the training batch; "noise", the batch plus normal
             noise; or your own inputs, in the form that the network takes.
@@ -58,7 +58,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
+        networks: Sequence[nn.Module],
         *,
         score: score_estimates.Score = "kde",
         repel_at: Literal["batch", "noise"] | Inputs = "batch",
@@ -73,7 +73,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        super().__init__(modules, likelihood=likelihood, **prior)
+        super().__init__(networks, likelihood=likelihood, **prior)
         if outputs == "probabilities" and not isinstance(self.likelihood, Classification):
             raise ValueError('expected outputs="logits", got "probabilities"; only classification has probabilities')
         if functional_prior and self.prior is None:

@@ -22,7 +22,7 @@ class LIT(InputGradientPosterior):
     g_ib is the input gradient of the true-class logit, as in FoRDE.
 
     Args:
-        modules: M networks of one architecture, each initialised separately; copied.
+        networks: M networks of one architecture, each initialised separately; copied.
         strength: weight of each pair of members, so (M − 1) · strength in total for one member; 0 is a deep ensemble.
             FoRDE's c is a member's total: at strength = c, LIT's pairs weigh at least M − 1 times as much as FoRDE's.
         gradient: the differentiated output: the true-class "logit" (the mean for regression) or the "log_prob".
@@ -34,7 +34,7 @@ class LIT(InputGradientPosterior):
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
+        networks: Sequence[nn.Module],
         *,
         strength: float,
         gradient: Gradient = "logit",
@@ -42,7 +42,7 @@ class LIT(InputGradientPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        super().__init__(modules, gradient=gradient, examples=examples, likelihood=likelihood, **prior)
+        super().__init__(networks, gradient=gradient, examples=examples, likelihood=likelihood, **prior)
         self.strength = number("strength", strength, least=0, hint="0 is a deep ensemble")
 
     def couple(self, z: Any) -> Any:

@@ -37,7 +37,7 @@ class NodeBNN(NodePosterior):
         init_std: σ at the start; None is `prior_std`. For a trained network see `of_trained`.
         train_samples: copies of each example, all in one pass of B · train_samples examples.
         samples: functions per draw, rounded up to a multiple of `components`; each component gives the same number.
-        gamma: γ; above 0 a hot posterior, between −1 and 0 a cold one: the posterior temperature is 1 + γ.
+        posterior_temperature: T = 1 + γ, with the paper's γ; below 1 a cold posterior, above 1 a hot one.
         init_spread: standard deviation of μ around 1 at the start.
         annealing: β; None is constant 1.
         bias_latent: whether each bias has a scalar latent, as in iBNN.
@@ -49,7 +49,7 @@ class NodeBNN(NodePosterior):
         latent_lr: learning rate of the latents for one component. The parameter group uses K times that, since each
             component gets 1/K of the gradient. None: the weights' rate.
         latent_momentum: momentum of the latents, 0 in the paper; None: that of the optimiser.
-        rate: "curvature" makes `fit` without an optimizer use SGD with momentum, at a rate that it measures on the first
+        lr: "curvature" makes `fit` without an optimizer use SGD with momentum, at a rate that it measures on the first
             batch: `theory.sharpness` becomes 1 − momentum. The latents' rate is K times the weights'. None: the usual
             default optimizer.
         data_size: N, required.
@@ -61,10 +61,10 @@ class NodeBNN(NodePosterior):
         "components": 8,
         "mode": "in",
         "init_std": 0.1,  # 0.3 wrecks a trained network
-        "gamma": 10.0,
+        "posterior_temperature": 11.0,
         "train_samples": 1,
         "latent_momentum": 0.9,
-        "rate": "curvature",
+        "lr": "curvature",
     }
 
     def __init__(
@@ -77,7 +77,7 @@ class NodeBNN(NodePosterior):
         init_std: float | None = None,
         train_samples: int = 4,
         samples: int = 32,
-        gamma: float = 0.0,
+        posterior_temperature: float = 1.0,
         init_spread: float = 0.05,
         annealing: Annealing | None = None,
         bias_latent: bool = False,
@@ -87,7 +87,7 @@ class NodeBNN(NodePosterior):
         divergence: Divergence = "mixture",
         latent_lr: float | None = None,
         latent_momentum: float | None = 0.0,
-        rate: Literal["curvature"] | None = None,
+        lr: Literal["curvature"] | None = None,
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
@@ -101,7 +101,7 @@ class NodeBNN(NodePosterior):
             start=Modulation.normal(1.0, number("init_spread", init_spread, least=0)),
             train_samples=train_samples,
             samples=samples,
-            posterior_temperature=1 + number("gamma", gamma, above=-1),  # H[q, p] − (1 + γ) H = KL − γ H
+            posterior_temperature=number("posterior_temperature", posterior_temperature, above=0),  # H[q, p] − T H[q]
             mode=mode,
             bias_latent=bias_latent,
             layers=layers,
@@ -112,10 +112,10 @@ class NodeBNN(NodePosterior):
             likelihood=likelihood,
             **prior,
         )
-        self.rate = one_of("rate", rate, ("curvature", None))
-        if rate is not None and latent_lr is not None:
-            raise ValueError(f"expected latent_lr=None with rate={rate!r}, got {latent_lr}; leave out one of them")
-        self.mode, self.bias_latent, self.gamma = mode, bias_latent, gamma
+        self.lr = one_of("lr", lr, ("curvature", None))
+        if lr is not None and latent_lr is not None:
+            raise ValueError(f"expected latent_lr=None with lr={lr!r}, got {latent_lr}; leave out one of them")
+        self.mode, self.bias_latent = mode, bias_latent
         self.prior_std, self.init_std, self.init_spread = prior_std, init_std, init_spread
         self.bound = one_of("bound", bound, get_args(Bound))
         self.divergence = one_of("divergence", divergence, get_args(Divergence))
@@ -135,8 +135,8 @@ class NodeBNN(NodePosterior):
         return cls(networks, data_size=data_size, **{**cls.of_trained_settings, **settings})
 
     def default_optimizer(self) -> Optimizer:
-        """As of `Posterior`; with `rate="curvature"` SGD with momentum 0.9, whose rates are relative until `fit` has begun."""
-        if self.rate is None:
+        """As of `Posterior`; with `lr="curvature"` SGD with momentum 0.9, whose rates are relative until `fit` has begun."""
+        if self.lr is None:
             return super().default_optimizer()
         groups = self.parameter_groups(1.0, 1e-4)
         return torch.optim.SGD([{**group, "relative": True} for group in groups], lr=1.0, momentum=0.9, nesterov=True)

@@ -29,7 +29,7 @@ class SVGD(StackedPosterior):
     slower than for an ensemble when members are far apart.
 
     Args:
-        modules: M networks of one architecture, each initialised separately; copied.
+        networks: M networks of one architecture, each initialised separately; copied.
         space: "weight" (z = weights) or "function" (z = outputs on the batch). In function space φ is pulled back to
             the weights, and a weight prior acts on each member's own weights, as strongly as the likelihood does.
         annealing: a_t; None is constant 1.
@@ -42,14 +42,14 @@ class SVGD(StackedPosterior):
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
+        networks: Sequence[nn.Module],
         *,
         space: Literal["weight", "function"] = "weight",
         annealing: Annealing | None = None,
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        super().__init__(modules, likelihood=likelihood, **prior)
+        super().__init__(networks, likelihood=likelihood, **prior)
         self.space = one_of("space", space, ("weight", "function"))
         if self.interaction is not None:
             self.interaction = "mix" if space == "weight" else "couple"

@@ -92,15 +92,17 @@ class MeanRecorder(SnapshotRecorder):
 class GaussianRecorder(MeanRecorder):
     """Mean, variance and the last `rank` deviations of the snapshots of each network.
 
-    w ~ N(mean, scale · (diag(variance) + DᵀD / (held − 1)))
+    w ~ N(mean, T · (diag(variance) + DᵀD / (held − 1)))
     """
 
     square_sum: Tensor
     deviations: Tensor
 
-    def __init__(self, source: Callable[[], Weights], snapshots: Snapshots, *, rank: int, scale: float) -> None:
+    def __init__(
+        self, source: Callable[[], Weights], snapshots: Snapshots, *, rank: int, posterior_temperature: float
+    ) -> None:
         super().__init__(source, snapshots)
-        self.scale = scale
+        self.posterior_temperature = posterior_temperature
         self.register_buffer("square_sum", torch.zeros_like(self.mean_vector))  # (M, P) Σ (w − mean)²
         self.register_buffer("deviations", self.mean_vector.repeat(rank, 1, 1))  # (K, M, P), a ring buffer
 
@@ -126,7 +128,7 @@ class GaussianRecorder(MeanRecorder):
 
     def sample_network(self, m: int, samples: int, generator: torch.Generator | None) -> Tensor:
         held = min(self.snapshot_count(), len(self.deviations))
-        # eq. (1): w = mean + √scale (Σ_diag^½ z₁ + D z₂ / √(held − 1)). One z₂ for all tensors of a network: it carries the
+        # eq. (1): w = mean + √T (Σ_diag^½ z₁ + D z₂ / √(held − 1)). One z₂ for all tensors of a network: it carries the
         # correlations between layers. The divisor counts what is held; the authors' code has the largest rank there.
         mean, like = self.mean_vector[m], dict[str, Any](dtype=self.mean_vector.dtype, device=self.mean_vector.device)
         found = shard_last_axis(torch.empty(samples, len(mean), **like).normal_(generator=generator), mean)
@@ -134,7 +136,7 @@ class GaussianRecorder(MeanRecorder):
         noise *= local_part((self.square_sum[m] / self.snapshot_count()).sqrt())
         z = torch.randn(samples, held, generator=generator, **like)
         noise.addmm_(z, local_part(self.deviations[:held, m]), alpha=max(held - 1, 1) ** -0.5)
-        noise.mul_(self.scale**0.5).add_(local_part(mean))
+        noise.mul_(self.posterior_temperature**0.5).add_(local_part(mean))
         return found
 
 
@@ -149,7 +151,7 @@ def channels_last_axes(tensor: Tensor) -> tuple[int, int]:
 
 
 class SWAG(RecordingPosterior):
-    """A Gaussian fitted to snapshots of the weights: w ~ N(mean, scale · (diag(variance) + DᵀD / (held − 1))).
+    """A Gaussian fitted to snapshots of the weights: w ~ N(mean, T · (diag(variance) + DᵀD / (held − 1))).
 
     It covers all trained parameters, also those of normalisation layers. The weights should keep moving while snapshots
     are taken, so `fit`'s schedule for this method ends with a constant learning rate.
@@ -160,12 +162,12 @@ class SWAG(RecordingPosterior):
         samples: functions per network and draw.
         start, every: the optimiser steps (observe calls, counted from 0) that become snapshots; None spreads 2·rank of
             them over the last quarter of the run, from the run length that `fit` or `begin` gives.
-        scale: factor of the covariance: 0.5 in the paper, 0 for the mean alone.
+        posterior_temperature: T, the factor of the covariance (the paper's scale): 0.5 in the paper, 0 for the mean alone.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
     name = "swag"
-    draw_only_settings = (*RecordingPosterior.draw_only_settings, "scale")
+    draw_only_settings = (*RecordingPosterior.draw_only_settings, "posterior_temperature")
     recorder: GaussianRecorder
 
     def __init__(
@@ -176,15 +178,18 @@ class SWAG(RecordingPosterior):
         samples: int = 30,
         start: int | None = None,
         every: int | None = None,
-        scale: float = 0.5,
+        posterior_temperature: float = 0.5,
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
         self.rank, self.start, self.every = integer("rank", rank), start, every
-        self.scale = number("scale", scale, least=0, hint="the paper uses 0.5; 0 gives the mean alone")
+        hint = "the paper uses 0.5; 0 gives the mean alone"
+        self.posterior_temperature = number("posterior_temperature", posterior_temperature, least=0, hint=hint)
         snapshots = Snapshots(start, every, wanted=2 * rank)
-        self.recorder = GaussianRecorder(self.recorded_weights, snapshots, rank=rank, scale=scale)
+        self.recorder = GaussianRecorder(
+            self.recorded_weights, snapshots, rank=rank, posterior_temperature=posterior_temperature
+        )
 
     @property
     def mean(self) -> Tensors:

@@ -27,7 +27,7 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
     The loss here is a mean over data, so both terms are divided by N = `data_size`.
 
     Args:
-        modules: M networks of one architecture, each initialised separately; copied.
+        networks: M networks of one architecture, each initialised separately; copied.
         score: how ∇ log q is estimated: "kde", "stein" or "spectral_stein".
         annealing: a_t; None is constant 1.
         repulsion: factor of ∇ log q: "1/N" as above, "1/B" (stronger by N/B) or a number.
@@ -41,7 +41,7 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
+        networks: Sequence[nn.Module],
         *,
         score: score_estimates.Score = "kde",
         annealing: Annealing | None = None,
@@ -50,7 +50,7 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        super().__init__(modules, likelihood=likelihood, **prior)
+        super().__init__(networks, likelihood=likelihood, **prior)
         self.score = one_of("score", score, score_estimates.MATRICES)
         self.set_repulsion(repulsion, batch_size)
         self.annealing = annealing_or_constant(annealing)

@@ -103,10 +103,10 @@ def build_posterior(
     """The method with networks from `make`: `members` of them if it is built from several, else one."""
     kind: Any = METHODS[one_of("method", method, METHODS)] if isinstance(method, str) else method
     keywords = inspect.signature(kind).parameters
-    several = next(iter(keywords)) == "modules"
+    several = kind.networks_taken == "several"
     if members is not None:
         integer("members", members)
-    count = (members or MEMBERS) if several else (members or 1) if next(iter(keywords)) == "networks" else 1
+    count = (members or MEMBERS) if several else (members or 1) if kind.networks_taken == "any" else 1
     networks = [make() for _ in range(count)]
     given = {**(SETTLED[kind.name](networks[0]) if kind.name in SETTLED else {}), **settings}
     if "members" in keywords and not several and members is not None:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save as format_tensors
 from torch import Tensor
 
+from dissensus.core.renamed_settings import translate_settings
 from dissensus.utils.file_errors import read_errors
 
 FORMAT = 2
@@ -79,6 +80,9 @@ def _read_checked(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if config.pop(CHECKSUM) != checksum(config, tensors):
             hint = "the file is truncated or was changed"
             raise ValueError(f"expected {path} to have the checksum in its header, got another; {hint}")
+        for each in (config, *filter(None, [config.get("base")])):
+            if "class" not in each:  # a method of the library
+                each["arguments"] = translate_settings(each["method"], each["arguments"])
     return config, tensors
 
 

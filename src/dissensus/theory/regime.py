@@ -160,7 +160,7 @@ def remedy_of(posterior: Posterior) -> str:
     """A change that would make members independent."""
     law = getattr(posterior, "modulation", None)
     if law is None:
-        return "a smaller keep"
+        return "a larger rate"
     if law.collectivity > 0:
         return "modulations with a mean of 0, such as Modulation.sign()"
     layers = [part for part in posterior.particles.template.network.modules() if isinstance(part, CONVERTIBLE)]

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dissensus.core.calibrated import STATE
 from dissensus.core.description import describe_likelihood, differences
 from dissensus.core.posterior import Posterior
+from dissensus.core.renamed_settings import translate_settings
 from dissensus.utils.json_values import to_json_values
 
 log = logging.getLogger("dissensus")
@@ -42,7 +43,8 @@ def checkpoint_mismatches(
     state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None
 ) -> Iterator[str]:
     """Descriptions of what in a checkpoint's state does not belong to this run; empty if all of it does."""
-    yield from differences(state["run"], describe_run(posterior, optimizer, scheduler))
+    identity = translate_settings(posterior.name, state["run"]["posterior"])
+    yield from differences({**state["run"], "posterior": identity}, describe_run(posterior, optimizer, scheduler))
     yield from _tensor_mismatches(state["posterior"], posterior)
     if state["best"]["state"] is not None:
         watching = {name: each for name, each in state["posterior"].items() if name.startswith("watchers.")}

@@ -82,7 +82,7 @@ def test_a_converted_laplace_is_fitted_after_loading(weights, tmp_path):
     x, y = tiny.points()
     with pytest.raises(ValueError, match=r"call fit_posthoc\(loader\)"):
         loaded.predict(x.float())
-    assert loaded.fit_posthoc([(x.float(), y)]).predict(x.float()).members.shape == (3, 12, 3)
+    assert loaded.fit_posthoc([(x.float(), y)]).predict(x.float()).member_means.shape == (3, 12, 3)
 
 
 def test_a_likelihood_and_the_order_of_settings_do_not_matter(weights, tmp_path):

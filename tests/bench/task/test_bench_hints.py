@@ -16,10 +16,10 @@ def load(*overrides, methods=None):
 @pytest.mark.parametrize(
     ("override", "methods", "owners"),
     [
-        ("method.gamma=3", ["map", "deep_ensemble"], "node_bnn"),
+        ("method.init_spread=3", ["map", "deep_ensemble"], "node_bnn"),
         ("method.modulation=sign", ["map"], "batch_ensemble, rank_one_bnn"),
         ("method.members=4", ["map"], "deep_ensemble, .*"),  # a method of the task has it, but does not run
-        ("method.gamma=3", None, "node_bnn"),
+        ("method.init_spread=3", None, "node_bnn"),
     ],
 )
 def test_a_setting_that_no_running_method_has_is_an_error_that_names_those_there_are(override, methods, owners):
@@ -31,10 +31,10 @@ def test_a_setting_that_no_running_method_has_is_an_error_that_names_those_there
 
 
 def test_a_setting_for_all_goes_to_methods_that_run_and_are_not_the_tasks():
-    task = load("method.gamma=3", methods=["map", "node_bnn"])
-    assert run_config(task, "node_bnn", 0).settings["gamma"] == 3
+    task = load("method.init_spread=3", methods=["map", "node_bnn"])
+    assert run_config(task, "node_bnn", 0).settings["init_spread"] == 3
     assert run_config(task, "map", 0).settings == {}
-    assert load("method.gamma=3", "methods=map,node_bnn").settings["method"]["node_bnn"] == {"gamma": 3}
+    assert load("method.init_spread=3", "methods=map,node_bnn").settings["method"]["node_bnn"] == {"init_spread": 3}
 
 
 def test_a_setting_for_all_makes_no_variant_that_no_table_makes():
@@ -44,12 +44,12 @@ def test_a_setting_for_all_makes_no_variant_that_no_table_makes():
 
 
 @pytest.mark.parametrize(
-    "override", ["method.node_bnn.gamma=3", "method.node_bnn.training.lr=0.1", "method.map-a.data_size=3"]
+    "override", ["method.node_bnn.init_spread=3", "method.node_bnn.training.lr=0.1", "method.map-a.data_size=3"]
 )
 def test_a_setting_of_a_method_that_does_not_run_is_an_error(override):
     with pytest.raises(ValueError, match=r"expected a setting of the methods that run \(map\), got 'method"):
         check_overrides_read([override], ["map"])
-    check_overrides_read([override, "method.gamma=3", "training.epochs=1"], ["node_bnn-hot", "map-a"])
+    check_overrides_read([override, "method.init_spread=3", "training.epochs=1"], ["node_bnn-hot", "map-a"])
 
 
 @pytest.mark.parametrize("part", ["modulation.normal=[1,0.1]", "modulation.std=0.1", "modulation.nomal=1"])

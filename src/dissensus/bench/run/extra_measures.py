@@ -142,7 +142,7 @@ def with_grid(evaluation: Evaluation, predictive: Predictive, geometry: Geometry
         arrays["entropy"] = values
     else:
         quantity, values = "sd", predictive.epistemic[:, 0].sqrt()  # (n,)
-        arrays |= {"mean": predictive.mean[:, 0], "sd": values, "members": predictive.members[:SHOWN, :, 0]}
+        arrays |= {"mean": predictive.mean[:, 0], "sd": values, "members": predictive.member_means[:SHOWN, :, 0]}
     means = {name: float(values[where].double().mean()) for name, where in geometry.regions.items()}
     found = {f"region/{name}/{quantity}": mean for name, mean in means.items()}
     single = {f"grid/{name}": each.float() if each.is_floating_point() else each for name, each in arrays.items()}

@@ -51,10 +51,8 @@ def parameters(method: type[Posterior]) -> dict[str, Parameter]:
 
 
 def count_setting(method: type[Posterior]) -> str | None:
-    """The setting for the number of networks of a method: `members` if it takes several, `networks` if it takes one or
-    several (as its first parameter says), None if it takes one."""
-    first = next((p.name for p in parameters(method).values() if p.kind is not Parameter.KEYWORD_ONLY), "")
-    return {"modules": "members", "networks": "networks"}.get(first)
+    """The setting for a method's number of networks: `members` if it takes several, `networks` if any number, or None."""
+    return {"several": "members", "any": "networks"}.get(method.networks_taken)
 
 
 def variants_of(settings: Mapping[str, Any]) -> list[str]:

@@ -227,9 +227,9 @@ def _object_rules(arguments: Collection[str]) -> dict[str, ValueRule]:
 def method_keys(method: type[Posterior]) -> dict[str, ValueRule]:
     """The settings of a method with their rules."""
     several: dict[str, ValueRule] = {key: integer for key in [count_setting(method)] if key is not None}
-    given = ("likelihood", "module", "modules", "network", "networks")
     known = annotated_types(method)
-    asked = [name for name in parameters(method) if name not in given]
+    given = ("likelihood", "network", "networks")  # the first one is the method's own, the others those of base classes
+    asked = [name for name in list(parameters(method))[1:] if name not in given]
     named = {name: partial(value_of_type, types=known.get(name, ())) for name in asked}
     return named | several | dict.fromkeys(named.keys() & OBJECTS, ANY)
 

@@ -47,14 +47,14 @@ class InputGradientPosterior(StackedPosterior):
 
     def __init__(
         self,
-        modules: Sequence[nn.Module],
+        networks: Sequence[nn.Module],
         *,
         gradient: comparison_spaces.Gradient,
         examples: int | None,
         likelihood: Likelihood | None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        super().__init__(modules, likelihood=likelihood, **prior)
+        super().__init__(networks, likelihood=likelihood, **prior)
         self.gradient = one_of("gradient", gradient, ("logit", "log_prob"))
         self.examples = examples if examples is None else integer("examples", examples)
         self._known_to_be_differentiable = False

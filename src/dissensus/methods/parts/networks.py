@@ -80,6 +80,8 @@ class NetworksPosterior(Posterior):
     `latents`: extra tensors; each network of a list gets a copy.
     """
 
+    networks_taken = "any"
+
     def __init__(
         self,
         networks: Networks,
@@ -113,14 +115,14 @@ class NetworksPosterior(Posterior):
         return cls(networks, likelihood=likelihood, **settings)
 
 
-def make_members(modules: Sequence[nn.Module] | Callable[[], nn.Module], members: int | None) -> Sequence[nn.Module]:
+def make_members(networks: Sequence[nn.Module] | Callable[[], nn.Module], members: int | None) -> Sequence[nn.Module]:
     """The given networks, or `members` networks made by the given function."""
-    makes = callable(modules) and not isinstance(modules, nn.Module)
+    makes = callable(networks) and not isinstance(networks, nn.Module)
     if makes != (members is not None):
-        got = f"members={members} with {type(modules).__name__}"
+        got = f"members={members} with {type(networks).__name__}"
         advice = "pass DeepEnsemble([a, b, c]) or DeepEnsemble(make, members=3)"
         raise ValueError(f"expected a list of networks, or a function that makes one and members=, got {got}; {advice}")
-    return [modules() for _ in range(integer("members", members))] if callable(modules) and makes else modules  # type: ignore[return-value]
+    return [networks() for _ in range(integer("members", members))] if callable(networks) and makes else networks  # type: ignore[return-value]
 
 
 def networks_to_convert(networks: Any) -> tuple[list[nn.Module], bool]:

@@ -48,11 +48,12 @@ class NodePosterior(StoringPosterior):
     constructor (`complexity`).
     """
 
+    networks_taken = "any"
     needed = ("data_size",)
     draw_only_settings: ClassVar[tuple[str, ...]] = ("samples", "stored")
     draw_attributes = ("stored", "stored_at")
     complexity: node_latents.Complexity
-    rate: Literal["curvature"] | None = None  # where the rates of `default_optimizer` come from
+    lr: Literal["curvature"] | None = None  # where the rates of `default_optimizer` come from
     stored: TensorTree | None
     stored_at: Tensor | None
 
@@ -162,7 +163,7 @@ class NodePosterior(StoringPosterior):
         latents = Group(
             "latents",
             self._latent_parameters(),
-            factor=1.0 if self.rate is None else self.components,
+            factor=1.0 if self.lr is None else self.components,
             rate=None if rate is None else rate * self.components,
             momentum=self.latent_momentum,
             decay=False,

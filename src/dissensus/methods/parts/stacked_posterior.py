@@ -17,20 +17,22 @@ class StackedPosterior(Posterior):
     """Base class of methods with M stored members, which may interact in training; with one member it trains like MAP.
 
     Args:
-        modules: M networks of one architecture, each initialised separately; copied. Or a function that makes one.
-        members: M, if `modules` is a function.
+        networks: M networks of one architecture, each initialised separately; copied. Or a function that makes one.
+        members: M, if `networks` is a function.
         likelihood, prior, weight_prior_std, data_size: as in `Posterior`.
     """
 
+    networks_taken = "several"
+
     def __init__(
         self,
-        modules: Sequence[nn.Module] | Callable[[], nn.Module],
+        networks: Sequence[nn.Module] | Callable[[], nn.Module],
         *,
         members: int | None = None,
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        super().__init__(stack_members(make_members(modules, members), likelihood), **prior)
+        super().__init__(stack_members(make_members(networks, members), likelihood), **prior)
 
     def draw(self) -> DrawnFunctions:
         return MemberFunctions(self.particles)
