@@ -580,7 +580,7 @@ def test_state_dict_round_trip(build):
     other = build()
     other.load_state_dict(posterior.state_dict())
     assert tiny.strides(other) == tiny.strides(posterior)
-    assert torch.equal(other.predict(x).log_probs, posterior.predict(x).member_means)
+    assert torch.equal(other.predict(x).log_probs, posterior.predict(x).log_probs)
     assert int(other.steps) == int(posterior.steps) == 1
 
 
@@ -608,7 +608,7 @@ def test_saved_and_loaded_is_the_same_bit_for_bit(build, template, method, tmp_p
     assert tiny.strides(loaded) == tiny.strides(posterior)
     assert type(loaded) is type(posterior)
     assert loaded.config() == posterior.config()
-    assert torch.equal(loaded.predict(x).log_probs, posterior.predict(x).member_means)
+    assert torch.equal(loaded.predict(x).log_probs, posterior.predict(x).log_probs)
     assert torch.equal(loaded(x), posterior(x))
 
 
@@ -620,7 +620,7 @@ def test_tensors_lie_in_memory_as_they_did_when_they_were_saved(build, template,
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, template(tiny.spread_out), method=method)
     assert tiny.strides(loaded) == tiny.strides(posterior)
-    assert torch.equal(loaded.predict(x).log_probs, posterior.predict(x).member_means)
+    assert torch.equal(loaded.predict(x).log_probs, posterior.predict(x).log_probs)
 
 
 def test_a_stored_draw_has_memory_of_its_own(build):
@@ -640,7 +640,7 @@ def test_config_is_json_and_builds_a_skeleton(build, template):
     skeleton = type(posterior).skeleton(template(), config, ds.Classification()).to(torch.float64)
     skeleton.load_state_dict(posterior.state_dict())
     assert tiny.strides(skeleton) == tiny.strides(posterior)
-    assert torch.equal(skeleton.predict(x).log_probs, posterior.predict(x).member_means)
+    assert torch.equal(skeleton.predict(x).log_probs, posterior.predict(x).log_probs)
     assert (skeleton.prior.std, skeleton.data_size) == (0.5, 12)
 
 
