@@ -27,7 +27,7 @@ ROOMS = {
     "nets": "utils numerics",
     "metrics": "utils numerics",
     "data": "utils numerics",
-    "core": "utils numerics kernels plots",  # plots only inside `plot`
+    "core": "utils numerics kernels plots data",  # plots only inside `plot`, data only where rows are given as such
     "layers": "utils numerics kernels nets core",  # the NTK form of a linear layer is converted as the plain one is
     "landscape": "utils numerics plots core layers",  # plots only to draw
     "engine": "utils numerics kernels core",

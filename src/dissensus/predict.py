@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from dissensus.core import batch as batches
 from dissensus.core.errors import Diverged
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import Predictive
 from dissensus.core.summary import RunningSummary, SummaryPredictive
@@ -45,13 +45,13 @@ def predict(
     Raises:
         Diverged: a member predicts NaN.
     """
-    loader = _as_loader(posterior, loader)
+    data = Loader.complete(loader, expect_posterior(posterior))
     parts: list[Predictive] = []
     targets: list[Tensor] = []
-    found = _predict_and_correct(posterior, loader, precision=precision, compiled=compiled, keeps_weights=True)
+    found = _predict_and_correct(posterior, data, precision=precision, compiled=compiled, keeps_weights=True)
     for predictive, y in found:
         if not parts:
-            _log_memory(predictive, loader, keep_members=True)
+            _log_memory(predictive, data, keep_members=True)
         parts.append(predictive)
         targets.append(y)
     return Predictive.cat(parts), torch.cat(targets)
@@ -82,19 +82,18 @@ def summarise(
     Returns:
         A `SummaryPredictive` for N inputs and the targets (N, ...), in the loader's order.
     """
-    loader = _as_loader(posterior, loader)
     if not isinstance(posterior, Posterior):
         # It imports all methods, which `import dissensus` avoids.
         from dissensus.storage.member_streaming import read_members
 
         members = read_members(Path(posterior), network, likelihood=likelihood, method=method)
-        return _summarise_stored(members, loader, precision)
-    lens = posterior.current_correction()
+        return _summarise_stored(members, Loader(loader, raw=True), precision)
+    data, lens = Loader.complete(loader, posterior), posterior.current_correction()
     parts: list[SummaryPredictive] = []
     targets: list[Tensor] = []
-    for part, y in predict_loader(posterior, loader, lens, precision=precision, compiled=compiled):
+    for part, y in predict_loader(posterior, data, lens, precision=precision, compiled=compiled):
         if not parts:
-            _log_memory(part, loader, keep_members=False)
+            _log_memory(part, data, keep_members=False)
         parts.append(cast(SummaryPredictive, lens.correct_mixture(part)))
         targets.append(y)
     return SummaryPredictive.cat(parts), torch.cat(targets)
@@ -111,12 +110,13 @@ def predict_batches(
     Yields:
         (predictive, targets): a `Predictive` for the batch's B inputs with every member, and its targets (B, ...).
     """
-    return _predict_and_correct(posterior, _as_loader(posterior, loader), precision=precision, compiled=compiled)
+    data = Loader.complete(loader, expect_posterior(posterior))
+    return _predict_and_correct(posterior, data, precision=precision, compiled=compiled)
 
 
 def _predict_and_correct(
     posterior: Posterior,
-    loader: Iterable[Any],
+    loader: Loader,
     *,
     precision: PredictionPrecision,
     compiled: bool,
@@ -169,7 +169,7 @@ def predict_image(
     rows, columns = (_tiles(*each, overlap) for each in zip(size, sides, strict=True))
     places = [(row, column) for row in rows for column in columns]
     cuts = [(slice(row.start, row.stop), slice(column.start, column.stop)) for (row, _), (column, _) in places]
-    loader = [(image[None, :, row, column], torch.zeros(1)) for row, column in cuts]
+    loader = Loader([(image[None, :, row, column], torch.zeros(1)) for row, column in cuts])
     found: tuple[Tensor, ...] = ()
     lens = expect_posterior(posterior).current_correction()
     parts = predict_loader(posterior, loader, lens, precision=precision, compiled=False, one_at_a_time=True)
@@ -203,15 +203,8 @@ def _kept_slice(kept: range, tile: range) -> slice:
     return slice(kept.start - tile.start, kept.stop - tile.start)
 
 
-def _as_loader(posterior: Any, given: Any) -> Iterable[Any]:
-    from dissensus.data.batches import as_loader  # imports all of `data`, which `import dissensus` avoids
-
-    loader: Iterable[Any] = as_loader(given, raw=getattr(posterior, "inputs", as_loader) is not None)
-    return cast(Iterable[Any], posterior.complete_loader(loader)) if isinstance(posterior, Posterior) else loader
-
-
 def _summarise_stored(
-    members: Iterable[Posterior], loader: Iterable[Any], precision: PredictionPrecision
+    members: Iterable[Posterior], loader: Loader, precision: PredictionPrecision
 ) -> tuple[SummaryPredictive, Tensor]:
     running: list[RunningSummary] = []
     targets: list[Tensor] = []
@@ -238,12 +231,12 @@ def _summarise_stored(
     return SummaryPredictive.cat(cast(list[SummaryPredictive], seen_whole)), torch.cat(targets)
 
 
-def _log_memory(predictive: Predictive, loader: Iterable[Any], *, keep_members: bool) -> None:
+def _log_memory(predictive: Predictive, loader: Loader, *, keep_members: bool) -> None:
     """Logs the size of the result in bytes, with all members or only mean, aleatoric and epistemic."""
     described = predictive.defining_tensors()
     members, inputs = described[0].shape[:2]
     outputs = sum(math.prod(tensor.shape[2:]) for tensor in described)
-    if (count := batches.count_batches(loader)) is not None:
+    if (count := loader.length) is not None:
         numbers = inputs * count * (members * outputs if keep_members else outputs)
         size = format_bytes(numbers * described[0].element_size())
         log.info("the prediction of about %d inputs will take %s", inputs * count, size)

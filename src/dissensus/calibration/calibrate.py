@@ -12,11 +12,10 @@ from dissensus.calibration.calibration_fits import HeldOutRows, fit_correction
 from dissensus.calibration.fit_temperature import SUSPICIOUS, WIDEST
 from dissensus.calibration.value_calibrations import DeviationScaling
 from dissensus.core.calibrated import Correction
-from dissensus.core.input_checks import check_loader
 from dissensus.core.likelihood import expand_weight
+from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive
-from dissensus.data.batches import as_loader
 from dissensus.metrics.calibration import confidence_ece
 from dissensus.predict import predict
 
@@ -88,8 +87,7 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
 
 def predict_held_out(posterior: Posterior, loader: Iterable[Any]) -> HeldOutRows:
     """Uncalibrated predictions for the loader's rows."""
-    loader = expect_posterior(posterior).complete_loader(as_loader(loader, raw=posterior.inputs is not None))
-    check_loader(loader)
+    loader = Loader.complete(loader, expect_posterior(posterior))
     view = copy.copy(posterior)  # a copy: other threads may use the calibrated posterior meanwhile
     view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
     view._modules = {**posterior._modules, "calibration": None, "promises": torch.nn.ModuleDict()}

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
-from dissensus.core.input_checks import check_loader
+from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior, inference_context
 from dissensus.core.predictive import CategoricalPredictive, Predictive
-from dissensus.data.batches import as_loader
 from dissensus.numerics.randomness import RandomnessDetector
 from dissensus.predict import predict_batches
 
@@ -31,8 +30,7 @@ def calibration_rows(
     posterior: Posterior, loader: Iterable[Any], *, labelled: bool = True
 ) -> Iterator[CalibrationRows]:
     """Yields the CalibrationRows of each batch; `labelled`: whether y is read."""
-    loader = expect_posterior(posterior).complete_loader(as_loader(loader, raw=posterior.inputs is not None))
-    check_loader(loader)
+    loader = Loader.complete(loader, expect_posterior(posterior))
     with inference_context(posterior), RandomnessDetector() as watch:
         posterior.draw()
     if watch.has_drawn:

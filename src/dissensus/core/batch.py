@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from dissensus.utils.arrays import as_tensor
 
@@ -187,31 +186,6 @@ class UnchangedInputs:  # not a generator, which takes three times as long
                     "expected a network that does not change its inputs, got one that changes them in place; write "
                     "x = x / 255, not x /= 255, or nn.ReLU() instead of nn.ReLU(inplace=True)"
                 )
-
-
-def count_batches(loader: Iterable[Any]) -> int | None:
-    """Number of batches in the loader; None if it has no length, like a DataLoader over a stream."""
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
-def distributed_sampler(loader: Any) -> Any:
-    """The loader's sampler if it gives each rank its own rows, like torch's DistributedSampler; else None."""
-    prepared = type(loader).__module__ == "accelerate.data_loader"
-    if prepared and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ValueError(
-            "expected the loader itself, got one that Accelerate has divided over processes; pass it as it was before prepare"
-        )
-    for path in ("sampler", "batch_sampler.sampler"):
-        try:
-            sampler = attrgetter(path)(loader)
-        except AttributeError:
-            continue
-        if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
-            return sampler
-    return None
 
 
 def check_finite(x: Inputs, *, anywhere: bool = False) -> None:

@@ -69,7 +69,7 @@ class Interruptions:
     """Around training. `mesh`: None for a process alone; `hears`: whether SIGTERM waits for a checkpoint to be written."""
 
     def __init__(self, mesh: Mesh | None, *, hears: bool) -> None:
-        self.mesh = mesh
+        self.mesh, self.resumable = mesh, hears
         self.sigterm = SigtermHandler(hears=hears, group=init.host_group() if mesh is not None and hears else None)
         self._inside = ExitStack()
 

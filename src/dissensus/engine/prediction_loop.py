@@ -1,10 +1,10 @@
 """Prediction of one batch after the other, with one draw of functions for all: what the verbs of prediction have in common."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.calibrated import Correction
 from dissensus.core.drawn_functions import DrawnFunctions
-from dissensus.core.input_checks import check_loader
+from dissensus.core.loader import Loader
 from dissensus.core.member_runner import FallbackChain
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, inference_context
@@ -30,7 +30,7 @@ BEHIND = 16  # batches, where the user's code does not run between them
 
 def predict_loader(
     posterior: Posterior,
-    loader: Iterable[Any],
+    loader: Loader,
     lens: Correction,
     *,
     precision: PredictionPrecision,
@@ -45,12 +45,11 @@ def predict_loader(
     which may change weights, does not run between batches.
     """
     prediction_precision("precision", precision)
-    check_loader(loader)
     warn_of_precision(posterior, precision)
     with inference_context(posterior):
         device, drawn = posterior.device, posterior.draw()
     portion = posterior.partition_functions(drawn)
-    count = batches.count_batches(loader)
+    count = loader.length
     # On a mesh an error must come with its batch, so that all processes raise it.
     at_once = device.type != "cuda" or posterior.connected_mesh is not None
     late = LateChecks(at_once=at_once, behind=BEHIND if keeps_weights else 1)

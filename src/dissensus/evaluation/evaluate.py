@@ -10,12 +10,10 @@ from typing import Any
 import torch
 
 from dissensus.calibration.gate import Gate
-from dissensus.core import batch as batches
-from dissensus.core.input_checks import check_loader
+from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, RegressionPredictive
 from dissensus.core.regression import RealTargets
-from dissensus.data.batches import as_loader
 from dissensus.engine.precision import PredictionPrecision
 from dissensus.evaluation import classification, regression, segmentation
 from dissensus.evaluation.attack_curves import AttackCurves, AttackedInputs, attacked_inputs
@@ -84,15 +82,14 @@ def evaluate(
         if sets is not None and not isinstance(sets, Mapping):
             got = type(sets).__name__
             raise TypeError(f"expected {keyword} as a dict of loaders, got {got}; pass {keyword}={{'name': loader}}")
-    raw, real = posterior.inputs is not None, isinstance(posterior.likelihood, RealTargets)
+    real = isinstance(posterior.likelihood, RealTargets)
 
-    def shared_loader(given: Any) -> Any:
-        return posterior.complete_loader(as_loader(given, raw=raw))
+    def shared_loader(given: Any) -> Loader:
+        return Loader.complete(given, posterior)
 
     ood = {name: foreign_loader(each, real=real) for name, each in (ood or {}).items()}
     ood, shift = ({name: shared_loader(each) for name, each in (sets or {}).items()} for sets in (ood, shift))
     loader = shared_loader(loader)
-    check_loader(loader, *ood.values(), *shift.values())
     for name in (*ood, *shift):
         if not isinstance(name, str) or not name or "/" in name:
             raise ValueError(f"expected names without '/' for OOD and shift sets, got {name!r}; rename it")
@@ -101,12 +98,11 @@ def evaluate(
         draw_once(posterior, precision) as functions,
         LoaderProgress(parts, title=f"evaluating {posterior.name}", show=progress) as bar,
     ):
-        count = batches.count_batches(loader)
+        count = loader.length
         kind, once = _kind_of_predictions(functions, loader)
         loader_again = bar.track_batches(once, "test", count)
         ood, shift = (
-            {name: bar.track_batches(each, name, batches.count_batches(each)) for name, each in sets.items()}
-            for sets in (ood, shift)
+            {name: bar.track_batches(each, name, each.length) for name, each in sets.items()} for sets in (ood, shift)
         )
         corruptible, attackable = (bar.track_batches(loader, name, count) for name in ("corruptions", "attacks"))
         score = checked_score(score, kind, functions.members)
