@@ -226,6 +226,13 @@ def test_a_stranger_finds_the_way():
     assert sum(weight.weights(SOURCE).values(), weight.Weight()).lines <= 49_500
 
 
+def test_a_batch_enters_few_files_before_the_optimiser_steps():
+    """All of them are on the way of any batch; `docs/developing/a-batch-through-fit.md` says what each is for."""
+    files = load_weight_program().files_of_a_step()
+    assert {"training/fit.py", "core/batch.py", "core/gradients.py", "engine/eager_step.py"} <= {*files}
+    assert len(files) <= 21, files
+
+
 def test_participles_and_small_files_would_be_seen(tmp_path):
     weight = load_weight_program()
     library = tmp_path / "library"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from dissensus.core.batch import Batch
 from dissensus.core.errors import Diverged
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.loader import Loader
@@ -48,12 +49,12 @@ def predict(
     data = Loader.complete(loader, expect_posterior(posterior))
     parts: list[Predictive] = []
     targets: list[Tensor] = []
-    found = _predict_and_correct(posterior, data, precision=precision, compiled=compiled, keeps_weights=True)
-    for predictive, y in found:
+    found = predict_pairs(posterior, data, precision=precision, compiled=compiled, keeps_weights=True)
+    for batch, predictive in found:
         if not parts:
             _log_memory(predictive, data, keep_members=True)
         parts.append(predictive)
-        targets.append(y)
+        targets.append(batch.y)
     return Predictive.cat(parts), torch.cat(targets)
 
 
@@ -91,11 +92,11 @@ def summarise(
     data, lens = Loader.complete(loader, posterior), posterior.current_correction()
     parts: list[SummaryPredictive] = []
     targets: list[Tensor] = []
-    for part, y in predict_loader(posterior, data, lens, precision=precision, compiled=compiled):
+    for batch, part in predict_loader(posterior, data, lens, precision=precision, compiled=compiled):
         if not parts:
             _log_memory(part, data, keep_members=False)
         parts.append(cast(SummaryPredictive, lens.correct_mixture(part)))
-        targets.append(y)
+        targets.append(batch.y)
     return SummaryPredictive.cat(parts), torch.cat(targets)
 
 
@@ -111,22 +112,20 @@ def predict_batches(
         (predictive, targets): a `Predictive` for the batch's B inputs with every member, and its targets (B, ...).
     """
     data = Loader.complete(loader, expect_posterior(posterior))
-    return _predict_and_correct(posterior, data, precision=precision, compiled=compiled)
+    pairs = predict_pairs(posterior, data, precision=precision, compiled=compiled)
+    return ((predictive, batch.y) for batch, predictive in pairs)
 
 
-def _predict_and_correct(
-    posterior: Posterior,
-    loader: Loader,
-    *,
-    precision: PredictionPrecision,
-    compiled: bool,
-    keeps_weights: bool = False,
-) -> Iterator[tuple[Predictive, Tensor]]:
-    lens = expect_posterior(posterior).current_correction()
-    settings: dict[str, Any] = {"precision": precision, "compiled": compiled, "keep_members": True}
-    settings["keeps_weights"] = keeps_weights
-    for predictive, y in predict_loader(posterior, loader, lens, **settings):
-        yield lens.correct_mixture(predictive), y
+def predict_pairs(
+    posterior: Posterior, loader: Loader, *, precision: PredictionPrecision = "float32", **settings: bool
+) -> Iterator[tuple[Batch, Predictive]]:
+    """(batch, predictive with every member) of a complete loader, one after the other; settings as of `predict_loader`."""
+    lens = posterior.current_correction()
+    settings = {"keeps_weights": False, **settings}
+    for batch, predictive in predict_loader(
+        posterior, loader, lens, precision=precision, keep_members=True, **settings
+    ):
+        yield batch, lens.correct_mixture(predictive)
 
 
 class ImagePrediction(NamedTuple):
@@ -172,8 +171,8 @@ def predict_image(
     loader = Loader([(image[None, :, row, column], torch.zeros(1)) for row, column in cuts])
     found: tuple[Tensor, ...] = ()
     lens = expect_posterior(posterior).current_correction()
-    parts = predict_loader(posterior, loader, lens, precision=precision, compiled=False, one_at_a_time=True)
-    for ((row, kept_rows), (column, kept_columns)), (moments, _) in zip(places, parts, strict=True):
+    parts = predict_loader(posterior, loader, lens, precision=precision, one_at_a_time=True)
+    for ((row, kept_rows), (column, kept_columns)), (_, moments) in zip(places, parts, strict=True):
         summary = lens.correct_mixture(moments)
         new = (summary.mean, summary.total, summary.epistemic)
         if summary.mean.shape[2:] != (len(row), len(column)):
@@ -212,8 +211,8 @@ def _summarise_stored(
     for index, member in enumerate(members):
         seen, lens = 0, member.current_correction()
         try:
-            parts = predict_loader(member, loader, lens, precision=precision, compiled=False, keep_members=True)
-            for predictive, y in parts:
+            parts = predict_loader(member, loader, lens, precision=precision, keep_members=True)
+            for (_, y, _), predictive in parts:
                 if index == 0:
                     running.append(RunningSummary())
                     targets.append(y)

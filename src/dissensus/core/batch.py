@@ -29,7 +29,8 @@ class Batch(NamedTuple):
         if not isinstance(given, tuple | list) or len(given) not in (2, 3):
             what = type(given).__name__ + (f" of length {len(given)}" if hasattr(given, "__len__") else "")
             raise TypeError(f"expected batches (x, y) or (x, y, weight), got {what}; let the loader yield such tuples")
-        x, y, weight = batch = cls(convert_inputs(given[0]), *map(as_tensor, given[1:]))
+        tensors = (each if isinstance(each, Tensor) else as_tensor(each) for each in given[1:])
+        x, y, weight = batch = cls(convert_inputs(given[0]), *tensors)
         for what, each in (("targets", y), ("example weights", y if weight is None else weight)):
             if not isinstance(each, Tensor):
                 raise TypeError(f"expected {what} as a tensor, got {type(each).__name__}; use torch.as_tensor")
@@ -186,6 +187,21 @@ class UnchangedInputs:  # not a generator, which takes three times as long
                     "expected a network that does not change its inputs, got one that changes them in place; write "
                     "x = x / 255, not x /= 255, or nn.ReLU() instead of nn.ReLU(inplace=True)"
                 )
+
+
+class SmallBatchGuard:  # not a generator, which takes three times as long
+    """Turns torch's error for batch norm on a batch of one, which has no variance, into one with a remedy."""
+
+    def __init__(self, x: Inputs) -> None:
+        self.x = x
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+            got = f"a batch of {count_examples(self.x)}; pass drop_last=True to the loader, or another size"
+            raise ValueError(f"expected at least two examples per batch for batch norm, got {got}") from error
 
 
 def check_finite(x: Inputs, *, anywhere: bool = False) -> None:

@@ -69,7 +69,6 @@ class Checkpoints:
         scheduler: LRScheduler | None = None,
         loader: Loader | None = None,
         division: TrainingPartition = ALONE,
-        *,
         seconds: float = 0.0,
     ) -> None:
         self.path = None if path is None else Path(path)

@@ -17,31 +17,19 @@ from dissensus.utils.progress import Progress
 
 
 class RunLength:
-    """Batches and optimiser steps of an epoch. `batches`: None if the loader has no length.
-
-    From a checkpoint: `over`, the epochs done; `done`, their steps; `steps_per_epoch`.
-    """
+    """The optimiser steps of an epoch. From a checkpoint: `over`, the epochs done; `done`, their steps; `steps_per_epoch`."""
 
     def __init__(
-        self,
-        posterior: Posterior,
-        loader: Loader,
-        *,
-        epochs: int,
-        accumulate: int,
-        over: int = 0,
-        done: int = 0,
-        steps_per_epoch: int | None = None,
+        self, posterior: Posterior, loader: Loader, epochs: int, accumulate: int, *, over: int = 0, **told: int | None
     ) -> None:
         self.posterior, self.epochs = posterior, epochs
-        self.batches = loader.length
-        self.done = done
+        self.done, steps_per_epoch = told.get("done") or 0, told.get("steps_per_epoch")
         self.is_unknown = False
         self.first_step = int(posterior.steps)  # first step of the epochs that follow
-        if self.batches is not None:
-            steps_per_epoch = max(1, math.ceil(self.batches / accumulate))
+        if (batches := loader.length) is not None:
+            steps_per_epoch = max(1, math.ceil(batches / accumulate))
         if steps_per_epoch is not None:
-            posterior.begin(steps_per_epoch, epochs, done=done)
+            posterior.begin(steps_per_epoch, epochs, done=self.done)
         elif over < epochs:
             posterior.begin_unmeasured(epochs)
             self.is_unknown = posterior.steps_per_epoch is None  # else the caller has already called `begin`

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dissensus.core.batch import Batch
+from dissensus.core.batch import Batch, SmallBatchGuard
 from dissensus.core.loader import Loader
 from dissensus.core.locks import lock_for_training
 from dissensus.core.posterior import Posterior, expect_posterior, refresh
@@ -22,7 +22,6 @@ from dissensus.distributed.preemption import Interruptions
 from dissensus.distributed.single_process import TrainingPartition
 from dissensus.engine import Step, build_step
 from dissensus.engine.memory import training_memory
-from dissensus.layers.reestimate_batch_norm import SmallBatchGuard
 from dissensus.training import fit_checks
 from dissensus.training.checkpoint import Checkpoints, RunSoFar, checkpoint_exists
 from dissensus.training.epochs import PartialEpoch, RunLength
@@ -117,28 +116,28 @@ def fit(
         division.begin()
         resumes = checkpoint_exists(checkpoint, division)
         plan = Optimisation(posterior, optimizer, scheduler, data, division, epochs=epochs, resumes=resumes)
-        checkpoints = Checkpoints(checkpoint, posterior, *plan, data, division, seconds=checkpoint_seconds)
-        so_far = checkpoints.resume() if resumes else RunSoFar()
+        store = Checkpoints(checkpoint, posterior, plan.optimizer, plan.scheduler, data, division, checkpoint_seconds)
+        so_far = store.resume() if resumes else RunSoFar()
         history, choice = so_far.history, Validation(posterior, validation, division, so_far.best, epochs, patience)
         plan.set_rates(epochs - len(history))
         run = _TrainingRun(posterior, plan, data, division, so_far, epochs, accumulate, clip, precision, engine)
         bar = Progress(epochs, data.length, title=posterior.name, show=progress)
-        interruptions = Interruptions(division.active_mesh, hears=checkpoint is not None)
+        interruptions = Interruptions(division.active_mesh, resumable=checkpoint is not None)
         with run, bar, interruptions:
             for index in choice.remaining_epochs(len(history)):
                 epoch = run.train_epoch(index, bar, interruptions)
                 if epoch is None:
-                    checkpoints.write(history, choice.best, run.part)
+                    store.write(history, choice.best, run.part)
                     interruptions.terminate()
                 epoch.validation, epoch.look = choice.scores(index)
                 history.epochs.append(epoch)
                 plan.end_epoch(epoch)
                 choice.keep_best(epoch, history)
                 bar.end_epoch(index, _epoch_line(epoch))
-                checkpoints.end_epoch(history, choice.best)
+                store.end_epoch(history, choice.best)
                 if callback is not None and division.broadcast_object(callback(epoch)):
                     break
-            checkpoints.end_run(history, choice.best)
+            store.end_run(history, choice.best)
         choice.restore_best()
         history.drawing = _store_draw(posterior, division.complete_loader(data)) if draw else history.drawing
         division.end(posterior.eval())
@@ -165,25 +164,24 @@ class _TrainingRun:
         self.history, self.part = so_far.history, so_far.part
         self.batches = division.training_loader(loader)
         posterior.batches_per_step = accumulate * division.loader_count
-        over = len(self.history)
-        self.length = RunLength(posterior, loader, epochs=epochs, accumulate=accumulate, over=over, **so_far.told)
+        self.length = RunLength(posterior, loader, epochs, accumulate, over=len(self.history), **so_far.told)
         self.engine, self.accumulate = division.choose_engine(engine), accumulate
         steps = (loader.length or posterior.steps_per_epoch or 1) * epochs
         self.settings: dict[str, Any] = {"clip": clip, "accumulate": accumulate, "steps": steps}
         self.precision = _autocast_dtype(precision, posterior)
         self.step: Step | None = None
-        # Streams and graphs belong to the current device.
-        self._gpu = torch.cuda.device(posterior.device if posterior.device.type == "cuda" else -1)
+        self._inside = ExitStack()
 
     def __enter__(self) -> Self:
-        self._gpu.__enter__()
+        device = self.posterior.device  # the current one, because streams and graphs belong to that
+        self._inside.enter_context(torch.cuda.device(device if device.type == "cuda" else -1))
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.posterior.eval()  # also when interrupted
         if self.step is not None:
             self.step.close()
-        self._gpu.__exit__(*error)
+        self._inside.close()
 
     def train_epoch(self, index: int, bar: Progress, interruptions: Interruptions) -> Epoch | None:
         """The epoch of this number, trained; None if it was interrupted after the batches of `part`."""

@@ -1,8 +1,7 @@
 """The optimiser of a run and its schedule: those given, or the method's default ones, with rates measured where needed."""
 
 import logging
-from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
@@ -41,9 +40,6 @@ class Optimisation:
         self.optimizer, self.scheduler = optimizer, scheduler
         fit_checks.check_can_train(posterior, optimizer)
         fit_checks.log_remarks(posterior, optimizer, scheduler, epochs=epochs, batches=loader.length)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.optimizer, self.scheduler))
 
     @property
     def lr(self) -> float:
