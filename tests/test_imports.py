@@ -36,7 +36,7 @@ ROOMS = {
     "theory": "utils numerics core nets layers landscape methods",
     "storage": "utils numerics core data nets methods",
     "predict": "utils numerics core data engine storage",
-    "calibration": "utils numerics core data metrics predict",
+    "calibration": "utils numerics core engine metrics",
     "attacks": "utils numerics core data methods",
     "training": "utils numerics plots core data layers landscape engine distributed methods storage",
     "evaluation": "utils numerics plots core engine methods metrics data attacks calibration",

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from dissensus.core.batch import Batch
 from dissensus.core.errors import Diverged
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.loader import Loader
@@ -49,8 +48,7 @@ def predict(
     data = Loader.complete(loader, expect_posterior(posterior))
     parts: list[Predictive] = []
     targets: list[Tensor] = []
-    found = predict_pairs(posterior, data, precision=precision, compiled=compiled, keeps_weights=True)
-    for batch, predictive in found:
+    for batch, predictive in predict_loader(posterior, data, precision=precision, compiled=compiled):
         if not parts:
             _log_memory(predictive, data, keep_members=True)
         parts.append(predictive)
@@ -89,13 +87,13 @@ def summarise(
 
         members = read_members(Path(posterior), network, likelihood=likelihood, method=method)
         return _summarise_stored(members, Loader(loader, raw=True), precision)
-    data, lens = Loader.complete(loader, posterior), posterior.current_correction()
+    data = Loader.complete(loader, posterior)
     parts: list[SummaryPredictive] = []
     targets: list[Tensor] = []
-    for batch, part in predict_loader(posterior, data, lens, precision=precision, compiled=compiled):
+    for batch, part in predict_loader(posterior, data, precision=precision, compiled=compiled, keep_members=False):
         if not parts:
             _log_memory(part, data, keep_members=False)
-        parts.append(cast(SummaryPredictive, lens.correct_mixture(part)))
+        parts.append(cast(SummaryPredictive, part))
         targets.append(batch.y)
     return SummaryPredictive.cat(parts), torch.cat(targets)
 
@@ -112,20 +110,8 @@ def predict_batches(
         (predictive, targets): a `Predictive` for the batch's B inputs with every member, and its targets (B, ...).
     """
     data = Loader.complete(loader, expect_posterior(posterior))
-    pairs = predict_pairs(posterior, data, precision=precision, compiled=compiled)
-    return ((predictive, batch.y) for batch, predictive in pairs)
-
-
-def predict_pairs(
-    posterior: Posterior, loader: Loader, *, precision: PredictionPrecision = "float32", **settings: bool
-) -> Iterator[tuple[Batch, Predictive]]:
-    """(batch, predictive with every member) of a complete loader, one after the other; settings as of `predict_loader`."""
-    lens = posterior.current_correction()
-    settings = {"keeps_weights": False, **settings}
-    for batch, predictive in predict_loader(
-        posterior, loader, lens, precision=precision, keep_members=True, **settings
-    ):
-        yield batch, lens.correct_mixture(predictive)
+    found = predict_loader(posterior, data, precision=precision, compiled=compiled, keeps_weights=False)
+    return ((predictive, batch.y) for batch, predictive in found)
 
 
 class ImagePrediction(NamedTuple):
@@ -170,10 +156,9 @@ def predict_image(
     cuts = [(slice(row.start, row.stop), slice(column.start, column.stop)) for (row, _), (column, _) in places]
     loader = Loader([(image[None, :, row, column], torch.zeros(1)) for row, column in cuts])
     found: tuple[Tensor, ...] = ()
-    lens = expect_posterior(posterior).current_correction()
-    parts = predict_loader(posterior, loader, lens, precision=precision, one_at_a_time=True)
-    for ((row, kept_rows), (column, kept_columns)), (_, moments) in zip(places, parts, strict=True):
-        summary = lens.correct_mixture(moments)
+    settings: dict[str, Any] = {"precision": precision, "keep_members": False, "one_at_a_time": True}
+    parts = predict_loader(expect_posterior(posterior), loader, **settings)
+    for ((row, kept_rows), (column, kept_columns)), (_, summary) in zip(places, parts, strict=True):
         new = (summary.mean, summary.total, summary.epistemic)
         if summary.mean.shape[2:] != (len(row), len(column)):
             wanted, got = f"logits (B, C, {len(row)}, {len(column)})", tuple(summary.mean.shape)
@@ -211,8 +196,7 @@ def _summarise_stored(
     for index, member in enumerate(members):
         seen, lens = 0, member.current_correction()
         try:
-            parts = predict_loader(member, loader, lens, precision=precision, keep_members=True)
-            for (_, y, _), predictive in parts:
+            for (_, y, _), predictive in predict_loader(member, loader, precision=precision, as_mixture=False):
                 if index == 0:
                     running.append(RunningSummary())
                     targets.append(y)

@@ -16,8 +16,8 @@ from dissensus.core.likelihood import expand_weight
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, Predictive
+from dissensus.engine.prediction_loop import predict_loader
 from dissensus.metrics.calibration import confidence_ece
-from dissensus.predict import predict_pairs
 
 log = logging.getLogger("dissensus")
 
@@ -92,7 +92,7 @@ def predict_held_out(posterior: Posterior, loader: Iterable[Any]) -> HeldOutRows
     view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
     view._modules = {**posterior._modules, "calibration": None, "promises": torch.nn.ModuleDict()}
     parts, targets, weights = [], [], []
-    for batch, part in predict_pairs(view, data, labelled=True, keeps_weights=True):
+    for batch, part in predict_loader(view, data, labelled=True):
         parts.append(part)
         targets.append(batch.y)
         weights.append(batch.weight)

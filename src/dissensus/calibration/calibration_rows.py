@@ -12,8 +12,8 @@ from dissensus.core.batch import Inputs
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior, inference_context
 from dissensus.core.predictive import CategoricalPredictive, Predictive
+from dissensus.engine.prediction_loop import predict_loader
 from dissensus.numerics.randomness import RandomnessDetector
-from dissensus.predict import predict_pairs
 
 
 class CalibrationRows(NamedTuple):
@@ -35,7 +35,7 @@ def calibration_rows(
     if watch.has_drawn:
         got = f"{type(posterior).__name__}, which draws new ones for each prediction"
         raise ValueError(f"expected fixed functions, got {got}; call ds.refresh(posterior, training_loader) first")
-    for batch, predictive in predict_pairs(posterior, data, labelled=labelled):
+    for batch, predictive in predict_loader(posterior, data, labelled=labelled, keeps_weights=False):
         y = batch.y
         if isinstance(predictive, CategoricalPredictive):
             check_exchangeable(predictive, y if labelled else None)

@@ -2,16 +2,15 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
-from dissensus.core.calibrated import Correction
 from dissensus.core.likelihood import Classification
 from dissensus.core.loader import Loader
 from dissensus.core.member_runner import FallbackChain
@@ -48,7 +47,6 @@ class FixedDraw:
     """M functions drawn once from a posterior, run batch by batch: all their numbers belong to the same functions.
 
     Args:
-        correction: what members are seen through; None is the posterior's own.
         compiled: whether functions are compiled (torch.compile) first.
         keeps_weights: that the user's code, which may change weights, does not run between batches.
         count: number of batches to come, where it is known.
@@ -59,7 +57,6 @@ class FixedDraw:
         posterior: Posterior,
         precision: PredictionPrecision = "float32",
         *,
-        correction: Correction | None = None,
         compiled: bool = False,
         keeps_weights: bool = True,
         count: int | None = None,
@@ -70,10 +67,18 @@ class FixedDraw:
             self.drawn = posterior.draw()
         self.posterior, self.precision, self.compiled = posterior, precision, compiled
         self.members = self.drawn.members
-        self.correction = posterior.current_correction() if correction is None else correction
+        self.correction = posterior.current_correction()
         self.logits = isinstance(posterior.likelihood, Classification)
         self.portion = posterior.partition_functions(self.drawn)
-        how: dict[str, Any] = {"context": self.context, "keeps": keeps_weights, "half": precision == "bf16"}
+
+        @contextmanager
+        def context() -> Iterator[None]:  # not a method, by which the functions would keep themselves in memory
+            # Around a batch, or a part of one: between two, the caller's modes and random state are in place.
+            with inference_context(posterior), precision_context(posterior, precision):
+                yield
+
+        self.context = context
+        how: dict[str, Any] = {"context": context, "keeps": keeps_weights, "half": precision == "bf16"}
         how |= {"plain": not compiled, "count": count}
         self._describe = cache(
             lambda mine: CapturedFunction(_compile(mine.describe) if compiled else mine.describe, mine, **how)
@@ -81,12 +86,6 @@ class FixedDraw:
         self._everything = cache(
             lambda mine: CapturedFunction(partial(mine.map_members, _outputs_and_description), mine, **how)
         )
-
-    @contextmanager
-    def context(self) -> Iterator[None]:
-        """Around a batch, or a part of one: between two, the caller's modes and random state are in place."""
-        with inference_context(self.posterior), precision_context(self.posterior, self.precision):
-            yield
 
     @property
     def device(self) -> torch.device:
@@ -197,23 +196,23 @@ def draw_once(posterior: Posterior, precision: PredictionPrecision = "float32") 
 def predict_loader(
     posterior: Posterior,
     loader: Loader,
-    lens: Correction,
     *,
-    precision: PredictionPrecision,
+    precision: PredictionPrecision = "float32",
     compiled: bool = False,
-    keep_members: bool = False,
+    keep_members: bool = True,
     one_at_a_time: bool = False,
     keeps_weights: bool = True,
     labelled: bool = False,
+    as_mixture: bool = True,
 ) -> Iterator[tuple[Batch, Predictive]]:
     """(batch, predictive of all members, or their summary) of one batch after the other, by all processes on a mesh.
 
-    Members are seen through the lens; the caller looks at the mixture through it. Targets are on the posterior's device.
-    `keeps_weights`: that the user's code, which may change weights, does not run between batches. `labelled`: whether targets
-    must fit the network's outputs.
+    Targets are on the posterior's device. `keeps_weights`: that the user's code, which may change weights, does not run between
+    batches. `labelled`: whether targets must fit the network's outputs. `as_mixture`: False leaves out the calibration of the
+    mixture, for a caller that adds members up.
     """
     settings: dict[str, Any] = {"compiled": compiled, "keeps_weights": keeps_weights, "count": loader.length}
-    draw = FixedDraw(posterior, precision, correction=lens, **settings)
+    draw = FixedDraw(posterior, precision, **settings)
     # On a mesh an error must come with its batch, so that all processes raise it.
     at_once = draw.device.type != "cuda" or not draw.is_single_process
     late = LateChecks(at_once=at_once, behind=BEHIND if keeps_weights else 1)
@@ -224,12 +223,13 @@ def predict_loader(
             posterior.check_batch(batch)
         return batch
 
-    with prediction.run_in_loop() if one_at_a_time else ExitStack():
+    with prediction.run_in_loop() if one_at_a_time else nullcontext():
         work = prediction.predict_members if keep_members else prediction.predict_summary
         read = map(check, posterior.read(loader, anywhere=at_once))
         for batch, found in draw.run_batches(work, read, draw.device):
             late.end_batch()
-            yield batch._replace(y=cast(Tensor, batches.move_to_device(batch.y, draw.device))), found
+            batch = batch._replace(y=batches.move_to_device(batch.y, draw.device))
+            yield batch, draw.correction.correct_mixture(found) if as_mixture else found
         late.finish()
 
 
