@@ -1,7 +1,7 @@
 """Batches: x is a tensor, a tuple of tensors or a dict of tensors; a batch is (x, y) or (x, y, weight)."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -58,11 +58,6 @@ class Batch(NamedTuple):
         x, y, weight = self
         found = (None if each is None else move_to_device(each, device) for each in (x, y, weight))
         return Batch(*found)  # type: ignore[arg-type]
-
-
-def read_batches(loader: Iterable[Any], *, anywhere: bool = False) -> Iterator[Batch]:
-    """The loader's batches, each checked as in `Batch.of`."""
-    return (Batch.from_tuple(given, anywhere=anywhere) for given in loader)
 
 
 def call_network(network: nn.Module, x: Inputs) -> Tensor:

@@ -34,7 +34,7 @@ def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torc
     seen = dict.fromkeys(layers.values(), 0)  # number of examples that have passed the layer
     found = False
     with statistics_mode(particles, layers):
-        for batch in batches.read_batches(loader):
+        for batch in (batches.Batch.from_tuple(given) for given in loader):
             if batch.size == 0:
                 continue
             found, x = True, batches.move_to_device(batch.x, device)
