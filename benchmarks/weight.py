@@ -8,7 +8,7 @@ with `check`, or of a statement that calls such a function.
 
 The second table counts what makes a stranger lose the way; the rules are in the docstrings of the functions that count:
 `shared_names`, `small_files`, `bare_participles`, `long_functions`, `complex_functions`, `overridden_hooks`,
-`public_names` and `depth`.
+`public_names`, `depth` and `files_of_a_step`.
 """
 
 import argparse
@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY, PAGE = ROOT / "src" / "dissensus", ROOT / "CONTRIBUTING.md"
@@ -263,6 +265,47 @@ def depth() -> int:
     return max(below(method) for method in methods())
 
 
+def files_of_a_step() -> list[str]:
+    """Library files that a batch enters between the loader and `optimizer.step`, in a plain run on the CPU.
+
+    Two small networks, the fourth of six batches: every call in between is seen by a profiler, and `fit` itself counts.
+    """
+    import torch
+    from torch import nn
+
+    import dissensus as ds
+
+    home, entered = Path(ds.__file__).parent, set[str]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            entered.add(frame.f_code.co_filename)
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if sys.getprofile() is not None:
+                sys.setprofile(None)
+                frame = sys._getframe(1)
+                while frame is not None:
+                    entered.add(frame.f_code.co_filename)
+                    frame = frame.f_back  # type: ignore[assignment]
+            return super().step(closure)
+
+    def batches() -> Iterator[Any]:
+        for number in range(6):
+            if number == 3:
+                sys.setprofile(note)
+            yield torch.randn(8, 4), torch.arange(8) % 3
+
+    networks = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(2)]
+    posterior = ds.DeepEnsemble(networks)
+    ds.fit(
+        posterior, batches(), epochs=1, optimizer=Watched(posterior.parameters(), lr=0.1), device="cpu", progress=False
+    )
+    inside = [Path(each) for each in entered if home in Path(each).parents]
+    return sorted(each.relative_to(home).as_posix() for each in inside)
+
+
 def orientation(library: Path) -> str:
     """What makes a stranger lose the way, as Markdown; what belongs to classes is counted in the installed library."""
     counts = Counter(
@@ -275,6 +318,7 @@ def orientation(library: Path) -> str:
             "hooks that methods override": len(overridden_hooks()),
             "public names of `Posterior` besides hooks": len(public_names()),
             "classes below `Posterior`, at most": depth(),
+            "files that a batch enters before `optimizer.step`": len(files_of_a_step()),
         }
     )
     return "\n".join(

@@ -32,7 +32,7 @@ from dissensus.bench.task.config import load_task, run_config
 from dissensus.data import file_formats, numpy_files, tabular
 from dissensus.evaluation.corruption_curves import CorruptedCounts
 from dissensus.evaluation.member_distances import MemberDistances
-from dissensus.training.checkpoint import resume, write_checkpoint
+from dissensus.training.checkpoint import Checkpoints
 from dissensus.training.history import Best, Epoch, History
 from mutations import mutated
 from saved_files import config_of, reseal
@@ -83,13 +83,13 @@ def checkpoint(folder: Path) -> list[str]:
     posterior = ensemble()
     history = History([Epoch(0, 1.0, [1.0, 1.0], 1e-3, 0.1)], 0, "loop")
     optimizer = torch.optim.Adam(posterior.parameters())
-    write_checkpoint(folder / "run.pt", posterior, optimizer, None, history, Best(1.0, 0, posterior.state_dict()))
+    Checkpoints(folder / "run.pt", posterior, optimizer).write(history, Best(1.0, 0, posterior.state_dict()))
     return ["run.pt"]
 
 
 def resumed(folder: Path) -> object:
     posterior = ensemble()
-    return resume(folder / "run.pt", posterior, torch.optim.Adam(posterior.parameters()), None)
+    return Checkpoints(folder / "run.pt", posterior, torch.optim.Adam(posterior.parameters())).resume()
 
 
 def written(**files: bytes) -> Callable[[Path], list[str]]:
@@ -409,10 +409,10 @@ def test_a_small_file_cannot_take_much_time_or_memory(name, tmp_path):
 def test_a_checkpoint_cannot_ask_for_memory_it_does_not_hold(tmp_path):
     posterior = ensemble()
     optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1, momentum=0.9)
-    write_checkpoint(tmp_path / "run.pt", posterior, optimizer, None, History(), Best())
+    Checkpoints(tmp_path / "run.pt", posterior, optimizer).write(History(), Best())
     state = torch.load(tmp_path / "run.pt", weights_only=True)
     for value in (torch.zeros(1, dtype=torch.float64).expand(10**12), bytearray(100)):
         state["optimizer"]["state"] = {0: {"momentum_buffer": value}}
         torch.save(state, tmp_path / "run.pt")
         with pytest.raises(ValueError, match="expected a checkpoint of this posterior"):
-            resume(tmp_path / "run.pt", posterior, optimizer, None)
+            Checkpoints(tmp_path / "run.pt", posterior, optimizer).resume()

@@ -27,7 +27,7 @@ ROOMS = {
     "nets": "utils numerics",
     "metrics": "utils numerics",
     "data": "utils numerics",
-    "core": "utils numerics kernels plots",  # plots only inside `plot`
+    "core": "utils numerics kernels plots data",  # plots only inside `plot`, data only where rows are given as such
     "layers": "utils numerics kernels nets core",  # the NTK form of a linear layer is converted as the plain one is
     "landscape": "utils numerics plots core layers",  # plots only to draw
     "engine": "utils numerics kernels core",
@@ -36,7 +36,7 @@ ROOMS = {
     "theory": "utils numerics core nets layers landscape methods",
     "storage": "utils numerics core data nets methods",
     "predict": "utils numerics core data engine storage",
-    "calibration": "utils numerics core data metrics predict",
+    "calibration": "utils numerics core engine metrics",
     "attacks": "utils numerics core data methods",
     "training": "utils numerics plots core data layers landscape engine distributed methods storage",
     "evaluation": "utils numerics plots core engine methods metrics data attacks calibration",
@@ -231,6 +231,13 @@ def test_a_stranger_finds_the_way():
     assert core.files <= 32
     assert core.lines <= 5300
     assert sum(weight.weights(SOURCE).values(), weight.Weight()).lines <= 49_500
+
+
+def test_a_batch_enters_few_files_before_the_optimiser_steps():
+    """All of them are on the way of any batch; `docs/developing/a-batch-through-fit.md` says what each is for."""
+    files = load_weight_program().files_of_a_step()
+    assert {"training/fit.py", "core/batch.py", "core/gradients.py", "engine/eager_step.py"} <= {*files}
+    assert len(files) <= 21, files
 
 
 def test_participles_and_small_files_would_be_seen(tmp_path):

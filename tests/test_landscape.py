@@ -8,7 +8,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.training.fit import validation_nll
+from dissensus.training.validation import validation_nll
 
 torch.manual_seed(0)
 IMAGES = torch.randn(24, 2, 6, 6, dtype=torch.float64)

@@ -13,7 +13,7 @@ import dissensus as ds
 import test_contract
 import tiny
 from dissensus.numerics.hashing import fingerprint
-from dissensus.training.checkpoint import resume, write_checkpoint
+from dissensus.training.checkpoint import Checkpoints
 from dissensus.training.history import Best, History
 
 x, y = tiny.points(40)
@@ -93,8 +93,8 @@ def from_state(posterior, fresh, folder):
 def from_checkpoint(posterior, fresh, folder):
     other = fresh()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (posterior, other)]
-    write_checkpoint(folder / "run.pt", posterior, optimizers[0], None, History(), Best())
-    resume(folder / "run.pt", other, optimizers[1], None)
+    Checkpoints(folder / "run.pt", posterior, optimizers[0]).write(History(), Best())
+    Checkpoints(folder / "run.pt", other, optimizers[1]).resume()
     return other
 
 

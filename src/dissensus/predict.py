@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple, cast, overload
 import torch
 from torch import Tensor, nn
 
-from dissensus.core import batch as batches
 from dissensus.core.errors import Diverged
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import Predictive
 from dissensus.core.summary import RunningSummary, SummaryPredictive
@@ -73,16 +73,15 @@ def predict(
     Raises:
         Diverged: a member predicts NaN.
     """
-    loader = _as_loader(posterior, loader)
+    data = Loader.complete(loader, expect_posterior(posterior))
     parts: list[Predictive] = []
     seen: list[Tensor] = []
-    found = _predict_and_correct(posterior, loader, precision=precision, compiled=compiled, keeps_weights=True)
-    for predictive, y in found:
+    for batch, predictive in predict_loader(posterior, data, precision=precision, compiled=compiled):
         if not parts:
-            _log_memory(predictive, loader, keep_members=True)
+            _log_memory(predictive, data, keep_members=True)
         parts.append(predictive)
         if targets:
-            seen.append(y)
+            seen.append(batch.y)
     return (Predictive.cat(parts), torch.cat(seen)) if targets else Predictive.cat(parts)
 
 
@@ -140,23 +139,22 @@ def summarise(
     Returns:
         A `SummaryPredictive` for N inputs, and on request their targets (N, ...), in the loader's order.
     """
-    loader = _as_loader(posterior, loader)
     if not isinstance(posterior, Posterior):
         # It imports all methods, which `import dissensus` avoids.
         from dissensus.storage.member_streaming import read_members
 
         members = read_members(Path(posterior), network, likelihood=likelihood, method=method)
-        found = _summarise_stored(members, loader, precision)
+        found = _summarise_stored(members, Loader(loader, raw=True), precision)
         return found if targets else found[0]
-    lens = posterior.current_correction()
+    data = Loader.complete(loader, posterior)
     parts: list[SummaryPredictive] = []
     seen: list[Tensor] = []
-    for part, y in predict_loader(posterior, loader, lens, precision=precision, compiled=compiled):
+    for batch, part in predict_loader(posterior, data, precision=precision, compiled=compiled, keep_members=False):
         if not parts:
-            _log_memory(part, loader, keep_members=False)
-        parts.append(cast(SummaryPredictive, lens.correct_mixture(part)))
+            _log_memory(part, data, keep_members=False)
+        parts.append(cast(SummaryPredictive, part))
         if targets:
-            seen.append(y)
+            seen.append(batch.y)
     return (SummaryPredictive.cat(parts), torch.cat(seen)) if targets else SummaryPredictive.cat(parts)
 
 
@@ -171,22 +169,9 @@ def predict_batches(
     Yields:
         (predictive, targets): a `Predictive` for the batch's B inputs with every member, and its targets (B, ...).
     """
-    return _predict_and_correct(posterior, _as_loader(posterior, loader), precision=precision, compiled=compiled)
-
-
-def _predict_and_correct(
-    posterior: Posterior,
-    loader: Iterable[Any],
-    *,
-    precision: PredictionPrecision,
-    compiled: bool,
-    keeps_weights: bool = False,
-) -> Iterator[tuple[Predictive, Tensor]]:
-    lens = expect_posterior(posterior).current_correction()
-    settings: dict[str, Any] = {"precision": precision, "compiled": compiled, "keep_members": True}
-    settings["keeps_weights"] = keeps_weights
-    for predictive, y in predict_loader(posterior, loader, lens, **settings):
-        yield lens.correct_mixture(predictive), y
+    data = Loader.complete(loader, expect_posterior(posterior))
+    found = predict_loader(posterior, data, precision=precision, compiled=compiled, keeps_weights=False)
+    return ((predictive, batch.y) for batch, predictive in found)
 
 
 class ImagePrediction(NamedTuple):
@@ -234,12 +219,11 @@ def predict_image(
     rows, columns = (_tiles(*each, overlap) for each in zip(size, sides, strict=True))
     places = [(row, column) for row in rows for column in columns]
     cuts = [(slice(row.start, row.stop), slice(column.start, column.stop)) for (row, _), (column, _) in places]
-    loader = [(image[None, :, row, column], torch.zeros(1)) for row, column in cuts]
+    loader = Loader([(image[None, :, row, column], torch.zeros(1)) for row, column in cuts])
     found: tuple[Tensor, ...] = ()
-    lens = expect_posterior(posterior).current_correction()
-    parts = predict_loader(posterior, loader, lens, precision=precision, compiled=False, one_at_a_time=True)
-    for ((row, kept_rows), (column, kept_columns)), (moments, _) in zip(places, parts, strict=True):
-        summary = lens.correct_mixture(moments)
+    settings: dict[str, Any] = {"precision": precision, "keep_members": False, "one_at_a_time": True}
+    parts = predict_loader(expect_posterior(posterior), loader, **settings)
+    for ((row, kept_rows), (column, kept_columns)), (_, summary) in zip(places, parts, strict=True):
         new = (summary.mean, summary.total, summary.epistemic)
         if summary.mean.shape[2:] != (len(row), len(column)):
             wanted, got = f"logits (B, C, {len(row)}, {len(column)})", tuple(summary.mean.shape)
@@ -268,15 +252,8 @@ def _kept_slice(kept: range, tile: range) -> slice:
     return slice(kept.start - tile.start, kept.stop - tile.start)
 
 
-def _as_loader(posterior: Any, given: Any) -> Iterable[Any]:
-    from dissensus.data.batches import as_loader  # imports all of `data`, which `import dissensus` avoids
-
-    loader: Iterable[Any] = as_loader(given, raw=getattr(posterior, "inputs", as_loader) is not None)
-    return cast(Iterable[Any], posterior.complete_loader(loader)) if isinstance(posterior, Posterior) else loader
-
-
 def _summarise_stored(
-    members: Iterable[Posterior], loader: Iterable[Any], precision: PredictionPrecision
+    members: Iterable[Posterior], loader: Loader, precision: PredictionPrecision
 ) -> tuple[SummaryPredictive, Tensor]:
     running: list[RunningSummary] = []
     targets: list[Tensor] = []
@@ -284,8 +261,7 @@ def _summarise_stored(
     for index, member in enumerate(members):
         seen, lens = 0, member.current_correction()
         try:
-            parts = predict_loader(member, loader, lens, precision=precision, compiled=False, keep_members=True)
-            for predictive, y in parts:
+            for (_, y, _), predictive in predict_loader(member, loader, precision=precision, as_mixture=False):
                 if index == 0:
                     running.append(RunningSummary())
                     targets.append(y)
@@ -303,12 +279,12 @@ def _summarise_stored(
     return SummaryPredictive.cat(cast(list[SummaryPredictive], seen_whole)), torch.cat(targets)
 
 
-def _log_memory(predictive: Predictive, loader: Iterable[Any], *, keep_members: bool) -> None:
+def _log_memory(predictive: Predictive, loader: Loader, *, keep_members: bool) -> None:
     """Logs the size of the result in bytes, with all members or only mean, aleatoric and epistemic."""
     described = predictive.defining_tensors()
     members, inputs = described[0].shape[:2]
     outputs = sum(math.prod(tensor.shape[2:]) for tensor in described)
-    if (count := batches.count_batches(loader)) is not None:
+    if (count := loader.length) is not None:
         numbers = inputs * count * (members * outputs if keep_members else outputs)
         size = format_bytes(numbers * described[0].element_size())
         log.info("the prediction of about %d inputs will take %s", inputs * count, size)

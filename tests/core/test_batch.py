@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 import dissensus as ds
 from dissensus.core import batch as batches
@@ -215,18 +215,6 @@ def test_inputs_are_mapped_in_place_of_their_tensors():
             TypeError, match=f"expected inputs as a tensor, tuple or dict of tensors, got {kind}; convert"
         ):
             batches.count_examples(x)
-
-
-def test_a_loader_knows_its_length_or_not():
-    assert batches.count_batches([1, 2, 3]) == 3
-    assert batches.count_batches(iter([1, 2, 3])) is None
-    assert batches.count_batches(DataLoader(Endless(), batch_size=2)) is None
-
-
-class Endless(IterableDataset):
-    def __iter__(self):
-        while True:
-            yield torch.zeros(1)
 
 
 def test_a_change_of_inputs_is_noticed():

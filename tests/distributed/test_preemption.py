@@ -16,7 +16,7 @@ from workers import workers
 import dissensus as ds
 from dissensus.distributed.hang_detector import STATUS, HangDetector
 from dissensus.distributed.init import check_shared_folder
-from dissensus.distributed.preemption import SLACK, SigtermHandler
+from dissensus.distributed.preemption import SLACK, Interruptions
 
 
 def hanging(kind):
@@ -73,7 +73,7 @@ def test_ranks_that_go_on_are_left_alone():
 
 def leaving(at):
     """After which step each rank leaves; rank 1 gets the signal at step `at`."""
-    with SigtermHandler(group=distributed.group.WORLD) as leaves:
+    with Interruptions(group=distributed.group.WORLD) as leaves:
         for step in range(100):
             if distributed.get_rank() == 1 and step == at:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -11,7 +11,7 @@ import tiny
 from dissensus.core.batch import Batch
 from dissensus.methods import FeatureRDE, FoRDE, FunctionRDE, WeightRDE
 from dissensus.methods.parts.repulsion_strength import Strength
-from dissensus.training.fit import validation_nll
+from dissensus.training.validation import validation_nll
 from refusals import refuses
 
 

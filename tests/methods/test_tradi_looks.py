@@ -10,8 +10,7 @@ import dissensus as ds
 import tiny
 from dissensus.core.parameter_groups import plateau_linear
 from dissensus.methods import TRADI
-from dissensus.training.epochs import can_keep_epoch, draw_for_validation
-from dissensus.training.fit import validation_nll
+from dissensus.training.validation import can_keep_epoch, draw_for_validation, validation_nll
 
 
 def network():

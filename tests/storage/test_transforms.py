@@ -152,12 +152,11 @@ def test_loaders_are_read_through_the_one_door():
     found = {
         str(path.relative_to(source))
         for path in source.rglob("*.py")
-        if re.search(r"batches\.read_batches\(|Batch\.from_tuple\(", path.read_text())
+        if re.search(r"Batch\.from_tuple\(", path.read_text())
     }
     # attacks move inputs as the network takes them, theory too; statistics are given what `read` gave
     assert found == {
         "core/posterior.py",
-        "core/batch.py",
         "attacks/attack_loss.py",
         "theory/regime.py",
         "layers/reestimate_batch_norm.py",

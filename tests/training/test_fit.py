@@ -15,7 +15,7 @@ import dissensus as ds
 import tiny
 from dissensus.core.recorder import Recorder
 from dissensus.core.weights import network_parameters
-from dissensus.training.fit import validation_nll
+from dissensus.training.validation import validation_nll
 from refusals import refuses
 
 QUIET = {"progress": False, "engine": "vectorised"}

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,13 +12,12 @@ from dissensus.calibration.calibration_fits import HeldOutRows, fit_correction
 from dissensus.calibration.fit_temperature import SUSPICIOUS, WIDEST
 from dissensus.calibration.value_calibrations import DeviationScaling
 from dissensus.core.calibrated import Correction
-from dissensus.core.input_checks import check_loader
 from dissensus.core.likelihood import expand_weight
+from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior
-from dissensus.core.predictive import CategoricalPredictive
-from dissensus.data.batches import as_loader
+from dissensus.core.predictive import CategoricalPredictive, Predictive
+from dissensus.engine.prediction_loop import predict_loader
 from dissensus.metrics.calibration import confidence_ece
-from dissensus.predict import predict
 
 log = logging.getLogger("dissensus")
 
@@ -88,13 +87,16 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
 
 def predict_held_out(posterior: Posterior, loader: Iterable[Any]) -> HeldOutRows:
     """Uncalibrated predictions for the loader's rows."""
-    loader = expect_posterior(posterior).complete_loader(as_loader(loader, raw=posterior.inputs is not None))
-    check_loader(loader)
+    data = Loader.complete(loader, expect_posterior(posterior))
     view = copy.copy(posterior)  # a copy: other threads may use the calibrated posterior meanwhile
     view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}
     view._modules = {**posterior._modules, "calibration": None, "promises": torch.nn.ModuleDict()}
-    weights: list[Tensor | None] = []
-    predictive, y = predict(view, _check_batches(view, loader, weights), targets=True)
+    parts, targets, weights = [], [], []
+    for batch, part in predict_loader(view, data, labelled=True):
+        parts.append(part)
+        targets.append(batch.y)
+        weights.append(batch.weight)
+    predictive, y = Predictive.cat(parts), torch.cat(targets)
     counted = posterior.likelihood.target_mask(y)
     y = y if counted is None else torch.where(counted, y, 0)
     like = predictive.log_prob(y)
@@ -141,14 +143,6 @@ def _warn_if_unfit(rows: HeldOutRows, lens: Correction, method: str) -> None:
     if int(kept.sum()) >= UNPLAUSIBLE and bool((predictive.mean.argmax(1) == rows.y)[kept].all()):
         hint = "was the network trained on them? Pass held-out rows: a calibration needs some mistakes"
         log.warning("all %d calibration rows are predicted right; %s", int(kept.sum()), hint)
-
-
-def _check_batches(posterior: Posterior, loader: Iterable[Any], weights: list[Tensor | None]) -> Iterator[Any]:
-    """Yields the loader's batches after checking that targets fit the outputs; appends their weights to the list."""
-    for batch in posterior.read(loader, anywhere=True):
-        posterior.check_batch(batch)
-        weights.append(batch.weight)
-        yield batch
 
 
 def _concatenate_weights(weights: list[Tensor | None], y: Tensor) -> Tensor | None:

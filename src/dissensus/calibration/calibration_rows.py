@@ -1,6 +1,5 @@
 """Calibration rows: held-out rows that promises are fitted on, predicted batch by batch with the functions used later."""
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -9,13 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core.batch import Batch, Inputs
-from dissensus.core.input_checks import check_loader
+from dissensus.core.batch import Inputs
+from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior, inference_context
 from dissensus.core.predictive import CategoricalPredictive, Predictive
-from dissensus.data.batches import as_loader
+from dissensus.engine.prediction_loop import predict_loader
 from dissensus.numerics.randomness import RandomnessDetector
-from dissensus.predict import predict_batches
 
 
 class CalibrationRows(NamedTuple):
@@ -31,24 +29,14 @@ def calibration_rows(
     posterior: Posterior, loader: Iterable[Any], *, labelled: bool = True
 ) -> Iterator[CalibrationRows]:
     """Yields the CalibrationRows of each batch; `labelled`: whether y is read."""
-    loader = expect_posterior(posterior).complete_loader(as_loader(loader, raw=posterior.inputs is not None))
-    check_loader(loader)
+    data = Loader.complete(loader, expect_posterior(posterior))
     with inference_context(posterior), RandomnessDetector() as watch:
         posterior.draw()
     if watch.has_drawn:
         got = f"{type(posterior).__name__}, which draws new ones for each prediction"
         raise ValueError(f"expected fixed functions, got {got}; call ds.refresh(posterior, training_loader) first")
-    waiting: deque[Batch] = deque()
-
-    def check_batches() -> Iterator[Batch]:
-        for batch in posterior.read(loader, anywhere=True):
-            if labelled:
-                posterior.check_batch(batch)
-            waiting.append(batch)
-            yield batch
-
-    for predictive, y in predict_batches(posterior, check_batches()):
-        batch = waiting.popleft()
+    for batch, predictive in predict_loader(posterior, data, labelled=labelled, keeps_weights=False):
+        y = batch.y
         if isinstance(predictive, CategoricalPredictive):
             check_exchangeable(predictive, y if labelled else None)
         weight = torch.ones(len(y)) if batch.weight is None else batch.weight

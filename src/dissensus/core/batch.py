@@ -1,12 +1,11 @@
 """Batches: x is a tensor, a tuple of tensors or a dict of tensors; a batch is (x, y) or (x, y, weight)."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import attrgetter
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from dissensus.utils.arrays import as_tensor
 
@@ -30,7 +29,8 @@ class Batch(NamedTuple):
         if not isinstance(given, tuple | list) or len(given) not in (2, 3):
             what = type(given).__name__ + (f" of length {len(given)}" if hasattr(given, "__len__") else "")
             raise TypeError(f"expected batches (x, y) or (x, y, weight), got {what}; let the loader yield such tuples")
-        x, y, weight = batch = cls(convert_inputs(given[0]), *map(as_tensor, given[1:]))
+        tensors = (each if isinstance(each, Tensor) else as_tensor(each) for each in given[1:])
+        x, y, weight = batch = cls(convert_inputs(given[0]), *tensors)
         for what, each in (("targets", y), ("example weights", y if weight is None else weight)):
             if not isinstance(each, Tensor):
                 raise TypeError(f"expected {what} as a tensor, got {type(each).__name__}; use torch.as_tensor")
@@ -58,11 +58,6 @@ class Batch(NamedTuple):
         x, y, weight = self
         found = (None if each is None else move_to_device(each, device) for each in (x, y, weight))
         return Batch(*found)  # type: ignore[arg-type]
-
-
-def read_batches(loader: Iterable[Any], *, anywhere: bool = False) -> Iterator[Batch]:
-    """The loader's batches, each checked as in `Batch.of`."""
-    return (Batch.from_tuple(given, anywhere=anywhere) for given in loader)
 
 
 def call_network(network: nn.Module, x: Inputs) -> Tensor:
@@ -189,29 +184,19 @@ class UnchangedInputs:  # not a generator, which takes three times as long
                 )
 
 
-def count_batches(loader: Iterable[Any]) -> int | None:
-    """Number of batches in the loader; None if it has no length, like a DataLoader over a stream."""
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except TypeError:
+class SmallBatchGuard:  # not a generator, which takes three times as long
+    """Turns torch's error for batch norm on a batch of one, which has no variance, into one with a remedy."""
+
+    def __init__(self, x: Inputs) -> None:
+        self.x = x
+
+    def __enter__(self) -> None:
         return None
 
-
-def distributed_sampler(loader: Any) -> Any:
-    """The loader's sampler if it gives each rank its own rows, like torch's DistributedSampler; else None."""
-    prepared = type(loader).__module__ == "accelerate.data_loader"
-    if prepared and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ValueError(
-            "expected the loader itself, got one that Accelerate has divided over processes; pass it as it was before prepare"
-        )
-    for path in ("sampler", "batch_sampler.sampler"):
-        try:
-            sampler = attrgetter(path)(loader)
-        except AttributeError:
-            continue
-        if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
-            return sampler
-    return None
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+            got = f"a batch of {count_examples(self.x)}; pass drop_last=True to the loader, or another size"
+            raise ValueError(f"expected at least two examples per batch for batch norm, got {got}") from error
 
 
 def check_finite(x: Inputs, *, anywhere: bool = False) -> None:

@@ -3,13 +3,12 @@
 import logging
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
@@ -132,21 +131,3 @@ def _remedy(said: str, layer: nn.Module, given: list[Tensor], particles: Particl
     if given and given[0].ndim > 2 and given[0].shape[-1] == getattr(layer, "in_channels", None):
         return "channels must come before height and width: pass x.movedim(-1, 1)"
     return "change the inputs (pass a single example as x[None]) or that layer"
-
-
-def check_loader(*loaders: Iterable[Any] | None) -> None:
-    """Raises if a loader is a Dataset of single examples; a Dataset of whole batches is accepted."""
-    for loader in loaders:
-        if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset) and not _gives_batches(loader):
-            got = f"{type(loader).__name__}, a Dataset of single examples"
-            raise TypeError(f"expected a loader of batches, got {got}; pass DataLoader(dataset, batch_size=...)")
-
-
-def _gives_batches(dataset: Dataset[Any]) -> bool:
-    try:
-        x, y, *_ = dataset[0]
-        return isinstance(y, Tensor) and y.ndim > 0 and len(y) == batches.count_examples(x)
-    except (TypeError, ValueError):
-        return False
-    except (IndexError, KeyError):  # empty, or not indexed from 0: the loop that reads it will show
-        return True

@@ -174,7 +174,7 @@ class Runner:
     @contextmanager
     def vmap_context(self, device: torch.device) -> Iterator[None]:
         """The context of vmap over members: layers take forms that vmap supports and that are fast."""
-        with plain_attention(self.attention), self.linear.use_stacked_forwards(device):
+        with plain_attention() if self.attention else nullcontext(), self.linear.use_stacked_forwards(device):
             yield
 
     @contextmanager

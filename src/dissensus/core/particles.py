@@ -261,7 +261,7 @@ class Particles(nn.Module):
         if isinstance(params, OwnTensors) and not buffers:
             return written.run_with_own_tensors(template, function, *args), {}
         if template.training:  # batch norm writes its statistics in place, so it gets copies
-            buffers = copy_by_name(buffers)
+            buffers = copy_by_name(buffers) if buffers else {}
         whole = self.full_tensors({**params, **buffers})
         if number not in self._places and not self.wraps_original:  # once, but the caller's module may change
             self._places[number] = TensorPlaces(template)

@@ -22,6 +22,7 @@ from dissensus.core.drawn_functions import DrawnFunctions, FunctionPartition, Pr
 from dissensus.core.errors import Diverged
 from dissensus.core.inference_context import InferenceContext
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.loader import Loader
 from dissensus.core.locks import locked_deepcopy
 from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive
@@ -314,19 +315,6 @@ class Posterior(TrainableModule, ABC):
         return self.mesh if self.mesh is not None and self.mesh.size > 1 and self.mesh.is_alive else None
 
     @final
-    def complete_loader(self, loader: Any) -> Any:
-        """The loader, or, if it gives each process a part of the data, a loader over all parts."""
-        if self.connected_mesh is not None:
-            return self.connected_mesh.complete_loader(loader)
-        parts = batches.distributed_sampler(loader)
-        if parts is not None and parts.num_replicas > 1 and self.ranks is None:
-            raise ValueError(
-                "expected a posterior with a mesh, since the loader gives each process a part of the data, got none; set "
-                'posterior.mesh = ds.distributed.mesh(), or posterior.ranks = "independent" for results on each part'
-            )
-        return loader
-
-    @final
     def partition_functions(self, drawn: DrawnFunctions) -> FunctionPartition:
         """The drawn functions, the same on all processes, of which each runs some where they share a batch."""
         if self.connected_mesh is None:
@@ -400,7 +388,7 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
         posterior: a trained posterior.
         loader: the training batches (x, y).
     """
-    input_checks.check_loader(loader := posterior.complete_loader(loader))
+    loader = Loader.complete(loader, posterior)
     for each in [posterior, *(watcher for watcher in posterior.watchers if watcher.ready)]:
         each.store_draw(loader)
 

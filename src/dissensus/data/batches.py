@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dissensus.utils.arrays import as_tensor, is_array
+from dissensus.utils.arrays import as_tensor
 from dissensus.utils.checks import integer
 
 BatchInputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
@@ -133,20 +133,6 @@ def _take_raw_rows(x: Any, index: Tensor) -> Any:
     if isinstance(x, dict):
         return {name: _take_raw_rows(column, index) for name, column in x.items()}
     return [x[i] for i in index.tolist()] if isinstance(x, list | tuple) else x[index]
-
-
-def as_loader(given: Any, *, shuffle: bool = False, raw: bool = False) -> Any:
-    """`Batches` of data (x, y) or (x, y, weight), of size 32 if shuffled; a loader is returned as it is.
-
-    Data are recognised by their second entry, an array; the entries of a list of batches are tuples. `raw`: keeps inputs raw.
-    """
-    if isinstance(given, tuple | list) and len(given) in (2, 3) and is_array(given[1]):
-        x, y, *weight = given
-        kind: Any = RawBatches if raw else Batches
-        return kind(x, y, weight=weight[0] if weight else None, batch_size=32 if shuffle else 256, shuffle=shuffle)
-    if is_array(given):
-        raise TypeError(f"expected a loader or (x, y), got {type(given).__name__}; pass those, or call predict(x)")
-    return given
 
 
 def check_index(*given: Any) -> None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dissensus.core.batch import distributed_sampler
 from dissensus.core.drawn_functions import DrawnFunctions
+from dissensus.core.loader import Loader
 from dissensus.core.member import check_initialised
 from dissensus.distributed.init import is_connected, start
 from dissensus.distributed.work_split import (
@@ -183,11 +183,9 @@ class Mesh:
         """(batch, work(batch)) of every batch on every process, each worked on by one or several: `work_split.map_batches`."""
         return map_batches(self, work, batches, **about)
 
-    def complete_loader(self, loader: Any) -> Any:
+    def complete_loader(self, loader: Loader) -> Any:
         """The loader; where it gives each process a part of the data, one of all the parts, the same everywhere."""
-        if isinstance(loader, ConcatenatedBatches):
-            return loader
-        sampler = distributed_sampler(loader)
+        sampler = loader.sampler
         if sampler is not None and sampler.num_replicas > 1:
             return InterleavedBatches(self.data if sampler.num_replicas == self.data.size else self, loader, sampler)
         return ConcatenatedBatches(self.data, loader) if self.batches == "parts" and self.data.size > 1 else loader

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
-from dissensus.core.batch import Batch, count_batches, distributed_sampler, map_tensors
+from dissensus.core.batch import Batch, map_tensors
+from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior
 from dissensus.distributed.mesh import Axis, Mesh
 from dissensus.distributed.work_split import check_same
@@ -34,9 +34,8 @@ class LockstepBatches:
     Lengths are compared once. If loaders have none, ranks tell each other before every step whether they have a batch.
     """
 
-    def __init__(self, batches: Iterable[Any], loader: Any, mesh: Mesh) -> None:
-        stream = isinstance(getattr(loader, "dataset", None), IterableDataset)  # of which a length may be a guess
-        self.batches, self.mesh, self.length = batches, mesh, None if stream else count_batches(loader)
+    def __init__(self, batches: Iterable[Any], loader: Loader, mesh: Mesh) -> None:
+        self.batches, self.mesh, self.length = batches, mesh, None if loader.is_stream else loader.length
         check_same(mesh.gather_objects(self.length), "number of batches", "make the loaders equally long")
 
     def __iter__(self) -> Iterator[Any]:
@@ -58,11 +57,11 @@ class LockstepBatches:
 class PartBatches:
     """Batches of a loader that gives each rank its own rows; rows that its sampler repeats, to be even, have weight 0."""
 
-    def __init__(self, loader: Iterable[Any], posterior: Posterior) -> None:
-        self.loader, self.posterior, self.sampler = loader, posterior, distributed_sampler(loader)
+    def __init__(self, loader: Loader, posterior: Posterior) -> None:
+        self.loader, self.posterior, self.sampler = loader, posterior, loader.sampler
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
+        return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
         seen, sampler = 0, self.sampler
@@ -82,8 +81,8 @@ class LocalRowBatches:
     `taken`: (rows of the whole batch, which of them lie here) of the last one, None where it was whole.
     """
 
-    def __init__(self, loader: Any, axis: Axis) -> None:
-        self.loader, self.axis = loader, axis
+    def __init__(self, loader: Loader, axis: Axis) -> None:
+        self.loader, self.axis = loader.given, axis
         self.reads_part, self.last_part = False, cast(tuple[int, slice] | None, None)
 
     def __len__(self) -> int:

@@ -3,16 +3,17 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dissensus.core.batch import Batch, distributed_sampler
+from dissensus.core.batch import Batch
 from dissensus.core.collectives import Exchange
 from dissensus.core.errors import Diverged
+from dissensus.core.loader import Loader
 from dissensus.core.member import tensors_by_name
 from dissensus.core.posterior import Posterior
 from dissensus.core.recorder import Recorder
@@ -43,15 +44,18 @@ from dissensus.utils.dtensor import is_divided
 
 
 @contextmanager
-def partition_training(posterior: Posterior, mesh: Mesh | None, loader: Any) -> Iterator[TrainingPartition]:
+def partition_training(
+    posterior: Posterior, mesh: Mesh | None, ranks: Literal["independent"] | None, loader: Loader
+) -> Iterator[TrainingPartition]:
     """Inside, how the posterior trains: on this mesh, on one that suits the processes there are, or on one process.
 
     Members are divided over as many ranks as divide their number, since those exchange no gradients; the rest divide batches.
     """
+    posterior.ranks = ranks or posterior.ranks
     if mesh is None and posterior.ranks is None:
         start()
         size = distributed.get_world_size() if is_connected() else 1
-        rows = getattr(distributed_sampler(loader), "num_replicas", None)  # a sampler has divided rows already
+        rows = getattr(loader.sampler, "num_replicas", None)  # a sampler has divided rows already
         members = math.gcd(size, posterior.particles.members) if rows is None else max(size // rows, 1)
         mesh = make_mesh(members=members) if size > 1 else None
     if mesh is None:
@@ -195,12 +199,12 @@ class MeshTrainingPartition(TrainingPartition):
 
     # ------------------------------------------------------------------ loaders and batches
 
-    def training_loader(self, loader: Any) -> Any:
-        if (sampler := distributed_sampler(loader)) is not None:
+    def training_loader(self, loader: Loader) -> Any:
+        if (sampler := loader.sampler) is not None:
             check_sampler(sampler, self.mesh.data)
             check_sampler_order(self.mesh.data, sampler)
         self.reads_parts = sampler is not None or self.mesh.batches == "parts"
-        rows = self.mesh.data.size > 1 and self.posterior.inputs is None and getattr(loader, "divisible", False)
+        rows = self.mesh.data.size > 1 and self.posterior.inputs is None and loader.has_separable_rows
         self._row_loader = LocalRowBatches(loader, self.mesh.data) if rows and not self.reads_parts else None
         read = PartBatches(loader, self.posterior) if self.reads_parts else self._row_loader or loader
         return read if self.active_mesh is None else LockstepBatches(read, loader, self.mesh)
@@ -209,13 +213,14 @@ class MeshTrainingPartition(TrainingPartition):
     def loader_count(self) -> int:  # type: ignore[override]
         return self.mesh.data.size if self.reads_parts else 1
 
-    def complete_loader(self, loader: Any) -> Any:
-        given = distributed_sampler(loader) is not None or self.mesh.batches == "parts"
-        return GatheredBatches(PartBatches(loader, self.posterior), self.mesh) if given else loader
+    def complete_loader(self, loader: Loader) -> Loader:
+        parts = loader.sampler is not None or self.mesh.batches == "parts"
+        whole = GatheredBatches(PartBatches(loader, self.posterior), self.mesh) if parts else loader
+        return Loader(whole, complete=True)
 
-    def begin_epoch(self, loader: Any, index: int) -> None:
-        if hasattr(sampler := distributed_sampler(loader), "set_epoch"):
-            sampler.set_epoch(index)
+    def begin_epoch(self, loader: Loader, index: int) -> None:
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(index)
 
     def take_local_rows(self, batch: Batch) -> Batch:
         """The rows of the batch that lie here; takes note of how much of it they are."""

@@ -18,28 +18,42 @@ from dissensus.distributed.mesh import Mesh
 SLACK = 8
 
 
-class SigtermHandler:
-    """Inside, SIGTERM only notes that the process should end: `due` says when, `terminate` then lets the signal act.
+class Interruptions:
+    """Around training: SIGTERM only notes that the process should end: `should_stop` says when, `terminate` lets it act.
 
-    In other threads than the main one, where Python hears no signals, nothing is noted.
+    In other threads than the main one, where Python hears no signals, nothing is noted. On a mesh, a rank that hangs ends
+    the others.
     """
 
-    def __init__(self, *, hears: bool = True, group: distributed.ProcessGroup | None = None) -> None:
-        """`hears`: False leaves the signal alone; `group`: of the ranks that stop together, None for a process alone."""
-        self.handles_signal = hears and threading.current_thread() is threading.main_thread()
-        self.group = group if hears else None
+    def __init__(
+        self, mesh: Mesh | None = None, *, resumable: bool = True, group: distributed.ProcessGroup | None = None
+    ) -> None:
+        """`resumable`: False leaves the signal alone; `group`: of the ranks that stop together, None for those of the mesh."""
+        self.mesh, self.resumable = mesh, resumable
+        self.handles_signal = resumable and threading.current_thread() is threading.main_thread()
+        self.group = init.host_group() if mesh is not None and resumable else group
         self.is_requested = self.is_agreed = False
         self.pending_flags: deque[tuple[Tensor, distributed.Work]] = deque()
-        self.previous_handler: object = None
+        self._inside = ExitStack()
 
     def __enter__(self) -> Self:
         if self.handles_signal:
-            self.previous_handler = signal.signal(signal.SIGTERM, self._note_signal)
+            previous = signal.signal(signal.SIGTERM, self._note_signal)
+            self._inside.callback(signal.signal, signal.SIGTERM, previous)
+        if self.mesh is not None and (joined := init.group_store()) is not None:
+            store, timeout = joined
+            axes = (self.mesh.members, self.mesh.data)
+            # Before the collective itself fails, in words that name nobody.
+
+            def bytes_sent() -> list[int]:
+                return [sum(axis.bytes_sent.values()) for axis in axes]
+
+            rank, size = distributed.get_rank(), self.mesh.size
+            self._inside.enter_context(HangDetector(store, rank, size, seconds=0.8 * timeout, progress=bytes_sent))
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.handles_signal:
-            signal.signal(signal.SIGTERM, self.previous_handler)  # type: ignore[arg-type]
+        self._inside.close()
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         self.is_requested = True
@@ -60,40 +74,6 @@ class SigtermHandler:
 
     def terminate(self) -> NoReturn:
         """Does what SIGTERM would have done, and ends the process in any case."""
-        self.__exit__()
+        self._inside.close()
         signal.raise_signal(signal.SIGTERM)
         raise SystemExit(128 + signal.SIGTERM)
-
-
-class Interruptions:
-    """Around training. `mesh`: None for a process alone; `hears`: whether SIGTERM waits for a checkpoint to be written."""
-
-    def __init__(self, mesh: Mesh | None, *, hears: bool) -> None:
-        self.mesh = mesh
-        self.sigterm = SigtermHandler(hears=hears, group=init.host_group() if mesh is not None and hears else None)
-        self._inside = ExitStack()
-
-    def __enter__(self) -> Self:
-        self._inside.enter_context(self.sigterm)
-        if self.mesh is not None and (joined := init.group_store()) is not None:
-            store, timeout = joined
-            axes = (self.mesh.members, self.mesh.data)
-            # Before the collective itself fails, in words that name nobody.
-
-            def bytes_sent() -> list[int]:
-                return [sum(axis.bytes_sent.values()) for axis in axes]
-
-            rank, size = distributed.get_rank(), self.mesh.size
-            self._inside.enter_context(HangDetector(store, rank, size, seconds=0.8 * timeout, progress=bytes_sent))
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self._inside.close()
-
-    def should_stop(self) -> bool:
-        """Whether to stop here, in the middle of an epoch; to be asked by all ranks after every step."""
-        return self.sigterm.should_stop()
-
-    def terminate(self) -> NoReturn:
-        """Ends the process as SIGTERM would have."""
-        self.sigterm.terminate()

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dissensus.core.batch import Batch
+from dissensus.core.loader import Loader
+from dissensus.core.posterior import Posterior
 
 
 class TrainingPartition:
@@ -34,15 +36,15 @@ class TrainingPartition:
         """How members run."""
         return engine
 
-    def training_loader(self, loader: Any) -> Any:
+    def training_loader(self, loader: Loader) -> Any:
         """What training reads from a loader."""
         return loader
 
-    def complete_loader(self, loader: Any) -> Any:
+    def complete_loader(self, loader: Loader) -> Loader:
         """The loader's batches, whole: for what is measured on all rows."""
         return loader
 
-    def begin_epoch(self, loader: Any, index: int) -> None:
+    def begin_epoch(self, loader: Loader, index: int) -> None:
         """Before an epoch of this number."""
 
     def take_local_rows(self, batch: Batch) -> Batch:
@@ -56,6 +58,11 @@ class TrainingPartition:
     def assigned_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches that this process looks at where each is looked at by one."""
         return iter(batches)
+
+    def end(self, posterior: Posterior) -> None:
+        """After training: processes that trained together also predict together."""
+        for each in (posterior, *posterior.watchers):
+            each.mesh = self.mesh
 
     def broadcast_object(self, value: Any) -> Any:
         """What the first process says."""

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dissensus.core.batch import Batch
 from dissensus.core.drawn_functions import DrawnFunctions, FunctionPartition
 
 Given = TypeVar("Given")
@@ -197,10 +196,6 @@ class ConcatenatedBatches:
 
         while True:
             everyone = exchange_results(self.ranks, read, "parts of batches")
-            if mine and isinstance(mine[0], Batch):  # from a posterior's door: joined before
-                yield mine[0]
-                yield from left
-                return
             parts = {mark: _deserialise(packed, "cpu")[0] for mark, packed in everyone if packed}
             if not parts:
                 return

@@ -2,25 +2,33 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import cache
-from typing import Any, cast
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dissensus.core import batch as batches
-from dissensus.core.calibrated import Correction
-from dissensus.core.drawn_functions import DrawnFunctions
-from dissensus.core.input_checks import check_loader
+from dissensus.core.batch import Batch, Inputs
+from dissensus.core.likelihood import Classification
+from dissensus.core.loader import Loader
 from dissensus.core.member_runner import FallbackChain
-from dissensus.core.particles import Particles
+from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import Posterior, inference_context
 from dissensus.core.predictive import Predictive
 from dissensus.core.summary import RunningSummary
-from dissensus.engine.async_checks import LateChecks
+from dissensus.engine.async_checks import (
+    AsyncHostCopy,
+    LateChecks,
+    Timer,
+    check_input_values,
+    delay_by_one,
+    largest_input,
+)
 from dissensus.engine.captured_prediction import CapturedFunction
 from dissensus.engine.precision import PredictionPrecision, precision_context, prediction_precision, warn_of_precision
+from dissensus.numerics.randomness import preserve_random_state
 
 log = logging.getLogger("dissensus")
 
@@ -28,114 +36,275 @@ LITTLE = 2**26  # numbers
 BEHIND = 16  # batches, where the user's code does not run between them
 
 
-def predict_loader(
-    posterior: Posterior,
-    loader: Iterable[Any],
-    lens: Correction,
-    *,
-    precision: PredictionPrecision,
-    compiled: bool,
-    keep_members: bool = False,
-    one_at_a_time: bool = False,
-    keeps_weights: bool = True,
-) -> Iterator[tuple[Predictive, Tensor]]:
-    """(predictive of all members, or their summary, targets) of one batch after the other, by all processes on a mesh.
+class Answer(NamedTuple):
+    """Outputs of the functions for one batch, on the posterior's device."""
 
-    Members are seen through the lens; the caller looks at the mixture through it. `keeps_weights`: that the user's code,
-    which may change weights, does not run between batches.
+    predictive: Predictive
+    energy: Tensor | None  # (M, B, ...) energy of every member's logits; None if outputs are not logits
+
+
+class FixedDraw:
+    """M functions drawn once from a posterior, run batch by batch: all their numbers belong to the same functions.
+
+    Args:
+        compiled: whether functions are compiled (torch.compile) first.
+        keeps_weights: that the user's code, which may change weights, does not run between batches.
+        count: number of batches to come, where it is known.
     """
-    prediction_precision("precision", precision)
-    check_loader(loader)
-    warn_of_precision(posterior, precision)
-    with inference_context(posterior):
-        device, drawn = posterior.device, posterior.draw()
-    portion = posterior.partition_functions(drawn)
-    count = batches.count_batches(loader)
-    # On a mesh an error must come with its batch, so that all processes raise it.
-    at_once = device.type != "cuda" or posterior.connected_mesh is not None
-    late = LateChecks(at_once=at_once, behind=BEHIND if keeps_weights else 1)
 
-    @contextmanager
-    def context() -> Iterator[None]:
-        # Entered again for every part, so that between two parts the caller's modes and random state are in place.
-        with inference_context(posterior), precision_context(posterior, precision):
-            yield
+    def __init__(
+        self,
+        posterior: Posterior,
+        precision: PredictionPrecision = "float32",
+        *,
+        compiled: bool = False,
+        keeps_weights: bool = True,
+        count: int | None = None,
+    ) -> None:
+        prediction_precision("precision", precision)
+        warn_of_precision(posterior, precision)
+        with inference_context(posterior):
+            self.drawn = posterior.draw()
+        self.posterior, self.precision, self.compiled = posterior, precision, compiled
+        self.members = self.drawn.members
+        self.correction = posterior.current_correction()
+        self.logits = isinstance(posterior.likelihood, Classification)
+        self.portion = posterior.partition_functions(self.drawn)
 
-    @cache
-    def capture_describe(mine: DrawnFunctions) -> CapturedFunction:
-        function: Callable[[batches.Inputs], tuple[Tensor, ...]] = mine.describe
-        if compiled:
-            fast = torch.compile(mine.describe, dynamic=False)
-            function = FallbackChain(_note_uncompiled, compiled=fast, plain=mine.describe)
-        return CapturedFunction(
-            function, mine, context, plain=not compiled, keeps=keeps_weights, half=precision == "bf16", count=count
+        @contextmanager
+        def context() -> Iterator[None]:  # not a method, by which the functions would keep themselves in memory
+            # Around a batch, or a part of one: between two, the caller's modes and random state are in place.
+            with inference_context(posterior), precision_context(posterior, precision):
+                yield
+
+        self.context = context
+        how: dict[str, Any] = {"context": context, "keeps": keeps_weights, "half": precision == "bf16"}
+        how |= {"plain": not compiled, "count": count}
+        self._describe = cache(
+            lambda mine: CapturedFunction(_compile(mine.describe) if compiled else mine.describe, mine, **how)
+        )
+        self._everything = cache(
+            lambda mine: CapturedFunction(partial(mine.map_members, _outputs_and_description), mine, **how)
         )
 
-    def describe_local(x: batches.Inputs) -> tuple[Tensor, ...]:
-        with batches.UnchangedInputs(x):
-            return capture_describe(portion.local_functions)(x)
+    @property
+    def device(self) -> torch.device:
+        return self.posterior.device
 
-    def correct_and_check(found: Predictive, first: int) -> Predictive:
-        """Members through the lens, checked now or later."""
-        maxima: list[Tensor] = []
-        members = posterior.checked_members(found, lens, first=first, later=maxima)
-        late.add(maxima[0], lambda values: posterior.check_diverged([values], first=first))
-        return members
+    @property
+    def ignore_index(self) -> int | None:
+        """The label of ignored places; None if all places count."""
+        return getattr(self.posterior.likelihood, "ignore_index", None)
 
-    def fits_one_graph(x: batches.Inputs) -> bool:
-        """Whether all functions may run from one graph on a GPU: what they say of a batch takes little memory."""
-        if device.type != "cuda" or one_at_a_time:
-            return False
-        return drawn.members * posterior.output_shape(x).numel() <= LITTLE
+    @property
+    def is_single_process(self) -> bool:
+        """Whether no other process shares the work."""
+        return self.posterior.connected_mesh is None
 
-    def predict_pieces(x: batches.Inputs) -> Iterator[Predictive]:
-        """The functions that run here, all at once or one by one."""
-        if compiled or drawn.particles.how == "vectorised" or fits_one_graph(x):
-            yield correct_and_check(drawn.likelihood.predictive(*describe_local(x)), portion.first_local_index)
-            return
-        found, first = portion.local_functions.predict_parts(x), portion.first_local_index
-        while True:
-            with context():
-                piece = next(found, None)
-            if piece is None:
-                return
-            yield correct_and_check(piece, first)
-            first += len(piece.defining_tensors()[0])
+    def predict(self, x: Inputs) -> Predictive:
+        """The mixture's prediction for one batch."""
+        return self.answer(x, energy=False).predictive
 
-    stored = [each for each in drawn.modules() if one_at_a_time and isinstance(each, Particles)]
-    ways = [particles.how for particles in stored]
-    for particles in stored:
-        particles.how = "loop"
+    def answer(self, x: Inputs, *, energy: bool = True) -> Answer:
+        """The mixture's prediction for one batch and, of logits, every member's energy, from one forward pass."""
+        answer, maxima = self._answer(x, energy=energy and self.logits)
+        self.posterior.check_diverged([maxima])
+        return answer
 
-    def check_and_move(x: batches.Inputs) -> batches.Inputs:
-        late.add_input_check(x)
-        x = batches.move_to_device(x, device)
-        with precision_context(posterior, precision):
-            posterior.check_inputs(x)
+    def answers(
+        self, loader: Iterable[Any], check: Callable[[Batch], object], bring: Callable[[Batch], list[Tensor]]
+    ) -> Iterator[tuple[Batch, Answer, list[Tensor], float]]:
+        """(batch, answer, tensors, seconds) of every batch, answers on the host; the device has the next batch meanwhile.
+
+        `check`: raises where a batch cannot be used; `bring`: tensors of a batch that are wanted on the host.
+        """
+        late = self.is_single_process  # on a mesh, an error must come with its batch
+
+        def work(batch: Batch) -> Any:
+            check(batch)
+            found = self._start_answer(batch.x)
+            return found if late else found()
+
+        def start_batches() -> Iterator[tuple[Batch, Any, AsyncHostCopy]]:
+            for batch, found in self.run_batches(work, self.posterior.read(loader, anywhere=not late)):
+                yield batch, found, AsyncHostCopy(bring(batch))
+
+        for batch, found, arriving in delay_by_one(start_batches()):
+            answer, seconds = found() if late else found
+            yield batch, answer, arriving.read(), seconds
+
+    def _start_answer(self, x: Inputs) -> Callable[[], tuple[Answer, float]]:
+        """A function that waits for (the answer on the host, the seconds it took); inputs on a device are checked, too."""
+        timer = Timer(self.device)
+        answer, maxima = self._answer(x, energy=self.logits)
+        timer.stop()
+        energy = [] if answer.energy is None else [answer.energy]
+        arriving = AsyncHostCopy([maxima, largest_input(x), *energy, *answer.predictive.defining_tensors()])
+
+        def read() -> tuple[Answer, float]:
+            maxima, most, *described = arriving.read()
+            check_input_values(most, x)
+            self.posterior.check_diverged([maxima])
+            first = described.pop(0) if energy else None
+            return Answer(type(answer.predictive)(*described), first), timer.seconds()
+
+        return read
+
+    def _answer(self, x: Inputs, *, energy: bool) -> tuple[Answer, Tensor]:
+        """The answer, with or without energies, and the members' maxima, which must be checked."""
+        x = self.check_and_move(x)
+        found = self.portion.gather_tensors(lambda: self.describe_local(x, outputs=energy))
+        outputs, described = (found[0], found[1:]) if energy else (None, found)
+        members, maxima = self.correct_members(self.drawn.likelihood.predictive(*described))
+        # Energy of the members' logits at the temperature; a calibration of their mean does not change it.
+        energies = None if outputs is None else -self.correction.correct_logits(outputs).double().logsumexp(2)
+        return Answer(self.correction.correct_mixture(members), energies), maxima
+
+    def check_and_move(self, x: Inputs) -> Inputs:
+        """Inputs on the device, which the network takes."""
+        x = batches.move_to_device(x, self.device)
+        with precision_context(self.posterior, self.precision):
+            self.posterior.check_inputs(x)
         return x
 
-    def predict_members(batch: batches.Batch) -> Predictive:
-        x = check_and_move(batch.x)
-        return correct_and_check(drawn.likelihood.predictive(*portion.gather_tensors(lambda: describe_local(x))), 0)
+    def describe_local(self, x: Inputs, *, outputs: bool = False) -> tuple[Tensor, ...]:
+        """What the functions that run here say of x; `outputs`: after their raw outputs."""
+        function = self._everything if outputs else self._describe
+        with batches.UnchangedInputs(x):
+            return function(self.portion.local_functions)(x)
 
-    def predict_summary(batch: batches.Batch) -> Predictive:
-        x = check_and_move(batch.x)
-        running, *others = portion.gather_results(lambda: RunningSummary(predict_pieces(x)))
+    def correct_members(self, predictive: Predictive, first: int = 0) -> tuple[Predictive, Tensor]:
+        """(prediction of these members through the correction, their maxima for `check_diverged`)."""
+        maxima: list[Tensor] = []
+        return self.posterior.checked_members(predictive, self.correction, first=first, later=maxima), maxima[0]
+
+    def run_batches(
+        self, work: Callable[[Any], Any], given: Iterable[Any], device: Any = "cpu"
+    ) -> Iterator[tuple[Any, Any]]:
+        """Yields (batch, work(batch)) in order, with result tensors on `device`: see `Posterior.map_batches`."""
+        return self.posterior.map_batches(work, given, self.portion, device)
+
+
+@contextmanager
+def draw_once(posterior: Posterior, precision: PredictionPrecision = "float32") -> Iterator[FixedDraw]:
+    """Context with the functions of one draw, in eval mode without gradients; modes and random states are restored."""
+    draw = FixedDraw(posterior, precision)
+    with torch.no_grad(), preserve_random_state(posterior.device, mine=lambda: posterior.network_is_random):
+        yield draw
+
+
+def predict_loader(
+    posterior: Posterior,
+    loader: Loader,
+    *,
+    precision: PredictionPrecision = "float32",
+    compiled: bool = False,
+    keep_members: bool = True,
+    one_at_a_time: bool = False,
+    keeps_weights: bool = True,
+    labelled: bool = False,
+    as_mixture: bool = True,
+) -> Iterator[tuple[Batch, Predictive]]:
+    """(batch, predictive of all members, or their summary) of one batch after the other, by all processes on a mesh.
+
+    Targets are on the posterior's device. `keeps_weights`: that the user's code, which may change weights, does not run between
+    batches. `labelled`: whether targets must fit the network's outputs. `as_mixture`: False leaves out the calibration of the
+    mixture, for a caller that adds members up.
+    """
+    settings: dict[str, Any] = {"compiled": compiled, "keeps_weights": keeps_weights, "count": loader.length}
+    draw = FixedDraw(posterior, precision, **settings)
+    # On a mesh an error must come with its batch, so that all processes raise it.
+    at_once = draw.device.type != "cuda" or not draw.is_single_process
+    late = LateChecks(at_once=at_once, behind=BEHIND if keeps_weights else 1)
+    prediction = _BatchPrediction(draw, late, one_at_a_time)
+
+    def check(batch: Batch) -> Batch:
+        if labelled:
+            posterior.check_batch(batch)
+        return batch
+
+    with prediction.run_in_loop() if one_at_a_time else nullcontext():
+        work = prediction.predict_members if keep_members else prediction.predict_summary
+        read = map(check, posterior.read(loader, anywhere=at_once))
+        for batch, found in draw.run_batches(work, read, draw.device):
+            late.end_batch()
+            batch = batch._replace(y=batches.move_to_device(batch.y, draw.device))
+            yield batch, draw.correction.correct_mixture(found) if as_mixture else found
+        late.finish()
+
+
+class _BatchPrediction:
+    """Predicts batches with a draw and checks them, now or late. `one_at_a_time`: functions run one after the other."""
+
+    def __init__(self, draw: FixedDraw, late: LateChecks, one_at_a_time: bool) -> None:
+        self.draw, self.late, self.one_at_a_time = draw, late, one_at_a_time
+
+    def predict_members(self, batch: Batch) -> Predictive:
+        """The prediction of all members."""
+        draw, x = self.draw, self._check_and_move(batch.x)
+        described = draw.portion.gather_tensors(lambda: draw.describe_local(x))
+        return self._correct_and_check(draw.drawn.likelihood.predictive(*described), 0)
+
+    def predict_summary(self, batch: Batch) -> Predictive:
+        """The summary of all members, of which few need to be in memory at a time."""
+        x = self._check_and_move(batch.x)
+        running, *others = self.draw.portion.gather_results(lambda: RunningSummary(self._predict_pieces(x)))
         for other in others:
             running.merge(other)
         return running.summary()
 
-    try:
-        work = predict_members if keep_members else predict_summary
-        read = posterior.read(loader, anywhere=late.at_once)
-        for batch, found in posterior.map_batches(work, read, portion, device):
-            late.end_batch()
-            yield found, cast(Tensor, batches.move_to_device(batch.y, device))
-        late.finish()
-    finally:
-        for particles, how in zip(stored, ways, strict=True):
-            particles.how = how
+    @contextmanager
+    def run_in_loop(self) -> Iterator[None]:
+        """Inside, members run in a loop."""
+        stored = [each for each in self.draw.drawn.modules() if isinstance(each, Particles)]
+        ways = [particles.how for particles in stored]
+        for particles in stored:
+            particles.how = "loop"
+        try:
+            yield
+        finally:
+            for particles, how in zip(stored, ways, strict=True):
+                particles.how = how
+
+    def _check_and_move(self, x: Inputs) -> Inputs:
+        self.late.add_input_check(x)
+        return self.draw.check_and_move(x)
+
+    def _correct_and_check(self, found: Predictive, first: int) -> Predictive:
+        members, maxima = self.draw.correct_members(found, first)
+        self.late.add(maxima, lambda values: self.draw.posterior.check_diverged([values], first=first))
+        return members
+
+    def _fits_one_graph(self, x: Inputs) -> bool:
+        """Whether all functions may run from one graph on a GPU: what they say of a batch takes little memory."""
+        if self.draw.device.type != "cuda" or self.one_at_a_time:
+            return False
+        return self.draw.members * self.draw.posterior.output_shape(x).numel() <= LITTLE
+
+    def _predict_pieces(self, x: Inputs) -> Iterator[Predictive]:
+        """The functions that run here, all at once or one by one."""
+        draw, first = self.draw, self.draw.portion.first_local_index
+        if draw.compiled or draw.drawn.particles.how == "vectorised" or self._fits_one_graph(x):
+            yield self._correct_and_check(draw.drawn.likelihood.predictive(*draw.describe_local(x)), first)
+            return
+        found = draw.portion.local_functions.predict_parts(x)
+        while True:
+            with draw.context():
+                piece = next(found, None)
+            if piece is None:
+                return
+            yield self._correct_and_check(piece, first)
+            first += len(piece.defining_tensors()[0])
+
+
+def _compile(function: Callable[[Inputs], tuple[Tensor, ...]]) -> Callable[[Inputs], tuple[Tensor, ...]]:
+    return FallbackChain(_note_uncompiled, compiled=torch.compile(function, dynamic=False), plain=function)
 
 
 def _note_uncompiled(name: str, reason: str, *args: object) -> None:
     log.info("prediction runs uncompiled: this network cannot be compiled (%s)", reason)
+
+
+def _outputs_and_description(member: Member, x: Inputs) -> tuple[Any, ...]:
+    outputs = batches.call_network(member.network, x)
+    return outputs, *member.likelihood.describe(outputs)

@@ -5,7 +5,7 @@ fused optimisers skip their steps and stops updates of batch statistics and cloc
 Either way the posterior keeps its state after the last good step. "Bad" means: not finite.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -18,7 +18,7 @@ from dissensus.core.recorder import Recorder
 from dissensus.engine.fast_optimisers import can_skip
 from dissensus.kernels.multi_tensor import Chunks, clear_if_flagged
 from dissensus.utils.dtensor import local_part
-from dissensus.utils.nonfinite import flag_not_finite, has_nonfinite_norm, largest_magnitudes
+from dissensus.utils.nonfinite import has_nonfinite_norm, largest_magnitudes
 from dissensus.utils.tensor_tree import Tensors
 
 # Values that may be bad, in the order of reporting: a loss, a gradient before mixing, a member's gradient, a shared one.
@@ -82,7 +82,7 @@ class Guard:
         given = [*(each for each in (losses, known) if each is not None), *gradients.values()]
         exchange = particles.exchange
         if self.checks_at_once:
-            flag_not_finite(given, self.halted, self._one)
+            _flag_not_finite(given, self.halted, self._one)
             if exchange.any_process(self.halted.item() > 0):
                 self._record_faults(losses, gradients, known)
                 self.halted.copy_(exchange.gather_members(self.bad).any())
@@ -90,7 +90,7 @@ class Guard:
         elif given:
             with self._side_stream(losses, known):  # first, so that it also overlaps with the flag's kernel
                 self._record_faults(losses, gradients, known)
-            flag_not_finite(given, self.halted, self._one)
+            _flag_not_finite(given, self.halted, self._one)
             exchange.reduce_flag(self.halted)
 
     def _record_faults(self, losses: Tensor | None, gradients: Mapping[str, Tensor], known: Tensor | None) -> None:
@@ -257,3 +257,15 @@ def _restore_if_flagged(flag: Tensor, values: Tensors, before: Tensors) -> Tenso
         parts = torch.where(flag > 0, old, new).split([values[name].numel() for name in names])
         chosen |= {name: part.view(values[name].shape) for name, part in zip(names, parts, strict=True)}
     return chosen
+
+
+def _flag_not_finite(tensors: Sequence[Tensor], flag: Tensor, one: Tensor) -> None:
+    """Sets the flag, () in float32, to 1 if a tensor holds a value that is not finite; else does not change it.
+
+    Uses one kernel for all tensors of a dtype, as torch's GradScaler does, without waiting for the device. It multiplies the
+    tensors by `one`, a 1 on their device.
+    """
+    with torch.no_grad():
+        for dtype in {tensor.dtype for tensor in tensors}:
+            given = [tensor for tensor in tensors if tensor.dtype == dtype]
+            torch._amp_foreach_non_finite_check_and_unscale_(given, flag, one)

@@ -18,7 +18,7 @@ from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import CategoricalPredictive
 from dissensus.core.summary import SummaryPredictive
 from dissensus.data.standardise import Standardiser
-from dissensus.evaluation.fixed_draw import FixedDraw
+from dissensus.engine.prediction_loop import FixedDraw
 from dissensus.evaluation.loader_predictions import check_hard_labels
 from dissensus.methods.map import MAP
 from dissensus.metrics.calibration import confidence_ece

@@ -16,8 +16,8 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.data.standardise import Standardiser
-from dissensus.evaluation.fixed_draw import FixedDraw
-from dissensus.evaluation.guarantees import CorruptedGuarantees
+from dissensus.engine.prediction_loop import FixedDraw
+from dissensus.evaluation.guarantees import CorruptedGuarantees, Promises
 from dissensus.evaluation.loader_predictions import check_hard_labels, is_image
 from dissensus.metrics.calibration import bin_sums, ece_from_sums
 from dissensus.metrics.metric_inputs import labelled_rows
@@ -158,33 +158,10 @@ def corrupted_counts(
     promises = dict(functions.posterior.promises.items())
     promised = CorruptedGuarantees(promises)
 
-    def indexed_images() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        first = 0
-        for x, y, _ in functions.posterior.read(loader, anywhere=True):
-            if not is_image(x):
-                got = [tuple(t.shape) for t in batches.input_tensors(x)]
-                raise ValueError(f"expected images (B, 1 or 3, H, W) to corrupt, got {got}; pass corrupt=None")
-            check_hard_labels(y, functions)
-            yield x, y, torch.arange(first, first + len(y))  # type: ignore[misc]
-            first += len(y)
-
     def work(batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Any, ...]:
-        images, y, index = (each.to(functions.device) for each in batch)
-        part = CorruptedGuarantees(promises, seed=int(batch[2][:1].sum()))  # from the first image's index
-        undamaged = _outcome(functions.predict(images), y, functions.ignore_index).sums()
-        each = torch.zeros(3, len(types), len(severities), len(y), dtype=torch.float64)
-        sums = torch.zeros_like(table)
-        for t, name in enumerate(types):
-            for s, severity in enumerate(severities):
-                damaged = spec.apply(images, name, severity, index)
-                predictive = functions.predict(damaged)
-                part.add(t, s, predictive, damaged, y, functions.ignore_index)
-                outcome = _outcome(predictive, y, functions.ignore_index)
-                sums[t, s] = outcome.sums()
-                each[:, t, s] = outcome.per_example(len(y))
-        return undamaged, sums, each, part.rows
+        return _corrupt_batch(functions, spec, promises, *batch)
 
-    for (_, y, _), (undamaged, sums, each, rows) in functions.run_batches(work, indexed_images()):
+    for (_, y, _), (undamaged, sums, each, rows) in functions.run_batches(work, _indexed_images(functions, loader)):
         seen += len(y)
         clean += undamaged
         table += sums
@@ -212,6 +189,39 @@ def corrupted_counts(
         examples=torch.cat(examples, dim=-1),
         promised=promised.tables(),
     )
+
+
+def _indexed_images(functions: FixedDraw, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(images, labels, positions in the data set) of each batch."""
+    first = 0
+    for x, y, _ in functions.posterior.read(loader, anywhere=True):
+        if not is_image(x):
+            got = [tuple(t.shape) for t in batches.input_tensors(x)]
+            raise ValueError(f"expected images (B, 1 or 3, H, W) to corrupt, got {got}; pass corrupt=None")
+        check_hard_labels(y, functions)
+        yield x, y, torch.arange(first, first + len(y))  # type: ignore[misc]
+        first += len(y)
+
+
+def _corrupt_batch(
+    functions: FixedDraw, spec: Corruptions, promises: Promises, images: Tensor, y: Tensor, index: Tensor
+) -> tuple[Any, ...]:
+    """(sums (1 + 3K,) of clean images, sums (T, S, 1 + 3K), values (3, T, S, B), outcomes of promises) of a batch."""
+    promised = CorruptedGuarantees(promises, seed=int(index[:1].sum()))  # from the first image's index
+    images, y, index = (each.to(functions.device) for each in (images, y, index))
+    clean = _outcome(functions.predict(images), y, functions.ignore_index).sums()
+    shape = len(spec.types), len(spec.severities)
+    sums = torch.zeros(*shape, len(clean), dtype=torch.float64)
+    values = torch.zeros(3, *shape, len(y), dtype=torch.float64)
+    for t, name in enumerate(spec.types):
+        for s, severity in enumerate(spec.severities):
+            damaged = spec.apply(images, name, severity, index)
+            predictive = functions.predict(damaged)
+            promised.add(t, s, predictive, damaged, y, functions.ignore_index)
+            outcome = _outcome(predictive, y, functions.ignore_index)
+            sums[t, s] = outcome.sums()
+            values[:, t, s] = outcome.per_example(len(y))
+    return clean, sums, values, promised.rows
 
 
 def _split_sums(sums: Tensor) -> list[Tensor]:

@@ -1,8 +1,9 @@
 """evaluate: all metrics of a posterior from one draw, on test data and on foreign, shifted, corrupted and attacked inputs."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from statistics import fmean
 from typing import Any
@@ -10,18 +11,17 @@ from typing import Any
 import torch
 
 from dissensus.calibration.gate import Gate
-from dissensus.core import batch as batches
-from dissensus.core.input_checks import check_loader
+from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, RegressionPredictive
 from dissensus.core.regression import RealTargets
-from dissensus.data.batches import as_loader
+from dissensus.data.standardise import Standardiser
 from dissensus.engine.precision import PredictionPrecision
+from dissensus.engine.prediction_loop import FixedDraw, draw_once
 from dissensus.evaluation import classification, regression, segmentation
 from dissensus.evaluation.attack_curves import AttackCurves, AttackedInputs, attacked_inputs
 from dissensus.evaluation.corruption_curves import CorruptedCounts, Corruptions, as_corruptions, corrupted_counts
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
-from dissensus.evaluation.fixed_draw import FixedDraw, draw_once
 from dissensus.evaluation.guarantees import Promises, guarantee_details, guarantee_metrics
 from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions, foreign_loader, predictions
 from dissensus.methods.parts.embedded_posterior import collapse_note
@@ -80,67 +80,84 @@ def evaluate(
     if pixels is not None:
         spec = spec and replace(spec, standardiser=spec.standardiser or pixels)
         attack = attack and replace(attack, standardiser=attack.standardiser or pixels)
-    for keyword, sets in (("ood", ood), ("shift", shift)):
-        if sets is not None and not isinstance(sets, Mapping):
-            got = type(sets).__name__
-            raise TypeError(f"expected {keyword} as a dict of loaders, got {got}; pass {keyword}={{'name': loader}}")
-    raw, real = posterior.inputs is not None, isinstance(posterior.likelihood, RealTargets)
-
-    def shared_loader(given: Any) -> Any:
-        return posterior.complete_loader(as_loader(given, raw=raw))
-
-    ood = {name: foreign_loader(each, real=real) for name, each in (ood or {}).items()}
-    ood, shift = ({name: shared_loader(each) for name, each in (sets or {}).items()} for sets in (ood, shift))
-    loader = shared_loader(loader)
-    check_loader(loader, *ood.values(), *shift.values())
-    for name in (*ood, *shift):
-        if not isinstance(name, str) or not name or "/" in name:
-            raise ValueError(f"expected names without '/' for OOD and shift sets, got {name!r}; rename it")
+    real = isinstance(posterior.likelihood, RealTargets)
+    ood, shift = _named_sets("ood", ood), _named_sets("shift", shift)
+    foreign = {name: Loader.complete(foreign_loader(each, real=real), posterior) for name, each in ood.items()}
+    moved = {name: Loader.complete(each, posterior) for name, each in shift.items()}
+    data = Loader.complete(loader, posterior)
     parts = 1 + len(ood) + len(shift) + (spec is not None) + (attack is not None)
     with (
         draw_once(posterior, precision) as functions,
         LoaderProgress(parts, title=f"evaluating {posterior.name}", show=progress) as bar,
     ):
-        count = batches.count_batches(loader)
-        kind, once = _kind_of_predictions(functions, loader)
-        loader_again = bar.track_batches(once, "test", count)
+        kind, once = _kind_of_predictions(functions, data)
+        test = bar.track_batches(once, "test", data.length)
         ood, shift = (
-            {name: bar.track_batches(each, name, batches.count_batches(each)) for name, each in sets.items()}
-            for sets in (ood, shift)
+            {n: bar.track_batches(each, n, each.length) for n, each in sets.items()} for sets in (foreign, moved)
         )
-        corruptible, attackable = (bar.track_batches(loader, name, count) for name in ("corruptions", "attacks"))
+        corruptible, attackable = (bar.track_batches(data, n, data.length) for n in ("corruptions", "attacks"))
         score = checked_score(score, kind, functions.members)
         if attack is not None:
             check_attackable(kind)
+        corrupted = None if spec is None else partial(corrupted_counts, functions, corruptible, spec)
         if kind == "segmentation":
-            found = _evaluate_segmentation(functions, loader_again, corruptible, ood, shift, spec, score, classes)
+            found = _evaluate_segmentation(functions, test, ood, shift, corrupted, score, classes)
         else:
+            attacked = None if attack is None else partial(attacked_inputs, functions, attackable, attack)
             shown = pixels if spec is None else spec.standardiser
-            picture = None if shown is None else shown.inverse
-            test = predictions(functions, loader_again, picture=picture)
-            like, outputs = test.shapes, test.predictive.mean.shape[1:].numel()
-            if classes is not None and len(classes) != outputs:
-                raise ValueError(f"expected {outputs} class names, got {len(classes)}; pass one name per output")
-            found = evaluate_predictions(
-                test,
-                ood={n: predictions(functions, o, name=n, labelled=False, like=like) for n, o in ood.items()},
-                shift={n: predictions(functions, moved, name=n, like=like) for n, moved in shift.items()},
-                corrupted=None if spec is None else corrupted_counts(functions, corruptible, spec),
-                attacked=None if attack is None else attacked_inputs(functions, attackable, attack),
-                score=score,
-                parameters=parameter_count(posterior),
-                temperature=float(posterior.temperature),
-                promises=dict(posterior.promises.items()),
-            )
+            found = _evaluate_rows(functions, test, ood, shift, corrupted, attacked, score, classes, shown)
     cautions = collapse_note(posterior, found.metrics)
     for caution in cautions.values():
         log.warning("%s", caution)
+    return replace(found, notes=_notes(posterior, precision, classes) | cautions)
+
+
+def _named_sets(keyword: str, sets: Loaders | None) -> Loaders:
+    """Name -> loader, of a keyword of `evaluate`; raises if they are no dict, or a name cannot be part of a metric's name."""
+    if sets is not None and not isinstance(sets, Mapping):
+        got = type(sets).__name__
+        raise TypeError(f"expected {keyword} as a dict of loaders, got {got}; pass {keyword}={{'name': loader}}")
+    for name in sets or {}:
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ValueError(f"expected names without '/' for OOD and shift sets, got {name!r}; rename it")
+    return sets or {}
+
+
+def _evaluate_rows(
+    functions: FixedDraw,
+    loader: Iterable[Any],
+    ood: Loaders,
+    shift: Loaders,
+    corrupted: Callable[[], CorruptedCounts] | None,
+    attacked: Callable[[], AttackedInputs] | None,
+    score: str,
+    classes: Sequence[str] | None,
+    standardiser: Standardiser | None,
+) -> Evaluation:
+    """The Evaluation of a classification or regression. `standardiser`: of the images, which are shown without it."""
+    posterior = functions.posterior
+    test = predictions(functions, loader, picture=None if standardiser is None else standardiser.inverse)
+    like, outputs = test.shapes, test.predictive.mean.shape[1:].numel()
+    if classes is not None and len(classes) != outputs:
+        raise ValueError(f"expected {outputs} class names, got {len(classes)}; pass one name per output")
+    return evaluate_predictions(
+        test,
+        ood={n: predictions(functions, each, name=n, labelled=False, like=like) for n, each in ood.items()},
+        shift={n: predictions(functions, each, name=n, like=like) for n, each in shift.items()},
+        corrupted=None if corrupted is None else corrupted(),
+        attacked=None if attacked is None else attacked(),
+        score=score,
+        parameters=parameter_count(posterior),
+        temperature=float(posterior.temperature),
+        promises=dict(posterior.promises.items()),
+    )
+
+
+def _notes(posterior: Posterior, precision: PredictionPrecision, classes: Sequence[str] | None) -> dict[str, str]:
     calibration, unit = posterior.calibration, getattr(posterior.likelihood, "unit", None)
     about = {} if calibration is None else {"calibration": f"{calibration.kind}, {calibration.facts['rows']} rows"}
     about |= {"unit": unit} if unit else {}
-    about |= precision_note(precision)
-    about |= {} if classes is None else {"classes": "\n".join(classes)}
-    return replace(found, notes=about | cautions)
+    return about | precision_note(precision) | ({} if classes is None else {"classes": "\n".join(classes)})
 
 
 def precision_note(precision: PredictionPrecision) -> dict[str, str]:
@@ -284,15 +301,14 @@ def _kind_of_predictions(functions: FixedDraw, loader: Iterable[Any]) -> tuple[P
 
 def _evaluate_segmentation(
     functions: FixedDraw,
-    once: Iterable[Any],
     loader: Iterable[Any],
     ood: Loaders,
     shift: Loaders,
-    spec: Corruptions | None,
+    corrupted: Callable[[], CorruptedCounts] | None,
     score: str,
     classes: Sequence[str] | None,
 ) -> Evaluation:
-    sums, shapes, images = segmentation.pixel_sums(functions, once)
+    sums, shapes, images = segmentation.pixel_sums(functions, loader)
     found, arrays = sums.metrics(classes), sums.arrays()
     for name, each in ood.items():
         rankings, foreign = segmentation.pixel_ood(functions, each, score, name=name, like=shapes)
@@ -304,7 +320,7 @@ def _evaluate_segmentation(
         found |= {f"shift/{name}/{key}": value for key, value in moved.metrics(classes).items()}
     return complete_evaluation(
         Evaluation("segmentation", found, arrays, score, tuple(ood), tuple(shift)),
-        None if spec is None else corrupted_counts(functions, loader, spec),
+        None if corrupted is None else corrupted(),
         sums.member_metrics(),
         float(functions.posterior.temperature),
         parameter_count(functions.posterior),

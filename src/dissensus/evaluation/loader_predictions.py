@@ -1,8 +1,7 @@
 """Predictions for a whole loader: the members' outputs, the targets, and a few inputs to look at."""
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -14,10 +13,9 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive
 from dissensus.core.summary import SummaryPredictive
-from dissensus.engine.async_checks import AsyncHostCopy, delay_by_one
+from dissensus.engine.prediction_loop import Answer, FixedDraw
 from dissensus.evaluation.evaluation import PredictionKind
 from dissensus.evaluation.extreme_inputs import Extremes
-from dissensus.evaluation.fixed_draw import Answer, FixedDraw
 from dissensus.evaluation.guarantees import RowValues, guarantee_outcomes, join_outcomes
 from dissensus.metrics import disagreement, max_probability_score
 from dissensus.utils.arrays import is_array
@@ -84,67 +82,76 @@ def predictions(
     `labelled`: whether y belongs to the functions' task; if not, as for OOD inputs, y is not read and the loader may give x
     alone. `like`: required shapes of inputs. `picture`: turns inputs into images to show; None shows them unchanged.
     """
-    answers: list[Answer] = []
-    targets: list[Tensor] = []
-    seconds: list[tuple[float, int]] = []
-    extremes, shapes, seen, said = Extremes(), set[Shapes](), 0, False
-    promised: list[RowValues] = []
-    promises, generator = dict(functions.posterior.promises.items()), torch.Generator().manual_seed(0)
+    found = _Collection(functions, labelled, picture)
+    given = loader if labelled else map(with_placeholder_targets, loader)
 
-    def work(batch: Batch) -> Any:
+    def check(batch: Batch) -> None:
         checked_shapes(batch.x, like, name)
         if labelled:
             functions.posterior.check_batch(batch)
             check_hard_labels(batch.y, functions)
-        found = functions.start_answer(batch.x)
-        return found if functions.is_single_process else found()
 
-    def start_batches() -> Iterator[tuple[Batch, Any, AsyncHostCopy]]:
-        given = functions.posterior.read(
-            loader if labelled else map(with_placeholder_targets, loader), anywhere=not functions.is_single_process
-        )
-        for batch, found in functions.run_batches(work, given):
-            images = [batch.x] if is_image(batch.x) else []
-            yield batch, found, AsyncHostCopy([batch.y, *images] if labelled else [])
+    def shown_tensors(batch: Batch) -> list[Tensor]:
+        images = [batch.x] if isinstance(batch.x, Tensor) and is_image(batch.x) else []
+        return [batch.y, *images] if labelled else []
 
-    for batch, found, there in delay_by_one(start_batches()):
+    said, seconds = False, list[tuple[float, int]]()
+    for batch, answer, tensors, taken in functions.answers(given, check, shown_tensors):
+        said = warn_of_weights(batch.weight, name, said)
+        seconds.append((taken, batch.size))
+        found.add(batch, answer, tensors)
+    if not found.answers:
+        raise ValueError(f"expected batches in {name!r}, got none; is it empty, or a generator that is used up?")
+    energies = [answer.energy for answer in found.answers if answer.energy is not None]
+    timed = seconds[1:] or seconds  # the first batch includes one-time setup
+    return Predictions(
+        predictive=Predictive.cat([answer.predictive for answer in found.answers]),
+        targets=torch.cat(found.targets),
+        energy=torch.cat(energies, 1) if energies else None,
+        examples=found.extremes.arrays(),
+        shapes=found.shapes.pop() if len(found.shapes) == 1 else None,
+        milliseconds=1000 * sum(s for s, _ in timed) / sum(n for _, n in timed),
+        networks=functions.drawn.networks,
+        row_outcomes=join_outcomes(found.outcomes),
+    )
+
+
+class _Collection:
+    """What is kept of the batches of a loader: answers, targets, outcomes of promises, a few inputs to look at."""
+
+    def __init__(self, functions: FixedDraw, labelled: bool, picture: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.labelled, self.picture = labelled, picture
+        self.ignored = functions.ignore_index if labelled else None
+        self.promises = dict(functions.posterior.promises.items())
+        self.generator = torch.Generator().manual_seed(0)
+        self.answers: list[Answer] = []
+        self.targets: list[Tensor] = []
+        self.outcomes: list[RowValues] = []
+        self.extremes, self.shapes, self.seen = Extremes(), set[Shapes](), 0
+
+    def add(self, batch: Batch, answer: Answer, tensors: list[Tensor]) -> None:
+        """Adds a batch; `tensors`: its targets, and its inputs if they are images, on the host; none without labels."""
         x, y, weight = batch
-        answer, taken = found() if functions.is_single_process else found
-        y, *images = there.read() if labelled else [y]
-        said = warn_of_weights(weight, name, said)
-        shapes.add(shapes_of(x))
-        seconds.append((taken, batches.count_examples(x)))
-        index = torch.arange(seen, seen + batches.count_examples(x))
-        seen += batches.count_examples(x)
-        if labelled and functions.ignore_index is not None:
-            counted = y != functions.ignore_index
+        y, *images = tensors or [y]
+        self.shapes.add(shapes_of(x))
+        index = torch.arange(self.seen, self.seen + batch.size)
+        self.seen += batch.size
+        if self.ignored is not None:
+            counted = y != self.ignored
             answer, index = select_rows(answer, counted), index[counted]
             x, y = batches.map_tensors(batches.move_to_device(x, counted.device), itemgetter(counted)), y[counted]
             images = [each[counted] for each in images]
             weight = None if weight is None else weight.cpu()[counted]
-        if images and len(shapes) == 1 and isinstance(answer.predictive, CategoricalPredictive) and len(index):
+        if images and len(self.shapes) == 1 and isinstance(answer.predictive, CategoricalPredictive) and len(index):
             log_mean = answer.predictive.log_mean
-            shown = images[0] if picture is None else picture(images[0])
-            extremes.update(max_probability_score(log_mean), log_mean.argmax(1) == y, index, shown)
-        if promises:
-            true = y if labelled else None
-            promised.append(guarantee_outcomes(promises, answer.predictive, generator, y=true, x=x, weight=weight))
-        answers.append(answer)
-        targets.append(y if labelled else torch.empty(0))
-    if not answers:
-        raise ValueError(f"expected batches in {name!r}, got none; is it empty, or a generator that is used up?")
-    energies = [answer.energy for answer in answers if answer.energy is not None]
-    timed = seconds[1:] or seconds  # the first batch includes one-time setup
-    return Predictions(
-        predictive=Predictive.cat([answer.predictive for answer in answers]),
-        targets=torch.cat(targets),
-        energy=torch.cat(energies, 1) if energies else None,
-        examples=extremes.arrays(),
-        shapes=shapes.pop() if len(shapes) == 1 else None,
-        milliseconds=1000 * sum(s for s, _ in timed) / sum(n for _, n in timed),
-        networks=functions.drawn.networks,
-        row_outcomes=join_outcomes(promised),
-    )
+            shown = images[0] if self.picture is None else self.picture(images[0])
+            self.extremes.update(max_probability_score(log_mean), log_mean.argmax(1) == y, index, shown)
+        if self.promises:
+            true = y if self.labelled else None
+            rows = guarantee_outcomes(self.promises, answer.predictive, self.generator, y=true, x=x, weight=weight)
+            self.outcomes.append(rows)
+        self.answers.append(answer)
+        self.targets.append(y if self.labelled else torch.empty(0))
 
 
 def foreign_loader(given: Any, *, real: bool) -> Any:
@@ -202,13 +209,6 @@ def is_image(x: Inputs) -> bool:
 def select_rows(answer: Answer, keep: Tensor) -> Answer:
     """The answer for some of the inputs; keep: (B,) boolean."""
     return Answer(answer.predictive[keep], None if answer.energy is None else answer.energy[:, keep])
-
-
-def synchronised_time(device: torch.device) -> float:
-    """Time in seconds, after the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _shapes_text(shapes: Shapes) -> str:

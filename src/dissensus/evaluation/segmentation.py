@@ -16,8 +16,9 @@ from dissensus import metrics
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.summary import SummaryPredictive
+from dissensus.engine.async_checks import Timer
+from dissensus.engine.prediction_loop import Answer, FixedDraw
 from dissensus.evaluation import loader_predictions
-from dissensus.evaluation.fixed_draw import Answer, FixedDraw
 from dissensus.evaluation.loader_predictions import Shapes
 from dissensus.metrics import CalibrationBins, ConfusionCounts, RiskHistogram, ScoreHistogram
 from dissensus.metrics.calibration import bin_sums
@@ -148,9 +149,10 @@ def pixel_sums(functions: FixedDraw, loader: Iterable[Any], *, name: str = "test
         loader_predictions.checked_shapes(batch.x, like, name)
         functions.posterior.check_batch(batch)
         loader_predictions.check_hard_labels(batch.y, functions)
-        start = loader_predictions.synchronised_time(functions.device)
+        timer = Timer(functions.device)
         predictive: Any = functions.predict(batch.x)
-        part.seconds = loader_predictions.synchronised_time(functions.device) - start
+        timer.stop()
+        part.seconds = timer.seconds()
         y = batch.y.to(functions.device)
         for row in range(len(y)):  # one by one: the memory of scores grows with members × pixels
             part.update(predictive[row], y[row : row + 1], functions.ignore_index)

@@ -4,7 +4,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -68,7 +68,9 @@ def change_at_sites(
 
     handles = [hook(name) for name in sites]
     try:
-        with plain_attention(has_attention(network)):  # the fast path of attention calls no submodule
+        with (
+            plain_attention() if has_attention(network) else nullcontext()
+        ):  # the fast path of attention calls no submodule
             yield
     finally:
         for handle in handles:

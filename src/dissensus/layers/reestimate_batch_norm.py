@@ -16,21 +16,6 @@ from dissensus.utils.batch_norm_names import statistics_layers, statistics_names
 from dissensus.utils.tensor_tree import Tensors
 
 
-class SmallBatchGuard:  # not a generator, which takes three times as long
-    """Turns torch's error for batch norm on a batch of one, which has no variance, into one with a remedy."""
-
-    def __init__(self, x: batches.Inputs) -> None:
-        self.x = x
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
-            got = f"a batch of {batches.count_examples(self.x)}; pass drop_last=True to the loader, or another size"
-            raise ValueError(f"expected at least two examples per batch for batch norm, got {got}") from error
-
-
 @torch.no_grad()
 def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torch.device) -> None:
     """Sets the members' running statistics to the mean of their batch statistics over the loader, weighted by batch size.
@@ -49,11 +34,11 @@ def refresh_statistics(particles: Particles, loader: Iterable[Any], device: torc
     seen = dict.fromkeys(layers.values(), 0)  # number of examples that have passed the layer
     found = False
     with statistics_mode(particles, layers):
-        for batch in batches.read_batches(loader):
+        for batch in (batches.Batch.from_tuple(given) for given in loader):
             if batch.size == 0:
                 continue
             found, x = True, batches.move_to_device(batch.x, device)
-            with batches.UnchangedInputs(x), SmallBatchGuard(x):
+            with batches.UnchangedInputs(x), batches.SmallBatchGuard(x):
                 particles.write_buffers(_statistics(particles, x, kept, seen))
     if not found:
         raise ValueError("expected at least one batch to estimate batch statistics from, got none; pass a loader")

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from dissensus.core import objective, weights
 from dissensus.core.batch import Batch
-from dissensus.core.input_checks import check_loader
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.loader import Loader
 from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
 from dissensus.core.prior import PriorKeywords
@@ -101,7 +101,7 @@ class HMC(SamplingPosterior):
         The loader is read once and its batches are kept in memory. If it holds only part of the data, its mean loss
         still counts `data_size` times.
         """
-        check_loader(loader := self.complete_loader(loader))
+        loader = Loader.complete(loader, self)
         self.check_network()
         if self.prior is None:
             log.warning("without a prior a chain may never converge; pass weight_prior_std= or prior=")

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from dissensus.core.batch import Batch
 from dissensus.core.drawn_functions import DrawnFunctions
-from dissensus.core.input_checks import check_loader
 from dissensus.core.likelihood import Likelihood, log_prob_sum
+from dissensus.core.loader import Loader
 from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles, copy_likelihood
 from dissensus.core.posterior import inference_context
@@ -112,9 +112,9 @@ class Laplace(SamplingPosterior):
                 that gives them the highest likelihood; a large factor leaves the network's own predictions. `ds.refresh` keeps
                 the choice; after `ds.load` call this again instead.
         """
-        check_loader(loader := self.complete_loader(loader))
+        loader = Loader.complete(loader, self)
         if held_out is not None:
-            check_loader(held_out := self.complete_loader(held_out))
+            held_out = Loader.complete(held_out, self)
         make_prior(data_size=data_size)
         self.to(self.device)  # the parameters of the likelihood may be on another device than the network
         self._known.warn_once(noise_warning(self.particles))  # curvature and evidence depend on the noise

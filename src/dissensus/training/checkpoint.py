@@ -1,19 +1,22 @@
 """Checkpoints of a training run: everything needed to continue as without an interruption."""
 
 import copy
+import math
+import os
+import time
 import zipfile
-from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
+from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior
 from dissensus.distributed.init import check_shared_folder
 from dissensus.distributed.single_process import TrainingPartition
@@ -30,66 +33,122 @@ from dissensus.training.distributed_checkpoint import (
     read_distributed,
     write_distributed,
 )
+from dissensus.training.epochs import PartialEpoch
 from dissensus.training.history import Best, Epoch, History
-from dissensus.training.loader_state import loader_state, restore_loader
-from dissensus.training.partial_epoch import PartialEpoch
 from dissensus.utils.dtensor import is_divided
 from dissensus.utils.file_errors import read_errors
 
 
-class ResumedRun(NamedTuple):
-    """A run so far. `told`: steps done and steps per epoch, for `RunLength`; `part`: the part done of the next epoch."""
+@dataclass
+class RunSoFar:
+    """A run up to now. `told`: steps done and steps per epoch, for `RunLength`; `part`: the part done of the next epoch."""
 
-    history: History
-    best: Best
-    told: dict[str, Any]
+    history: History = field(default_factory=History)
+    best: Best = field(default_factory=Best)
+    told: dict[str, Any] = field(default_factory=dict)
     part: PartialEpoch | None = None
 
 
 ALONE = TrainingPartition()
 OVERLAPPING = 1 << 26  # most bytes that expanded buffers (which repeat a value) may represent
+REMEDY = "remove it, or pass another checkpoint="
 
 
-def write_checkpoint(
-    path: Path,
-    posterior: Posterior,
-    optimizer: Optimizer,
-    scheduler: LRScheduler | None,
-    history: History,
-    best: Best,
-    loader: Iterable[Any] = (),
-    part: PartialEpoch | None = None,
-    *,
-    division: TrainingPartition = ALONE,
-) -> None:
-    """Writes everything needed to continue, first under a temporary name. `part`: of an interrupted epoch.
+class Checkpoints:
+    """Writes the checkpoint of a run, and resumes the run from it. `path`: None writes nothing.
 
-    One process writes a file, several write a folder; an existing file or folder keeps its form.
+    One process writes a file, several write a folder; an existing file or folder keeps its form. `seconds`: least time between
+    two epochs' writes.
     """
-    folder = path.is_dir() if division.active_mesh is None else not division.broadcast_object(path.is_file())
-    folder = folder or posterior.particles.divided
-    with nullcontext() if folder else division.full_optimizer_state(optimizer):
-        done = int(posterior.steps) - posterior.steps_before_run
-        state = _training_state(posterior, optimizer, scheduler) | {
-            "run": describe_run(posterior, optimizer, scheduler),
-            "told": {"done": done, "steps_per_epoch": posterior.steps_per_epoch},
-            "loader": loader_state(loader) if part is None else part.loader,
-            "part": None if part is None else {**vars(part), "loader": None},
-            "history": [asdict(epoch) for epoch in history.epochs],
-            "engine": history.engine,
-            "best": {"score": best.score, "epoch": best.epoch, "state": best.state, "kept": history.best},
-        }
-        if folder:
-            own = _member_row_ids(state, posterior, optimizer)
-            write_distributed(path, state, division.active_mesh, posterior.particles.members, own)
-        elif division.is_first:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replace_file(path) as temporary:
-                torch.save(state, temporary)
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        posterior: Posterior,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None = None,
+        loader: Loader | None = None,
+        division: TrainingPartition = ALONE,
+        seconds: float = 0.0,
+    ) -> None:
+        self.path = None if path is None else Path(path)
+        self.posterior, self.optimizer, self.scheduler = posterior, optimizer, scheduler
+        self.loader, self.division, self.seconds = Loader(()) if loader is None else loader, division, seconds
+        self._written, self._is_due = -math.inf, False  # time of the last write, and whether there are unsaved changes
+
+    def write(self, history: History, best: Best, part: PartialEpoch | None = None) -> None:
+        """Writes everything needed to continue, first under a temporary name. `part`: of an interrupted epoch."""
+        if self.path is None or (part is not None and self.posterior.steps_per_epoch is None):
+            return  # the rest of an epoch of unknown length cannot be planned
+        path, posterior, optimizer, division = self.path, self.posterior, self.optimizer, self.division
+        folder = path.is_dir() if division.active_mesh is None else not division.broadcast_object(path.is_file())
+        folder = folder or posterior.particles.divided
+        with nullcontext() if folder else division.full_optimizer_state(optimizer):
+            done = int(posterior.steps) - posterior.steps_before_run
+            state = _training_state(posterior, optimizer, self.scheduler) | {
+                "run": describe_run(posterior, optimizer, self.scheduler),
+                "told": {"done": done, "steps_per_epoch": posterior.steps_per_epoch},
+                "loader": self.loader.state() if part is None else part.loader,
+                "part": None if part is None else {**vars(part), "loader": None},
+                "history": [asdict(epoch) for epoch in history.epochs],
+                "engine": history.engine,
+                "best": {"score": best.score, "epoch": best.epoch, "state": best.state, "kept": history.best},
+            }
+            if folder:
+                own = _member_row_ids(state, posterior, optimizer)
+                write_distributed(path, state, division.active_mesh, posterior.particles.members, own)
+            elif division.is_first:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with replace_file(path) as temporary:
+                    torch.save(state, temporary)
+        self._written, self._is_due = time.monotonic(), False
+
+    def end_epoch(self, history: History, best: Best) -> None:
+        """Writes the epoch, if the last write is long enough ago."""
+        if self.path is not None:
+            self._is_due = True
+            if self.division.broadcast_object(time.monotonic() - self._written >= self.seconds):
+                self.write(history, best)
+
+    def end_run(self, history: History, best: Best) -> None:
+        """Writes what is not yet written."""
+        if self._is_due:
+            self.write(history, best)
+
+    def resume(self) -> RunSoFar:
+        """Restores what `write` wrote. A damaged file, or one of another run, raises and changes nothing."""
+        if self.path is None:
+            return RunSoFar()
+        path, posterior, optimizer, scheduler = self.path, self.posterior, self.optimizer, self.scheduler
+        folder = path.is_dir() and newest_checkpoint(path) is not None
+        # a folder has the moments of this process's members
+        whole = nullcontext() if folder else self.division.full_optimizer_state(optimizer)
+        with whole, read_errors(path, REMEDY, kind="a checkpoint of this posterior in"):
+            if folder:
+                divided = _sharded_tensors(posterior, optimizer)
+                state = read_distributed(path, self.division.active_mesh, posterior.device, divided)
+            else:
+                check_archive(path)
+                state = torch.load(path, map_location=posterior.device, weights_only=True)
+            check_tensors(state)
+            kept = state["best"].pop("kept")
+            history = History([Epoch(**epoch) for epoch in state["history"]], kept, state["engine"])
+            part = None if state.get("part") is None else PartialEpoch(**{**state["part"], "loader": state["loader"]})
+            resumed = RunSoFar(history, Best(**state["best"]), state["told"], part)
+            if (misfit := next(checkpoint_mismatches(state, posterior, optimizer, scheduler), None)) is not None:
+                got = f"one of another run ({misfit})"
+                raise ValueError(f"expected a checkpoint of this posterior in {path}, got {got}; {REMEDY}")
+            warn_of_overridden(state, optimizer, scheduler)
+            _restore_state(state, posterior, optimizer, scheduler)
+        self.loader.restore(state["loader"])
+        return resumed
 
 
-def checkpoint_exists(path: Path, division: TrainingPartition = ALONE) -> bool:
+def checkpoint_exists(given: str | os.PathLike[str] | None, division: TrainingPartition = ALONE) -> bool:
     """Whether there is a checkpoint to resume. Raises if not all processes see it, or if a folder holds other files."""
+    if given is None:
+        return False
+    path = Path(given)
     if division.active_mesh is not None:
         check_shared_folder(path.parent)
     found = path.exists()
@@ -121,45 +180,6 @@ def _sharded_tensors(posterior: Posterior, optimizer: Optimizer) -> dict[str, Te
 
 def _has_rows(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
-
-
-def resume(
-    path: Path,
-    posterior: Posterior,
-    optimizer: Optimizer,
-    scheduler: LRScheduler | None,
-    loader: Iterable[Any] = (),
-    division: TrainingPartition = ALONE,
-) -> ResumedRun:
-    """Restores what `write_checkpoint` wrote. A damaged file, or one of another run, raises and changes nothing."""
-    remedy, folder = "remove it, or pass another checkpoint=", path.is_dir() and newest_checkpoint(path) is not None
-    # a folder has the moments of this process's members
-    whole = nullcontext() if folder else division.full_optimizer_state(optimizer)
-    with whole, read_errors(path, remedy, kind="a checkpoint of this posterior in"):
-        if folder:
-            divided = _sharded_tensors(posterior, optimizer)
-            state = read_distributed(path, division.active_mesh, posterior.device, divided)
-        else:
-            check_archive(path)
-            state = torch.load(path, map_location=posterior.device, weights_only=True)
-        check_tensors(state)
-        kept = state["best"].pop("kept")
-        history = History([Epoch(**epoch) for epoch in state["history"]], kept, state["engine"])
-        part = None if state.get("part") is None else PartialEpoch(**{**state["part"], "loader": state["loader"]})
-        resumed = ResumedRun(history, Best(**state["best"]), state["told"], part)
-        if (misfit := next(checkpoint_mismatches(state, posterior, optimizer, scheduler), None)) is not None:
-            got = f"one of another run ({misfit})"
-            raise ValueError(f"expected a checkpoint of this posterior in {path}, got {got}; {remedy}")
-        warn_of_overridden(state, optimizer, scheduler)
-        _restore_state(state, posterior, optimizer, scheduler)
-    restore_loader(loader, state["loader"])
-    return resumed
-
-
-def reset_rates(optimizer: Optimizer, scheduler: LambdaLR) -> None:
-    """Sets the schedule's rates for this epoch, because the run may be longer now than when the checkpoint was written."""
-    for group, rate, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-        group["lr"] = rate * factor(scheduler.last_epoch)
 
 
 def _restore_state(

@@ -1,42 +1,35 @@
-"""The epochs of a run: its length, passed to the posterior as soon as it is known, and the epochs that validation may keep."""
+"""The epochs of a run: their length, passed to the posterior as soon as it is known, and the part done of one."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from dissensus.core import batch as batches
-from dissensus.core.drawn_functions import DrawnFunctions
-from dissensus.core.posterior import Posterior, inference_context
-from dissensus.methods.parts.recording_posterior import RecordingPosterior
-from dissensus.methods.parts.trajectory import evenly_spaced
+import torch
+from torch import Tensor
+
+from dissensus.core.loader import Loader
+from dissensus.core.posterior import Posterior
+from dissensus.numerics.randomness import preserve_random_state
+from dissensus.utils.progress import Progress
 
 
 class RunLength:
-    """Batches and optimiser steps of an epoch. `batches`: None if the loader has no length.
-
-    From a checkpoint: `over`, the epochs done; `done`, their steps; `steps_per_epoch`.
-    """
+    """The optimiser steps of an epoch. From a checkpoint: `over`, the epochs done; `done`, their steps; `steps_per_epoch`."""
 
     def __init__(
-        self,
-        posterior: Posterior,
-        loader: Iterable[Any],
-        *,
-        epochs: int,
-        accumulate: int,
-        over: int = 0,
-        done: int = 0,
-        steps_per_epoch: int | None = None,
+        self, posterior: Posterior, loader: Loader, epochs: int, accumulate: int, *, over: int = 0, **told: int | None
     ) -> None:
         self.posterior, self.epochs = posterior, epochs
-        self.batches = batches.count_batches(loader)
-        self.done = done
+        self.done, steps_per_epoch = told.get("done") or 0, told.get("steps_per_epoch")
         self.is_unknown = False
         self.first_step = int(posterior.steps)  # first step of the epochs that follow
-        if self.batches is not None:
-            steps_per_epoch = max(1, math.ceil(self.batches / accumulate))
+        if (batches := loader.length) is not None:
+            steps_per_epoch = max(1, math.ceil(batches / accumulate))
         if steps_per_epoch is not None:
-            posterior.begin(steps_per_epoch, epochs, done=done)
+            posterior.begin(steps_per_epoch, epochs, done=self.done)
         elif over < epochs:
             posterior.begin_unmeasured(epochs)
             self.is_unknown = posterior.steps_per_epoch is None  # else the caller has already called `begin`
@@ -49,24 +42,37 @@ class RunLength:
             self.posterior.begin(max(1, trained), self.epochs, done=trained + self.done)
 
 
-LOOKS = 10  # most looks in a run: a look costs a draw
+@dataclass
+class PartialEpoch:
+    """The first batches of an epoch: number, examples, summed losses (M,), seconds; and the state at the epoch's beginning.
 
-
-def can_keep_epoch(posterior: Posterior, epoch: int, epochs: int) -> bool:
-    """Whether validation may keep the state after this epoch, counted from 0.
-
-    No epoch of a trajectory; if functions are drawn, up to ten evenly spaced ones of the last quarter, including the last.
+    A run that SIGTERM interrupted continues from it.
     """
-    first, every = evenly_spaced(epochs, LOOKS) if posterior.judged_by == "draw" else (0, 1)
-    return posterior.judged_by is not None and posterior.ready and epoch >= first and (epoch - first) % every == 0
 
+    random: Tensor | None = None  # torch's random state at the beginning, on the host and on the GPU
+    cuda: Tensor | None = None
+    loader: dict[str, Any] | None = None
+    batches: int = 0
+    examples: int = 0
+    total: Tensor | None = None
+    seconds: float = 0.0
 
-def draw_for_validation(
-    posterior: Posterior, epoch: int, epochs: int, validation: Iterable[Any]
-) -> DrawnFunctions | None:
-    """The functions drawn to evaluate this epoch; None if the networks in training are evaluated, or nothing is."""
-    drawn = posterior.judged_by == "draw" and can_keep_epoch(posterior, epoch, epochs)
-    if drawn and isinstance(posterior, RecordingPosterior):
-        with inference_context(posterior):
-            return posterior.draw_for_validation(validation)
-    return None
+    @classmethod
+    def start_epoch(cls, loader: Loader, device: torch.device) -> PartialEpoch:
+        """An empty part of an epoch that begins now."""
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), cuda, loader.state())
+
+    def remaining_batches(self, loader: Iterable[Any], device: torch.device, bar: Progress) -> Iterator[Any]:
+        """The loader's batches after this part; the loader is in its state at the beginning of the epoch."""
+        if self.random is None or not self.batches:
+            return iter(loader)
+        with preserve_random_state(device):  # later draws are those that would have followed the last of these batches
+            torch.set_rng_state(self.random.cpu())
+            if self.cuda is not None and device.type == "cuda":
+                torch.cuda.set_rng_state(self.cuda.cpu(), device)
+            batches = iter(loader)
+            for _ in range(self.batches):
+                next(batches)
+                bar.step()
+        return batches

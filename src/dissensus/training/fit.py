@@ -1,43 +1,34 @@
 """fit: one training loop for every posterior. It reads from top to bottom; copy it to write your own."""
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
-from dissensus.core import batch as batches
-from dissensus.core.drawn_functions import DrawnFunctions
-from dissensus.core.input_checks import check_loader
-from dissensus.core.likelihood import log_prob_sum
+from dissensus.core.batch import Batch, SmallBatchGuard
+from dissensus.core.loader import Loader
 from dissensus.core.locks import lock_for_training
-from dissensus.core.posterior import Posterior, expect_posterior, inference_context, refresh
-from dissensus.core.trainable import Watchers
-from dissensus.data.batches import as_loader
+from dissensus.core.posterior import Posterior, expect_posterior, refresh
 from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.partition import partition_training
 from dissensus.distributed.preemption import Interruptions
 from dissensus.distributed.single_process import TrainingPartition
-from dissensus.distributed.work_split import exchange_results
 from dissensus.engine import Step, build_step
-from dissensus.engine.memory import Memory, training_memory
-from dissensus.layers.reestimate_batch_norm import SmallBatchGuard
+from dissensus.engine.memory import training_memory
 from dissensus.training import fit_checks
-from dissensus.training.checkpoint import ResumedRun, checkpoint_exists, reset_rates, resume, write_checkpoint
-from dissensus.training.curvature_rates import set_relative_rates
-from dissensus.training.epochs import RunLength, can_keep_epoch, draw_for_validation
-from dissensus.training.fit_checks import standardise_targets
-from dissensus.training.history import Best, Epoch, History
-from dissensus.training.partial_epoch import PartialEpoch
-from dissensus.utils.checks import integer, number, one_of
+from dissensus.training.checkpoint import Checkpoints, RunSoFar, checkpoint_exists
+from dissensus.training.epochs import PartialEpoch, RunLength
+from dissensus.training.history import Epoch, History
+from dissensus.training.optimisation import Optimisation
+from dissensus.training.validation import Validation
+from dissensus.utils.checks import one_of
 from dissensus.utils.progress import Progress
 
 TrainingPrecision = Literal["auto", "float32", "bf16"]
@@ -113,143 +104,114 @@ def fit(
     Raises:
         Diverged: a member's loss, gradient or weight is no longer finite; `.members` has the indices.
     """
-    integer("epochs", epochs)
-    integer("accumulate", accumulate, hint="1 steps after every batch")
-    integer("patience", 0 if patience is None else patience, least=0)
-    number("clip", 1.0 if clip in (None, math.inf) else clip, above=0, hint="None does not clip")
-    number("checkpoint_seconds", 0.0 if checkpoint_seconds == math.inf else checkpoint_seconds)
-    one_of("ranks", ranks, (None, "independent"))
+    fit_checks.check_arguments(epochs, accumulate, patience, clip, checkpoint_seconds, ranks, targets)
     # Meanwhile, using the network in another thread raises.
     with lock_for_training(expect_posterior(posterior).particles.template.network), ExitStack() as processes:
-        raw = posterior.inputs is not None
-        loader, validation = as_loader(loader, shuffle=True, raw=raw), as_loader(validation, raw=raw)
-        check_loader(loader, validation)
-        posterior.ranks = ranks or posterior.ranks
-        division = processes.enter_context(partition_training(posterior, mesh, loader))
-        if one_of("targets", targets, (None, "standardised")) is not None:
-            standardise_targets(posterior, division.complete_loader(loader))
+        data = Loader.for_posterior(loader, posterior, shuffle=True)
+        division = processes.enter_context(partition_training(posterior, mesh, ranks, data))
         fit_checks.check_run(posterior, optimizer, scheduler, patience=patience, validation=validation)
+        if targets is not None:
+            fit_checks.standardise_targets(posterior, division.complete_loader(data))
         posterior.to(_training_device(device, posterior))
         division.begin()
-        default = optimizer is None
-        begun = checkpoint is not None and checkpoint_exists(Path(checkpoint), division)
-        if optimizer is None:
-            optimizer = posterior.default_optimizer()
-            if not begun:
-                complete, agreed = division.complete_loader(loader), division.broadcast_object
-                set_relative_rates(posterior, optimizer, complete, agreed=agreed)
-            scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
-        fit_checks.check_can_train(posterior, optimizer)
-        fit_checks.log_remarks(posterior, optimizer, scheduler, epochs=epochs, batches=batches.count_batches(loader))
-
-        history, best, told, part = ResumedRun(History(), Best(), {})
-        if checkpoint is not None and begun:
-            history, best, told, part = resume(Path(checkpoint), posterior, optimizer, scheduler, loader, division)
-            if default and isinstance(scheduler, LambdaLR):
-                reset_rates(optimizer, scheduler)
-        fit_checks.check_schedule(scheduler, epochs - len(history))
-        read = division.training_loader(loader)
-        posterior.batches_per_step = accumulate * division.loader_count
-        length = RunLength(posterior, loader, epochs=epochs, accumulate=accumulate, over=len(history), **told)
-        steps = (length.batches or posterior.steps_per_epoch or 1) * epochs
-        settings = {"clip": clip, "precision": _autocast_dtype(precision, posterior), "accumulate": accumulate}
-        run = _TrainingRun(posterior, optimizer, division, engine, steps=steps, **settings)
-        written, unwritten = -math.inf, False  # time of the last checkpoint, and whether there are unsaved changes
-        bar = Progress(epochs, length.batches, title=posterior.name, show=progress)
-        days = Interruptions(division.active_mesh, hears=checkpoint is not None)
-
-        def write(best: Best, part: PartialEpoch | None = None) -> None:
-            path = Path(checkpoint or "")
-            write_checkpoint(path, posterior, optimizer, scheduler, history, best, loader, part, division=division)
-
-        # The GPU is made the current device, because streams and graphs belong to that.
-        with torch.cuda.device(posterior.device if posterior.device.type == "cuda" else -1), closing(run), bar, days:
-            for index in range(len(history), epochs):
-                judged = best.state is not None and can_keep_epoch(posterior, index - 1, epochs)
-                if patience is not None and judged and index - 1 - best.epoch >= patience:
-                    break
-                posterior.train()
-                division.begin_epoch(loader, index)
-                if part is None:
-                    part = PartialEpoch() if checkpoint is None else PartialEpoch.start_epoch(loader, posterior.device)
-                losses = run.run_epoch(read, bar, part, days)  # (M,)
-                if losses is None:
-                    if posterior.steps_per_epoch is not None:
-                        write(best, part)
-                    days.terminate()
-                seconds, part = part.seconds, None
-                length.end_epoch()
-                history.engine, history.memory = run.engine_name, run.memory
-                lr = float(optimizer.param_groups[0]["lr"])
-                score = None if validation is None else validation_nll(posterior, validation, None, division)
-                drawn = None
-                if validation is not None:
-                    drawn = draw_for_validation(posterior, index, epochs, division.complete_loader(validation))
-                sampled = None if drawn is None else validation_nll(posterior, validation or (), drawn, division)
-                epoch = Epoch(index, float(losses.mean()), losses.tolist(), lr, seconds, score, sampled)
+        resumes = checkpoint_exists(checkpoint, division)
+        plan = Optimisation(posterior, optimizer, scheduler, data, division, epochs=epochs, resumes=resumes)
+        store = Checkpoints(checkpoint, posterior, plan.optimizer, plan.scheduler, data, division, checkpoint_seconds)
+        so_far = store.resume() if resumes else RunSoFar()
+        history, choice = so_far.history, Validation(posterior, validation, division, so_far.best, epochs, patience)
+        plan.set_rates(epochs - len(history))
+        run = _TrainingRun(posterior, plan, data, division, so_far, epochs, accumulate, clip, precision, engine)
+        bar = Progress(epochs, data.length, title=posterior.name, show=progress)
+        interruptions = Interruptions(division.active_mesh, resumable=checkpoint is not None)
+        with run, bar, interruptions:
+            for index in choice.remaining_epochs(len(history)):
+                epoch = run.train_epoch(index, bar, interruptions)
+                if epoch is None:
+                    store.write(history, choice.best, run.part)
+                    interruptions.terminate()
+                epoch.validation, epoch.look = choice.scores(index)
                 history.epochs.append(epoch)
-                if isinstance(scheduler, ReduceLROnPlateau):
-                    scheduler.step(epoch.loss if score is None else score)
-                elif scheduler is not None:
-                    scheduler.step()
-                judged, chosen = can_keep_epoch(posterior, index, epochs), epoch.selection_score
-                if judged and chosen is not None and chosen < best.score:
-                    own = [(k, v) for k, v in posterior.state_dict().items() if not k.startswith("watchers.")]
-                    best = Best(chosen, index, {k: v.detach().clone() for k, v in own})
-                    history.best = index
+                plan.end_epoch(epoch)
+                choice.keep_best(epoch, history)
                 bar.end_epoch(index, _epoch_line(epoch))
-                unwritten = checkpoint is not None
-                late = time.monotonic() - written >= checkpoint_seconds
-                if checkpoint is not None and division.broadcast_object(late):
-                    write(best)
-                    written, unwritten = time.monotonic(), False
+                store.end_epoch(history, choice.best)
                 if callback is not None and division.broadcast_object(callback(epoch)):
                     break
-            if checkpoint is not None and unwritten:
-                write(best)
-
-        if best.state is not None:
-            watchers, posterior.watchers = posterior.watchers, Watchers()  # whose records are those of the whole run
-            posterior.load_state_dict(best.state)
-            posterior.watchers = watchers
-        if draw:
-            start = time.perf_counter()
-            refresh(posterior, division.complete_loader(loader))
-            history.drawing = time.perf_counter() - start
-        posterior.eval()
-        for each in (posterior, *posterior.watchers):
-            each.mesh = division.mesh  # processes that trained together also predict together
+            store.end_run(history, choice.best)
+        choice.restore_best()
+        history.drawing = _store_draw(posterior, division.complete_loader(data)) if draw else history.drawing
+        division.end(posterior.eval())
         return history
 
 
 class _TrainingRun:
-    """Runs the epochs of a training run; the training step is built at the first batch."""
+    """Trains epoch by epoch; builds the training step at the first batch. Inside, the posterior's GPU is the current one."""
 
     def __init__(
-        self, posterior: Posterior, optimizer: Optimizer, division: TrainingPartition, engine: str, **settings: Any
+        self,
+        posterior: Posterior,
+        plan: Optimisation,
+        loader: Loader,
+        division: TrainingPartition,
+        so_far: RunSoFar,
+        epochs: int,
+        accumulate: int,
+        clip: float | None,
+        precision: TrainingPrecision,
+        engine: str,
     ) -> None:
-        self.posterior, self.optimizer, self.division = posterior, optimizer, division
-        self.engine = division.choose_engine(engine)
-        self.settings = settings
+        self.posterior, self.plan, self.loader, self.division = posterior, plan, loader, division
+        self.history, self.part = so_far.history, so_far.part
+        self.batches = division.training_loader(loader)
+        posterior.batches_per_step = accumulate * division.loader_count
+        self.length = RunLength(posterior, loader, epochs, accumulate, over=len(self.history), **so_far.told)
+        self.engine, self.accumulate = division.choose_engine(engine), accumulate
+        steps = (loader.length or posterior.steps_per_epoch or 1) * epochs
+        self.settings: dict[str, Any] = {"clip": clip, "accumulate": accumulate, "steps": steps}
+        self.precision = _autocast_dtype(precision, posterior)
         self.step: Step | None = None
-        self.memory: Memory | None = None
-        self.engine_name: str | None = None  # how members ran in the last epoch, after fallbacks
+        self._inside = ExitStack()
 
-    def run_epoch(self, loader: Iterable[Any], bar: Progress, part: PartialEpoch, days: Interruptions) -> Tensor | None:
+    def __enter__(self) -> Self:
+        device = self.posterior.device  # the current one, because streams and graphs belong to that
+        self._inside.enter_context(torch.cuda.device(device if device.type == "cuda" else -1))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.posterior.eval()  # also when interrupted
+        if self.step is not None:
+            self.step.close()
+        self._inside.close()
+
+    def train_epoch(self, index: int, bar: Progress, interruptions: Interruptions) -> Epoch | None:
+        """The epoch of this number, trained; None if it was interrupted after the batches of `part`."""
+        self.posterior.train()
+        self.division.begin_epoch(self.loader, index)
+        if self.part is None:
+            resumable = interruptions.resumable
+            self.part = PartialEpoch.start_epoch(self.loader, self.posterior.device) if resumable else PartialEpoch()
+        losses, lr = self.run_epoch(self.part, bar, interruptions), self.plan.lr
+        if losses is None:
+            return None
+        seconds, self.part = self.part.seconds, None
+        self.length.end_epoch()
+        return Epoch(index, float(losses.mean()), losses.tolist(), lr, seconds)
+
+    def run_epoch(self, part: PartialEpoch, bar: Progress, interruptions: Interruptions) -> Tensor | None:
         """(M,) mean losses over the loader's batches, on the host; None if the epoch was interrupted (see `part`)."""
         posterior, start = self.posterior, time.perf_counter() - part.seconds
         total, first, left = part.total, part.batches, False
         # trained, or unknown
         counted = posterior.prior is not None or first > 0 or self.division.active_mesh is not None
         with ExitStack() as divided:
-            for given in posterior.read(part.remaining_batches(loader, posterior.device, bar)):
+            for given in posterior.read(part.remaining_batches(self.batches, posterior.device, bar)):
                 if given.size == 0:
                     raise ValueError("expected batches with examples, got an empty one; remove it from the loader")
                 counted = counted or given.weight is None or bool(given.weight.any())
                 batch = posterior.prepare_batch(given)
                 posterior.before_step(batch)
                 if part.batches == first:  # not before: the first member's first batch may set things up for all
-                    divided.enter_context(self.division.local_state(self.optimizer, batch))
+                    divided.enter_context(self.division.local_state(self.plan.optimizer, batch))
                     total = None if total is None else total[self.division.member_slice].clone()
                 rows = self.division.take_local_rows(batch)
                 with SmallBatchGuard(batch.x):
@@ -259,7 +221,7 @@ class _TrainingRun:
                 part.batches += 1
                 part.examples += posterior.particles.exchange.batch_rows(rows.size)[0]  # of the whole batch
                 bar.step()
-                if left := days.should_stop() and part.batches % self.settings["accumulate"] == 0:
+                if left := interruptions.should_stop() and part.batches % self.accumulate == 0:
                     break
             if total is None:
                 hint = "is it empty, or a generator that was read before?"
@@ -273,53 +235,28 @@ class _TrainingRun:
             return None
         if not counted:
             raise ValueError("expected a weight above 0 in an epoch, got none; pass other weights, or leave them out")
-        self.engine_name = self.engine_name if self.step is None else self.step.engine_name
+        if self.step is not None:
+            self.history.engine = self.step.engine_name
         fit_checks.warn_of_data_size(posterior, part.examples)
         return (total / part.batches).double().cpu()
 
-    def _build_step(self, batch: batches.Batch) -> Step:
-        precision = self.settings["precision"]
-        memory = training_memory(self.posterior, self.optimizer, batch, precision=precision)
-        self.step, plan = build_step(self.engine, self.posterior, self.optimizer, batch, memory=memory, **self.settings)
-        self.memory = replace(memory, taken=plan.taken)
+    def _build_step(self, batch: Batch) -> Step:
+        posterior, optimizer, settings = (
+            self.posterior,
+            self.plan.optimizer,
+            {**self.settings, "precision": self.precision},
+        )
+        memory = training_memory(posterior, optimizer, batch, precision=self.precision)
+        self.step, plan = build_step(self.engine, posterior, optimizer, batch, memory=memory, **settings)
+        self.history.memory = replace(memory, taken=plan.taken)
         return self.step
 
-    def close(self) -> None:
-        self.posterior.eval()  # also when interrupted
-        if self.step is not None:
-            self.step.close()
 
-
-def validation_nll(
-    posterior: Posterior,
-    loader: Iterable[Any],
-    drawn: DrawnFunctions | None = None,
-    division: TrainingPartition | None = None,
-) -> float:
-    """Mean negative log-likelihood of the mixture over a loader, with one draw, by default `current()`.
-
-    With a division, each process evaluates some of the batches.
-    """
-    division = division or TrainingPartition()
-
-    def sums() -> tuple[float, float]:
-        total, count = 0.0, 0.0
-        with inference_context(posterior):
-            functions = posterior.current() if drawn is None else drawn
-            for given in division.assigned_batches(posterior.read(division.complete_loader(loader), anywhere=True)):
-                x, y, weight = posterior.prepare_batch(given)
-                predictive = posterior.checked_prediction(functions.predict(x))
-                found, counted = log_prob_sum(posterior.likelihood, predictive, y, weight)
-                total, count = total + float(found), count + float(counted)
-        return total, count
-
-    # An error of one process, at its batches, is one of all: the others would wait for its sums.
-    mesh = division.active_mesh
-    everyone = [sums()] if mesh is None else exchange_results(mesh, sums, "validation scores")
-    total, count = (math.fsum(each) for each in zip(*everyone, strict=True))
-    if not count:
-        raise ValueError("expected at least one example to validate on, got none; pass a loader with data")
-    return -total / count
+def _store_draw(posterior: Posterior, loader: Loader) -> float:
+    """Draws and stores functions; returns the seconds it took."""
+    start = time.perf_counter()
+    refresh(posterior, loader)
+    return time.perf_counter() - start
 
 
 def _training_device(device: torch.device | str | None, posterior: Posterior) -> torch.device:

@@ -1,8 +1,8 @@
 """What `fit` checks and prepares before training: errors, warnings, and standardised regression targets."""
 
 import logging
+import math
 from collections.abc import Iterable
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -10,15 +10,36 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
+from dissensus.core.loader import Loader
 from dissensus.core.objective import check_trainable
 from dissensus.core.parameter_groups import check_optimizer, check_rates, decay_warnings, mixing_warnings
 from dissensus.core.posterior import Posterior
 from dissensus.core.regression import RealTargets
 from dissensus.methods.parts.embedded_posterior import gamma_note
+from dissensus.utils.checks import integer, number, one_of
 
 log = logging.getLogger("dissensus")
 
 _told: WeakSet[Posterior] = WeakSet()
+
+
+def check_arguments(
+    epochs: int,
+    accumulate: int,
+    patience: int | None,
+    clip: float | None,
+    checkpoint_seconds: float,
+    ranks: str | None,
+    targets: str | None,
+) -> None:
+    """Raises if one of `fit`'s numbers or words is none that it can use."""
+    integer("epochs", epochs)
+    integer("accumulate", accumulate, hint="1 steps after every batch")
+    integer("patience", 0 if patience is None else patience, least=0)
+    number("clip", 1.0 if clip in (None, math.inf) else clip, above=0, hint="None does not clip")
+    number("checkpoint_seconds", 0.0 if checkpoint_seconds == math.inf else checkpoint_seconds)
+    one_of("ranks", ranks, (None, "independent"))
+    one_of("targets", targets, (None, "standardised"))
 
 
 def check_run(
@@ -96,7 +117,7 @@ def warn_of_data_size(posterior: Posterior, examples: int) -> None:
     )  # fmt: skip
 
 
-def standardise_targets(posterior: Posterior, loader: Iterable[Any]) -> None:
+def standardise_targets(posterior: Posterior, loader: Loader) -> None:
     """Measures mean and standard deviation of each target in one pass and sets them in the likelihood, unless it has them.
 
     The network's outputs are then standardised; losses, predictions and intervals are in the units of the targets.
@@ -111,7 +132,7 @@ def standardise_targets(posterior: Posterior, loader: Iterable[Any]) -> None:
     if int(posterior.steps):
         what = "one that was trained on targets that are not standardised"
         raise ValueError(f"expected an untrained posterior, got {what}; build a new one, or leave targets out")
-    if iter(loader) is loader:
+    if loader.can_be_read_once:
         raise ValueError("expected a loader that can be read twice, got a generator; pass a list of its batches")
     measured = _mean_and_std(batch.y for batch in posterior.read(loader))
     for each in likelihoods:

@@ -16,18 +16,6 @@ def has_nonfinite_norm(tensors: Sequence[Tensor]) -> bool:
     return bool(given) and not math.isfinite(torch.stack(torch._foreach_norm(given)).sum().item())
 
 
-def flag_not_finite(tensors: Sequence[Tensor], flag: Tensor, one: Tensor) -> None:
-    """Sets the flag, () in float32, to 1 if a tensor holds a value that is not finite; else does not change it.
-
-    Uses one kernel for all tensors of a dtype, as torch's GradScaler does, without waiting for the device. It multiplies the
-    tensors by `one`, a 1 on their device.
-    """
-    with torch.no_grad():
-        for dtype in {tensor.dtype for tensor in tensors}:
-            given = [tensor for tensor in tensors if tensor.dtype == dtype]
-            torch._amp_foreach_non_finite_check_and_unscale_(given, flag, one)
-
-
 @torch.no_grad()
 def largest_magnitudes(
     own: Sequence[Tensor], shared: Sequence[Tensor], members: int, device: torch.device

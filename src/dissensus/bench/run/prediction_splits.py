@@ -20,10 +20,10 @@ from dissensus.bench.task.config import RunConfig
 from dissensus.core.predictive import RegressionPredictive
 from dissensus.data import Batches
 from dissensus.data.standardise import Standardiser
+from dissensus.engine.prediction_loop import FixedDraw
 from dissensus.evaluation.attack_curves import AttackCurves, attacked_inputs
 from dissensus.evaluation.corruption_curves import Corruptions, corrupted_counts
 from dissensus.evaluation.evaluate import check_attackable, checked_score
-from dissensus.evaluation.fixed_draw import FixedDraw
 from dissensus.evaluation.loader_predictions import Predictions, predictions
 
 Loader = Callable[[TaskRows], Batches]

@@ -42,9 +42,9 @@ from dissensus.calibration.calibrate import temperature_scale
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data import Batches
 from dissensus.data.find_files import data_folder
+from dissensus.engine.prediction_loop import draw_once
 from dissensus.evaluation.evaluate import checked_score
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.evaluation.fixed_draw import draw_once
 from dissensus.evaluation.loader_predictions import Predictions
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.storage.run_files import read_toml, write_json, write_text

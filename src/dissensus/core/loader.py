@@ -1,0 +1,170 @@
+"""Loader: what a user passes to read batches from, asked once for its length, its sampler and its state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import cached_property
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.utils.data import Dataset, IterableDataset
+
+from dissensus.core.batch import count_examples
+from dissensus.utils.arrays import is_array
+
+log = logging.getLogger("dissensus")
+
+GENERATORS = ("generator", "sampler.generator", "batch_sampler.generator", "batch_sampler.sampler.generator")
+
+
+class Loader:
+    """Batches (x, y) or (x, y, weight) of any iterable, or of the data themselves; every loop is an epoch.
+
+    Args:
+        given: an iterable of batches; or data (x, y) or (x, y, weight) of N rows, recognised by their second entry, an array:
+            `ds.data.Batches` of 256 rows. A `Loader` is taken as it is.
+        shuffle: whether data are shuffled, in batches of 32.
+        raw: whether the inputs of data stay as they are, for a posterior that transforms them itself.
+        complete: whether these are the batches of all processes.
+    """
+
+    def __init__(self, given: Any, *, shuffle: bool = False, raw: bool = False, complete: bool = False) -> None:
+        self.given, self.is_complete = _batches_of_data(given, shuffle, raw), complete
+        if isinstance(given, Loader):
+            self.given, self.is_complete = given.given, complete or given.is_complete
+        dataset = isinstance(self.given, Dataset) and not isinstance(self.given, IterableDataset)
+        if dataset and not _gives_batches(self.given):
+            got = f"{type(given).__name__}, a Dataset of single examples"
+            raise TypeError(f"expected a loader of batches, got {got}; pass DataLoader(dataset, batch_size=...)")
+
+    @classmethod
+    def for_posterior(cls, given: Any, posterior: Any, *, shuffle: bool = False) -> Loader:
+        """A loader of what this posterior takes: raw inputs, if it transforms them."""
+        return cls(given, shuffle=shuffle, raw=posterior.inputs is not None)
+
+    @classmethod
+    def complete(cls, given: Any, posterior: Any) -> Loader:
+        """A loader of the batches of all processes, the same in each, for what is measured on all rows."""
+        loader, mesh = cls.for_posterior(given, posterior), posterior.connected_mesh
+        if loader.is_complete:
+            return loader
+        if mesh is not None:
+            return cls(mesh.complete_loader(loader), complete=True)
+        if loader.sampler is not None and loader.sampler.num_replicas > 1 and posterior.ranks is None:
+            raise ValueError(
+                "expected a posterior with a mesh, since the loader gives each process a part of the data, got none; set "
+                'posterior.mesh = ds.distributed.mesh(), or posterior.ranks = "independent" for results on each part'
+            )
+        return loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.given)
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    @property
+    def length(self) -> int | None:
+        """Number of batches; None if it is not known, as of a DataLoader over a stream."""
+        try:
+            return len(self.given)
+        except TypeError:
+            return None
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it reads a stream, whose length may be a guess."""
+        return isinstance(getattr(self.given, "dataset", None), IterableDataset)
+
+    @property
+    def can_be_read_once(self) -> bool:
+        """Whether it is a generator, or another iterator."""
+        return iter(self.given) is self.given
+
+    @property
+    def has_separable_rows(self) -> bool:
+        """Whether a row is the same without the others of its batch: see `ds.data.Batches.divisible`."""
+        return bool(getattr(self.given, "divisible", False))
+
+    @cached_property
+    def sampler(self) -> Any:
+        """Its sampler if it gives each rank its own rows, like torch's DistributedSampler; else None."""
+        prepared = type(self.given).__module__ == "accelerate.data_loader"
+        if prepared and distributed.is_initialized() and distributed.get_world_size() > 1:
+            what = "one that Accelerate has divided over processes; pass it as it was before prepare"
+            raise ValueError(f"expected the loader itself, got {what}")
+        found = (self._attribute(path) for path in ("sampler", "batch_sampler.sampler"))
+        return next((each for each in found if hasattr(each, "num_replicas") and hasattr(each, "rank")), None)
+
+    def state(self) -> dict[str, Any]:
+        """{"own": its state_dict(), or None; "generators": path -> state of a torch.Generator it holds}.
+
+        Loaders that draw from torch's global generator, as a DataLoader does by default, need neither.
+        """
+        given = self.given
+        own = given.state_dict() if hasattr(given, "state_dict") and hasattr(given, "load_state_dict") else None
+        if not _holds_no_code(own):
+            what = "the loader's state_dict() holds more than numbers, text and tensors and is not in the checkpoint"
+            log.warning("%s: a resumed run may see other batches", what)
+            own = None
+        return {"own": own, "generators": {path: each.get_state() for path, each in self._generators().items()}}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restores a state; warns if that is not possible, because the batches will then differ."""
+        found = self._generators()
+        missing = sorted(state["generators"].keys() - found.keys())
+        for path in state["generators"].keys() & found.keys():
+            found[path].set_state(state["generators"][path].cpu())
+        if state["own"] is not None:
+            try:
+                self.given.load_state_dict(state["own"])
+            except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+                missing.append(f"state ({error})" if hasattr(self.given, "load_state_dict") else "state")
+        if missing:
+            text = "the loader does not accept the %s in the checkpoint: the resumed run sees other batches; build it alike"
+            log.warning(text, missing[0])
+
+    def _generators(self) -> dict[str, torch.Generator]:
+        """Path -> generator held by the loader or its sampler."""
+        found = {path: self._attribute(path) for path in GENERATORS}
+        return {path: each for path, each in found.items() if isinstance(each, torch.Generator)}
+
+    def _attribute(self, path: str) -> Any:
+        try:
+            return attrgetter(path)(self.given)
+        except AttributeError:
+            return None
+
+
+def _batches_of_data(given: Any, shuffle: bool, raw: bool) -> Any:
+    if isinstance(given, tuple | list) and len(given) in (2, 3) and is_array(given[1]):
+        from dissensus.data.batches import Batches, RawBatches  # imports all of `data`, which `import dissensus` avoids
+
+        x, y, *weight = given
+        kind: Any = RawBatches if raw else Batches
+        return kind(x, y, weight=weight[0] if weight else None, batch_size=32 if shuffle else 256, shuffle=shuffle)
+    if is_array(given):
+        raise TypeError(f"expected a loader or (x, y), got {type(given).__name__}; pass those, or call predict(x)")
+    return given
+
+
+def _gives_batches(dataset: Any) -> bool:
+    try:
+        x, y, *_ = dataset[0]
+        return isinstance(y, Tensor) and y.ndim > 0 and len(y) == count_examples(x)
+    except (TypeError, ValueError):
+        return False
+    except (IndexError, KeyError):  # empty, or not indexed from 0: the loop that reads it will show
+        return True
+
+
+def _holds_no_code(value: Any) -> bool:
+    """Whether this can be stored in a file without code."""
+    if isinstance(value, dict):
+        return all(_holds_no_code(key) and _holds_no_code(each) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return all(_holds_no_code(each) for each in value)
+    return value is None or type(value) in (bool, int, float, str, bytes) or isinstance(value, Tensor)

@@ -1,0 +1,119 @@
+"""Validation: the score of each epoch on held-out data, and the state of the best one."""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+from dissensus.core.drawn_functions import DrawnFunctions
+from dissensus.core.likelihood import log_prob_sum
+from dissensus.core.loader import Loader
+from dissensus.core.posterior import Posterior, inference_context
+from dissensus.core.trainable import Watchers
+from dissensus.distributed.single_process import TrainingPartition
+from dissensus.distributed.work_split import exchange_results
+from dissensus.methods.parts.recording_posterior import RecordingPosterior
+from dissensus.methods.parts.trajectory import evenly_spaced
+from dissensus.training.history import Best, Epoch, History
+
+LOOKS = 10  # most looks in a run: a look costs a draw
+
+
+class Validation:
+    """Scores the epochs of a run and keeps the best state. `loader`: None scores and keeps nothing."""
+
+    def __init__(
+        self,
+        posterior: Posterior,
+        loader: Iterable[Any] | None,
+        division: TrainingPartition,
+        best: Best,
+        epochs: int,
+        patience: int | None,
+    ) -> None:
+        self.posterior, self.division, self.epochs, self.patience = posterior, division, epochs, patience
+        self.best, self.loader = best, cast(Loader | None, None)
+        if loader is not None:
+            self.loader = division.complete_loader(Loader.for_posterior(loader, posterior))
+
+    def scores(self, index: int) -> tuple[float | None, float | None]:
+        """Negative log-likelihoods after this epoch: of the networks in training, and of functions drawn to be judged."""
+        if self.loader is None:
+            return None, None
+        score = validation_nll(self.posterior, self.loader, None, self.division)
+        drawn = draw_for_validation(self.posterior, index, self.epochs, self.loader)
+        return score, None if drawn is None else validation_nll(self.posterior, self.loader, drawn, self.division)
+
+    def keep_best(self, epoch: Epoch, history: History) -> None:
+        """Keeps the present state if this epoch is the best so far."""
+        score = epoch.selection_score
+        if score is not None and score < self.best.score and can_keep_epoch(self.posterior, epoch.epoch, self.epochs):
+            own = [(k, v) for k, v in self.posterior.state_dict().items() if not k.startswith("watchers.")]
+            self.best = Best(score, epoch.epoch, {k: v.detach().clone() for k, v in own})
+            history.best = epoch.epoch
+
+    def remaining_epochs(self, first: int) -> Iterator[int]:
+        """The epochs from this one on, until `patience` of them were no better than the best."""
+        for index in range(first, self.epochs):
+            judged = self.best.state is not None and can_keep_epoch(self.posterior, index - 1, self.epochs)
+            if self.patience is not None and judged and index - 1 - self.best.epoch >= self.patience:
+                return
+            yield index
+
+    def restore_best(self) -> None:
+        """Puts the best state back; watchers keep their records of the whole run."""
+        if self.best.state is not None:
+            watchers, self.posterior.watchers = self.posterior.watchers, Watchers()
+            self.posterior.load_state_dict(self.best.state)
+            self.posterior.watchers = watchers
+
+
+def can_keep_epoch(posterior: Posterior, epoch: int, epochs: int) -> bool:
+    """Whether validation may keep the state after this epoch, counted from 0.
+
+    No epoch of a trajectory; if functions are drawn, up to ten evenly spaced ones of the last quarter, including the last.
+    """
+    first, every = evenly_spaced(epochs, LOOKS) if posterior.judged_by == "draw" else (0, 1)
+    return posterior.judged_by is not None and posterior.ready and epoch >= first and (epoch - first) % every == 0
+
+
+def draw_for_validation(
+    posterior: Posterior, epoch: int, epochs: int, validation: Iterable[Any]
+) -> DrawnFunctions | None:
+    """The functions drawn to evaluate this epoch; None if the networks in training are evaluated, or nothing is."""
+    drawn = posterior.judged_by == "draw" and can_keep_epoch(posterior, epoch, epochs)
+    if drawn and isinstance(posterior, RecordingPosterior):
+        with inference_context(posterior):
+            return posterior.draw_for_validation(validation)
+    return None
+
+
+def validation_nll(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    drawn: DrawnFunctions | None = None,
+    division: TrainingPartition | None = None,
+) -> float:
+    """Mean negative log-likelihood of the mixture over a loader, with one draw, by default `current()`.
+
+    With a division, each process evaluates some of the batches.
+    """
+    division = division or TrainingPartition()
+
+    def sums() -> tuple[float, float]:
+        total, count = 0.0, 0.0
+        with inference_context(posterior):
+            functions = posterior.current() if drawn is None else drawn
+            for given in division.assigned_batches(posterior.read(loader, anywhere=True)):
+                x, y, weight = posterior.prepare_batch(given)
+                predictive = posterior.checked_prediction(functions.predict(x))
+                found, counted = log_prob_sum(posterior.likelihood, predictive, y, weight)
+                total, count = total + float(found), count + float(counted)
+        return total, count
+
+    # An error of one process, at its batches, is one of all: the others would wait for its sums.
+    mesh = division.active_mesh
+    everyone = [sums()] if mesh is None else exchange_results(mesh, sums, "validation scores")
+    total, count = (math.fsum(each) for each in zip(*everyone, strict=True))
+    if not count:
+        raise ValueError("expected at least one example to validate on, got none; pass a loader with data")
+    return -total / count
