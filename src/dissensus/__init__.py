@@ -63,7 +63,7 @@ if TYPE_CHECKING:
         track,
     )
     from dissensus.methods.parts.empcov_prior import EmpCov
-    from dissensus.methods.parts.recording_posterior import RecordingPosterior
+    from dissensus.methods.parts.sampling_posterior import RecordingPosterior
     from dissensus.numerics.annealing import Annealing
     from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
     from dissensus.storage import load, save
@@ -90,7 +90,7 @@ _HOMES = {
     "Lengthscales": "numerics.lengthscales",
     "MemberDistances": "evaluation.member_distances",
     "Modulation": "layers.modulation",
-    "RecordingPosterior": "methods.parts.recording_posterior",
+    "RecordingPosterior": "methods.parts.sampling_posterior",
     "calibrate": "calibration.calibrate",
     "capacity": "layers.capacity",
     "conformal": "calibration.conformal",

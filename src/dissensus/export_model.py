@@ -26,7 +26,7 @@ from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.engine.tracing import random_operations, trace
 from dissensus.layers.factored import FactoredLayer
-from dissensus.methods.parts.node_functions import NodeFunctions
+from dissensus.methods.parts.node_posterior import NodeFunctions
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.storage.atomic_files import write_atomically
 from dissensus.storage.onnx_files import ONNX_FORMS, onnx_content, run_onnx

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Unpack, final
+from typing import Any, ClassVar, Self, Unpack, final
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from dissensus.core import batch as batches
 from dissensus.core import input_checks, objective, regression
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.calibrated import Correction
-from dissensus.core.description import describe_network
+from dissensus.core.description import describe_network, describe_settings, restore_settings
 from dissensus.core.drawn_functions import DrawnFunctions, FunctionPartition, Predictor
 from dissensus.core.errors import Diverged
 from dissensus.core.inference_context import InferenceContext
@@ -103,9 +103,12 @@ class Posterior(TrainableModule, ABC):
         """The present functions, (B, *in) -> (M, B, *out), which `fit` evaluates on validation data."""
         return self.draw()
 
-    @abstractmethod
     def config(self) -> dict[str, Any]:
-        """The keyword arguments, as JSON values, that rebuild this posterior from a network."""
+        """The keyword arguments, as JSON values, that rebuild this posterior from a network.
+
+        They are read from attributes of the same names; see `describe_settings`.
+        """
+        return describe_settings(self)
 
     @final
     def identity(self) -> dict[str, Any]:
@@ -116,14 +119,16 @@ class Posterior(TrainableModule, ABC):
         return {**described, "watchers": watchers} if watchers else described
 
     @classmethod
-    @abstractmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Posterior:
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
         """A posterior with this network and config, whose tensors will be overwritten from a file.
 
         Args:
             network: a module of the same architecture as `given()`.
             config: the result of `config()`.
         """
+        constructor: Any = cls  # every method has its own keywords
+        built: Self = constructor(network, likelihood=likelihood, **restore_settings(cls, config))
+        return built
 
     def plain_network(self) -> nn.Module:
         """A copy of one member as a network of the caller's architecture.

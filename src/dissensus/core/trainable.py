@@ -12,9 +12,9 @@ from dissensus.core.calibrated import CalibratedModule
 from dissensus.core.member import PREFIX
 from dissensus.core.parameter_groups import Group, disjoint_groups, has_stepped, optimizer_groups, plateau_linear
 from dissensus.core.particles import Particles
-from dissensus.core.prior import GaussianPrior, Prior, PriorKeywords, expanded_signature, make_prior, names_under_prior
+from dissensus.core.prior import Prior, PriorKeywords, expanded_signature, make_prior, names_under_prior
 from dissensus.core.recorder import Recorder
-from dissensus.numerics.annealing import scale_gradient
+from dissensus.numerics.annealing import Annealing, scale_gradient
 from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.utils.checks import one_of
 from dissensus.utils.tensor_tree import Tensors, cache_submodules
@@ -270,13 +270,6 @@ class TrainableModule(TrainingClock):
         self._with_prior = None
 
     @final
-    def prior_config(self) -> dict[str, Any]:
-        """The prior's entries of `config`: a Gaussian's standard deviation, or a description of another prior."""
-        std = self.prior.std if type(self.prior) is GaussianPrior else None
-        noted = {} if self.prior is None or std is not None else {"prior": self.prior.config()}
-        return {"weight_prior_std": std, "data_size": self.data_size, **noted}
-
-    @final
     def parameter_groups(
         self, lr: float, weight_decay: float = 0.0, *, likelihood_lr: float | None = None
     ) -> list[dict[str, Any]]:
@@ -310,6 +303,12 @@ class TrainableModule(TrainingClock):
             if watcher.recorders:
                 return watcher.default_schedule(epochs)  # type: ignore[no-any-return]
         return lambda epoch: plateau_linear(epoch / max(epochs, 1))
+
+
+def annealing_weight(posterior: TrainingClock, annealing: Annealing) -> Tensor | float:
+    """() a_t at this step, counted within the run if the schedule spans the run, else over all steps."""
+    step = posterior.steps - posterior.steps_before_run if annealing.steps is None else posterior.steps
+    return annealing(step, posterior.run_length)
 
 
 def _member_name(name: str) -> str:

@@ -7,7 +7,7 @@ last s (`form="talk"`).
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, Self, Unpack
+from typing import Literal, Unpack
 
 from torch import Tensor, nn
 
@@ -89,11 +89,6 @@ class BatchEnsemble(EmbeddedPosterior):
             "members differ more with modulations of mean 0, such as Modulation.sign(), wide layers, few members "
             f'and regime="independent"; {expect}'
         )
-
-    @classmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
-        modulation = Modulation.from_config(config["modulation"])
-        return super().skeleton(network, config | {"modulation": modulation}, likelihood)
 
 
 def modulated_network(

@@ -11,11 +11,11 @@ from dissensus.core.batch import Batch, Inputs
 from dissensus.core.drawn_functions import DrawnFunctions, describe_outputs, join_families
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.locks import network_lock
+from dissensus.core.networks import Networks, NetworksPosterior
 from dissensus.core.particles import Member, Particles, SingleMemberCache, member_index, single_member
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
 from dissensus.layers.masking import Masks, apply_mask, change_at_sites, dropout_sites, mask_shape
-from dissensus.methods.parts.networks import Networks, NetworksPosterior
 from dissensus.numerics.randomness import next_seed
 from dissensus.utils.checks import fraction, integer
 from dissensus.utils.tensor_tree import Tensors

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.networks import StackedPosterior
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import inference_context
 from dissensus.core.prior import PriorKeywords
 from dissensus.methods.parts.comparison_spaces import add_to_output, attach_to_graph, differentiate
 from dissensus.methods.parts.repulsion_strength import RepellingPosterior, Repulsion
-from dissensus.methods.parts.stacked_posterior import StackedPosterior
 from dissensus.numerics.annealing import scale_gradient
 from dissensus.numerics.eigen import Order, extreme_eigenvectors
 from dissensus.numerics.rbf_kernels import FLOOR, median, squared_distances, to_kernel_precision

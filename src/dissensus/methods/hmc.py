@@ -17,11 +17,11 @@ from dissensus.core.batch import Batch
 from dissensus.core.input_checks import check_loader
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX
+from dissensus.core.networks import Networks
 from dissensus.core.particles import Particles
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
 from dissensus.methods.map import MAP
-from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.sampling_posterior import SamplingPosterior
 from dissensus.numerics.hamiltonian import Chains, sample_chains
 from dissensus.numerics.randomness import chain_generators, next_seed

@@ -5,8 +5,8 @@ from typing import Any, Unpack
 import torch
 
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.networks import Networks
 from dissensus.core.prior import PriorKeywords, norm_parameters
-from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.sampling_posterior import SamplingPosterior, stack_networks
 from dissensus.utils.checks import number
 from dissensus.utils.dtensor import gather_full_tensor, shard_like

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.networks import Networks
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
 from dissensus.kernels.multi_tensor import Chunks
-from dissensus.methods.parts.networks import Networks
-from dissensus.methods.parts.recording_posterior import RecordingPosterior, SnapshotRecorder
-from dissensus.methods.parts.sampling_posterior import stack_networks
-from dissensus.methods.parts.trajectory import Snapshots
+from dissensus.methods.parts.sampling_posterior import RecordingPosterior, stack_networks
+from dissensus.methods.parts.trajectory import SnapshotRecorder, Snapshots
 from dissensus.numerics.flat_weights import unflatten
 from dissensus.utils.checks import integer, number
 from dissensus.utils.dtensor import gather_full_tensor, is_divided, local_part, shard_last_axis, shard_like
@@ -229,6 +228,3 @@ class SWA(RecordingPosterior):
         """Name -> mean over the snapshots; of a list of networks (M, ...)."""
         mean = gather_full_tensor(self.recorder.mean_vector)
         return self.public_tensors(unflatten(mean, self.trained.first_member()))
-
-    def config(self) -> dict[str, Any]:
-        return {key: value for key, value in super().config().items() if key != "samples"}

@@ -7,11 +7,11 @@ from typing import Unpack
 from torch.optim import Optimizer
 
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.networks import Networks
 from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
 from dissensus.methods.laplace import Laplace
 from dissensus.methods.map import MAP
-from dissensus.methods.parts.networks import Networks
 
 
 def track(

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.networks import Networks
 from dissensus.core.prior import PriorKeywords, norm_parameters
 from dissensus.core.recorder import Recorder
 from dissensus.core.weights import Weights
 from dissensus.methods.parts.kalman import Drift, WeightFilters
-from dissensus.methods.parts.networks import Networks
-from dissensus.methods.parts.recording_posterior import RecordingPosterior
-from dissensus.methods.parts.sampling_posterior import stack_networks
+from dissensus.methods.parts.sampling_posterior import RecordingPosterior, stack_networks
 from dissensus.numerics.flat_weights import state_dtype
 from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.dtensor import gather_full_tensor, shard_like
@@ -78,7 +77,7 @@ class TRADI(RecordingPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
-        self.settings: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "covariance": one_of("covariance", covariance, get_args(Covariance)),
             "correlation": one_of("correlation", correlation, get_args(Correlation)),
             "state_noise": _filter_noise("state_noise", state_noise),
@@ -88,10 +87,11 @@ class TRADI(RecordingPosterior):
             "features": integer("features", features),
             "bandwidth": number("bandwidth", bandwidth, least=0),
         }
+        vars(self).update(settings)  # read by `config`
         self._norms = norm_parameters(self.network)
         if not self.recorded_weights().stored:
             raise ValueError("expected trainable weights outside norm layers, got none; set requires_grad on some")
-        self.recorder = KalmanRecorder(self.recorded_weights, self.settings)
+        self.recorder = KalmanRecorder(self.recorded_weights, settings)
 
     def recorded_weights(self) -> Weights:
         """All trained parameters except those of normalisation layers."""
@@ -118,9 +118,6 @@ class TRADI(RecordingPosterior):
             why = "of its mean still come from the initial weights; train longer, or raise state_noise"
             log.warning("TRADI has observed %d steps, and %.0f %% %s", int(self.filters.observed), 100 * share, why)
         return super().sample(samples, generator)
-
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), **self.settings}
 
 
 class KalmanRecorder(Recorder):

@@ -6,10 +6,11 @@ from typing import Unpack
 from torch import nn
 
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.networks import StackedPosterior
 from dissensus.core.prior import PriorKeywords
+from dissensus.core.trainable import annealing_weight
 from dissensus.methods.parts.comparison_spaces import trained_tensors
 from dissensus.methods.parts.repulsion_strength import RepellingPosterior, Repulsion
-from dissensus.methods.parts.stacked_posterior import StackedPosterior, annealing_weight
 from dissensus.numerics import score_estimates
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.rbf_kernels import squared_distances

@@ -7,7 +7,7 @@ from typing import Any
 from dissensus.core import batch as batches
 from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.posterior import Posterior, inference_context
-from dissensus.methods.parts.recording_posterior import RecordingPosterior
+from dissensus.methods.parts.sampling_posterior import RecordingPosterior
 from dissensus.methods.parts.trajectory import evenly_spaced
 
 

@@ -17,11 +17,11 @@ from dissensus.core.batch import Batch, Inputs
 from dissensus.core.gradients import detached_state
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member_runner import FallbackChain, first_line
+from dissensus.core.networks import StackedPosterior
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
 from dissensus.kernels.double_backward import fast_second_derivatives
 from dissensus.methods.parts import comparison_spaces
-from dissensus.methods.parts.stacked_posterior import StackedPosterior
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.checks import integer, one_of
 from dissensus.utils.tensor_tree import Tensors
