@@ -7,7 +7,7 @@ last s (`form="talk"`).
 """
 
 from collections.abc import Sequence
-from typing import Literal, Unpack
+from typing import Literal, Unpack, final
 
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ from dissensus.utils.batch_norm_names import statistics_names
 from dissensus.utils.checks import integer, number, one_of
 
 
+@final
 class BatchEnsemble(EmbeddedPosterior):
     """M members that share the weights of one network and cost little more than it does.
 

@@ -1,7 +1,7 @@
 """MC dropout: dropout left on at prediction (Gal & Ghahramani, ICML 2016)."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Unpack
+from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import eval_mode
 
 
+@final
 class MCDropout(NetworksPosterior):
     """One network with dropout on at prediction: each drawn function has one dropout mask, fixed for all inputs.
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, final
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.tensor_tree import Tensors
 
 
+@final
 class FeatureRDE(RepellingPosterior, StackedPosterior):
     """M encoders with one shared head; they repel each other in the feature directions that matter for the loss.
 

@@ -1,7 +1,7 @@
 """FoRDE: first-order repulsive deep ensembles, "Input-gradient space particle inference" (Trinh et al., ICLR 2024)."""
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from dissensus.numerics.rbf_kernels import BANDWIDTHS, Bandwidth, input_gradient
 from dissensus.utils.checks import integer, one_of
 
 
+@final
 class FoRDE(RepellingPosterior, InputGradientPosterior):
     """M networks whose input gradients repel each other, so that they use different features for the same labels.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, Self, Unpack, final
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from dissensus.utils.checks import number, one_of
 from dissensus.utils.tensor_tree import Tensors
 
 
+@final
 class FunctionRDE(RepellingPosterior, StackedPosterior):
     """M networks whose outputs repel each other, so that together they approximate the posterior over functions.
 

@@ -6,7 +6,7 @@ Izmailov, Vikram, Hoffman & Wilson, "What are Bayesian neural network posteriors
 import copy
 import logging
 from collections.abc import Iterable
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, final
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ log = logging.getLogger("dissensus")
 LOW = 0.4  # a chain with a lower acceptance rate is reported, whatever its target
 
 
+@final
 class HMC(SamplingPosterior):
     """Near-exact posterior samples of a small network, by Hamiltonian Monte Carlo on the whole training set in float64.
 

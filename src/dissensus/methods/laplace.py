@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean
-from typing import Any, Literal, Self, Unpack, get_args
+from typing import Any, Literal, Self, Unpack, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ LOST = 0.1  # nats per row that a fit may cost its own rows beyond what a Gaussi
 NUMBERS = 2**24  # outputs that are looked at after a fit
 
 
+@final
 class Laplace(SamplingPosterior):
     """A Gaussian over the last layer of a trained network, from the curvature of the loss.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Unpack
+from typing import Any, Unpack, final
 
 import torch
 import torch.nn.functional as F
@@ -80,6 +80,7 @@ def deviation_growth(posterior: Any, batch: Batch, names: Sequence[str]) -> Tens
 log = logging.getLogger("dissensus")
 
 
+@final
 class MeanFieldVI(SamplingPosterior):
     """An independent Gaussian q(w) = Π N(μ, σ²) over weights and biases, trained on the evidence lower bound.
 

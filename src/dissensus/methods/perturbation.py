@@ -1,6 +1,6 @@
 """Gaussian perturbation: trained networks with white noise added to their weights."""
 
-from typing import Any, Unpack
+from typing import Any, Unpack, final
 
 import torch
 
@@ -13,6 +13,7 @@ from dissensus.utils.dtensor import gather_full_tensor, shard_like
 from dissensus.utils.tensor_tree import Tensors
 
 
+@final
 class GaussianPerturbation(SamplingPosterior):
     """Trained networks with Gaussian noise added to their weights.
 

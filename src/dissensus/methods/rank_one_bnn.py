@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Unpack, get_args
+from typing import Literal, Unpack, final, get_args
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from dissensus.numerics.annealing import Annealing
 from dissensus.utils.checks import number, one_of
 
 
+@final
 class RankOneBNN(NodePosterior):
     """A network with random rank-one factors r and s in every layer; these have a learned posterior, weights do not.
 

@@ -8,7 +8,7 @@ Zhang, Li, Zhang, Chen & Wilson, "Cyclical stochastic gradient MCMC for Bayesian
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Unpack
+from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor
@@ -129,6 +129,7 @@ class CycleSnapshots(Snapshots):
         return (done % steps.clamp(min=1)) / steps.clamp(min=1), steps > 0
 
 
+@final
 class SGHMC(RecordingPosterior):
     """Posterior samples from Markov chains driven by noisy gradients of batches (stochastic gradient HMC).
 

@@ -4,7 +4,7 @@ Huang, Li, Pleiss, Liu, Hopcroft & Weinberger, "Snapshot ensembles: train 1, get
 """
 
 from collections.abc import Callable
-from typing import Unpack
+from typing import Unpack, final
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.networks import Networks
@@ -14,6 +14,7 @@ from dissensus.methods.parts.trajectory import LastSnapshots, Snapshots, cosine_
 from dissensus.utils.checks import integer
 
 
+@final
 class SnapshotEnsemble(RecordingPosterior):
     """An ensemble of the last `members` snapshots of one training run, with their batch statistics and learned noise.
 

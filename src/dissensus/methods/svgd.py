@@ -1,7 +1,7 @@
 """Stein variational gradient descent (Liu & Wang, NeurIPS 2016), on weights or on functions (Wang et al., ICLR 2019)."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, final
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from dissensus.utils.checks import one_of
 from dissensus.utils.tensor_tree import Tensors
 
 
+@final
 class SVGD(StackedPosterior):
     """M networks moved by kernel-weighted averages of all members' gradients and repelled by the kernel's gradient.
 

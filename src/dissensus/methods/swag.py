@@ -8,7 +8,7 @@ NeurIPS 2020.
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any, Unpack
+from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor
@@ -147,6 +147,7 @@ def channels_last_axes(tensor: Tensor) -> tuple[int, int]:
     return (tensor.shape[1], tensor.shape[2] * tensor.shape[3]) if swapped else (0, 0)
 
 
+@final
 class SWAG(RecordingPosterior):
     """A Gaussian fitted to snapshots of the weights: w ~ N(mean, scale · (diag(variance) + DᵀD / (held − 1))).
 
@@ -197,6 +198,7 @@ class SWAG(RecordingPosterior):
         return self.public_tensors(unflatten(gather_full_tensor(self.recorder.variance()), self.trained.first_member()))
 
 
+@final
 class SWA(RecordingPosterior):
     """The mean of the weights along a training run: SWAG without noise. One function per network.
 

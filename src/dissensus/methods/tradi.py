@@ -6,7 +6,7 @@ Franchi, Bursuc, Aldea, Dubuisson & Bloch, "TRADI: tracking deep neural network 
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Unpack, get_args
+from typing import Any, Literal, Unpack, final, get_args
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ Correlation = Literal["tensor", "layer"]
 Init = Literal["current", "he"]
 
 
+@final
 class TRADI(RecordingPosterior):
     """A Gaussian w ~ N(μ, Σ) whose means μ and variances s are tracked by Kalman filters over the optimiser's steps.
 

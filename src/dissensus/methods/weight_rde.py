@@ -1,7 +1,7 @@
 """Repulsive deep ensembles in weight space (D'Angelo & Fortuin, "Repulsive deep ensembles are Bayesian", NeurIPS 2021)."""
 
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Unpack, final
 
 from torch import nn
 
@@ -18,6 +18,7 @@ from dissensus.utils.checks import one_of
 from dissensus.utils.tensor_tree import Tensors
 
 
+@final
 class WeightRDE(RepellingPosterior, StackedPosterior):
     """M networks whose weights repel each other, so that together they approximate the posterior over weights.
 
