@@ -18,6 +18,7 @@ from dissensus.calibration.conformal_sets import Conformal
 from dissensus.calibration.gate import Gate
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
+from dissensus.core.calibrated import describe_model
 from dissensus.core.drawn_functions import MOMENTS, Predictor
 from dissensus.core.member import tensors_by_name
 from dissensus.core.member_runner import first_line
@@ -108,7 +109,7 @@ class ExportedPosterior(nn.Module):
         self.model_metadata = {
             "dissensus": __version__,
             "method": posterior.name,
-            "model": posterior.description(),
+            "model": describe_model(posterior),
             "classes": None if posterior.classes is None else list(posterior.classes),
             "unit": getattr(posterior.likelihood, "unit", None),
             "inputs": None if self.inputs is None else {"kind": self.inputs.kind, **self.inputs.config()},  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from dissensus.core.errors import Diverged
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import Predictive
+from dissensus.core.processes import complete_loader
 from dissensus.core.summary import RunningSummary, SummaryPredictive
 from dissensus.engine.memory import format_bytes
 from dissensus.engine.precision import PredictionPrecision
@@ -207,7 +208,7 @@ def _as_loader(posterior: Any, given: Any) -> Iterable[Any]:
     from dissensus.data.batches import as_loader  # imports all of `data`, which `import dissensus` avoids
 
     loader: Iterable[Any] = as_loader(given, raw=getattr(posterior, "inputs", as_loader) is not None)
-    return cast(Iterable[Any], posterior.complete_loader(loader)) if isinstance(posterior, Posterior) else loader
+    return cast(Iterable[Any], complete_loader(posterior, loader)) if isinstance(posterior, Posterior) else loader
 
 
 def _summarise_stored(

@@ -75,7 +75,7 @@ def test_every_way_of_running_members_gives_the_gradients_of_loss(space, strateg
     posterior = SVGD(nets, data_size=50, space=space)
     other = copy.deepcopy(posterior)
     found = STRATEGIES[strategy](posterior, Batch(x, y))
-    gradients = posterior.mix(found.gradients) if posterior.mixes_gradients else found.gradients
+    gradients = posterior.mix(found.gradients) if posterior.interaction == "mix" else found.gradients
     other.loss(x, y).backward()
     for name, parameter in other.particles.own_parameters().items():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-10, msg=name)

@@ -16,6 +16,7 @@ from dissensus.core.input_checks import check_loader
 from dissensus.core.likelihood import expand_weight
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive
+from dissensus.core.processes import complete_loader
 from dissensus.data.batches import as_loader
 from dissensus.metrics.calibration import confidence_ece
 from dissensus.predict import predict
@@ -88,7 +89,7 @@ def temperature_scale(posterior: Posterior, loader: Iterable[Any]) -> float:
 
 def predict_held_out(posterior: Posterior, loader: Iterable[Any]) -> HeldOutRows:
     """Uncalibrated predictions for the loader's rows."""
-    loader = expect_posterior(posterior).complete_loader(as_loader(loader, raw=posterior.inputs is not None))
+    loader = complete_loader(expect_posterior(posterior), as_loader(loader, raw=posterior.inputs is not None))
     check_loader(loader)
     view = copy.copy(posterior)  # a copy: other threads may use the calibrated posterior meanwhile
     view._buffers = {**posterior._buffers, "temperature": torch.ones_like(posterior.temperature)}

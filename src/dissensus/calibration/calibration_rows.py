@@ -13,6 +13,7 @@ from dissensus.core.batch import Batch, Inputs
 from dissensus.core.input_checks import check_loader
 from dissensus.core.posterior import Posterior, expect_posterior, inference_context
 from dissensus.core.predictive import CategoricalPredictive, Predictive
+from dissensus.core.processes import complete_loader
 from dissensus.data.batches import as_loader
 from dissensus.numerics.randomness import RandomnessDetector
 from dissensus.predict import predict_batches
@@ -31,7 +32,7 @@ def calibration_rows(
     posterior: Posterior, loader: Iterable[Any], *, labelled: bool = True
 ) -> Iterator[CalibrationRows]:
     """Yields the CalibrationRows of each batch; `labelled`: whether y is read."""
-    loader = expect_posterior(posterior).complete_loader(as_loader(loader, raw=posterior.inputs is not None))
+    loader = complete_loader(expect_posterior(posterior), as_loader(loader, raw=posterior.inputs is not None))
     check_loader(loader)
     with inference_context(posterior), RandomnessDetector() as watch:
         posterior.draw()

@@ -144,7 +144,8 @@ class StackedPosterior(Posterior):
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
         settings = {key: value for key, value in config.items() if key != "members"}
-        return super().skeleton(placeholders(network, config["members"]), settings, likelihood)
+        networks: Any = placeholders(network, config["members"])
+        return super().skeleton(networks, settings, likelihood)
 
 
 def make_members(modules: Sequence[nn.Module] | Callable[[], nn.Module], members: int | None) -> Sequence[nn.Module]:

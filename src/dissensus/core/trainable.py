@@ -49,6 +49,7 @@ class TrainingClock(CalibratedModule):
         self.steps_before_run = 0  # `steps` at the beginning of this run
         self.batches_per_step = 1  # batches whose gradients make one step; `fit` sets it to `accumulate`
         self.ranks: Literal["independent"] | None = None  # set if every process of a group trains its own model
+        self.network_is_random = False  # whether the network itself draws random numbers in eval mode
         self.mesh: Any = None  # a `ds.distributed.Mesh` of the processes that predict and evaluate together
 
     @property
@@ -69,42 +70,30 @@ class TrainingClock(CalibratedModule):
         """Whether functions can be drawn yet: recorders must have observed enough steps first."""
         return all(recorder.ready for recorder in self.recorders)
 
-    @property
     @final
-    def has_observers(self) -> bool:
-        """Whether `observe` does more than count steps."""
-        return bool(self.recorders or len(self.watchers))
-
-    @final
-    def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
+    def begin(self, steps_per_epoch: int | None, epochs: int, *, done: int = 0) -> None:
         """Sets the length of the whole run, for schedules and recorders; drops the calibration.
 
         Call it in your own training loop only; `fit` calls it by itself.
 
         Args:
-            steps_per_epoch: optimiser steps in an epoch.
+            steps_per_epoch: optimiser steps in an epoch; None if not known yet: call it again after the first epoch.
             epochs: epochs of the whole run.
             done: steps of the run that are already done, in a resumed run.
         """
-        self.steps_per_epoch, self.epochs = steps_per_epoch, epochs
-        self.steps_before_run = int(self.steps) - done
+        before, self.steps_before_run = self.steps_before_run, int(self.steps) - done
+        if steps_per_epoch is not None:
+            self.steps_per_epoch, self.epochs = steps_per_epoch, epochs
+        elif before != self.steps_before_run:  # the length known so far belongs to an earlier run
+            self.steps_per_epoch = self.epochs = None
         self.uncalibrate("training")
         for watcher in self.watchers:
             watcher.begin(steps_per_epoch, epochs, done=done)
         for recorder in self.recorders:
-            recorder.begin(steps_per_epoch * epochs, done=done)
-
-    @final
-    def begin_unmeasured(self, epochs: int) -> None:
-        """Begins a run of this many epochs of unknown length. `begin` is called after the first epoch."""
-        if self.steps_before_run != int(self.steps):  # the length known so far belongs to an earlier run
-            self.steps_per_epoch = self.epochs = None
-        self.steps_before_run = int(self.steps)
-        self.uncalibrate("training")
-        for watcher in self.watchers:
-            watcher.begin_unmeasured(epochs)
-        for recorder in self.recorders if self.steps_per_epoch is None else ():
-            recorder.begin_unmeasured(epochs)
+            if steps_per_epoch is not None:
+                recorder.begin(steps_per_epoch * epochs, done=done)
+            elif self.steps_per_epoch is None:
+                recorder.begin_unmeasured(epochs)
 
     @final
     def observe(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -115,9 +104,8 @@ class TrainingClock(CalibratedModule):
         Args:
             optimizer: the optimiser that trains this posterior.
         """
-        if not self.has_observers:
+        if not (recorders := self.recorders) and not len(self.watchers):
             return self._count_step(optimizer)
-        recorders = self.recorders
         with torch.no_grad():
             for recorder in recorders:
                 recorder.renew_weights()  # first: if it raises, the step is not counted
@@ -160,8 +148,9 @@ class TrainableModule(TrainingClock):
         cache_submodules(self, "particles")
         self.watchers = Watchers()  # posteriors that record this one's training (`ds.track`)
         # How members interact, from the hooks that the method defines; one member alone does not. SVGD has both and sets it.
-        ways = [each for each in ("couple", "mix") if getattr(type(self), each) is not getattr(TrainableModule, each)]
-        self.interaction: str | None = ways[0] if ways and particles.members > 1 else None
+        hooks: tuple[Literal["couple", "mix"], ...] = ("couple", "mix")
+        ways = [each for each in hooks if getattr(type(self), each) is not getattr(TrainableModule, each)]
+        self.interaction: Literal["couple", "mix"] | None = ways[0] if ways and particles.members > 1 else None
         self.data_size: int | None = None
         if unknown := prior.keys() - PriorKeywords.__annotations__:
             kind = type(self).__name__
@@ -189,18 +178,6 @@ class TrainableModule(TrainingClock):
         gradients of several batches can be done in either order.
         """
         raise NotImplementedError
-
-    @property
-    @final
-    def mixes_gradients(self) -> bool:
-        """Whether gradients are mixed over members before the optimiser gets them."""
-        return self.interaction == "mix"
-
-    @property
-    @final
-    def is_coupled(self) -> bool:
-        """Whether members are coupled by `couple`."""
-        return self.interaction == "couple"
 
     def groups(self) -> list[Group]:
         """All parameters, trained or not, in groups; if groups overlap, the last wins.

@@ -15,8 +15,9 @@ from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.input_checks import check_loader
 from dissensus.core.member_runner import FallbackChain
 from dissensus.core.particles import Particles
-from dissensus.core.posterior import Posterior, inference_context
+from dissensus.core.posterior import Posterior, check_diverged, checked_members, inference_context
 from dissensus.core.predictive import Predictive
+from dissensus.core.processes import connected_mesh, map_batches, partition_functions
 from dissensus.core.summary import RunningSummary
 from dissensus.engine.async_checks import LateChecks
 from dissensus.engine.captured_prediction import CapturedFunction
@@ -49,10 +50,10 @@ def predict_loader(
     warn_of_precision(posterior, precision)
     with inference_context(posterior):
         device, drawn = posterior.device, posterior.draw()
-    portion = posterior.partition_functions(drawn)
+    portion = partition_functions(posterior, drawn)
     count = batches.count_batches(loader)
     # On a mesh an error must come with its batch, so that all processes raise it.
-    at_once = device.type != "cuda" or posterior.connected_mesh is not None
+    at_once = device.type != "cuda" or connected_mesh(posterior) is not None
     late = LateChecks(at_once=at_once, behind=BEHIND if keeps_weights else 1)
 
     @contextmanager
@@ -78,8 +79,8 @@ def predict_loader(
     def correct_and_check(found: Predictive, first: int) -> Predictive:
         """Members through the lens, checked now or later."""
         maxima: list[Tensor] = []
-        members = posterior.checked_members(found, lens, first=first, later=maxima)
-        late.add(maxima[0], lambda values: posterior.check_diverged([values], first=first))
+        members = checked_members(posterior, found, lens, first=first, later=maxima)
+        late.add(maxima[0], lambda values: check_diverged(posterior, values, first=first))
         return members
 
     def fits_one_graph(x: batches.Inputs) -> bool:
@@ -128,7 +129,7 @@ def predict_loader(
     try:
         work = predict_members if keep_members else predict_summary
         read = posterior.read(loader, anywhere=late.at_once)
-        for batch, found in posterior.map_batches(work, read, portion, device):
+        for batch, found in map_batches(posterior, work, read, portion, device):
             late.end_batch()
             yield found, cast(Tensor, batches.move_to_device(batch.y, device))
         late.finish()

@@ -14,6 +14,7 @@ from dissensus.core import batch as batches
 from dissensus.core.input_checks import check_loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, RegressionPredictive
+from dissensus.core.processes import complete_loader
 from dissensus.core.regression import RealTargets
 from dissensus.data.batches import as_loader
 from dissensus.engine.precision import PredictionPrecision
@@ -87,7 +88,7 @@ def evaluate(
     raw, real = posterior.inputs is not None, isinstance(posterior.likelihood, RealTargets)
 
     def shared_loader(given: Any) -> Any:
-        return posterior.complete_loader(as_loader(given, raw=raw))
+        return complete_loader(posterior, as_loader(given, raw=raw))
 
     ood = {name: foreign_loader(each, real=real) for name, each in (ood or {}).items()}
     ood, shift = ({name: shared_loader(each) for name, each in (sets or {}).items()} for sets in (ood, shift))

@@ -13,8 +13,9 @@ from dissensus.core.batch import Inputs
 from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.likelihood import Classification
 from dissensus.core.particles import Member
-from dissensus.core.posterior import Posterior, inference_context
+from dissensus.core.posterior import Posterior, check_diverged, checked_members, inference_context
 from dissensus.core.predictive import Predictive
+from dissensus.core.processes import connected_mesh, map_batches, partition_functions
 from dissensus.engine.async_checks import AsyncHostCopy, Timer, check_input_values, largest_input
 from dissensus.engine.captured_prediction import CapturedFunction
 from dissensus.engine.precision import PredictionPrecision, precision_context, prediction_precision, warn_of_precision
@@ -38,7 +39,7 @@ class FixedDraw:
         self.members = drawn.members
         self.correction = posterior.current_correction()
         self.logits = isinstance(posterior.likelihood, Classification)
-        self.portion = posterior.partition_functions(drawn)
+        self.portion = partition_functions(posterior, drawn)
 
         @contextmanager
         def context() -> Iterator[None]:  # for each batch: other threads run between
@@ -63,18 +64,18 @@ class FixedDraw:
     @property
     def is_single_process(self) -> bool:
         """Whether no other process shares the work."""
-        return self.posterior.connected_mesh is None
+        return connected_mesh(self.posterior) is None
 
     def predict(self, x: Inputs) -> Predictive:
         """The mixture's prediction for one batch."""
         answer, maxima = self._answer(x, energy=False)
-        self.posterior.check_diverged([maxima])
+        check_diverged(self.posterior, maxima)
         return answer.predictive
 
     def answer(self, x: Inputs) -> Answer:
         """The mixture's prediction and every member's energy for one batch, from one forward pass."""
         answer, maxima = self._answer(x, energy=self.logits)
-        self.posterior.check_diverged([maxima])
+        check_diverged(self.posterior, maxima)
         return answer
 
     def start_answer(self, x: Inputs) -> Callable[[], tuple[Answer, float]]:
@@ -92,7 +93,7 @@ class FixedDraw:
         def read() -> tuple[Answer, float]:
             maxima, most, *described = arriving.read()
             check_input_values(most, x)
-            self.posterior.check_diverged([maxima])
+            check_diverged(self.posterior, maxima)
             energy = described.pop(0) if with_energy else None
             return Answer(made(*described), energy), timer.seconds()
 
@@ -104,7 +105,7 @@ class FixedDraw:
         outputs, described = (said[0], said[1:]) if energy else (None, said)
         maxima: list[Tensor] = []
         predictive = self.drawn.likelihood.predictive(*described)
-        members = self.posterior.checked_members(predictive, self.correction, later=maxima)
+        members = checked_members(self.posterior, predictive, self.correction, later=maxima)
         # Energy of the members' logits at the temperature; a calibration of their mean does not change it.
         energies = None if outputs is None else -self.correction.correct_logits(outputs).double().logsumexp(2)
         return Answer(self.correction.correct_mixture(members), energies), maxima[0]
@@ -112,8 +113,8 @@ class FixedDraw:
     def run_batches(
         self, work: Callable[[Any], Any], given: Iterable[Any], device: Any = "cpu"
     ) -> Iterator[tuple[Any, Any]]:
-        """Yields (batch, work(batch)) in order, with result tensors on `device`: see `Posterior.shared`."""
-        return self.posterior.map_batches(work, given, self.portion, device)
+        """Yields (batch, work(batch)) in order, with result tensors on `device`: see `map_batches`."""
+        return map_batches(self.posterior, work, given, self.portion, device)
 
     def _run_function(self, function: Callable[[DrawnFunctions], CapturedFunction], x: Inputs) -> Any:
         x = batches.move_to_device(x, self.device)

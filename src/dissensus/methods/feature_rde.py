@@ -84,7 +84,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         # The head gets gradients from all M members; divide their sum by M.
         shared = self.particles.shared_parameters()
         used = {n: scale_gradient(p, 1 / self.particles.total_members) if n in shared else p for n, p in params.items()}
-        if not self.is_coupled:
+        if self.interaction != "couple":
             return super().member_loss(params, buffers, batch)
 
         def at_feature(member: Member, shift: Tensor) -> tuple[Tensor, Tensor]:

@@ -96,7 +96,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         self.annealing = annealing_or_constant(annealing)
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        if not self.is_coupled:
+        if self.interaction != "couple":
             return super().member_loss(params, buffers, batch)
 
         def nll_and_outputs(member: Member) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
 
     def check_batch(self, batch: Batch) -> None:
         super().check_batch(batch)
-        if self.is_coupled and isinstance(self.repel_at, InputBuffers):
+        if self.interaction == "couple" and isinstance(self.repel_at, InputBuffers):
             self.output_shape(self.repel_at.inputs())  # raises if the network rejects them
 
     def _comparison_values(self, outputs: Tensor) -> Tensor:

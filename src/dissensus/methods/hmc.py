@@ -20,6 +20,7 @@ from dissensus.core.member import PREFIX
 from dissensus.core.networks import Networks
 from dissensus.core.particles import Particles
 from dissensus.core.prior import PriorKeywords
+from dissensus.core.processes import complete_loader
 from dissensus.core.weights import Weights
 from dissensus.methods.map import MAP
 from dissensus.methods.parts.sampling_posterior import SamplingPosterior
@@ -102,7 +103,7 @@ class HMC(SamplingPosterior):
         The loader is read once and its batches are kept in memory. If it holds only part of the data, its mean loss
         still counts `data_size` times.
         """
-        check_loader(loader := self.complete_loader(loader))
+        check_loader(loader := complete_loader(self, loader))
         self.check_network()
         if self.prior is None:
             log.warning("without a prior a chain may never converge; pass weight_prior_std= or prior=")

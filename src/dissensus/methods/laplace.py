@@ -23,6 +23,7 @@ from dissensus.core.networks import Networks
 from dissensus.core.particles import Particles, copy_likelihood
 from dissensus.core.posterior import inference_context
 from dissensus.core.prior import PriorKeywords, make_prior
+from dissensus.core.processes import complete_loader
 from dissensus.core.regression import noise_warning
 from dissensus.methods.parts.last_layer import (
     Curvature,
@@ -120,9 +121,9 @@ class Laplace(SamplingPosterior):
                 that gives them the highest likelihood; a large factor leaves the network's own predictions. `ds.refresh` keeps
                 the choice; after `ds.load` call this again instead.
         """
-        check_loader(loader := self.complete_loader(loader))
+        check_loader(loader := complete_loader(self, loader))
         if held_out is not None:
-            check_loader(held_out := self.complete_loader(held_out))
+            check_loader(held_out := complete_loader(self, held_out))
         make_prior(data_size=data_size)
         self.to(self.device)  # the parameters of the likelihood may be on another device than the network
         self._known.warn_once(noise_warning(self.particles))  # curvature and evidence depend on the noise

@@ -73,7 +73,7 @@ class SVGD(StackedPosterior):
     # ------------------------------------------------------------------ function space: slopes at the outputs are mixed
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        if not self.is_coupled:
+        if self.interaction != "couple":
             return super().member_loss(params, buffers, batch)
 
         def slope(member: Member) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,7 +19,7 @@ from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.input_checks import check_loader
 from dissensus.core.likelihood import log_prob_sum
 from dissensus.core.locks import lock_for_training
-from dissensus.core.posterior import Posterior, expect_posterior, inference_context, refresh
+from dissensus.core.posterior import Posterior, checked_prediction, expect_posterior, inference_context, refresh
 from dissensus.core.trainable import Watchers
 from dissensus.data.batches import as_loader
 from dissensus.distributed.mesh import Mesh
@@ -308,7 +308,7 @@ def validation_nll(
             functions = posterior.current() if drawn is None else drawn
             for given in division.assigned_batches(posterior.read(division.complete_loader(loader), anywhere=True)):
                 x, y, weight = posterior.prepare_batch(given)
-                predictive = posterior.checked_prediction(functions.predict(x))
+                predictive = checked_prediction(posterior, functions.predict(x))
                 found, counted = log_prob_sum(posterior.likelihood, predictive, y, weight)
                 total, count = total + float(found), count + float(counted)
         return total, count

@@ -61,7 +61,7 @@ class InputGradientPosterior(StackedPosterior):
         self._forms: Callable[[], AbstractContextManager[None]] = fast_second_derivatives  # which form layers run in
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        if not self.is_coupled:
+        if self.interaction != "couple":
             return super().member_loss(params, buffers, batch)
 
         def output_and_nll(member: Member, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -98,7 +98,7 @@ class InputGradientPosterior(StackedPosterior):
 
     def before_step(self, batch: Batch) -> None:
         super().before_step(batch)
-        if self.is_coupled and torch.is_grad_enabled() and not self._known_to_be_differentiable:
+        if self.interaction == "couple" and torch.is_grad_enabled() and not self._known_to_be_differentiable:
             check_differentiable_twice(self, batch)
             self._known_to_be_differentiable = True
 
