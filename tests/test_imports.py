@@ -224,7 +224,7 @@ def test_a_stranger_finds_the_way():
     assert weight.depth() <= 4
     core = weight.weights(SOURCE)["core"]
     assert core.files <= 32
-    assert core.lines <= 5300
+    assert core.lines <= 5460  # with the base classes of methods that hold networks, 246 lines that stood in methods
     assert sum(weight.weights(SOURCE).values(), weight.Weight()).lines <= 49_500
 
 

@@ -8,7 +8,7 @@ with latents z ~ q, a mixture of K components, and weights that stay point estim
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -17,15 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core.batch import Batch, Inputs
-from dissensus.core.drawn_functions import DrawnFunctions, describe_outputs, join_families
+from dissensus.core.batch import Batch
+from dissensus.core.drawn_functions import DrawnFunctions, join_families
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import tensors_by_name
 from dissensus.core.networks import NetworksPosterior, StoringPosterior
 from dissensus.core.parameter_groups import Group
 from dissensus.core.particles import Member, Particles, Rows, member_index, single_member
 from dissensus.core.posterior import inference_context
-from dissensus.core.predictive import Predictive
 from dissensus.core.trainable import annealing_weight
 from dissensus.layers.conversion import DENSE, fold_layers, restore_plain_layers
 from dissensus.layers.factored import Factors, Kernel, can_take_kernel, folded_kernel
@@ -374,17 +373,14 @@ class NodeFunctions(DrawnFunctions):
             self._parts = particles, all_submodules(particles, particles.template)
         return eval_mode(particles, particles.template, parts=self._parts[1])
 
-    def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
-        def describe_function(i: int) -> tuple[Tensor, ...]:
-            def one(member: Member) -> tuple[Tensor, ...]:
-                with use_latents(member.network, self.layer_overrides[i]):
-                    return describe_outputs(member, x)
+    def call_member(self, index: int, function: Callable[..., Any], *args: Any) -> Any:
+        def with_latents(member: Member) -> Any:
+            with use_latents(member.network, self.layer_overrides[index]):
+                return function(member, *args)
 
-            particles = self.particles
-            with particles.lock_network(), self._eval_context():
-                return particles.call(one, particles.shared_parameters(), particles.shared_buffers())[0]  # type: ignore[no-any-return]
-
-        return self.predict_one_by_one(x, describe_function)
+        particles = self.particles
+        with particles.lock_network(), self._eval_context():
+            return particles.call(with_latents, particles.shared_parameters(), particles.shared_buffers())[0]
 
     def build_subset(self, rows: slice) -> DrawnFunctions:
         how = self.particles.how

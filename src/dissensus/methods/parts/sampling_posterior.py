@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, Self, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.core import weights
-from dissensus.core.batch import Inputs
-from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions, describe_outputs, join_families
+from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions, join_families
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import NUMBER, PREFIX
 from dissensus.core.networks import Networks, NetworksPosterior, StoringPosterior
 from dissensus.core.parameter_groups import constant_tail
 from dissensus.core.particles import Particles, copy_to_device, member_subset
-from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.recorder import Recorder
 from dissensus.core.weights import Weights
@@ -279,14 +277,11 @@ class SampledFunctions(DrawnFunctions):
         with self.particles.lock_network(), eval_mode(particles, particles.template):
             return particles.map_members(function, *args)
 
-    def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
-        def describe_function(i: int) -> tuple[Tensor, ...]:
-            both = self.particles.member_tensors(i)
-            params, buffers = ({n: t.to(self.device) for n, t in each.items()} for each in both)
-            with self.particles.lock_network(), eval_mode(self.particles, self.particles.template):
-                return self.particles.call(describe_outputs, params, buffers, x)[0]  # type: ignore[no-any-return]
-
-        return self.predict_one_by_one(x, describe_function)
+    def call_member(self, index: int, function: Callable[..., Any], *args: Any) -> Any:
+        both = self.particles.member_tensors(index)
+        params, buffers = ({n: t.to(self.device) for n, t in each.items()} for each in both)
+        with self.particles.lock_network(), eval_mode(self.particles, self.particles.template):
+            return self.particles.call(function, params, buffers, *args)[0]
 
     def build_subset(self, rows: slice) -> DrawnFunctions:
         return SampledFunctions(member_subset(self.particles, rows), self.device)
