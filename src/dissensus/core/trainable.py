@@ -33,16 +33,28 @@ class Watchers(nn.ModuleList):
         return super().__iter__()
 
 
-class TrainingClock(CalibratedModule):
-    """Base class of `TrainableModule`. `fit`, or your own loop, calls `begin` once and `observe` after every step.
+class TrainableModule(CalibratedModule):
+    """Base class of `Posterior`: what optimisers and `fit` need from a method. Methods may override what is not final.
 
-    Both calls are passed on to the method's recorders (its attributes of class `Recorder`) and to its watchers.
+    `fit`, or your own loop, calls `begin` once and `observe` after every step. Both calls are passed on to the method's
+    recorders (its attributes of class `Recorder`) and to its watchers.
     """
 
+    needed: ClassVar[tuple[str, ...]] = ()  # required keywords, despite their None default
+    optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
+    capturable: bool = True  # whether a step may be replayed from a CUDA graph: Python code must not choose by step
+    prior: Prior | None
+    _with_prior: frozenset[str] | None  # computed when first needed
     steps: Tensor  # () optimiser steps so far, over all runs; saved with the state
-    watchers: Watchers  # posteriors that record this one's training (`ds.track`)
+    # What validation evaluates: the present networks, functions drawn as at the end, or (None) nothing: `fit` then does not
+    # return to the best epoch, because the method collects statistics over many epochs.
+    judged_by: ClassVar[Literal["current", "draw"] | None] = "current"
 
-    def __init__(self) -> None:
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls.__signature__ = expanded_signature(cls.__init__)  # type: ignore[attr-defined]
+
+    def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:
         super().__init__()
         self.steps_per_epoch: int | None = None
         self.epochs: int | None = None
@@ -51,6 +63,20 @@ class TrainingClock(CalibratedModule):
         self.ranks: Literal["independent"] | None = None  # set if every process of a group trains its own model
         self.network_is_random = False  # whether the network itself draws random numbers in eval mode
         self.mesh: Any = None  # a `ds.distributed.Mesh` of the processes that predict and evaluate together
+        self.particles = particles
+        cache_submodules(self, "particles")
+        self.watchers = Watchers()  # posteriors that record this one's training (`ds.track`)
+        # How members interact, from the hooks that the method defines; one member alone does not. SVGD has both and sets it.
+        hooks: tuple[Literal["couple", "mix"], ...] = ("couple", "mix")
+        ways = [each for each in hooks if getattr(type(self), each) is not getattr(TrainableModule, each)]
+        self.interaction: Literal["couple", "mix"] | None = ways[0] if ways and particles.members > 1 else None
+        self.data_size: int | None = None
+        if unknown := prior.keys() - PriorKeywords.__annotations__:
+            kind = type(self).__name__
+            raise TypeError(f"expected a keyword of {kind}, got {min(unknown)!r}; see help({kind})")
+        self.use_prior(make_prior(**prior), prior.get("data_size"))
+        if self.data_size is None and "data_size" in self.needed:
+            raise ValueError("expected data_size, got none; pass data_size=len(training_set)")
 
     @property
     @final
@@ -124,40 +150,6 @@ class TrainingClock(CalibratedModule):
             if self.calibration is not None:  # a user's loop that did not call `begin`
                 self.uncalibrate("training")
         return stepped
-
-
-class TrainableModule(TrainingClock):
-    """Base class of `Posterior`: what optimisers and `fit` need from a method. Methods may override what is not final."""
-
-    needed: ClassVar[tuple[str, ...]] = ()  # required keywords, despite their None default
-    optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
-    capturable: bool = True  # whether a step may be replayed from a CUDA graph: Python code must not choose by step
-    prior: Prior | None
-    _with_prior: frozenset[str] | None  # computed when first needed
-    # What validation evaluates: the present networks, functions drawn as at the end, or (None) nothing: `fit` then does not
-    # return to the best epoch, because the method collects statistics over many epochs.
-    judged_by: ClassVar[Literal["current", "draw"] | None] = "current"
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        cls.__signature__ = expanded_signature(cls.__init__)  # type: ignore[attr-defined]
-
-    def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:
-        super().__init__()
-        self.particles = particles
-        cache_submodules(self, "particles")
-        self.watchers = Watchers()  # posteriors that record this one's training (`ds.track`)
-        # How members interact, from the hooks that the method defines; one member alone does not. SVGD has both and sets it.
-        hooks: tuple[Literal["couple", "mix"], ...] = ("couple", "mix")
-        ways = [each for each in hooks if getattr(type(self), each) is not getattr(TrainableModule, each)]
-        self.interaction: Literal["couple", "mix"] | None = ways[0] if ways and particles.members > 1 else None
-        self.data_size: int | None = None
-        if unknown := prior.keys() - PriorKeywords.__annotations__:
-            kind = type(self).__name__
-            raise TypeError(f"expected a keyword of {kind}, got {min(unknown)!r}; see help({kind})")
-        self.use_prior(make_prior(**prior), prior.get("data_size"))
-        if self.data_size is None and "data_size" in self.needed:
-            raise ValueError("expected data_size, got none; pass data_size=len(training_set)")
 
     def before_step(self, batch: Batch) -> None:
         """Called once, on the host, before the gradients of a batch are computed, by `fit`, `backward` and `loss`.
@@ -282,7 +274,7 @@ class TrainableModule(TrainingClock):
         return lambda epoch: plateau_linear(epoch / max(epochs, 1))
 
 
-def annealing_weight(posterior: TrainingClock, annealing: Annealing) -> Tensor | float:
+def annealing_weight(posterior: TrainableModule, annealing: Annealing) -> Tensor | float:
     """() a_t at this step, counted within the run if the schedule spans the run, else over all steps."""
     step = posterior.steps - posterior.steps_before_run if annealing.steps is None else posterior.steps
     return annealing(step, posterior.run_length)
