@@ -141,12 +141,9 @@ class KalmanRecorder(Recorder):
         return [(tensor, 0) for each in both for name, tensor in each.items() if name in self.weights.own]
 
     def begin(self, steps: int, *, done: int = 0) -> None:
-        self._start_if_unready()
+        self.begin_unmeasured(1)
 
     def begin_unmeasured(self, epochs: int) -> None:
-        self._start_if_unready()
-
-    def _start_if_unready(self) -> None:
         if not self.ready:  # weights may have been loaded into the network since the constructor ran
             self._start_filters()
 

@@ -253,9 +253,8 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
         return restore_plain_layers(self.particles.member(0))
 
     def config(self) -> dict[str, Any]:
-        return {
-            key: value for key, value in super().config().items() if key != "once"
-        }  # which networks are converted again
+        # Networks are converted again from a file, so nothing need be said of tensors that they share.
+        return {key: value for key, value in super().config().items() if key != "once"}
 
     def draw_sizes(self, state: Tensors | None = None) -> bool:
         return self.stored is not None or state is not None

@@ -8,6 +8,7 @@ one network or many.
 from __future__ import annotations
 
 import logging
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, Self, Unpack, cast
@@ -213,8 +214,8 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
     def draw_sizes(self, state: Tensors | None = None) -> list[int] | None:
         if state is None:
             return None if self.stored is None else self.stored.sizes
-        keys = [(key.split("."), tensor) for key, tensor in state.items() if key.startswith("stored.")]
-        sizes = {int(key[1]): len(tensor) for key, tensor in keys if key[2] == "own"}  # family -> its functions
+        found = [(re.match(r"stored\.(\d+)\.own\.", key), tensor) for key, tensor in state.items()]
+        sizes = {int(key[1]): len(tensor) for key, tensor in found if key is not None}  # family -> its functions
         return [sizes[family] for family in sorted(sizes)] or [self.samples]
 
     def blank_draw(self, sizes: Sequence[int], state: Tensors) -> Families:
