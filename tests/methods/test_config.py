@@ -46,6 +46,8 @@ def build(name):
 def test_a_config_is_what_earlier_versions_wrote_and_builds_the_same_method(name):
     posterior = build(name)
     assert json.loads(json.dumps(posterior.config())) == CONFIGS[name]
+    prior = [key for key in posterior.config() if key in ("weight_prior_std", "data_size")]
+    assert prior == ["weight_prior_std", "data_size"], "an error names the first setting that differs"
     again = type(posterior).skeleton(network(), CONFIGS[name], ds.Classification())
     assert again.config() == posterior.config()
     again.load_state_dict(posterior.state_dict())

@@ -43,14 +43,15 @@ def describe_settings(posterior: Any) -> dict[str, Any]:
     `members` without such an attribute is the number of members. A keyword without an attribute is left out, and the
     likelihood, which files describe by itself.
     """
-    present = {name: getattr(posterior, name) for name in _keywords(type(posterior)) if hasattr(posterior, name)}
+    values = {name: getattr(posterior, name) for name in _keywords(type(posterior)) if hasattr(posterior, name)}
     if "members" in _keywords(type(posterior)):
-        present.setdefault("members", posterior.particles.members)
-    if "prior" in present:  # a Gaussian is saved by its standard deviation alone
-        gaussian = type(prior := present.pop("prior")) is GaussianPrior
-        present["weight_prior_std"] = prior.std if gaussian else None
-        present |= {} if prior is None or gaussian else {"prior": prior}
-    described = {name: value.config() if hasattr(value, "config") else value for name, value in present.items()}
+        values.setdefault("members", posterior.particles.members)
+    if "prior" in values:  # a Gaussian is saved by its standard deviation alone
+        gaussian = type(prior := values.pop("prior")) is GaussianPrior
+        size = {"data_size": values.pop("data_size")}  # last: differences are named in this order
+        values |= {"weight_prior_std": prior.std if gaussian else None, **size}
+        values |= {} if prior is None or gaussian else {"prior": prior}
+    described = {name: value.config() if hasattr(value, "config") else value for name, value in values.items()}
     return {name: value for name, value in described.items() if name != "likelihood"}
 
 
