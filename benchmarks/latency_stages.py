@@ -39,7 +39,7 @@ PREDICTION: dict[str, Sequence[Owner]] = {
         (particles.MemberRowCache, "member_rows"),
         (particles, "assign_tensors"),
     ),
-    "calls around the networks": ((DrawnFunctions, "predict"), (Posterior, "checked_prediction")),
+    "calls around the networks": ((DrawnFunctions, "predict"), (posterior, "checked_prediction")),
 }
 STEP: dict[str, Sequence[Owner]] = {
     "backward pass": ((gradients, "_derivatives"),),

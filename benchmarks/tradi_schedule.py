@@ -24,10 +24,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import dissensus as ds
 from dissensus import metrics
-from dissensus.core.parameter_groups import plateau_linear
+from dissensus.core.parameter_groups import constant_tail, plateau_linear
 from dissensus.core.posterior import inference_context, refresh
 from dissensus.data.splits import split_indices
-from dissensus.methods.parts.trajectory import constant_tail
 
 HELD_OUT = {"digits": 1000, "mnist": 5000}
 

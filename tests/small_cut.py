@@ -52,10 +52,3 @@ class ScaledEnsemble(ds.Posterior):
 
     def draw(self):
         return MemberFunctions(self.particles)
-
-    def config(self):
-        return {"members": self.particles.members, **self.prior_config()}
-
-    @classmethod
-    def skeleton(cls, network, config, likelihood):
-        return cls(network, likelihood=likelihood, **config)

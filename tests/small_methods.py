@@ -53,9 +53,6 @@ class Rank1Ensemble(Posterior):
     def draw(self):
         return MemberFunctions(self.particles)
 
-    def config(self):
-        return {"members": self.particles.members, **self.prior_config()}
-
     def plain_network(self):
         network = self.particles.member(0)
         for name, layer in [each for each in network.named_modules() if isinstance(each[1], Rank1Linear)]:
@@ -64,10 +61,6 @@ class Rank1Ensemble(Posterior):
             parent, _, leaf = name.rpartition(".")
             setattr(network.get_submodule(parent), leaf, plain)
         return network
-
-    @classmethod
-    def skeleton(cls, network, config, likelihood):
-        return cls(network, likelihood=likelihood, **config)
 
 
 class NodeNoise(SamplingPosterior):
@@ -102,6 +95,3 @@ class NodeNoise(SamplingPosterior):
 
     def sampled_names(self):
         return [name.removeprefix("network.") for name in self.layers]
-
-    def config(self):
-        return {**super().config(), "prior_std": self.prior_std, "kl": self.kl}

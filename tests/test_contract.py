@@ -327,7 +327,7 @@ def test_backward_leaves_the_gradients_of_loss_finite_and_in_every_trainable_par
     assert losses.shape == (posterior.particles.members,)
     assert not losses.requires_grad
     assert loss.shape == ()
-    if not posterior.is_coupled:
+    if posterior.interaction != "couple":
         torch.testing.assert_close(losses.sum(), loss.detach(), rtol=0, atol=1e-10)
     assert tiny.largest_difference(tiny.gradients(posterior), tiny.gradients(other)) < 1e-10
     assert tiny.largest_difference(tiny.state(posterior), tiny.state(other)) < 1e-10  # batch statistics

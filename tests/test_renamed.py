@@ -28,11 +28,16 @@ def test_the_page_has_both_tables():
 
 @pytest.mark.parametrize(("old", "new"), NAMES)
 def test_a_public_name_was_changed_for_good(old, new):
-    owner = reduce(getattr, new.split(".")[:-1], dissensus)
-    if owner is dissensus.Posterior:  # some of its names are attributes of objects only
-        owner = dissensus.MAP(dissensus.nets.MLP(2, 2))
+    owner = _owner(new)
     assert hasattr(owner, new.split(".")[-1]) or new.split(".")[-1] in owner.__annotations__
-    assert not hasattr(owner, old.split(".")[-1])
+    before = _owner(old) if old.startswith("Posterior.") else owner
+    assert not hasattr(before, old.split(".")[-1])
+
+
+def _owner(name: str):
+    """What has the name; of names of posteriors an object, since some are attributes of objects only."""
+    owner = reduce(getattr, name.split(".")[:-1], dissensus)
+    return dissensus.MAP(dissensus.nets.MLP(2, 2)) if owner is dissensus.Posterior else owner
 
 
 def test_modules_were_moved_for_good():

@@ -66,8 +66,7 @@ if TYPE_CHECKING:
         track,
     )
     from dissensus.methods.parts.empcov_prior import EmpCov
-    from dissensus.methods.parts.recording_posterior import RecordingPosterior
-    from dissensus.methods.parts.sampling_posterior import SamplingPosterior
+    from dissensus.methods.parts.sampling_posterior import RecordingPosterior, SamplingPosterior
     from dissensus.numerics.annealing import Annealing
     from dissensus.numerics.lengthscales import Lengthscales, pca_lengthscales
     from dissensus.storage import load, save
@@ -98,7 +97,7 @@ _HOMES = {
     "MemberFunctions": "core.drawn_functions",
     "Modulation": "layers.modulation",
     "Particles": "core.particles",
-    "RecordingPosterior": "methods.parts.recording_posterior",
+    "RecordingPosterior": "methods.parts.sampling_posterior",
     "SamplingPosterior": "methods.parts.sampling_posterior",
     "calibrate": "calibration.calibrate",
     "capacity": "layers.capacity",

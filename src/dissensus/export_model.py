@@ -18,6 +18,7 @@ from dissensus.calibration.conformal_sets import Conformal
 from dissensus.calibration.gate import Gate
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
+from dissensus.core.calibrated import describe_model
 from dissensus.core.drawn_functions import MOMENTS, Predictor
 from dissensus.core.member import tensors_by_name
 from dissensus.core.member_runner import first_line
@@ -26,7 +27,7 @@ from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.engine.tracing import random_operations, trace
 from dissensus.layers.factored import FactoredLayer
-from dissensus.methods.parts.node_functions import NodeFunctions
+from dissensus.methods.parts.node_posterior import NodeFunctions
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.storage.atomic_files import write_atomically
 from dissensus.storage.onnx_files import ONNX_FORMS, onnx_content, run_onnx
@@ -108,7 +109,7 @@ class ExportedPosterior(nn.Module):
         self.model_metadata = {
             "dissensus": __version__,
             "method": posterior.name,
-            "model": posterior.description(),
+            "model": describe_model(posterior),
             "classes": None if posterior.classes is None else list(posterior.classes),
             "unit": getattr(posterior.likelihood, "unit", None),
             "inputs": None if self.inputs is None else {"kind": self.inputs.kind, **self.inputs.config()},  # type: ignore[attr-defined]

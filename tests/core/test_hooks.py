@@ -6,11 +6,11 @@ from pathlib import Path
 
 import dissensus as ds
 from dissensus.core.posterior import Posterior
-from dissensus.core.trainable import TrainableModule, TrainingClock
+from dissensus.core.trainable import TrainableModule
 
 PAGE = Path(__file__).parents[2] / "docs" / "developing" / "adding-a-method.md"
 HOOKS = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
-BASES = (TrainingClock, TrainableModule, Posterior)
+BASES = (TrainableModule, Posterior)
 
 
 def names() -> set[str]:

@@ -10,7 +10,7 @@ import tiny
 
 
 @pytest.mark.parametrize(
-    "begin", [lambda p: p.begin(3, 2), lambda p: p.begin(3, 2, done=2), lambda p: p.begin_unmeasured(2)]
+    "begin", [lambda p: p.begin(3, 2), lambda p: p.begin(3, 2, done=2), lambda p: p.begin(None, 2)]
 )
 def test_a_run_begins_without_a_temperature(begin, caplog):
     posterior = tiny.ensemble(tiny.mlp)

@@ -17,6 +17,7 @@ import test_contract
 import tiny
 from dissensus.core.drawn_functions import MemberFunctions
 from dissensus.core.member_runner import Runner
+from dissensus.core.processes import map_batches, partition_functions
 from dissensus.data import Batches
 from dissensus.evaluation.corruption_curves import Corruptions
 from thinning import often
@@ -443,9 +444,9 @@ def test_a_rank_may_go_on_alone_after_the_group():
 def test_one_process_takes_no_turns():
     posterior = ensemble()
     said = (torch.ones(3, 2),)
-    assert posterior.partition_functions(drawn := posterior.draw()).gather_tensors(lambda: said) is said
-    assert posterior.partition_functions(drawn).local_functions is drawn
+    assert partition_functions(posterior, drawn := posterior.draw()).gather_tensors(lambda: said) is said
+    assert partition_functions(posterior, drawn).local_functions is drawn
     posterior.mesh = ds.distributed.mesh()
-    taken = posterior.map_batches(lambda batch: -batch, iter([1, 2]), posterior.partition_functions(posterior.draw()))
+    taken = map_batches(posterior, lambda batch: -batch, iter([1, 2]), partition_functions(posterior, posterior.draw()))
     assert next(taken) == (1, -1), "and reads no batch before it is its turn"
     assert [*taken] == [(2, -2)]

@@ -96,7 +96,7 @@ NETWORKS = [Plain, Tied, AlsoPenalised, InSinglePrecision, Changed, OfWeights, T
 def found(posterior: ds.Posterior, batch: Batch, *, at_once: bool) -> Gradients:
     kind = batch.x.device.type
     with torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=False), fuse_layers() if at_once else nullcontext():
-        return (looped_keeping_graphs if posterior.is_coupled else looped_gradients)(posterior, batch)
+        return (looped_keeping_graphs if posterior.interaction == "couple" else looped_gradients)(posterior, batch)
 
 
 METHODS = {

@@ -8,8 +8,8 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.methods.parts import last_layer_curvature as curvatures
-from dissensus.methods.parts.last_layer_curvature import Curvature, CurvatureSums, eigendecompose
+from dissensus.methods.parts import last_layer as curvatures
+from dissensus.methods.parts.last_layer import Curvature, CurvatureSums, eigendecompose
 
 N, D, C = 32, 4, 3
 

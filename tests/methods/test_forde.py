@@ -238,7 +238,7 @@ def test_the_clock_of_every_goes_on_after_loading(tmp_path):
     ds.save(posterior, tmp_path)
     loaded = ds.load(tmp_path, plain()).train()
     loaded.before_step(Batch(x, y))
-    assert not loaded.is_coupled
+    assert loaded.interaction != "couple"
 
 
 def test_regression_repels_by_the_gradient_of_the_mean():

@@ -14,7 +14,7 @@ ROWS, WORDS = torch.randn(3, 4), torch.tensor([1, 0, 2])
 @pytest.mark.parametrize("x", [ROWS, (ROWS, WORDS), {"rows": ROWS, "words": WORDS}])
 def test_inputs_come_back_in_their_form_also_through_a_state_dict(x):
     buffers = InputBuffers(x)
-    again = InputBuffers.skeleton(json.loads(json.dumps(buffers.config())))
+    again = InputBuffers.from_config(json.loads(json.dumps(buffers.config())))
     again.load_state_dict(buffers.state_dict())
     for found in (buffers.inputs(), again.inputs()):
         torch.testing.assert_close(found, x, rtol=0, atol=0)  # form, types and values

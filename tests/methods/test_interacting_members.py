@@ -59,7 +59,7 @@ def test_every_way_of_running_members_gives_the_gradients_of_loss(method, strate
         other.particles.how = "vectorised" if strategy == "vectorised" else "loop"
     torch.manual_seed(3)
     found = STRATEGIES[strategy](posterior, Batch(x, y))
-    gradients = posterior.mix(found.gradients) if posterior.mixes_gradients else found.gradients
+    gradients = posterior.mix(found.gradients) if posterior.interaction == "mix" else found.gradients
     torch.manual_seed(3)
     other.loss(x, y).backward()
     parameters = {**other.particles.own_parameters(), **other.particles.shared_parameters()}
@@ -103,8 +103,7 @@ def test_one_member_is_exactly_a_map_network(method):
         optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
         ds.fit(posterior, [(x, y)], epochs=5, optimizer=optimizer, progress=False)
     assert torch.equal(alone.predict(x).mean, single.predict(x).mean)
-    assert not alone.is_coupled
-    assert not alone.mixes_gradients
+    assert alone.interaction is None
 
 
 def nearly_equal(distance: float, make=plain) -> list[nn.Module]:

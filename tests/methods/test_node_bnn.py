@@ -10,8 +10,8 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.layers.frozen_norm import FrozenNorm
-from dissensus.methods.parts.node_functions import NodeFunctions
 from dissensus.methods.parts.node_latents import cross_entropy, entropy_bound, sample_for_examples, surrogate_kl
+from dissensus.methods.parts.node_posterior import NodeFunctions
 from dissensus.utils.batch_norm_names import statistics_layers
 from refusals import refuses
 from thinning import often, thinned
@@ -263,7 +263,7 @@ def test_drawn_functions_stay_what_they_are_whatever_becomes_of_the_weights(net,
     posterior, (x, _) = build(net, mode="both", bias_latent=True).eval(), tiny.points()
     drawn = posterior.draw()
     live = NodeFunctions(posterior.particles.with_separate_template(), posterior.sites, drawn.latents)
-    monkeypatch.setattr("dissensus.methods.parts.node_functions.MOST_KERNELS", 0)  # no room: folded at every call
+    monkeypatch.setattr("dissensus.methods.parts.node_posterior.MOST_KERNELS", 0)  # no room: folded at every call
     anew = NodeFunctions.with_fixed_weights(posterior.particles, posterior.sites, drawn.latents)
     before = drawn(x)
     assert {name.split(".")[0] for name, _ in drawn.drawn.named_buffers()} == (

@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 
-from dissensus.methods.parts.trajectory import Count, Snapshots, constant_tail, cosine_cycles, evenly_spaced
+from dissensus.core.parameter_groups import constant_tail
+from dissensus.methods.parts.trajectory import Snapshots, cosine_cycles, evenly_spaced
+from dissensus.utils.counts import Count
 
 
 def test_a_count_is_saved_and_read_back():

@@ -5,7 +5,7 @@ import torch
 
 import dissensus as ds
 import tiny
-from dissensus.methods.parts.stacked_posterior import annealing_weight
+from dissensus.core.trainable import annealing_weight
 from dissensus.numerics.annealing import Annealing
 
 STEPS = 3

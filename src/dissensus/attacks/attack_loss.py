@@ -24,7 +24,7 @@ from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.likelihood import Classification
 from dissensus.core.member_runner import first_line
 from dissensus.core.particles import Member
-from dissensus.core.posterior import Posterior, expect_posterior, inference_context
+from dissensus.core.posterior import Posterior, checked_prediction, expect_posterior, inference_context
 from dissensus.core.predictive import ClassificationPredictive
 from dissensus.methods.parts.comparison_spaces import differentiate
 from dissensus.utils.checks import integer, one_of
@@ -101,7 +101,7 @@ class AttackObjective:
 
     def _predict_mixture(self, drawn: DrawnFunctions, x: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with inference_context(self.posterior):
-            predictive = self.posterior.checked_prediction(drawn.predict(x))
+            predictive = checked_prediction(self.posterior, drawn.predict(x))
         return cast(ClassificationPredictive, predictive).log_mean, x.new_empty(0), x.new_empty(0)
 
     def _mixture_gradient(self, drawn: DrawnFunctions, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,7 +126,7 @@ class AttackObjective:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise gradient_error(first_line(error)) from error
-        predictive = self.posterior.checked_prediction(drawn.likelihood.predictive(log_probs))
+        predictive = checked_prediction(self.posterior, drawn.likelihood.predictive(log_probs))
         log_p, log_weight = F.logsigmoid(-odds), F.logsigmoid(odds) + F.logsigmoid(-odds)  # (M, B)
         way = (append_axes(log_weight.softmax(0), slopes) * slopes).sum(0)
         if not way.isfinite().all():

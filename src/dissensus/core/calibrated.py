@@ -137,22 +137,8 @@ class CalibratedModule(nn.Module):
     @final
     def promises(self) -> nn.ModuleDict:
         """Name -> `Guarantee`, those that hold for the present predictions."""
-        self.drop_stale_guarantees()
+        drop_stale_guarantees(self)
         return self._modules["promises"]  # type: ignore[return-value]
-
-    @final
-    def drop_stale_guarantees(self) -> None:
-        """Drops promises that were fitted to other predictions than the present ones, with a warning."""
-        if found := self.stored_guarantees():
-            present = self.fingerprint()
-            if stale := [name for name, each in found.items() if each.facts["fitted_to"] != present]:
-                log.warning("predictions have changed since %s was fitted to them; fit it again", ", ".join(stale))
-                self._modules["promises"] = nn.ModuleDict({n: each for n, each in found.items() if n not in stale})
-
-    @final
-    def stored_guarantees(self) -> dict[str, Guarantee]:
-        """All promises by name, also stale ones."""
-        return dict(self._modules["promises"].items())  # type: ignore[union-attr, operator]
 
     @final
     def fingerprint(self) -> str:
@@ -189,7 +175,7 @@ class CalibratedModule(nn.Module):
         with self.particles.lock_network():  # no other thread may predict in between
             self.temperature.fill_(temperature)
             self.calibration = calibration if calibration is None else calibration.to(self.temperature.device)
-        self.drop_stale_guarantees()
+        drop_stale_guarantees(self)
 
     @final
     def uncalibrate(self, change: str) -> None:
@@ -201,42 +187,9 @@ class CalibratedModule(nn.Module):
             log.warning("%s drops the %s calibration; call ds.calibrate afterwards", change, self.calibration.kind)
         self.recalibrate(1.0, None)
 
-    @final
-    def describe_fitted(self) -> dict[str, Any]:
-        """Calibration and promises as JSON values, without their tensors."""
-        return {
-            "calibration": None if self.calibration is None else self.calibration.config(),
-            "promises": {name: each.config() for name, each in self.stored_guarantees().items()},
-        }
-
-    @final
-    def restore_fitted(self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Builds the calibration and promises that `describe_fitted` describes, with their tensors from a state or file."""
-
-        def build_fitted(config: Mapping[str, Any], under: str) -> Any:
-            for room in KIND_ROOMS:
-                importlib.import_module(room)
-            own = {name.removeprefix(under): tensor for name, tensor in tensors.items() if name.startswith(under)}
-            return KINDS[one_of("kind", config["kind"], KINDS)](config["facts"], own)
-
-        calibration, promises = saved.get("calibration"), saved.get("promises") or {}
-        self.calibration = None if calibration is None else build_fitted(calibration, f"{prefix}calibration.")
-        before = self.stored_guarantees()
-        self._modules["promises"] = nn.ModuleDict()
-        for name, config in promises.items():
-            # the same one keeps its functions of inputs, which no file holds
-            same = name in before and before[name].config() == config
-            self._attach_guarantee(name, before[name] if same else build_fitted(config, f"{prefix}promises.{name}."))
-
-    @final
-    def description(self) -> dict[str, Any]:
-        """The model besides its tensors and the method's settings, as JSON values."""
-        likelihood = describe_likelihood(self.particles.likelihood)
-        return {"likelihood": likelihood, "network": self.initial_network, **self.describe_fitted()}
-
     def get_extra_state(self) -> Tensor:
         """The model's description, which a state needs besides its tensors; bytes, since tools expect tensors in a state."""
-        return as_bytes(self.description())
+        return as_bytes(describe_model(self))
 
     def set_extra_state(self, state: Tensor) -> None:
         """Does nothing: `_load_from_state_dict` has read it, together with the tensors."""
@@ -244,15 +197,65 @@ class CalibratedModule(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         # Before any tensor is read, so that a state of another model changes nothing.
         if (described := state_dict.get(prefix + STATE)) is not None:
-            saved, mine = json.loads(bytes(described.tolist())), self.description()
+            saved, mine = json.loads(bytes(described.tolist())), describe_model(self)
             for part in ("likelihood", "network"):
                 if (found := next(differences(saved[part], mine[part]), None)) is not None:
                     raise ValueError(f"expected the state of this model, got another {part}: {found}; build it alike")
             lost = [mine["calibration"]["kind"]] if mine["calibration"] and not saved["calibration"] else []
             if lost := [*lost, *(name for name in mine["promises"] if name not in saved["promises"])]:
                 log.warning("the loaded state has no %s, which is dropped", ", ".join(lost))
-            self.restore_fitted(saved, state_dict, prefix)
+            restore_fitted(self, saved, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def stored_guarantees(posterior: CalibratedModule) -> dict[str, Guarantee]:
+    """All promises by name, also stale ones."""
+    return dict(posterior._modules["promises"].items())  # type: ignore[union-attr, operator]
+
+
+def drop_stale_guarantees(posterior: CalibratedModule) -> None:
+    """Drops promises that were fitted to other predictions than the present ones, with a warning."""
+    if found := stored_guarantees(posterior):
+        present = posterior.fingerprint()
+        if stale := [name for name, each in found.items() if each.facts["fitted_to"] != present]:
+            log.warning("predictions have changed since %s was fitted to them; fit it again", ", ".join(stale))
+            posterior._modules["promises"] = nn.ModuleDict({n: each for n, each in found.items() if n not in stale})
+
+
+def describe_model(posterior: CalibratedModule) -> dict[str, Any]:
+    """The model besides its tensors and the method's settings, as JSON values."""
+    likelihood = describe_likelihood(posterior.particles.likelihood)
+    return {"likelihood": likelihood, "network": posterior.initial_network, **describe_fitted(posterior)}
+
+
+def describe_fitted(posterior: CalibratedModule) -> dict[str, Any]:
+    """Calibration and promises as JSON values, without their tensors."""
+    return {
+        "calibration": None if posterior.calibration is None else posterior.calibration.config(),
+        "promises": {name: each.config() for name, each in stored_guarantees(posterior).items()},
+    }
+
+
+def restore_fitted(
+    posterior: CalibratedModule, saved: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str = ""
+) -> None:
+    """Builds the calibration and promises that `describe_fitted` describes, with their tensors from a state or file."""
+
+    def build_fitted(config: Mapping[str, Any], under: str) -> Any:
+        for room in KIND_ROOMS:
+            importlib.import_module(room)
+        own = {name.removeprefix(under): tensor for name, tensor in tensors.items() if name.startswith(under)}
+        return KINDS[one_of("kind", config["kind"], KINDS)](config["facts"], own)
+
+    calibration, promises = saved.get("calibration"), saved.get("promises") or {}
+    posterior.calibration = None if calibration is None else build_fitted(calibration, f"{prefix}calibration.")
+    before = stored_guarantees(posterior)
+    posterior._modules["promises"] = nn.ModuleDict()
+    for name, config in promises.items():
+        # the same one keeps its functions of inputs, which no file holds
+        same = name in before and before[name].config() == config
+        kept = before[name] if same else build_fitted(config, f"{prefix}promises.{name}.")
+        posterior._attach_guarantee(name, kept)
 
 
 def _state_tensors(part: Any) -> list[Tensor]:

@@ -4,13 +4,16 @@ Saved folders, states, checkpoints and exported files hold it. It is compared fr
 has is a difference.
 """
 
+import inspect
 import itertools
-from collections.abc import Iterator
+import typing
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.prior import GaussianPrior
 from dissensus.utils.json_values import to_json_values
 from dissensus.utils.module_state import original_class, saved_attributes
 
@@ -32,6 +35,53 @@ def describe_likelihood(likelihood: Likelihood) -> dict[str, Any]:
     except (TypeError, NotImplementedError):  # a user's class that cannot be saved
         arguments = {}
     return {"name": type(likelihood).__name__, "arguments": {k: v for k, v in arguments.items() if k != "unit"}}
+
+
+def describe_settings(posterior: Any) -> dict[str, Any]:
+    """The keywords of a method's constructor, as JSON values, from attributes of the same names.
+
+    `members` without such an attribute is the number of members. A keyword without an attribute is left out, and the
+    likelihood, which files describe by itself.
+    """
+    values = {name: getattr(posterior, name) for name in _keywords(type(posterior)) if hasattr(posterior, name)}
+    if "members" in _keywords(type(posterior)):
+        values.setdefault("members", posterior.particles.members)
+    if "prior" in values:  # a Gaussian is saved by its standard deviation alone
+        gaussian = type(prior := values.pop("prior")) is GaussianPrior
+        size = {"data_size": values.pop("data_size")}  # last: differences are named in this order
+        values |= {"weight_prior_std": prior.std if gaussian else None, **size}
+        values |= {} if prior is None or gaussian else {"prior": prior}
+    described = {name: value.config() if hasattr(value, "config") else value for name, value in values.items()}
+    return {name: value for name, value in described.items() if name != "likelihood"}
+
+
+def restore_settings(method: type, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The constructor's arguments from what `describe_settings` returned.
+
+    Where the annotation of an argument names a class with `from_config`, that builds the value.
+    """
+    restored = dict(settings)
+    for name, hint in _keywords(method).items():
+        built = [each for each in (hint, *typing.get_args(hint)) if hasattr(each, "from_config")]
+        if built and isinstance(settings.get(name), dict | list):
+            restored[name] = built[0].from_config(settings[name])
+    return restored
+
+
+def _keywords(method: type) -> dict[str, Any]:
+    """Keyword -> annotation of a method's constructor; `**keywords` that it passes on are those of its base class."""
+    found: dict[str, Any] = {}
+    for cls in method.__mro__:
+        if "__init__" in vars(cls):
+            parameters = inspect.signature(cls).parameters.values()
+            try:
+                hints = typing.get_type_hints(vars(cls)["__init__"])
+            except NameError:  # names that a user's file imports for type checkers only
+                hints = {}
+            found = {each.name: hints.get(each.name) for each in parameters if each.kind is each.KEYWORD_ONLY} | found
+            if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+                break
+    return found
 
 
 def differences(theirs: Any, mine: Any, where: str = "") -> Iterator[str]:

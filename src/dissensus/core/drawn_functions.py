@@ -65,18 +65,18 @@ class DrawnFunctions(nn.Module, ABC):
             described = self.describe(x)
         return self.likelihood.predictive(*described)
 
+    def call_member(self, index: int, function: Callable[..., Any], *args: Any) -> Any:
+        """function(member, *args) of one drawn function."""
+        raise NotImplementedError
+
     def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
         """The mixture in parts of a few functions each; if functions run in a loop, memory does not grow with M."""
-        yield self.predict(x)
-
-    def predict_one_by_one(self, x: Inputs, describe: Callable[[int], tuple[Tensor, ...]]) -> Iterator[Predictive]:
-        """`predict_parts` for functions that run in a loop; describe(i): the likelihood's description of the i-th outputs."""
-        if self.particles.how == "vectorised":
+        if self.particles.how == "vectorised" or type(self).call_member is DrawnFunctions.call_member:
             yield self.predict(x)
             return
         for i in range(self.members):
             with batches.UnchangedInputs(x):
-                described = describe(i)
+                described = self.call_member(i, describe_outputs, x)
             yield self.likelihood.predictive(*(tensor[None] for tensor in described))
 
     def describe(self, x: Inputs) -> tuple[Tensor, ...]:
@@ -101,9 +101,8 @@ class MemberFunctions(DrawnFunctions):
     def map_members(self, function: Callable[..., Any], *args: Any) -> Any:
         return self.particles.map_members(function, *args)
 
-    def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
-        call, tensors = self.particles.call, self.particles.member_tensors
-        return self.predict_one_by_one(x, lambda i: call(describe_outputs, *tensors(i), x)[0])
+    def call_member(self, index: int, function: Callable[..., Any], *args: Any) -> Any:
+        return self.particles.call(function, *self.particles.member_tensors(index), *args)[0]
 
     def build_subset(self, rows: slice) -> DrawnFunctions:
         return MemberFunctions(member_subset(self.particles, rows), ordinary=self.ordinary)

@@ -158,7 +158,7 @@ def can_train_in_place(posterior: Any, batch: Batch) -> bool:
     """
     particles = posterior.particles
     whole = particles.wraps_original and not particles.divided and not particles.fully_sharded
-    return whole and particles.exchange is ALONE and not posterior.is_coupled and batch.y.device.type == "cpu"
+    return whole and particles.exchange is ALONE and posterior.interaction != "couple" and batch.y.device.type == "cpu"
 
 
 def in_place_gradients(posterior: Any, batch: Batch) -> Found:
@@ -207,12 +207,7 @@ class Objective(Protocol):
 
     particles: Particles
     ranks: Literal["independent"] | None
-
-    @property
-    def is_coupled(self) -> bool: ...
-
-    @property
-    def mixes_gradients(self) -> bool: ...
+    interaction: Literal["couple", "mix"] | None
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]: ...
 
@@ -251,7 +246,7 @@ def vmapped_objective(posterior: Objective, state: State, batch: Batch) -> tuple
 def total_objective(posterior: Objective, losses: Tensor, z: Any) -> Tensor:
     """() Σ_i loss_i + ⟨z_i, v_i⟩ from losses (M,) and the members' z."""
     total = posterior.particles.exchange.scale_by_fraction(losses.sum())
-    return total + inner_product(z, cotangents(posterior, z)) if posterior.is_coupled else total
+    return total + inner_product(z, cotangents(posterior, z)) if posterior.interaction == "couple" else total
 
 
 def cotangents(posterior: Objective, z: Any) -> Any:
@@ -275,7 +270,7 @@ def looped_gradients(
     streams: list[Callable[[], None]] = []
     pulls: list[Any] = [None] * len(members)
     with exchange.loop_context():
-        if posterior.is_coupled:
+        if posterior.interaction == "couple":
             seen = []
             for i in members:
                 # For the second run: dropout must drop the same units, or z would not be the one that v belongs to.

@@ -13,6 +13,7 @@ from torch import Tensor, distributed
 from torch.utils.data import Dataset, IterableDataset
 
 from dissensus.core.batch import count_examples
+from dissensus.core.processes import connected_mesh
 from dissensus.utils.arrays import is_array
 
 log = logging.getLogger("dissensus")
@@ -48,7 +49,7 @@ class Loader:
     @classmethod
     def complete(cls, given: Any, posterior: Any) -> Loader:
         """A loader of the batches of all processes, the same in each, for what is measured on all rows."""
-        loader, mesh = cls.for_posterior(given, posterior), posterior.connected_mesh
+        loader, mesh = cls.for_posterior(given, posterior), connected_mesh(posterior)
         if loader.is_complete:
             return loader
         if mesh is not None:

@@ -37,7 +37,7 @@ def loss(posterior: Objective, batch: Batch) -> Tensor:
     """() the objective, differentiable by the parameters; batch statistics are updated."""
     particles = posterior.particles
     shared, common = particles.shared_parameters(), particles.shared_buffers()
-    if posterior.mixes_gradients:
+    if posterior.interaction == "mix":
         # A scalar with the value Σ losses and the mixed gradients as its derivative, although no loss has that gradient.
         found = compute_gradients(posterior, batch)
         particles.write_buffers(found.buffers)
@@ -77,7 +77,7 @@ def compute_gradients(
         with exchange.gradient_context(posterior, batch):
             found = run_separately(posterior.particles, lambda: (strategy or automatic_gradients)(posterior, batch))
         found = cast(Gradients, exchange.reduce_gradients(posterior, found))
-        if not posterior.mixes_gradients:
+        if posterior.interaction != "mix":
             return found
         unmixed(found.gradients)
         return found._replace(gradients=exchange.mix_gradients(posterior.mix, found.gradients), largest=None)
@@ -111,7 +111,7 @@ def _training_lock(posterior: Objective) -> AbstractContextManager[object]:
     check_trainable(posterior)
     _check_single_process(posterior)
     _check_frozen(posterior.particles)
-    return _process_lock(posterior) if posterior.is_coupled else posterior.particles.lock_network()
+    return _process_lock(posterior) if posterior.interaction == "couple" else posterior.particles.lock_network()
 
 
 @contextmanager

@@ -18,6 +18,8 @@ _steps: Any = WeakTensorKeyDictionary()
 # Optimisers (by the name of the class or a base class) that mix the entries of a tensor.
 MIXING = frozenset(("Adafactor", "LAMB", "LARS", "Lamb", "Lars", "Muon", "NovoGrad", "SOAP", "Shampoo"))
 
+TAIL = 0.75  # recorders start after this share of a run, when training has settled
+
 
 @dataclass(frozen=True)
 class Group:
@@ -78,6 +80,14 @@ def decay_warnings(optimizer: Optimizer, groups: Iterable[Group]) -> list[str]:
 def plateau_linear(t: float, *, start: float = 0.5, end: float = 0.9, floor: float = 0.01) -> float:
     """Factor of the learning rate at the share t of the run: 1 until `start`, linear to `floor` at `end`."""
     return 1.0 + (floor - 1.0) * min(max((t - start) / (end - start), 0.0), 1.0)
+
+
+def constant_tail(t: float, *, tail: float = TAIL, floor: float = 0.5) -> float:
+    """Factor of the learning rate at the share t of a run: 1, then linear to `floor`, then constant.
+
+    As in Maddox et al. 2019: linear between 50 % and 90 % of the time before the tail.
+    """
+    return 1.0 + (floor - 1.0) * min(max((t / tail - 0.5) / 0.4, 0.0), 1.0)
 
 
 def optimizer_refusal(posterior: nn.Module, kind: type[Optimizer]) -> str | None:

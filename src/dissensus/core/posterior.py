@@ -7,8 +7,8 @@ member's loss (`member_loss`) and how members interact (`couple`). Training, pre
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Literal, Unpack, final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, Literal, Self, Unpack, final
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from dissensus.core import batch as batches
 from dissensus.core import input_checks, objective, regression
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.calibrated import Correction
-from dissensus.core.description import describe_network
-from dissensus.core.drawn_functions import DrawnFunctions, FunctionPartition, Predictor
+from dissensus.core.description import describe_network, describe_settings, restore_settings
+from dissensus.core.drawn_functions import DrawnFunctions, Predictor
 from dissensus.core.errors import Diverged
 from dissensus.core.inference_context import InferenceContext
 from dissensus.core.likelihood import Likelihood
@@ -27,6 +27,7 @@ from dissensus.core.locks import locked_deepcopy
 from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
+from dissensus.core.processes import complete_loader
 from dissensus.core.regression import RealTargets
 from dissensus.core.trainable import TrainableModule
 from dissensus.numerics.randomness import RandomnessDetector
@@ -75,7 +76,6 @@ class Posterior(TrainableModule, ABC):
         self._known = input_checks.KnownInputs()
         # Whether learned noise was checked before a step, and before a prediction.
         self._started = self._predicted = False
-        self.network_is_random = False  # whether the network itself draws random numbers in eval mode
 
     # ------------------------------------------------------------------ what a method declares
 
@@ -106,27 +106,24 @@ class Posterior(TrainableModule, ABC):
         """The present functions, (B, *in) -> (M, B, *out), which `fit` evaluates on validation data."""
         return self.draw()
 
-    @abstractmethod
     def config(self) -> dict[str, Any]:
-        """The keyword arguments, as JSON values, that rebuild this posterior from a network."""
+        """The keyword arguments, as JSON values, that rebuild this posterior from a network.
 
-    @final
-    def identity(self) -> dict[str, Any]:
-        """The method and its training settings, as JSON values; a checkpoint can be resumed only if they are equal."""
-        settings = {key: value for key, value in self.config().items() if key not in self.draw_only_settings}
-        watchers = [watcher.identity() for watcher in self.watchers]
-        described = {"method": self.name, "class": type(self).__name__, **settings}
-        return {**described, "watchers": watchers} if watchers else described
+        They are read from attributes of the same names; see `describe_settings`.
+        """
+        return describe_settings(self)
 
     @classmethod
-    @abstractmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Posterior:
+    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
         """A posterior with this network and config, whose tensors will be overwritten from a file.
 
         Args:
             network: a module of the same architecture as `given()`.
             config: the result of `config()`.
         """
+        constructor: Any = cls  # every method has its own keywords
+        built: Self = constructor(network, likelihood=likelihood, **restore_settings(cls, config))
+        return built
 
     def plain_network(self) -> nn.Module:
         """A copy of one member as a network of the caller's architecture.
@@ -134,13 +131,6 @@ class Posterior(TrainableModule, ABC):
         Saved files describe this architecture, and `load` takes it. Methods that cut layers put the plain ones back here.
         """
         return self.particles.member(0) if self.base is None else self.base[0].plain_network()
-
-    @property
-    @final
-    def has_converted_layers(self) -> bool:
-        """Whether the method has cut layers of the network, so that files describe another network than the running one."""
-        watched = self.base is not None and self.base[0].has_converted_layers
-        return watched or type(self).plain_network is not Posterior.plain_network
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         """Stores a draw with the posterior, with batch statistics re-estimated from the loader.
@@ -169,7 +159,7 @@ class Posterior(TrainableModule, ABC):
             y: targets, in the form that the likelihood takes.
             weight: (B,) example weights; None is 1 for each.
         """
-        batch = self.prepare_batch(self.make_batch((x, y, weight)))
+        batch = self.prepare_batch(self._make_batch((x, y, weight)))
         self.before_step(batch)
         return objective.loss(self, batch)
 
@@ -180,7 +170,7 @@ class Posterior(TrainableModule, ABC):
         Use it in your own training loop: zero_grad, backward, optimizer.step, `observe(optimizer)`. Arguments as in
         `loss`.
         """
-        batch = self.prepare_batch(self.make_batch((x, y, weight)))
+        batch = self.prepare_batch(self._make_batch((x, y, weight)))
         self.before_step(batch)
         return objective.backward(self, batch)
 
@@ -213,7 +203,7 @@ class Posterior(TrainableModule, ABC):
         with InferenceContext(self):
             drawn = self.draw()  # first: it raises if there is nothing to draw from
             self.check_inputs(x)
-            return self.checked_prediction(drawn.predict(x))
+            return checked_prediction(self, drawn.predict(x))
 
     def __repr__(self) -> str:
         trained = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
@@ -224,38 +214,6 @@ class Posterior(TrainableModule, ABC):
             f"{f' + {frozen:,} frozen' if frozen else ''}, "
             f"likelihood={type(self.likelihood).__name__})"
         )
-
-    @final
-    def checked_members(
-        self, predictive: Predictive, lens: Correction, *, first: int = 0, later: list[Tensor] | None = None
-    ) -> Predictive:
-        """The calibrated prediction of some members; raises Diverged with their indices if they hold NaN.
-
-        Args:
-            first: index of the first of these members.
-            later: a list that takes maxima for `check_diverged` instead, so that the host need not wait for the device.
-        """
-        described = predictive.defining_tensors()
-        if later is not None:
-            later.append(member_maxima(described))
-        elif has_diverged(described):
-            self.check_diverged([member_maxima(described)], first=first)
-        if not self._predicted:
-            self._predicted = True
-            self._known.warn_once(regression.noise_warning(self.particles))
-        return lens.correct_members(predictive)
-
-    @final
-    def check_diverged(self, maxima: Sequence[Tensor], *, first: int = 0) -> None:
-        """Raises Diverged if a member's maxima, in any batch, hold NaN or +∞."""
-        if maxima and (bad := diverged_members(torch.cat(list(maxima)) if len(maxima) > 1 else maxima[0])):
-            raise Diverged([first + i for i in bad], int(self.steps), "prediction")
-
-    @final
-    def checked_prediction(self, predictive: Predictive) -> Predictive:
-        """The networks' mixture with temperature and calibration applied; raises Diverged on NaN."""
-        lens = self.current_correction()
-        return lens.correct_mixture(self.checked_members(predictive, lens))
 
     @final
     def member(self, index: int) -> nn.Module:
@@ -291,8 +249,7 @@ class Posterior(TrainableModule, ABC):
         """Inputs in the form that the networks take: arrays as tensors, raw inputs transformed by `inputs`, if set."""
         return batches.convert_inputs(x) if self.inputs is None else self.inputs(x).to(self.temperature.dtype)
 
-    @final
-    def make_batch(self, given: Any, *, anywhere: bool = False) -> Batch:
+    def _make_batch(self, given: Any, *, anywhere: bool = False) -> Batch:
         """A batch from a loader, `transformed` and checked as in `Batch.of`; a `Batch` is returned as it is."""
         raw = isinstance(given, tuple | list) and not isinstance(given, Batch)
         if self.inputs is not None and raw and len(given) in (2, 3):
@@ -306,38 +263,7 @@ class Posterior(TrainableModule, ABC):
     @final
     def read(self, loader: Iterable[Any], *, anywhere: bool = False) -> Iterator[Batch]:
         """The loader's batches, transformed and checked. All data reach a posterior through this method."""
-        return (self.make_batch(given, anywhere=anywhere) for given in loader)
-
-    @property
-    @final
-    def connected_mesh(self) -> Any:
-        """The mesh, if it has other processes that are still connected; else None."""
-        return self.mesh if self.mesh is not None and self.mesh.size > 1 and self.mesh.is_alive else None
-
-    @final
-    def partition_functions(self, drawn: DrawnFunctions) -> FunctionPartition:
-        """The drawn functions, the same on all processes, of which each runs some where they share a batch."""
-        if self.connected_mesh is None:
-            return FunctionPartition(drawn)
-        return self.connected_mesh.partition_functions(drawn, self.device, lambda: not self.network_is_random)  # type: ignore[no-any-return]
-
-    @final
-    def map_batches(
-        self, work: Callable[[Any], Any], given: Iterable[Any], portion: FunctionPartition, device: Any = "cpu"
-    ) -> Iterator[tuple[Any, Any]]:
-        """(batch, work(batch)) for every batch, in order. Processes of the mesh share the work; each gets all results.
-
-        Args:
-            portion: the functions used by `work`; those that run here, while it is done.
-            device: device for the results of other processes.
-        """
-        if self.connected_mesh is None or self.particles.divided:  # whose processes all run each network together
-            return ((batch, work(batch)) for batch in given)
-        standing: list[Any] = [each for each in (self.calibration, *self.promises.values()) if each is not None]
-        seen_by = (self.temperature, *((repr(each.config()), *each.buffers()) for each in standing))
-        about = {"portion": portion, "seen_by": seen_by, "device": device}
-        found: Iterator[tuple[Any, Any]] = self.connected_mesh.map_batches(work, given, **about)
-        return found
+        return (self._make_batch(given, anywhere=anywhere) for given in loader)
 
     @final
     def prepare_batch(self, batch: Batch) -> Batch:
@@ -403,3 +329,41 @@ def expect_posterior(given: object) -> Posterior:
 def inference_context(posterior: Posterior) -> InferenceContext:
     """Eval mode without gradients, with the network locked; afterwards modes and random state are restored."""
     return InferenceContext(expect_posterior(posterior))
+
+
+def has_converted_layers(posterior: Posterior) -> bool:
+    """Whether the method has cut layers of the network, so that files describe another network than the running one."""
+    watched = posterior.base is not None and has_converted_layers(posterior.base[0])
+    return watched or type(posterior).plain_network is not Posterior.plain_network
+
+
+def checked_prediction(posterior: Posterior, predictive: Predictive) -> Predictive:
+    """The networks' mixture with temperature and calibration applied; raises Diverged on NaN."""
+    lens = posterior.current_correction()
+    return lens.correct_mixture(checked_members(posterior, predictive, lens))
+
+
+def checked_members(
+    posterior: Posterior, predictive: Predictive, lens: Correction, *, first: int = 0, later: list[Tensor] | None = None
+) -> Predictive:
+    """The calibrated prediction of some members; raises Diverged with their indices if they hold NaN.
+
+    Args:
+        first: index of the first of these members.
+        later: a list that takes maxima for `check_diverged` instead, so that the host need not wait for the device.
+    """
+    described = predictive.defining_tensors()
+    if later is not None:
+        later.append(member_maxima(described))
+    elif has_diverged(described):
+        check_diverged(posterior, member_maxima(described), first=first)
+    if not posterior._predicted:
+        posterior._predicted = True
+        posterior._known.warn_once(regression.noise_warning(posterior.particles))
+    return lens.correct_members(predictive)
+
+
+def check_diverged(posterior: Posterior, maxima: Tensor, *, first: int = 0) -> None:
+    """Raises Diverged if a member's maxima hold NaN or +∞."""
+    if bad := diverged_members(maxima):
+        raise Diverged([first + i for i in bad], int(posterior.steps), "prediction")

@@ -12,10 +12,10 @@ from dissensus.core.calibrated import CalibratedModule
 from dissensus.core.member import PREFIX
 from dissensus.core.parameter_groups import Group, disjoint_groups, has_stepped, optimizer_groups, plateau_linear
 from dissensus.core.particles import Particles
-from dissensus.core.prior import GaussianPrior, Prior, PriorKeywords, expanded_signature, make_prior, names_under_prior
+from dissensus.core.prior import Prior, PriorKeywords, expanded_signature, make_prior, names_under_prior
 from dissensus.core.recorder import Recorder
 from dissensus.core.renamed_settings import rename_hint
-from dissensus.numerics.annealing import scale_gradient
+from dissensus.numerics.annealing import Annealing, scale_gradient
 from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.utils.checks import one_of
 from dissensus.utils.tensor_tree import Tensors, cache_submodules
@@ -34,23 +34,51 @@ class Watchers(nn.ModuleList):
         return super().__iter__()
 
 
-class TrainingClock(CalibratedModule):
-    """Base class of `TrainableModule`. `fit`, or your own loop, calls `begin` once and `observe` after every step.
+class TrainableModule(CalibratedModule):
+    """Base class of `Posterior`: what optimisers and `fit` need from a method. Methods may override what is not final.
 
-    Both calls are passed on to the method's recorders (its attributes of class `Recorder`) and to its watchers.
+    `fit`, or your own loop, calls `begin` once and `observe` after every step. Both calls are passed on to the method's
+    recorders (its attributes of class `Recorder`) and to its watchers.
     """
 
+    needed: ClassVar[tuple[str, ...]] = ()  # required keywords, despite their None default
+    optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
+    capturable: bool = True  # whether a step may be replayed from a CUDA graph: Python code must not choose by step
+    prior: Prior | None
+    _with_prior: frozenset[str] | None  # computed when first needed
     steps: Tensor  # () optimiser steps so far, over all runs; saved with the state
-    watchers: Watchers  # posteriors that record this one's training (`ds.track`)
+    # What validation evaluates: the present networks, functions drawn as at the end, or (None) nothing: `fit` then does not
+    # return to the best epoch, because the method collects statistics over many epochs.
+    judged_by: ClassVar[Literal["current", "draw"] | None] = "current"
 
-    def __init__(self) -> None:
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls.__signature__ = expanded_signature(cls.__init__)  # type: ignore[attr-defined]
+
+    def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:
         super().__init__()
         self.steps_per_epoch: int | None = None
         self.epochs: int | None = None
         self.steps_before_run = 0  # `steps` at the beginning of this run
         self.batches_per_step = 1  # batches whose gradients make one step; `fit` sets it to `accumulate`
         self.ranks: Literal["independent"] | None = None  # set if every process of a group trains its own model
+        self.network_is_random = False  # whether the network itself draws random numbers in eval mode
         self.mesh: Any = None  # a `ds.distributed.Mesh` of the processes that predict and evaluate together
+        self.particles = particles
+        cache_submodules(self, "particles")
+        self.watchers = Watchers()  # posteriors that record this one's training (`ds.track`)
+        # How members interact, from the hooks that the method defines; one member alone does not. SVGD has both and sets it.
+        hooks: tuple[Literal["couple", "mix"], ...] = ("couple", "mix")
+        ways = [each for each in hooks if getattr(type(self), each) is not getattr(TrainableModule, each)]
+        self.interaction: Literal["couple", "mix"] | None = ways[0] if ways and particles.members > 1 else None
+        self.data_size: int | None = None
+        if unknown := prior.keys() - PriorKeywords.__annotations__:
+            kind, wrong = type(self).__name__, min(unknown)
+            hint = rename_hint(getattr(self, "name", ""), wrong) or f"see help({kind})"
+            raise TypeError(f"expected a keyword of {kind}, got {wrong!r}; {hint}")
+        self.use_prior(make_prior(**prior), prior.get("data_size"))
+        if self.data_size is None and "data_size" in self.needed:
+            raise ValueError("expected data_size, got none; pass data_size=len(training_set)")
 
     @property
     @final
@@ -70,42 +98,30 @@ class TrainingClock(CalibratedModule):
         """Whether functions can be drawn yet: recorders must have observed enough steps first."""
         return all(recorder.ready for recorder in self.recorders)
 
-    @property
     @final
-    def has_observers(self) -> bool:
-        """Whether `observe` does more than count steps."""
-        return bool(self.recorders or len(self.watchers))
-
-    @final
-    def begin(self, steps_per_epoch: int, epochs: int, *, done: int = 0) -> None:
+    def begin(self, steps_per_epoch: int | None, epochs: int, *, done: int = 0) -> None:
         """Sets the length of the whole run, for schedules and recorders; drops the calibration.
 
         Call it in your own training loop only; `fit` calls it by itself.
 
         Args:
-            steps_per_epoch: optimiser steps in an epoch.
+            steps_per_epoch: optimiser steps in an epoch; None if not known yet: call it again after the first epoch.
             epochs: epochs of the whole run.
             done: steps of the run that are already done, in a resumed run.
         """
-        self.steps_per_epoch, self.epochs = steps_per_epoch, epochs
-        self.steps_before_run = int(self.steps) - done
+        before, self.steps_before_run = self.steps_before_run, int(self.steps) - done
+        if steps_per_epoch is not None:
+            self.steps_per_epoch, self.epochs = steps_per_epoch, epochs
+        elif before != self.steps_before_run:  # the length known so far belongs to an earlier run
+            self.steps_per_epoch = self.epochs = None
         self.uncalibrate("training")
         for watcher in self.watchers:
             watcher.begin(steps_per_epoch, epochs, done=done)
         for recorder in self.recorders:
-            recorder.begin(steps_per_epoch * epochs, done=done)
-
-    @final
-    def begin_unmeasured(self, epochs: int) -> None:
-        """Begins a run of this many epochs of unknown length. `begin` is called after the first epoch."""
-        if self.steps_before_run != int(self.steps):  # the length known so far belongs to an earlier run
-            self.steps_per_epoch = self.epochs = None
-        self.steps_before_run = int(self.steps)
-        self.uncalibrate("training")
-        for watcher in self.watchers:
-            watcher.begin_unmeasured(epochs)
-        for recorder in self.recorders if self.steps_per_epoch is None else ():
-            recorder.begin_unmeasured(epochs)
+            if steps_per_epoch is not None:
+                recorder.begin(steps_per_epoch * epochs, done=done)
+            elif self.steps_per_epoch is None:
+                recorder.begin_unmeasured(epochs)
 
     @final
     def observe(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -116,9 +132,8 @@ class TrainingClock(CalibratedModule):
         Args:
             optimizer: the optimiser that trains this posterior.
         """
-        if not self.has_observers:
+        if not (recorders := self.recorders) and not len(self.watchers):
             return self._count_step(optimizer)
-        recorders = self.recorders
         with torch.no_grad():
             for recorder in recorders:
                 recorder.renew_weights()  # first: if it raises, the step is not counted
@@ -137,40 +152,6 @@ class TrainingClock(CalibratedModule):
             if self.calibration is not None:  # a user's loop that did not call `begin`
                 self.uncalibrate("training")
         return stepped
-
-
-class TrainableModule(TrainingClock):
-    """Base class of `Posterior`: what optimisers and `fit` need from a method. Methods may override what is not final."""
-
-    needed: ClassVar[tuple[str, ...]] = ()  # required keywords, despite their None default
-    optimizers: ClassVar[tuple[type[Optimizer], ...] | None] = None  # kinds that may train it; None: any
-    capturable: bool = True  # whether a step may be replayed from a CUDA graph: Python code must not choose by step
-    prior: Prior | None
-    _with_prior: frozenset[str] | None  # computed when first needed
-    # What validation evaluates: the present networks, functions drawn as at the end, or (None) nothing: `fit` then does not
-    # return to the best epoch, because the method collects statistics over many epochs.
-    judged_by: ClassVar[Literal["current", "draw"] | None] = "current"
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        cls.__signature__ = expanded_signature(cls.__init__)  # type: ignore[attr-defined]
-
-    def __init__(self, particles: Particles, **prior: Unpack[PriorKeywords]) -> None:
-        super().__init__()
-        self.particles = particles
-        cache_submodules(self, "particles")
-        self.watchers = Watchers()  # posteriors that record this one's training (`ds.track`)
-        # How members interact, from the hooks that the method defines; one member alone does not. SVGD has both and sets it.
-        ways = [each for each in ("couple", "mix") if getattr(type(self), each) is not getattr(TrainableModule, each)]
-        self.interaction: str | None = ways[0] if ways and particles.members > 1 else None
-        self.data_size: int | None = None
-        if unknown := prior.keys() - PriorKeywords.__annotations__:
-            kind, wrong = type(self).__name__, min(unknown)
-            hint = rename_hint(getattr(self, "name", ""), wrong) or f"see help({kind})"
-            raise TypeError(f"expected a keyword of {kind}, got {wrong!r}; {hint}")
-        self.use_prior(make_prior(**prior), prior.get("data_size"))
-        if self.data_size is None and "data_size" in self.needed:
-            raise ValueError("expected data_size, got none; pass data_size=len(training_set)")
 
     def before_step(self, batch: Batch) -> None:
         """Called once, on the host, before the gradients of a batch are computed, by `fit`, `backward` and `loss`.
@@ -191,18 +172,6 @@ class TrainableModule(TrainingClock):
         gradients of several batches can be done in either order.
         """
         raise NotImplementedError
-
-    @property
-    @final
-    def mixes_gradients(self) -> bool:
-        """Whether gradients are mixed over members before the optimiser gets them."""
-        return self.interaction == "mix"
-
-    @property
-    @final
-    def is_coupled(self) -> bool:
-        """Whether members are coupled by `couple`."""
-        return self.interaction == "couple"
 
     def groups(self) -> list[Group]:
         """All parameters, trained or not, in groups; if groups overlap, the last wins.
@@ -272,13 +241,6 @@ class TrainableModule(TrainingClock):
         self._with_prior = None
 
     @final
-    def prior_config(self) -> dict[str, Any]:
-        """The prior's entries of `config`: a Gaussian's standard deviation, or a description of another prior."""
-        std = self.prior.std if type(self.prior) is GaussianPrior else None
-        noted = {} if self.prior is None or std is not None else {"prior": self.prior.config()}
-        return {"weight_prior_std": std, "data_size": self.data_size, **noted}
-
-    @final
     def parameter_groups(
         self, lr: float, weight_decay: float = 0.0, *, likelihood_lr: float | None = None
     ) -> list[dict[str, Any]]:
@@ -312,6 +274,12 @@ class TrainableModule(TrainingClock):
             if watcher.recorders:
                 return watcher.default_schedule(epochs)  # type: ignore[no-any-return]
         return lambda epoch: plateau_linear(epoch / max(epochs, 1))
+
+
+def annealing_weight(posterior: TrainableModule, annealing: Annealing) -> Tensor | float:
+    """() a_t at this step, counted within the run if the schedule spans the run, else over all steps."""
+    step = posterior.steps - posterior.steps_before_run if annealing.steps is None else posterior.steps
+    return annealing(step, posterior.run_length)
 
 
 def _member_name(name: str) -> str:

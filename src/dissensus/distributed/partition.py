@@ -295,7 +295,7 @@ def check_divisible(mesh: Mesh, posterior: Posterior) -> None:
         count = posterior.particles.members
         got = f"{mesh.members.size}; pass mesh(data={mesh.size}), which divides batches"
         raise ValueError(f"expected at most {count} ranks for {count} members, got {got}")
-    if posterior.particles.divided and posterior.mixes_gradients:
+    if posterior.particles.divided and posterior.interaction == "mix":
         kind = type(posterior).__name__
         raise NotImplementedError(f"expected undivided networks for {kind}, got divided ones; leave shard out")
     if posterior.particles.divided and mesh.members.size > 1:

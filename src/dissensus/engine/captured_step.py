@@ -35,7 +35,7 @@ class CapturedStep(CapturedCalls):
         self.active_graph: Graph | None = None  # the graph whose gradients are in `.grad`
         self.side_stream = torch.cuda.Stream()
         # A method's own `observe` may do things that cannot be captured; it is then called after each replay.
-        self.captures_observe = not self.posterior.has_observers
+        self.captures_observe = not (self.posterior.recorders or len(self.posterior.watchers))
         capturable = can_be_captured(step.optimizer)
         self.restore = make_capturable(step.optimizer, self.posterior.device) if capturable else None
         if self.restore is None:

@@ -159,7 +159,7 @@ def _measure_member(posterior: Posterior, batch: Batch, precision: torch.dtype |
     """(bytes for forward and backward of one member, bytes that libraries keep per stream)."""
     state = gradients.detached_state(posterior).member(0)
     cotangent = None
-    if posterior.is_coupled:  # backward goes through z, too
+    if posterior.interaction == "couple":  # backward goes through z, too
         with torch.no_grad(), autocast(posterior.device, precision), preserve_random_state(posterior.device):
             z = posterior.member_loss(state.parameters(), state.buffers(), batch)[1]
         cotangent = pytree.tree_map(torch.zeros_like, z)

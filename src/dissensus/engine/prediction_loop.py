@@ -15,8 +15,9 @@ from dissensus.core.likelihood import Classification
 from dissensus.core.loader import Loader
 from dissensus.core.member_runner import FallbackChain
 from dissensus.core.particles import Member, Particles
-from dissensus.core.posterior import Posterior, inference_context
+from dissensus.core.posterior import Posterior, check_diverged, checked_members, inference_context
 from dissensus.core.predictive import Predictive
+from dissensus.core.processes import connected_mesh, map_batches, partition_functions
 from dissensus.core.summary import RunningSummary
 from dissensus.engine.async_checks import (
     AsyncHostCopy,
@@ -69,7 +70,7 @@ class FixedDraw:
         self.members = self.drawn.members
         self.correction = posterior.current_correction()
         self.logits = isinstance(posterior.likelihood, Classification)
-        self.portion = posterior.partition_functions(self.drawn)
+        self.portion = partition_functions(posterior, self.drawn)
 
         @contextmanager
         def context() -> Iterator[None]:  # not a method, by which the functions would keep themselves in memory
@@ -99,7 +100,7 @@ class FixedDraw:
     @property
     def is_single_process(self) -> bool:
         """Whether no other process shares the work."""
-        return self.posterior.connected_mesh is None
+        return connected_mesh(self.posterior) is None
 
     def predict(self, x: Inputs) -> Predictive:
         """The mixture's prediction for one batch."""
@@ -108,7 +109,7 @@ class FixedDraw:
     def answer(self, x: Inputs, *, energy: bool = True) -> Answer:
         """The mixture's prediction for one batch and, of logits, every member's energy, from one forward pass."""
         answer, maxima = self._answer(x, energy=energy and self.logits)
-        self.posterior.check_diverged([maxima])
+        check_diverged(self.posterior, maxima)
         return answer
 
     def answers(
@@ -144,7 +145,7 @@ class FixedDraw:
         def read() -> tuple[Answer, float]:
             maxima, most, *described = arriving.read()
             check_input_values(most, x)
-            self.posterior.check_diverged([maxima])
+            check_diverged(self.posterior, maxima)
             first = described.pop(0) if energy else None
             return Answer(type(answer.predictive)(*described), first), timer.seconds()
 
@@ -176,13 +177,13 @@ class FixedDraw:
     def correct_members(self, predictive: Predictive, first: int = 0) -> tuple[Predictive, Tensor]:
         """(prediction of these members through the correction, their maxima for `check_diverged`)."""
         maxima: list[Tensor] = []
-        return self.posterior.checked_members(predictive, self.correction, first=first, later=maxima), maxima[0]
+        return checked_members(self.posterior, predictive, self.correction, first=first, later=maxima), maxima[0]
 
     def run_batches(
         self, work: Callable[[Any], Any], given: Iterable[Any], device: Any = "cpu"
     ) -> Iterator[tuple[Any, Any]]:
-        """Yields (batch, work(batch)) in order, with result tensors on `device`: see `Posterior.map_batches`."""
-        return self.posterior.map_batches(work, given, self.portion, device)
+        """Yields (batch, work(batch)) in order, with result tensors on `device`: see `map_batches`."""
+        return map_batches(self.posterior, work, given, self.portion, device)
 
 
 @contextmanager
@@ -272,7 +273,7 @@ class _BatchPrediction:
 
     def _correct_and_check(self, found: Predictive, first: int) -> Predictive:
         members, maxima = self.draw.correct_members(found, first)
-        self.late.add(maxima, lambda values: self.draw.posterior.check_diverged([values], first=first))
+        self.late.add(maxima, lambda values: check_diverged(self.draw.posterior, values, first=first))
         return members
 
     def _fits_one_graph(self, x: Inputs) -> bool:

@@ -36,7 +36,7 @@ class Guard:
         self.posterior, self.optimizer, self.host = posterior, optimizer, host
         self.checks_at_once = True  # whether this step is checked at once
         self.has_stepped = False  # whether there has been a step
-        self.has_observers = posterior.has_observers
+        self.has_observers = bool(posterior.recorders or len(posterior.watchers))
         # Found once: walking over the modules costs more than a step of a small network.
         parts = list(posterior.modules())
         self._clocked = [part for part in parts if isinstance(part, Posterior)]

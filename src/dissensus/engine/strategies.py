@@ -100,7 +100,7 @@ class LoopStrategy:
         if self.lanes is None:
             return gradients.looped_gradients(posterior, batch, member=self.member)
         lanes = self.lanes.for_members(posterior.particles.members)
-        if not posterior.is_coupled:
+        if posterior.interaction != "couple":
             return gradients.looped_gradients(posterior, batch, member=self.member, lanes=lanes)
         # All members use memory at once anyway, so their graphs are kept and no member runs twice.
         if self.forward is None:

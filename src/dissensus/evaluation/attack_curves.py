@@ -16,6 +16,7 @@ from dissensus.core import batch as batches
 from dissensus.core.drawn_functions import FunctionPartition
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import CategoricalPredictive
+from dissensus.core.processes import map_batches
 from dissensus.core.summary import SummaryPredictive
 from dissensus.data.standardise import Standardiser
 from dissensus.engine.prediction_loop import FixedDraw
@@ -141,7 +142,7 @@ def attacked_inputs(
         return torch.stack([torch.stack(each) for each in table])  # (attacks, 1 + E, 5, B)
 
     # Gradients are of all functions together, whose parts would have to exchange graphs.
-    for batch, values in posterior.map_batches(work, labelled_batches(), FunctionPartition(functions.drawn)):
+    for batch, values in map_batches(posterior, work, labelled_batches(), FunctionPartition(functions.drawn)):
         images, y = batch
         rows.append(values)
         seen += len(y)

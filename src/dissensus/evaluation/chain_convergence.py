@@ -7,7 +7,7 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.drawn_functions import DrawnFunctions
-from dissensus.core.posterior import Posterior, inference_context
+from dissensus.core.posterior import Posterior, checked_members, inference_context
 from dissensus.metrics.chain_diagnostics import effective_sample_size, split_rhat
 
 
@@ -42,7 +42,7 @@ def convergence(posterior: Posterior, x: Inputs) -> Convergence:
     with inference_context(posterior):
         drawn: DrawnFunctions = posterior.draw()
         posterior.check_inputs(x)
-        said = posterior.checked_members(drawn.predict(x), posterior.current_correction()).defining_tensors()[
+        said = checked_members(posterior, drawn.predict(x), posterior.current_correction()).defining_tensors()[
             0
         ]  # (M · S, B, C)
     chains = said.reshape(drawn.networks, -1, *said.shape[1:])  # (M, S, B, C)

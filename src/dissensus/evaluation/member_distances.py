@@ -10,7 +10,7 @@ from dissensus import metrics
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.particles import Member
-from dissensus.core.posterior import Posterior, expect_posterior, inference_context
+from dissensus.core.posterior import Posterior, checked_members, expect_posterior, inference_context
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
 from dissensus.methods.parts.comparison_spaces import input_gradient, selected_output
 from dissensus.numerics.rbf_kernels import directions, squared_distances, to_kernel_precision
@@ -52,7 +52,7 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
     particles = expect_posterior(posterior).particles
     if particles.members < 2:
         raise ValueError(f"expected several stored members, got {type(posterior).__name__} with one; pass an ensemble")
-    x, y, _ = posterior.prepare_batch(posterior.make_batch((x, y), anywhere=True))
+    x, y, _ = posterior.prepare_batch(next(posterior.read([(x, y)], anywhere=True)))
 
     def outputs_and_gradient(member: Member) -> tuple[Tensor, Tensor]:
         def gradient_target(at: Inputs) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
     with inference_context(posterior), batches.UnchangedInputs(x):
         outputs, gradients = particles.map_members(outputs_and_gradient)  # (M, B, ...), (M, B, D)
         # The stored members, not a new draw.
-        predictive = posterior.checked_members(posterior.current().predict(x), posterior.current_correction())
+        predictive = checked_members(posterior, posterior.current().predict(x), posterior.current_correction())
     trained = {name: each for name, each in particles.own_parameters().items() if each.requires_grad}
     own = {name: each.detach() for name, each in trained.items() if name.startswith("network.")}
     if isinstance(predictive, ClassificationPredictive):

@@ -27,7 +27,7 @@ def sharpness(posterior: Any, optimizer: Optimizer, x: Inputs, y: Tensor, weight
         optimizer: an optimiser of its parameters, whose rates are used.
         x, y, weight: one batch of inputs and targets, and weights (B,) of its examples.
     """
-    return sharpness_on_batch(posterior, optimizer, posterior.prepare_batch(posterior.make_batch((x, y, weight))))
+    return sharpness_on_batch(posterior, optimizer, posterior.prepare_batch(next(posterior.read([(x, y, weight)]))))
 
 
 def sharpness_on_batch(posterior: Any, optimizer: Optimizer, batch: Batch) -> float:

@@ -7,7 +7,7 @@ last s (`form="talk"`).
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, Self, Unpack
+from typing import Literal, Unpack, final
 
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ from dissensus.utils.batch_norm_names import statistics_names
 from dissensus.utils.checks import integer, number, one_of
 
 
+@final
 class BatchEnsemble(EmbeddedPosterior):
     """M members that share the weights of one network and cost little more than it does.
 
@@ -89,11 +90,6 @@ class BatchEnsemble(EmbeddedPosterior):
             "members differ more with modulations of mean 0, such as Modulation.sign(), wide layers, few members "
             f'and regime="independent"; {expect}'
         )
-
-    @classmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
-        modulation = Modulation.from_config(config["modulation"])
-        return super().skeleton(network, config | {"modulation": modulation}, likelihood)
 
 
 def modulated_network(

@@ -1,6 +1,6 @@
 """Deep ensembles: M networks from M starting points (Lakshminarayanan, Pritzel & Blundell, NeurIPS 2017)."""
 
-from dissensus.methods.parts.stacked_posterior import StackedPosterior
+from dissensus.core.networks import StackedPosterior
 
 
 class DeepEnsemble(StackedPosterior):

@@ -1,27 +1,27 @@
 """MC dropout: dropout left on at prediction (Gal & Ghahramani, ICML 2016)."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Unpack
+from collections.abc import Callable, Iterable
+from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core.batch import Batch, Inputs
-from dissensus.core.drawn_functions import DrawnFunctions, describe_outputs, join_families
+from dissensus.core.batch import Batch
+from dissensus.core.drawn_functions import DrawnFunctions, join_families
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.locks import network_lock
+from dissensus.core.networks import Networks, NetworksPosterior
 from dissensus.core.particles import Member, Particles, SingleMemberCache, member_index, single_member
-from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
 from dissensus.layers.masking import Masks, apply_mask, change_at_sites, dropout_sites, mask_shape
-from dissensus.methods.parts.networks import Networks, NetworksPosterior
 from dissensus.numerics.randomness import next_seed
 from dissensus.utils.checks import fraction, integer
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import eval_mode
 
 
+@final
 class MCDropout(NetworksPosterior):
     """One network with dropout on at prediction: each drawn function has one dropout mask, fixed for all inputs.
 
@@ -108,15 +108,11 @@ class DropoutFunctions(DrawnFunctions):
         with self.particles.lock_network(), eval_mode(self.particles, self.particles.template):
             return self.particles.map_members(dropped, *args, varying=self._masks(function, *args), how="vectorised")
 
-    def predict_parts(self, x: Inputs) -> Iterator[Predictive]:
-        dropped, particles = self._with_masks(describe_outputs), self.particles
-
-        def describe_function(i: int) -> tuple[Tensor, ...]:
-            with particles.lock_network(), eval_mode(particles, particles.template):
-                mine = {key: keep[i] for key, keep in self._masks(describe_outputs, x).items()}
-                return particles.call(dropped, *particles.member_tensors(0), mine, x)[0]  # type: ignore[no-any-return]
-
-        return self.predict_one_by_one(x, describe_function)
+    def call_member(self, index: int, function: Callable[..., Any], *args: Any) -> Any:
+        particles = self.particles
+        with particles.lock_network(), eval_mode(particles, particles.template):
+            mine = {key: keep[index] for key, keep in self._masks(function, *args).items()}
+            return particles.call(self._with_masks(function), *particles.member_tensors(0), mine, *args)[0]
 
     def _with_masks(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """function(member, *args), as a function that takes the masks before args."""

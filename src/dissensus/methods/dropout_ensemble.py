@@ -1,6 +1,6 @@
 """Dropout ensembles: M fixed dropout masks on one network, the weight-sharing counterpart of MC dropout."""
 
-from typing import Unpack
+from typing import Unpack, final
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from dissensus.utils.batch_norm_names import statistics_names
 from dissensus.utils.checks import fraction, integer
 
 
+@final
 class DropoutEnsemble(EmbeddedPosterior):
     """One network with M fixed dropout masks, one per member, the same for all inputs and steps.
 

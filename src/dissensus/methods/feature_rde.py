@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, final
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.networks import StackedPosterior
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import inference_context
 from dissensus.core.prior import PriorKeywords
 from dissensus.methods.parts.comparison_spaces import add_to_output, attach_to_graph, differentiate
 from dissensus.methods.parts.repulsion_strength import RepellingPosterior, Repulsion
-from dissensus.methods.parts.stacked_posterior import StackedPosterior
 from dissensus.numerics.annealing import scale_gradient
 from dissensus.numerics.eigen import Order, extreme_eigenvectors
 from dissensus.numerics.rbf_kernels import FLOOR, median, squared_distances, to_kernel_precision
@@ -23,6 +23,7 @@ from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.tensor_tree import Tensors
 
 
+@final
 class FeatureRDE(RepellingPosterior, StackedPosterior):
     """M encoders with one shared head; they repel each other in the feature directions that matter for the loss.
 
@@ -83,7 +84,7 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         # The head gets gradients from all M members; divide their sum by M.
         shared = self.particles.shared_parameters()
         used = {n: scale_gradient(p, 1 / self.particles.total_members) if n in shared else p for n, p in params.items()}
-        if not self.is_coupled:
+        if self.interaction != "couple":
             return super().member_loss(params, buffers, batch)
 
         def at_feature(member: Member, shift: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """FoRDE: first-order repulsive deep ensembles, "Input-gradient space particle inference" (Trinh et al., ICLR 2024)."""
 
 from collections.abc import Sequence
-from typing import Any, Self, Unpack
+from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from dissensus.numerics.rbf_kernels import BANDWIDTHS, Bandwidth, input_gradient
 from dissensus.utils.checks import integer, one_of
 
 
+@final
 class FoRDE(RepellingPosterior, InputGradientPosterior):
     """M networks whose input gradients repel each other, so that they use different features for the same labels.
 
@@ -98,13 +99,3 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
         if self.particles.total_members > 1 and self.eigenvectors is not None and len(self.eigenvectors) != dimension:
             got = f"{len(self.eigenvectors)}; make them from such inputs: pca_lengthscales(inputs)"
             raise ValueError(f"expected lengthscales of {dimension} dimensions for these inputs, got {got}")
-
-    def config(self) -> dict[str, Any]:
-        shape = None if self.eigenvectors is None else list(self.eigenvectors.shape)
-        return super().config() | {"lengthscales": shape}
-
-    @classmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
-        if (shape := config["lengthscales"]) is not None:
-            config = config | {"lengthscales": Lengthscales(torch.zeros(shape), torch.zeros(shape[1]))}
-        return super().skeleton(network, config, likelihood)

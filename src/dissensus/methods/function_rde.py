@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, Self, Unpack, final
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,12 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Classification, Likelihood, full_precision
 from dissensus.core.member import PREFIX
+from dissensus.core.networks import StackedPosterior
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
+from dissensus.core.trainable import annealing_weight
 from dissensus.methods.parts.comparison_spaces import attach_to_graph, normal_from_step, outputs_as_points
 from dissensus.methods.parts.repulsion_strength import RepellingPosterior, Repulsion
-from dissensus.methods.parts.stacked_posterior import StackedPosterior, annealing_weight
 from dissensus.numerics import score_estimates
 from dissensus.numerics.annealing import Annealing, annealing_or_constant, scale_gradient
 from dissensus.numerics.rbf_kernels import squared_distances
@@ -24,6 +25,7 @@ from dissensus.utils.checks import number, one_of
 from dissensus.utils.tensor_tree import Tensors
 
 
+@final
 class FunctionRDE(RepellingPosterior, StackedPosterior):
     """M networks whose outputs repel each other, so that together they approximate the posterior over functions.
 
@@ -61,7 +63,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         networks: Sequence[nn.Module],
         *,
         score: score_estimates.Score = "kde",
-        repel_at: Literal["batch", "noise"] | Inputs = "batch",
+        repel_at: Literal["batch", "noise"] | Inputs | InputBuffers = "batch",
         noise: float = 0.25,
         outputs: Literal["logits", "probabilities"] = "logits",
         functional_prior: bool = False,
@@ -85,7 +87,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
             self.repel_at = one_of("repel_at", repel_at, ("batch", "noise"), hint="or pass your own inputs")
         else:  # floating-point inputs get the dtype of the network's weights
             kind = next((weight.dtype for weight in self.parameters() if weight.is_floating_point()), None)
-            self.repel_at = InputBuffers(repel_at).to(kind)
+            self.repel_at = InputBuffers(repel_at.inputs() if isinstance(repel_at, InputBuffers) else repel_at).to(kind)
         self.noise = number("noise", noise, above=0, hint="pass a standard deviation")
         self.outputs = one_of("outputs", outputs, ("logits", "probabilities"))
         self.functional_prior = functional_prior
@@ -94,7 +96,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         self.annealing = annealing_or_constant(annealing)
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        if not self.is_coupled:
+        if self.interaction != "couple":
             return super().member_loss(params, buffers, batch)
 
         def nll_and_outputs(member: Member) -> tuple[Tensor, Tensor]:
@@ -131,7 +133,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
 
     def check_batch(self, batch: Batch) -> None:
         super().check_batch(batch)
-        if self.is_coupled and isinstance(self.repel_at, InputBuffers):
+        if self.interaction == "couple" and isinstance(self.repel_at, InputBuffers):
             self.output_shape(self.repel_at.inputs())  # raises if the network rejects them
 
     def _comparison_values(self, outputs: Tensor) -> Tensor:
@@ -171,12 +173,6 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         drawn = {name: prior.draw(name.removeprefix(PREFIX), params[name]) for name in names}
         return {name: tensor.detach() for name, tensor in params.items()} | drawn
 
-    @classmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
-        if not isinstance(where := config["repel_at"], str):
-            config = config | {"repel_at": InputBuffers.skeleton(where).inputs()}
-        return super().skeleton(network, config, likelihood)
-
 
 class InputBuffers(nn.Module):
     """Copies of inputs (a tensor, or a tuple or dict of tensors) as buffers, moved and saved with the posterior."""
@@ -206,7 +202,7 @@ class InputBuffers(nn.Module):
         return {"form": self.form, "names": self.names, "tensors": kinds}
 
     @classmethod
-    def skeleton(cls, config: dict[str, Any]) -> Self:
+    def from_config(cls, config: dict[str, Any]) -> Self:
         """Zeros of these shapes, to be overwritten by the tensors of a file."""
         values = [torch.zeros(shape, dtype=getattr(torch, kind)) for shape, kind in config["tensors"]]
         return cls(_assemble_inputs(config["form"], config["names"], values))

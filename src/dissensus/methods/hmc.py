@@ -6,7 +6,7 @@ Izmailov, Vikram, Hoffman & Wilson, "What are Bayesian neural network posteriors
 import copy
 import logging
 from collections.abc import Iterable
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, final
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.loader import Loader
 from dissensus.core.member import PREFIX
+from dissensus.core.networks import Networks
 from dissensus.core.particles import Particles
 from dissensus.core.prior import PriorKeywords
+from dissensus.core.processes import complete_loader
 from dissensus.core.weights import Weights
 from dissensus.methods.map import MAP
-from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.sampling_posterior import SamplingPosterior
 from dissensus.numerics.hamiltonian import Chains, sample_chains
 from dissensus.numerics.randomness import chain_generators, next_seed
@@ -33,6 +34,7 @@ log = logging.getLogger("dissensus")
 LOW = 0.4  # a chain with a lower acceptance rate is reported, whatever its target
 
 
+@final
 class HMC(SamplingPosterior):
     """Near-exact posterior samples of a small network, by Hamiltonian Monte Carlo on the whole training set in float64.
 

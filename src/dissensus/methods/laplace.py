@@ -7,9 +7,9 @@ Daxberger, Kristiadi, Immer, Eschenhagen, Bauer & Hennig, "Laplace Redux", NeurI
 import copy
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import fmean
-from typing import Any, Literal, Self, Unpack, get_args
+from typing import Any, Literal, Self, Unpack, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +19,24 @@ from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.likelihood import Likelihood, log_prob_sum
 from dissensus.core.loader import Loader
 from dissensus.core.member import PREFIX
+from dissensus.core.networks import Networks
 from dissensus.core.particles import Particles, copy_likelihood
 from dissensus.core.posterior import inference_context
 from dissensus.core.prior import PriorKeywords, make_prior
+from dissensus.core.processes import complete_loader
 from dissensus.core.regression import noise_warning
-from dissensus.methods.parts import last_layer_curvature
-from dissensus.methods.parts.last_layer import LastLayer, add_batch_curvature, last_layer
-from dissensus.methods.parts.last_layer_curvature import Curvature, CurvatureSums, Precision, Structure
-from dissensus.methods.parts.networks import Networks
-from dissensus.methods.parts.sampling_posterior import SamplingPosterior, stack_networks
-from dissensus.methods.parts.stored_draw import Families
+from dissensus.methods.parts.last_layer import (
+    Curvature,
+    CurvatureSums,
+    LastLayer,
+    Precision,
+    Structure,
+    add_batch_curvature,
+    check_precision,
+    last_layer,
+    resolve_precision,
+)
+from dissensus.methods.parts.sampling_posterior import Families, SamplingPosterior, stack_networks
 from dissensus.numerics.randomness import own_generator
 from dissensus.utils.checks import number, one_of
 from dissensus.utils.tensor_tree import Tensors
@@ -40,6 +48,7 @@ LOST = 0.1  # nats per row that a fit may cost its own rows beyond what a Gaussi
 NUMBERS = 2**24  # outputs that are looked at after a fit
 
 
+@final
 class Laplace(SamplingPosterior):
     """A Gaussian over the last layer of a trained network, from the curvature of the loss.
 
@@ -91,7 +100,7 @@ class Laplace(SamplingPosterior):
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
         self.structure: Structure = one_of("structure", structure, get_args(Structure))
         self.covariance = one_of("covariance", covariance, ("rows", "joint"))
-        self.prior_precision = last_layer_curvature.check_precision(prior_precision)
+        self.prior_precision = check_precision(prior_precision)
         self.posterior_temperature = number("posterior_temperature", posterior_temperature, above=0)
         self.layer = layer
         self.curvature = None
@@ -121,7 +130,7 @@ class Laplace(SamplingPosterior):
         with inference_context(self):
             curvature, first, rows = self._gather_curvatures(loader, data_size or self.data_size)
         for each in curvature:
-            each.precision.fill_(last_layer_curvature.resolve_precision(self.prior_precision, each))
+            each.precision.fill_(resolve_precision(self.prior_precision, each))
         before, self.curvature = (self.curvature, self.stored), nn.ModuleList(curvature)
         try:
             self.stored = self.sample_families()
@@ -150,9 +159,9 @@ class Laplace(SamplingPosterior):
 
         Needs no data.
         """
-        last_layer_curvature.check_precision(prior_precision)
+        check_precision(prior_precision)
         for curvature in self._fitted_curvatures():
-            curvature.precision.fill_(last_layer_curvature.resolve_precision(prior_precision, curvature))
+            curvature.precision.fill_(resolve_precision(prior_precision, curvature))
         self.prior_precision = prior_precision
         self._redraw()
         self.uncalibrate("another prior precision")
@@ -330,15 +339,16 @@ class Laplace(SamplingPosterior):
             shape = last.matrix(last.parameters).shape
             blanks = (Curvature.blank(posterior.structure, *shape, layer=fitted) for _ in range(members))
             posterior.curvature = nn.ModuleList(blanks)
-            posterior.stored = posterior._blank_families(config["stored"])
+            posterior.stored = posterior.blank_draw(config["stored"], {})
         return posterior
 
-    def blank_draw(self, state: Tensors) -> Families:
+    def blank_draw(self, sizes: Sequence[int], state: Tensors) -> Families:
         each: dict[str, Tensors] = {}
         for name in state:
             room, _, rest = name.partition(".")
             number, _, key = rest.partition(".")
             if room == "curvature":
                 each.setdefault(number, {})[key] = state[name].detach().clone().to(self.device)
-        self.curvature = nn.ModuleList(Curvature(each[number]) for number in sorted(each, key=int))
-        return super().blank_draw(state)
+        if state:
+            self.curvature = nn.ModuleList(Curvature(each[number]) for number in sorted(each, key=int))
+        return super().blank_draw(sizes, state)

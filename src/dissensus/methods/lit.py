@@ -1,7 +1,7 @@
 """LIT: locally independent training (Ross, Pan, Celi & Doshi-Velez, AAAI 2020), a baseline of FoRDE."""
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from dissensus.numerics.rbf_kernels import directions, to_kernel_precision
 from dissensus.utils.checks import number
 
 
+@final
 class LIT(InputGradientPosterior):
     """M networks trained with a penalty on parallel input gradients, in the same or in opposite directions.
 

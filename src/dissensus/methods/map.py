@@ -1,7 +1,7 @@
 """MAP: one network trained to the mode of its posterior, the baseline of all other methods."""
 
 from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
-from dissensus.methods.parts.networks import NetworksPosterior
+from dissensus.core.networks import NetworksPosterior
 
 
 class MAP(NetworksPosterior):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Self, Unpack
+from typing import Any, Unpack, final
 
 import torch
 import torch.nn.functional as F
@@ -20,19 +20,18 @@ from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX
 from dissensus.core.member_runner import first_line
+from dissensus.core.networks import networks_to_convert
 from dissensus.core.parameter_groups import Group
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import inference_context
 from dissensus.core.prior import GaussianPrior, PriorKeywords, make_prior, names_under_prior
+from dissensus.core.trainable import annealing_weight
 from dissensus.layers.conversion import restore_plain_layers
 from dissensus.layers.factored import Kernel
 from dissensus.layers.nodes import record_outputs, use_layer_latents
 from dissensus.layers.weight_noise import PerturbedLayer, WeightSpread, perturbed_copy
-from dissensus.methods.parts.networks import networks_to_convert, rebuild_converted
-from dissensus.methods.parts.node_batches import repeat_inputs
-from dissensus.methods.parts.node_latents import inverse_softplus
+from dissensus.methods.parts.node_latents import inverse_softplus, repeat_inputs
 from dissensus.methods.parts.sampling_posterior import SamplingPosterior, stack_networks
-from dissensus.methods.parts.stacked_posterior import annealing_weight
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.numerics.randomness import preserve_random_state
@@ -81,6 +80,7 @@ def deviation_growth(posterior: Any, batch: Batch, names: Sequence[str]) -> Tens
 log = logging.getLogger("dissensus")
 
 
+@final
 class MeanFieldVI(SamplingPosterior):
     """An independent Gaussian q(w) = Π N(μ, σ²) over weights and biases, trained on the evidence lower bound.
 
@@ -321,13 +321,6 @@ class MeanFieldVI(SamplingPosterior):
 
     def plain_network(self) -> nn.Module:
         return restore_plain_layers(self.particles.member(0))
-
-    @classmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
-        posterior = rebuild_converted(cls, network, config, likelihood, of_draw=("once", "stored"))
-        if config["stored"]:
-            posterior.stored = posterior._blank_families(config["stored"])
-        return posterior
 
 
 def _expect_gaussian(prior: Any) -> GaussianPrior:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Self, Unpack, get_args
+from typing import Any, ClassVar, Literal, Self, Unpack, final, get_args
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from dissensus.numerics.annealing import Annealing
 from dissensus.utils.checks import number, one_of
 
 
+@final
 class NodeBNN(NodePosterior):
     """A network whose nodes are multiplied by random latents z; z has a learned posterior, weights are point estimates.
 

@@ -1,18 +1,19 @@
 """Gaussian perturbation: trained networks with white noise added to their weights."""
 
-from typing import Any, Unpack
+from typing import Any, Unpack, final
 
 import torch
 
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.networks import Networks
 from dissensus.core.prior import PriorKeywords, norm_parameters
-from dissensus.methods.parts.networks import Networks
 from dissensus.methods.parts.sampling_posterior import SamplingPosterior, stack_networks
 from dissensus.utils.checks import number
 from dissensus.utils.dtensor import gather_full_tensor, shard_like
 from dissensus.utils.tensor_tree import Tensors
 
 
+@final
 class GaussianPerturbation(SamplingPosterior):
     """Trained networks with Gaussian noise added to their weights.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Self, Unpack, get_args
+from typing import Literal, Unpack, final, get_args
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from dissensus.numerics.annealing import Annealing
 from dissensus.utils.checks import number, one_of
 
 
+@final
 class RankOneBNN(NodePosterior):
     """A network with random rank-one factors r and s in every layer; these have a learned posterior, weights do not.
 
@@ -92,8 +93,3 @@ class RankOneBNN(NodePosterior):
         # The paper's code sums the KLs of the components. The bound on the mixture's KL has their mean, less a term for
         # overlapping components.
         self.complexity = Complexity(prior_std, self.widths, family=family)
-
-    @classmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
-        modulation = Modulation.from_config(config["modulation"])
-        return super().skeleton(network, config | {"modulation": modulation}, likelihood)

@@ -8,17 +8,17 @@ Zhang, Li, Zhang, Chen & Wilson, "Cyclical stochastic gradient MCMC for Bayesian
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Unpack
+from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.networks import Networks
 from dissensus.core.prior import PriorKeywords
-from dissensus.methods.parts.networks import Networks
-from dissensus.methods.parts.trajectory import Snapshots
-from dissensus.methods.snapshots import LastSnapshots, SnapshotEnsemble
+from dissensus.methods.parts.sampling_posterior import RecordingPosterior
+from dissensus.methods.parts.trajectory import LastSnapshots, Snapshots
 from dissensus.numerics.randomness import chain_generators, next_seed
 from dissensus.utils.checks import fraction, integer, number
 
@@ -129,7 +129,8 @@ class CycleSnapshots(Snapshots):
         return (done % steps.clamp(min=1)) / steps.clamp(min=1), steps > 0
 
 
-class SGHMC(SnapshotEnsemble):
+@final
+class SGHMC(RecordingPosterior):
     """Posterior samples from Markov chains driven by noisy gradients of batches (stochastic gradient HMC).
 
     The target is exp(−(N · mean loss − log p(θ)) / T).
@@ -154,6 +155,9 @@ class SGHMC(SnapshotEnsemble):
     name = "sghmc"
     needed = ("data_size",)
     optimizers = (Langevin,)
+    random = False
+    records_all = True
+    recorder: LastSnapshots
 
     def __init__(
         self,
@@ -170,7 +174,8 @@ class SGHMC(SnapshotEnsemble):
         likelihood: Likelihood | None = None,
         **prior: Unpack[PriorKeywords],
     ) -> None:
-        super().__init__(networks, members=members, likelihood=likelihood, **prior)
+        super().__init__(networks, samples=integer("members", members), likelihood=likelihood, **prior)
+        self.members = members
         self.cycles = integer("cycles", cycles, least=0)
         self.exploration = fraction("exploration", exploration)
         self.lr = number("lr", lr, above=0)

@@ -1,7 +1,7 @@
 """Stein variational gradient descent (Liu & Wang, NeurIPS 2016), on weights or on functions (Wang et al., ICLR 2019)."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, final
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.likelihood import Likelihood, full_precision
+from dissensus.core.networks import StackedPosterior
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
+from dissensus.core.trainable import annealing_weight
 from dissensus.methods.parts.comparison_spaces import attach_to_graph, differentiate, outputs_as_points, trained_tensors
-from dissensus.methods.parts.stacked_posterior import StackedPosterior, annealing_weight
 from dissensus.numerics import score_estimates
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.rbf_kernels import squared_distances
@@ -20,6 +21,7 @@ from dissensus.utils.checks import one_of
 from dissensus.utils.tensor_tree import Tensors
 
 
+@final
 class SVGD(StackedPosterior):
     """M networks moved by kernel-weighted averages of all members' gradients and repelled by the kernel's gradient.
 
@@ -71,7 +73,7 @@ class SVGD(StackedPosterior):
     # ------------------------------------------------------------------ function space: slopes at the outputs are mixed
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        if not self.is_coupled:
+        if self.interaction != "couple":
             return super().member_loss(params, buffers, batch)
 
         def slope(member: Member) -> tuple[Tensor, Tensor, Tensor]:

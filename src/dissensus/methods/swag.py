@@ -8,19 +8,18 @@ NeurIPS 2020.
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any, Unpack
+from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor
 
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.networks import Networks
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
 from dissensus.kernels.multi_tensor import Chunks
-from dissensus.methods.parts.networks import Networks
-from dissensus.methods.parts.recording_posterior import RecordingPosterior, SnapshotRecorder
-from dissensus.methods.parts.sampling_posterior import stack_networks
-from dissensus.methods.parts.trajectory import Snapshots
+from dissensus.methods.parts.sampling_posterior import RecordingPosterior, stack_networks
+from dissensus.methods.parts.trajectory import SnapshotRecorder, Snapshots
 from dissensus.numerics.flat_weights import unflatten
 from dissensus.utils.checks import integer, number
 from dissensus.utils.dtensor import gather_full_tensor, is_divided, local_part, shard_last_axis, shard_like
@@ -150,6 +149,7 @@ def channels_last_axes(tensor: Tensor) -> tuple[int, int]:
     return (tensor.shape[1], tensor.shape[2] * tensor.shape[3]) if swapped else (0, 0)
 
 
+@final
 class SWAG(RecordingPosterior):
     """A Gaussian fitted to snapshots of the weights: w ~ N(mean, T · (diag(variance) + DᵀD / (held − 1))).
 
@@ -203,6 +203,7 @@ class SWAG(RecordingPosterior):
         return self.public_tensors(unflatten(gather_full_tensor(self.recorder.variance()), self.trained.first_member()))
 
 
+@final
 class SWA(RecordingPosterior):
     """The mean of the weights along a training run: SWAG without noise. One function per network.
 
@@ -234,6 +235,3 @@ class SWA(RecordingPosterior):
         """Name -> mean over the snapshots; of a list of networks (M, ...)."""
         mean = gather_full_tensor(self.recorder.mean_vector)
         return self.public_tensors(unflatten(mean, self.trained.first_member()))
-
-    def config(self) -> dict[str, Any]:
-        return {key: value for key, value in super().config().items() if key != "samples"}

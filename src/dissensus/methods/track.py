@@ -7,11 +7,11 @@ from typing import Unpack
 from torch.optim import Optimizer
 
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.posterior import Posterior
+from dissensus.core.networks import Networks
+from dissensus.core.posterior import Posterior, has_converted_layers
 from dissensus.core.prior import PriorKeywords
 from dissensus.methods.laplace import Laplace
 from dissensus.methods.map import MAP
-from dissensus.methods.parts.networks import Networks
 
 
 def track(
@@ -52,7 +52,7 @@ def track(
         if not isinstance(watcher, Posterior) or watcher.particles is not run.particles:
             kind = type(watcher).__name__
             raise TypeError(f"expected methods that can record another's weights, got {kind}; train it on its own")
-        if run.has_converted_layers and isinstance(watcher, Laplace):
+        if has_converted_layers(run) and isinstance(watcher, Laplace):
             advice = "fit it afterwards: Laplace([run.member(i) for i in range(members)]).fit_posthoc(loader)"
             raise ValueError(f"expected an ordinary last layer for Laplace, got {type(run).__name__}'s; {advice}")
         watcher.use_prior(run.prior, data_size=run.data_size)

@@ -6,20 +6,19 @@ Franchi, Bursuc, Aldea, Dubuisson & Bloch, "TRADI: tracking deep neural network 
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Unpack, get_args
+from typing import Any, Literal, Unpack, final, get_args
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.networks import Networks
 from dissensus.core.prior import PriorKeywords, norm_parameters
 from dissensus.core.recorder import Recorder
 from dissensus.core.weights import Weights
 from dissensus.methods.parts.kalman import Drift, WeightFilters
-from dissensus.methods.parts.networks import Networks
-from dissensus.methods.parts.recording_posterior import RecordingPosterior
-from dissensus.methods.parts.sampling_posterior import stack_networks
+from dissensus.methods.parts.sampling_posterior import RecordingPosterior, stack_networks
 from dissensus.numerics.flat_weights import state_dtype
 from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.dtensor import gather_full_tensor, shard_like
@@ -32,6 +31,7 @@ Correlation = Literal["tensor", "layer"]
 Init = Literal["current", "he"]
 
 
+@final
 class TRADI(RecordingPosterior):
     """A Gaussian w ~ N(μ, Σ) whose means μ and variances s are tracked by Kalman filters over the optimiser's steps.
 
@@ -78,7 +78,7 @@ class TRADI(RecordingPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
-        self.settings: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "covariance": one_of("covariance", covariance, get_args(Covariance)),
             "correlation": one_of("correlation", correlation, get_args(Correlation)),
             "state_noise": _filter_noise("state_noise", state_noise),
@@ -88,10 +88,11 @@ class TRADI(RecordingPosterior):
             "features": integer("features", features),
             "bandwidth": number("bandwidth", bandwidth, least=0),
         }
+        vars(self).update(settings)  # read by `config`
         self._norms = norm_parameters(self.network)
         if not self.recorded_weights().stored:
             raise ValueError("expected trainable weights outside norm layers, got none; set requires_grad on some")
-        self.recorder = KalmanRecorder(self.recorded_weights, self.settings)
+        self.recorder = KalmanRecorder(self.recorded_weights, settings)
 
     def recorded_weights(self) -> Weights:
         """All trained parameters except those of normalisation layers."""
@@ -119,9 +120,6 @@ class TRADI(RecordingPosterior):
             log.warning("TRADI has observed %d steps, and %.0f %% %s", int(self.filters.observed), 100 * share, why)
         return super().sample(samples, generator)
 
-    def config(self) -> dict[str, Any]:
-        return {**super().config(), **self.settings}
-
 
 class KalmanRecorder(Recorder):
     """Tracks mean μ and variance s of every weight by Kalman filters, and samples around μ for each network.
@@ -143,12 +141,9 @@ class KalmanRecorder(Recorder):
         return [(tensor, 0) for each in both for name, tensor in each.items() if name in self.weights.own]
 
     def begin(self, steps: int, *, done: int = 0) -> None:
-        self._start_if_unready()
+        self.begin_unmeasured(1)
 
     def begin_unmeasured(self, epochs: int) -> None:
-        self._start_if_unready()
-
-    def _start_if_unready(self) -> None:
         if not self.ready:  # weights may have been loaded into the network since the constructor ran
             self._start_filters()
 

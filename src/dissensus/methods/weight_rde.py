@@ -1,15 +1,16 @@
 """Repulsive deep ensembles in weight space (D'Angelo & Fortuin, "Repulsive deep ensembles are Bayesian", NeurIPS 2021)."""
 
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Unpack, final
 
 from torch import nn
 
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.networks import StackedPosterior
 from dissensus.core.prior import PriorKeywords
+from dissensus.core.trainable import annealing_weight
 from dissensus.methods.parts.comparison_spaces import trained_tensors
 from dissensus.methods.parts.repulsion_strength import RepellingPosterior, Repulsion
-from dissensus.methods.parts.stacked_posterior import StackedPosterior, annealing_weight
 from dissensus.numerics import score_estimates
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.rbf_kernels import squared_distances
@@ -17,6 +18,7 @@ from dissensus.utils.checks import one_of
 from dissensus.utils.tensor_tree import Tensors
 
 
+@final
 class WeightRDE(RepellingPosterior, StackedPosterior):
     """M networks whose weights repel each other, so that together they approximate the posterior over weights.
 

@@ -3,8 +3,9 @@
 With small a_t early in training, members spread before the data pull them together (D'Angelo & Fortuin, NeurIPS 2021).
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -61,6 +62,11 @@ class Annealing:
     def config(self) -> dict[str, Any]:
         """The keyword arguments that rebuild this schedule."""
         return asdict(self)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """The schedule that `config` describes."""
+        return cls(**config)
 
 
 def annealing_or_constant(annealing: Annealing | None) -> Annealing:

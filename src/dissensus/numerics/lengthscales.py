@@ -7,9 +7,9 @@ The kernel compares unit vectors by (s − s')ᵀ Σ⁻¹ (s − s'). With the p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -41,6 +41,15 @@ class Lengthscales:
         if self.eigenvectors.ndim != 2 or self.precision.shape != self.eigenvectors.shape[1:]:
             got = f"{tuple(self.eigenvectors.shape)} and {tuple(self.precision.shape)}"
             raise ValueError(f"expected eigenvectors (D, R) and precision (R,), got {got}; pass one per column")
+
+    def config(self) -> list[int]:
+        """[D, R]; files store the values as tensors."""
+        return list(self.eigenvectors.shape)
+
+    @classmethod
+    def from_config(cls, shape: Sequence[int]) -> Self:
+        """Zeros of this shape [D, R], to be overwritten from a file."""
+        return cls(torch.zeros(*shape), torch.zeros(shape[1]))
 
     def __repr__(self) -> str:
         dimension, rank = self.eigenvectors.shape

@@ -16,6 +16,7 @@ from sklearn.utils.validation import check_array, column_or_1d
 from torch import Tensor, nn
 
 from dissensus.calibration.conformal_scores import lac
+from dissensus.core.calibrated import stored_guarantees
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles
 from dissensus.core.predictive import CategoricalPredictive
@@ -146,7 +147,7 @@ class Regressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
             assert isinstance(likelihood, RealTargets)
             likelihood.targets = None  # the targets so far had their mean subtracted
             likelihood.set_target_scale(self.scale_)
-        for name, promise in self.posterior_.stored_guarantees().items():
+        for name, promise in stored_guarantees(self.posterior_).items():
             self.posterior_.add_guarantee(name, promise)  # of residuals over deviations, which do not depend on units
 
     def _state(self) -> dict[str, Any]:

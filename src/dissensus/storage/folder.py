@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.core.calibrated import STATE
+from dissensus.core.calibrated import STATE, describe_fitted, drop_stale_guarantees, restore_fitted, stored_guarantees
 from dissensus.core.description import describe_network, layer_lines
 from dissensus.core.forward_attributes import state_names
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.particles import Particles
-from dissensus.core.posterior import Posterior, expect_posterior
+from dissensus.core.posterior import Posterior, expect_posterior, has_converted_layers
+from dissensus.core.processes import connected_mesh
 from dissensus.core.regression import RealTargets
 from dissensus.core.trainable import Watchers
 from dissensus.data.input_transforms import KINDS as INPUT_KINDS
@@ -63,12 +64,12 @@ def save(
     if len(templates) > 1 and ((other := differing_attribute(templates, but=state)) or not state):
         got = f"a difference in '{other or 'modes'}'"
         raise ValueError(f"expected members that differ only in registered tensors, got {got}; register it as a buffer")
-    posterior.drop_stale_guarantees()
+    drop_stale_guarantees(posterior)
     posterior = without_watchers(posterior)
     with posterior.particles.lock_network():
         tensors, ties = unique_tensors(posterior)
         # The method that has cut the watched network.
-        base = posterior.base[0] if posterior.base and posterior.has_converted_layers else None
+        base = posterior.base[0] if posterior.base and has_converted_layers(posterior) else None
         network = posterior.plain_network()  # with its tensors, because a layer's description may read them
     config = {
         "format": FORMAT,
@@ -84,15 +85,15 @@ def save(
             **posterior.initial_network,
             "name": type(network).__name__ if type(network) in NETS.values() else None,
             "arguments": network.config if type(network) in NETS.values() else None,
-            **({"cut": True} if posterior.has_converted_layers else {}),
+            **({"cut": True} if has_converted_layers(posterior) else {}),
         },
         "tied": ties,
         "strides": strides_of(tensors),
         "kept": describe_modes(posterior),
-        **posterior.describe_fitted(),
+        **describe_fitted(posterior),
         **describe_transforms(posterior, inputs, classes),
     }
-    if posterior.connected_mesh is not None and not posterior.connected_mesh.is_first:
+    if (mesh := connected_mesh(posterior)) is not None and not mesh.is_first:
         return  # all processes have the same posterior, and the first one writes it
     data, text = serialise_posterior(tensors, to_json_values(config))
     # What cannot be read back is not written. This network may have attributes that training has changed.
@@ -148,13 +149,13 @@ def rebuild(
         strides = saved_strides(config, shapes)
         posterior = build_posterior(kind, config, shapes, *build_parts(config, shapes, network, likelihood))
         restore_modes(posterior, config["kept"])
-        posterior.restore_fitted(config, tensors)
+        restore_fitted(posterior, config, tensors)
         restore_transforms(posterior, config)
     if unique_tensors(posterior)[1] != config["tied"]:
         raise tie_error()
     lying = {name: copy_with_strides(tensor, strides[name]) for name, tensor in tensors.items()}
     fill_tensors(posterior, lying | {name: lying[source] for name, source in config["tied"].items() if source in lying})
-    for promise in posterior.stored_guarantees().values():
+    for promise in stored_guarantees(posterior).values():
         promise.facts.setdefault("fitted_to", posterior.fingerprint())  # files of earlier versions do not say it
     return posterior.eval()
 

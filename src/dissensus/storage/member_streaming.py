@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dissensus.core.calibrated import restore_fitted
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.methods import MAP
@@ -43,7 +44,7 @@ def read_members(
     for index in range(config["arguments"]["members"]):
         member = MAP(template, likelihood=meaning)
         with read_errors(folder / TENSORS, SAVE_AGAIN):
-            member.restore_fitted({**config, "promises": {}}, tensors)
+            restore_fitted(member, {**config, "promises": {}}, tensors)
         restore_transforms(member, config)
         yield _fill_member(member, index, tensors, strides)
 

@@ -29,7 +29,7 @@ MOVING = {"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "
 def describe_run(posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
     """Description of a run: method, settings, network, likelihood, optimiser with its tensors, kind of schedule."""
     return {
-        "posterior": _config_as_json(posterior.identity),
+        "posterior": _config_as_json(lambda: training_settings(posterior)),
         "likelihood": describe_likelihood(posterior.likelihood),
         "network": posterior.initial_network,
         "prior": None if posterior.prior is None else to_json_values(posterior.prior.config()),
@@ -37,6 +37,14 @@ def describe_run(posterior: Posterior, optimizer: Optimizer, scheduler: LRSchedu
         "parameters": [[_dtype_and_shape(p) for p in group["params"]] for group in optimizer.param_groups],
         "scheduler": None if scheduler is None else type(scheduler).__name__,
     }
+
+
+def training_settings(posterior: Posterior) -> dict[str, Any]:
+    """The method and its training settings, as JSON values; a checkpoint can be resumed only if they are equal."""
+    settings = {key: value for key, value in posterior.config().items() if key not in posterior.draw_only_settings}
+    described = {"method": posterior.name, "class": type(posterior).__name__, **settings}
+    watchers = [training_settings(watcher) for watcher in posterior.watchers]
+    return {**described, "watchers": watchers} if watchers else described
 
 
 def checkpoint_mismatches(

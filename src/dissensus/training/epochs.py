@@ -31,7 +31,7 @@ class RunLength:
         if steps_per_epoch is not None:
             posterior.begin(steps_per_epoch, epochs, done=self.done)
         elif over < epochs:
-            posterior.begin_unmeasured(epochs)
+            posterior.begin(None, epochs)
             self.is_unknown = posterior.steps_per_epoch is None  # else the caller has already called `begin`
 
     def end_epoch(self) -> None:

@@ -7,11 +7,11 @@ from typing import Any, cast
 from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.likelihood import log_prob_sum
 from dissensus.core.loader import Loader
-from dissensus.core.posterior import Posterior, inference_context
+from dissensus.core.posterior import Posterior, checked_prediction, inference_context
 from dissensus.core.trainable import Watchers
 from dissensus.distributed.single_process import TrainingPartition
 from dissensus.distributed.work_split import exchange_results
-from dissensus.methods.parts.recording_posterior import RecordingPosterior
+from dissensus.methods.parts.sampling_posterior import RecordingPosterior
 from dissensus.methods.parts.trajectory import evenly_spaced
 from dissensus.training.history import Best, Epoch, History
 
@@ -105,7 +105,7 @@ def validation_nll(
             functions = posterior.current() if drawn is None else drawn
             for given in division.assigned_batches(posterior.read(loader, anywhere=True)):
                 x, y, weight = posterior.prepare_batch(given)
-                predictive = posterior.checked_prediction(functions.predict(x))
+                predictive = checked_prediction(posterior, functions.predict(x))
                 found, counted = log_prob_sum(posterior.likelihood, predictive, y, weight)
                 total, count = total + float(found), count + float(counted)
         return total, count

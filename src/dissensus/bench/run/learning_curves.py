@@ -11,7 +11,7 @@ from torch import Tensor
 from dissensus.bench.rows.dataset_rows import TaskRows
 from dissensus.bench.run.extra_measures import with_metrics
 from dissensus.bench.run.training_watch import MeasurementLog, with_measurements
-from dissensus.core.posterior import Posterior, inference_context
+from dissensus.core.posterior import Posterior, checked_prediction, inference_context
 from dissensus.core.predictive import Predictive
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.loader_predictions import Predictions
@@ -63,7 +63,7 @@ def learning_callback(
             drawn, said = posterior.current(), {}
             for name, rows in shown.items():
                 parts = [
-                    posterior.checked_prediction(drawn.predict(posterior.prepare_batch(each).x))
+                    checked_prediction(posterior, drawn.predict(posterior.prepare_batch(each).x))
                     for each in posterior.read(load(rows))
                 ]
                 said[name] = Predictive.cat([part.to(rows.y.device) for part in parts])

@@ -31,12 +31,12 @@ from dissensus.bench.run.run import CHECKPOINT_SECONDS, Run
 from dissensus.bench.task.config import RunConfig, Settings
 from dissensus.bench.task.method_names import method_class
 from dissensus.bench.user_code import is_import_path
+from dissensus.core.parameter_groups import TAIL
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.trainable import Watchers
 from dissensus.methods import MAP, MCDropout, track
-from dissensus.methods.parts.recording_posterior import RecordingPosterior, SnapshotRecorder
-from dissensus.methods.parts.sampling_posterior import SamplingPosterior
-from dissensus.methods.parts.trajectory import TAIL
+from dissensus.methods.parts.sampling_posterior import RecordingPosterior, SamplingPosterior
+from dissensus.methods.parts.trajectory import SnapshotRecorder
 from dissensus.training.fit import fit
 from dissensus.training.history import Epoch
 

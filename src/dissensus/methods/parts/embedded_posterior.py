@@ -8,7 +8,7 @@ trains them as one.
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn, optim
 
@@ -22,7 +22,6 @@ from dissensus.core.posterior import Posterior
 from dissensus.layers.conversion import fold_layers, restore_plain_layers
 from dissensus.layers.conversion_report import ConversionReport
 from dissensus.layers.dense_chains import chain_layers
-from dissensus.methods.parts.networks import own_settings
 from dissensus.numerics.annealing import scale_gradient
 from dissensus.utils.checks import number, one_of
 from dissensus.utils.tensor_tree import Tensors
@@ -89,15 +88,6 @@ class EmbeddedPosterior(Posterior):
 
     def plain_network(self) -> nn.Module:
         return restore_plain_layers(self.particles.member(0))
-
-    def config(self) -> dict[str, Any]:
-        return {"members": self.particles.members, **own_settings(self), **self.prior_config()}
-
-    @classmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
-        constructor: Any = cls  # subclasses take a network, this base class takes particles
-        built: Self = constructor(network, likelihood=likelihood, **config)
-        return built
 
 
 def gamma_note(posterior: Posterior, optimizer: optim.Optimizer) -> str | None:

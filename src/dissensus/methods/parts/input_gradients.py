@@ -17,11 +17,11 @@ from dissensus.core.batch import Batch, Inputs
 from dissensus.core.gradients import detached_state
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member_runner import FallbackChain, first_line
+from dissensus.core.networks import StackedPosterior
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
 from dissensus.kernels.double_backward import fast_second_derivatives
 from dissensus.methods.parts import comparison_spaces
-from dissensus.methods.parts.stacked_posterior import StackedPosterior
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.checks import integer, one_of
 from dissensus.utils.tensor_tree import Tensors
@@ -61,7 +61,7 @@ class InputGradientPosterior(StackedPosterior):
         self._forms: Callable[[], AbstractContextManager[None]] = fast_second_derivatives  # which form layers run in
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        if not self.is_coupled:
+        if self.interaction != "couple":
             return super().member_loss(params, buffers, batch)
 
         def output_and_nll(member: Member, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -98,7 +98,7 @@ class InputGradientPosterior(StackedPosterior):
 
     def before_step(self, batch: Batch) -> None:
         super().before_step(batch)
-        if self.is_coupled and torch.is_grad_enabled() and not self._known_to_be_differentiable:
+        if self.interaction == "couple" and torch.is_grad_enabled() and not self._known_to_be_differentiable:
             check_differentiable_twice(self, batch)
             self._known_to_be_differentiable = True
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dissensus.kernels.multi_tensor import Chunks
-from dissensus.methods.parts.trajectory import Count
 from dissensus.numerics.flat_weights import Block, state_dtype
+from dissensus.utils.counts import Count
 from dissensus.utils.dtensor import local_part
 from dissensus.utils.tensor_tree import Tensors, TensorTree
 

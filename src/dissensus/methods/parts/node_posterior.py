@@ -9,38 +9,40 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Literal, Self
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core import weights
 from dissensus.core.batch import Batch
 from dissensus.core.drawn_functions import DrawnFunctions, join_families
 from dissensus.core.likelihood import Likelihood
+from dissensus.core.member import tensors_by_name
+from dissensus.core.networks import NetworksPosterior, StoringPosterior
 from dissensus.core.parameter_groups import Group
-from dissensus.core.particles import Member, Particles, member_index, single_member
+from dissensus.core.particles import Member, Particles, Rows, member_index, single_member
 from dissensus.core.posterior import inference_context
-from dissensus.layers.conversion import restore_plain_layers
+from dissensus.core.trainable import annealing_weight
+from dissensus.layers.conversion import DENSE, fold_layers, restore_plain_layers
+from dissensus.layers.factored import Factors, Kernel, can_take_kernel, folded_kernel
 from dissensus.layers.frozen_norm import freeze_norms
 from dissensus.layers.modulation import Modulation
-from dissensus.layers.nodes import Mode, split_by_layer, use_latents
-from dissensus.methods.parts import node_batches, node_latents
-from dissensus.methods.parts.networks import own_settings, rebuild_converted
-from dissensus.methods.parts.node_functions import NodeFunctions, collapse_network
-from dissensus.methods.parts.stacked_posterior import annealing_weight
-from dissensus.methods.parts.stored_draw import StoringPosterior
+from dissensus.layers.nodes import Mode, Site, split_by_layer, use_latents, use_layer_latents
+from dissensus.methods.parts import node_latents
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.randomness import own_generator
 from dissensus.utils.checks import integer, number, one_of
-from dissensus.utils.tensor_tree import Tensors, TensorTree
+from dissensus.utils.tensor_tree import Tensors, TensorTree, all_submodules, named_tensors
+from dissensus.utils.torch_modes import eval_mode
 
 log = logging.getLogger("dissensus")
+MOST_KERNELS = 2**28  # bytes; for larger kernels the time to fold them in every call is negligible
 
 
-class NodePosterior(StoringPosterior):
+class NodePosterior(StoringPosterior, NetworksPosterior):
     """Base class: a network whose nodes are multiplied by latents z with a posterior; the weights stay point estimates.
 
     The network is copied; `.account` lists the layers that were converted and those that were not. In training each copy
@@ -50,7 +52,6 @@ class NodePosterior(StoringPosterior):
 
     networks_taken = "any"
     needed = ("data_size",)
-    draw_only_settings: ClassVar[tuple[str, ...]] = ("samples", "stored")
     draw_attributes = ("stored", "stored_at")
     complexity: node_latents.Complexity
     lr: Literal["curvature"] | None = None  # where the rates of `default_optimizer` come from
@@ -105,9 +106,9 @@ class NodePosterior(StoringPosterior):
     # ------------------------------------------------------------------ the objective
 
     def member_loss(self, params: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Any, Tensors]:
-        size, copies, repeated = batches.count_examples(batch.x), self.train_samples, node_batches.repeat_rows
+        size, copies, repeated = batches.count_examples(batch.x), self.train_samples, node_latents.repeat_rows
         weight = None if batch.weight is None else repeated(batch.weight, copies)
-        x = node_batches.repeat_inputs(batch.x, copies, whole=self._unbatched_inputs)
+        x = node_latents.repeat_inputs(batch.x, copies, whole=self._unbatched_inputs)
         several = Batch(x, repeated(batch.y, copies), weight)
         mean, std = params["latents.mean"], F.softplus(params["latents.raw_std"])
         whole, part = self.particles.exchange.batch_rows(size)
@@ -198,7 +199,7 @@ class NodePosterior(StoringPosterior):
     def store_draw(self, loader: Iterable[Any]) -> None:
         # Batch statistics from training are kept: if they were re-estimated for one z, batch norm would cancel it.
         latents = self._sample_latents()
-        self.stored, self.stored_at = self.blank_draw({}), self.mean.detach().clone()
+        self.stored, self.stored_at = self.blank_draw(True, {}), self.mean.detach().clone()
         self.stored.get_buffer("own.latents").copy_(latents)
 
     @torch.no_grad()
@@ -233,18 +234,18 @@ class NodePosterior(StoringPosterior):
         particles, again = self.particles, bool(self._checked_shapes)
         if not again and self.batch_norm == "frozen":
             started_at = float(self.std.detach().mean()) if self.stored is None else None
-            node_batches.warn_of_start(particles.template.network, started_at)
-        self._unbatched_inputs |= node_batches.inputs_of_other_length(x)
+            node_latents.warn_of_start(particles.template.network, started_at)
+        self._unbatched_inputs |= node_latents.inputs_of_other_length(x)
         if shapes not in self._checked_shapes and batches.count_examples(x):
             with inference_context(self):
                 if not self.network_is_random and (
-                    tables := node_batches.find_input_tables(particles, x, self._unbatched_inputs)
+                    tables := node_latents.find_input_tables(particles, x, self._unbatched_inputs)
                 ):
                     advice = "keep a table as a buffer, compute pairwise inputs in forward, or use another batch size"
                     got = f"tensors of shapes {tables} with {batches.count_examples(x)} examples, one of them without such rows"
                     raise ValueError(f"expected inputs with a row for each example, got {got}; {advice}")
                 how: dict[str, Any] = {"whole": self._unbatched_inputs, "like": self.mean, "again": again}
-                node_batches.examine_layers(particles, self.sites, x, **how)
+                node_latents.examine_layers(particles, self.sites, x, **how)
             self._checked_shapes.add(shapes)
 
     # ------------------------------------------------------------------ state and files
@@ -253,24 +254,151 @@ class NodePosterior(StoringPosterior):
         return restore_plain_layers(self.particles.member(0))
 
     def config(self) -> dict[str, Any]:
-        held = self.mean.ndim == 2
-        return {
-            "networks": None if held else self.particles.members,
-            **own_settings(self),
-            **self.prior_config(),
-            "stored": self.stored is not None,
-            "frozen": [n for n, p in weights.network_parameters(self.particles).stored.items() if not p.requires_grad],
-        }
+        # Networks are converted again from a file, so nothing need be said of tensors that they share.
+        return {key: value for key, value in super().config().items() if key != "once"}
 
-    @classmethod
-    def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
-        posterior = rebuild_converted(cls, network, config, likelihood, of_draw=["stored"])
-        if config["stored"]:
-            posterior.stored = posterior.blank_draw({})
-        return posterior
+    def draw_sizes(self, state: Tensors | None = None) -> bool:
+        return self.stored is not None or state is not None
 
-    def blank_draw(self, state: Tensors) -> TensorTree:
+    def blank_draw(self, sizes: Any, state: Tensors) -> TensorTree:
         tree = TensorTree()
         rows = self.particles.members * self.samples
         tree.add_tensor("own.latents", self.mean.detach().new_zeros(rows, self.latents))
         return tree
+
+
+class NodeFunctions(DrawnFunctions):
+    """S functions in eval mode, given by latents (S, D).
+
+    With convolutions, functions run one after the other, with latents folded into the kernels, so that each costs one plain
+    pass. A network of only dense layers runs all functions at once, with shared weights and latents on the activations.
+    A call uses the present weights of the particles; `fixed` makes a copy of them.
+    """
+
+    def __init__(self, particles: Particles, sites: Sequence[Site], latents: Tensor) -> None:
+        super().__init__()
+        self.particles = particles
+        self.sites = sites
+        # "latents" (S, D) and, for folded layers, "weight.NUMBER" and "bias.NUMBER" (S, ...). Numbers, not names: a layer's
+        # name is empty if the network is itself the layer, and may be a prefix of another name
+        self.drawn = TensorTree()
+        self.drawn.add_tensor("latents", latents, persistent=False)
+        self.members = len(latents)
+        self.training = False
+        layers = [particles.template.network.get_submodule(site.layer) for site in sites]
+        particles.how = "vectorised" if all(isinstance(layer, DENSE) for layer in layers) else "loop"
+        self._overrides: list[dict[str, Factors | Kernel]] | None = None
+        self._overrides_source: Tensors = {}  # what it was made from
+        self._parts: tuple[Particles, list[nn.Module]] | None = None
+
+    @classmethod
+    @torch.no_grad()
+    def with_fixed_weights(cls, particles: Particles, sites: Sequence[Site], latents: Tensor) -> NodeFunctions:
+        """Functions with a copy of the present weights; kernels are folded once, for all batches."""
+        shared = tensors_by_name(particles.shared)
+        held = {name: [tensor.detach()] for name, tensor in shared.items() if not name.startswith("latents.")}
+        copied = Particles.split(particles.copy_template(), held, own=lambda _: False, kept=(), members=1)
+        if copied.template is not particles.template:
+            copied.eval()  # permanently, so that calls need not switch modes
+        functions = cls(copied, sites, latents.detach().clone())
+        if copied.how == "loop":
+            with copied.lock_network():
+                copied.call(functions._fold_kernels, copied.shared_parameters(), copied.shared_buffers())
+        return functions
+
+    def _fold_kernels(self, member: Member) -> None:
+        """Stores the folded kernels of all functions, if they take at most MOST_KERNELS."""
+        nodes = [split_by_layer(self.sites, latents) for latents in self.latents]
+        layers = {name: member.network.get_submodule(name) for name in nodes[0]}
+        layers = {name: layer for name, layer in layers.items() if can_take_kernel(layer)}
+        if self.members * sum(layer.weight.nbytes for layer in layers.values()) > MOST_KERNELS:  # type: ignore[misc]
+            return
+        numbers = {name: number for number, name in enumerate(nodes[0])}
+        for name, layer in layers.items():
+            each = [folded_kernel(layer, mine[name]) for mine in nodes]
+            for part, tensors in zip(Kernel._fields, zip(*each, strict=True), strict=True):
+                if tensors[0] is not None:
+                    self.drawn.add_tensor(f"{part}.{numbers[name]}", torch.stack(tensors), persistent=False)
+
+    @property
+    def latents(self) -> Tensor:
+        """(S, D)."""
+        return tensors_by_name(self.drawn)["latents"]
+
+    @property
+    def layer_overrides(self) -> list[dict[str, Factors | Kernel]]:
+        """For each function: layer -> its factors or folded kernel."""
+        drawn = named_tensors(self.drawn)[1]
+        if self._overrides is None or any(drawn[name] is not each for name, each in self._overrides_source.items()):
+            kernels = {name: tensor for name, tensor in drawn.items() if name != "latents"}
+            self._overrides, self._overrides_source = [], drawn
+            for i, latents in enumerate(self.latents):
+                found: dict[str, Factors | Kernel] = {**split_by_layer(self.sites, latents)}
+                for number, name in enumerate(found):
+                    weight, bias = kernels.get(f"weight.{number}"), kernels.get(f"bias.{number}")
+                    if weight is not None:
+                        found[name] = Kernel(weight[i], None if bias is None else bias[i])
+                self._overrides.append(found)
+        return self._overrides
+
+    def map_members(self, function: Callable[..., Any], *args: Any) -> Any:
+        particles = self.particles
+        loop = particles.how == "loop"
+        rows: dict[str, Any] = {"index": range(self.members)} if loop else {"latents": self.latents}
+
+        def all_of(member: Member) -> Any:  # weights are put in once for all functions
+            layers = [member.network.get_submodule(name) for name in self.layer_overrides[0]]
+
+            def one(row: Rows) -> Any:
+                given = row.varying
+                nodes = self.layer_overrides[given["index"]] if loop else split_by_layer(self.sites, given["latents"])
+                with use_layer_latents(layers, nodes.values()):
+                    return function(member, *args)
+
+            return particles.run(one, Rows({}, {}, rows), self.members)
+
+        with particles.lock_network(), self._eval_context():
+            return particles.call(all_of, particles.shared_parameters(), particles.shared_buffers())[0]
+
+    def unfold(self) -> None:
+        """Makes all functions run at once, with latents on activations, and drops the folded kernels to save memory."""
+        latents, self.drawn = self.latents, TensorTree()
+        self.drawn.add_tensor("latents", latents, persistent=False)
+        self._overrides = None
+        self.particles.how = "vectorised"
+
+    def _eval_context(self) -> AbstractContextManager[None]:
+        particles = self.particles
+        if self._parts is None or self._parts[0] is not particles:
+            self._parts = particles, all_submodules(particles, particles.template)
+        return eval_mode(particles, particles.template, parts=self._parts[1])
+
+    def call_member(self, index: int, function: Callable[..., Any], *args: Any) -> Any:
+        def with_latents(member: Member) -> Any:
+            with use_latents(member.network, self.layer_overrides[index]):
+                return function(member, *args)
+
+        particles = self.particles
+        with particles.lock_network(), self._eval_context():
+            return particles.call(with_latents, particles.shared_parameters(), particles.shared_buffers())[0]
+
+    def build_subset(self, rows: slice) -> DrawnFunctions:
+        how = self.particles.how
+        mine = NodeFunctions(self.particles, self.sites, self.latents[rows])
+        self.particles.how = how
+        for name, tensor in tensors_by_name(self.drawn).items():
+            if name != "latents":
+                mine.drawn.add_tensor(name, tensor[rows], persistent=False)
+        return mine
+
+    def member(self, index: int) -> nn.Module:
+        return collapse_network(self.particles, self.sites, self.latents[member_index(index, self.members)]).eval()
+
+
+def collapse_network(particles: Particles, sites: Sequence[Site], latents: Tensor) -> nn.Module:
+    """An ordinary network equal to the members' network with these latents (D,) on its nodes."""
+    network = particles.member(0)
+    for name, nodes in split_by_layer(sites, latents.detach()).items():
+        network.get_submodule(name).nodes = nodes  # type: ignore[assignment]
+    with torch.no_grad():
+        return fold_layers(network)

@@ -1,53 +1,20 @@
-"""The training trajectory of a network: step counts, when snapshots are taken, and learning rate schedules."""
+"""The training trajectory of a network: step counts, when snapshots of its weights are taken, and who records them."""
 
 import math
+from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from dissensus.core.parameter_groups import TAIL
+from dissensus.core.recorder import Recorder
+from dissensus.core.weights import Weights
 from dissensus.utils.checks import integer
-
-TAIL = 0.75  # recording starts after this share of a run, when training has settled
-
-
-class HostCopy:
-    """A tensor's values on the host. They are read again if the tensor is another one, or was written by others since."""
-
-    def __init__(self) -> None:
-        self.known: tuple[Tensor | None, int, Any] = (None, 0, None)
-
-    def read(self, tensor: Tensor) -> Any:
-        if self.known[0] is not tensor or self.known[1] != tensor._version:
-            self.note(tensor, tensor.tolist())
-        return self.known[2]
-
-    def note(self, tensor: Tensor, values: Any) -> None:
-        """These are the tensor's values now."""
-        self.known = tensor, tensor._version, values
-
-
-class Count(nn.Module):
-    """A count kept as a tensor, which is saved with the state, and as an int, which is read without waiting for a device."""
-
-    value: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("value", torch.zeros((), dtype=torch.int64))
-        self._host = HostCopy()
-
-    def __int__(self) -> int:
-        return self._host.read(self.value)  # type: ignore[no-any-return]
-
-    def add(self) -> int:
-        """Adds one and returns the count."""
-        number = int(self) + 1
-        self._host.note(self.value.add_(1), number)
-        return number
-
-    def reset(self) -> None:
-        self.value.zero_()
+from dissensus.utils.counts import Count, HostCopy
+from dissensus.utils.tensor_tree import Tensors, TensorTree
 
 
 class Snapshots(nn.Module):
@@ -137,6 +104,73 @@ class Snapshots(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
 
+class SnapshotRecorder(Recorder):
+    """Base class of recorders that take snapshots of the weights; `record` decides what to keep of each."""
+
+    def __init__(self, source: Callable[[], Weights], snapshots: Snapshots) -> None:
+        super().__init__(source)
+        self.snapshots = snapshots
+
+    @abstractmethod
+    def record(self, number: int) -> None:
+        """Records the present weights as snapshot `number`, counted from 1; called under no_grad."""
+
+    @property
+    def reads_next_step(self) -> bool:
+        return self.snapshots.reads_next_step
+
+    @property
+    def ready(self) -> bool:
+        return int(self.snapshots.taken) > 0
+
+    def begin(self, steps: int, *, done: int = 0) -> None:
+        self.snapshots.begin(steps, done=done)
+
+    def begin_unmeasured(self, epochs: int) -> None:
+        if None not in self.snapshots.requested.values():
+            return
+        if epochs == 1:
+            advice = "pass both, or call begin(steps_per_epoch, 1) first"
+            raise ValueError(f"expected start and every for one epoch of unknown length, got None; {advice}")
+        self.snapshots.wait()
+
+    def observe(self, optimizer: Optimizer) -> None:
+        if self.snapshots.count_step():
+            self.record(self.snapshots.taken.add())
+
+    def snapshot_count(self) -> int:
+        """Number of snapshots so far; raises if there are none."""
+        if not self.ready:
+            got = f"none after {int(self.snapshots.observed)} observed steps (the first is at call {self.snapshots.start})"
+            advice = "train with fit, or call observe(optimizer) after optimizer.step()"
+            raise ValueError(f"expected at least one snapshot of the weights, got {got}; {advice}")
+        return int(self.snapshots.taken)
+
+
+class LastSnapshots(SnapshotRecorder):
+    """Keeps the last `kept` snapshots of the weights."""
+
+    def __init__(self, source: Callable[[], Weights], snapshots: Snapshots, *, kept: int) -> None:
+        super().__init__(source, snapshots)
+        self.kept = kept
+        self.recorded = TensorTree()
+        for name, rows in self.weights.rows().items():
+            self.recorded.add_tensor(name, rows.new_zeros(len(rows), kept, *rows.shape[1:]))  # (M, K, ...)
+
+    def with_members(self) -> list[tuple[Tensor, int]]:
+        return [(tensor, 0) for tensor in self.recorded.buffers()]
+
+    def record(self, number: int) -> None:
+        recorded, row = dict(self.recorded.named_buffers()), (number - 1) % self.kept
+        for name, rows in self.weights.rows().items():
+            recorded[name][:, row] = rows
+
+    def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
+        taken = self.snapshot_count()
+        held = torch.arange(max(0, taken - self.kept), taken) % self.kept  # in the order of the run
+        return {name: rows[:, held] for name, rows in self.recorded.named_buffers()}
+
+
 def evenly_spaced(steps: int, wanted: int, *, behind: int | None = None) -> tuple[int, int]:
     """(first, every): up to `wanted` steps of a run, evenly spaced after its first `behind` steps, ending with the last.
 
@@ -146,14 +180,6 @@ def evenly_spaced(steps: int, wanted: int, *, behind: int | None = None) -> tupl
     count = min(wanted, length)
     every = length // count
     return steps - 1 - every * (count - 1), every
-
-
-def constant_tail(t: float, *, tail: float = TAIL, floor: float = 0.5) -> float:
-    """Factor of the learning rate at the share t of a run: 1, then linear to `floor`, then constant.
-
-    As in Maddox et al. 2019: linear between 50 % and 90 % of the time before the tail.
-    """
-    return 1.0 + (floor - 1.0) * min(max((t / tail - 0.5) / 0.4, 0.0), 1.0)
 
 
 def cosine_cycles(t: float, *, cycles: int) -> float:
