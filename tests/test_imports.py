@@ -240,6 +240,8 @@ def test_a_batch_enters_few_files_before_the_optimiser_steps():
     files = load_weight_program().files_of_a_step()
     assert {"training/fit.py", "core/batch.py", "core/gradients.py", "engine/eager_step.py"} <= {*files}
     assert len(files) <= 21, files
+
+
 def test_no_method_is_derived_from_another():
     methods = set(dissensus.METHODS.values())
     assert {method.__name__: methods & {*method.__mro__[1:]} for method in methods} == {

@@ -15,7 +15,6 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import Predictive
-from dissensus.core.processes import complete_loader
 from dissensus.core.summary import RunningSummary, SummaryPredictive
 from dissensus.engine.memory import format_bytes
 from dissensus.engine.precision import PredictionPrecision

@@ -10,6 +10,7 @@ from torch import nn
 
 import dissensus as ds
 from dissensus.core.description import describe_settings
+from dissensus.core.renamed_settings import translate_settings
 
 if TYPE_CHECKING:
     from somewhere import Unknown  # type: ignore[import-not-found]
@@ -44,11 +45,11 @@ def build(name):
 
 @pytest.mark.parametrize("name", ds.METHODS)
 def test_a_config_is_what_earlier_versions_wrote_and_builds_the_same_method(name):
-    posterior = build(name)
-    assert json.loads(json.dumps(posterior.config())) == CONFIGS[name]
+    posterior, config = build(name), translate_settings(name, CONFIGS[name])
+    assert json.loads(json.dumps(posterior.config())) == config
     prior = [key for key in posterior.config() if key in ("weight_prior_std", "data_size")]
     assert prior == ["weight_prior_std", "data_size"], "an error names the first setting that differs"
-    again = type(posterior).skeleton(network(), CONFIGS[name], ds.Classification())
+    again = type(posterior).skeleton(network(), config, ds.Classification())
     assert again.config() == posterior.config()
     again.load_state_dict(posterior.state_dict())
 

@@ -81,10 +81,10 @@ def test_what_cannot_be_measured_is_an_error_and_nothing_moves():
 
 def test_the_recipe_is_kept_in_a_file_and_its_settings_can_be_others(tmp_path):
     posterior = ds.NodeBNN.of_trained(network(), data_size=40, components=2, samples=4)
-    assert (posterior.components, posterior.mode, posterior.rate) == (2, "in", "curvature")
+    assert (posterior.components, posterior.mode, posterior.lr) == (2, "in", "curvature")
     ds.save(posterior, tmp_path / "saved")
     loaded = ds.load(tmp_path / "saved", network())
-    assert loaded.rate == "curvature"
+    assert loaded.lr == "curvature"
     assert loaded.default_optimizer().param_groups[0]["relative"]
     assert fitted(loaded).epochs[0].lr == fitted(posterior).epochs[0].lr
 
@@ -98,9 +98,9 @@ def test_relative_rates_are_of_no_use_elsewhere_and_a_rate_of_the_latents_is_not
     posterior.backward(x, y)  # a loop of one's own
     optimizer.step()
     refuses(lambda: posterior.observe(optimizer), "got relative ones")
-    with pytest.raises(ValueError, match="latent_lr=None with rate='curvature'"):
+    with pytest.raises(ValueError, match="latent_lr=None with lr='curvature'"):
         ds.NodeBNN.of_trained(network(), data_size=40, latent_lr=0.01)
-    assert ds.NodeBNN.of_trained(network(), data_size=40, latent_lr=0.01, rate=None).latent_lr == 0.01
+    assert ds.NodeBNN.of_trained(network(), data_size=40, latent_lr=0.01, lr=None).latent_lr == 0.01
 
 
 def test_raw_rows_are_transformed_once_and_weights_count():
@@ -128,4 +128,4 @@ def test_a_conversion_takes_the_recipe_and_rates_of_ones_own(tmp_path):
     recipe = ds.NodeBNN.of_trained_settings
     assert {key: getattr(made, key) for key in recipe} == recipe
     own = convert(weights, "node_bnn", tmp_path / "own", overrides=[*network, "method.latent_lr=0.01"])
-    assert (own.rate, own.latent_lr, own.components) == (None, 0.01, recipe["components"])
+    assert (own.lr, own.latent_lr, own.components) == (None, 0.01, recipe["components"])

@@ -27,7 +27,6 @@ from dissensus.core.locks import locked_deepcopy
 from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
-from dissensus.core.processes import complete_loader
 from dissensus.core.regression import RealTargets
 from dissensus.core.trainable import TrainableModule
 from dissensus.numerics.randomness import RandomnessDetector

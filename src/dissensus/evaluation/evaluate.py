@@ -14,7 +14,6 @@ from dissensus.calibration.gate import Gate
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, RegressionPredictive
-from dissensus.core.processes import complete_loader
 from dissensus.core.regression import RealTargets
 from dissensus.data.standardise import Standardiser
 from dissensus.engine.precision import PredictionPrecision

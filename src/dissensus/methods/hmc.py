@@ -20,7 +20,6 @@ from dissensus.core.member import PREFIX
 from dissensus.core.networks import Networks
 from dissensus.core.particles import Particles
 from dissensus.core.prior import PriorKeywords
-from dissensus.core.processes import complete_loader
 from dissensus.core.weights import Weights
 from dissensus.methods.map import MAP
 from dissensus.methods.parts.sampling_posterior import SamplingPosterior

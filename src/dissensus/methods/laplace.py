@@ -23,7 +23,6 @@ from dissensus.core.networks import Networks
 from dissensus.core.particles import Particles, copy_likelihood
 from dissensus.core.posterior import inference_context
 from dissensus.core.prior import PriorKeywords, make_prior
-from dissensus.core.processes import complete_loader
 from dissensus.core.regression import noise_warning
 from dissensus.methods.parts.last_layer import (
     Curvature,

@@ -82,7 +82,7 @@ def converted_config(method: str, overrides: Sequence[str]) -> RunConfig:
     given = settings["method"][method]
     for_trained = dict(getattr(method_class(method), "of_trained_settings", {}))
     if "latent_lr" in given:  # rates of one's own are not measured
-        for_trained.pop("rate", None)
+        for_trained.pop("lr", None)
     settings["method"] = {method: {**for_trained, **given}}
     config = run_config(Task("convert", "short", settings), method, 0)
     build.check_complete(config, converted=True)
