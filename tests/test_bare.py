@@ -183,7 +183,6 @@ def test_the_command_says_its_line_and_fails(tmp_path):
     module, _, function = PROJECT["scripts"]["dissensus"].partition(":")
     done = run_bare(f"from {module} import {function}\n{function}()", "list", cwd=tmp_path)
     assert done.returncode == 1
-    line = (
-        'dissensus: the command line needs typer, rich, tomli-w, matplotlib, pillow: pip install "dissensus[bench]"\n'
-    )
+    needed = "typer, rich, tomli-w, pydantic, matplotlib, pillow"
+    line = f'dissensus: the command line needs {needed}: pip install "dissensus[bench]"\n'
     assert (done.stdout, done.stderr) == ("", line)

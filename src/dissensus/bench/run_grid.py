@@ -22,7 +22,7 @@ from dissensus.bench.run.jobs import begin_runs, default_folder, finish_runs
 from dissensus.bench.run.run import Run, Tell, ignore_message
 from dissensus.bench.task.config import Task, apply_override, run_config
 from dissensus.bench.task.method_names import base_name, setting_path
-from dissensus.bench.task.schema import GRID, check_task
+from dissensus.bench.task.schema import GridAxis, check_task, fields_of
 from dissensus.plots.charts import colours
 from dissensus.utils.checks import integer, number, one_of
 
@@ -71,7 +71,7 @@ def cells_of(task: Task, methods: Sequence[str]) -> list[GridCell]:
 def _axis(name: str, table: Mapping[str, Any], task: Task) -> Axis:
     settings = {key: value for key, value in table.items() if "." in key}
     for key in table.keys() - settings.keys():
-        one_of(f'a key of [grid.{name}], or a setting as "data.train"', key, GRID)
+        one_of(f'a key of [grid.{name}], or a setting as "data.train"', key, fields_of(GridAxis))
     if not settings:
         raise ValueError(f'expected a setting in [grid.{name}], got none; write for example "data.train" = [100, 1000]')
     values = table.get("values", next(iter(settings.values())))
