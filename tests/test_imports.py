@@ -86,7 +86,9 @@ FLOORS = {
         "rows",
         "task",
         "run",
-        "theory_studies theory_commands run_widths run_grid capacity_table",
+        "theory_studies theory_commands capacity_table",
+        "width_axis",
+        "run_grid",
         "cli",
     ],
     "bench/report": [

@@ -95,17 +95,9 @@ def bench_command(
     chosen, tell = name_list(methods or "") or None, ignore_message if quiet else _tell
     loaded = load_task(task, size=size, overrides=set_, methods=chosen)
     check_overrides_read(set_, chosen or loaded.methods)
-    if "widths" in loaded.settings:
-        if methods is not None or baseline is not None or holm:
-            raise ValueError("expected no --methods, --baseline or --holm for a task over widths, got one; omit it")
-        from dissensus.bench.run_widths import bench_widths  # loads matplotlib
-
-        said, files = bench_widths(loaded, seeds=seeds, out=out, source=data, jobs=jobs_, tell=tell)
-        print_each([*said, *files])
-        return
     asked: dict[str, Any] = {"methods": chosen, "seeds": seeds, "out": out, "source": data, "jobs": jobs_, "tell": tell}
     asked |= {"baseline": baseline, "holm": holm, "progress": not quiet}
-    if "grid" in loaded.settings:
+    if {"grid", "widths"} & loaded.settings.keys():
         from dissensus.bench.run_grid import bench_grid  # loads matplotlib
 
         said, files = bench_grid(loaded, **asked)

@@ -46,6 +46,10 @@ class Task:
     def title(self) -> str:
         return str(self.settings.get("title", self.name))
 
+    @property
+    def description(self) -> str:
+        return str(self.settings.get("description", ""))
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -162,7 +166,7 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
         method=method,
         seed=seed,
         title=task.title,
-        description=str(task.settings.get("description", "")),
+        description=task.description,
         baseline=str(task.settings.get("baseline", "")),
         data=data,
         network=network,

@@ -21,9 +21,11 @@ from dissensus.utils.checks import one_of
 
 SEED = "seed"  # as a value in [data] it means the seed of the run
 Fields = dict[str, Any]  # key of a section -> the annotation of its value, as pydantic reads it
-Whole, Count = Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0)]
+Whole = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Positive, NotNegative = Annotated[Number, Field(gt=0)], Annotated[Number, Field(ge=0)]
+Positive = Annotated[Number, Field(gt=0)]
+NotNegative = Annotated[Number, Field(ge=0)]
 Fraction = Annotated[Number, Field(gt=0, lt=1)]
 Names = list[Any] | str
 Augmentation = Annotated[Any, AfterValidator(lambda value: parse_object("augment", value).check())]
@@ -219,7 +221,7 @@ def check_section(section: str, table: Mapping[str, Any], fields: Fields, where:
     for key in table:
         if key not in fields:  # some sections allow any key
             one_of(f"a key of [{section}]" if section else f"a key of the task {where}", key, fields)
-    model = TypedDict("model", fields, total=False)
+    model = TypedDict("model", fields, total=False)  # type: ignore[misc]  # fields are known only now
     check_value(f"{where}: {section}", table, model)
 
 
