@@ -56,7 +56,7 @@ def test_an_axis_may_have_values_of_its_own(load):
         ('"data.label_noise" = [0.0, 0.2]', "log = true", "expected a setting in .grid.noise., got none"),
         ("samples = 3", "rate = 0.3", "expected method.mc_dropout.rate in .grid.rate. only"),
         ("count = 60", "label_noise = 0.3", "expected data.label_noise in .grid.noise. only"),
-        ("[0.0, 0.2]", "[0.0, 2.0]", "expected small, .*label_noise of at least 0 and of at most 1, got 2"),
+        ("[0.0, 0.2]", "[0.0, 2.0]", "expected a number of at most 1 for small, .*label_noise, got 2"),
     ],
 )
 def test_a_grid_that_cannot_be_is_an_error_before_anything_runs(load, old, new, message):
