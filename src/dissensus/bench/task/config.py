@@ -170,12 +170,9 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
         baseline=str(task.settings.get("baseline", "")),
         data=data,
         network=network,
-        likelihood=tables["likelihood"],
         settings=settings,
         training=training,
-        evaluation=tables["evaluation"],
-        reference=tables["reference"],
-        calibration=tables["calibration"],
+        **{section: tables[section] for section in ("likelihood", "evaluation", "reference", "calibration")},
         folder=str(task.folder or ""),
     )
 

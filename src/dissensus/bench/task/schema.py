@@ -230,8 +230,8 @@ def check_task(settings: Mapping[str, Any], where: str) -> None:
     check_section("", settings, fields_of(TaskFile), where)
     own = variants_of(settings)
     for section, fields in known_keys(settings).items():
-        if section.rpartition(".")[2] not in OBJECTS:  # an object has several forms and its own check
-            table = reduce(lambda table, part: table.get(part, {}), setting_path(section, own), settings)
+        table = reduce(lambda table, part: table.get(part, {}), setting_path(section, own), settings)
+        if table and section.rpartition(".")[2] not in OBJECTS:  # an object has several forms and its own check
             apart = OWN if section.startswith("method.") else ()  # tables with their own check
             seeds = [key for key, value in table.items() if section == "data" and value == SEED]
             check_section(section, {k: v for k, v in table.items() if k not in (*apart, *seeds)}, fields, where)
@@ -259,10 +259,7 @@ def known_keys(settings: Mapping[str, Any]) -> dict[str, Fields]:
         if is_import_path(network)
         else of_network | parameter_fields(network_maker(network)),
         "likelihood": _object_fields(argument_names("likelihood", settings.get("likelihood"))),
-        "training": fields_of(Training),
-        "evaluation": fields_of(Evaluation),
-        "calibration": fields_of(Calibration),
-        "widths": fields_of(Widths),
+        **{model.__name__.lower(): fields_of(model) for model in (Training, Evaluation, Calibration, Widths)},
     }
     found |= {f"grid.{axis}": AnyKey(fields_of(GridAxis)) for axis in settings.get("grid", {})}
     for name in [*METHODS, *variants_of(settings)]:
