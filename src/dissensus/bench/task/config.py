@@ -245,19 +245,13 @@ def apply_override(
 
 
 def _set_for_all(
-    settings: Settings, key: str, value: Any, running: Sequence[str], known: Mapping[str, schema.Fields], beside: str
+    settings: Settings, key: str, value: Any, running: Sequence[str], known: dict[str, schema.Fields], beside: str
 ) -> None:
     """Sets a setting, in place, for every method that runs and has it, and for all variants that have it."""
     variants = variants_of(settings)
-    own = [each for each in {*running, *variants} if is_import_path(each)]
-    known = {
-        **known,
-        **{
-            f"method.{name}": schema.method_fields(method_class(name, beside))
-            for each in own
-            for name in (each, base_name(each))
-        },
-    }
+    for each in dict.fromkeys(filter(is_import_path, [*running, *variants])):
+        for name in (each, base_name(each)):
+            known[f"method.{name}"] = schema.method_fields(method_class(name, beside))
     there = {each for method in running for each in known[f"method.{base_name(method)}"]}
     others = [method for method in METHODS if key in known[f"method.{method}"]]
     hint = f"choose a method that has it ({', '.join(others)}), or leave it out" if others else ""
@@ -269,11 +263,7 @@ def _set_for_all(
 
 
 def _raise_unknown_key(
-    path: Sequence[str],
-    override: str,
-    known: Mapping[str, schema.Fields],
-    running: Sequence[str],
-    sections: Collection[str],
+    path: list[str], override: str, known: dict[str, schema.Fields], running: list[str], sections: Collection[str]
 ) -> None:
     """Raises for a key that no section has: names the nearest, or the forms of an object that is set in part."""
     section = ".".join(path[:-1])
