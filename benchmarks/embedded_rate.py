@@ -22,8 +22,8 @@ from rows import made_on, read_rows, write_rows
 from dissensus.bench.rows.task_loaders import standardised_batches
 from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run.build import optimizer, posterior
-from dissensus.bench.run_widths import EMBEDDED, INDEPENDENT, WidthCell, width_cells
 from dissensus.bench.task.config import load_task
+from dissensus.bench.width_axis import EMBEDDED, INDEPENDENT, WidthCell, width_cells
 from dissensus.core.errors import Diverged
 from dissensus.predict import predict
 from dissensus.theory import largest_eigenvalue

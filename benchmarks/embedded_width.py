@@ -20,7 +20,7 @@ import dissensus as ds
 from dissensus.bench.report.estimates import Claim
 from dissensus.bench.report.results import table_rows
 from dissensus.bench.run.provenance import ORIGIN
-from dissensus.bench.run_widths import TEXTS, accuracy_table, width_verdicts
+from dissensus.bench.width_axis import TEXTS, accuracy_table, width_verdicts
 
 ROOT = Path(__file__).parents[1]
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"

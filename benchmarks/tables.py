@@ -511,10 +511,10 @@ def task_keys() -> str:
     """Every key of a task's sections, with the comment that the schema has for it."""
     found = []
     for section in ("data", "network", "training", "evaluation", "calibration", "widths"):
-        lines = SCHEMA.read_text().split(f"\n{section.upper()}: dict", 1)[1].split("\n}\n", 1)[0]
+        lines = SCHEMA.read_text().split(f"\nclass {section.title()}(", 1)[1].split("\n\n\n", 1)[0]
         joined = re.sub(r"\n +# ", " ", lines)
-        for key in getattr(schema, section.upper()):
-            said = re.search(rf'"{key}":(?:[^#\n]|\n(?! {{4}}"))*#\s*([^\n]*)', joined)
+        for key in schema.fields_of(getattr(schema, section.title())):
+            said = re.search(rf"\n    {key}: [^#\n]*#\s*([^\n]*)", joined)
             found.append([f"`{section}.{key}`", said[1].replace("|", "or") if said else ""])
     return markdown(["key", "meaning"], found)
 

@@ -177,6 +177,6 @@ def test_every_other_file_can_be_imported_or_says_what_to_install(bare):
 
 
 def test_the_command_says_its_line_and_fails(bare):
-    packages = "typer, rich, tomli-w, matplotlib, pillow"
+    packages = "typer, rich, tomli-w, pydantic, matplotlib, pillow"
     line = f'dissensus: the command line needs {packages}: pip install "dissensus[bench]"'
     assert bare[1][2] == [line, "", ""]  # Python writes it to stderr and exits with 1

@@ -52,7 +52,7 @@ def test_a_network_that_needs_values_is_built_with_them(monkeypatch):
         (["VGG16", "--set", "network.haed=large"], "did you mean 'head'"),
         (["VGG16", "--set", "network.head=huge"], "expected head of small, large, got 'huge'"),
         (["ResNet", "--set", "depth=18"], r"expected network.key=value for --set, got 'depth=18'"),
-        (["ResNet", "--set", "network.depth=deep"], "expected int for network.depth, got 'deep'"),
+        (["ResNet", "--set", "network.depth=deep"], "expected a whole number for network.depth, got 'deep'"),
         (["MLP"], "missing 2 required positional arguments"),
     ],
 )

@@ -70,7 +70,7 @@ def test_a_method_may_have_a_network_of_its_own(tmp_path):
     assert [any(isinstance(part, Residual) for part in each.modules()) for each in (plain, skipping)] == [False, True]
     with pytest.raises(ValueError, match=r"expected a key of \[method.map-skip.network\] .*got .*skips.*did you mean"):
         load_task("remedies", size="smoke", overrides=["method.map-skip.network.skips=true"])
-    with pytest.raises(ValueError, match=r"expected bool for .*network.skip, got 1"):
+    with pytest.raises(ValueError, match=r"expected true or false for .*network.skip, got 1"):
         load_task("remedies", size="smoke", overrides=["method.map-skip.network.skip=1"])
 
 

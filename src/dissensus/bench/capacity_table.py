@@ -10,7 +10,7 @@ from torch import nn
 from dissensus.bench.run.build import make_network
 from dissensus.bench.task.config import parse_value
 from dissensus.bench.task.objects import NetworkMaker, network_maker
-from dissensus.bench.task.schema import AnyKey, ValueRule, parameter_rules
+from dissensus.bench.task.schema import AnyKey, Fields, check_value, parameter_fields
 from dissensus.layers.capacity import Capacity, capacity
 from dissensus.utils.checks import one_of
 
@@ -37,23 +37,23 @@ def capacities(names: Sequence[str], overrides: Sequence[str] = ()) -> dict[str,
     """
     settings = dict(_parse_override(each) for each in overrides)
     asked: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in names} or TALK
-    rules = {name: _setting_rules(network_maker(network)) for name, (network, _) in asked.items()}
+    fields = {name: _setting_fields(network_maker(network)) for name, (network, _) in asked.items()}
     for key, value in settings.items():
-        if not any(key in mine for mine in rules.values()):
-            one_of("a setting of these networks", key, {each for mine in rules.values() for each in mine})
-        for mine in rules.values():
+        if not any(key in mine for mine in fields.values()):
+            one_of("a setting of these networks", key, {each for mine in fields.values() for each in mine})
+        for mine in fields.values():
             if key in mine:
-                mine[key](f"network.{key}", value)
+                check_value(f"network.{key}", value, mine.get(key, Any))
     return {
-        name: capacity(_build_on_meta(network, given | {k: v for k, v in settings.items() if k in rules[name]}))
+        name: capacity(_build_on_meta(network, given | {k: v for k, v in settings.items() if k in fields[name]}))
         for name, (network, given) in asked.items()
     }
 
 
-def _setting_rules(make: NetworkMaker) -> dict[str, ValueRule]:
+def _setting_fields(make: NetworkMaker) -> Fields:
     """The settings of a network; any setting if it takes **keywords."""
     kinds = {each.kind for each in inspect.signature(make).parameters.values()}
-    return AnyKey(parameter_rules(make)) if inspect.Parameter.VAR_KEYWORD in kinds else parameter_rules(make)
+    return AnyKey(parameter_fields(make)) if inspect.Parameter.VAR_KEYWORD in kinds else parameter_fields(make)
 
 
 def _parse_override(override: str) -> tuple[str, Any]:

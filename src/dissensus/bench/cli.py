@@ -25,7 +25,7 @@ from dissensus.bench.run.segment_images import write_maps
 from dissensus.bench.run.shared_training import train_runs
 from dissensus.bench.task.config import SIZES, load_task, own_tasks, read_task, run_config, task_names
 from dissensus.bench.task.method_names import check_overrides_read, count_setting
-from dissensus.bench.task.schema import CALIBRATION
+from dissensus.bench.task.schema import Calibration, check_value, fields_of
 from dissensus.bench.terminal import log_to_stderr, print_before_and_after, print_each, print_results, wide_console
 from dissensus.bench.theory_commands import app as theory
 from dissensus.bench.user_code import is_import_path
@@ -95,17 +95,9 @@ def bench_command(
     chosen, tell = name_list(methods or "") or None, ignore_message if quiet else _tell
     loaded = load_task(task, size=size, overrides=set_, methods=chosen)
     check_overrides_read(set_, chosen or loaded.methods)
-    if "widths" in loaded.settings:
-        if methods is not None or baseline is not None or holm:
-            raise ValueError("expected no --methods, --baseline or --holm for a task over widths, got one; omit it")
-        from dissensus.bench.run_widths import bench_widths  # loads matplotlib
-
-        said, files = bench_widths(loaded, seeds=seeds, out=out, source=data, jobs=jobs_, tell=tell)
-        print_each([*said, *files])
-        return
     asked: dict[str, Any] = {"methods": chosen, "seeds": seeds, "out": out, "source": data, "jobs": jobs_, "tell": tell}
     asked |= {"baseline": baseline, "holm": holm, "progress": not quiet}
-    if "grid" in loaded.settings:
+    if {"grid", "widths"} & loaded.settings.keys():
         from dissensus.bench.run_grid import bench_grid  # loads matplotlib
 
         said, files = bench_grid(loaded, **asked)
@@ -174,10 +166,9 @@ def calibrate_command(
     on. Options that are not given are taken from the task's calibration table. ds.load reads the result, RUN/calibrated.
     """
     asked = {"method": method, "level": level, "score": score, "risk": risk, "confidence": confidence}
-    for name, value in asked.items():
-        if value is not None:
-            CALIBRATION[name](f"--{name}", value)
     given = {name: value for name, value in asked.items() if value is not None}
+    for name, value in given.items():
+        check_value(f"--{name}", value, fields_of(Calibration)[name])
     with nullcontext() if quiet else log_to_stderr(level=logging.WARNING):
         before, after = jobs.calibrate_run(Run.open(run, source=data), given, rows=rows)
     print_before_and_after(before, after)

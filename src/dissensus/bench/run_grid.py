@@ -1,4 +1,5 @@
-"""Runs a task over a grid: one or several settings, each at several values; trains and measures all cells, then reports."""
+"""Runs a task over a grid: one or several settings, or the width, each at several values; trains and measures all cells,
+then reports."""
 
 from __future__ import annotations
 
@@ -7,24 +8,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from dissensus.bench.report import curve_figures, figure_sections, tables
 from dissensus.bench.report.comparisons import Family, compare_methods, comparison_family
-from dissensus.bench.report.html_report import comparison_sentence, render_template
+from dissensus.bench.report.html_report import CellsPage, comparison_sentence, write_page
 from dissensus.bench.report.measures import Measure
-from dissensus.bench.report.report_figures import svg, write_files
 from dissensus.bench.report.results import Results, table_text
 from dissensus.bench.report.tables import MeasureDraws, Row, Table
 from dissensus.bench.rows.task_rows import DataCache
 from dissensus.bench.run.collect_runs import results_of_runs
-from dissensus.bench.run.jobs import begin_runs, default_folder, finish_runs
-from dissensus.bench.run.run import Run, Tell, ignore_message
+from dissensus.bench.run.jobs import RunOptions, begin_runs, finish_runs, methods_and_folder
+from dissensus.bench.run.processes import run_in_processes
+from dissensus.bench.run.run import Run, ignore_message
 from dissensus.bench.task.config import Task, apply_override, run_config
 from dissensus.bench.task.method_names import base_name, setting_path
-from dissensus.bench.task.schema import GRID, check_task
+from dissensus.bench.task.schema import GridAxis, check_task, fields_of
+from dissensus.bench.width_axis import rows_of_runs, width_cells, width_page
 from dissensus.plots.charts import colours
-from dissensus.utils.checks import integer, number, one_of
+from dissensus.utils.checks import number, one_of
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def cells_of(task: Task, methods: Sequence[str]) -> list[GridCell]:
 def _axis(name: str, table: Mapping[str, Any], task: Task) -> Axis:
     settings = {key: value for key, value in table.items() if "." in key}
     for key in table.keys() - settings.keys():
-        one_of(f'a key of [grid.{name}], or a setting as "data.train"', key, GRID)
+        one_of(f'a key of [grid.{name}], or a setting as "data.train"', key, fields_of(GridAxis))
     if not settings:
         raise ValueError(f'expected a setting in [grid.{name}], got none; write for example "data.train" = [100, 1000]')
     values = table.get("values", next(iter(settings.values())))
@@ -123,29 +125,33 @@ def bench_grid(
     methods: Sequence[str] | None = None,
     seeds: int = 1,
     out: str | Path | None = None,
-    source: str | None = None,
-    progress: bool = False,
     baseline: str | None = None,
     holm: bool = False,
-    jobs: int = 1,
-    tell: Tell = ignore_message,
+    **options: Unpack[RunOptions],
 ) -> tuple[list[str], list[Path]]:
     """(sentences, files) of a task over a grid; arguments as in `jobs.bench`. Finished stages are not repeated."""
-    chosen, folder = list(methods or task.methods), default_folder(task) if out is None else Path(out)
-    if baseline is not None:
-        one_of("a baseline", baseline, chosen, hint="run it too, or choose one of them")
+    chosen, folder = methods_and_folder(task, methods, out, seeds, baseline, options.get("jobs", 1))
+    source, tell = options.get("source"), options.get("tell", ignore_message)
+    if "widths" in task.settings:
+        if methods is not None or baseline is not None or holm:
+            raise ValueError("expected no --methods, --baseline or --holm for a task over widths, got one; omit it")
+        widths = width_cells(task, range(seeds))
+        runs = begin_runs(task, [cell.config for cell in widths], folder, source=source)
+        run_in_processes([[run] for run in runs], options.get("jobs", 1), source=source, tell=tell, keep_going=True)
+        tell("writing the report")
+        return write_page(width_page(rows_of_runs(widths, runs), task.title, task.description), folder)
     cells = cells_of(task, chosen)
-    asked = begin_cells(cells, chosen, range(integer("--seeds", seeds)), folder, source=source)
+    asked = begin_cells(cells, chosen, range(seeds), folder, source=source)
     runs = list({id(run): run for several in asked for run in several}.values())
-    done = finish_runs(runs, source=source, progress=progress, jobs=integer("--jobs", jobs), tell=tell)
-    evaluations = dict(zip(map(id, runs), done, strict=True))
+    evaluations = dict(zip(map(id, runs), finish_runs(runs, **options), strict=True))
     tell("writing the report")
     measured = []
     for cell, several in zip(cells, asked, strict=True):
         results = results_of_runs(several, [evaluations[id(run)] for run in several]).with_baseline(None, holm=holm)
         measured.append(MeasuredCell(cell, results, *tables.measures_and_draws(results, SHOWN)))
-    named = baseline or measured[0].results.baseline or chosen[0]
-    return write_grid(task, axes_of(task), measured, folder, named)
+    return write_page(
+        grid_page(task, axes_of(task), measured, baseline or measured[0].results.baseline or chosen[0]), folder
+    )
 
 
 def begin_cells(
@@ -164,35 +170,30 @@ def begin_cells(
     return found
 
 
-def write_grid(
-    task: Task, axes: Sequence[Axis], measured: Sequence[MeasuredCell], folder: Path, baseline: str
-) -> tuple[list[str], list[Path]]:
-    """(sentences, files): the rows, the figures, report.md and report.html."""
-    methods = list(measured[0].results.methods)
-    palette, (every, against) = colours(methods), compare_cells(measured, baseline)
-    rows, first_axis = quality_rows(axes, measured), axes[0]
-    drawn = curve_figures.setting_figure(rows, label=first_axis.label, log=first_axis.log, palette=palette)
-    figures = {"grid.png": (drawn, QUALITY.format(label=axes[0].label))}
+def grid_page(task: Task, axes: Sequence[Axis], measured: Sequence[MeasuredCell], baseline: str) -> CellsPage:
+    """The page of a grid: quality over the first axis, learning curves, results and differences in every cell."""
+    first, first_axis = measured[0].results, axes[0]
+    palette, (every, against) = colours(list(first.methods)), compare_cells(measured, baseline)
+    drawn = curve_figures.setting_figure(
+        quality_rows(axes, measured), label=first_axis.label, log=first_axis.log, palette=palette
+    )
+    figures = {"grid.png": (drawn, QUALITY.format(label=first_axis.label))}
     learning = {cell_label(axes, each.cell): figure_sections.learning_data(each.results) for each in measured}
     if learned := {label: found for label, found in learning.items() if found}:
         figures["curves.png"] = (curve_figures.learning_figure(learned, palette=palette), LEARNING)
-    first = measured[0].results
-    count = len(first.methods[methods[0]])
-    seeds = f" of {count} seeds" if count > 1 else ""
+    count = len(next(iter(first.methods.values())))
+    results = [tables.main_table(*each[1:]) for each in measured]
+    differences = [
+        tables.difference_table(*each[1:3], found, baseline) for each, found in zip(measured, against, strict=True)
+    ]
+    told = f"{DIFFERENCES} {comparison_sentence(first, every)}"
+    shown = [
+        (f"Results{f' of {count} seeds' if count > 1 else ''}", RESULTS, join_tables(axes, measured, results)),
+        (f"Differences to {baseline}", told, join_tables(axes, measured, differences)),
+    ]
     said = focus_sentences(axes, measured, against, first.focus, baseline)
-    content = {
-        "title": task.title, "description": first.description, "sentences": said, "facts": first.facts,
-        "tables": [
-            (f"Results{seeds}", RESULTS, join_tables(axes, measured, [tables.main_table(*each[1:]) for each in measured])),
-            (f"Differences to {baseline}", f"{DIFFERENCES} {comparison_sentence(first, every)}", join_tables(axes, measured, [
-                tables.difference_table(*each[1:3], found, baseline) for each, found in zip(measured, against, strict=True)
-            ])),
-        ],
-        "figures": [(name, text, svg(figure, name[0])) for name, (figure, text) in figures.items()],
-    }  # fmt: skip
-    texts = {f"report.{end}": render_template(f"cells.{end}.j2", content) for end in ("md", "html")}
-    texts["results.csv"] = results_csv(measured)
-    return said, write_files(folder, {name: figure for name, (figure, _) in figures.items()}, texts)
+    texts = {"results.csv": results_csv(measured)}
+    return CellsPage(task.title, first.description, said, first.facts, shown, figures, texts)
 
 
 def compare_cells(measured: Sequence[MeasuredCell], baseline: str) -> tuple[Family, list[Family]]:

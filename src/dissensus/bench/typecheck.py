@@ -1,6 +1,7 @@
 """Checks the types of settings from a file, by the annotations of their functions; one error if they do not fit."""
 
 import functools
+import operator
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -11,14 +12,12 @@ import torch
 
 from dissensus.utils.extras import MissingExtra
 
-Types = tuple[type, ...]
-PLAIN: dict[Any, Types] = {int: (int,), float: (int, float), str: (str,), bool: (bool,), type(None): ()}
 LISTS = (list, tuple, Sequence)
 
 
 @functools.cache
-def annotated_types(function: Callable[..., Any]) -> dict[str, Types]:
-    """Parameter -> the allowed types of its TOML value; () if the annotation does not say."""
+def annotated_types(function: Callable[..., Any]) -> dict[str, Any]:
+    """Parameter -> the annotation of its TOML value; Any if the parameter's own annotation does not say."""
     try:
         called = vars(function).get("__init__", function) if isinstance(function, type) else function
         hints = typing.get_type_hints(called)
@@ -26,20 +25,20 @@ def annotated_types(function: Callable[..., Any]) -> dict[str, Types]:
         return {}
     for hint in [each for each in hints.values() if typing.get_origin(each) is typing.Unpack]:  # **keywords by name
         hints |= typing.get_type_hints(typing.get_args(hint)[0])
-    return {name: _toml_types(hint) or () for name, hint in hints.items()}
+    return {name: _toml_annotation(hint) for name, hint in hints.items()}
 
 
-def _toml_types(hint: Any) -> Types | None:
-    """The TOML types of an annotation; None if it has none: any value is then allowed, and the function checks it."""
-    if hint in PLAIN:
-        return PLAIN[hint]
+def _toml_annotation(hint: Any) -> Any:
+    """The kind of TOML value of an annotation; Any if it has none: the function then checks the value."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
-        return tuple(dict.fromkeys(type(value) for value in arguments))
+        return functools.reduce(operator.or_, map(type, arguments))
     if origin in (typing.Union, types.UnionType):
-        parts = [_toml_types(argument) for argument in arguments]
-        return None if None in parts else tuple(dict.fromkeys(kind for part in parts if part for kind in part))
-    return (list,) if (origin or hint) in LISTS else None
+        parts = [_toml_annotation(argument) for argument in arguments]
+        return Any if Any in parts else functools.reduce(operator.or_, parts)
+    if (origin or hint) in LISTS:
+        return list
+    return hint if hint in (int, float, str, bool, type(None)) else Any
 
 
 @contextmanager

@@ -179,23 +179,16 @@ def _deep_copy(network: nn.Module) -> nn.Module:
 
 def _skip_reasons(network: nn.Module) -> dict[str, str]:
     """Name -> why a layer with parameters cannot be converted. Norm layers are not considered."""
-    found: dict[str, str] = {}
+    found: dict[str, str | None] = {}
     readers = {name: type(part).__name__ for name, part in network.named_modules() if isinstance(part, READERS)}
     for name, part in network.named_modules():
-        reader = next((kind for at, kind in readers.items() if name.startswith(f"{at}." if at else "")), None)
         held = any(parameter is not None for parameter in part._parameters.values())
         if isinstance(part, ConvertedLayer):
             raise ValueError(f"expected a plain network, got {name or 'one'} already converted; pass the original one")
         if isinstance(part, CONVERTIBLE):
-            kind = next(each for each in CONVERTIBLE if isinstance(part, each))
-            if reader is not None and name not in readers:
-                found[name] = f"{reader} reads its weight and does not call it"
-            elif any(_has_own_method(part, kind, method) for method in ("forward", "_conv_forward")):
-                found[name] = f"{type(part).__name__} has its own forward"
-            elif not isinstance(part._parameters.get("weight"), Tensor):
-                found[name] = "its weight is computed from others (a parametrization or weight norm)"
-            elif part.bias is not None and not isinstance(part._parameters.get("bias"), Tensor):
-                found[name] = "its bias is computed from others (a parametrization)"
+            reader = next((kind for at, kind in readers.items() if name.startswith(f"{at}." if at else "")), None)
+            read = reader is not None and name not in readers
+            found[name] = f"{reader} reads its weight and does not call it" if read else _fault_of_layer(part)
         elif held and isinstance(part, EMBEDDINGS):
             found[name] = "an embedding: a lookup, no product"
         elif held and isinstance(part, READERS):
@@ -204,7 +197,19 @@ def _skip_reasons(network: nn.Module) -> dict[str, str]:
             found[name] = "recurrent: its weights are used inside its own forward"
         elif held and not isinstance(part, NORM_LAYERS) and not isinstance(getattr(part, "running_mean", None), Tensor):
             found[name] = f"{type(part).__name__} has its own parameters and an unknown forward"
-    return found
+    return {name: reason for name, reason in found.items() if reason is not None}
+
+
+def _fault_of_layer(part: nn.Module) -> str | None:
+    """Why a layer of a type that can be converted cannot be; None if it can."""
+    kind = next(each for each in CONVERTIBLE if isinstance(part, each))
+    if any(_has_own_method(part, kind, method) for method in ("forward", "_conv_forward")):
+        return f"{type(part).__name__} has its own forward"
+    if not isinstance(part._parameters.get("weight"), Tensor):
+        return "its weight is computed from others (a parametrization or weight norm)"
+    if part.bias is not None and not isinstance(part._parameters.get("bias"), Tensor):
+        return "its bias is computed from others (a parametrization)"
+    return None
 
 
 def _has_own_method(part: nn.Module, kind: type[nn.Module], method: str) -> bool:

@@ -13,6 +13,20 @@ from dissensus.utils.checks import integer, one_of
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU}
 
 
+def _he(layer: nn.Module) -> None:
+    if isinstance(layer, nn.Linear):
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        nn.init.zeros_(layer.bias)
+
+
+def _normal(layer: nn.Module) -> None:
+    for parameter in layer.parameters(recurse=False):
+        nn.init.normal_(parameter)
+
+
+INITIALISERS: dict[str, Callable[[nn.Module], Any]] = {"torch": lambda layer: None, "he": _he, "normal": _normal}
+
+
 class MLP(nn.Module):
     """Multilayer perceptron: (B, ...) -> (B, outputs); flattens inputs, then Linear [+ BatchNorm] + activation [+ Dropout].
 
@@ -46,53 +60,31 @@ class MLP(nn.Module):
         super().__init__()
         hidden = [integer("hidden", width) for width in (hidden if isinstance(hidden, Iterable) else [hidden])]
         one_of("activation", activation, ACTIVATIONS)
-        one_of("init", init, ("torch", "he", "normal"), hint='"torch" is torch\'s default')
+        one_of("init", init, INITIALISERS, hint='"torch" is torch\'s default')
         ntk = one_of("parameterization", parameterization, ("standard", "ntk")) == "ntk"
         if ntk and init != "torch":
             raise ValueError(f'expected no init with parameterization="ntk", got {init!r}; pass weight_variance=')
-        if not ntk and (weight_variance is not None or bias_variance is not None):
+        variances = {"weight_variance": weight_variance, "bias_variance": bias_variance}
+        if not ntk and any(variance is not None for variance in variances.values()):
             raise ValueError('expected variances with parameterization="ntk" only, got some; pass "ntk", or init=')
         per_layer = [dropout] * len(hidden) if isinstance(dropout, int | float) else dropout
         rates = [float(rate) for rate in per_layer]
         if len(rates) != len(hidden):
             raise ValueError(f"expected one dropout rate or {len(hidden)}, got {len(rates)}; pass one per hidden layer")
         self.config = {
-            "inputs": inputs,
-            "outputs": outputs,
-            "hidden": hidden,
-            "activation": activation,
-            "batch_norm": batch_norm,
-            "dropout": dropout if isinstance(dropout, int | float) else rates,
-            "init": init,
-            "parameterization": parameterization,
-            "weight_variance": weight_variance,
-            "bias_variance": bias_variance,
-            "skip": skip,
-        }
-        variances = {"weight_variance": weight_variance, "bias_variance": bias_variance}
+            "inputs": inputs, "outputs": outputs, "hidden": hidden, "activation": activation, "batch_norm": batch_norm,
+            "dropout": dropout if isinstance(dropout, int | float) else rates, "init": init, "skip": skip,
+            "parameterization": parameterization, **variances,
+        }  # fmt: skip
         given: dict[str, Any] = {name: variance for name, variance in variances.items() if variance is not None}
         linear: Callable[[int, int], nn.Module] = partial(NTKLinear, **given) if ntk else nn.Linear
         layers: list[nn.Module] = []
-        width = inputs
-        for units, rate in zip(hidden, rates, strict=True):
-            block = [linear(width, units)]
-            if batch_norm:
-                block.append(nn.BatchNorm1d(units))
-            block.append(ACTIVATIONS[activation]())
-            if rate:
-                block.append(nn.Dropout(rate))
+        for width, units, rate in zip([inputs, *hidden], hidden, rates, strict=False):
+            norm = [nn.BatchNorm1d(units)] if batch_norm else []
+            block = [linear(width, units), *norm, ACTIVATIONS[activation](), *([nn.Dropout(rate)] if rate else [])]
             layers += [Residual(nn.Sequential(*block))] if skip and layers and width == units else block
-            width = units
-        layers.append(linear(width, outputs))
-        self.layers = nn.Sequential(*layers)
-        if init == "he":
-            for layer in self.layers.modules():
-                if isinstance(layer, nn.Linear):
-                    nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-                    nn.init.zeros_(layer.bias)
-        elif init == "normal":
-            for parameter in self.layers.parameters():
-                nn.init.normal_(parameter)
+        self.layers = nn.Sequential(*layers, linear([inputs, *hidden][-1], outputs))
+        self.layers.apply(INITIALISERS[init])
 
     def forward(self, x: Tensor) -> Tensor:
         outputs: Tensor = self.layers(x.flatten(1))

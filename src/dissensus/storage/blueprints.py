@@ -127,16 +127,20 @@ def count_mismatches(arguments: Mapping[str, Any], shapes: TensorShapes, *, fore
         counted = {name: (held[name], axis) for start, axis in places for name in held if name.startswith(start)}
         if not counted and not foreign:
             counted = {f"{places[0][0]}…": ((), places[0][1])}  # a tensor that is missing
-        if key == "samples":  # a draw may be stored in several parts
-            functions, drawn = count * (several if type(several) is int else 1), _count_drawn_rows(counted)
-            if isinstance(sizes := arguments["stored"], list):
-                drawn["stored"] = sum(size for size in sizes if type(size) is int and size > 0)
+        if key == "samples":
+            functions = count * (several if type(several) is int else 1)
             wanted = f"a draw of {functions} functions (samples = {count})"
+            drawn = _count_drawn_rows(counted, arguments["stored"])
             yield from (f"{wanted}, got {rows}" for rows in drawn.values() if rows != functions)
             continue
         for name, (shape, axis) in counted.items():
             if shape[axis : axis + 1] != (count,):
                 yield f"{name} of shape ({'…, ' * axis}{count}, …), because {key} = {count}, got {shape or 'none'}"
+    yield from _shape_mismatches(arguments, shapes)
+
+
+def _shape_mismatches(arguments: Mapping[str, Any], shapes: TensorShapes) -> Iterator[str]:
+    """Disagreements between shapes that arguments describe and those of the tensors."""
     points = arguments.get("repel_at")
     described = {"eigenvectors": arguments.get("lengthscales")}
     if isinstance(points, dict) and "tensors" in points:
@@ -146,9 +150,12 @@ def count_mismatches(arguments: Mapping[str, Any], shapes: TensorShapes, *, fore
             yield f"{name} of shape {said}, got {shapes.get(name)}"
 
 
-def _count_drawn_rows(counted: Mapping[str, tuple[tuple[int, ...], int]]) -> Counter[str]:
-    """Name of a tensor of drawn functions -> number of functions that have it, over all parts of the draw."""
+def _count_drawn_rows(counted: Mapping[str, tuple[tuple[int, ...], int]], stored: Any) -> Counter[str]:
+    """Name of a tensor of drawn functions -> number of functions that have it, over all parts of the draw; `stored`: the
+    sizes of these parts."""
     rows: Counter[str] = Counter()
+    if isinstance(stored, list):
+        rows["stored"] = sum(size for size in stored if type(size) is int and size > 0)
     for name, (shape, _) in counted.items():
         rows[name.partition(".own.")[2]] += shape[0] if shape else 0
     return rows

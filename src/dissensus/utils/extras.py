@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 # extra of pyproject.toml -> what needs it, and the modules it must bring
 EXTRAS = {
-    "bench": ("the command line", "typer rich tomli_w jinja2 matplotlib PIL"),
+    "bench": ("the command line", "typer rich tomli_w pydantic jinja2 matplotlib PIL"),
     "report": ("a report", "jinja2 matplotlib"),
     "plot": ("drawing", "matplotlib"),
     "images": ("reading images", "PIL"),

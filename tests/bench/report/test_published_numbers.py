@@ -150,10 +150,10 @@ def test_reports_show_the_published_numbers_also_from_run_folders(undrawn, tmp_p
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[reference]\nsource = 3", "expected str"),
+        ("[reference]\nsource = 3", "expected a text for reference.source, got 3"),
         ("[reference.mapp]\nnll = 1.0", "did you mean 'map'"),
-        ('[reference.map]\nnll = "low"', "as a number, got 'low'"),
-        ("[reference.map]\nnll = [1.0, 0.1, 0.1]", "a number or \\[value, error\\]"),
+        ('[reference.map]\nnll = "low"', "expected a number or a list for reference.map.nll, got 'low'"),
+        ("[reference.map]\nnll = [1.0, 0.1, 0.1]", "expected a number or a list of at most 2 for reference.map.nll"),
         ("[reference]\nmap = 3", "expected a table"),
     ],
 )

@@ -77,7 +77,9 @@ def test_a_bench_of_several_networks_predicts_with_all_of_their_samples(tmp_path
 
 @pytest.mark.parametrize("count", [0, -1])
 def test_fewer_than_one_network_is_an_error_before_anything_is_written(count):
-    with pytest.raises(ValueError, match=f"expected moons: method.swag.networks of at least 1, got {count}"):
+    with pytest.raises(
+        ValueError, match=f"expected a number of at least 1 for moons: method.swag.networks, got {count}"
+    ):
         moons("swag", f"method.swag.networks={count}")
 
 

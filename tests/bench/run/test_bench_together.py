@@ -203,7 +203,7 @@ def test_only_equal_trainings_are_shared(task_file):
         ("training.keep_best=true", "expected keep_best = false, since"),
         ("training.patience=2", "expected no patience, since"),
         ("training.epochs=1", "expected two epochs or more"),
-        ("training.branch_at=1.0", "training.branch_at above 0 and below 1, got 1.0"),
+        ("training.branch_at=1.0", "expected a number below 1 for .*training.branch_at, got 1.0"),
         ("training.optimizer=default", "expected an optimizer by name"),
         ("training.tail_factor=0.1", "expected tail_rate or tail_factor, not both"),
     ],

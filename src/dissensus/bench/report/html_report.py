@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -184,6 +184,27 @@ MEANINGS = {
     "corrupted inputs": "all test inputs, or as many as the task sets, damaged by noise, blur, weather and other corruptions; "
     "each severity is measured on all types together, then severities are averaged",
 }
+
+
+class CellsPage(NamedTuple):
+    """The page of a task over a grid."""
+
+    title: str
+    description: str
+    sentences: list[str]
+    facts: Mapping[str, str]  # provenance
+    tables: list[tuple[str, str, tables.Table]]  # heading, text below it, table
+    figures: Mapping[str, tuple[Any, str]]  # file -> figure and its text
+    texts: Mapping[str, str]  # other files
+
+
+def write_page(page: CellsPage, folder: Path) -> tuple[list[str], list[Path]]:
+    """(sentences, files): the figures, report.md, report.html and the other files."""
+    figures = [(name, text, report_figures.svg(figure, name[0])) for name, (figure, text) in page.figures.items()]
+    content = page._asdict() | {"figures": figures}
+    texts = {f"report.{end}": render_template(f"cells.{end}.j2", content) for end in ("md", "html")}
+    drawn = {name: figure for name, (figure, _) in page.figures.items()}
+    return page.sentences, report_figures.write_files(folder, drawn, {**texts, **page.texts})
 
 
 def render_template(template: str, content: Mapping[str, Any]) -> str:

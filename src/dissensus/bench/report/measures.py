@@ -99,82 +99,73 @@ class Measure:
 
 def measures(evaluation: Evaluation) -> list[Measure]:
     """The measures of an evaluation, in the order of a report."""
-    found = _regression_measures(evaluation) if evaluation.kind == "regression" else _class_measures(evaluation)
-    for name in evaluation.ood:
-        score = evaluation.score
-        pair: tuple[ArrayNames, ...] = ((f"test/score/{score}",), (f"ood/{name}/score/{score}",))
-        if f"ood/{name}/score/{score}" not in evaluation.arrays:
-            pair = ()
-        told = f"told apart from {name}"
-        fpr95, fpr95_in = _ranking_statistic(metrics.fpr95), _ranking_statistic(metrics.fpr95_in)
-        found += [
-            Measure(f"ood/{name}/auroc", "AUROC", told, "high", 100, 2, "%", pair, _ranking_statistic(metrics.auroc)),
-            Measure(f"ood/{name}/aupr", "AUPR", told, "high", 100, 2, "%", pair, _ranking_statistic(metrics.aupr)),
-            Measure(f"ood/{name}/aupr_adjusted", "AUPR, adjusted", told, "high", 100, 2, "%"),
-            Measure(f"ood/{name}/fpr95", "FPR at 95 % TPR", told, "low", 100, 1, "%", pair, fpr95),
-            Measure(f"ood/{name}/fpr95_in", "FPR, test inputs positive", told, "low", 100, 1, "%", pair, fpr95_in),
-            Measure(f"ood/{name}/ece_union", "ECE, foreign inputs included", told, "low", 100, 2, "%"),
-        ]
-        if evaluation.kind == "segmentation":  # means over images
-            found = [replace(m, samples=((m.key,),), statistic=weighted_mean) if m.group == told else m for m in found]
+    own = _regression_measures(evaluation) if evaluation.kind == "regression" else _class_measures(evaluation)
+    found = own + [m for name in evaluation.ood for m in _ood_measures(evaluation, name)]
     for name in evaluation.shift:
-        own = _regression_measures(evaluation) if evaluation.kind == "regression" else _class_measures(evaluation)
-        for m in own:
-            found.append(
-                Measure(f"shift/{name}/{m.key}", m.label, f"shifted: {name}", m.best, m.scale, m.digits, m.unit)
-            )
-    if evaluation.corruptions:
-        damaged = "corrupted inputs"
-        found += [
-            Measure("corrupt/accuracy", "Accuracy", damaged, "high", 100, 2, "%", (("corrupt/example_accuracy",),)),
-            Measure("corrupt/nll", "NLL", damaged, "low", 1, 4, "nats", (("corrupt/example_nll",),)),
-            Measure("corrupt/ece", "ECE", damaged, "low", 100, 2, "%"),
-        ]
+        shifted = {"group": f"shifted: {name}", "samples": (), "statistic": weighted_mean}
+        found += [replace(m, key=f"shift/{name}/{m.key}", **shifted) for m in own]  # type: ignore[arg-type]
+    found += _changed_measures("corrupt", "corrupted inputs") if evaluation.corruptions else []
     for name, group in ATTACKED.items():
-        each: dict[str, tuple[ArrayNames, ...]] = {
-            key: ((f"attack/{name}/example_{key}",),) for key in ("accuracy", "nll")
-        }
-        found += [
-            Measure(f"attack/{name}/accuracy", "Accuracy", group, "high", 100, 2, "%", each["accuracy"]),
-            Measure(f"attack/{name}/nll", "NLL", group, "low", 1, 4, "nats", each["nll"]),
-            Measure(f"attack/{name}/ece", "ECE", group, "low", 100, 2, "%"),
-        ]
-    found.append(Measure("fool/confidence", "Confidence", "fooling inputs", "low", 100, 2, "%"))
-    wrong = "training rows with wrong labels"
-    found += [
-        Measure("noise/memorised", "Answered as labelled", wrong, "low", 100, 2, "%", (("noise/memorised",),)),
-        Measure("noise/recovered", "Answered truly", wrong, "high", 100, 2, "%", (("noise/recovered",),)),
-    ]
-    implicit = "implicit corruptions"
-    found += [
-        Measure("implicit/distance", "Change of a pixel", implicit, None, 100, 2, "%", (("implicit/distance",),)),
-        Measure("implicit/explained", "Explained by it", implicit, None, 100, 1, "%", (("implicit/explained",),)),
-    ]
-    if "calibrated/nll" in evaluation.metrics:
-        found += _calibrated_measures(evaluation)
-    found += _guarantee_measures(evaluation)
-    against = "against the reference"
-    found += [
-        Measure("against/agreement", "Agreement", against, "high", 100, 2, "%", (("against/agreement",),)),
-        Measure(
-            "against/total_variation", "Total variation", against, "low", 1, 4, "", (("against/total_variation",),)
-        ),
-        Measure("against/halves/agreement", "Agreement of its halves", "the reference", None, 100, 2, "%"),
-        Measure("against/halves/total_variation", "Total variation of its halves", "the reference", None, 1, 4),
-        Measure("against/rhat", "Largest split-R̂", "the reference", None, 1, 3),
-        Measure("against/effective_samples", "Least effective samples", "the reference", None, 1, 0),
-    ]
+        found += _changed_measures(f"attack/{name}", group)
+    found += FOOLED_AND_NOISY
+    found += _calibrated_measures(evaluation, own) if "calibrated/nll" in evaluation.metrics else []
+    found += _guarantee_measures(evaluation) + AGAINST
     for key in region_keys(evaluation):
         region, quantity = region_words(key)
         unit = "nats" if quantity == "entropy" else ""
         found.append(Measure(key, f"{quantity[0].upper()}{quantity[1:]} {region}", "regions", None, 1, 4, unit))
-    found += [
-        Measure("temperature", "Temperature", "", None, 1, 3),
-        Measure("cost/parameters", "Parameters", "cost", None, 1, 0),
-        Measure("cost/train_seconds", "Training", "cost", None, 1, 1, "s"),
-        Measure("cost/predict_ms", "Prediction", "cost", None, 1, 3, "ms per input"),
+    return [m for m in found + COST if m.key in evaluation.metrics]
+
+
+WRONG, IMPLICIT, REFERENCE = "training rows with wrong labels", "implicit corruptions", "against the reference"
+FOOLED_AND_NOISY = [
+    Measure("fool/confidence", "Confidence", "fooling inputs", "low", 100, 2, "%"),
+    Measure("noise/memorised", "Answered as labelled", WRONG, "low", 100, 2, "%", (("noise/memorised",),)),
+    Measure("noise/recovered", "Answered truly", WRONG, "high", 100, 2, "%", (("noise/recovered",),)),
+    Measure("implicit/distance", "Change of a pixel", IMPLICIT, None, 100, 2, "%", (("implicit/distance",),)),
+    Measure("implicit/explained", "Explained by it", IMPLICIT, None, 100, 1, "%", (("implicit/explained",),)),
+]
+AGAINST = [
+    Measure("against/agreement", "Agreement", REFERENCE, "high", 100, 2, "%", (("against/agreement",),)),
+    Measure("against/total_variation", "Total variation", REFERENCE, "low", 1, 4, "", (("against/total_variation",),)),
+    Measure("against/halves/agreement", "Agreement of its halves", "the reference", None, 100, 2, "%"),
+    Measure("against/halves/total_variation", "Total variation of its halves", "the reference", None, 1, 4),
+    Measure("against/rhat", "Largest split-R̂", "the reference", None, 1, 3),
+    Measure("against/effective_samples", "Least effective samples", "the reference", None, 1, 0),
+]
+COST = [
+    Measure("temperature", "Temperature", "", None, 1, 3),
+    Measure("cost/parameters", "Parameters", "cost", None, 1, 0),
+    Measure("cost/train_seconds", "Training", "cost", None, 1, 1, "s"),
+    Measure("cost/predict_ms", "Prediction", "cost", None, 1, 3, "ms per input"),
+]
+
+
+def _ood_measures(evaluation: Evaluation, name: str) -> list[Measure]:
+    """Measures of how well foreign inputs are told apart from test inputs."""
+    told, scores = f"told apart from {name}", (f"test/score/{evaluation.score}", f"ood/{name}/score/{evaluation.score}")
+    pair = ((scores[0],), (scores[1],)) if scores[1] in evaluation.arrays else ()
+    fpr95, fpr95_in = _ranking_statistic(metrics.fpr95), _ranking_statistic(metrics.fpr95_in)
+    found = [
+        Measure(f"ood/{name}/auroc", "AUROC", told, "high", 100, 2, "%", pair, _ranking_statistic(metrics.auroc)),
+        Measure(f"ood/{name}/aupr", "AUPR", told, "high", 100, 2, "%", pair, _ranking_statistic(metrics.aupr)),
+        Measure(f"ood/{name}/aupr_adjusted", "AUPR, adjusted", told, "high", 100, 2, "%"),
+        Measure(f"ood/{name}/fpr95", "FPR at 95 % TPR", told, "low", 100, 1, "%", pair, fpr95),
+        Measure(f"ood/{name}/fpr95_in", "FPR, test inputs positive", told, "low", 100, 1, "%", pair, fpr95_in),
+        Measure(f"ood/{name}/ece_union", "ECE, foreign inputs included", told, "low", 100, 2, "%"),
     ]
-    return [m for m in found if m.key in evaluation.metrics]
+    if evaluation.kind == "segmentation":  # means over images
+        return [replace(m, samples=((m.key,),), statistic=weighted_mean) for m in found]
+    return found
+
+
+def _changed_measures(prefix: str, group: str) -> list[Measure]:
+    """Measures of corrupted or attacked inputs."""
+    return [
+        Measure(f"{prefix}/accuracy", "Accuracy", group, "high", 100, 2, "%", ((f"{prefix}/example_accuracy",),)),
+        Measure(f"{prefix}/nll", "NLL", group, "low", 1, 4, "nats", ((f"{prefix}/example_nll",),)),
+        Measure(f"{prefix}/ece", "ECE", group, "low", 100, 2, "%"),
+    ]
 
 
 def member_measures(evaluation: Evaluation) -> list[Measure]:
@@ -248,7 +239,7 @@ def _miou(weights: Sequence[Tensor], intersection: Tensor, union: Tensor) -> Ten
     return (weights[0] @ intersection.double() / (weights[0] @ union.double())).nanmean(1)
 
 
-def _calibrated_measures(evaluation: Evaluation) -> list[Measure]:
+def _calibrated_measures(evaluation: Evaluation, own: Sequence[Measure]) -> list[Measure]:
     """Measures after calibration on held-out test rows, by temperature or another method."""
     group = "at its best temperature" if "calibrated/temperature" in evaluation.metrics else "calibrated"
     samples: dict[str, ArrayNames] = {
@@ -257,8 +248,7 @@ def _calibrated_measures(evaluation: Evaluation) -> list[Measure]:
         "ece": ("calibrated/confidence", "calibrated/correct"),
         "rmse": ("calibrated/squared_error",),
     }
-    base = _regression_measures(evaluation) if evaluation.kind == "regression" else _class_measures(evaluation)
-    known = {f"calibrated/{each.key}": each for each in base if each.key in samples}
+    known = {f"calibrated/{each.key}": each for each in own if each.key in samples}
     found = [replace(each, key=key, group=group, samples=(samples[each.key],)) for key, each in known.items()]
     return [*found, Measure("calibrated/temperature", "Temperature", group, None, 1, 3)]
 

@@ -40,22 +40,19 @@ def guarantee_section(results: Results, palette: Palette) -> Made | None:
 
 
 def _coverage_panels(results: Results, palette: Palette) -> list[Panel]:
-    panels = []
+    panels, severities = [], next(iter(results.methods.values()))[0].severities
     for name in _guarantee_names(results, "/level"):
-        keys = [f"{name}/{each}/coverage" for each in DIFFICULTIES]
-        drawn = _method_curves(results, palette, [1, 2, 3], keys)
-        if drawn:
-            level = _first_metric(results, f"{name}/level")
-            label = {"xlabel": "thirds of the inputs, easy to hard", "ylabel": "sets that hold the truth"}
-            title = {"title": f"Coverage by difficulty: {name}", "ylim": (None, 1.01)}
-            panels.append(Panel([*drawn, _level_line(1, 3, level)], label | title, percent="y", ticks=[1, 2, 3]))
-        severities = next(iter(results.methods.values()))[0].severities
-        keys = [f"{name}/coverage", *(f"corrupt/severity{s}/{name}/coverage" for s in severities)]
-        if severities and (drawn := _method_curves(results, palette, [0, *severities], keys)):
-            label = {"xlabel": "severity of corruption (0: clean)", "ylabel": "sets that hold the truth"}
-            title = {"title": f"Coverage under corruption: {name}", "ylim": (None, 1.01)}
-            line = _level_line(0, max(severities), _first_metric(results, f"{name}/level"))
-            panels.append(Panel([*drawn, line], label | title, percent="y", ticks=[0, *severities]))
+        level = _first_metric(results, f"{name}/level")
+        hard = [f"{name}/{each}/coverage" for each in DIFFICULTIES]
+        corrupted = [f"{name}/coverage", *(f"corrupt/severity{s}/{name}/coverage" for s in severities)]
+        for over, xlabel, x, keys in (
+            ("by difficulty", "thirds of the inputs, easy to hard", [1, 2, 3], hard),
+            ("under corruption", "severity of corruption (0: clean)", [0, *severities], corrupted),
+        ):
+            if len(x) > 1 and (drawn := _method_curves(results, palette, x, keys)):
+                axes = {"xlabel": xlabel, "ylabel": "sets that hold the truth", "ylim": (None, 1.01)}
+                axes["title"] = f"Coverage {over}: {name}"
+                panels.append(Panel([*drawn, _level_line(x[0], max(x), level)], axes, percent="y", ticks=x))
     return panels
 
 

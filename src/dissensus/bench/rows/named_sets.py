@@ -60,13 +60,8 @@ def set_location(name: str, folder: Root) -> str:
 # ------------------------------------------------------------------------------------------- images
 
 
-def _digits(folder: Root) -> DatasetRows:
-    train, test = digits()
-    return DatasetRows(_task_rows(train), _task_rows(test), train.classes)
-
-
-def _catalogued_images(name: str, folder: Root) -> DatasetRows:
-    train, test = (image_set(name, split, folder=folder) for split in ("train", "test"))
+def _image_rows(name: str, folder: Root) -> DatasetRows:
+    train, test = digits() if name == "digits" else (image_set(name, each, folder=folder) for each in ("train", "test"))
     return DatasetRows(_task_rows(train), _task_rows(test), train.classes)
 
 
@@ -85,9 +80,12 @@ def _task_rows(images: ImageSet) -> TaskRows:
 # ------------------------------------------------------------------------------------------- toys
 
 
+def _toy_rows(train: toy.Points, test: toy.Points, *, classes: tuple[str, ...] = ()) -> DatasetRows:
+    return DatasetRows(TaskRows(*train), TaskRows(*test), classes)
+
+
 def _two_moons(folder: Root, count: int = 1000, noise: float = 0.1) -> DatasetRows:
-    train, test = (toy.two_moons(count, noise=noise, seed=seed) for seed in (0, 1))
-    return DatasetRows(TaskRows(*train), TaskRows(*test), ("upper", "lower"))
+    return _toy_rows(*(toy.two_moons(count, noise=noise, seed=seed) for seed in (0, 1)), classes=("upper", "lower"))
 
 
 def _far_ring(folder: Root) -> TaskRows:
@@ -96,26 +94,22 @@ def _far_ring(folder: Root) -> TaskRows:
 
 
 def _five_blobs(folder: Root, points: int = 40, scale: float = 0.4, draw: int = 0) -> DatasetRows:
-    train, test = toy.five_blobs(points, scale=scale, seed=draw), toy.five_blobs(20, scale=scale, seed=1000 + draw)
-    return DatasetRows(TaskRows(*train), TaskRows(*test), tuple("12345"))
+    drawn = partial(toy.five_blobs, scale=scale)
+    return _toy_rows(drawn(points, seed=draw), drawn(20, seed=1000 + draw), classes=tuple("12345"))
 
 
 def _three_clusters(folder: Root) -> DatasetRows:
     """The papers' 400 points have no test set: test errors are those on the training points."""
-    rows = TaskRows(*toy.three_clusters())
-    return DatasetRows(rows, rows, ())
+    return _toy_rows(toy.three_clusters(), toy.three_clusters())
 
 
 def _x_sin_x(folder: Root, points: int = 45, noise: float = 0.25) -> DatasetRows:
-    train, test = toy.x_sin_x(points, noise=noise, seed=0), toy.x_sin_x(4 * points, noise=noise, seed=1)
-    return DatasetRows(TaskRows(*train), TaskRows(*test), ())
+    return _toy_rows(toy.x_sin_x(points, noise=noise, seed=0), toy.x_sin_x(4 * points, noise=noise, seed=1))
 
 
 def _x_sin_x_features(folder: Root, points: int = 45, noise: float = 0.25, draw: int = 0) -> DatasetRows:
-    counts = (points, 4 * points)
-    train, test = (toy.x_sin_x(count, noise=noise, seed=2 * draw + i) for i, count in enumerate(counts))
-    first, second = (TaskRows(toy.quadratic_features(x), y) for x, y in (train, test))
-    return DatasetRows(first, second, ())
+    drawn = (toy.x_sin_x(count, noise=noise, seed=2 * draw + i) for i, count in enumerate((points, 4 * points)))
+    return _toy_rows(*((toy.quadratic_features(x), y) for x, y in drawn))
 
 
 def _x_sin_x_gap(folder: Root, points: int = 45, noise: float = 0.25) -> TaskRows:
@@ -126,8 +120,7 @@ def _x_sin_x_gap(folder: Root, points: int = 45, noise: float = 0.25) -> TaskRow
 
 
 def _cubic(folder: Root, points: int = 20, noise: float = 3.0, draw: int = 0) -> DatasetRows:
-    train, test = toy.cubic(points, noise=noise, seed=2 * draw), toy.cubic(200, noise=noise, seed=2 * draw + 1)
-    return DatasetRows(TaskRows(*train), TaskRows(*test), ())
+    return _toy_rows(*(toy.cubic(n, noise=noise, seed=2 * draw + i) for i, n in enumerate((points, 200))))
 
 
 def _cubic_outside(folder: Root, points: int = 20, noise: float = 3.0, draw: int = 0) -> TaskRows:
@@ -139,8 +132,7 @@ def _cubic_outside(folder: Root, points: int = 20, noise: float = 3.0, draw: int
 
 
 def _cubic_gap(folder: Root, points: int = 201, noise: float = 2.0, draw: int = 0) -> DatasetRows:
-    train, test = toy.cubic_gap(points, noise=noise, seed=2 * draw), toy.cubic_gap(noise=noise, seed=2 * draw + 1)
-    return DatasetRows(TaskRows(*train), TaskRows(*test), ())
+    return _toy_rows(*(toy.cubic_gap(n, noise=noise, seed=2 * draw + i) for i, n in enumerate((points, 201))))
 
 
 def _cubic_elsewhere(
@@ -153,7 +145,7 @@ def _cubic_elsewhere(
 
 def _hill(folder: Root, points: int = 3, noise: float = 0.5) -> DatasetRows:
     """Training rows without noise, so that both sides are equal; test rows with noise."""
-    return DatasetRows(TaskRows(*toy.hill(points)), TaskRows(*toy.hill(10 * points, noise=noise)), ())
+    return _toy_rows(toy.hill(points), toy.hill(10 * points, noise=noise))
 
 
 GAP = (0.0, 2.0)  # gap in the inputs of a Gaussian-process sample; training inputs lie on [−4, 0] and [2, 4]
@@ -179,7 +171,9 @@ def _gp_rows(points: int, lengthscale: float, noise: float, draw: int) -> tuple[
 
 
 SETS: dict[str, TaskSet] = {
-    "digits": TaskSet(_digits, "classification", "10,000 + 2,000 MNIST digits in the package", "shipped"),
+    "digits": TaskSet(
+        partial(_image_rows, "digits"), "classification", "10,000 + 2,000 MNIST digits in the package", "shipped"
+    ),
     "two_moons": TaskSet(_two_moons, "classification", "two interleaved half circles in the plane"),
     "x_sin_x": TaskSet(_x_sin_x, "regression", "x sin x with noise on two intervals with a gap between them"),
     "x_sin_x_features": TaskSet(
@@ -209,7 +203,7 @@ SETS: dict[str, TaskSet] = {
     ),
     **{
         name: TaskSet(
-            partial(_catalogued_images, name),
+            partial(_image_rows, name),
             "classification",
             f"{len(CATALOGUE[name].classes)} classes",
             partial(_image_folder, name),

@@ -65,11 +65,7 @@ def evaluation_of_run(
         said = read_predictions(splits[TRAIN])
         evaluation = with_memorisation(extra_measures.with_training_rows(evaluation, said), said, data.train)
     if CALIBRATION in splits:
-        test, held = (read_predictions(splits[each]) for each in ("test", CALIBRATION))
-        correction = None if calibrated is None else calibrated.current_correction()
-        evaluation = extra_measures.with_calibration(evaluation, test, held, correction)
-        if calibrated is not None and calibrated.promises:
-            evaluation = extra_measures.with_guarantees(evaluation, test, calibrated, data.targets)
+        evaluation = _with_calibration(evaluation, splits, calibrated, data)
     if CHOOSE in splits:
         evaluation = extra_measures.with_choice(evaluation, read_counts(splits[CHOOSE]))
     if "distances_every" in config.evaluation:
@@ -83,6 +79,17 @@ def evaluation_of_run(
     if "curves_every" in config.evaluation:
         evaluation = with_curves(evaluation, folder, data.train)
     return evaluation
+
+
+def _with_calibration(
+    evaluation: Evaluation, splits: Mapping[str, Path], calibrated: Posterior | None, data: TaskData
+) -> Evaluation:
+    test, held_out = (read_predictions(splits[each]) for each in ("test", CALIBRATION))
+    correction = None if calibrated is None else calibrated.current_correction()
+    evaluation = extra_measures.with_calibration(evaluation, test, held_out, correction)
+    if calibrated is None or not calibrated.promises:
+        return evaluation
+    return extra_measures.with_guarantees(evaluation, test, calibrated, data.targets)
 
 
 def evaluation_of_rows(

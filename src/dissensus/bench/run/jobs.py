@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from dissensus.bench import torchrun_ranks
 from dissensus.bench.report.results import Results
@@ -25,8 +25,33 @@ from dissensus.storage.atomic_files import remove_strays, temporary_name
 from dissensus.utils.checks import integer, one_of
 
 
+class RunOptions(TypedDict, total=False):
+    """How the runs of a bench are done.
+
+    `source`: the folder of the user's data. `tell`: function called with messages about progress. `jobs`: processes that
+    train at the same time; a script that uses several must be guarded by `if __name__ == "__main__"`.
+    """
+
+    source: str | None
+    progress: bool
+    jobs: int
+    tell: Tell
+
+
 def default_folder(task: Task) -> Path:
     return Path("runs") / f"{task.name}-{task.size}"
+
+
+def methods_and_folder(
+    task: Task, methods: Sequence[str] | None, out: str | Path | None, seeds: int, baseline: str | None, jobs: int = 1
+) -> tuple[list[str], Path]:
+    """(methods to run, folder to write to) of a bench; raises for arguments that do not fit."""
+    integer("--seeds", seeds)
+    integer("--jobs", jobs)
+    chosen = list(methods or task.methods)
+    if baseline is not None:
+        one_of("a baseline", baseline, chosen, hint="run it too, or choose one of them")
+    return chosen, default_folder(task) if out is None else Path(out)
 
 
 def bench(
@@ -35,29 +60,17 @@ def bench(
     methods: Sequence[str] | None = None,
     seeds: int = 1,
     out: str | Path | None = None,
-    source: str | None = None,
-    progress: bool = False,
     baseline: str | None = None,
     holm: bool = False,
-    jobs: int = 1,
-    tell: Tell = ignore_message,
+    **options: Unpack[RunOptions],
 ) -> tuple[Results, list[Path]]:
     """Trains, evaluates and reports a task: (results, report files).
 
-    `source`: the folder of the user's data. `tell`: function called with messages about progress. `baseline`: the method to
-    compare with, by default the task's. `holm`: adjusts p-values for their number. `jobs`: processes that train at the same
-    time; a script that uses several must be guarded by `if __name__ == "__main__"`.
+    `baseline`: the method to compare with, by default the task's. `holm`: adjusts p-values for their number.
     """
-    integer("--seeds", seeds)
-    integer("--jobs", jobs)
-    chosen = list(methods or task.methods)
-    if baseline is not None:
-        one_of("a baseline", baseline, chosen, hint="run it too, or choose one of them")
-    folder = default_folder(task) if out is None else Path(out)
-    runs, evaluations = run_all(
-        task, methods=chosen, seeds=range(seeds), out=folder, source=source, progress=progress, jobs=jobs, tell=tell
-    )
-    tell("writing the report")
+    chosen, folder = methods_and_folder(task, methods, out, seeds, baseline, options.get("jobs", 1))
+    runs, evaluations = run_all(task, methods=chosen, seeds=range(seeds), out=folder, **options)
+    options.get("tell", ignore_message)("writing the report")
     from dissensus.bench.report.html_report import write_report  # loads matplotlib
 
     ordered = sorted(range(len(runs)), key=lambda i: chosen.index(runs[i].config.method))
@@ -67,36 +80,22 @@ def bench(
 
 
 def run_all(
-    task: Task,
-    *,
-    methods: Sequence[str],
-    seeds: Iterable[int],
-    out: Path,
-    source: str | None = None,
-    progress: bool = False,
-    jobs: int = 1,
-    tell: Tell = ignore_message,
+    task: Task, *, methods: Sequence[str], seeds: Iterable[int], out: Path, **options: Unpack[RunOptions]
 ) -> tuple[list[Run], list[Evaluation]]:
     """(runs, their evaluations) of methods and seeds of a task, seed by seed, without a report."""
     configs = [run_config(task, method, seed) for seed in seeds for method in methods]
-    runs = begin_runs(task, configs, out, source=source)
-    return runs, finish_runs(runs, source=source, progress=progress, jobs=jobs, tell=tell)
+    runs = begin_runs(task, configs, out, source=options.get("source"))
+    return runs, finish_runs(runs, **options)
 
 
-def finish_runs(
-    runs: Sequence[Run],
-    *,
-    source: str | None = None,
-    progress: bool = False,
-    jobs: int = 1,
-    tell: Tell = ignore_message,
-) -> list[Evaluation]:
+def finish_runs(runs: Sequence[Run], **options: Unpack[RunOptions]) -> list[Evaluation]:
     """The evaluations of runs that have begun, one after the other or `jobs` at a time."""
+    jobs, tell, progress = options.get("jobs", 1), options.get("tell", ignore_message), options.get("progress", False)
     groups = _training_groups(runs)
     for run in runs:
         run.is_shared = jobs == 1 and torchrun_ranks.is_training_shared(len(groups))
     if jobs > 1 or (torchrun_ranks.size() > 1 and not runs[0].is_shared):
-        run_in_processes(groups, jobs, source=source, tell=tell)
+        run_in_processes(groups, jobs, source=options.get("source"), tell=tell)
     with withdraw_on_failure(runs):
         evaluations = [_finish_run(i, run, runs, progress=progress, tell=tell) for i, run in enumerate(runs, start=1)]
     if runs[0].is_shared:

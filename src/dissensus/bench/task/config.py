@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,10 @@ class Task:
     @property
     def title(self) -> str:
         return str(self.settings.get("title", self.name))
+
+    @property
+    def description(self) -> str:
+        return str(self.settings.get("description", ""))
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,8 @@ def own_tasks() -> dict[str, Settings]:
     for path in sorted(Path().glob("*.toml")):
         with suppress(ValueError, OSError):
             settings = read_task(str(path))
-            schema.check_tables(settings, path.name)
-            schema.TEXT("data.name", settings.get("data", {}).get("name"))
+            schema.check_section("", settings, schema.fields_of(schema.TaskFile), path.name)
+            schema.check_value("data.name", settings.get("data", {}).get("name"), str)
             found |= {path.name: settings} if "methods" in settings else {}
     return found
 
@@ -108,7 +113,7 @@ def load_task(
     `methods`: the methods that will run, to which method.key=value applies; by default the task's.
     """
     settings = read_task(name)
-    schema.check_tables(settings, name)
+    schema.check_section("", settings, schema.fields_of(schema.TaskFile), name)
     sizes = settings.pop("size", {})
     for each in (size, *sizes):
         one_of("a size", each, SIZES)
@@ -161,16 +166,13 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
         method=method,
         seed=seed,
         title=task.title,
-        description=str(task.settings.get("description", "")),
+        description=task.description,
         baseline=str(task.settings.get("baseline", "")),
         data=data,
         network=network,
-        likelihood=tables["likelihood"],
         settings=settings,
         training=training,
-        evaluation=tables["evaluation"],
-        reference=tables["reference"],
-        calibration=tables["calibration"],
+        **{section: tables[section] for section in ("likelihood", "evaluation", "reference", "calibration")},
         folder=str(task.folder or ""),
     )
 
@@ -181,8 +183,8 @@ def run_config_from_table(table: Settings, where: str) -> RunConfig:
         config = RunConfig(**table)
     except TypeError as error:  # a missing or unknown key
         raise damage_error(Path(where), error) from error
-    for key, rule in schema.parameter_rules(RunConfig).items():
-        rule(f"{where}: {key}", getattr(config, key))
+    for key, annotation in schema.parameter_fields(RunConfig).items():
+        schema.check_value(f"{where}: {key}", getattr(config, key), annotation)
     sections = {section: table[section] for section in SECTIONS if section in table and section != "size"}
     schema.check_task({**sections, "method": {config.method: config.settings}}, where)
     return config
@@ -221,54 +223,65 @@ def apply_override(
     if not equals or not all(path):
         raise ValueError(f"expected key=value for --set, got {override!r}; write for example training.epochs=3")
     value = parse_value(text.strip())
-    value = str(value) if path[1:] == ["name"] else value
-    if path[1:] == ["name"] and path[0] in ("network", "data"):
-        return merge_settings(settings, {path[0]: {"name": value}})
+    if path[1:] == ["name"]:
+        renamed = merge_settings(settings, {path[0]: {"name": str(value)}})
+        if path[0] in ("network", "data"):
+            return renamed
     changed = copy.deepcopy(settings)
     # The command line may define a variant, and may name the user's method without a table.
     if path[0] == "method" and len(path) > 2 and ("-" in path[1] or is_import_path(path[1])):
         base_name(path[1])
         changed.setdefault("method", {}).setdefault(path[1], {})
     expand_objects(changed, path[:-1])
-    known = schema.known_keys(merge_settings(settings, {path[0]: {"name": value}}) if path[1:] == ["name"] else changed)
-    section, key = ".".join(path[:-1]), path[-1]
-    if section == "method" and key not in METHODS:
-        own = [each for each in dict.fromkeys([*running, *variants_of(settings)]) if is_import_path(each)]
-        known |= {
-            f"method.{each}": schema.method_keys(method_class(each, beside)) for each in [*own, *map(base_name, own)]
-        }
-        there = {each for method in running for each in known[f"method.{base_name(method)}"]}
-        others = [method for method in METHODS if key in known[f"method.{method}"]]
-        hint = f"choose a method that has it ({', '.join(others)}), or leave it out" if others else ""
-        one_of(f"a setting of the methods that run ({', '.join(running)})", key, there, hint=hint)
-        # A setting for all methods does not define a variant.
-        asked = dict.fromkeys([*(each for each in running if base_name(each) == each), *variants_of(settings)])
-        for each in asked:
-            if key in known[f"method.{each}"]:
-                changed.setdefault("method", {}).setdefault(each, {})[key] = value
+    known = schema.known_keys(renamed if path[1:] == ["name"] else changed)
+    if path[:-1] == ["method"] and path[1] not in METHODS:
+        _set_for_all(changed, path[1], value, running, known, beside)
         return changed
-    allowed = {**known, "": schema.TOP | {"likelihood": schema.ANY}}
-    if key not in allowed.get(section, {}):
-        owners = [f"method.{each}" for each in path[1:-2] or map(base_name, running)]
-        of_object = len(path) > 1 and path[-2] in OBJECTS
-        if of_object and (section == "likelihood" or any(path[-2] in known.get(each, {}) for each in owners)):
-            advice = f"write --set '{section}={{NAME=…}}' with one of {constructor_forms(path[-2])}"
-            raise ValueError(f"expected {section} as a whole, got {override!r}; {advice}")
-
-        def is_read(each: str) -> bool:  # a key of the named section, or a key that is read
-            first, *rest = each.split(".")
-            return each in ("", section) or (rest[0] in running if first == "method" else first in sections)
-
-        every = [f"{s}.{k}" if s else k for s, keys in allowed.items() if is_read(s) for k in keys]
-        what = f"a key of [{section}]" if section in allowed else "a key"
-        top = ["title", "methods"] if sections is SECTIONS else []
-        shown = allowed.get(section) or [*top, *(f"{each}.…" for each in sections if each != "size")]
-        one_of(what, ".".join(path), every, shown=shown)
-    table = changed
-    for part in path[:-1]:
-        table = table.setdefault(part, {})
-    table[key] = value
+    known[""] = dict.fromkeys((*schema.TOP, "likelihood"))
+    if path[-1] not in known.get(".".join(path[:-1]), {}):
+        _raise_unknown_key(path, override, known, running, sections)
+    reduce(lambda table, part: table.setdefault(part, {}), path[:-1], changed)[path[-1]] = value
     return changed
+
+
+def _set_for_all(
+    settings: Settings, key: str, value: Any, running: Sequence[str], known: dict[str, schema.Fields], beside: str
+) -> None:
+    """Sets a setting, in place, for every method that runs and has it, and for all variants that have it."""
+    variants = variants_of(settings)
+    for each in dict.fromkeys(filter(is_import_path, [*running, *variants])):
+        for name in (each, base_name(each)):
+            known[f"method.{name}"] = schema.method_fields(method_class(name, beside))
+    there = {each for method in running for each in known[f"method.{base_name(method)}"]}
+    others = [method for method in METHODS if key in known[f"method.{method}"]]
+    hint = f"choose a method that has it ({', '.join(others)}), or leave it out" if others else ""
+    one_of(f"a setting of the methods that run ({', '.join(running)})", key, there, hint=hint)
+    # A setting for all methods does not define a variant.
+    for each in [*(each for each in running if base_name(each) == each), *variants]:
+        if key in known[f"method.{each}"]:
+            settings.setdefault("method", {}).setdefault(each, {})[key] = value
+
+
+def _raise_unknown_key(
+    path: list[str], override: str, known: dict[str, schema.Fields], running: list[str], sections: Collection[str]
+) -> None:
+    """Raises for a key that no section has: names the nearest, or the forms of an object that is set in part."""
+    section = ".".join(path[:-1])
+    owners = [f"method.{each}" for each in path[1:-2] or map(base_name, running)]
+    of_object = len(path) > 1 and path[-2] in OBJECTS
+    if of_object and (section == "likelihood" or any(path[-2] in known.get(each, {}) for each in owners)):
+        advice = f"write --set '{section}={{NAME=…}}' with one of {constructor_forms(path[-2])}"
+        raise ValueError(f"expected {section} as a whole, got {override!r}; {advice}")
+
+    def is_read(each: str) -> bool:  # a key of the named section, or a key that is read
+        first, *rest = each.split(".")
+        return each in ("", section) or (rest[0] in running if first == "method" else first in sections)
+
+    every = [f"{s}.{k}" if s else k for s, keys in known.items() if is_read(s) for k in keys]
+    what = f"a key of [{section}]" if section in known else "a key"
+    top = ["title", "methods"] if sections is SECTIONS else []
+    shown = known.get(section) or [*top, *(f"{each}.…" for each in sections if each != "size")]
+    one_of(what, ".".join(path), every, shown=shown)
 
 
 def parse_value(text: str) -> Any:
@@ -285,7 +298,9 @@ def merge_settings(base: Mapping[str, Any], over: Mapping[str, Any]) -> Settings
     result = copy.deepcopy(dict(base))
     for key, value in over.items():
         if key in ("network", "data") and _has_other_name(result.get(key), value):
-            result[key] = {k: each for k, each in result[key].items() if key == "data" and k in schema.DATA}
+            result[key] = {
+                k: each for k, each in result[key].items() if key == "data" and k in schema.fields_of(schema.Data)
+            }
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
         both = both and not replaces_object(key, result[key], value)
         result[key] = merge_settings(result[key], value) if both else copy.deepcopy(value)

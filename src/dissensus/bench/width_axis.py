@@ -1,13 +1,10 @@
-"""Runs a task over widths: ensembles that share weights beside independent ones, over the width and the number of members.
-
-Trains and measures all cells, answers the task's questions by numbers with intervals, and writes results.csv, claims.csv,
-figures and a page.
+"""The width as an axis of a grid: ensembles that share weights beside independent ones, over the width and the number of
+members. Answers the task's questions by numbers with intervals, in results.csv, claims.csv, figures and a page.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,15 +12,13 @@ import torch
 
 from dissensus.bench.report import estimates
 from dissensus.bench.report.estimates import Array, Claim, VerdictWords
-from dissensus.bench.report.html_report import render_template
-from dissensus.bench.report.report_figures import svg, write_files
+from dissensus.bench.report.html_report import CellsPage
 from dissensus.bench.report.results import table_text
 from dissensus.bench.report.tables import Cell, Row, Table
-from dissensus.bench.run.jobs import begin_runs, default_folder
-from dissensus.bench.run.processes import DIVERGED, run_in_processes
+from dissensus.bench.run.processes import DIVERGED
 from dissensus.bench.run.provenance import ORIGIN
 from dissensus.bench.run.records import read_evaluation, read_predictions
-from dissensus.bench.run.run import Run, Tell, ignore_message
+from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import RunConfig, Task, run_config
 from dissensus.core.predictive import ClassificationPredictive
 from dissensus.metrics import accuracy_values, effective_members
@@ -65,7 +60,6 @@ def width_cells(task: Task, seeds: Sequence[int]) -> list[WidthCell]:
         raise ValueError(f"expected widths.{missing[0]} in the task, got none; [widths] needs {', '.join(needed)}")
     for method in task.methods:
         one_of("a method of a task with [widths]", method, (INDEPENDENT, EMBEDDED), hint="it compares these two")
-    one_of("widths.rate", widths["rate"], ("fixed", "sharing"))
     factors = sorted({float(number("widths.factors", each, above=0)) for each in widths["factors"]})
     sizes = sorted({integer("widths.members", each) for each in widths["members"]})
     swept = [float(number("widths.p", each)) for each in dict.fromkeys(widths["p"])]
@@ -191,39 +185,55 @@ def width_verdicts(found: Sequence[Claim]) -> list[str]:
     return estimates.verdicts(list({claim.about.partition(", width ")[0]: claim for claim in spoken}.values()), WORDS)
 
 
-def _question_values(grid: WidthArrays) -> Iterator[tuple[str, str, Array]]:
-    """Yields (question, subject, values (S, n)). Within a width, M/N varies with M."""
-    factors, sizes, wide = grid.factors, grid.sizes, len(grid.factors) > 1
-    accuracy, members = grid.main_array("accuracy"), grid.main_array("member_accuracy")
-    gap, apart = accuracy[0] - accuracy[1], members[0] - members[1]  # (F, M, S, n)
+QuestionValues = Iterator[tuple[str, str, Array]]  # question, subject, values (S, n)
 
-    def by_width(question: str, about: str, values: Array) -> Iterator[tuple[str, str, Array]]:
-        for factor, each in zip(factors, values, strict=True):
-            yield question, f"{about}, width {factor:g}×", each
 
-    several = [i for i, m in enumerate(sizes) if m > 1]
-    for i in dict.fromkeys((several[len(several) // 2], several[-1]) if several else ()):
-        yield from by_width(FOLLOW, f"embedded − independent, M = {sizes[i]}", gap[:, i])
-        if wide:
-            change = f"the same at {factors[-1]:g}× minus at {factors[0]:g}×, M = {sizes[i]}"
-            yield FOLLOW, change, gap[-1, i] - gap[0, i]
-    if several:
-        yield from by_width(FOLLOW, f"a member's accuracy, embedded − independent, M = {sizes[-1]}", apart[:, -1])
-    if len(sizes) > 1:
-        for name, what in (("member_accuracy", "test"), ("train_member_accuracy", "training")):
-            slopes = np.einsum("m,fmsn->fsn", estimates.slope_weights(sizes), grid.main_array(name)[0])
-            about = f"members' {what} accuracy for every doubling of M"
-            yield from by_width(FALL, about, slopes)
-            if wide:
-                yield FALL, f"{about}, mean", slopes.mean(0)
-    if len(sizes) > 1 and wide:
-        right = accuracy[0].mean(-1, keepdims=True)  # (F, M, S, 1)
-        best = np.where(np.isnan(right).any(1), math.nan, np.log2(sizes)[right.argmax(1)])
-        yield from by_width(BEST, "log₂ of the best M", best)
-        growth = np.einsum("f,fsn->sn", estimates.slope_weights(factors), best)
-        yield BEST, "doublings of the best M for every doubling of the width", growth
+def _question_values(grid: WidthArrays) -> QuestionValues:
+    """The values of all questions. Within a width, M/N varies with M."""
+    yield from _follow_values(grid)
+    if len(grid.sizes) > 1:
+        yield from _fall_values(grid)
+        if len(grid.factors) > 1:
+            yield from _best_values(grid)
     for p, (summed, averaged) in zip(grid.p, grid.transition_array("accuracy").swapaxes(0, 1), strict=True):
         yield TRANSITION, f"γ = M − γ = 1 at p = {p:g}", summed - averaged
+
+
+def _by_width(question: str, about: str, grid: WidthArrays, values: Array) -> QuestionValues:
+    for factor, each in zip(grid.factors, values, strict=True):
+        yield question, f"{about}, width {factor:g}×", each
+
+
+def _follow_values(grid: WidthArrays) -> QuestionValues:
+    factors, several = grid.factors, [i for i, m in enumerate(grid.sizes) if m > 1]
+    if not several:
+        return
+    accuracy, members = grid.main_array("accuracy"), grid.main_array("member_accuracy")
+    gap, apart = accuracy[0] - accuracy[1], members[0] - members[1]  # (F, M, S, n)
+    for i in dict.fromkeys((several[len(several) // 2], several[-1])):
+        size = f"M = {grid.sizes[i]}"
+        yield from _by_width(FOLLOW, f"embedded − independent, {size}", grid, gap[:, i])
+        if len(factors) > 1:
+            yield FOLLOW, f"the same at {factors[-1]:g}× minus at {factors[0]:g}×, {size}", gap[-1, i] - gap[0, i]
+    about = f"a member's accuracy, embedded − independent, M = {grid.sizes[-1]}"
+    yield from _by_width(FOLLOW, about, grid, apart[:, -1])
+
+
+def _fall_values(grid: WidthArrays) -> QuestionValues:
+    for name, what in (("member_accuracy", "test"), ("train_member_accuracy", "training")):
+        slopes = np.einsum("m,fmsn->fsn", estimates.slope_weights(grid.sizes), grid.main_array(name)[0])
+        about = f"members' {what} accuracy for every doubling of M"
+        yield from _by_width(FALL, about, grid, slopes)
+        if len(grid.factors) > 1:
+            yield FALL, f"{about}, mean", slopes.mean(0)
+
+
+def _best_values(grid: WidthArrays) -> QuestionValues:
+    right = grid.main_array("accuracy")[0].mean(-1, keepdims=True)  # (F, M, S, 1)
+    best = np.where(np.isnan(right).any(1), math.nan, np.log2(grid.sizes)[right.argmax(1)])
+    yield from _by_width(BEST, "log₂ of the best M", grid, best)
+    growth = np.einsum("f,fsn->sn", estimates.slope_weights(grid.factors), best)
+    yield BEST, "doublings of the best M for every doubling of the width", growth
 
 
 PANELS = (
@@ -235,54 +245,33 @@ PANELS = (
 DASHED = {"color": INK, "linestyle": "--"}
 KINDS = (Curve([], [], "embedded", {"color": INK}), Curve([], [], "independent", DASHED))
 MAIN = "Lines: ensembles that share their weights; dashes: independent ones of the same width; bands: 95 % intervals."
+INTERVALS = (
+    "They count seeds (Student's t) and test examples. Smaller ensembles are subsets of one independent ensemble."
+)
 SWEPT = "From independent members (p = 0) to equal ones (p = 1), γ = M and γ = 1 at their rates; dashes: independent networks."
 
 
-def bench_widths(
-    task: Task,
-    *,
-    seeds: int = 1,
-    out: Path | None = None,
-    source: str | None = None,
-    jobs: int = 1,
-    tell: Tell = ignore_message,
-) -> tuple[list[str], list[Path]]:
-    """(sentences, files) of a task over widths; finished stages are not repeated."""
-    asked = width_cells(task, range(integer("--seeds", seeds)))
-    folder = out or default_folder(task)
-    runs = begin_runs(task, [cell.config for cell in asked], folder, source=source)
-    run_in_processes([[run] for run in runs], integer("--jobs", jobs), source=source, tell=tell, keep_going=True)
-    tell("writing the report")
-    return write_page(rows_of_runs(asked, runs), folder, task.title, str(task.settings.get("description", "")))
-
-
-def write_page(rows: Sequence[WidthRow], folder: Path, title: str, description: str) -> tuple[list[str], list[Path]]:
-    """Writes rows, claims, two figures, report.md and report.html; returns (sentences, files)."""
+def width_page(rows: Sequence[WidthRow], title: str, description: str) -> CellsPage:
+    """The page of a task over widths: rows, claims and two figures."""
     found, grid = width_claims(rows), WidthArrays(rows)
     origin = {key: "; ".join(dict.fromkeys(row[key] for row in rows)) for key in ORIGIN}
     said, lost = width_verdicts(found), [row for row in rows if row["diverged"] is not None]
     if lost:
         named = (", ".join(f"{key} {row[key]}" for key in PLACE if row[key] not in (None, "")) for row in lost)
         said.append(f"{len(lost)} of {len(rows)} ensembles diverged and are left out: {'; '.join(named)}.")
-    drawn = {"widths.png": curve_figure(width_panels(grid), size=(10.4, 7.0), rows=2)}
+    figures = {"widths.png": (curve_figure(width_panels(grid), size=(10.4, 7.0), rows=2), MAIN)}
     if grid.p:
-        drawn["transition.png"] = curve_figure(transition_panels(grid), size=(10.4, 3.2))
-    content = {
-        "title": title,
-        "description": description,
-        "sentences": said,
-        "facts": origin,
-        "seeds": len({row["seed"] for row in rows}),
-        "accuracies": accuracy_table(rows),
-        "claims": Table(
-            ["estimate"], [Row(each.about, each.unit, "", [Cell(each.text)], each.question) for each in found]
-        ),
-        "figures": [(n, text, svg(drawn[n], n[0])) for n, text in zip(drawn, (MAIN, SWEPT), strict=False)],
+        figures["transition.png"] = (curve_figure(transition_panels(grid), size=(10.4, 3.2)), SWEPT)
+    claims = [Row(each.about, each.unit, "", [Cell(each.text)], each.question) for each in found]
+    tables = [
+        ("Accuracy of ensembles (of a member)", f"In %, means over seeds: {len(grid.seeds)}.", accuracy_table(rows)),
+        ("Numbers with 95 % intervals", INTERVALS, Table(["estimate"], claims)),
+    ]
+    texts = {
+        "results.csv": table_text(COLUMNS, rows),
+        "claims.csv": table_text([*Claim._fields, *ORIGIN], [claim._asdict() | origin for claim in found]),
     }
-    texts = {f"report.{end}": render_template(f"widths.{end}.j2", content) for end in ("md", "html")}
-    texts["results.csv"] = table_text(COLUMNS, rows)
-    texts["claims.csv"] = table_text([*Claim._fields, *ORIGIN], [claim._asdict() | origin for claim in found])
-    return said, write_files(folder, drawn, texts)
+    return CellsPage(title, description, said, origin, tables, figures, texts)
 
 
 def accuracy_table(rows: Sequence[WidthRow]) -> Table:

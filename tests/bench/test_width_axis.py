@@ -9,28 +9,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from dissensus.bench import run_widths
+from dissensus.bench.report import report_figures
 from dissensus.bench.report.estimates import Claim
+from dissensus.bench.report.html_report import write_page
 from dissensus.bench.report.intervals import student_quantile
 from dissensus.bench.report.results import table_rows
 from dissensus.bench.run import processes
 from dissensus.bench.run.jobs import bench, run_all
 from dissensus.bench.run.provenance import command
 from dissensus.bench.run.records import read_predictions
-from dissensus.bench.run_widths import (
+from dissensus.bench.run_grid import bench_grid
+from dissensus.bench.task.config import load_task
+from dissensus.bench.width_axis import (
     BEST,
     FALL,
     FOLLOW,
     TEXTS,
     TRANSITION,
     WidthRow,
-    bench_widths,
     width_cells,
     width_claims,
+    width_page,
     width_verdicts,
-    write_page,
 )
-from dissensus.bench.task.config import load_task
 from dissensus.core.errors import Diverged
 from dissensus.storage.run_files import read_json
 
@@ -44,14 +45,14 @@ def benched(tmp_path_factory):
     """The smallest bench over widths: one of them, two sizes, one law."""
     folder = tmp_path_factory.mktemp("widths")
     small = task("widths.factors=[1]", "widths.members=[1, 2]", "widths.p=[0.5]", "training.epochs=1")
-    said, written = bench_widths(small, out=folder, seeds=1)
+    said, written = bench_grid(small, out=folder, seeds=1)
     return small, folder, said, written
 
 
 @pytest.fixture
 def undrawn(monkeypatch):
     """A page whose figures are made and not drawn; `benched` has drawn its own before."""
-    monkeypatch.setattr(run_widths, "svg", lambda figure, prefix: "")
+    monkeypatch.setattr(report_figures, "svg", lambda figure, prefix: "")
     monkeypatch.setattr("dissensus.bench.report.report_figures.write_png", lambda figure, path: path.touch())
 
 
@@ -127,7 +128,7 @@ def test_the_published_size_scales_a_residual_network_on_cifar():
             "widths.p_rates={both = [0.1]}",
             r"expected a regime of widths.p_rates of independent, collective, got 'both'",
         ),
-        ("widths.rate=shared", r"expected widths.rate of fixed, sharing, got 'shared'"),
+        ("widths.rate=shared", r"expected 'fixed' or 'sharing' for .*widths.rate, got 'shared'"),
         ("widths.depths=[1]", r"expected a key of \[widths\] of of, factors, .*, got 'widths.depths'"),
     ],
 )
@@ -182,7 +183,7 @@ def test_independent_rows_are_means_over_disjoint_subsets_of_one_ensemble(benche
 def test_rows_and_claims_read_back_are_those_that_were_written(benched, undrawn, tmp_path):
     small, folder, said, _ = benched
     rows = table_rows(folder / "results.csv", TEXTS)
-    again, _ = write_page(rows, tmp_path, small.title, "")
+    again, _ = write_page(width_page(rows, small.title, ""), tmp_path)
     assert [sentence.partition("?")[0] for sentence in again] == [sentence.partition("?")[0] for sentence in said]
     assert (tmp_path / "results.csv").read_text() == (folder / "results.csv").read_text()
     claims = [Claim(*(line[key] for key in Claim._fields)) for line in table_rows(tmp_path / "claims.csv", TEXTS)]
@@ -195,7 +196,7 @@ def test_what_is_done_is_not_done_again(benched, undrawn, monkeypatch):
     monkeypatch.setattr(
         processes, "train_and_evaluate", lambda *_, **__: pytest.fail("a run that is over was run again")
     )
-    assert bench_widths(small, out=folder, seeds=1)[0] == said
+    assert bench_grid(small, out=folder, seeds=1)[0] == said
 
 
 def test_a_run_that_diverges_is_noted_and_left_out(benched, undrawn, tmp_path, monkeypatch):
@@ -208,7 +209,7 @@ def test_a_run_that_diverges_is_noted_and_left_out(benched, undrawn, tmp_path, m
         train(runs)
 
     monkeypatch.setattr(processes, "train_runs", diverging)
-    said, _ = bench_widths(small, out=tmp_path, seeds=1)
+    said, _ = bench_grid(small, out=tmp_path, seeds=1)
     assert said[-1].startswith("1 of 6 ensembles diverged and are left out: method batch_ensemble, factor 1.0, ")
     assert "members 2, p 0.5, gamma M, seed 0" in said[-1]
     assert read_json(tmp_path / "batch_ensemble-N8-M2-p0_5-independent-seed0" / "diverged.json")["step"] == 7
@@ -332,7 +333,7 @@ def test_verdicts_say_what_is_shown_and_what_is_not():
 
 def test_claims_in_a_file_name_their_origin_and_seeds(undrawn, tmp_path: Path):
     origin = {"commit": "c0ffee", "torch": "2", "device": "cpu", "command": "x"}
-    write_page([{**each, **origin, "effective": 1.0} for each in made()], tmp_path, "", "")
+    write_page(width_page([{**each, **origin, "effective": 1.0} for each in made()], "", ""), tmp_path)
     with (tmp_path / "claims.csv").open(newline="") as file:
         assert {(line["commit"], line["seeds"]) for line in csv.DictReader(file)} == {("c0ffee", "3")}
 
@@ -388,7 +389,7 @@ def test_the_published_size_trains_on_files_in_the_form_of_cifar(undrawn, tmp_pa
         "training.epochs=1",
     ]
     paper = load_task("embedded-width", size="paper", overrides=[*overrides, "training.batch_size=25"])
-    bench_widths(paper, out=tmp_path / "out", source=str(tmp_path))
+    bench_grid(paper, out=tmp_path / "out", source=str(tmp_path))
     found = {row["method"]: row for row in table_rows(tmp_path / "out" / "results.csv", TEXTS)}
     assert all(row["diverged"] is None and 0 <= row["accuracy"] <= 1 for row in found.values())
     assert found["batch_ensemble"]["parameters"] < 1.2 * found["deep_ensemble"]["parameters"] / 2
