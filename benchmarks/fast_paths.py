@@ -32,15 +32,13 @@ from torch.utils import _pytree as pytree
 from turns import in_turns
 
 import dissensus as ds
-from dissensus.core import gradients, inference_context, member, member_runner, particles, posterior, trainable
+from dissensus.core import gradients, member, member_runner, particles, trainable
 from dissensus.core.batch import Batch
 from dissensus.engine import build_step, fast_optimisers
 from dissensus.kernels import cpu_products
 from dissensus.methods.parts import embedded_posterior, input_gradients
-from dissensus.numerics.randomness import preserve_random_state, without_advancing
 from dissensus.utils import tensor_tree
 from dissensus.utils.tensor_tree import all_submodules
-from dissensus.utils.torch_modes import eval_mode
 
 HERE = Path(__file__).parent
 FILE, PAGE = HERE / "results" / "fast_paths.csv", HERE.parent / "docs" / "developing" / "fast-paths.md"
@@ -62,15 +60,10 @@ class FastPath(NamedTuple):
 # ------------------------------------------------------------------ rows that users see
 
 
-def one_input(method: str, network: str, device: str, *, training: bool = False) -> Call:
+def one_input(method: str, network: str, device: str) -> Call:
     """The prediction of one input, as `latency.py` times it."""
     make, shape = latency.NETWORKS[network]
-    predict, _ = latency.METHODS[method](make, torch.randn(1, *shape))
-    if not training:
-        return predict
-    made = ds.MAP(make())
-    x = torch.randn(1, *shape)
-    return lambda: made.train().predict(x).mean
+    return latency.METHODS[method](make, torch.randn(1, *shape))[0]
 
 
 def step(
@@ -114,7 +107,6 @@ ROWS: dict[str, Callable[[str], Call]] = {
     for method in latency.METHODS
 }
 ROWS |= {
-    f"one input, MAP in training mode, {RESNET}": partial(one_input, "MAP", RESNET, training=True),
     f"step, MAP, {MLP}, batch 16": partial(step, lambda: ds.MAP(latency.mlp()), (784,), 16, "loop"),
     f"step, MAP, {RESNET}, batch 16": partial(step, lambda: ds.MAP(latency.resnet20()), IMAGE, 16, "loop"),
     "step, DeepEnsemble, M = 20, MLP 784-200-200-200-10, batch 16": partial(
@@ -168,19 +160,6 @@ def functional_call(module: nn.Module, tensors: Any, *args: Any, places: Any = N
     return torch.func.functional_call(module, tensors, args)
 
 
-def tree_tensors(tree: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    return dict(tree.named_parameters()), dict(tree.named_buffers())
-
-
-@contextmanager
-def nested_contexts(given: Any) -> Iterator[None]:
-    """`InferenceContext` as contexts inside each other."""
-    parts, device = given.particles, given.device
-    with parts.lock_network(), preserve_random_state(device), without_advancing(), torch.no_grad():
-        with eval_mode(given, *parts.templates):
-            yield
-
-
 def map_members(self: Any, function: Any, *args: Any, varying: Any = None, how: Any = None) -> Any:
     """`Particles.map_members` as if the one member were not the caller's module."""
     shared, common = tensor_tree.named_tensors(self.shared)
@@ -209,40 +188,16 @@ def only_modulated(self: Any, device: torch.device) -> Iterator[None]:
 
 PATHS = [
     FastPath(
-        "one context for predictions",
-        ("core.inference_context",),
-        without(posterior, "InferenceContext", nested_contexts),
-        (f"one input, MAP, {MLP}", f"one input, MAP, {RESNET}"),
-    ),
-    FastPath(
-        "modes set as attributes",
-        ("core.inference_context:has_plain_modes", "core.inference_context:_has_plain_mode"),
-        without(inference_context, "has_plain_modes", lambda parts: False),
-        (f"one input, MAP in training mode, {RESNET}",),
-    ),
-    FastPath(
         "submodules found once",
         ("utils.tensor_tree:SubmoduleCache",),
         without(tensor_tree.SubmoduleCache, "__call__", lambda self, *m, trees=True: all_submodules(*m, trees=trees)),
         (f"one input, MAP, {RESNET}", f"one input, MAP, {MLP}", f"{ENSEMBLE}{RESNET}"),
     ),
     FastPath(
-        "names of tensors found once",
-        ("utils.tensor_tree:_NameCache",),
-        without(tensor_tree.TensorTree, "parameters_and_buffers", tree_tensors),
-        (f"{ENSEMBLE}{MLP}", f"{ENSEMBLE}{RESNET}", f"{DROPOUT}{MLP}"),
-    ),
-    FastPath(
         "submodules among plain attributes",
         ("utils.tensor_tree:cache_submodules",),
         without_all(*(without(each, "cache_submodules", lambda *_: None) for each in (particles, member, trainable))),
         (f"one input, MAP, {MLP}", f"{ENSEMBLE}{MLP}", f"step, MAP, {MLP}, batch 16"),
-    ),
-    FastPath(
-        "rows of members cut once",
-        ("core.particles:MemberRowCache", "core.particles:_can_cache_rows"),
-        without(particles.MemberRowCache, "can_run_members", lambda *_: False),
-        (f"{ENSEMBLE}{RESNET}",),
     ),
     FastPath(
         "the caller's module as it is, in predictions",
@@ -255,12 +210,6 @@ PATHS = [
         ("core.gradients:can_train_in_place", "core.gradients:in_place_gradients", "utils.tensor_tree:OwnTensors"),
         without(gradients, "can_train_in_place", lambda *_: False),
         (f"step, MAP, {MLP}, batch 16", f"step, MAP, {RESNET}, batch 16"),
-    ),
-    FastPath(
-        "autograd's engine without its door",
-        ("core.gradients:_derivatives",),
-        without(gradients, "_derivatives", lambda value, by: torch.autograd.grad(value, by, allow_unused=True)),
-        (f"step, MAP, {MLP}, batch 16",),
     ),
     FastPath(
         "vmap entered by hand",
