@@ -160,6 +160,10 @@ def functional_call(module: nn.Module, tensors: Any, *args: Any, places: Any = N
     return torch.func.functional_call(module, tensors, args)
 
 
+def tree_tensors(tree: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return dict(tree.named_parameters()), dict(tree.named_buffers())
+
+
 def map_members(self: Any, function: Any, *args: Any, varying: Any = None, how: Any = None) -> Any:
     """`Particles.map_members` as if the one member were not the caller's module."""
     shared, common = tensor_tree.named_tensors(self.shared)
@@ -192,6 +196,12 @@ PATHS = [
         ("utils.tensor_tree:SubmoduleCache",),
         without(tensor_tree.SubmoduleCache, "__call__", lambda self, *m, trees=True: all_submodules(*m, trees=trees)),
         (f"one input, MAP, {RESNET}", f"one input, MAP, {MLP}", f"{ENSEMBLE}{RESNET}"),
+    ),
+    FastPath(
+        "names of tensors found once",
+        ("utils.tensor_tree:_NameCache",),
+        without(tensor_tree.TensorTree, "parameters_and_buffers", tree_tensors),
+        (f"{ENSEMBLE}{MLP}", f"{ENSEMBLE}{RESNET}", f"{DROPOUT}{MLP}"),
     ),
     FastPath(
         "submodules among plain attributes",
