@@ -11,7 +11,6 @@ library has none. Each round times both sides, in an order that alternates; numb
 """
 
 import argparse
-import copy
 import importlib
 import inspect
 import time
@@ -19,8 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
-from types import ModuleType
+from statistics import quantiles
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -224,7 +222,9 @@ PATHS = [
     FastPath(
         "vmap entered by hand",
         ("core.member_runner:run_by_vmap",),
-        without(member_runner, "run_by_vmap", lambda one, rows, count: torch.func.vmap(one, randomness="different")(rows)),
+        without(
+            member_runner, "run_by_vmap", lambda one, rows, count: torch.func.vmap(one, randomness="different")(rows)
+        ),
         (f"{ENSEMBLE}{MLP}", f"{DROPOUT}{MLP}"),
     ),
     FastPath(

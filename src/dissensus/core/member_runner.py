@@ -8,17 +8,16 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch
-from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError
 
 from dissensus.core.locks import has_attention
-from dissensus.kernels.cpu_products import StackedLinear, has_own_convolution, has_small_products, without_onednn
+from dissensus.kernels.cpu_products import StackedLinear, has_own_convolution, has_small_products
 from dissensus.numerics.randomness import save_random_state
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_guard import TorchStateGuard
 from dissensus.utils.torch_modes import plain_attention
+from dissensus.utils.torch_private import vmap_level, without_onednn
 
 log = logging.getLogger("dissensus")
 
@@ -68,14 +67,9 @@ def run_by_vmap(one: Callable[[Rows], Any], rows: Rows, count: int) -> Any:
     """
     if torch.compiler.is_compiling():
         return torch.func.vmap(one, randomness="different")(rows)
-    lazy_load_decompositions()
-    level = _functorch._vmap_increment_nesting(count, "different")
-    try:
-        add, remove = _functorch._add_batch_dim, _functorch._remove_batch_dim
-        found = one(Rows(*({name: add(tensor, 0, level) for name, tensor in part.items()} for part in rows)))
-        return map_trees(lambda column: remove(column[0], level, count, 0), [found])
-    finally:
-        _functorch._vmap_decrement_nesting()
+    with vmap_level(count) as (hide, show):
+        found = one(Rows(*({name: hide(tensor) for name, tensor in part.items()} for part in rows)))
+        return map_trees(lambda column: show(column[0]), [found])
 
 
 def stack_trees(results: Sequence[Any]) -> Any:
