@@ -17,7 +17,7 @@ from dissensus.numerics.randomness import save_random_state
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_guard import TorchStateGuard
 from dissensus.utils.torch_modes import plain_attention
-from dissensus.utils.torch_private import vmap_level, without_onednn
+from dissensus.utils.torch_private import run_in_vmap, without_onednn
 
 log = logging.getLogger("dissensus")
 
@@ -67,9 +67,7 @@ def run_by_vmap(one: Callable[[Rows], Any], rows: Rows, count: int) -> Any:
     """
     if torch.compiler.is_compiling():
         return torch.func.vmap(one, randomness="different")(rows)
-    with vmap_level(count) as (hide, show):
-        found = one(Rows(*({name: hide(tensor) for name, tensor in part.items()} for part in rows)))
-        return map_trees(lambda column: show(column[0]), [found])
+    return run_in_vmap(lambda *parts: one(Rows(*parts)), rows, count, map_trees)
 
 
 def stack_trees(results: Sequence[Any]) -> Any:

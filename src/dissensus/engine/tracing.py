@@ -36,7 +36,11 @@ def any_batch_size() -> LayerOverrides:
 
         return run
 
-    forms = {F.batch_norm: _batch_norm, F.layer_norm: _layer_norm, F.group_norm: _group_norm}
+    forms: dict[Any, Callable[..., Tensor]] = {
+        F.batch_norm: _batch_norm,
+        F.layer_norm: _layer_norm,
+        F.group_norm: _group_norm,
+    }
     forms |= dict.fromkeys(CONVOLUTIONS, _convolution) | dict.fromkeys(ROW_BY_ROW, _run_row_by_row)
     return LayerOverrides({function: for_members(form) for function, form in forms.items()})
 

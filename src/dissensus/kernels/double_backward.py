@@ -65,7 +65,7 @@ def fast_second_derivatives(*, of_any_size: bool = False) -> Iterator[None]:
         def run(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if input.device.type == "cpu" and input.numel() < small:
                 return function(input, *args, **kwargs)
-            (input, *args), kwargs = materialise(((input, *args), kwargs))  # type: ignore[assignment]
+            (input, *args), kwargs = materialise(((input, *args), kwargs))
             return form(function, input, *args, **kwargs)
 
         return run

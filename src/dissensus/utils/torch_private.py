@@ -3,7 +3,7 @@
 Tried on torch 2.13 (CPU) and 2.11 (CUDA). The oldest that is allowed is 2.6, for which two names differ (see there).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -50,19 +50,22 @@ def has_vmap_axis(x: Any) -> bool:
 
 def outside_transforms() -> AbstractContextManager[object]:
     """Inside, tensors are made outside of all function transforms, which they outlive."""
-    return torch._C._DisableFuncTorch()  # type: ignore[no-any-return]
+    return torch._C._DisableFuncTorch()
 
 
-@contextmanager
-def vmap_level(count: int) -> Iterator[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
-    """A vmap over so many rows, entered by hand: (hides the first axis of a tensor, shows it again)."""
+def run_in_vmap(
+    one: Callable[..., Any], parts: Iterable[Mapping[str, Tensor]], count: int, map_trees: Callable[..., Any]
+) -> Any:
+    """one(*parts) in a vmap over the first axes of all their tensors, entered by hand; results with a new first axis.
+
+    `map_trees(function, [tree])`: the tree of function([tensor]).
+    """
     lazy_load_decompositions()
     level = functorch._vmap_increment_nesting(count, "different")
     try:
-        yield (
-            lambda tensor: functorch._add_batch_dim(tensor, 0, level),
-            lambda tensor: functorch._remove_batch_dim(tensor, level, count, 0),
-        )
+        add, remove = functorch._add_batch_dim, functorch._remove_batch_dim
+        found = one(*({name: add(tensor, 0, level) for name, tensor in part.items()} for part in parts))
+        return map_trees(lambda column: remove(column[0], level, count, 0), [found])
     finally:
         functorch._vmap_decrement_nesting()
 
@@ -80,7 +83,7 @@ def run_outside_vmap(function: Callable[[], Tensor], level: int) -> Tensor:
     """What the function gives outside of the innermost vmap, of this level; its first axis is then vmap's."""
     with temporarily_pop_interpreter_stack():
         found = function()
-    return functorch._add_batch_dim(found, 0, level)  # type: ignore[no-any-return]
+    return functorch._add_batch_dim(found, 0, level)
 
 
 def fold_vmap_axis(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -90,8 +93,8 @@ def fold_vmap_axis(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     level = functorch.maybe_get_level(x)
     members = int(functorch.get_unwrapped(x).shape[functorch.maybe_get_bdim(x)])
     rows = predispatch._remove_batch_dim(x, level, members, 0)  # (M, B, ...)
-    result = function(rows.flatten(0, 1)).unflatten(0, (members, -1))
-    return predispatch._add_batch_dim(result, 0, level)  # type: ignore[no-any-return]
+    result = function(rows.flatten(0, 1)).unflatten(0, (members, -1))  # type: ignore[no-untyped-call]
+    return predispatch._add_batch_dim(result, 0, level)
 
 
 # ------------------------------------------------------------------ modes, autograd, devices
@@ -99,12 +102,12 @@ def fold_vmap_axis(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def unseen_by_function_modes() -> AbstractContextManager[object]:
     """Inside, no function mode sees what is called."""
-    return torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
+    return torch._C.DisableTorchFunction()
 
 
 def has_memory(tensor: Tensor) -> bool:
     """Whether a tensor has memory: a row of several gradients at once has none."""
-    return torch._C._has_storage(tensor)  # type: ignore[attr-defined, no-any-return]
+    return torch._C._has_storage(tensor)
 
 
 def in_backward_pass() -> bool:
@@ -114,7 +117,7 @@ def in_backward_pass() -> bool:
 
 def will_run(node: Any) -> bool:
     """Whether the backward pass that runs now will reach this node of the graph."""
-    return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined, no-any-return]
+    return torch._C._will_engine_execute_node(node)
 
 
 @contextmanager
