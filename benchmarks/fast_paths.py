@@ -32,15 +32,16 @@ from turns import in_turns
 import dissensus as ds
 from dissensus.core import gradients, member, member_runner, particles, trainable
 from dissensus.core.batch import Batch
-from dissensus.engine import build_step, fast_optimisers
-from dissensus.kernels import cpu_products
+from dissensus.engine import build_step, captured_prediction, cuda_graphs, fast_optimisers, strategies
+from dissensus.kernels import cpu_products, fused_conv, fused_norm, multi_tensor
+from dissensus.layers import channel_launch
 from dissensus.methods.parts import embedded_posterior, input_gradients
 from dissensus.utils import tensor_tree
 from dissensus.utils.tensor_tree import all_submodules
 
 HERE = Path(__file__).parent
 FILE, PAGE = HERE / "results" / "fast_paths.csv", HERE.parent / "docs" / "developing" / "fast-paths.md"
-LEAST = 0.1  # of a row, for a path to stay
+SOURCE = Path(ds.__file__).parent
 Call = Callable[[], object]
 Switch = Callable[[], AbstractContextManager[object]]
 
@@ -132,7 +133,7 @@ ROWS |= {
     "1,280 images, DeepEnsemble, M = 10, ResNet-18, bf16": prediction,
 }  # fmt: skip
 ENSEMBLE, DROPOUT = (f"one input, {method}, " for method in list(latency.METHODS)[1:])
-STEP, PREDICTION = list(ROWS)[-4:-1], list(ROWS)[-1]
+STEPS, PREDICTION = list(ROWS)[-4:-1], list(ROWS)[-1]
 
 
 # ------------------------------------------------------------------ switches
@@ -152,6 +153,10 @@ def without_all(*switches: Switch) -> Switch:
             yield
 
     return all_off
+
+
+def refuse_capture(*_: Any, **__: Any) -> None:
+    raise RuntimeError("switched off")
 
 
 def functional_call(module: nn.Module, tensors: Any, *args: Any, places: Any = None) -> Any:
@@ -269,12 +274,89 @@ PATHS = [
         without(input_gradients, "fast_second_derivatives", lambda **_: nullcontext()),
         ("step, FoRDE, M = 2, ResNet-20, batch 32",),
     ),
+    FastPath(
+        "small products without oneDNN",
+        ("kernels.cpu_products:has_small_products",),
+        without(member_runner, "has_small_products", lambda network: False),
+        ("step, DeepEnsemble, M = 20, MLP 784-200-200-200-10, batch 16", f"one input, MAP, {MLP}"),
+        "arm",
+    ),
+    FastPath(
+        "batch norm with the layers after it",
+        ("kernels.fused_norm", "kernels.lazy_tensor", "kernels.norm_launch", "kernels.triton_norm"),
+        without_all(*(without(each, "fuse_layers", nullcontext) for each in (strategies, captured_prediction))),
+        (*STEPS[:2], PREDICTION),
+        "cuda",
+    ),
+    FastPath(
+        "convolutions with the layers after them",
+        ("kernels.fused_conv:PendingConvolution",),
+        lambda: patch.dict(fused_norm.OVERRIDES, {torch.conv2d: lambda function, *a, **k: function(*a, **k)}),
+        (PREDICTION,),
+        "cuda",
+    ),
+    FastPath(
+        "narrow convolutions",
+        ("kernels.triton_first_conv", "kernels.fused_conv:has_narrow_kernel", "kernels.fused_conv:_NarrowConvolution"),
+        without(fused_conv, "has_narrow_kernel", lambda *_: False),
+        (STEPS[0], PREDICTION),
+        "cuda",
+    ),
+    FastPath(
+        "weights cast at once",
+        ("kernels.cast_weights",),
+        without(gradients, "use_cast_weights", lambda leaves, *, usable: nullcontext()),
+        (STEPS[0],),
+        "cuda",
+    ),
+    FastPath(
+        "casts and folded weights kept",
+        ("kernels.weight_cache",),
+        without(captured_prediction, "WeightCache", lambda tensors: None),
+        (PREDICTION,),
+        "cuda",
+    ),
+    FastPath(
+        "batches counted by the norm's kernel",
+        ("kernels.fused_norm:_add_in_place", "kernels.fused_norm:is_count", "kernels.fused_norm:add_pending_count"),
+        without(fused_norm, "is_count", lambda *_: False),
+        (STEPS[0],),
+        "cuda",
+    ),
+    FastPath(
+        "second derivatives on a GPU",
+        ("kernels.double_backward",),
+        without(input_gradients, "fast_second_derivatives", lambda **_: nullcontext()),
+        (STEPS[1],),
+        "cuda",
+    ),
+    FastPath(
+        "CUDA graphs",
+        ("engine.cuda_graphs", "engine.captured_step", "engine.captured_prediction", "engine.graph_constants"),
+        without(cuda_graphs.Graph, "__init__", refuse_capture),
+        (STEPS[0], PREDICTION),
+        "cuda",
+    ),
+    FastPath(
+        "kernels over many tensors",
+        ("kernels.multi_tensor", "kernels.triton_multi_tensor"),
+        without(multi_tensor, "can_run_kernels", lambda device: False),
+        (STEPS[0],),
+        "cuda",
+    ),
+    FastPath(
+        "channel programs",
+        ("layers.channel_launch", "kernels.triton_channels", "layers.frozen_norm:_NormaliseFunction"),
+        without(channel_launch, "channel_layout", lambda x: None),
+        (STEPS[2],),
+        "cuda",
+    ),
 ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "arm", "cuda"), default="cpu")
     parser.add_argument("--paths", nargs="+", choices=[path.name for path in PATHS])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=0.2, help="of one side in a round, about")
@@ -284,10 +366,11 @@ def main() -> None:
     chosen = [path for path in PATHS if path.device == given.device and (not given.paths or path.name in given.paths)]
     for path in () if given.page else chosen:
         for row in path.rows:
-            found = measured(path, row, given.rounds, given.seconds) | made_on(given.device)
+            found = measured(path, row, given.rounds, given.seconds) | made_on(torch_device(given.device))
             print("  ".join(f"{key}={value}" for key, value in found.items()), flush=True)
             rows = [each for each in rows if (each["path"], each["row"]) != (path.name, row)] + [found]
             write_rows(FILE, rows)
+    PAGE.write_text(page(rows))
 
 
 def measured(path: FastPath, row: str, rounds: int, seconds: float) -> Row:
@@ -296,14 +379,14 @@ def measured(path: FastPath, row: str, rounds: int, seconds: float) -> Row:
     for side, switch in (("with", nullcontext), ("without", path.off)):
         torch.manual_seed(0)
         with switch(), torch.random.fork_rng():
-            call = ROWS[row](path.device)
+            call = ROWS[row](torch_device(path.device))
             for _ in range(3):
                 call()
             start = latency.clock()
             call()
             calls = max(1, int(seconds / (latency.clock() - start)))
         sides[side] = partial(repeat, call, switch, calls)
-    clock = latency.clock if path.device == "cpu" else time.perf_counter
+    clock = latency.clock if path.device != "cuda" else time.perf_counter
     times = in_turns(sides, rounds, uncounted=1, clock=clock)
     each = {side: [1e3 * t / sides[side].args[2] for t in found] for side, found in times.items()}  # type: ignore[attr-defined]
     ratios = [plain / fast for fast, plain in zip(each["with"], each["without"], strict=True)]
@@ -321,8 +404,15 @@ def repeat(call: Call, switch: Switch, calls: int) -> None:
             call()
 
 
+def torch_device(machine: str) -> str:
+    return "cuda" if machine == "cuda" else "cpu"
+
+
 def lines_of(path: FastPath) -> int:
-    return sum(len(inspect.getsource(resolve(each)).splitlines()) for each in path.code)
+    """Lines of the code that would go with it; whole files are not imported, since some need Triton."""
+    files = [SOURCE / f"{each.replace('.', '/')}.py" for each in path.code if ":" not in each]
+    parts = [inspect.getsource(resolve(each)) for each in path.code if ":" in each]
+    return sum(len(text.splitlines()) for text in (*(file.read_text() for file in files), *parts))
 
 
 def resolve(place: str) -> Any:
@@ -333,6 +423,41 @@ def resolve(place: str) -> Any:
         found = getattr(found, part)
     return found
 
+
+def page(rows: list[Row]) -> str:
+    """The page of all paths, with those that did not pay at its end."""
+    known, lines = {path.name for path in PATHS}, [HEAD]
+    for machine, what in MACHINES.items():
+        lines += [f"\n## {what}\n", *TABLE]
+        for path in (each for each in PATHS if each.device == machine):
+            found = [row for row in rows if row["path"] == path.name]
+            where = ", ".join(f"`{each.replace(':', '.py: ').replace('.', '/', 1)}`" for each in path.code)
+            lines += [
+                f"| {path.name} ({where}) | {lines_of(path)} | {row['row']} | {measures_of(row)} |" for row in found
+            ]
+            missing = [row for row in path.rows if row not in {each["row"] for each in found}]
+            unknown = f'not measured here: `python benchmarks/fast_paths.py --device {machine} --paths "{path.name}"`'
+            lines += [f"| {path.name} ({where}) | {lines_of(path)} | {row} | | | | {unknown} |" for row in missing]
+    lines += ["\n## Removed\n", "These gained less than a tenth and went, with their tests.\n", *TABLE]
+    gone = [row for row in rows if row["path"] not in known]
+    lines += [f"| {row['path']} | {row['lines']} | {row['row']} | {measures_of(row)} |" for row in gone]
+    return "\n".join(lines) + "\n"
+
+
+def measures_of(row: Row) -> str:
+    sides = (f"{row[f'{side}_ms']} ({row[f'{side}_low']}–{row[f'{side}_high']})" for side in ("with", "without"))
+    gain = f"{row['ratio']} ({row['ratio_low']}–{row['ratio_high']})"
+    return " | ".join([*sides, gain, f"{row['device']}, torch {row['torch']}"])
+
+
+HEAD = """# Fast paths
+
+Code that gives the same numbers as plainer code, sooner. A path stays while it makes a row that users see at least a tenth
+faster on the machine that it is for; all that went may cost a row a tenth together. This page is written by
+`benchmarks/fast_paths.py`, which has the switch of each path: milliseconds are medians with quartiles over rounds in which
+both sides take turns, ratios are without / with."""
+MACHINES = {"cpu": "On a CPU", "arm": "On an Arm CPU", "cuda": "On a GPU"}
+TABLE = ("| path | lines | row | with, ms | without, ms | ratio | machine |", "|---|---|---|---|---|---|---|")
 
 if __name__ == "__main__":
     main()
