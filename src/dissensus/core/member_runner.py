@@ -39,22 +39,13 @@ class Rows(NamedTuple):
         """One member's row."""
         return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
 
-    def iterate_rows(self, count: int) -> Iterator["Rows"]:
-        """Every member's row. Views of all rows at once, which are made faster, cannot be changed in place with gradients."""
-        if torch.is_grad_enabled():
-            yield from map(self.member_row, range(count))
-            return
-        columns = [(part, [c.unbind() if isinstance(c, Tensor) else c for c in part.values()]) for part in self]
-        for i in range(count):
-            yield Rows(*(dict(zip(part, [views[i] for views in each], strict=True)) for part, each in columns))
-
 
 def loop(one: Callable[[Rows], Any], rows: Rows, count: int, lanes: MemberLanes = ONE_LANE) -> Any:
     """one(row) of each row in turn, results stacked along a new first axis."""
     results, (lane, join) = [], lanes
-    for i, row in enumerate(rows.iterate_rows(count)):
+    for i in range(count):
         with lane(i):
-            results.append(one(row))
+            results.append(one(rows.member_row(i)))
     join()
     return stack_trees(results)
 
