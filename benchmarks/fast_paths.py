@@ -239,6 +239,16 @@ PATHS = [
         (f"{ENSEMBLE}{MLP}", f"step, MAP, {MLP}, batch 16", f"{ENSEMBLE}{RESNET}"),
     ),
     FastPath(
+        "names, plain attributes and trees together",
+        ("utils.tensor_tree:_NameCache", "utils.tensor_tree:cache_submodules", "core.member_runner:map_trees"),
+        without_all(
+            without(tensor_tree.TensorTree, "parameters_and_buffers", tree_tensors),
+            *(without(each, "cache_submodules", lambda *_: None) for each in (particles, member, trainable)),
+            *(without(each, "map_trees", map_pytrees) for each in (member_runner, gradients)),
+        ),
+        (f"{ENSEMBLE}{MLP}", f"one input, MAP, {MLP}"),
+    ),
+    FastPath(
         "tensors put into their places",
         ("utils.tensor_tree:call_with_tensors", "utils.tensor_tree:TensorPlaces", "utils.tensor_tree:assign_tensors"),
         without(particles, "call_with_tensors", functional_call),
@@ -420,22 +430,30 @@ def resolve(place: str) -> Any:
 
 def page(rows: list[Row]) -> str:
     """The page of all paths, with those that did not pay at its end."""
-    known, lines = {path.name for path in PATHS}, [HEAD]
-    for machine, what in MACHINES.items():
-        lines += [f"\n## {what}\n", *TABLE]
+    made = {name: f"<!-- {name} -->\n{table}\n<!-- /{name} -->" for name, table in page_tables(rows)}
+    parts = [HEAD, *(f"## {what}\n\n{made[f'fast-paths-{machine}']}" for machine, what in MACHINES.items())]
+    return "\n\n".join([*parts, NOTES, f"## Removed\n\n{REMOVED}", made["fast-paths-removed"]]) + "\n"
+
+
+def page_tables(rows: list[Row]) -> Iterator[tuple[str, str]]:
+    """(name of a block, its table)."""
+    known = {path.name for path in PATHS}
+    for machine in MACHINES:
+        lines = [*TABLE]
         for path in (each for each in PATHS if each.device == machine):
-            found = [row for row in rows if row["path"] == path.name]
-            where = ", ".join(f"`{each.replace(':', '.py: ').replace('.', '/', 1)}`" for each in path.code)
+            found = {row["row"]: row for row in rows if row["path"] == path.name}
+            where = ", ".join(f"`{each.replace('.', '/').replace(':', '.py: ')}`" for each in path.code)
             lines += [
-                f"| {path.name} ({where}) | {lines_of(path)} | {row['row']} | {measures_of(row)} |" for row in found
+                f"| {path.name} ({where}) | {r['lines']} | {r['row']} | {measures_of(r)} |" for r in found.values()
             ]
-            missing = [row for row in path.rows if row not in {each["row"] for each in found}]
-            unknown = f'not measured here: `python benchmarks/fast_paths.py --device {machine} --paths "{path.name}"`'
-            lines += [f"| {path.name} ({where}) | {lines_of(path)} | {row} | | | | {unknown} |" for row in missing]
-    lines += ["", *NOTES, "\n## Removed\n", REMOVED, "", *TABLE]
+            command = f'python benchmarks/fast_paths.py --device {machine} --paths "{path.name}"'
+            for row in (each for each in path.rows if each not in found):
+                about = f"{path.name} ({where}) | {lines_of(path)} | {row}"
+                lines.append(f"| {about} | | | | not measured here: `{command}` |")
+        yield f"fast-paths-{machine}", "\n".join(lines)
     gone = [row for row in rows if row["path"] not in known]
-    lines += [f"| {row['path']} | {row['lines']} | {row['row']} | {measures_of(row)} |" for row in gone]
-    return "\n".join(lines) + "\n"
+    removed = [f"| {row['path']} | {row['lines']} | {row['row']} | {measures_of(row)} |" for row in gone]
+    yield "fast-paths-removed", "\n".join([*TABLE, *removed])
 
 
 def measures_of(row: Row) -> str:
@@ -450,11 +468,9 @@ Code that gives the same numbers as plainer code, sooner. A path stays while it 
 faster on the machine that it is for; all that went may cost a row a tenth together. This page is written by
 `benchmarks/fast_paths.py`, which has the switch of each path: milliseconds are medians with quartiles over rounds in which
 both sides take turns, ratios are without / with."""
-NOTES = (
-    "Below a tenth, and still here: the names of tensors, the submodules among plain attributes and the trees mapped by hand.",
-    "All act on one input by a deep ensemble of small networks: without the three together it took 1.08 times as long",
-    "(quartiles 1.06 to 1.10). With what went before, that is all that this row may lose. The names are the next to go.",
-)
+NOTES = """Below a tenth, and still here: the names of tensors, the submodules among plain attributes and the trees mapped by
+hand. All act on one input by a deep ensemble of small networks; the row of the three together says what that would lose,
+besides what went before. The names are the next to go."""
 REMOVED = """These gained less than a tenth and went, with their tests. Modes set as attributes were part of the one context for
 predictions; their row is no row of users: `fit` leaves networks in eval mode."""
 MACHINES = {"cpu": "On a CPU", "arm": "On an Arm CPU", "cuda": "On a GPU"}
