@@ -22,27 +22,31 @@ from rows import Row, write_rows
 
 import dissensus as ds
 from dissensus.core import batch as batches
-from dissensus.core import gradients, particles, posterior
+from dissensus.core import posterior
 from dissensus.core.drawn_functions import DrawnFunctions
-from dissensus.core.inference_context import InferenceContext
 from dissensus.core.posterior import Posterior
 from dissensus.data import Batches
 from dissensus.engine.step_guard import Guard
+from dissensus.numerics import randomness
+from dissensus.utils import tensor_tree
+from dissensus.utils.torch_modes import eval_mode
 
 Owner = tuple[Any, str]  # what has the function, and its name there
 PREDICTION: dict[str, Sequence[Owner]] = {
-    "locks, modes, random state": ((InferenceContext, "__enter__"), (InferenceContext, "__exit__")),
+    "modes, random state": (
+        (eval_mode, "__enter__"),
+        (eval_mode, "__exit__"),
+        (randomness, "generator_states"),
+        (randomness, "restore_generators"),
+    ),
     "checks of inputs": ((batches, "check_finite"), (batches, "move_to_device"), (Posterior, "check_inputs")),
     "a look for NaN": ((posterior, "has_diverged"),),
     "log-probabilities": ((ds.Classification, "describe"),),
-    "tensors put into place and back": (
-        (particles.MemberRowCache, "member_rows"),
-        (particles, "assign_tensors"),
-    ),
+    "tensors put into place and back": ((tensor_tree, "assign_tensors"),),
     "calls around the networks": ((DrawnFunctions, "predict"), (posterior, "checked_prediction")),
 }
 STEP: dict[str, Sequence[Owner]] = {
-    "backward pass": ((gradients, "_derivatives"),),
+    "backward pass": ((torch.autograd, "grad"),),
     "a look for NaN": ((Guard, "check_values"),),
     "counting the step": ((Guard, "observe"),),
     "checks of the batch": ((Posterior, "prepare_batch"), (batches, "check_finite")),

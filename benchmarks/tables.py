@@ -18,6 +18,7 @@ import choose
 import compose
 import compose_speed
 import embedded_width
+import fast_paths
 import landscape
 import measured
 import mnist_ood
@@ -548,6 +549,8 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
     docs = ROOT / "docs"
     results = docs / "results"
     yield ROOT / "README.md", "gains", choose.gains()
+    for name, table in fast_paths.page_tables(rows("fast_paths.csv")):
+        yield fast_paths.PAGE, name, table
     for name, table in (("trained", choose.trained), ("scratch", choose.scratch), ("pixels", choose.pixels)):
         yield docs / "choose.md", name, table()
     yield docs / "choose.md", "table", choose.table_rows()

@@ -14,7 +14,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.parameter_groups import count_optimizer_step
+from dissensus.utils.parameter_groups import count_optimizer_step
 from small_methods import NodeNoise, Rank1Ensemble
 from small_noise import NoisyWeights
 from thinning import often

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from dissensus.calibration.gate import Gate
     from dissensus.calibration.selective import ood_gate, selective
     from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
-    from dissensus.core.parameter_groups import Group
     from dissensus.core.particles import Particles
     from dissensus.evaluation.attack_curves import AttackCurves
     from dissensus.evaluation.chain_convergence import Convergence, convergence
@@ -72,6 +71,7 @@ if TYPE_CHECKING:
     from dissensus.storage import load, save
     from dissensus.training.fit import fit
     from dissensus.training.history import Epoch, History
+    from dissensus.utils.parameter_groups import Group
 
 KIND_ROOMS.append("dissensus.calibration")  # imported when a file has a calibration
 
@@ -90,7 +90,7 @@ _HOMES = {
     "Epoch": "training.history",
     "Evaluation": "evaluation.evaluation",
     "Gate": "calibration.gate",
-    "Group": "core.parameter_groups",
+    "Group": "utils.parameter_groups",
     "History": "training.history",
     "Lengthscales": "numerics.lengthscales",
     "MemberDistances": "evaluation.member_distances",

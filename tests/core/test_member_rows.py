@@ -1,4 +1,4 @@
-"""Members in a loop run with rows that were cut before: whatever happens to the stacks shows in the next prediction."""
+"""Members in a loop: whatever happens to the stacks shows in the next prediction."""
 
 import copy
 import pickle
@@ -25,9 +25,7 @@ def posterior(x: Tensor) -> ds.DeepEnsemble:
     torch.manual_seed(0)
     made = ds.DeepEnsemble([network() for _ in range(3)])
     made.predict(x)
-    made.predict(x)  # the first run looks for random numbers, and keeps nothing
     assert made.particles.how == "loop"
-    assert made.particles._rows.known is not None
     return made
 
 
@@ -76,24 +74,16 @@ def test_a_change_of_the_stacks_shows_in_the_next_prediction(posterior, x, chang
     torch.testing.assert_close(after, by_hand(posterior, x), rtol=0, atol=1e-12)
 
 
-def test_a_conversion_drops_the_rows_so_that_their_memory_is_freed(posterior, x):
-    posterior.float()
-    assert posterior.particles._rows.known is None
-    assert posterior.predict(x.float()).mean.dtype == torch.float32
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda posterior: pickle.loads(pickle.dumps(posterior))])
 def test_copies_have_rows_of_their_own(posterior, x, copied):
     before, other = posterior.predict(x).log_probs, copied(posterior)
-    assert other.particles._rows.known is None
     in_place(other)
     torch.testing.assert_close(other.predict(x).log_probs, by_hand(other, x), rtol=0, atol=1e-12)
     assert torch.equal(posterior.predict(x).log_probs, before)
 
 
-def test_other_kinds_of_runs_neither_use_nor_leave_rows(posterior, x):
+def test_other_kinds_of_runs_leave_predictions_as_they_are(posterior, x):
     expected = posterior.predict(x).log_probs
-    kept = posterior.particles._rows.known
     posterior.eval()
     outputs = posterior(x)  # with gradients
     assert outputs.requires_grad
@@ -102,7 +92,6 @@ def test_other_kinds_of_runs_neither_use_nor_leave_rows(posterior, x):
     with torch.no_grad():
         _, slope = torch.func.jvp(posterior, (x,), (torch.ones_like(x),))
     assert slope.abs().max() > 0
-    assert posterior.particles._rows.known is kept
     assert torch.equal(posterior.predict(x).log_probs, expected)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 from dissensus.engine.graph_constants import Constants, NotConstant, failure_reason
-from dissensus.engine.tracing import AnyBatchSize
+from dissensus.engine.tracing import any_batch_size
 from dissensus.kernels import multi_tensor
 
 
@@ -115,8 +115,8 @@ def test_what_the_library_itself_makes_is_left_alone(monkeypatch: pytest.MonkeyP
     constants = Constants("cpu")
     with constants.record_constants():
         assert multi_tensor.Chunks().find([torch.zeros(3)], on="cpu")
-        posterior = ds.MAP(nn.Linear(3, 2))
-        posterior.predict(torch.zeros(2, 3))
+        likelihood = ds.Classification(class_weights=[1.0, 2.0])
+        assert likelihood._weight_of_classes(torch.device("cpu"), torch.float32).tolist() == [1.0, 2.0]
     assert constants.entries == []
 
 
@@ -124,7 +124,7 @@ def test_what_a_forward_makes_is_seen_through_the_librarys_own_modes() -> None:
     network, x = Makes(), torch.randn(4, 3)
     expected, constants = network(x), Constants("cpu")
     for context in (constants.record_constants, constants.record_constants, constants.reuse_constants):
-        with context(), AnyBatchSize():
+        with context(), any_batch_size():
             assert torch.equal(network(x), expected)
     assert len(constants.entries) >= 5
 

@@ -129,7 +129,7 @@ def refusing_vmap(apply):
     """The function, which must not run inside of vmap."""
 
     def refusing(*given: object) -> object:
-        assert not double_backward._in_vmap()
+        assert not double_backward.in_vmap()
         return apply(*given)
 
     return refusing

@@ -10,7 +10,7 @@ from torch import nn
 
 import dissensus as ds
 from dissensus.core.description import describe_settings
-from dissensus.core.renamed_settings import translate_settings
+from dissensus.utils.renamed_settings import translate_settings
 
 if TYPE_CHECKING:
     from somewhere import Unknown  # type: ignore[import-not-found]

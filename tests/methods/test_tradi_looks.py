@@ -8,9 +8,9 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.parameter_groups import plateau_linear
 from dissensus.methods import TRADI
 from dissensus.training.validation import can_keep_epoch, draw_for_validation, validation_nll
+from dissensus.utils.parameter_groups import plateau_linear
 
 
 def network():

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from dissensus.core.parameter_groups import constant_tail
 from dissensus.methods.parts.trajectory import Snapshots, cosine_cycles, evenly_spaced
 from dissensus.utils.counts import Count
+from dissensus.utils.parameter_groups import constant_tail
 
 
 def test_a_count_is_saved_and_read_back():

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch
 from torch.utils import _pytree as pytree
 
 from dissensus.core.member import NUMBER, PREFIX, empty_copy
 from dissensus.utils.module_state import OWN
 from dissensus.utils.tensor_tree import SubmoduleCache, derived_names, named_submodules, run_keeping_tensors
+from dissensus.utils.torch_private import has_vmap_axis, in_vmap, is_transformed
 
 MOST = 10_000  # entries of a list or dict; longer ones are not looked at
 MISSING = object()
@@ -76,7 +76,7 @@ class ForwardAttributes:
             changed = lent.restore_attributes()
         for each, before in outside:
             inside = (value for value in _container_values(each) if isinstance(value, Tensor))
-            if any(map(_functorch.is_batchedtensor, inside)):
+            if any(map(has_vmap_axis, inside)):
                 each.clear()
                 (each.extend if isinstance(each, list) else each.update)(before)
                 raise SeparateRunsNeeded("a hook keeps tensors of all members outside of the network")
@@ -87,9 +87,7 @@ class ForwardAttributes:
             self.state |= (state := changed.keys() - self.unread)
             if state and alone:
                 # A CUDA graph would repeat what this call has read.
-                stack = _functorch.get_interpreter_stack() or ()
-                at_once = any(each.key() == _functorch.TransformType.Vmap for each in stack)
-                if at_once or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+                if in_vmap() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
                     raise SeparateRunsNeeded(f"forward reads and changes {min(state)}")
                 self.pending_state += map(changed.__getitem__, state)  # besides that of an inner run
         return result
@@ -165,7 +163,7 @@ class _AttributeSnapshot:
         if not isinstance(each, Tensor) or each.requires_grad or each.is_inference():
             return each
         registered = (tensor for part in self.modules for tensor in part._buffers.values())
-        if _functorch.is_functorch_wrapped_tensor(each) or any(each is tensor for tensor in registered):
+        if is_transformed(each) or any(each is tensor for tensor in registered):
             return each
         return self.copies.setdefault(id(each), each.detach().clone())
 

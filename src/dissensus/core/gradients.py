@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Batch
@@ -170,7 +169,8 @@ def in_place_gradients(posterior: Any, batch: Batch) -> Found:
     def run(*_: Any) -> Found:
         with torch.enable_grad():
             value, _, after = posterior.member_loss(params, before, batch)
-        found = _derivatives(value, tuple(wanted.values())) if wanted and value.requires_grad else ()
+        by = tuple(wanted.values())
+        found = torch.autograd.grad(value, by, allow_unused=True) if by and value.requires_grad else ()
         used = {name: g for name, g in zip(wanted, found, strict=False) if g is not None}
         return value.detach()[None], used, {name: each.detach()[None] for name, each in after.items()}
 
@@ -178,14 +178,6 @@ def in_place_gradients(posterior: Any, batch: Batch) -> Found:
         return run()
     # Buffers are copies while it runs, also where activations are recomputed.
     return particles.runner.differentiate(run, lambda: particles.call(run, params, before))  # type: ignore[no-any-return]
-
-
-def _derivatives(value: Tensor, by: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad`, without what it does before it starts the engine: that takes as long as a small layer."""
-    if value.ndim:  # it raises, where ones would silently make a sum
-        return torch.autograd.grad(value, by, allow_unused=True)
-    start = torch.ones_like(value)
-    return _engine_run_backward((value,), (start,), False, False, by, allow_unreachable=True, accumulate_grad=False)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dissensus.core.predictive import ClassificationPredictive, Predictive
 from dissensus.utils.checks import number
+from dissensus.utils.torch_private import unseen_by_function_modes
 
 NO_LABEL = -(2**62)  # torch's own, -100, would leave rows out of a mean without a word
 
@@ -160,7 +161,8 @@ class Classification(Likelihood):
     def _weight_of_classes(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """(C,) the class weights as a tensor."""
         if (device, dtype) not in self._weights:
-            self._weights[device, dtype] = torch.tensor(self.class_weights, device=device, dtype=dtype)
+            with unseen_by_function_modes():  # made once, unlike a network's constants
+                self._weights[device, dtype] = torch.tensor(self.class_weights, device=device, dtype=dtype)
         return self._weights[device, dtype]
 
     def target_mask(self, y: Tensor) -> Tensor | None:

@@ -8,17 +8,16 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch
-from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError
 
 from dissensus.core.locks import has_attention
-from dissensus.kernels.cpu_products import StackedLinear, has_own_convolution, has_small_products, without_onednn
+from dissensus.kernels.cpu_products import StackedLinear, has_own_convolution, has_small_products
 from dissensus.numerics.randomness import save_random_state
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_guard import TorchStateGuard
 from dissensus.utils.torch_modes import plain_attention
+from dissensus.utils.torch_private import run_in_vmap, without_onednn
 
 log = logging.getLogger("dissensus")
 
@@ -40,22 +39,13 @@ class Rows(NamedTuple):
         """One member's row."""
         return Rows(*({name: tensor[index] for name, tensor in part.items()} for part in self))
 
-    def iterate_rows(self, count: int) -> Iterator["Rows"]:
-        """Every member's row. Views of all rows at once, which are made faster, cannot be changed in place with gradients."""
-        if torch.is_grad_enabled():
-            yield from map(self.member_row, range(count))
-            return
-        columns = [(part, [c.unbind() if isinstance(c, Tensor) else c for c in part.values()]) for part in self]
-        for i in range(count):
-            yield Rows(*(dict(zip(part, [views[i] for views in each], strict=True)) for part, each in columns))
-
 
 def loop(one: Callable[[Rows], Any], rows: Rows, count: int, lanes: MemberLanes = ONE_LANE) -> Any:
     """one(row) of each row in turn, results stacked along a new first axis."""
     results, (lane, join) = [], lanes
-    for i, row in enumerate(rows.iterate_rows(count)):
+    for i in range(count):
         with lane(i):
-            results.append(one(row))
+            results.append(one(rows.member_row(i)))
     join()
     return stack_trees(results)
 
@@ -68,14 +58,7 @@ def run_by_vmap(one: Callable[[Rows], Any], rows: Rows, count: int) -> Any:
     """
     if torch.compiler.is_compiling():
         return torch.func.vmap(one, randomness="different")(rows)
-    lazy_load_decompositions()
-    level = _functorch._vmap_increment_nesting(count, "different")
-    try:
-        add, remove = _functorch._add_batch_dim, _functorch._remove_batch_dim
-        found = one(Rows(*({name: add(tensor, 0, level) for name, tensor in part.items()} for part in rows)))
-        return map_trees(lambda column: remove(column[0], level, count, 0), [found])
-    finally:
-        _functorch._vmap_decrement_nesting()
+    return run_in_vmap(lambda *parts: one(Rows(*parts)), rows, count, map_trees)
 
 
 def stack_trees(results: Sequence[Any]) -> Any:

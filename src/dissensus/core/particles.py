@@ -10,12 +10,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch
 
 from dissensus.core.collectives import ALONE, Exchange
 from dissensus.core.forward_attributes import ForwardAttributes, run_separately, warn_of_state
@@ -46,7 +44,6 @@ from dissensus.utils.tensor_tree import (
     TensorPlaces,
     Tensors,
     TensorTree,
-    assign_tensors,
     cache_submodules,
     call_with_tensors,
     named_tensors,
@@ -77,7 +74,6 @@ class Particles(nn.Module):
         self._choose_runner()
         self._places: dict[int, TensorPlaces] = {}  # of our own templates, by number
         self._forward_attributes = defaultdict[int, ForwardAttributes](ForwardAttributes)  # by number of the template
-        self._rows = MemberRowCache()
         self.fully_sharded = is_fully_sharded(self.template.network)  # divided by torch, which gathers layers itself
         self._frozen = {*frozen}  # tensors stored once because no member trains them
         self._logged_names: set[str] = set()
@@ -219,10 +215,6 @@ class Particles(nn.Module):
         """Name of a tensor stored once for all members -> whether the reason is that no member trains it."""
         return {name: name in self._frozen for name in tensors_by_name(self.shared)}
 
-    def _apply(self, *args: Any, **kwargs: Any) -> "Particles":
-        self._rows.clear_rows()  # only to free their memory
-        return super()._apply(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
-
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         warn_of_state(self)
         super()._save_to_state_dict(*args, **kwargs)
@@ -310,8 +302,6 @@ class Particles(nn.Module):
             with self.lock_network(), self.runner.run_context():
                 written = self._forward_attributes[0]
                 return stack_trees([written.run_with_own_tensors(self.templates[0], function, *args)])
-        if varying is None and (how or self.how) == "loop" and self._rows.can_run_members(self):
-            return self._rows.run_one_by_one(self, function, *args)
         shared, common = named_tensors(self.shared)
 
         def one(row: Rows) -> tuple[Any, Tensors]:
@@ -370,71 +360,6 @@ class Particles(nn.Module):
             for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
                 tensor.data = values[f"{prefix}{name}"].detach().clone()
         return copied
-
-
-_shape = attrgetter("shape")
-
-
-class MemberRowCache:
-    """Each member's tensors, a list in the order of a template's places. To cut hundreds of rows takes as long as some layers.
-
-    They are views: values written into the stacks show up in them. A stack that lies elsewhere than before is cut again.
-    """
-
-    def __init__(self) -> None:
-        self.places: TensorPlaces | None = None  # in the template
-        self.known: tuple[list[Any], list[list[Tensor]]] | None = None
-
-    def __reduce__(self) -> tuple[type["MemberRowCache"], tuple[()]]:
-        return MemberRowCache, ()  # neither copied nor saved
-
-    def clear_rows(self) -> None:
-        """Forgets the rows, so that the memory of stacks that are replaced is freed."""
-        self.known = None
-
-    def can_run_members(self, particles: Any) -> bool:
-        """Whether these particles can run by `run_one_by_one` now: in eval mode, in one template and with tensors to cut."""
-        alone = particles.wraps_original or particles.divided or particles.runner.lanes or len(particles.templates) > 1
-        return not (alone or particles.training) and bool(particles.own._modules) and _can_cache_rows()
-
-    def run_one_by_one(self, particles: Any, function: Callable[..., Any], *args: Any) -> Any:
-        """function(member, *args) of every member, stacked; afterwards the template has its own tensors again."""
-        template, found = particles.templates[0], []
-        with particles.lock_network(), particles.runner.run_context():
-            self.places = places = self.places or TensorPlaces(template)
-            before = [*map(dict.__getitem__, places.registries, places.keys)]
-            lent = particles._forward_attributes[0].take_snapshot(template)
-            try:
-                for tensors in self.member_rows(particles, places.names):
-                    assign_tensors(places, tensors)
-                    found.append(function(template, *args))
-                    if lent is not None:
-                        lent.restore_attributes(again=True)
-            finally:
-                assign_tensors(places, before)
-                if lent is not None:
-                    lent.restore_attributes()
-            return stack_trees(found)
-
-    def member_rows(self, particles: Any, names: Sequence[str]) -> list[list[Tensor]]:
-        """Each member's own and shared tensors, in the order of the names."""
-        trees = map(named_tensors, (particles.own, particles.shared))
-        own, shared = ({**params, **buffers} for params, buffers in trees)
-        stacks = [*own.values()]
-        # `parameter.data = ...` gives a stack other memory, but not another name.
-        where = [*map(id, shared.values()), *map(Tensor.data_ptr, stacks), *map(Tensor.stride, stacks)]
-        where += map(_shape, stacks)
-        if self.known is None or self.known[0] != where:
-            cut = zip(*(stack.detach().unbind() for stack in stacks), strict=True)
-            each = [{**shared, **dict(zip(own, row, strict=True))} for row in cut]
-            self.known = where, [[tensors[name] for name in names] for tensors in each]
-        return self.known[1]
-
-
-def _can_cache_rows() -> bool:
-    """Whether tensors made now can be used later: not with gradients, by compilers, in transforms or of fake tensors."""
-    plain = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling())
-    return plain and _functorch.peek_interpreter_stack() is None and not torch._C._len_torch_dispatch_stack()
 
 
 def single_member(particles: Particles, index: int) -> Particles:

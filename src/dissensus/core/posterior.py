@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, Self, Unpack, final
 
 import torch
@@ -20,7 +21,6 @@ from dissensus.core.calibrated import Correction
 from dissensus.core.description import describe_network, describe_settings, restore_settings
 from dissensus.core.drawn_functions import DrawnFunctions, Predictor
 from dissensus.core.errors import Diverged
-from dissensus.core.inference_context import InferenceContext
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.loader import Loader
 from dissensus.core.locks import locked_deepcopy
@@ -29,10 +29,11 @@ from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.regression import RealTargets
 from dissensus.core.trainable import TrainableModule
-from dissensus.numerics.randomness import RandomnessDetector
+from dissensus.numerics.randomness import RandomnessDetector, preserve_random_state, without_advancing
 from dissensus.utils.arrays import as_tensor
 from dissensus.utils.nonfinite import diverged_members, has_diverged, member_maxima
 from dissensus.utils.tensor_tree import Tensors
+from dissensus.utils.torch_modes import eval_mode
 
 
 class Posterior(TrainableModule, ABC):
@@ -199,7 +200,7 @@ class Posterior(TrainableModule, ABC):
         """
         batches.check_finite(x := self.transform_inputs(x), anywhere=True)
         x = batches.move_to_device(x, self.device)
-        with InferenceContext(self):
+        with inference_context(self):
             drawn = self.draw()  # first: it raises if there is nothing to draw from
             self.check_inputs(x)
             return checked_prediction(self, drawn.predict(x))
@@ -325,9 +326,15 @@ def expect_posterior(given: object) -> Posterior:
     return given
 
 
-def inference_context(posterior: Posterior) -> InferenceContext:
+@contextmanager
+def inference_context(posterior: Posterior) -> Iterator[None]:
     """Eval mode without gradients, with the network locked; afterwards modes and random state are restored."""
-    return InferenceContext(expect_posterior(posterior))
+    particles = expect_posterior(posterior).particles
+    random = preserve_random_state(posterior.device, mine=lambda: posterior.network_is_random)
+    with particles.lock_network(), random, without_advancing(), torch.no_grad():
+        parts = posterior.known_parts(*posterior._modules.values(), *particles.templates, trees=False)
+        with eval_mode(posterior, *particles.templates, parts=[posterior, *parts]):
+            yield
 
 
 def has_converted_layers(posterior: Posterior) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Self
 
 from torch import distributed
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 log = logging.getLogger("dissensus")
 

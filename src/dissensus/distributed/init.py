@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import distributed
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from dissensus.utils.checks import number

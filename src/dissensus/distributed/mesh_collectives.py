@@ -21,7 +21,7 @@ from dissensus.core.particles import Particles, Rows
 from dissensus.core.posterior import Posterior
 from dissensus.distributed import replayed_rng
 from dissensus.distributed.mesh import Axis, Mesh
-from dissensus.distributed.sync_batch_norm import SynchronisedNorms
+from dissensus.distributed.sync_batch_norm import synchronise_norms
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.dtensor import is_divided
 from dissensus.utils.tensor_tree import Tensors
@@ -90,7 +90,7 @@ class MeshExchange(Exchange):
             self._noise = replayed_rng.FullBatchNoise(draws, members=together, rows=rows)
             stack.enter_context(self._noise)
         if self.local_batch.is_split and self.mesh.statistics == "synchronised":
-            stack.enter_context(SynchronisedNorms(self.mesh.data))
+            stack.enter_context(synchronise_norms(self.mesh.data))
         return stack
 
     def _find_plan(self, *, at_once: bool) -> Plan:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dissensus.core.batch import Batch
-from dissensus.core.collectives import Exchange
+from dissensus.core.collectives import SingleProcess
 from dissensus.core.errors import Diverged
 from dissensus.core.loader import Loader
 from dissensus.core.member import tensors_by_name
@@ -61,7 +61,7 @@ def partition_training(
     if mesh is None:
         yield TrainingPartition()
         return
-    posterior.particles.exchange = Exchange()  # between epochs all processes do the same, and exchange nothing
+    posterior.particles.exchange = SingleProcess()  # between epochs all processes do the same, and exchange nothing
     try:
         yield MeshTrainingPartition(mesh, posterior)
     finally:
@@ -111,24 +111,11 @@ class MeshTrainingPartition(TrainingPartition):
 
         `batch`: the first one, which must be the same in processes that read whole batches.
         """
-        check_batches(self.mesh, batch, parts=self.reads_parts)
-        if self.reads_parts and not self._began:  # what was measured on the first batch was measured on other rows
-            self._broadcast_tensors()
-        if self.mesh.data.size > 1 and not self._began:
-            check_independent_rows(self.posterior, batch)
-        self._began = True
+        self._check_first_batch(batch)
         if self._row_loader is not None:  # the first batch was whole, to be compared and measured
             self._row_loader.reads_part = True
-        for tensor, axis in self._member_tensors():
-            whole = tensor.data
-            self._full_tensors.append((tensor, whole, axis))
-            here = self.member_slice
-            tensor.data = whole.narrow(axis, here.start, here.stop - here.start).clone()
         chains = getattr(optimizer, "generators", [])
-        if self._full_tensors:
-            self.particles.members = self.member_slice.stop - self.member_slice.start
-            if len(chains) == self.members:
-                optimizer.generators = chains[self.member_slice]  # type: ignore[attr-defined]
+        self._take_local_members(optimizer, chains)
         between, self.particles.exchange = self.particles.exchange, self.exchange
         try:
             yield
@@ -149,6 +136,25 @@ class MeshTrainingPartition(TrainingPartition):
         if self._uneven is not None and bool(self._uneven):
             raise ValueError("expected parts of a batch with as many rows in every process, got others; make them even")
         check_equal_tensors(self.mesh, self.posterior)
+
+    def _check_first_batch(self, batch: Batch) -> None:
+        check_batches(self.mesh, batch, parts=self.reads_parts)
+        if self.reads_parts and not self._began:  # what was measured on the first batch was measured on other rows
+            self._broadcast_tensors()
+        if self.mesh.data.size > 1 and not self._began:
+            check_independent_rows(self.posterior, batch)
+        self._began = True
+
+    def _take_local_members(self, optimizer: Optimizer, chains: list[Any]) -> None:
+        """Leaves of all tensors with a member axis, and of the optimiser's chains, what lies here."""
+        here = self.member_slice
+        for tensor, axis in self._member_tensors():
+            self._full_tensors.append((tensor, tensor.data, axis))
+            tensor.data = tensor.data.narrow(axis, here.start, here.stop - here.start).clone()
+        if self._full_tensors:
+            self.particles.members = here.stop - here.start
+            if len(chains) == self.members:
+                optimizer.generators = chains[here]  # type: ignore[attr-defined]
 
     def _member_tensors(self) -> list[tuple[Tensor, int]]:
         """(tensor, axis of members) of everything that has a row for each member, where these lie in different processes."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dissensus.core.batch import Batch, count_examples, map_tensors
+from dissensus.utils.torch_private import TorchDispatchMode
 
 aten = torch.ops.aten
 # Operations by what says the shape of what they draw: their first tensor, or a list of sizes.

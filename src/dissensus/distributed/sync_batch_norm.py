@@ -4,16 +4,18 @@ Sums over ranks are autograd functions whose derivative is again a sum over rank
 mean = Σ x / n, var = Σ (x − mean)² / n, n over all ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from dissensus.distributed.mesh import Axis
 from dissensus.kernels import fused_norm
+from dissensus.kernels.layer_overrides import LayerOverrides
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -36,63 +38,56 @@ class _SumOverRanks(torch.autograd.Function):
         return _SumOverRanks.apply(x.movedim(dims[0], 0), axis), 0  # type: ignore[no-untyped-call]
 
 
-class SynchronisedNorms(TorchFunctionMode):
+@contextmanager
+def synchronise_norms(axis: Axis) -> Iterator[None]:
     """Inside, batch norm in training mode has the statistics of the rows of all ranks of the axis."""
-
-    def __init__(self, axis: Axis) -> None:
-        super().__init__()
-        self.axis = axis
-
-    def __enter__(self) -> Any:
-        fused_norm.thread.norms = False
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+    fused_norm.thread.norms = False
+    try:
+        with LayerOverrides({F.batch_norm: partial(synchronised_batch_norm, axis)}):
+            yield
+    finally:
         fused_norm.thread.norms = True
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.batch_norm:
-            return self.batch_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
-    def batch_norm(
-        self,
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        """What `F.batch_norm` gives for the rows of all ranks, of which these are some."""
-        if not training:
-            return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-        axes = [axis for axis in range(input.ndim) if axis != 1]
-        shape = [1, -1, *[1] * (input.ndim - 2)]
-        x = input.to(torch.promote_types(input.dtype, torch.float32))
-        # The count is summed with the numbers, so that one exchange serves both.
-        here = input.numel() // input.shape[1]
-        sums = self._sum(torch.cat([x.sum(axes), x.new_full((1,), here)]))
-        count = sums[-1].detach()
-        mean = sums[:-1] / count
-        centred = x - mean.reshape(shape)
-        variance = self._sum(centred.square().sum(axes)) / count
-        found = centred * (variance + eps).rsqrt().reshape(shape)
-        if weight is not None:
-            found = found * weight.reshape(shape)
-        if bias is not None:
-            found = found + bias.reshape(shape)
-        with torch.no_grad():
-            if running_mean is not None:
-                running_mean.mul_(1 - momentum).add_(momentum * mean.detach().to(running_mean.dtype))
-            if running_var is not None:
-                unbiased = variance.detach() * (count / (count - 1).clamp(min=1))
-                running_var.mul_(1 - momentum).add_(momentum * unbiased.to(running_var.dtype))
-        return found.to(input.dtype)
+def synchronised_batch_norm(
+    axis: Axis,
+    otherwise: Callable[..., Tensor],
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """What `F.batch_norm` gives for the rows of all ranks, of which these are some."""
+    if not training:
+        return otherwise(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    axes = [each for each in range(input.ndim) if each != 1]
+    shape = [1, -1, *[1] * (input.ndim - 2)]
+    x = input.to(torch.promote_types(input.dtype, torch.float32))
+    # The count is summed with the numbers, so that one exchange serves both.
+    here = input.numel() // input.shape[1]
+    sums = _sum_over_ranks(axis, torch.cat([x.sum(axes), x.new_full((1,), here)]))
+    count = sums[-1].detach()
+    mean = sums[:-1] / count
+    centred = x - mean.reshape(shape)
+    variance = _sum_over_ranks(axis, centred.square().sum(axes)) / count
+    found = centred * (variance + eps).rsqrt().reshape(shape)
+    if weight is not None:
+        found = found * weight.reshape(shape)
+    if bias is not None:
+        found = found + bias.reshape(shape)
+    with torch.no_grad():
+        if running_mean is not None:
+            running_mean.mul_(1 - momentum).add_(momentum * mean.detach().to(running_mean.dtype))
+        if running_var is not None:
+            unbiased = variance.detach() * (count / (count - 1).clamp(min=1))
+            running_var.mul_(1 - momentum).add_(momentum * unbiased.to(running_var.dtype))
+    return found.to(input.dtype)
 
-    def _sum(self, x: Tensor) -> Tensor:
-        found: Tensor = _SumOverRanks.apply(x, self.axis)  # type: ignore[no-untyped-call]
-        return found
+
+def _sum_over_ranks(axis: Axis, x: Tensor) -> Tensor:
+    found: Tensor = _SumOverRanks.apply(x, axis)  # type: ignore[no-untyped-call]
+    return found

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from dissensus.core.batch import Batch
-from dissensus.core.parameter_groups import count_optimizer_step
 from dissensus.engine.cuda_graphs import CapturedCalls, Graph, shape_key
 from dissensus.engine.eager_step import EagerStep
 from dissensus.engine.fast_optimisers import can_be_captured, make_capturable
 from dissensus.engine.graph_constants import NotConstant
+from dissensus.utils.parameter_groups import count_optimizer_step
 
 
 class CapturedStep(CapturedCalls):

@@ -6,13 +6,10 @@ training steps compare again at the beginning of every epoch.
 """
 
 import contextlib
-import linecache
 import os
-import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dissensus.core.member_runner import first_line
+from dissensus.utils.torch_private import is_transformed, outside_transforms
 
 FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 MOVES = (Tensor.to, Tensor.cuda, Tensor.type_as)
@@ -80,7 +78,7 @@ class Constants(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or _is_library(sys._getframe(1)):
+        if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         if function is Tensor.__getitem__ and args[0].device.type == self.device_type:
             several = isinstance(args[1], tuple)
@@ -114,7 +112,7 @@ class Constants(TorchFunctionMode):
         if self._reuses:
             raise NotConstant(user_line())
         made = make()
-        with torch._C._DisableFuncTorch():  # what is kept outlives the function transforms that the call is in
+        with outside_transforms():  # what is kept outlives the function transforms that the call is in
             plain = data.clone()
             there = plain.to(made.device, made.dtype, copy=True) if made.device.type == self.device_type else None
         self.entries.append(HostConstant(function, plain, there, made.requires_grad))
@@ -130,28 +128,18 @@ def failure_reason(error: Exception) -> str:
 def user_line(error: BaseException | None = None) -> str | None:
     """ "file.py:12: code" of the innermost line outside of torch and this library: of an error, or of this call."""
     if error is None:
-        return _innermost_line(traceback.walk_stack(sys._getframe(1)))
+        return _innermost_line(traceback.extract_stack())
     found = None
     while error is not None:  # leaving a failed capture raises another error: the line of the first one counts
-        found = _innermost_line(reversed(list(traceback.walk_tb(error.__traceback__)))) or found
+        found = _innermost_line(traceback.extract_tb(error.__traceback__)) or found
         error = error.__context__
     return found
 
 
-def _is_library(frame: FrameType | None) -> bool:
-    """Whether this library itself makes a call, which it need not do in the same way when it is captured."""
-    while frame is not None and (
-        frame.f_code.co_filename.startswith(TORCH) or frame.f_code.co_name == "__torch_function__"  # of other modes
-    ):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(LIBRARY)
-
-
-def _innermost_line(inner_first: Iterable[tuple[FrameType, int]]) -> str | None:
-    for frame, number in inner_first:
-        file = frame.f_code.co_filename
-        if not file.startswith((TORCH, LIBRARY, contextlib.__file__)):
-            return f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
+def _innermost_line(outer_first: traceback.StackSummary) -> str | None:
+    for each in reversed(outer_first):
+        if not each.filename.startswith((TORCH, LIBRARY, contextlib.__file__)):
+            return f"{Path(each.filename).name}:{each.lineno}: {each.line}"
     return None
 
 
@@ -169,10 +157,10 @@ def _host_data(function: Any, args: Any, kwargs: Any) -> Tensor | None:
 def _as_tensor(data: Any) -> Tensor | None:
     """The host's data as a tensor without a gradient; None for a tensor on another device, or one that is trained."""
     if isinstance(data, Tensor):
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(data)
+        wrapped = is_transformed(data)
         return None if data.device.type != "cpu" or data.requires_grad or wrapped else data
     try:
-        with torch._C._DisableFuncTorch():
+        with outside_transforms():
             return torch.from_numpy(np.array(data))
     except (TypeError, ValueError, RuntimeError):  # no numbers, or tensors of a device among them
         return None
@@ -180,6 +168,6 @@ def _as_tensor(data: Any) -> Tensor | None:
 
 def _has_same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether both have the same bits."""
-    with torch._C._DisableFuncTorch():
+    with outside_transforms():
         alike = (a.shape, a.dtype) == (b.shape, b.dtype)
         return alike and torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (a, b)))

@@ -19,6 +19,7 @@ from dissensus.engine.eager_step import autocast
 from dissensus.engine.fast_optimisers import use_channels_last
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.text import format_bytes as format_bytes
+from dissensus.utils.torch_private import free_cublas_workspaces
 
 EXTRA_STREAMS = 2  # one for plain steps, one for the capture of graphs
 
@@ -149,10 +150,8 @@ def reset_peak(device: torch.device) -> None:
 
 def free_workspaces() -> None:
     """Frees the memory that the GPU's libraries keep per stream; they allocate it again when needed."""
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:
-        torch.cuda.synchronize()
-        clear()
+    torch.cuda.synchronize()
+    free_cublas_workspaces()
 
 
 def _measure_member(posterior: Posterior, batch: Batch, precision: torch.dtype | None) -> tuple[int, int]:

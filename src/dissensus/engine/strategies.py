@@ -26,6 +26,7 @@ from dissensus.core.member_runner import FallbackChain
 from dissensus.engine.cuda_graphs import Lanes
 from dissensus.kernels.fused_norm import fuse_layers
 from dissensus.utils.tensor_tree import Tensors
+from dissensus.utils.torch_private import raise_at_recompile_limit
 
 log = logging.getLogger("dissensus")
 
@@ -57,7 +58,7 @@ def _forbid_recompile_limit(run: Strategy) -> Strategy:
     """The strategy, but raising at dynamo's limit of recompilations, where it would silently run plain code."""
 
     def run_or_raise(posterior: Objective, batch: Batch) -> Gradients:
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        with raise_at_recompile_limit():
             return run_compiled(posterior.particles, lambda: run(posterior, batch))
 
     return run_or_raise

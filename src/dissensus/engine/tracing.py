@@ -1,7 +1,7 @@
 """Tracing: turns a module into one graph of plain operations for any batch size, with members folded into the batch.
 
 vmap fixes the batch size of many layers to that of the example: its rules for convolutions, pooling and normalisation read
-sizes as numbers. Inside `AnyBatchSize`, such layers run outside of vmap with members × batch as batch, or are written out.
+sizes as numbers. Inside `any_batch_size`, such layers run outside of vmap with members × batch as batch, or are written out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C import _functorch as functorch
 from torch.export import Dim, ExportedProgram
-from torch.overrides import TorchFunctionMode
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
+from dissensus.kernels.layer_overrides import LayerOverrides
 from dissensus.utils.torch_guard import TorchStateGuard
+from dissensus.utils.torch_private import fold_vmap_axis, has_vmap_axis
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 ROW_BY_ROW = (  # functions that act on each row of a batch, without weights
@@ -26,24 +26,23 @@ ROW_BY_ROW = (  # functions that act on each row of a batch, without weights
 )  # fmt: skip
 
 
-class AnyBatchSize(TorchFunctionMode):
+def any_batch_size() -> LayerOverrides:
     """Inside, layers that vmap would fix to one batch size accept any."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not any(_has_member_axis(each) for each in (*args, *kwargs.values())):
-            return function(*args, **kwargs)
-        if function is F.batch_norm:
-            return _batch_norm(*args, **kwargs)
-        if function is F.layer_norm:
-            return _layer_norm(*args, **kwargs)
-        if function is F.group_norm:
-            return _group_norm(*args, **kwargs)
-        if function in CONVOLUTIONS:
-            return _convolution(function, *args, **kwargs)
-        if function in ROW_BY_ROW:
-            return _fold_members(lambda x: function(x, *args[1:], **kwargs), args[0])
-        return function(*args, **kwargs)
+    def for_members(form: Callable[..., Tensor]) -> Callable[..., Any]:
+        def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            members = any(has_vmap_axis(each) for each in (*args, *kwargs.values()))
+            return form(function, *args, **kwargs) if members else function(*args, **kwargs)
+
+        return run
+
+    forms: dict[Any, Callable[..., Tensor]] = {
+        F.batch_norm: _batch_norm,
+        F.layer_norm: _layer_norm,
+        F.group_norm: _group_norm,
+    }
+    forms |= dict.fromkeys(CONVOLUTIONS, _convolution) | dict.fromkeys(ROW_BY_ROW, _run_row_by_row)
+    return LayerOverrides({function: for_members(form) for function, form in forms.items()})
 
 
 class TracedModule(nn.Module):
@@ -57,7 +56,7 @@ class TracedModule(nn.Module):
 
     def forward(self, *x: Tensor) -> Any:
         given: Any = dict(zip(self.names, x, strict=True)) if self.names else x if self.several else x[0]
-        with torch.no_grad(), AnyBatchSize():
+        with torch.no_grad(), any_batch_size():
             return self.module(given)
 
 
@@ -85,33 +84,26 @@ def random_operations(exported: ExportedProgram) -> list[str]:
     return sorted({str(each) for each in found if torch.Tag.nondeterministic_seeded in getattr(each, "tags", ())})
 
 
-def _has_member_axis(x: Any) -> bool:
-    return isinstance(x, Tensor) and bool(functorch.is_batchedtensor(x))
-
-
 def _fold_members(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """function(x) for all members' rows at once; function must act on each row separately."""
-    if not _has_member_axis(x):
-        return function(x)
-    from torch._functorch import predispatch
+    return fold_vmap_axis(function, x) if has_vmap_axis(x) else function(x)
 
-    level = functorch.maybe_get_level(x)
-    members = int(functorch.get_unwrapped(x).shape[functorch.maybe_get_bdim(x)])
-    rows = predispatch._remove_batch_dim(x, level, members, 0)  # (M, B, ...)
-    result = function(rows.flatten(0, 1)).unflatten(0, (members, -1))
-    return predispatch._add_batch_dim(result, 0, level)
+
+def _run_row_by_row(function: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _fold_members(lambda x: function(x, *args, **kwargs), input)
 
 
 def _convolution(
     function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kw: Any
 ) -> Tensor:
-    if _has_member_axis(weight):
+    if has_vmap_axis(weight):
         raise ValueError("members have their own kernels: they run one after the other")
     outputs = _fold_members(lambda x: function(x, weight, None, *args, **kw), input)
     return outputs if bias is None else outputs + _as_channels(bias, outputs)
 
 
 def _batch_norm(
+    function: Any,
     input: Tensor,
     running_mean: Tensor,
     running_var: Tensor,
@@ -128,6 +120,7 @@ def _batch_norm(
 
 
 def _layer_norm(
+    function: Any,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -142,9 +135,14 @@ def _layer_norm(
 
 
 def _group_norm(
-    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    function: Any,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
 ) -> Tensor:
-    return _affine(_fold_members(lambda x: F.group_norm(x, num_groups, eps=eps), input), weight, bias)
+    return _affine(_fold_members(lambda x: function(x, num_groups, eps=eps), input), weight, bias)
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dissensus.kernels.multi_copy import copy_all
 from dissensus.utils.tensor_tree import Tensors
+from dissensus.utils.torch_private import in_function_transform
 
 DEVICE = "cuda"  # "cpu" in tests
 
@@ -39,7 +40,7 @@ class CastWeights:
     def cast_copy(self, weight: Tensor) -> Tensor:
         """The weight's copy, if autocast would make the same; else the weight."""
         leaf, version, name, made = self._known.get(id(weight), (None, 0, "", weight))
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        transformed = in_function_transform()
         if leaf is None or leaf._version != version or transformed or not _casts_to(self.dtype):
             return weight
         found: Tensor = _CastWeight.apply(leaf, made, name, self)  # type: ignore[no-untyped-call]

@@ -41,20 +41,6 @@ def has_small_products(network: nn.Module) -> bool:
     return bool(sizes) and max(sizes) <= SMALL
 
 
-@contextmanager
-def without_onednn(wanted: bool = True) -> Iterator[None]:
-    """Inside, if wanted, matrix products on the CPU run without oneDNN."""
-    before = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags would change other settings, too, and warn
-    if not wanted or not before:
-        yield
-        return
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
-
-
 FEW = 8  # rows up to which x Wᵀ is faster without gradients: 5 times for one row (200 × 200, x86)
 
 

@@ -21,16 +21,18 @@ torch's kernel for J t also gives Σ x̂ t and Σ t, the gradients by weight and
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from dissensus.kernels.cast_weights import cast_weight
 from dissensus.kernels.fused_norm import Recomputation, lazy_batch_norm, thread
-from dissensus.kernels.lazy_tensor import PendingTensor, materialise
+from dissensus.kernels.layer_overrides import LayerOverrides
+from dissensus.kernels.lazy_tensor import materialise
+from dissensus.utils.torch_private import in_vmap, will_run
 
 aten = torch.ops.aten
 SMALL = 2**15  # below this size of an input, on a CPU, the overhead of Python exceeds the gain
@@ -42,7 +44,6 @@ SETTINGS: dict[Callable[..., Tensor], tuple[str, ...]] = {
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), PLAIN),
     **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), TRANSPOSED),
 }
-FORMS = {F.batch_norm, torch.prelu, *SETTINGS}
 # Whether vmap's rules for functions accept that a result has no gradient: here a batch norm's statistics have none.
 VMAP_TAKES_NONE = torch.__version__ >= "2.7"
 
@@ -56,9 +57,28 @@ def fast_second_derivatives(*, of_any_size: bool = False) -> Iterator[None]:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         yield
         return
-    stage = _BackwardStage()
+    stage, small = _BackwardStage(), 0 if of_any_size else SMALL
+
+    def use_form(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The form, but torch's own for a small input on a CPU."""
+
+        def run(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if input.device.type == "cpu" and input.numel() < small:
+                return function(input, *args, **kwargs)
+            (input, *args), kwargs = materialise(((input, *args), kwargs))
+            return form(function, input, *args, **kwargs)
+
+        return run
+
+    def normalise(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        if thread.fusing:  # first: any call of torch would count
+            return lazy_batch_norm(batch_norm, *args, **kwargs)
+        return use_form(lambda _, *a, **k: batch_norm(*a, **k))(function, *args, **kwargs)
+
+    convolve = use_form(partial(double_backward_conv, stage))
+    table = {torch.prelu: use_form(prelu_as_product), **dict.fromkeys(SETTINGS, convolve)}
     try:
-        with _DoubleBackwardMode(stage, 0 if of_any_size else SMALL):
+        with LayerOverrides(table | ({F.batch_norm: normalise} if thread.norms else {})):
             yield
     finally:
         stage.by_inputs_alone = False
@@ -68,30 +88,6 @@ class _BackwardStage:
     """Tells a layer's backward pass, in any thread, whether the context is active, so that weights need no gradients."""
 
     by_inputs_alone = True
-
-
-class _DoubleBackwardMode(TorchFunctionMode):
-    def __init__(self, stage: _BackwardStage, small: int) -> None:
-        super().__init__()
-        self.stage, self.small = stage, small
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.batch_norm and thread.fusing:  # first: any call of torch would count
-            return lazy_batch_norm(*args, **kwargs, otherwise=batch_norm)
-        if func not in FORMS or self.keeps_torch_form(*args[:1], **kwargs):
-            return func(*args, **kwargs)
-        if any(issubclass(each, PendingTensor) for each in types):
-            args, kwargs = materialise((args, kwargs))
-        if func is F.batch_norm:
-            return batch_norm(*args, **kwargs) if thread.norms else func(*args, **kwargs)
-        if func is torch.prelu:
-            return prelu_as_product(*args, **kwargs)
-        return double_backward_conv(self.stage, func, *args, **kwargs)
-
-    def keeps_torch_form(self, input: Tensor, **_: Any) -> bool:
-        """Whether a layer with this input keeps torch's form."""
-        return input.device.type == "cpu" and input.numel() < self.small
 
 
 def double_backward_conv(
@@ -168,7 +164,7 @@ def _leads_to_inputs(ctx: Any, i: int) -> bool:
     node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None
     if node is None or hasattr(node, "variable"):  # a leaf, so a weight: the derivative is by x only
         return False
-    return torch._C._will_engine_execute_node(node)
+    return will_run(node)
 
 
 class _ConvolutionGradient(torch.autograd.Function):
@@ -212,7 +208,7 @@ def _saved_tensor(ctx: Any, *, value: bool = True) -> Tensor:
     return ctx.again(first, *others)  # type: ignore[no-any-return]
 
 
-def prelu_as_product(input: Tensor, weight: Tensor) -> Tensor:
+def prelu_as_product(_: Callable[..., Tensor], input: Tensor, weight: Tensor) -> Tensor:
     """PReLU as a product: x if it is positive, else w x."""
     x, w = _cast_as_autocast(input, weight)
     channels = w if w.numel() == 1 or x.ndim < 2 else w.reshape(-1, *[1] * (x.ndim - 2))
@@ -231,15 +227,10 @@ def batch_norm(
 ) -> Tensor:
     """The same result as `F.batch_norm`; uses torch's form with running statistics (independent of x) or without weights."""
     few = input.numel() <= input.shape[1]
-    if not training or weight is None or bias is None or few or (not VMAP_TAKES_NONE and _in_vmap()):
+    if not training or weight is None or bias is None or few or (not VMAP_TAKES_NONE and in_vmap()):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     found: Tensor = _BatchNorm.apply(input, weight, bias, running_mean, running_var, momentum, eps)[0]  # type: ignore[no-untyped-call]
     return found
-
-
-def _in_vmap() -> bool:
-    functorch = torch._C._functorch
-    return any(each.key() == functorch.TransformType.Vmap for each in functorch.get_interpreter_stack() or ())
 
 
 class _BatchNorm(torch.autograd.Function):

@@ -14,6 +14,7 @@ from dissensus.kernels.cast_weights import cast_weight
 from dissensus.kernels.lazy_tensor import PendingTensor, materialise
 from dissensus.kernels.multi_tensor import can_run_kernels
 from dissensus.kernels.weight_cache import compute_cached
+from dissensus.utils.torch_private import in_function_transform
 
 DEVICE = "cuda"  # "cpu" in tests that interpret the kernels
 
@@ -40,7 +41,7 @@ def lazy_convolution(
     if torch.is_grad_enabled() or not plain or x.device.type != "cuda" or not usable:
         return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
     kind = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    transformed = in_function_transform()
     if transformed or kind not in KINDS or (x.dtype != kind and not torch.is_autocast_enabled("cuda")):
         return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
     if x.shape[1] < WIDE and not narrow:
@@ -77,7 +78,7 @@ def has_narrow_kernel(
     if any(min(step, pad + 1, size + 2 * pad - reach * (kernel - 1)) < 1 for size, kernel, step, pad, reach in how):
         return False
     bf16 = torch.get_autocast_dtype(DEVICE) == torch.bfloat16
-    return bf16 and torch._C._functorch.peek_interpreter_stack() is None and can_run_kernels(x.device)
+    return bf16 and not in_function_transform() and can_run_kernels(x.device)
 
 
 class _NarrowConvolution(torch.autograd.Function):

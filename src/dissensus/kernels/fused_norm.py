@@ -6,7 +6,6 @@ up to rounding (`kernels/triton_norm.py`); between the layers nothing is rounded
 with running statistics, batch norm becomes part of the convolution before it (`kernels/fused_conv.py`).
 """
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,18 +14,18 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from dissensus.kernels.cast_weights import cast_weight
 from dissensus.kernels.fused_conv import PendingConvolution, lazy_convolution
+from dissensus.kernels.layer_overrides import LayerOverrides
 from dissensus.kernels.lazy_tensor import PendingTensor, compute_pending, materialise
 from dissensus.kernels.multi_tensor import can_run_kernels
+from dissensus.utils.torch_private import in_function_transform
 
 LEAST = 2**15  # numbers in a tensor below which torch's own kernels are as fast
 KINDS = (torch.float32, torch.bfloat16, torch.float64)
 DEVICE = "cuda"  # "cpu" in tests that interpret the kernels
-UNSEEN = {cast(Any, Tensor).data.__get__, Tensor.numpy, Tensor.untyped_storage}
 
 
 @contextmanager
@@ -37,7 +36,7 @@ def fuse_layers() -> Iterator[None]:
         return
     before, thread.fusing = thread.fusing, True
     try:
-        with _FusionMode():
+        with LayerOverrides(OVERRIDES, _run_other):
             yield
     finally:
         thread.fusing = before
@@ -53,31 +52,31 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
-class _FusionMode(TorchFunctionMode):
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.batch_norm:
-            return lazy_batch_norm(*args, **(kwargs or {}))
-        add_pending_count()
-        if func is Tensor.add_ and not kwargs and is_batch_count(*args):
-            thread.counter = args[0]
-            return args[0]
-        if func in UNSEEN:  # what is written there has no version
-            vars(args[0]).pop("again", None)
-            compute_pending()
-        if func is torch.conv2d:
-            return lazy_convolution(*args, **(kwargs or {}))
-        if func is F.linear and len(args) > 1:
-            args = (args[0], cast_weight(args[1]), *args[2:])
-        return func(*args, **(kwargs or {}))
+def _run_other(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    add_pending_count()
+    return function(*args, **kwargs)
 
 
-def is_batch_count(counter: Any, by: Any = None, *_: Any) -> bool:
-    """Whether torch's batch norm adds one to its number of batches: what it calls next is `F.batch_norm`."""
-    frame: Any = sys._getframe(2)
-    while frame.f_code.co_name == "__torch_function__":  # of modes inside this one
-        frame = frame.f_back
-    mine = frame.f_code is nn.modules.batchnorm._BatchNorm.forward.__code__ and type(counter) is Tensor
-    alone = mine and torch._C._functorch.peek_interpreter_stack() is None
+def _read_unseen(function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What is written there has no version."""
+    vars(tensor).pop("again", None)
+    add_pending_count()
+    compute_pending()
+    return function(tensor, *args, **kwargs)
+
+
+def _add_in_place(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Adding one to a number of batches waits for `F.batch_norm`, whose kernel does it, too; any other call does it first."""
+    add_pending_count()
+    if kwargs or not is_count(*args):
+        return function(*args, **kwargs)
+    thread.counter = args[0]
+    return args[0]
+
+
+def is_count(counter: Any, by: Any = None, *_: Any) -> bool:
+    """Whether one is added to a single integer on the GPU, as torch's batch norm counts batches."""
+    alone = type(counter) is Tensor and not in_function_transform() and counter.ndim == 0
     return alone and (counter.dtype, counter.device.type, by) == (torch.int64, DEVICE, 1)
 
 
@@ -88,7 +87,20 @@ def add_pending_count() -> None:
         counter.add_(1)
 
 
+def _convolve(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    add_pending_count()
+    return lazy_convolution(*args, **kwargs)
+
+
+def _apply_linear(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    add_pending_count()
+    if len(args) > 1:
+        args = (args[0], cast_weight(args[1]), *args[2:])
+    return cast(Tensor, function(*args, **kwargs))
+
+
 def lazy_batch_norm(
+    otherwise: Callable[..., Tensor],
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -97,8 +109,6 @@ def lazy_batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    *,
-    otherwise: Callable[..., Tensor] = F.batch_norm,
 ) -> Tensor:
     """As `F.batch_norm`, but waiting if the kernels take this tensor; else `otherwise` of the same arguments."""
     counter, thread.counter = thread.counter, None  # first: any call of torch would count
@@ -134,7 +144,16 @@ def can_fuse(x: Tensor) -> bool:
     packed = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
     packed = packed or (x.ndim == 2 and x.is_contiguous())
     packed = packed and not x.is_inference()  # it has no version, which tells whether it was changed
-    return packed and torch._C._functorch.peek_interpreter_stack() is None and can_run_kernels(x.device)
+    return packed and not in_function_transform() and can_run_kernels(x.device)
+
+
+OVERRIDES: dict[Any, Callable[..., Any]] = {
+    F.batch_norm: lazy_batch_norm,
+    torch.conv2d: _convolve,
+    F.linear: _apply_linear,
+    Tensor.add_: _add_in_place,
+    **dict.fromkeys((cast(Any, Tensor).data.__get__, Tensor.numpy, Tensor.untyped_storage), _read_unseen),
+}
 
 
 class PendingNorm(PendingTensor):

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dissensus.utils.torch_private import in_function_transform
+
 
 def copy_by_name(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies of the tensors, on a GPU by few kernels for all of them; vmap has no rule for that."""
     # Compilers come first: older ones do not know the stack of function transforms.
     plain = torch.compiler.is_compiling() or not tensors or not all(tensor.is_cuda for tensor in tensors.values())
-    if plain or torch._C._functorch.peek_interpreter_stack() is not None:
+    if plain or in_function_transform():
         return {name: tensor.clone() for name, tensor in tensors.items()}
     found = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     copy_all(list(found.values()), list(tensors.values()))

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dissensus.utils.torch_private import unseen_by_function_modes
+
 log = logging.getLogger("dissensus")
 
 BLOCK = 4096  # entries of a chunk, the work of one program
@@ -89,13 +91,15 @@ class Chunks:
             self._layout, self._rows = layout, []
             self._usable = self._is_supported(lists, on) and can_run_kernels(layout[0].device)
             if self._usable:
-                self._divide_into_chunks()
+                with unseen_by_function_modes():
+                    self._divide_into_chunks()
         if not self._usable:
             return False
         found = [*([tensor.data_ptr() for tensor in each] for each in lists), *map(list, rows)]
         if found != self._rows:
             sizes = [shape.numel() for shape in layout[0].sizes]
-            self._rows, self._table = found, self._copy_to_device(torch.tensor([*found, sizes]))
+            with unseen_by_function_modes():  # which would take the table for a constant of the network
+                self._rows, self._table = found, self._copy_to_device(torch.tensor([*found, sizes]))
         return True
 
     def launch(self, name: str, *args: Any, **constants: Any) -> None:

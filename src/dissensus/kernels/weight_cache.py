@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from dissensus.utils.torch_private import TorchDispatchMode
 
 LEAST = 2**14  # numbers in a tensor below which a cast costs next to nothing
 Found = TypeVar("Found")

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from dissensus.utils.torch_private import TorchDispatchMode
 
 # Operations that use only the dtype, device or size of a tensor.
 VALUE_FREE = ("aten::new_", "aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like")

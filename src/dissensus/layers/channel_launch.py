@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dissensus.core.member_runner import first_line
+from dissensus.utils.torch_private import is_transformed
 
 log = logging.getLogger("dissensus")
 
@@ -33,7 +34,7 @@ class Layout(NamedTuple):
 
 def channel_layout(x: Tensor, *, channels_last: bool = False) -> Layout | None:
     """Memory layout of x (N, C, ...), or (N, ..., C) if `channels_last`; None if the kernels do not support it."""
-    if not x.is_cuda or x.dtype not in TYPES or x.ndim < 3 or x.numel() == 0 or in_transform(x):
+    if not x.is_cuda or x.dtype not in TYPES or x.ndim < 3 or x.numel() == 0 or is_transformed(x):
         return None
     if find_triton() is None or (x.dtype is torch.bfloat16 and not takes_bfloat16(x.device)):
         return None
@@ -48,11 +49,6 @@ def channel_layout(x: Tensor, *, channels_last: bool = False) -> Layout | None:
     if found is None or found.examples * (-(-found.channels // 128) if found.innermost else found.channels) < FEWEST:
         return None
     return found
-
-
-def in_transform(*tensors: Tensor) -> bool:
-    """Whether one of them is wrapped by vmap or a gradient transform, which kernels do not support."""
-    return any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)
 
 
 def match_layout(g: Tensor, y: Tensor) -> Tensor:

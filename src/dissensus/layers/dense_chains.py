@@ -15,13 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C import _functorch as functorch
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.nn.modules import module as modules
 
-from dissensus.layers.channel_launch import in_transform
 from dissensus.layers.conversion import ConvertedLayer, convert_layer
 from dissensus.layers.modulated import ModulatedLayer
+from dissensus.utils.torch_private import has_memory, is_transformed, run_outside_vmap, unwrap_innermost_vmap
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Given = Sequence[Tensor | None]  # x, then W, b, r, s of every layer; b and s may be None
@@ -78,23 +76,21 @@ def _can_chain(input: Tensor) -> bool:
 
 def _run_all_members(input: Tensor, layers: Sequence[Any]) -> Tensor | None:
     """The layers' outputs, computed for all members of the vmap around it; None if there is none, or others around it."""
-    top: Any = functorch.peek_interpreter_stack()
-    if top is None or top.key() != functorch.TransformType.Vmap:
+    unwrapped = unwrap_innermost_vmap(
+        input, *(each for layer in layers for each in (layer.weight, layer.bias, layer.r, layer.s))
+    )
+    if unwrapped is None:
         return None
-    named = [input, *(each for layer in layers for each in (layer.weight, layer.bias, layer.r, layer.s))]
-    unwrap, level = functorch._unwrap_batched, top.level()
-    pairs: list[tuple[Any, Any]] = [(None, None) if each is None else unwrap(each, level) for each in named]
+    pairs, level = unwrapped
     given, axes = zip(*pairs, strict=True)
     factors = [axis for i in (3, 4) for each, axis in zip(given[i::4], axes[i::4], strict=True) if each is not None]
     tensors = [each for each in given if each is not None]
     # Weights common to all members, factors of their own, and no gradient transform or second vmap.
-    usual = set(axes[1::4]) == {None} and None not in factors and not in_transform(*tensors)
+    usual = set(axes[1::4]) == {None} and None not in factors and not is_transformed(*tensors)
     if not usual or len({each.dtype for each in tensors}) > 1:
         return None
     stacked = (each if axis is None else each.movedim(axis, 0) for each, axis in pairs)
-    with temporarily_pop_interpreter_stack():
-        outputs = _Chain.apply(*stacked)  # type: ignore[no-untyped-call]
-    return functorch._add_batch_dim(outputs, 0, top.level())
+    return run_outside_vmap(lambda: _Chain.apply(*stacked), level)  # type: ignore[no-untyped-call]
 
 
 def run_one_member(*given: Tensor | None) -> Tensor:
@@ -139,7 +135,7 @@ class _Chain(torch.autograd.Function):
         count = len(ctx.needs_input_grad)
         given, (*kept, z) = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         # A gradient without memory is a row of many at once, by vmap or is_grads_batched=True.
-        if torch.is_grad_enabled() or not torch._C._has_storage(gradients[0]):
+        if torch.is_grad_enabled() or not has_memory(gradients[0]):
             return _recomputed_gradients(ctx.needs_input_grad, given, gradients[0])
         return _explicit_gradients(ctx.needs_input_grad, given, kept, z, gradients[0])
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dissensus.layers import channel_launch as kernels
 from dissensus.layers.conversion import CONVOLUTIONS, DENSE, TRANSPOSED, ConvertedLayer
+from dissensus.utils.torch_private import is_transformed
 
 
 def scale_channels(x: Tensor, factors: Tensor, *, alone: bool) -> Tensor:
@@ -61,7 +62,7 @@ class _ScaleChannels(torch.autograd.Function):
 
 def _layout(x: Tensor, factors: Tensor) -> kernels.Layout | None:
     """Memory layout of x for a kernel, with factors (N, C, 1, ...) or (N, 1, ..., C); None if no kernel can run."""
-    if factors.ndim != x.ndim or len(factors) != len(x) or kernels.in_transform(factors):
+    if factors.ndim != x.ndim or len(factors) != len(x) or is_transformed(factors):
         return None
     last = factors.shape[1:] != (x.shape[1], *[1] * (x.ndim - 2))
     if last and factors.shape[1:] != (*[1] * (x.ndim - 2), x.shape[-1]):

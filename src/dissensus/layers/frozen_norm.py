@@ -9,6 +9,7 @@ from dissensus.core.member import Member
 from dissensus.layers import channel_launch as kernels
 from dissensus.layers.conversion import ConvertedLayer, convert_layer
 from dissensus.utils.batch_norm_names import statistics_layers
+from dissensus.utils.torch_private import is_transformed
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -22,7 +23,7 @@ class FrozenNorm(ConvertedLayer):
         wanted = torch.is_grad_enabled() and not self.training and not torch.compiler.is_compiling()
         if not wanted or kernels.channel_layout(input) is None or any(each is None for each in tensors):
             return super().forward(input)  # type: ignore[no-any-return]
-        if kernels.in_transform(*tensors) or input.shape[1] != len(layer.weight):  # a kernel would read past the end
+        if is_transformed(*tensors) or input.shape[1] != len(layer.weight):  # a kernel would read past the end
             return super().forward(input)  # type: ignore[no-any-return]
         layer._check_input_dim(input)
         normed: Tensor = _NormaliseFunction.apply(input, *tensors, layer.eps)  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from dissensus.layers.conversion import convert_layer, convertible_copy, note_di
 from dissensus.layers.conversion_report import ConversionReport
 from dissensus.layers.factored import FactoredLayer, Factors, Kernel, features
 from dissensus.utils.checks import one_of
+from dissensus.utils.torch_private import in_backward_pass
 
 Mode = Literal["in", "out", "both"]
 MODES = get_args(Mode)
@@ -145,7 +146,7 @@ def has_changed_output(layer: NodeLayer) -> bool:
 
 def _check_not_rerun(layer: NodeLayer) -> None:
     """Raises in a backward pass, where activation checkpointing would run a layer again without its latents."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and in_backward_pass():
         got = f"{layer.known_as!r} run again in the backward pass, without its noise"
         hint = "remove activation checkpointing, or exclude this layer with layers=[...], if possible"
         raise ValueError(f"expected a layer that runs only in the forward pass, got {got}; {hint}")

@@ -21,7 +21,6 @@ from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import PREFIX
 from dissensus.core.member_runner import first_line
 from dissensus.core.networks import networks_to_convert
-from dissensus.core.parameter_groups import Group
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import inference_context
 from dissensus.core.prior import GaussianPrior, PriorKeywords, make_prior, names_under_prior
@@ -36,6 +35,7 @@ from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.checks import integer, number
+from dissensus.utils.parameter_groups import Group
 from dissensus.utils.tensor_tree import Tensors, TensorTree, tied_names
 
 LOOKS = 8

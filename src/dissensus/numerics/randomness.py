@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from dissensus.utils.torch_private import TorchDispatchMode
 
 
 class _Thread(threading.local):

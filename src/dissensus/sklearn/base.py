@@ -24,7 +24,6 @@ from dissensus.calibration.conformal import ConformalScore, conformal
 from dissensus.calibration.conformal_sets import Conformal
 from dissensus.calibration.quantiles import least_rows
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.parameter_groups import optimizer_refusal
 from dissensus.core.posterior import Posterior, inference_context, refresh
 from dissensus.core.predictive import Predictive
 from dissensus.data.batches import Batches, check_index
@@ -40,6 +39,7 @@ from dissensus.training.fit import fit
 from dissensus.training.history import Epoch
 from dissensus.utils.checks import fraction, integer, number, one_of
 from dissensus.utils.json_values import to_json_values
+from dissensus.utils.parameter_groups import optimizer_refusal
 
 
 class EarlyStopping:

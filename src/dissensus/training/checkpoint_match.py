@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from dissensus.core.calibrated import STATE
 from dissensus.core.description import describe_likelihood, differences
 from dissensus.core.posterior import Posterior
-from dissensus.core.renamed_settings import translate_settings
 from dissensus.utils.json_values import to_json_values
+from dissensus.utils.renamed_settings import translate_settings
 
 log = logging.getLogger("dissensus")
 

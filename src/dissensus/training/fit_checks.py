@@ -12,11 +12,11 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from dissensus.core.loader import Loader
 from dissensus.core.objective import check_trainable
-from dissensus.core.parameter_groups import check_optimizer, check_rates, decay_warnings, mixing_warnings
 from dissensus.core.posterior import Posterior
 from dissensus.core.regression import RealTargets
 from dissensus.methods.parts.embedded_posterior import gamma_note
 from dissensus.utils.checks import integer, number, one_of
+from dissensus.utils.parameter_groups import check_optimizer, check_rates, decay_warnings, mixing_warnings
 
 log = logging.getLogger("dissensus")
 

@@ -31,7 +31,6 @@ from dissensus.bench.run.run import CHECKPOINT_SECONDS, Run
 from dissensus.bench.task.config import RunConfig, Settings
 from dissensus.bench.task.method_names import method_class
 from dissensus.bench.user_code import is_import_path
-from dissensus.core.parameter_groups import TAIL
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.trainable import Watchers
 from dissensus.methods import MAP, MCDropout, track
@@ -39,6 +38,7 @@ from dissensus.methods.parts.sampling_posterior import RecordingPosterior, Sampl
 from dissensus.methods.parts.trajectory import SnapshotRecorder
 from dissensus.training.fit import fit
 from dissensus.training.history import Epoch
+from dissensus.utils.parameter_groups import TAIL
 
 PRIOR = ("prior", "weight_prior_std", "data_size")
 FACTOR = 0.5  # default `tail_factor`, as in SWAG's schedule

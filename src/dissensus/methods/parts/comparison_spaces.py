@@ -18,6 +18,7 @@ from dissensus.core.batch import Inputs
 from dissensus.core.likelihood import Classification, Likelihood, full_precision
 from dissensus.numerics.hashing import WEYL, mix_bits, shift_right
 from dissensus.utils.tensor_tree import Tensors
+from dissensus.utils.torch_private import in_function_transform
 
 Gradient = Literal["logit", "log_prob"]
 
@@ -78,7 +79,7 @@ def differentiate(function: Callable[..., tuple[Tensor, Any]], *at: Tensor) -> t
     Uses `torch.func.grad` inside vmap and the compiler, elsewhere plain autograd, which also supports custom functions
     without `setup_context` and hooks on saved tensors.
     """
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling() or in_function_transform():
         found, rest = torch.func.grad(function, argnums=tuple(range(len(at))), has_aux=True)(*at)
         return tuple(found), rest
     recorded = torch.is_grad_enabled()

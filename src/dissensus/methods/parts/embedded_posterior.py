@@ -16,7 +16,6 @@ from dissensus.core.batch import Batch
 from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.member import Member, empty_copy, tensors_by_name
-from dissensus.core.parameter_groups import Group
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
 from dissensus.layers.conversion import fold_layers, restore_plain_layers
@@ -24,6 +23,7 @@ from dissensus.layers.conversion_report import ConversionReport
 from dissensus.layers.dense_chains import chain_layers
 from dissensus.numerics.annealing import scale_gradient
 from dissensus.utils.checks import number, one_of
+from dissensus.utils.parameter_groups import Group
 from dissensus.utils.tensor_tree import Tensors
 
 log = logging.getLogger("dissensus")

@@ -22,7 +22,6 @@ from dissensus.core.drawn_functions import DrawnFunctions, join_families
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import tensors_by_name
 from dissensus.core.networks import NetworksPosterior, StoringPosterior
-from dissensus.core.parameter_groups import Group
 from dissensus.core.particles import Member, Particles, Rows, member_index, single_member
 from dissensus.core.posterior import inference_context
 from dissensus.core.trainable import annealing_weight
@@ -35,6 +34,7 @@ from dissensus.methods.parts import node_latents
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.randomness import own_generator
 from dissensus.utils.checks import integer, number, one_of
+from dissensus.utils.parameter_groups import Group
 from dissensus.utils.tensor_tree import Tensors, TensorTree, all_submodules, named_tensors
 from dissensus.utils.torch_modes import eval_mode
 

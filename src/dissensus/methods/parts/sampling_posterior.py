@@ -21,7 +21,6 @@ from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions, join
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.member import NUMBER, PREFIX
 from dissensus.core.networks import Networks, NetworksPosterior, StoringPosterior
-from dissensus.core.parameter_groups import constant_tail
 from dissensus.core.particles import Particles, copy_to_device, member_subset
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.recorder import Recorder
@@ -33,6 +32,7 @@ from dissensus.utils.batch_norm_names import statistics_names
 from dissensus.utils.checks import integer
 from dissensus.utils.dtensor import gather_full_tensors
 from dissensus.utils.fsdp import check_copyable
+from dissensus.utils.parameter_groups import constant_tail
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import eval_mode
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dissensus.core.parameter_groups import TAIL
 from dissensus.core.recorder import Recorder
 from dissensus.core.weights import Weights
 from dissensus.utils.checks import integer
 from dissensus.utils.counts import Count, HostCopy
+from dissensus.utils.parameter_groups import TAIL
 from dissensus.utils.tensor_tree import Tensors, TensorTree
 
 

@@ -13,7 +13,7 @@ import dissensus as ds
 import tiny
 from dissensus.bench.run import build
 from dissensus.core import parameter_groups
-from dissensus.core.parameter_groups import Group
+from dissensus.utils.parameter_groups import Group
 from refusals import refuses
 from thinning import thinned
 

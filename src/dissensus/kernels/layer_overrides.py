@@ -1,0 +1,32 @@
+"""The one function mode in which torch's layers are computed in another way; each way is a plain function in a table.
+
+| where | layers | way |
+|---|---|---|
+| `kernels/fused_norm.py` | batch norm, convolutions, linear layers | results that wait for what follows, on a GPU |
+| `kernels/double_backward.py` | batch norm, convolutions, PReLU | forms with fast second derivatives |
+| `distributed/sync_batch_norm.py` | batch norm | statistics of all processes' rows |
+| `engine/tracing.py` | norms, convolutions, pooling | any batch size under vmap |
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+
+class LayerOverrides(TorchFunctionMode):
+    """Inside, `table[function](function, *args, **kwargs)` instead of a function of torch, and `others` for all that it lacks.
+
+    Of several inside each other the innermost is asked first. What it calls goes to those around it, and then to torch.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[Any, Callable[..., Any]],
+        others: Callable[..., Any] = lambda function, *a, **k: function(*a, **k),
+    ) -> None:
+        super().__init__()
+        self.table, self.others = table, others
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.table.get(function, self.others)(function, *args, **(kwargs or {}))

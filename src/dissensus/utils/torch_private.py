@@ -1,0 +1,164 @@
+"""torch's private names, behind plain functions: what a new version of torch may rename is here and nowhere else.
+
+Tried on torch 2.11 (CPU and CUDA) and 2.13 (CPU).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["TorchDispatchMode"]  # a public class in a private module
+
+# How the innermost level of functorch is closed. Its own function for all of them closes one too many in torch 2.11.
+CLOSE = {
+    functorch.TransformType.Vmap: functorch._vmap_decrement_nesting,
+    functorch.TransformType.Grad: functorch._grad_decrement_nesting,
+    functorch.TransformType.Jvp: functorch._jvp_decrement_nesting,
+    functorch.TransformType.Functionalize: functorch._func_decrement_nesting,
+}
+
+
+# ------------------------------------------------------------------ function transforms
+
+
+def in_function_transform() -> bool:
+    """Whether this is inside a vmap, grad or jvp."""
+    return functorch.peek_interpreter_stack() is not None
+
+
+def in_vmap() -> bool:
+    """Whether one of the function transforms around this is a vmap."""
+    return any(each.key() == functorch.TransformType.Vmap for each in functorch.get_interpreter_stack() or ())
+
+
+def is_transformed(*tensors: Tensor) -> bool:
+    """Whether one of the tensors belongs to a function transform: it has no memory of its own."""
+    return any(functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)
+
+
+def has_vmap_axis(x: Any) -> bool:
+    """Whether this is a tensor with a hidden axis of vmap."""
+    return isinstance(x, Tensor) and bool(functorch.is_batchedtensor(x))
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Inside, tensors are made outside of all function transforms, which they outlive."""
+    return torch._C._DisableFuncTorch()
+
+
+def run_in_vmap(
+    one: Callable[..., Any], parts: Iterable[Mapping[str, Tensor]], count: int, map_trees: Callable[..., Any]
+) -> Any:
+    """one(*parts) in a vmap over the first axes of all their tensors, entered by hand; results with a new first axis.
+
+    `map_trees(function, [tree])`: the tree of function([tensor]).
+    """
+    lazy_load_decompositions()
+    level = functorch._vmap_increment_nesting(count, "different")
+    try:
+        add, remove = functorch._add_batch_dim, functorch._remove_batch_dim
+        found = one(*({name: add(tensor, 0, level) for name, tensor in part.items()} for part in parts))
+        return map_trees(lambda column: remove(column[0], level, count, 0), [found])
+    finally:
+        functorch._vmap_decrement_nesting()
+
+
+def unwrap_innermost_vmap(*tensors: Tensor | None) -> tuple[list[tuple[Any, Any]], int] | None:
+    """([(tensor without the innermost vmap, its hidden axis)], the vmap's level); None if the innermost is no vmap."""
+    top: Any = functorch.peek_interpreter_stack()
+    if top is None or top.key() != functorch.TransformType.Vmap:
+        return None
+    level = top.level()
+    return [(None, None) if each is None else functorch._unwrap_batched(each, level) for each in tensors], level
+
+
+def run_outside_vmap(function: Callable[[], Tensor], level: int) -> Tensor:
+    """What the function gives outside of the innermost vmap, of this level; its first axis is then vmap's."""
+    with temporarily_pop_interpreter_stack():
+        found = function()
+    return functorch._add_batch_dim(found, 0, level)
+
+
+def fold_vmap_axis(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x) with vmap's axis and the first axis as one: function must act on each row separately."""
+    from torch._functorch import predispatch
+
+    level = functorch.maybe_get_level(x)
+    members = int(functorch.get_unwrapped(x).shape[functorch.maybe_get_bdim(x)])
+    rows = predispatch._remove_batch_dim(x, level, members, 0)  # (M, B, ...)
+    result = function(rows.flatten(0, 1)).unflatten(0, (members, -1))  # type: ignore[no-untyped-call]
+    return predispatch._add_batch_dim(result, 0, level)
+
+
+# ------------------------------------------------------------------ modes, autograd, devices
+
+
+def unseen_by_function_modes() -> AbstractContextManager[object]:
+    """Inside, no function mode sees what is called."""
+    return torch._C.DisableTorchFunction()
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has memory: a row of several gradients at once has none."""
+    return torch._C._has_storage(tensor)
+
+
+def in_backward_pass() -> bool:
+    """Whether autograd's engine runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward pass that runs now will reach this node of the graph."""
+    return torch._C._will_engine_execute_node(node)
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Inside, matrix products on the CPU run without oneDNN."""
+    before = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags would change other settings, too, and warn
+    if not before:
+        yield
+        return
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def free_cublas_workspaces() -> None:
+    """Frees what cuBLAS keeps for its products, where torch can."""
+    if (clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None)) is not None:
+        clear()
+
+
+def raise_at_recompile_limit() -> AbstractContextManager[object]:
+    """Inside, dynamo raises at its limit of recompilations, where it would silently run plain code."""
+    return torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)  # type: ignore[no-any-return]
+
+
+class TorchState:
+    """Functorch's levels, torch's modes and its dispatch keys now; `restore` makes them so again."""
+
+    def __init__(self) -> None:
+        self.depth = functorch.get_dynamic_layer_stack_depth()
+        self.functions, self.dispatches = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+        self.keys = torch._C._PreserveDispatchKeyGuard()
+        self.keys.__enter__()  # type: ignore[no-untyped-call]
+
+    def restore(self, *error: object) -> None:
+        self.keys.__exit__(*error)
+        while functorch.get_dynamic_layer_stack_depth() > self.depth:
+            CLOSE[functorch.peek_interpreter_stack().key()]()
+        while torch._C._len_torch_function_stack() > self.functions:
+            torch._C._pop_torch_function_stack()
+        while torch._C._len_torch_dispatch_stack() > self.dispatches:
+            torch._C._pop_torch_dispatch_stack(None)
