@@ -20,6 +20,7 @@ test-slow: $(VENV)/installed-test
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python benchmarks/weight.py --check
 
 types: $(VENV)/installed-test
 	$(BIN)/mypy

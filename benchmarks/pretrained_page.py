@@ -30,6 +30,7 @@ from dissensus.metrics import paired_test
 from dissensus.metrics.bootstrap import comparison, resample_counts
 from dissensus.metrics.calibration import confidence_ece
 from dissensus.metrics.student_t import student_quantile
+from dissensus.utils.renamed_settings import translate_settings
 
 ROOT = Path(__file__).parents[1]
 RESULTS, FIGURE = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures" / "pretrained.png"
@@ -76,7 +77,9 @@ TITLES = {
     "calibrated/ece": "ECE % at T",
 }
 FURTHER = ("calibration/nll", "calibration/nll_scaled", "calibrated/accuracy", "members/nll", "members/disagreement")
-SETTINGS = ("mode", "components", "train_samples", "posterior_temperature", "init_std", "batch_norm", "lr")
+# column -> setting
+SETTINGS = {key: key for key in ("mode", "components", "train_samples", "init_std", "batch_norm")}
+SETTINGS |= {"gamma": "posterior_temperature", "rate": "lr"}
 REFERENCES = [name for name in NAMES if not name.startswith("node_bnn") or "untrained" in name]
 Run = dict[str, Any]  # its row, and "arrays"
 
@@ -119,7 +122,9 @@ def unpacked(path: Path) -> Iterator[Run]:
         severities = {key: value for key, value in metrics.items() if key.startswith("corrupt/severity")}
         first = next((line for line in content[f"{folder}/log.jsonl"].splitlines() if b'"lr"' in line), b"{}")
         told = {"epochs": training["epochs"], "lr": json.loads(first).get("lr", "")}
-        told |= {key: settings[key] for key in SETTINGS if key in settings}
+        settings = translate_settings(config["method"].partition("-")[0], settings)
+        told |= {key: settings[each] for key, name in SETTINGS.items() for each in (key, name) if each in settings}
+        told |= {"gamma": told["gamma"] - 1} if "gamma" in told else {}  # γ is the temperature − 1
         numbers = {key: f"{value:.6g}" for key, value in (kept | severities).items()}
         facts = {key: made[key] for key in FACTS} | {"weights": made.get("weights_sha256", "")[:12]}
         origin = {"network": network, "method": config["method"], "seed": config["seed"]}

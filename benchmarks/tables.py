@@ -544,10 +544,13 @@ PAGES: tuple[
 )
 
 
+DOCS = ROOT / "docs"
+RESULTS_PAGES = DOCS / "results"
+
+
 def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
     """The same with links as in docs itself."""
-    docs = ROOT / "docs"
-    results = docs / "results"
+    docs, results = DOCS, RESULTS_PAGES
     yield ROOT / "README.md", "gains", choose.gains()
     for name, table in fast_paths.page_tables(rows("fast_paths.csv")):
         yield fast_paths.PAGE, name, table
@@ -567,6 +570,13 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
     for page, name, file, table in PAGES:
         if found := rows(file):
             yield docs / page, name, table(found)
+    yield from tables_of_tasks()
+    yield from tables_of_studies()
+
+
+def tables_of_tasks() -> Iterator[tuple[Path, str, str]]:
+    """Results of tasks, by page."""
+    results = RESULTS_PAGES
     for task in shift.COLUMNS:
         yield results / "covariate-shift.md", task, shift_table(task)
     for task, columns in PARTICLES.items():
@@ -574,16 +584,21 @@ def tables_of_docs() -> Iterator[tuple[Path, str, str]]:
             yield results / "particles.md", task, particle_table(task, columns)
     if all(particle_rows(task) for task in SIDE_BY_SIDE):
         yield results / "particles.md", "side-by-side", side_by_side()
+    yield from papers_page.pages()
+    yield from pretrained_page.pages(rows("pretrained.csv"), rows("pretrained_pairs.csv"))
+    for task, table in task_results.pages():
+        yield results / "standard.md", task, table
+
+
+def tables_of_studies() -> Iterator[tuple[Path, str, str]]:
+    """Results of benchmarks that have a page, where they were measured."""
+    docs, results = DOCS, RESULTS_PAGES
     if found := rows(camvid_ood.NUMBERS):
         yield results / "segmentation.md", "camvid-ood", camvid_ood.page(found, rows(camvid_ood.PAIRS))
     if found := rows(calibration.NUMBERS):
         yield results / "calibration.md", "calibration", calibration.page(found, rows(calibration.SETS))
     if found := [*rows("compose_speed_h200.csv"), *rows("compose_speed_cpu.csv")]:
         yield results / "composing.md", "compose-speed", compose_speed.page(found)
-    yield from papers_page.pages()
-    yield from pretrained_page.pages(rows("pretrained.csv"), rows("pretrained_pairs.csv"))
-    for task, table in task_results.pages():
-        yield results / "standard.md", task, table
     if found := rows("momentum.csv"):
         yield docs / "reference/details/embedded.md", "momentum", momentum.page(found, rows("momentum_trials.csv"))
     if found := rows("tables_uci.csv"):

@@ -2,6 +2,7 @@
 
     python benchmarks/weight.py [folder ...]
     python benchmarks/weight.py --write        # into CONTRIBUTING.md
+    python benchmarks/weight.py --check        # fails if a function is too long; `make lint` does this
 
 A guard is a line of a `raise`, of an `if` suite or an `except` handler that ends in one, of a function whose name begins
 with `check`, or of a statement that calls such a function.
@@ -338,7 +339,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, default=[LIBRARY])
     parser.add_argument("--write", action="store_true", help="write the library's table into CONTRIBUTING.md")
+    parser.add_argument("--check", action="store_true", help="only fail if a function is too long")
     given = parser.parse_args()
+    if given.check:
+        too_long = [name for folder in given.folders for name in long_functions(folder)]
+        sys.exit(f"functions over {LONG} lines of code: {', '.join(too_long)}" if too_long else 0)
     if given.write:
         write()
     for folder in given.folders:

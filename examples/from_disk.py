@@ -57,7 +57,8 @@ def main() -> None:
             f"{'members':>7}{'MiB on disk':>13}{'at a time':>11}{'accuracy':>10}{'nll':>8}{'epistemic':>11}{'clothes':>9}"
         )
         for folder in folders:
-            summary, y = ds.summarise(folder, test, targets=True)
+            summary = ds.summarise(folder, test)
+            y = summary.targets
             known.append(summary)
             foreign.append(ds.summarise(folder, clothes))
             (mean, doubt), (_, doubt_foreign) = joined(known), joined(foreign)

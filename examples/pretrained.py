@@ -38,7 +38,8 @@ def trained(loader: ds.data.Batches, epochs: int) -> nn.Module:
 
 def row(name: str, posterior: ds.Posterior, test: ds.data.Batches, foreign: Tensor) -> str:
     """One line of the table: scores on the test digits, and how well doubt tells clothes from digits."""
-    predictive, y = ds.predict(posterior, test, targets=True)
+    predictive = ds.predict(posterior, test)
+    y = predictive.targets
     unknown = posterior.predict(foreign)
     scores = (
         ds.metrics.accuracy(predictive.mean, y),

@@ -1,6 +1,7 @@
 """Every test starts from the same random state, on one thread, and on the CPU unless it is marked `gpu`."""
 
 import gc
+import logging
 import os
 import sys
 
@@ -15,6 +16,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # workers import to
 def pytest_collection_finish() -> None:
     gc.freeze()  # modules and tests stay to the end: no collection need look at them again
     gc.set_threshold(50_000, 20, 50)  # and what tests leave is little
+    # Three times in each test, pytest adds its handlers to every logger that does not propagate; torch has fifty.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
 
 
 @pytest.fixture(autouse=True)

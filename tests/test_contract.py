@@ -495,7 +495,8 @@ def test_predict_does_not_depend_on_the_mode_or_on_batching(build):
     ds.refresh(posterior, [(x, y)])
     trained = posterior.train().predict(x).mean
     assert torch.equal(posterior.eval().predict(x).mean, trained)
-    whole, targets = ds.predict(posterior, [(x[:5], y[:5]), (x[5:], y[5:])], targets=True)
+    whole = ds.predict(posterior, [(x[:5], y[:5]), (x[5:], y[5:])])
+    targets = whole.targets
     torch.testing.assert_close(whole.mean, trained, rtol=0, atol=1e-12)
     assert torch.equal(targets, y)
 

@@ -134,7 +134,7 @@ lr = 0.02
 schedule = "cosine"
 [method.swag-low]
 rank = 2
-scale = 0.5
+posterior_temperature = 0.5
 [method.deep_ensemble]
 members = 3
 training = { epochs = 3 }

@@ -23,7 +23,8 @@ def batches(n: int = 20):
 
 def test_a_loader_gives_what_one_batch_gives():
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points(20)
-    found, targets = ds.predict(posterior, batches(), targets=True)
+    found = ds.predict(posterior, batches())
+    targets = found.targets
     torch.testing.assert_close(found.member_means, posterior.predict(x).member_means, rtol=0, atol=1e-12)
     assert torch.equal(targets, y)
     assert targets.dtype == y.dtype
@@ -38,7 +39,7 @@ def test_weights_in_the_loader_are_passed_over():
 def test_labels_of_other_classes_are_welcome():
     """Out-of-distribution data brings labels the network does not know."""
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()
-    assert torch.equal(ds.predict(posterior, [(x, y + 50)], targets=True)[1], y + 50)
+    assert torch.equal(ds.predict(posterior, [(x, y + 50)]).targets, y + 50)
 
 
 def test_one_draw_serves_all_batches():
@@ -111,7 +112,8 @@ def test_a_loader_may_not_know_its_length(call):
             yield from zip(*tiny.points(20), strict=True)
 
     posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points(20)
-    found, targets = call(posterior, DataLoader(Stream(), batch_size=6), targets=True)
+    found = call(posterior, DataLoader(Stream(), batch_size=6))
+    targets = found.targets
     torch.testing.assert_close(found.mean, posterior.predict(x).mean, rtol=0, atol=1e-12)
     assert torch.equal(targets, y)
 
@@ -153,12 +155,15 @@ def case(request):
 def test_a_summary_says_what_the_members_say(case, stored, tmp_path):
     posterior, make, loader = case
     posterior.temperature.fill_(1.4)
-    whole, y = ds.predict(posterior, loader, targets=True)
+    whole = ds.predict(posterior, loader)
+    y = whole.targets
     if stored:
         ds.save(posterior, tmp_path)
-        summary, targets = ds.summarise(tmp_path, loader, network=make(), targets=True)
+        summary = ds.summarise(tmp_path, loader, network=make())
+        targets = summary.targets
     else:
-        summary, targets = ds.summarise(posterior, loader, targets=True)
+        summary = ds.summarise(posterior, loader)
+        targets = summary.targets
     assert isinstance(summary, ds.SummaryPredictive)
     assert torch.equal(targets, y)
     for name in ("mean", "aleatoric", "epistemic", "total"):
@@ -171,7 +176,8 @@ def test_a_summary_says_what_the_members_say(case, stored, tmp_path):
 
 def test_a_class_summary_scores_samples_and_sets_as_the_whole():
     posterior = tiny.ensemble(tiny.mlp, 4)
-    whole, y = ds.predict(posterior, batches(), targets=True)
+    whole = ds.predict(posterior, batches())
+    y = whole.targets
     summary = ds.summarise(posterior, batches())
     torch.testing.assert_close(summary.log_prob(y), whole.log_prob(y), rtol=0, atol=1e-12)
     torch.testing.assert_close(summary.confidence, whole.confidence, rtol=0, atol=1e-12)

@@ -28,8 +28,10 @@ def inputs(rows: int = 50) -> tuple[Tensor, Tensor]:
 
 def test_a_summary_equals_the_kept_prediction(ensemble: ds.DeepEnsemble) -> None:
     loader = Batches(*inputs(), batch_size=16)
-    kept, y = ds.predict(ensemble, loader, targets=True)
-    summary, same = ds.summarise(ensemble, loader, targets=True)
+    kept = ds.predict(ensemble, loader)
+    y = kept.targets
+    summary = ds.summarise(ensemble, loader)
+    same = summary.targets
     assert torch.equal(y, same)
     for name in ("mean", "aleatoric", "epistemic", "total", "confidence"):
         torch.testing.assert_close(getattr(summary, name), getattr(kept, name), rtol=1e-12, atol=1e-12)

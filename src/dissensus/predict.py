@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,36 +25,9 @@ from dissensus.utils.checks import integer, number
 log = logging.getLogger("dissensus")
 
 
-@overload
 def predict(
-    posterior: Posterior,
-    loader: Iterable[Any],
-    *,
-    targets: Literal[False] = False,
-    precision: PredictionPrecision = "float32",
-    compiled: bool = False,
-) -> Predictive: ...
-
-
-@overload
-def predict(
-    posterior: Posterior,
-    loader: Iterable[Any],
-    *,
-    targets: Literal[True],
-    precision: PredictionPrecision = "float32",
-    compiled: bool = False,
-) -> tuple[Predictive, Tensor]: ...
-
-
-def predict(
-    posterior: Posterior,
-    loader: Iterable[Any],
-    *,
-    targets: bool = False,
-    precision: PredictionPrecision = "float32",
-    compiled: bool = False,
-) -> Predictive | tuple[Predictive, Tensor]:
+    posterior: Posterior, loader: Iterable[Any], *, precision: PredictionPrecision = "float32", compiled: bool = False
+) -> Predictive:
     """Predicts all inputs of a loader and keeps every member, as `posterior.predict` does for one batch.
 
     One draw of functions is used for all batches, in eval mode and without gradients. Memory grows with M times the
@@ -63,67 +36,28 @@ def predict(
     Args:
         posterior: a trained posterior.
         loader: batches (x, y) or (x, y, weight); weights are ignored. Or the data (x, y) themselves, of N rows.
-        targets: whether to return (predictive, targets), for loaders whose order is not known beforehand.
         precision: "bf16" runs the network in mixed precision.
         compiled: whether to compile the drawn functions first (torch.compile); falls back if that fails.
 
     Returns:
-        A `Predictive` for N inputs, and on request their targets (N, ...), on the posterior's device, in the loader's order.
+        A `Predictive` for N inputs with their `targets` (N, ...), on the posterior's device, in the loader's order.
 
     Raises:
         Diverged: a member predicts NaN.
     """
-    data = Loader.complete(loader, expect_posterior(posterior))
-    parts: list[Predictive] = []
-    seen: list[Tensor] = []
-    for batch, predictive in predict_loader(posterior, data, precision=precision, compiled=compiled):
-        if not parts:
-            _log_memory(predictive, data, keep_members=True)
-        parts.append(predictive)
-        if targets:
-            seen.append(batch.y)
-    return (Predictive.cat(parts), torch.cat(seen)) if targets else Predictive.cat(parts)
-
-
-@overload
-def summarise(
-    posterior: Posterior | str | os.PathLike[str],
-    loader: Iterable[Any],
-    *,
-    targets: Literal[False] = False,
-    precision: PredictionPrecision = "float32",
-    compiled: bool = False,
-    network: nn.Module | None = None,
-    likelihood: Likelihood | None = None,
-    method: type[Posterior] | None = None,
-) -> SummaryPredictive: ...
-
-
-@overload
-def summarise(
-    posterior: Posterior | str | os.PathLike[str],
-    loader: Iterable[Any],
-    *,
-    targets: Literal[True],
-    precision: PredictionPrecision = "float32",
-    compiled: bool = False,
-    network: nn.Module | None = None,
-    likelihood: Likelihood | None = None,
-    method: type[Posterior] | None = None,
-) -> tuple[SummaryPredictive, Tensor]: ...
+    return _predict_all(posterior, loader, precision=precision, compiled=compiled, keep_members=True)
 
 
 def summarise(
     posterior: Posterior | str | os.PathLike[str],
     loader: Iterable[Any],
     *,
-    targets: bool = False,
     precision: PredictionPrecision = "float32",
     compiled: bool = False,
     network: nn.Module | None = None,
     likelihood: Likelihood | None = None,
     method: type[Posterior] | None = None,
-) -> SummaryPredictive | tuple[SummaryPredictive, Tensor]:
+) -> SummaryPredictive:
     """Predicts all inputs of a loader in memory that does not grow with M.
 
     The summary has mean, aleatoric and epistemic uncertainty, but no members. Members that run in a loop are added one
@@ -133,29 +67,20 @@ def summarise(
         posterior: a trained posterior, or a folder written by `save`: members are then read from disk and run one at a
             time, and the loader must yield the same batches in the same order each time.
         loader: batches (x, y) or (x, y, weight); weights are ignored.
-        targets, precision, compiled: as in `predict`; a folder is never compiled.
+        precision, compiled: as in `predict`; a folder is never compiled.
         network, likelihood, method: as in `load`; used only with a folder.
 
     Returns:
-        A `SummaryPredictive` for N inputs, and on request their targets (N, ...), in the loader's order.
+        A `SummaryPredictive` for N inputs with their `targets` (N, ...), in the loader's order.
     """
     if not isinstance(posterior, Posterior):
         # It imports all methods, which `import dissensus` avoids.
         from dissensus.storage.member_streaming import read_members
 
         members = read_members(Path(posterior), network, likelihood=likelihood, method=method)
-        found = _summarise_stored(members, Loader(loader, raw=True), precision)
-        return found if targets else found[0]
-    data = Loader.complete(loader, posterior)
-    parts: list[SummaryPredictive] = []
-    seen: list[Tensor] = []
-    for batch, part in predict_loader(posterior, data, precision=precision, compiled=compiled, keep_members=False):
-        if not parts:
-            _log_memory(part, data, keep_members=False)
-        parts.append(cast(SummaryPredictive, part))
-        if targets:
-            seen.append(batch.y)
-    return (SummaryPredictive.cat(parts), torch.cat(seen)) if targets else SummaryPredictive.cat(parts)
+        return _summarise_stored(members, Loader(loader, raw=True), precision)
+    found = _predict_all(posterior, loader, precision=precision, compiled=compiled, keep_members=False)
+    return cast(SummaryPredictive, found)
 
 
 def predict_batches(
@@ -221,8 +146,8 @@ def predict_image(
     cuts = [(slice(row.start, row.stop), slice(column.start, column.stop)) for (row, _), (column, _) in places]
     loader = Loader([(image[None, :, row, column], torch.zeros(1)) for row, column in cuts])
     found: tuple[Tensor, ...] = ()
-    settings: dict[str, Any] = {"precision": precision, "keep_members": False, "one_at_a_time": True}
-    parts = predict_loader(expect_posterior(posterior), loader, **settings)
+    posterior = expect_posterior(posterior)
+    parts = predict_loader(posterior, loader, precision=precision, keep_members=False, one_at_a_time=True)
     for ((row, kept_rows), (column, kept_columns)), (_, summary) in zip(places, parts, strict=True):
         new = (summary.mean, summary.total, summary.epistemic)
         if summary.mean.shape[2:] != (len(row), len(column)):
@@ -252,9 +177,23 @@ def _kept_slice(kept: range, tile: range) -> slice:
     return slice(kept.start - tile.start, kept.stop - tile.start)
 
 
+def _predict_all(posterior: Posterior, loader: Iterable[Any], *, keep_members: bool, **settings: Any) -> Predictive:
+    data = Loader.complete(loader, expect_posterior(posterior))
+    parts: list[Predictive] = []
+    targets: list[Tensor] = []
+    for batch, part in predict_loader(posterior, data, keep_members=keep_members, **settings):
+        if not parts:
+            _log_memory(part, data, keep_members=keep_members)
+        parts.append(part)
+        targets.append(batch.y)
+    found = Predictive.cat(parts)
+    found.targets = torch.cat(targets)
+    return found
+
+
 def _summarise_stored(
     members: Iterable[Posterior], loader: Loader, precision: PredictionPrecision
-) -> tuple[SummaryPredictive, Tensor]:
+) -> SummaryPredictive:
     running: list[RunningSummary] = []
     targets: list[Tensor] = []
     lens = None
@@ -276,7 +215,9 @@ def _summarise_stored(
             hint = "use a loader that does not shuffle and can be read again"
             raise ValueError(f"expected the same batches for every member, got others; {hint}")
     seen_whole = [lens.correct_mixture(each.summary()) for each in running] if lens is not None else []
-    return SummaryPredictive.cat(cast(list[SummaryPredictive], seen_whole)), torch.cat(targets)
+    found = SummaryPredictive.cat(cast(list[SummaryPredictive], seen_whole))
+    found.targets = torch.cat(targets)
+    return found
 
 
 def _log_memory(predictive: Predictive, loader: Loader, *, keep_members: bool) -> None:

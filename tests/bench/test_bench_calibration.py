@@ -39,7 +39,8 @@ def test_a_task_calibrates_promises_and_reports_both(task, tmp_path):
         assert posterior.calibration.kind == "isotonic"
         assert posterior.calibration.facts["rows"] == posterior.promises["conformal"].rows == 200  # others
         test = run.loader(run.data.test)
-        predictive, y = ds.predict(posterior, test, targets=True)
+        predictive = ds.predict(posterior, test)
+        y = predictive.targets
         assert len(y) == 200
         assert found.metrics["calibrated/ece"] == pytest.approx(float(ece(predictive.mean, y)), abs=1e-5)
         assert found.metrics["nll"] != found.metrics["calibrated/nll"]  # as trained, and calibrated

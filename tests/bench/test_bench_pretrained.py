@@ -72,7 +72,8 @@ def test_the_best_temperature_is_that_of_the_held_out_rows(task, tmp_path):
     assert plain.metrics["calibrated/temperature"] == pytest.approx(temperature, rel=1e-4)
     assert scaled.metrics["temperature"] == pytest.approx(temperature, rel=1e-4)
     assert scaled.metrics["calibrated/temperature"] == pytest.approx(temperature, rel=1e-3)
-    predictive, y = ds.predict(posterior, made[0].loader(data.test), targets=True)
+    predictive = ds.predict(posterior, made[0].loader(data.test))
+    y = predictive.targets
     assert plain.metrics["calibrated/nll"] == pytest.approx(-float(predictive.log_prob(y).mean()), abs=1e-5)
     assert plain.metrics["calibrated/ece"] == pytest.approx(float(ece(predictive.mean, y)), abs=1e-5)
     assert scaled.metrics["nll"] == pytest.approx(plain.metrics["calibrated/nll"], abs=1e-5)

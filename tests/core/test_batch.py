@@ -127,7 +127,7 @@ def test_labels_may_be_unsigned(dtype):
     torch.testing.assert_close(posterior.loss(x, y.to(dtype)).detach(), plain)
     loader = [(x, y.to(dtype))]
     assert ds.evaluate(posterior, loader).metrics["nll"] == pytest.approx(float(plain), rel=1e-12)
-    assert torch.equal(ds.predict(posterior, loader, targets=True)[1], y)
+    assert torch.equal(ds.predict(posterior, loader).targets, y)
     assert ds.temperature_scale(posterior, loader) > 0
     history = ds.fit(posterior, loader, epochs=1, progress=False)
     assert history.epochs[0].loss == pytest.approx(float(plain), rel=1e-12)

@@ -308,7 +308,7 @@ def test_datasets_that_give_batches_are_loaders():
     for loader in (Whole(), Stream()):
         posterior = ds.MAP(tiny.mlp().double())
         ds.fit(posterior, loader, epochs=1, progress=False)
-        assert len(ds.predict(posterior, loader, targets=True)[1]) % len(y) == 0
+        assert len(ds.predict(posterior, loader).targets) % len(y) == 0
 
 
 class Functional(nn.Linear):

@@ -106,8 +106,10 @@ def predicted():
     posterior = ensemble()
     before = ds.temperature_scale(posterior, loader(seed=4))
     vector = ds.calibrate(posterior, loader(seed=4), "vector")
-    predictive, y = ds.predict(posterior, loader(), targets=True)
-    summary, again = ds.summarise(posterior, loader(), targets=True)
+    predictive = ds.predict(posterior, loader())
+    y = predictive.targets
+    summary = ds.summarise(posterior, loader())
+    again = summary.targets
     parts, targets = zip(*ds.predict_batches(posterior, loader()), strict=True)
     sampled = on_the_mesh(ds.MCDropout(network(), samples=4))
     return {
@@ -164,7 +166,8 @@ def of_parts():
     found = {}
     # one that four does not divide, one with fewer rows than ranks: a single batch, whose functions are divided
     for n in (N, 3):
-        predictive, y = ds.predict(ensemble(), parted(n, 16), targets=True)
+        predictive = ds.predict(ensemble(), parted(n, 16))
+        y = predictive.targets
         evaluation = numbers(
             ds.evaluate(ensemble(), parted(n, 16), ood={"other": parted(40, 8, seed=2)}, progress=False)
         )

@@ -847,7 +847,8 @@ def test_what_a_gpu_predicts_late_is_what_it_predicts() -> None:
     x, y = (each.cpu() for each in data(600))
     x = x.float()
     members = torch.cat([posterior.predict(part).log_probs.cpu() for part in x.split(12)], 1)
-    found, targets = ds.predict(posterior, Batches(x, y, batch_size=12), targets=True)
+    found = ds.predict(posterior, Batches(x, y, batch_size=12))
+    targets = found.targets
     torch.testing.assert_close(found.log_probs.cpu(), members, rtol=0, atol=1e-5)
     assert torch.equal(targets.cpu(), y)
     evaluation = ds.evaluate(posterior, Batches(x, y, batch_size=12), progress=False)

@@ -66,7 +66,7 @@ def assert_same(found, expected, atol=1e-12):
         (mlp, {}, [4]),
         (mlp, {"form": "talk"}, [3]),
         (mlp, {"regime": "collective"}, [4]),
-        (mlp, {"kind": ds.DropoutEnsemble, "keep": 0.5}, [3]),
+        (mlp, {"kind": ds.DropoutEnsemble, "rate": 0.5}, [3]),
         (mlp, {"layers": ["layers.0", "layers.2", "layers.6"]}, [2]),
         (twice, {}, [2, 3]),
         (frozen, {}, [4]),

@@ -414,7 +414,7 @@ def test_the_note_on_few_effective_members_does_not_blame_modulations_that_are_a
         "Modulation.sign()" in collapse_note(ensemble(modulation=SIGN, members=4, regime="collective"), few)["collapse"]
     )
     dropped = collapse_note(ds.DropoutEnsemble(tiny.mlp(), members=4), few)["collapse"]
-    assert "a smaller keep" in dropped
+    assert "a larger rate" in dropped
     assert collapse_note(ds.DeepEnsemble([tiny.mlp() for _ in range(4)]), few) == {}
 
 

@@ -107,7 +107,7 @@ class Residual(Chain):
 
 def embedded(net, kind=ds.BatchEnsemble, **keywords):
     torch.manual_seed(0)
-    keywords |= {"modulation": AROUND} if kind is ds.BatchEnsemble else {"keep": 0.5}
+    keywords |= {"modulation": AROUND} if kind is ds.BatchEnsemble else {"rate": 0.5}
     return kind(net().double(), members=3, **keywords).eval()
 
 

@@ -133,7 +133,8 @@ def memorised():
 
 
 def score(posterior, loader):
-    predictive, y = ds.predict(posterior, loader, targets=True)
+    predictive = ds.predict(posterior, loader)
+    y = predictive.targets
     return float(predictive.log_prob(y).mean())
 
 

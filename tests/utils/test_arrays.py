@@ -99,7 +99,8 @@ def test_data_in_the_place_of_a_loader_are_batches_of_32_shuffled(rows):
     posterior = fitted((frame, labels), validation=(frame, labels))
     assert torch.equal(fitted((frame, labels)).predict(frame).member_means, expected)
     assert torch.allclose(posterior(frame), posterior(x))
-    predictive, targets = ds.predict(posterior, (frame, labels), targets=True)
+    predictive = ds.predict(posterior, (frame, labels))
+    targets = predictive.targets
     assert torch.equal(targets, y)
     assert torch.allclose(predictive.member_means, posterior.predict(x).member_means)
     found = ds.evaluate(posterior, (frame, labels), ood={"far": (10 * frame, labels)}).metrics

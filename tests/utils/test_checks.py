@@ -35,7 +35,12 @@ def test_counts_that_are_no_whole_numbers_are_named(method, keyword, value):
 
 @pytest.mark.parametrize(
     ("method", "keyword"),
-    [(ds.MCDropout, "rate"), (ds.SWAG, "scale"), (ds.TRADI, "bandwidth"), (ds.GaussianPerturbation, "noise")],
+    [
+        (ds.MCDropout, "rate"),
+        (ds.SWAG, "posterior_temperature"),
+        (ds.TRADI, "bandwidth"),
+        (ds.GaussianPerturbation, "noise"),
+    ],
 )
 def test_settings_that_are_no_numbers_are_named(method, keyword):
     with pytest.raises(TypeError, match=f"^expected {keyword} as a number, got '0.5'; pass a float"):

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW
 import dissensus as ds
 import tiny
 from dissensus.bench.run import build
-from dissensus.core import parameter_groups
+from dissensus.utils import parameter_groups
 from dissensus.utils.parameter_groups import Group
 from refusals import refuses
 from thinning import thinned

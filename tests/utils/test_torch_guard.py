@@ -10,7 +10,7 @@ from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_st
 from torch.utils._python_dispatch import BaseTorchDispatchMode, _get_current_dispatch_mode_stack
 
 from dissensus.core.member_runner import FallbackChain
-from dissensus.utils.torch_guard import TorchStateGuard
+from dissensus.utils.torch_private import TorchStateGuard
 
 
 def fail_halfway():

@@ -15,9 +15,8 @@ from dissensus.core.locks import has_attention
 from dissensus.kernels.cpu_products import StackedLinear, has_own_convolution, has_small_products
 from dissensus.numerics.randomness import save_random_state
 from dissensus.utils.tensor_tree import Tensors
-from dissensus.utils.torch_guard import TorchStateGuard
 from dissensus.utils.torch_modes import plain_attention
-from dissensus.utils.torch_private import run_in_vmap, without_onednn
+from dissensus.utils.torch_private import TorchStateGuard, run_in_vmap, without_onednn
 
 log = logging.getLogger("dissensus")
 

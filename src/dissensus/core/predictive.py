@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +22,10 @@ class Predictive(ABC):
 
     `len(predictive)` is B, `predictive[i]` is the prediction for some inputs, `Predictive.cat` joins batches. Base class
     of `ClassificationPredictive` and `RegressionPredictive`, which keep all M members, and of `SummaryPredictive`.
+    `targets` are those of the loader, if `ds.predict` or `ds.summarise` has read one; else None.
     """
+
+    targets: Tensor | None = None
 
     @property
     @abstractmethod
@@ -39,11 +42,11 @@ class Predictive(ABC):
         """(M, B, C, ...) each member's log-probabilities."""
         raise TypeError("expected a classification for log_probs, got a regression; use .member_means")
 
-    if not TYPE_CHECKING:  # to a type checker, __getattr__ would mean that every name exists
-
-        def __getattr__(self, name: str) -> None:
-            former = "expected member_means (probabilities) or log_probs (logarithms), got members; use one of them"
-            raise AttributeError(former if name == "members" else f"{type(self).__name__} has no attribute {name!r}")
+    @property
+    def members(self) -> NoReturn:
+        raise AttributeError(
+            "expected member_means (probabilities) or log_probs (logarithms), got members; use one of them"
+        )
 
     @property
     @abstractmethod

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dissensus.core.batch import Batch
-from dissensus.core.collectives import SingleProcess
+from dissensus.core.collectives import Exchange
 from dissensus.core.errors import Diverged
 from dissensus.core.loader import Loader
 from dissensus.core.member import tensors_by_name
@@ -61,7 +61,7 @@ def partition_training(
     if mesh is None:
         yield TrainingPartition()
         return
-    posterior.particles.exchange = SingleProcess()  # between epochs all processes do the same, and exchange nothing
+    posterior.particles.exchange = Exchange()  # between epochs all processes do the same, and exchange nothing
     try:
         yield MeshTrainingPartition(mesh, posterior)
     finally:

@@ -66,7 +66,7 @@ class FixedDraw:
         warn_of_precision(posterior, precision)
         with inference_context(posterior):
             self.drawn = posterior.draw()
-        self.posterior, self.precision, self.compiled = posterior, precision, compiled
+        self.posterior, self.precision, self.compiled, self.device = posterior, precision, compiled, posterior.device
         self.members = self.drawn.members
         self.correction = posterior.current_correction()
         self.logits = isinstance(posterior.likelihood, Classification)
@@ -87,10 +87,6 @@ class FixedDraw:
         self._everything = cache(
             lambda mine: CapturedFunction(partial(mine.map_members, _outputs_and_description), mine, **how)
         )
-
-    @property
-    def device(self) -> torch.device:
-        return self.posterior.device
 
     @property
     def ignore_index(self) -> int | None:
@@ -212,8 +208,7 @@ def predict_loader(
     batches. `labelled`: whether targets must fit the network's outputs. `as_mixture`: False leaves out the calibration of the
     mixture, for a caller that adds members up.
     """
-    settings: dict[str, Any] = {"compiled": compiled, "keeps_weights": keeps_weights, "count": loader.length}
-    draw = FixedDraw(posterior, precision, **settings)
+    draw = FixedDraw(posterior, precision, compiled=compiled, keeps_weights=keeps_weights, count=loader.length)
     # On a mesh an error must come with its batch, so that all processes raise it.
     at_once = draw.device.type != "cuda" or not draw.is_single_process
     late = LateChecks(at_once=at_once, behind=BEHIND if keeps_weights else 1)

@@ -15,8 +15,7 @@ from torch.export import Dim, ExportedProgram
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.kernels.layer_overrides import LayerOverrides
-from dissensus.utils.torch_guard import TorchStateGuard
-from dissensus.utils.torch_private import fold_vmap_axis, has_vmap_axis
+from dissensus.utils.torch_private import TorchStateGuard, fold_vmap_axis, has_vmap_axis
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 ROW_BY_ROW = (  # functions that act on each row of a batch, without weights

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from dissensus.utils.torch_guard import TorchStateGuard
+from dissensus.utils.torch_private import TorchStateGuard
 
 log = logging.getLogger("dissensus")
 

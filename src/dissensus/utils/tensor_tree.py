@@ -18,19 +18,22 @@ _children, _parameters, _buffers = map(attrgetter, ("_modules", "_parameters", "
 class TensorTree(nn.Module):
     """Named tensors as parameters and buffers of nested empty modules, so that `state_dict` looks like the network's.
 
-    Only names are kept between calls, together with what they were found from: nodes and keys. Tensors are read every time, so
-    that those of `torch.func.functional_call` are seen.
+    They are read at every call, so that those of `torch.func.functional_call` are seen.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._known = _NameCache()
 
     def parameters_and_buffers(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(parameters, buffers) by name; pruned and parametrised ones are computed as in a layer."""
         if torch.compiler.is_dynamo_compiling():
             return dict(self.named_parameters()), dict(self.named_buffers())
-        return self._known(self)
+        found = named_submodules(self)
+        parameters = {path + key: tensor for path, node in found for key, tensor in node._parameters.items()}
+        buffers = {path + key: tensor for path, node in found for key, tensor in node._buffers.items()}
+        for path, node in found:
+            for leaf in derived_names(node):
+                for hook in node._forward_pre_hooks.values():
+                    hook(node, ())
+                parameters[path + leaf] = getattr(node, leaf)
+        return parameters, buffers  # type: ignore[return-value]  # no tensor of a tree is None
 
     def train(self, mode: bool = True) -> Self:
         self.training = mode  # not of every node: nothing runs here, and there are as many as layers
@@ -49,52 +52,6 @@ class TensorTree(nn.Module):
             node.register_buffer(leaf, tensor, persistent=persistent)
 
 
-class _NameCache:
-    """The names of a tree's tensors, found again only where it has other nodes or keys than before."""
-
-    def __init__(self) -> None:
-        self.root: dict[str, Any] | None = None  # of the tree, which itself would be deleted late
-        self.all: list[dict[str, Any]] = []  # registries of all nodes
-        self.made: list[tuple[str, nn.Module, str]] = []
-
-    def __reduce__(self) -> tuple[type["_NameCache"], tuple[()]]:
-        return _NameCache, ()  # neither copied nor saved
-
-    def __call__(self, tree: TensorTree) -> tuple[Tensors, Tensors]:
-        if self.root is not tree._modules or self.size != sum(map(len, self.all)) or self.below != self._children():
-            self._find(tree)
-        try:
-            tensors = [*map(dict.__getitem__, self.registries, self.keys)]
-        except KeyError:
-            self._find(tree)
-            tensors = [*map(dict.__getitem__, self.registries, self.keys)]
-        parameters = dict(zip(self.names, tensors, strict=False)) if self.names else {}
-        buffers = dict(zip(self.others, tensors[len(self.names) :], strict=True)) if self.others else {}
-        for path, node, leaf in self.made:
-            for hook in node._forward_pre_hooks.values():
-                hook(node, ())
-            parameters[path + leaf] = getattr(node, leaf)
-        return parameters, buffers
-
-    def _children(self) -> list[nn.Module | None]:
-        return [*chain.from_iterable(map(dict.values, self.inner))]
-
-    def _find(self, tree: TensorTree) -> None:
-        found = named_submodules(tree)
-        self.root = tree._modules
-        self.all = [registered(node) for _, node in found for registered in (_children, _parameters, _buffers)]
-        self.size = sum(map(len, self.all))
-        self.inner = [node._modules for _, node in found if node._modules]
-        self.below = self._children()
-        places = [
-            [(path + key, registered(node), key) for path, node in found for key in registered(node)]
-            for registered in (_parameters, _buffers)
-        ]
-        self.names, self.others = ([name for name, _, _ in each] for each in places)
-        self.registries, self.keys = ([place[i] for place in chain(*places)] for i in (1, 2))
-        self.made = [(path, node, leaf) for path, node in found for leaf in derived_names(node)]
-
-
 def derived_names(part: nn.Module) -> list[str]:
     """Names of tensors computed from parameters: by hooks in every forward (old weight norm, pruning), or parametrised ones."""
     named = [name for name in vars(part) if f"{name}_g" in part._parameters or f"{name}_orig" in part._parameters]
@@ -103,8 +60,9 @@ def derived_names(part: nn.Module) -> list[str]:
 
 
 def computed_names(module: nn.Module) -> list[str]:
-    """Names of a tree's tensors that are pruned or parametrised in the tree, as of the last `named_tensors`."""
-    return [path + leaf for path, _, leaf in module._known.made] if isinstance(module, TensorTree) else []
+    """Names of a tree's tensors that are pruned or parametrised in the tree."""
+    found = named_submodules(module) if isinstance(module, TensorTree) else []
+    return [path + leaf for path, node in found for leaf in derived_names(node)]
 
 
 def cache_submodules(module: nn.Module, *names: str) -> None:

@@ -3,6 +3,7 @@
 Tried on torch 2.11 (CPU and CUDA) and 2.13 (CPU).
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -23,9 +24,6 @@ CLOSE = {
     functorch.TransformType.Jvp: functorch._jvp_decrement_nesting,
     functorch.TransformType.Functionalize: functorch._func_decrement_nesting,
 }
-
-
-# ------------------------------------------------------------------ function transforms
 
 
 def in_function_transform() -> bool:
@@ -97,9 +95,6 @@ def fold_vmap_axis(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return predispatch._add_batch_dim(result, 0, level)
 
 
-# ------------------------------------------------------------------ modes, autograd, devices
-
-
 def unseen_by_function_modes() -> AbstractContextManager[object]:
     """Inside, no function mode sees what is called."""
     return torch._C.DisableTorchFunction()
@@ -145,16 +140,26 @@ def raise_at_recompile_limit() -> AbstractContextManager[object]:
     return torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)  # type: ignore[no-any-return]
 
 
-class TorchState:
-    """Functorch's levels, torch's modes and its dispatch keys now; `restore` makes them so again."""
+class TorchStateGuard:
+    """Afterwards functorch's levels, torch's modes and its dispatch keys are as before; `silent`: loggers to silence inside.
 
-    def __init__(self) -> None:
+    Around exporters and compilers, which may fail halfway: a graph holds the beginning and the end of a vmap as separate
+    operations. If one in between fails, the end never runs, and from then on torch itself computes inside that vmap.
+    A class, since small predictions enter it: a generator takes longer.
+    """
+
+    def __init__(self, *silent: str) -> None:
+        self.levels = [(logger, logger.level) for logger in map(logging.getLogger, silent)]
+
+    def __enter__(self) -> None:
+        for logger, _ in self.levels:
+            logger.setLevel(logging.CRITICAL)
         self.depth = functorch.get_dynamic_layer_stack_depth()
         self.functions, self.dispatches = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
         self.keys = torch._C._PreserveDispatchKeyGuard()
         self.keys.__enter__()  # type: ignore[no-untyped-call]
 
-    def restore(self, *error: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self.keys.__exit__(*error)
         while functorch.get_dynamic_layer_stack_depth() > self.depth:
             CLOSE[functorch.peek_interpreter_stack().key()]()
@@ -162,3 +167,5 @@ class TorchState:
             torch._C._pop_torch_function_stack()
         while torch._C._len_torch_dispatch_stack() > self.dispatches:
             torch._C._pop_torch_dispatch_stack(None)
+        for logger, level in self.levels:
+            logger.setLevel(level)
