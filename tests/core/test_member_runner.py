@@ -133,7 +133,7 @@ def test_a_prediction_of_one_input_takes_few_calls():
     x, networks = torch.randn(1, 4), [tiny.mlp() for _ in range(5)]
     few, several = ds.MAP(networks[0]).eval(), ds.DeepEnsemble(networks).eval()
     assert frames(lambda: few.predict(x)) <= 85
-    assert frames(lambda: several.predict(x)) <= 135
+    assert frames(lambda: several.predict(x)) <= 145
 
 
 def test_a_training_step_of_one_network_takes_few_calls():
