@@ -1,7 +1,7 @@
 """The page of old and new names: every new name is there, no old one is left, in the library or in the pages."""
 
+import pkgutil
 import re
-from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,7 @@ def test_a_public_name_was_changed_for_good(old, new):
 
 def _owner(name: str):
     """What has the name; of names of posteriors an object, since some are attributes of objects only."""
-    owner = reduce(getattr, name.split(".")[:-1], dissensus)
+    owner = pkgutil.resolve_name(f"dissensus.{name.rpartition('.')[0]}")
     return dissensus.MAP(dissensus.nets.MLP(2, 2)) if owner is dissensus.Posterior else owner
 
 
