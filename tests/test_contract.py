@@ -279,6 +279,7 @@ def test_inputs_may_be_a_tuple_or_a_dict(build, kind):
     assert ds.predict(posterior, [(x, y), (x, y)]).mean.shape == (24, 3)
 
 
+@few
 def test_segmentation_ignores_void_pixels(build):
     posterior = build(tiny.segmenter, likelihood=ds.Classification(ignore_index=255)).eval()
     x = torch.randn(2, 2, 5, 6, dtype=torch.float64)
@@ -297,6 +298,7 @@ def test_segmentation_ignores_void_pixels(build):
     ds.fit(posterior, [(x, y)], epochs=1, validation=[(x, y)], progress=False, engine="loop")
 
 
+@few
 def test_regression_learns_its_noise(build):
     posterior = build(lambda dropout=0.0: tiny.mlp(dropout, outputs=2), likelihood=ds.Regression(initial=3.0))
     x, _ = tiny.points(32)
@@ -398,6 +400,7 @@ def test_attacks_follow_the_gradient_of_the_mixture(build):
     assert all(parameter.grad is None for parameter in posterior.parameters())
 
 
+@few
 def test_training_lowers_the_loss(build):
     posterior, (x, y) = build(), tiny.points(30)
     x = x + 2 * nn.functional.one_hot(y, 4)
@@ -501,6 +504,7 @@ def test_predict_does_not_depend_on_the_mode_or_on_batching(build):
     assert torch.equal(targets, y)
 
 
+@few
 def test_seeds_reproduce_everything(build):
     def run():
         torch.manual_seed(7)
@@ -673,6 +677,7 @@ CYCLES = [0.5 + 0.5 * math.cos(math.pi * t) for t in (0, 0.3, 0.6, 0.9, 0.2, 0.5
 SCHEDULES = {"swag": TAIL, "swa": TAIL, "snapshot_ensemble": CYCLES, "tradi": LIVING, "sghmc": [1.0] * 10}
 
 
+@few
 def test_the_default_optimizer_and_schedule_fit(build):
     posterior, (x, y) = build(), tiny.points()
     history = ds.fit(posterior, [(x, y)], epochs=10, progress=False, engine="loop")

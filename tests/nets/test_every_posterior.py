@@ -30,13 +30,17 @@ KEYWORDS = {
     "sghmc": {"members": 2},
     "hmc": {"samples": 2, "warmup": 1, "leapfrog": 1, "weight_prior_std": 1.0},
 }
-OFTEN = {("AlexNet", "node_bnn")}  # of the larger ones
+OFTEN = {
+    ("LeNet", method)
+    for method in ("map", "deep_ensemble", "forde", "batch_ensemble", "swag", "laplace", "rank_one_bnn")
+}
+OFTEN |= {("AlexNet", "node_bnn")}
 
 
 def pairs():
     for network in NETS:
         for method in ds.METHODS:
-            quick = network == "LeNet" or (network, method) in OFTEN
+            quick = (network, method) in OFTEN
             yield pytest.param(network, method, marks=() if quick else pytest.mark.slow, id=f"{network}-{method}")
 
 
