@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 
-class Renamed(NamedTuple):
+class NewSetting(NamedTuple):
     """A setting's name now, and its value from the former one."""
 
     name: str
@@ -13,13 +13,13 @@ class Renamed(NamedTuple):
 
 
 # Method -> former name -> the setting now. γ is NodeBNN's; that of ensembles with shared weights is another quantity.
-RENAMED: dict[str, dict[str, Renamed]] = {
-    "dropout_ensemble": {"keep": Renamed("rate", lambda keep: round(1 - keep, 12), "1 - keep")},
+RENAMED: dict[str, dict[str, NewSetting]] = {
+    "dropout_ensemble": {"keep": NewSetting("rate", lambda keep: round(1 - keep, 12), "1 - keep")},
     "node_bnn": {
-        "gamma": Renamed("posterior_temperature", lambda gamma: 1 + gamma, "1 + gamma"),
-        "rate": Renamed("lr"),
+        "gamma": NewSetting("posterior_temperature", lambda gamma: 1 + gamma, "1 + gamma"),
+        "rate": NewSetting("lr"),
     },
-    "swag": {"scale": Renamed("posterior_temperature")},
+    "swag": {"scale": NewSetting("posterior_temperature")},
 }
 
 
