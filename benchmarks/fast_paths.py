@@ -360,17 +360,17 @@ def main() -> None:
 def measured(path: FastPath, row: str, rounds: int, seconds: float) -> Row:
     """Both sides of a row, in turns: medians and quartiles in ms, and the ratio of neighbours."""
     sides: dict[str, Call] = {}
+    clock = latency.clock if path.device != "cuda" else time.perf_counter
     for side, switch in (("with", nullcontext), ("without", path.off)):
         torch.manual_seed(0)
         with switch(), torch.random.fork_rng():
             call = ROWS[row](torch_device(path.device))
             for _ in range(3):
                 call()
-            start = latency.clock()
-            call()
-            calls = max(1, int(seconds / (latency.clock() - start)))
+            start = clock()
+            repeat(call, nullcontext, 1)
+            calls = max(1, int(seconds / (clock() - start)))
         sides[side] = partial(repeat, call, switch, calls)
-    clock = latency.clock if path.device != "cuda" else time.perf_counter
     times = in_turns(sides, rounds, uncounted=1, clock=clock)
     each = {side: [1e3 * t / sides[side].args[2] for t in found] for side, found in times.items()}  # type: ignore[attr-defined]
     ratios = [plain / fast for fast, plain in zip(each["with"], each["without"], strict=True)]
@@ -386,6 +386,8 @@ def repeat(call: Call, switch: Switch, calls: int) -> None:
     with switch():
         for _ in range(calls):
             call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
 
 def torch_device(machine: str) -> str:
