@@ -9,9 +9,6 @@ import os
 import subprocess
 import sys
 import types
-from contextlib import nullcontext
-from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,9 +29,7 @@ GPU = pytest.param(
 )
 
 
-def statistics(x, running_mean, running_var, momentum, eps, *, counter=None):
-    if counter is not None:
-        counter.data.add_(1)  # as kernels do: torch does not see it
+def statistics(x, running_mean, running_var, momentum, eps):
     over = [0, *range(2, x.ndim)]
     mean, var = x.mean(over), x.var(over, correction=0)
     if running_mean is not None:
@@ -268,59 +263,6 @@ def test_activations_that_cannot_be_computed_again_are_kept(make, device: torch.
     tolerance = {"rtol": 1e-9, "atol": 1e-10} if device.type == "cpu" else {"rtol": 1e-3, "atol": 1e-4}
     for name, wanted in expected.gradients.items():
         torch.testing.assert_close(found.gradients[name], wanted, **tolerance)
-
-
-class Counting(nn.Module):
-    """Layers that count batches: as torch does, one that is used twice, one whose momentum is its counter, and by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.twice, self.mean = nn.BatchNorm2d(5), nn.BatchNorm2d(5), nn.BatchNorm2d(5, momentum=None)
-        self.register_buffer("calls", torch.tensor(0))
-        self.register_buffer("before", torch.tensor(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.add_(1)
-        x = F.relu(self.first(x)) * self.calls
-        x = self.mean(F.relu(self.twice(self.twice(x))))
-        self.before.add_(1)
-        self.before.mul_(2)
-        self.calls.add_(1)
-        return x
-
-
-@pytest.mark.parametrize("inside", [nullcontext, partial(double_backward.fast_second_derivatives, of_any_size=True)])
-def test_batches_are_counted_as_by_torchs_layers(inside, device: torch.device, monkeypatch) -> None:
-    norms, given = import_module("dissensus.kernels.norm_launch"), []
-    real = norms.statistics
-
-    def noted(*args, counter=None):
-        given.append(counter is not None)
-        return real(*args, counter=counter)
-
-    monkeypatch.setattr(norms, "statistics", noted)
-    plain = Counting().to(device, precision(device))
-    fast = copy.deepcopy(plain)
-    counters = [each.first.num_batches_tracked for each in (fast, plain)]
-    before = [each._version for each in counters]
-    for _ in range(3):
-        x = torch.randn(6, 5, 4, 3, dtype=precision(device), device=device)
-        x = x.contiguous(memory_format=torch.channels_last)
-        with fused_norm.fuse_layers(), inside():
-            found = fast(x).detach()
-        torch.testing.assert_close(found, plain(x).detach())
-    assert given == 3 * [True, True, True, False]  # by the kernel, unless the counter is read before
-    counted = {name: int(each) for name, each in fast.named_buffers() if not each.ndim}
-    assert counted == {
-        "first.num_batches_tracked": 3,
-        "twice.num_batches_tracked": 6,
-        "mean.num_batches_tracked": 3,
-        "calls": 6,
-        "before": 14,
-    }
-    for name, buffer in fast.named_buffers():
-        torch.testing.assert_close(buffer, plain.get_buffer(name))
-    assert [each._version - version for each, version in zip(counters, before, strict=True)] == [3, 3]
 
 
 class Doubled(torch.autograd.Function):

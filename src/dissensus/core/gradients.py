@@ -7,7 +7,6 @@ the engines add compiled, streamed and captured ones.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -18,8 +17,6 @@ from dissensus.core.batch import Batch
 from dissensus.core.collectives import ALONE
 from dissensus.core.member_runner import ONE_LANE, MemberLanes, map_trees
 from dissensus.core.particles import Particles, Rows
-from dissensus.kernels.cast_weights import CastWeights, use_cast_weights
-from dissensus.kernels.fused_norm import thread
 from dissensus.kernels.multi_copy import copy_all
 from dissensus.numerics.randomness import save_random_state
 from dissensus.utils.dtensor import is_divided, local_part
@@ -302,12 +299,11 @@ def looped_keeping_graphs(
     """
     forward = forward or posterior.member_loss
     state, (lane, join) = detached_state(posterior), lanes
-    leaves, results, halves = [], [], []
+    leaves, results = [], []
     for i in range(posterior.particles.members):
         mine = state.member(i)
         leaves.append(mine.leaves())
-        with lane(i), torch.enable_grad(), cast_context(posterior, leaves[i]) as its:
-            halves.append(its)
+        with lane(i), torch.enable_grad():
             results.append(forward(mine.parameters(leaves[i]), mine.buffers(), batch))
     join()
     pulls = _cotangents_of_each(posterior, [z for _, z, _ in results])
@@ -316,7 +312,7 @@ def looped_keeping_graphs(
         with lane(i):
             # Taken off the list, so that what is left of its graph is freed for the next member in this lane.
             fraction = posterior.particles.exchange.batch_fraction
-            one = _differentiate_member(fraction, wanted, *results.pop(0), pulls[i], halves[i])
+            one = _differentiate_member(fraction, wanted, *results.pop(0), pulls[i])
             found.append(copy_into_stacks(one, stacks, i))
     join()
     return combine_gradients(state, found, stacks)
@@ -326,11 +322,6 @@ def _cotangents_of_each(posterior: Objective, each: list[Any]) -> list[Any]:
     """Each member's v, from all members' z."""
     together = cotangents(posterior, pytree.tree_map(lambda *parts: torch.stack(parts), *each))
     return [pytree.tree_map(lambda part, i=i: part[i], together) for i in range(len(each))]
-
-
-def cast_context(posterior: Objective, leaves: Tensors) -> AbstractContextManager[CastWeights | None]:
-    """The context of a member's forward: layers that may be fused get weights cast at once (`kernels/cast_weights.py`)."""
-    return use_cast_weights(leaves, usable=thread.fusing and posterior.particles.exchange is ALONE)
 
 
 def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent: Any) -> Gradients:
@@ -344,9 +335,9 @@ def member_gradients(posterior: Objective, state: State, batch: Batch, cotangent
             params = particles.full_tensors(params)
 
     def run(*_: Any) -> Gradients:
-        with torch.enable_grad(), cast_context(posterior, wanted) as halves:
+        with torch.enable_grad():
             result = posterior.member_loss(params, before, batch)
-        return _differentiate_member(particles.exchange.batch_fraction, wanted, *result, cotangent, halves)
+        return _differentiate_member(particles.exchange.batch_fraction, wanted, *result, cotangent)
 
     return particles.runner.differentiate(run, lambda: particles.call(run, params, before))  # type: ignore[no-any-return]
 
@@ -371,9 +362,8 @@ def _fully_sharded_gradients(posterior: Objective, batch: Batch) -> Gradients:
 
 
 def _differentiate_member(
-    share: Tensor | None, wanted: Tensors, value: Tensor, z: Any, buffers: Tensors, cotangent: Any,
-    halves: CastWeights | None = None,
-) -> Gradients:  # fmt: skip
+    share: Tensor | None, wanted: Tensors, value: Tensor, z: Any, buffers: Tensors, cotangent: Any
+) -> Gradients:
     """One member's `Gradients`, of share · loss + ⟨z, v⟩; tensors that it did not use have no gradient."""
     share = None if share is None else share.to(value.dtype)
     pulled = [] if cotangent is None else zip(pytree.tree_leaves(z), pytree.tree_leaves(cotangent), strict=True)
@@ -381,13 +371,8 @@ def _differentiate_member(
     gradients: tuple[Tensor | None, ...] = ()
     if pairs and wanted:
         outputs, weights = zip(*pairs, strict=True)
-        if halves is not None:
-            halves.wanted = True
         gradients = torch.autograd.grad(outputs, list(wanted.values()), weights, allow_unused=True)
     used = {name: g for name, g in zip(wanted, gradients, strict=False) if g is not None}
-    if halves is not None:
-        used = halves.merge_gradients(used)
-        used = {name: used[name] for name in wanted if name in used}
     return Gradients(value.detach(), used, detach_tree(buffers))
 
 

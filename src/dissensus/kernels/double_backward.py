@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dissensus.kernels.cast_weights import cast_weight
 from dissensus.kernels.fused_norm import Recomputation, lazy_batch_norm, thread
 from dissensus.kernels.layer_overrides import LayerOverrides
 from dissensus.kernels.lazy_tensor import materialise
@@ -71,7 +70,7 @@ def fast_second_derivatives(*, of_any_size: bool = False) -> Iterator[None]:
         return run
 
     def normalise(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        if thread.fusing:  # first: any call of torch would count
+        if thread.fusing:
             return lazy_batch_norm(batch_norm, *args, **kwargs)
         return use_form(lambda _, *a, **k: batch_norm(*a, **k))(function, *args, **kwargs)
 
@@ -126,7 +125,7 @@ def _cast_as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
         return tensors
-    return tuple(cast_weight(tensor).to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
 class _Convolution(torch.autograd.Function):

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dissensus.kernels.cast_weights import cast_weight
 from dissensus.kernels.lazy_tensor import PendingTensor, materialise
 from dissensus.kernels.multi_tensor import can_run_kernels
 from dissensus.kernels.weight_cache import compute_cached
@@ -34,7 +33,6 @@ def lazy_convolution(
     if narrow and torch.is_grad_enabled():
         found: Tensor = _NarrowConvolution.apply(x, weight, bias, *_per_axis(stride, padding, dilation))  # type: ignore[no-untyped-call]
         return found
-    weight = cast_weight(weight)
     plain = x.ndim == weight.ndim == 4 and not isinstance(padding, str) and weight.dtype in KINDS
     plain = plain and not (x.is_inference() or weight.is_inference())  # whether they change could not be told
     usable = torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]

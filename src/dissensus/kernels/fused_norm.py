@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dissensus.kernels.cast_weights import cast_weight
 from dissensus.kernels.fused_conv import PendingConvolution, lazy_convolution
 from dissensus.kernels.layer_overrides import LayerOverrides
 from dissensus.kernels.lazy_tensor import PendingTensor, compute_pending, materialise
@@ -36,67 +35,29 @@ def fuse_layers() -> Iterator[None]:
         return
     before, thread.fusing = thread.fusing, True
     try:
-        with LayerOverrides(OVERRIDES, _run_other):
+        with LayerOverrides(OVERRIDES):
             yield
     finally:
         thread.fusing = before
-        add_pending_count()
 
 
 class _Thread(threading.local):
     norms = True  # whether batch norm may take other forms: not if its statistics span several processes
     fusing = False  # whether `fused` is active
-    counter: Tensor | None = None  # of batches, to which the batch norm that comes next adds one
 
 
 thread = _Thread()
 
 
-def _run_other(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    add_pending_count()
-    return function(*args, **kwargs)
-
-
 def _read_unseen(function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """What is written there has no version."""
     vars(tensor).pop("again", None)
-    add_pending_count()
     compute_pending()
     return function(tensor, *args, **kwargs)
 
 
-def _add_in_place(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Adding one to a number of batches waits for `F.batch_norm`, whose kernel does it, too; any other call does it first."""
-    add_pending_count()
-    if kwargs or not is_count(*args):
-        return function(*args, **kwargs)
-    thread.counter = args[0]
-    return args[0]
-
-
-def is_count(counter: Any, by: Any = None, *_: Any) -> bool:
-    """Whether one is added to a single integer on the GPU, as torch's batch norm counts batches."""
-    alone = type(counter) is Tensor and not in_function_transform() and counter.ndim == 0
-    return alone and (counter.dtype, counter.device.type, by) == (torch.int64, DEVICE, 1)
-
-
-def add_pending_count() -> None:
-    """Adds one to the counter that waits, before anything else can look at it."""
-    counter, thread.counter = thread.counter, None
-    if counter is not None:
-        counter.add_(1)
-
-
 def _convolve(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    add_pending_count()
     return lazy_convolution(*args, **kwargs)
-
-
-def _apply_linear(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    add_pending_count()
-    if len(args) > 1:
-        args = (args[0], cast_weight(args[1]), *args[2:])
-    return cast(Tensor, function(*args, **kwargs))
 
 
 def lazy_batch_norm(
@@ -111,18 +72,14 @@ def lazy_batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """As `F.batch_norm`, but waiting if the kernels take this tensor; else `otherwise` of the same arguments."""
-    counter, thread.counter = thread.counter, None  # first: any call of torch would count
     known = (running_mean is None) == (running_var is None) and (training or running_mean is not None)
     given = [each for each in (weight, bias, running_mean, running_var) if each is not None]
     packed = all(each.is_contiguous() and each.device == input.device for each in given)  # as the kernels read them
     usable = weight is not None and bias is not None and known and packed and (training or not torch.is_grad_enabled())
-    fixed = usable and not training and counter is None
+    fixed = usable and not training
     if fixed and isinstance(input, PendingConvolution) and input.result is None and can_run_kernels(input.device):
         return PendingNorm(input, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
     x = materialise(input)
-    if counter is not None and not (usable and training and can_fuse(x) and counter.device == x.device):
-        counter.add_(1)
-        counter = None
     if not usable or not can_fuse(x):
         return otherwise(x, running_mean, running_var, weight, bias, training, momentum, eps)
     if not training:
@@ -130,8 +87,8 @@ def lazy_batch_norm(
     from dissensus.kernels import norm_launch  # imports Triton
 
     with torch.no_grad():
-        mean, rstd = norm_launch.statistics(x, running_mean, running_var, momentum, eps, counter=counter)
-    for changed in (running_mean, running_var, counter):
+        mean, rstd = norm_launch.statistics(x, running_mean, running_var, momentum, eps)
+    for changed in (running_mean, running_var):
         if changed is not None:
             torch.autograd.graph.increment_version(changed)
     return PendingNorm(x, cast(Tensor, weight), cast(Tensor, bias), mean, rstd)
@@ -150,8 +107,6 @@ def can_fuse(x: Tensor) -> bool:
 OVERRIDES: dict[Any, Callable[..., Any]] = {
     F.batch_norm: lazy_batch_norm,
     torch.conv2d: _convolve,
-    F.linear: _apply_linear,
-    Tensor.add_: _add_in_place,
     **dict.fromkeys((cast(Any, Tensor).data.__get__, Tensor.numpy, Tensor.untyped_storage), _read_unseen),
 }
 

@@ -2,7 +2,7 @@
 
 | where | layers | way |
 |---|---|---|
-| `kernels/fused_norm.py` | batch norm, convolutions, linear layers | results that wait for what follows, on a GPU |
+| `kernels/fused_norm.py` | batch norm, convolutions | results that wait for what follows, on a GPU |
 | `kernels/double_backward.py` | batch norm, convolutions, PReLU | forms with fast second derivatives |
 | `distributed/sync_batch_norm.py` | batch norm | statistics of all processes' rows |
 | `engine/tracing.py` | norms, convolutions, pooling | any batch size under vmap |
@@ -15,18 +15,15 @@ from torch.overrides import TorchFunctionMode
 
 
 class LayerOverrides(TorchFunctionMode):
-    """Inside, `table[function](function, *args, **kwargs)` instead of a function of torch, and `others` for all that it lacks.
+    """Inside, `table[function](function, *args, **kwargs)` instead of a function of torch in the table.
 
     Of several inside each other the innermost is asked first. What it calls goes to those around it, and then to torch.
     """
 
-    def __init__(
-        self,
-        table: Mapping[Any, Callable[..., Any]],
-        others: Callable[..., Any] = lambda function, *a, **k: function(*a, **k),
-    ) -> None:
+    def __init__(self, table: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
-        self.table, self.others = table, others
+        self.table = table
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.table.get(function, self.others)(function, *args, **(kwargs or {}))
+        way = self.table.get(function)
+        return function(*args, **(kwargs or {})) if way is None else way(function, *args, **(kwargs or {}))

@@ -51,10 +51,9 @@ class NormSizes:
 
 
 def statistics(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float, eps: float, *,
-    counter: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(m, r) of x, each (C,); running statistics are updated in place, and the counter () goes up by one."""
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(m, r) of x, each (C,); running statistics are updated in place."""
     sizes = NormSizes(x)
     parts = sizes.allocate_parts(x, 2)
     mean, rstd = parts.new_empty((2, sizes.channels)).unbind()
@@ -65,8 +64,8 @@ def statistics(
     kernels.moments[sizes.sum_grid](x, parts, *numbers, **sizes.long)
     grid = (triton.cdiv(sizes.channels, FEW),)
     kernels.combine_moments[grid](
-        parts, *kept, mean if counter is None else counter, momentum, *numbers,
-        EPS=eps, RUNNING=running, COUNT=counter is not None, ROWS=sizes.long["ROWS"], **sizes.part_block,
+        parts, *kept, momentum, *numbers,
+        EPS=eps, RUNNING=running, ROWS=sizes.long["ROWS"], **sizes.part_block,
     )  # fmt: skip
     if running_mean is not None and running_var is not None and not running:
         running_mean.lerp_(mean, momentum)

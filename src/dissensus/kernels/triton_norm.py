@@ -66,11 +66,11 @@ def load_part(parts, k, c, known, channels, P, BLOCK: tl.constexpr):
 
 @triton.jit
 def combine_moments(
-    parts, mean, rstd, running_mean, running_var, counter, momentum, rows, channels, P,
-    EPS: tl.constexpr, RUNNING: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    parts, mean, rstd, running_mean, running_var, momentum, rows, channels, P,
+    EPS: tl.constexpr, RUNNING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Mean and 1 / √(var + ε), from parts of `moments`; running statistics move towards them, and the counter goes up."""
+    """Mean and 1 / √(var + ε), from parts of `moments`; running statistics move towards them."""
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     known = c < channels
     number, tiles = tl.arange(0, BLOCK), tl.cdiv(rows, ROWS)
@@ -88,9 +88,6 @@ def combine_moments(
         tl.store(running_mean + c, before + momentum * (m - before), known)
         before = tl.load(running_var + c, known, 0.0)
         tl.store(running_var + c, before + momentum * (around / (rows - 1) - before), known)
-    if COUNT:  # noqa: SIM102
-        if tl.program_id(0) == 0:
-            tl.store(counter, tl.load(counter) + 1)
 
 
 @triton.jit
