@@ -13,7 +13,7 @@ from workers import said, workers
 import dissensus as ds
 import test_contract
 import tiny
-from dissensus.training.distributed_checkpoint import read_distributed
+from dissensus.training.checkpoint import read_distributed
 from thinning import often
 
 MESHES = {"members": (2, 1), "data": (1, 2), "both": (2, 2)}
