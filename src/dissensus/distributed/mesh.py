@@ -459,7 +459,8 @@ class JoinedBatches:
                 yield _join_rows(parts, torch.cat)
                 continue
             # (B, W, ...) flattened is in the samplers' order: row i of rank r is number i·W + r
-            yield _join_rows(parts, lambda each, rows=rows: torch.stack(each, 1).flatten(0, 1)[:rows])
+            whole = _join_rows(parts, lambda each: torch.stack(each, 1).flatten(0, 1))
+            yield pytree.tree_map(lambda leaf, most=rows: leaf[:most] if isinstance(leaf, Tensor) else leaf, whole)
             rows -= sum(count_examples(part[0]) for part in parts)
 
     def _check_samplers(self) -> int:

@@ -64,7 +64,7 @@ CHAINS = "optimizer/generators"  # a list with one for each member
 
 @dataclass
 class RunSoFar:
-    """A run up to now. `told`: steps done and steps per epoch, for `RunLength`; `part`: the part done of the next epoch."""
+    """A run up to now. `told`: steps done and steps per epoch; `part`: the part done of the next epoch."""
 
     history: History = field(default_factory=History)
     best: Best = field(default_factory=Best)
@@ -168,8 +168,8 @@ def checkpoint_exists(given: str | os.PathLike[str] | None, division: TrainingPa
     path = Path(given)
     if division.active_mesh is not None:
         check_shared_folder(path.parent)
-    found = path.exists()
-    if path.is_dir() and has_only_checkpoints(path) and (division.active_mesh is not None or any(path.iterdir())):
+    found, names = path.exists(), [each.name for each in path.iterdir()] if path.is_dir() else []
+    if path.is_dir() and all(map(OURS.fullmatch, names)) and (division.active_mesh is not None or names):
         found = newest_checkpoint(path) is not None
     elif path.is_dir() and division.active_mesh is not None:
         raise IsADirectoryError(f"expected a folder of checkpoints, got {path} with other files; pass another")
@@ -180,8 +180,8 @@ def _member_row_ids(state: dict[str, Any], posterior: Posterior, optimizer: Opti
     """Ids of the state's tensors with a row per member of this process: the optimiser's moments of own tensors."""
     own = {id(parameter) for parameter in posterior.particles.own_parameters().values()}
     order = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    states = state["optimizer"]["state"].items()
-    return {id(value) for number, each in states if order[number] in own for value in each.values() if _has_rows(value)}
+    states = [each for number, each in state["optimizer"]["state"].items() if order[number] in own]
+    return {id(value) for each in states for value in each.values() if isinstance(value, Tensor) and value.ndim}
 
 
 def _sharded_tensors(posterior: Posterior, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -193,10 +193,6 @@ def _sharded_tensors(posterior: Posterior, optimizer: Optimizer) -> dict[str, Te
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states |= {f"optimizer/state/{number}": parameter for number, parameter in enumerate(parameters)}
     return {name: tensor.detach() for name, tensor in states.items() if is_divided(tensor)}
-
-
-def _has_rows(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def _restore_state(
@@ -360,14 +356,12 @@ def _config_as_json(config: Any) -> Any:
 # ------------------------------------------------------------------ folders of several processes
 
 
-def has_only_checkpoints(path: Path) -> bool:
-    """Whether the folder holds only checkpoints, finished or not."""
-    return all(OURS.fullmatch(each.name) for each in path.iterdir())
-
-
 def newest_checkpoint(path: Path) -> Path | None:
     """The last finished checkpoint in the folder."""
-    return max((each for each in path.iterdir() if _is_checkpoint(each)), default=None) if path.is_dir() else None
+    every = path.glob("*/.metadata") if path.is_dir() else ()
+    return max(
+        (each.parent for each in every if each.parent.name.isdigit() and (each.parent / RUN).exists()), default=None
+    )
 
 
 def write_distributed(path: Path, state: dict[str, Any], mesh: Mesh | None, members: int, own: set[int]) -> None:
@@ -437,10 +431,6 @@ def _hide_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return path.name.isdigit() and (path / ".metadata").exists() and (path / RUN).exists()
 
 
 def _extract_tensors(value: Any, name: str, tensors: dict[str, Tensor], here: range, own: set[int]) -> Any:

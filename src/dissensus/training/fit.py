@@ -21,9 +21,9 @@ from dissensus.core.locks import lock_for_training
 from dissensus.core.objective import check_trainable
 from dissensus.core.posterior import Posterior, expect_posterior, refresh
 from dissensus.core.regression import RealTargets
+from dissensus.distributed.interruptions import Interruptions
 from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.partition import TrainingPartition, partition_training
-from dissensus.distributed.preemption import Interruptions
 from dissensus.engine import Step, build_step
 from dissensus.engine.memory import training_memory
 from dissensus.training.checkpoint import Checkpoints, RunSoFar, checkpoint_exists
@@ -168,13 +168,26 @@ class _TrainingRun:
         self.posterior, self.plan, self.loader, self.division = posterior, plan, division.loader, division
         self.history, self.part = so_far.history, so_far.part
         posterior.batches_per_step = accumulate * division.loader_count
-        self.length = RunLength(posterior, self.loader, epochs, accumulate, over=len(self.history), **so_far.told)
-        self.engine, self.accumulate = division.choose_engine(engine), accumulate
+        self.engine, self.epochs, self.accumulate = division.choose_engine(engine), epochs, accumulate
+        self._begin(so_far.told)
         steps = (self.loader.length or posterior.steps_per_epoch or 1) * epochs
         self.settings: dict[str, Any] = {"clip": clip, "accumulate": accumulate, "steps": steps}
         self.precision = _autocast_dtype(precision, posterior)
         self.step: Step | None = None
         self._inside = ExitStack()
+
+    def _begin(self, told: dict[str, Any]) -> None:
+        """Tells the posterior the length of the run, in steps if it is known; `told`: what a checkpoint knows of it."""
+        posterior, self.length_is_unknown = self.posterior, False
+        self.done, steps_per_epoch = told.get("done") or 0, told.get("steps_per_epoch")
+        self.first_step = int(posterior.steps)  # of the epochs that follow
+        if (batches := self.loader.length) is not None:
+            steps_per_epoch = max(1, math.ceil(batches / self.accumulate))
+        if steps_per_epoch is not None:
+            posterior.begin(steps_per_epoch, self.epochs, done=self.done)
+        elif len(self.history) < self.epochs:
+            posterior.begin(None, self.epochs)
+            self.length_is_unknown = posterior.steps_per_epoch is None  # else the caller has already called `begin`
 
     def __enter__(self) -> Self:
         device = self.posterior.device  # the current one, because streams and graphs belong to that
@@ -193,12 +206,14 @@ class _TrainingRun:
         if self.part is None:
             resumable = interruptions.resumable
             self.part = PartialEpoch.start_epoch(self.loader, self.posterior.device) if resumable else PartialEpoch()
-        batches, lr = self.division.training_batches(index), self.plan.lr
-        losses = self.run_epoch(batches, self.part, bar, interruptions)
+        batches = self.division.training_batches(index)
+        losses, lr = self.run_epoch(batches, self.part, bar, interruptions), self.plan.lr
         if losses is None:
             return None
         seconds, self.part = self.part.seconds, None
-        self.length.end_epoch()
+        if self.length_is_unknown:  # this epoch has shown it
+            self.length_is_unknown, trained = False, int(self.posterior.steps) - self.first_step
+            self.posterior.begin(max(1, trained), self.epochs, done=trained + self.done)
         return Epoch(index, float(losses.mean()), losses.tolist(), lr, seconds)
 
     def run_epoch(
@@ -256,32 +271,6 @@ class _TrainingRun:
         self.step, plan = build_step(self.engine, posterior, optimizer, batch, memory=memory, **settings)
         self.history.memory = replace(memory, taken=plan.taken)
         return self.step
-
-
-class RunLength:
-    """The optimiser steps of an epoch. From a checkpoint: `over`, the epochs done; `done`, their steps; `steps_per_epoch`."""
-
-    def __init__(
-        self, posterior: Posterior, loader: Loader, epochs: int, accumulate: int, *, over: int = 0, **told: int | None
-    ) -> None:
-        self.posterior, self.epochs = posterior, epochs
-        self.done, steps_per_epoch = told.get("done") or 0, told.get("steps_per_epoch")
-        self.is_unknown = False
-        self.first_step = int(posterior.steps)  # first step of the epochs that follow
-        if (batches := loader.length) is not None:
-            steps_per_epoch = max(1, math.ceil(batches / accumulate))
-        if steps_per_epoch is not None:
-            posterior.begin(steps_per_epoch, epochs, done=self.done)
-        elif over < epochs:
-            posterior.begin(None, epochs)
-            self.is_unknown = posterior.steps_per_epoch is None  # else the caller has already called `begin`
-
-    def end_epoch(self) -> None:
-        """Passes the length to the posterior, if the epoch just trained has shown it."""
-        if self.is_unknown:
-            self.is_unknown = False
-            trained = int(self.posterior.steps) - self.first_step
-            self.posterior.begin(max(1, trained), self.epochs, done=trained + self.done)
 
 
 def _store_draw(posterior: Posterior, loader: Loader) -> float:

@@ -48,11 +48,15 @@ class Optimisation:
     def set_rates(self, epochs: int) -> None:
         """Sets the default schedule's rates, since a resumed run may be longer now; `epochs`: how many are left."""
         if self.is_default:
-            schedule = cast(LambdaLR, self.scheduler)
-            groups = self.optimizer.param_groups
-            for group, rate, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
-                group["lr"] = rate * factor(schedule.last_epoch)
-        check_schedule(self.scheduler, epochs)
+            default, groups = cast(LambdaLR, self.scheduler), self.optimizer.param_groups
+            for group, rate, factor in zip(groups, default.base_lrs, default.lr_lambdas, strict=True):
+                group["lr"] = rate * factor(default.last_epoch)
+        schedule = self.scheduler
+        if isinstance(schedule, OneCycleLR) and (needed := schedule.last_epoch + epochs) > schedule.total_steps:
+            wanted = (
+                f"a OneCycleLR of at least {needed} steps, one per epoch"  # torch would raise in the middle of training
+            )
+            raise ValueError(f"expected {wanted}, got {schedule.total_steps}; set total_steps")
 
     def end_epoch(self, epoch: Epoch) -> None:
         """Steps the schedule."""
@@ -101,13 +105,6 @@ def check_can_train(posterior: Posterior, optimizer: Optimizer) -> None:
     check_optimizer(posterior, optimizer)
     if isinstance(optimizer, LBFGS):  # it needs the loss several times per step
         raise TypeError("expected an optimizer with one gradient per step, got LBFGS; use SGD or Adam")
-
-
-def check_schedule(scheduler: object, epochs: int) -> None:
-    """Raises if a OneCycleLR ends before the remaining epochs, where torch would raise in the middle of training."""
-    if isinstance(scheduler, OneCycleLR) and (needed := scheduler.last_epoch + epochs) > scheduler.total_steps:
-        wanted = f"a OneCycleLR of at least {needed} steps, one per epoch"
-        raise ValueError(f"expected {wanted}, got {scheduler.total_steps}; set total_steps")
 
 
 def log_remarks(
