@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -79,8 +79,8 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
     # nobody else uses the network while it is traced, on the host
     with posterior.particles.lock_network(), torch.no_grad():
         module, x, failed = module.cpu(), batches.move_to_device(x, torch.device("cpu")), list[str]()
-        for prepare in (_vectorise_members, _loop_members):
-            prepare(module.predictor)
+        for how in ("vectorised", "loop"):
+            _set_engine(module.predictor, how)
             try:
                 module(x)  # creates tensors that depend on the shape of x, such as masks, outside of the graph
                 program = trace(module, x, ONNX_FORMS if path.suffix == ".onnx" else None)
@@ -228,22 +228,16 @@ def _output_bounds(posterior: Posterior, module: ExportedPosterior, x: Inputs) -
     return {name: (low.cpu(), high.cpu()) for name, low, high in bounds}
 
 
-def _vectorise_members(predictor: Predictor) -> None:
-    """Runs all members in one pass if they share kernels, so that the file holds the kernels and the graph once."""
+def _set_engine(predictor: Predictor, how: Literal["vectorised", "loop"]) -> None:
+    """Runs members in a loop, or in one pass if they share kernels, so that the file holds these and the graph once."""
     for part in predictor.modules():
-        if isinstance(part, NodeFunctions):
+        if isinstance(part, NodeFunctions) and how == "vectorised":
             part.unfold()
-        if isinstance(part, Particles) and len(part.templates) == 1 and not _has_own_kernels(part):
-            part.how = "vectorised"
-            for layer in part.template.modules():
+        if isinstance(part, Particles) and (how == "loop" or (len(part.templates) == 1 and not _has_own_kernels(part))):
+            part.how = how
+            for layer in part.template.modules() if how == "vectorised" else ():
                 if isinstance(layer, FactoredLayer):
                     vars(layer)["members_at_once"] = True
-
-
-def _loop_members(predictor: Predictor) -> None:
-    for part in predictor.modules():
-        if isinstance(part, Particles):
-            part.how = "loop"
 
 
 def _has_own_kernels(particles: Particles) -> bool:

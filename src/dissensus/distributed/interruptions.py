@@ -51,15 +51,12 @@ class Interruptions:
             previous = signal.signal(signal.SIGTERM, self._note_signal)
             self._inside.callback(signal.signal, signal.SIGTERM, previous)
         if self.mesh is not None and (joined := init.group_store()) is not None:
-            store, timeout = joined
-            axes = (self.mesh.members, self.mesh.data)
-            # Before the collective itself fails, in words that name nobody.
-
-            def bytes_sent() -> list[int]:
-                return [sum(axis.bytes_sent.values()) for axis in axes]
-
-            rank, size = distributed.get_rank(), self.mesh.size
-            self._inside.enter_context(HangDetector(store, rank, size, seconds=0.8 * timeout, progress=bytes_sent))
+            (store, timeout), axes = joined, (self.mesh.members, self.mesh.data)
+            self._inside.enter_context(HangDetector(
+                store, distributed.get_rank(), self.mesh.size,
+                seconds=0.8 * timeout,  # before the collective itself fails, in words that name nobody
+                progress=lambda: [sum(axis.bytes_sent.values()) for axis in axes],
+            ))  # fmt: skip
         return self
 
     def __exit__(self, *_: object) -> None:

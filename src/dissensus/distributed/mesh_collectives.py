@@ -283,6 +283,6 @@ def _exchange_flat(exchange: Callable[[Tensor], Tensor], each: list[Tensor]) -> 
     for kind in dict.fromkeys(tensor.dtype for tensor in each):
         places = [i for i, tensor in enumerate(each) if tensor.dtype == kind]
         flat = exchange(torch.cat([each[i].reshape(len(each[i]), -1) for i in places], dim=1))
-        for i, part in zip(places, flat.split([each[i][0].numel() for i in places], dim=1), strict=True):
+        for i, part in zip(places, torch.split(flat, [each[i][0].numel() for i in places], dim=1), strict=True):
             found[i] = part.view(len(flat), *each[i].shape[1:])
     return found

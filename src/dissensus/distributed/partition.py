@@ -24,10 +24,11 @@ from dissensus.core.member import tensors_by_name
 from dissensus.core.posterior import Posterior, inference_context
 from dissensus.core.recorder import Recorder
 from dissensus.distributed.init import is_connected, start
-from dissensus.distributed.mesh import Axis, Mesh, check_same, check_sampler_order, tree_checksum
+from dissensus.distributed.mesh import Mesh, check_same, check_sampler_order, tree_checksum
 from dissensus.distributed.mesh import mesh as make_mesh
 from dissensus.distributed.mesh_collectives import UNDIVIDED, LocalBatch, MeshExchange
 from dissensus.engine.fast_optimisers import use_channels_last
+from dissensus.numerics.randomness import generator_states, restore_generators
 from dissensus.utils.checks import one_of
 from dissensus.utils.dtensor import is_divided
 
@@ -95,7 +96,10 @@ class TrainingPartition:
         self.member_slice, self.splits_members = self.exchange.member_slice, self.exchange.splits_members
         self.is_first = mesh.is_first
         if (sampler := self.loader.sampler) is not None:
-            check_sampler(sampler, mesh.data)
+            if (sampler.num_replicas, sampler.rank) != (mesh.data.size, mesh.data.rank):
+                got = f"rank {sampler.rank} of {sampler.num_replicas}"
+                hint = "pass DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank)"
+                raise ValueError(f"expected a sampler of the mesh's data axis, rank {mesh.data!r}, got {got}; {hint}")
             check_sampler_order(mesh.data, sampler)
         if sampler is not None or mesh.batches == "parts":
             self.reads_parts, self.loader_count = True, mesh.data.size
@@ -112,11 +116,8 @@ class TrainingPartition:
             return
         use_channels_last(self.posterior)  # all members, so that those that lie here stay laid out from epoch to epoch
         self._broadcast_tensors()
-        cuda = self.posterior.device.type == "cuda"
-        host, device = self.broadcast_object((torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None))
-        torch.set_rng_state(host)
-        if device is not None:
-            torch.cuda.set_rng_state(device)
+        device = self.posterior.device
+        restore_generators(self.broadcast_object(generator_states(device)), device, mine=True)
 
     @torch.no_grad()
     def _broadcast_tensors(self) -> None:
@@ -157,7 +158,11 @@ class TrainingPartition:
         check_equal_tensors(self.mesh, self.posterior)
 
     def _check_first_batch(self, batch: Batch) -> None:
-        check_batches(self.mesh, batch, parts=self.reads_parts)
+        # Processes that should read the same batch: all, or those of one place on the data axis.
+        axis, mine = self.mesh.members if self.reads_parts else self.mesh, tree_checksum(batch)
+        if any(other != mine for other in axis.gather_objects(mine)):
+            advice = 'give shuffling loaders one seed, or pass mesh(..., batches="parts")'
+            raise ValueError(f"expected the same batches in every process, got different ones; {advice}")
         if self.reads_parts and not self._began:  # what was measured on the first batch was measured on other rows
             self._broadcast_tensors()
         if self.mesh.data.size > 1 and not self._began:
@@ -371,23 +376,6 @@ def check_divisible(mesh: Mesh, posterior: Posterior) -> None:
     if not posterior.particles.divided and any(map(is_divided, posterior.parameters())):
         advice = "use ds.distributed.shard(network, mesh) or fully_shard(network) first"
         raise ValueError(f"expected networks divided before the posterior was built, got one divided since; {advice}")
-
-
-def check_sampler(sampler: Any, axis: Axis) -> None:
-    """Raises where a sampler divides rows otherwise than the axis does."""
-    if (sampler.num_replicas, sampler.rank) != (axis.size, axis.rank):
-        got = f"rank {sampler.rank} of {sampler.num_replicas}"
-        hint = "pass DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank)"
-        raise ValueError(f"expected a sampler of the mesh's data axis, rank {axis!r}, got {got}; {hint}")
-
-
-def check_batches(mesh: Mesh, batch: Batch, *, parts: bool) -> None:
-    """Raises where processes that should read the same batch do not: all, or those of one place on the data axis."""
-    mine = tree_checksum(batch)
-    others = mesh.members.gather_objects(mine) if parts else mesh.gather_objects(mine)
-    if any(other != mine for other in others):
-        advice = 'give shuffling loaders one seed, or pass mesh(..., batches="parts")'
-        raise ValueError(f"expected the same batches in every process, got different ones; {advice}")
 
 
 @torch.no_grad()

@@ -37,6 +37,7 @@ from dissensus.core.posterior import Posterior
 from dissensus.distributed.init import check_shared_folder
 from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.partition import TrainingPartition
+from dissensus.numerics.randomness import generator_states
 from dissensus.storage.atomic_files import replace_file
 from dissensus.training.history import Best, Epoch, History, PartialEpoch
 from dissensus.utils.dtensor import is_divided
@@ -102,7 +103,7 @@ class Checkpoints:
         folder = folder or posterior.particles.divided
         with nullcontext() if folder else division.full_optimizer_state(optimizer):
             done = int(posterior.steps) - posterior.steps_before_run
-            state = _training_state(posterior, optimizer, self.scheduler) | {
+            state = self._training_state() | {
                 "run": describe_run(posterior, optimizer, self.scheduler),
                 "told": {"done": done, "steps_per_epoch": posterior.steps_per_epoch},
                 "loader": self.division.loader.state() if part is None else part.loader,
@@ -112,8 +113,9 @@ class Checkpoints:
                 "best": {"score": best.score, "epoch": best.epoch, "state": best.state, "kept": history.best},
             }
             if folder:
-                own = _member_row_ids(state, posterior, optimizer)
-                write_distributed(path, state, division.active_mesh, posterior.particles.members, own)
+                write_distributed(
+                    path, state, division.active_mesh, posterior.particles.members, self._member_row_ids(state)
+                )
             elif division.is_first:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with replace_file(path) as temporary:
@@ -142,8 +144,7 @@ class Checkpoints:
         whole = nullcontext() if folder else self.division.full_optimizer_state(optimizer)
         with whole, read_errors(path, REMEDY, kind="a checkpoint of this posterior in"):
             if folder:
-                divided = _sharded_tensors(posterior, optimizer)
-                state = read_distributed(path, self.division.active_mesh, posterior.device, divided)
+                state = read_distributed(path, self.division.active_mesh, posterior.device, self._sharded_tensors())
             else:
                 check_archive(path)
                 state = torch.load(path, map_location=posterior.device, weights_only=True)
@@ -156,9 +157,51 @@ class Checkpoints:
                 got = f"one of another run ({misfit})"
                 raise ValueError(f"expected a checkpoint of this posterior in {path}, got {got}; {REMEDY}")
             warn_of_overridden(state, optimizer, scheduler)
-            _restore_state(state, posterior, optimizer, scheduler)
+            before = copy.deepcopy(self._training_state())
+            try:  # all of it, or nothing
+                self._load_state({**state, "posterior": without_stale_draws(state["posterior"], posterior)})
+            except BaseException:
+                self._load_state(before)
+                raise
         self.division.loader.restore(state["loader"])
         return resumed
+
+    def _training_state(self) -> dict[str, Any]:
+        """Everything that training changes."""
+        host, device = generator_states(self.posterior.device)
+        return {
+            "posterior": self.posterior.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            "random": host,
+            "cuda": device,
+        }
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        self.posterior.load_state_dict(state["posterior"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if state["scheduler"] is not None and self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        torch.set_rng_state(state["random"].cpu())
+        if self.posterior.device.type == "cuda" and state["cuda"] is not None:
+            torch.cuda.set_rng_state(state["cuda"].cpu(), self.posterior.device)
+
+    def _member_row_ids(self, state: dict[str, Any]) -> set[int]:
+        """Ids of the state's tensors with a row per member of this process: the optimiser's moments of own tensors."""
+        own = {id(parameter) for parameter in self.posterior.particles.own_parameters().values()}
+        order = [id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
+        states = [each for number, each in state["optimizer"]["state"].items() if order[number] in own]
+        return {id(value) for each in states for value in each.values() if isinstance(value, Tensor) and value.ndim}
+
+    def _sharded_tensors(self) -> dict[str, Tensor]:
+        """Name in a state -> tensor that processes have parts of; the optimiser's moments by their parameter's number."""
+        if not self.posterior.particles.divided:
+            return {}
+        named = self.posterior.state_dict().items()
+        states = {f"{part}/{name}": tensor for part in ("posterior", "best/state") for name, tensor in named}
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        states |= {f"optimizer/state/{number}": parameter for number, parameter in enumerate(parameters)}
+        return {name: tensor.detach() for name, tensor in states.items() if is_divided(tensor)}
 
 
 def checkpoint_exists(given: str | os.PathLike[str] | None, division: TrainingPartition) -> bool:
@@ -174,61 +217,6 @@ def checkpoint_exists(given: str | os.PathLike[str] | None, division: TrainingPa
     elif path.is_dir() and division.active_mesh is not None:
         raise IsADirectoryError(f"expected a folder of checkpoints, got {path} with other files; pass another")
     return bool(division.broadcast_object(found))
-
-
-def _member_row_ids(state: dict[str, Any], posterior: Posterior, optimizer: Optimizer) -> set[int]:
-    """Ids of the state's tensors with a row per member of this process: the optimiser's moments of own tensors."""
-    own = {id(parameter) for parameter in posterior.particles.own_parameters().values()}
-    order = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    states = [each for number, each in state["optimizer"]["state"].items() if order[number] in own]
-    return {id(value) for each in states for value in each.values() if isinstance(value, Tensor) and value.ndim}
-
-
-def _sharded_tensors(posterior: Posterior, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Name in a state -> tensor that processes have parts of; the optimiser's moments by their parameter's number."""
-    if not posterior.particles.divided:
-        return {}
-    named = posterior.state_dict().items()
-    states = {f"{part}/{name}": tensor for part in ("posterior", "best/state") for name, tensor in named}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states |= {f"optimizer/state/{number}": parameter for number, parameter in enumerate(parameters)}
-    return {name: tensor.detach() for name, tensor in states.items() if is_divided(tensor)}
-
-
-def _restore_state(
-    state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None
-) -> None:
-    """Restores a checkpoint's state, either all of it or nothing."""
-    before = copy.deepcopy(_training_state(posterior, optimizer, scheduler))
-    try:
-        fitting = without_stale_draws(state["posterior"], posterior)
-        _load_state({**state, "posterior": fitting}, posterior, optimizer, scheduler)
-    except BaseException:
-        _load_state(before, posterior, optimizer, scheduler)
-        raise
-
-
-def _training_state(posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
-    """Everything that training changes."""
-    return {
-        "posterior": posterior.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scheduler": scheduler.state_dict() if scheduler is not None else None,
-        "random": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(posterior.device) if posterior.device.type == "cuda" else None,
-    }
-
-
-def _load_state(
-    state: dict[str, Any], posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None
-) -> None:
-    posterior.load_state_dict(state["posterior"])
-    optimizer.load_state_dict(state["optimizer"])
-    if state["scheduler"] is not None and scheduler is not None:
-        scheduler.load_state_dict(state["scheduler"])
-    torch.set_rng_state(state["random"].cpu())
-    if posterior.device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"].cpu(), posterior.device)
 
 
 def check_archive(path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dissensus.core.loader import Loader
 from dissensus.engine.memory import Memory
-from dissensus.numerics.randomness import preserve_random_state
+from dissensus.numerics.randomness import generator_states, preserve_random_state
 from dissensus.utils.pandas_rows import as_dataframe
 from dissensus.utils.progress import Progress
 
@@ -136,8 +136,7 @@ class PartialEpoch:
     @classmethod
     def start_epoch(cls, loader: Loader, device: torch.device) -> Self:
         """An empty part of an epoch that begins now."""
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), cuda, loader.state())
+        return cls(*generator_states(device), loader.state())
 
     def remaining_batches(self, loader: Iterable[Any], device: torch.device, bar: Progress) -> Iterator[Any]:
         """The loader's batches after this part; the loader is in its state at the beginning of the epoch."""
