@@ -261,8 +261,8 @@ class TrainingPartition:
             size, self._part = rows.stop - rows.start if isinstance(rows, slice) else len(rows), None
             if self.particles.exchange is self.exchange and size >= axis.size:
                 self._part = size, (here := axis.part_slice(size))
-                first = rows.start if isinstance(rows, slice) else 0
-                rows = slice(first + here.start, first + here.stop) if isinstance(rows, slice) else rows[here]
+                whole = isinstance(rows, slice)
+                rows = slice(rows.start + here.start, rows.start + here.stop) if whole else rows[here]
             yield given.at(rows)
 
     def _in_lockstep(self, left: Iterator[Any]) -> Iterator[Any]:
@@ -298,24 +298,21 @@ class TrainingPartition:
         if self.reads_parts:
             self.exchange.local_batch = self._measure_part(size, weight.sum())
             return batch
-        if self._part is not None:
-            size, here = self._part
-            own = weight.sum()
-            alike = batch.weight is None and self.posterior.likelihood.training_weight(batch.y) is None
-            total = weight.new_tensor(size) if alike else data.sum(own.clone())
-            mine = torch.where(total > 0, own / total, batch.size / size)
-            self.exchange.local_batch = LocalBatch(size, here, mine, total, is_split=True)
-            return batch
-        if size < data.size:
+        if self._part is None and size < data.size:
             self.exchange.local_batch = LocalBatch(size, slice(0, size), weight.new_tensor(1 / data.size), weight.sum())
             return batch
-        here = self.mesh.row_slice(size)
-        total = weight.sum()
-        mine = torch.where(total > 0, weight[here].sum() / total, (here.stop - here.start) / size)
+        if self._part is not None:
+            (size, here), own = self._part, weight.sum()
+            alike = batch.weight is None and self.posterior.likelihood.training_weight(batch.y) is None
+            total = weight.new_tensor(size) if alike else data.sum(own.clone())
+        else:
+            here = self.mesh.row_slice(size)
+            own, total = weight[here].sum(), weight.sum()
+            weights = None if batch.weight is None else batch.weight[here]
+            batch = Batch(select_rows(batch.x, size, here), cast(Tensor, select_rows(batch.y, size, here)), weights)
+        mine = torch.where(total > 0, own / total, batch.size / size)
         self.exchange.local_batch = LocalBatch(size, here, mine, total, is_split=True)
-
-        weights = None if batch.weight is None else batch.weight[here]
-        return Batch(select_rows(batch.x, size, here), cast(Tensor, select_rows(batch.y, size, here)), weights)
+        return batch
 
     def _measure_part(self, size: int, weight: Tensor) -> LocalBatch:
         """The share of a batch that is this rank's part of a whole one."""

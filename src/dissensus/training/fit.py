@@ -171,8 +171,8 @@ class _TrainingRun:
         self.engine, self.epochs, self.accumulate = division.choose_engine(engine), epochs, accumulate
         self._begin(so_far.told)
         steps = (self.loader.length or posterior.steps_per_epoch or 1) * epochs
-        self.settings: dict[str, Any] = {"clip": clip, "accumulate": accumulate, "steps": steps}
-        self.precision = _autocast_dtype(precision, posterior)
+        dtype = _autocast_dtype(precision, posterior)
+        self.settings: dict[str, Any] = {"clip": clip, "accumulate": accumulate, "steps": steps, "precision": dtype}
         self.step: Step | None = None
         self._inside = ExitStack()
 
@@ -262,13 +262,9 @@ class _TrainingRun:
         return (total / part.batches).double().cpu()
 
     def _build_step(self, batch: Batch) -> Step:
-        posterior, optimizer, settings = (
-            self.posterior,
-            self.plan.optimizer,
-            {**self.settings, "precision": self.precision},
-        )
-        memory = training_memory(posterior, optimizer, batch, precision=self.precision)
-        self.step, plan = build_step(self.engine, posterior, optimizer, batch, memory=memory, **settings)
+        posterior, optimizer, precision = self.posterior, self.plan.optimizer, self.settings["precision"]
+        memory = training_memory(posterior, optimizer, batch, precision=precision)
+        self.step, plan = build_step(self.engine, posterior, optimizer, batch, memory=memory, **self.settings)
         self.history.memory = replace(memory, taken=plan.taken)
         return self.step
 
