@@ -114,8 +114,7 @@ class HangDetector:
         self.thread = threading.Thread(target=self._watch_ranks, name="dissensus watch", daemon=True)
 
     def __enter__(self) -> Self:
-        # so that all know where it is, whatever happens next
-        self.store.set(f"sign {self.rank}", json.dumps(self._make_heartbeat(0)))
+        self._send_heartbeat(0)  # so that all know where it is, whatever happens next
         self.thread.start()
         return self
 
@@ -127,21 +126,22 @@ class HangDetector:
         beat, waited, before = 0, 0.0, self.progress()
         while not self.stop_event.wait(self.pause):
             beat += 1
-            sign, now = self._make_heartbeat(beat), self.progress()
-            self.store.set(f"sign {self.rank}", json.dumps(sign))
+            sign, now = self._send_heartbeat(beat), self.progress()
             waited = waited + self.pause if sign.is_waiting and now == before else 0.0
             before = now
             if waited > self.seconds:
                 waited = 0.0
                 self._report_hang(beat)
 
-    def _make_heartbeat(self, beat: int) -> Heartbeat:
+    def _send_heartbeat(self, beat: int) -> Heartbeat:
         frame = sys._current_frames().get(self.main)
         line = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
         waits = False
         while frame is not None and not waits:
             waits, frame = frame.f_code.co_filename.startswith(WAITING), frame.f_back
-        return Heartbeat(beat, waits, line, self.host)
+        sign = Heartbeat(beat, waits, line, self.host)
+        self.store.set(f"sign {self.rank}", json.dumps(sign))
+        return sign
 
     def _read_heartbeats(self) -> list[Heartbeat | None]:
         keys = [f"sign {rank}" for rank in range(self.size)]
@@ -153,7 +153,7 @@ class HangDetector:
         for more in range(1, 4):  # others must have had the time for a sign
             if self.stop_event.wait(self.pause):
                 return
-            self.store.set(f"sign {self.rank}", json.dumps(self._make_heartbeat(beat + more)))
+            self._send_heartbeat(beat + more)
         signs = self._read_heartbeats()
         if self.progress() != before:
             return
@@ -167,10 +167,7 @@ class HangDetector:
         os._exit(STATUS)
 
     def _hang_message(self, signs: list[Heartbeat | None], silent: list[int], hanging: list[int]) -> str:
-        def describe_rank(rank: int) -> str:
-            sign = signs[rank]
-            return f"rank {rank}" if sign is None else f"rank {rank} on {sign.host}, at {sign.line}"
-
-        each = "; ".join(describe_rank(rank) for rank in (hanging or range(self.size)))
+        places = ["" if sign is None else f" on {sign.host}, at {sign.line}" for sign in signs]
+        each = "; ".join(f"rank {rank}{places[rank]}" for rank in (hanging or range(self.size)))
         what = "gives no sign of life" if silent else "does not join the others"
         return f"after {self.seconds:g} s of waiting: {f'{what}: {each}' if hanging else f'all wait for each other: {each}'}"

@@ -459,8 +459,7 @@ class JoinedBatches:
                 yield _join_rows(parts, torch.cat)
                 continue
             # (B, W, ...) flattened is in the samplers' order: row i of rank r is number i·W + r
-            whole = _join_rows(parts, lambda each: torch.stack(each, 1).flatten(0, 1))
-            yield pytree.tree_map(lambda leaf, most=rows: leaf[:most] if isinstance(leaf, Tensor) else leaf, whole)
+            yield _join_rows(parts, lambda each: torch.stack(each, 1).flatten(0, 1), most=rows)
             rows -= sum(count_examples(part[0]) for part in parts)
 
     def _check_samplers(self) -> int:
@@ -476,14 +475,14 @@ class JoinedBatches:
         return about[1]
 
 
-def _join_rows(parts: list[Any], join: Callable[[Any], Tensor]) -> Any:
-    """One batch of several, (x, y) or (x, y, weight): tensors with a row for each example are joined."""
+def _join_rows(parts: list[Any], join: Callable[[Any], Tensor], most: int | None = None) -> Any:
+    """One batch of several, (x, y) or (x, y, weight): tensors with a row for each example are joined, up to `most` rows."""
     sizes = [count_examples(part[0]) for part in parts]
 
     def join_leaf(*each: Any) -> Any:
         pairs = zip(each, sizes, strict=True)
         rows = all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size for leaf, size in pairs)
-        return join(each) if rows else each[0]
+        return join(each)[:most] if rows else each[0]
 
     return pytree.tree_map(join_leaf, *parts)
 
