@@ -7,7 +7,7 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from dissensus.storage.checksummed import CHECKSUM, CONFIG, METADATA, TENSORS, serialise_posterior
+from dissensus.storage.folder import CHECKSUM, CONFIG, METADATA, TENSORS, serialise_posterior
 
 
 def config_of(folder: Path) -> dict[str, Any]:

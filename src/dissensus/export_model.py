@@ -5,9 +5,9 @@ import io
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,10 @@ from dissensus.layers.factored import FactoredLayer
 from dissensus.methods.parts.node_posterior import NodeFunctions
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.storage.atomic_files import write_atomically
-from dissensus.storage.onnx_files import ONNX_FORMS, onnx_content, run_onnx
 from dissensus.utils.checks import one_of
 from dissensus.utils.extras import require_extra
 from dissensus.utils.text import format_bytes
+from dissensus.utils.torch_private import TorchStateGuard
 from dissensus.version import __version__
 
 log = logging.getLogger("dissensus")
@@ -41,6 +41,13 @@ log = logging.getLogger("dissensus")
 # Tolerance between the file's outputs and those of `predict`, times the largest output if that is above 1: this, or in half
 # precision that many roundings of the weights' dtype.
 CLOSE, ROUNDINGS = 1e-5, 4
+RANDOM = (
+    "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout",
+)  # fmt: skip
+# ONNX's TopK, which sorts, is always stable: equal values stay in their order.
+ONNX_FORMS = {
+    torch.ops.aten.sort.stable: lambda x, *, stable=None, dim=-1, descending=False: torch.sort(x, dim, descending)
+}
 
 
 def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) -> None:
@@ -72,8 +79,8 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
     # nobody else uses the network while it is traced, on the host
     with posterior.particles.lock_network(), torch.no_grad():
         module, x, failed = module.cpu(), batches.move_to_device(x, torch.device("cpu")), list[str]()
-        for prepare in (_vectorise_members, _loop_members):
-            prepare(module.predictor)
+        for how in ("vectorised", "loop"):
+            _set_engine(module.predictor, how)
             try:
                 module(x)  # creates tensors that depend on the shape of x, such as masks, outside of the graph
                 program = trace(module, x, ONNX_FORMS if path.suffix == ".onnx" else None)
@@ -221,22 +228,16 @@ def _output_bounds(posterior: Posterior, module: ExportedPosterior, x: Inputs) -
     return {name: (low.cpu(), high.cpu()) for name, low, high in bounds}
 
 
-def _vectorise_members(predictor: Predictor) -> None:
-    """Runs all members in one pass if they share kernels, so that the file holds the kernels and the graph once."""
+def _set_engine(predictor: Predictor, how: Literal["vectorised", "loop"]) -> None:
+    """Runs members in a loop, or in one pass if they share kernels, so that the file holds these and the graph once."""
     for part in predictor.modules():
-        if isinstance(part, NodeFunctions):
+        if isinstance(part, NodeFunctions) and how == "vectorised":
             part.unfold()
-        if isinstance(part, Particles) and len(part.templates) == 1 and not _has_own_kernels(part):
-            part.how = "vectorised"
-            for layer in part.template.modules():
+        if isinstance(part, Particles) and (how == "loop" or (len(part.templates) == 1 and not _has_own_kernels(part))):
+            part.how = how
+            for layer in part.template.modules() if how == "vectorised" else ():
                 if isinstance(layer, FactoredLayer):
                     vars(layer)["members_at_once"] = True
-
-
-def _loop_members(predictor: Predictor) -> None:
-    for part in predictor.modules():
-        if isinstance(part, Particles):
-            part.how = "loop"
 
 
 def _has_own_kernels(particles: Particles) -> bool:
@@ -299,3 +300,82 @@ def _onnx_bytes(program: ExportedProgram, facts: dict[str, Any], x: Inputs, want
         if (found := run_onnx(content, given)) is not None:
             _check_outputs(found, numbers, Path("ONNX"))
     return content
+
+
+def onnx_content(
+    program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], facts: Mapping[str, Any]
+) -> tuple[bytes, list[str]]:
+    """(the file's bytes, kinds of nodes that draw random numbers); inputs and outputs get these names, axis 0 is "batch"."""
+    import onnx
+
+    given, found = [f"input {name}" for name in inputs], [f"output {name}" for name in outputs]  # torch has no spaces
+    with TorchStateGuard("torch.onnx"):  # which logs missing packages
+        made = torch.onnx.export(
+            program, dynamo=True, input_names=given, output_names=found, verbose=False, optimize=True
+        )
+    model: Any = made.model_proto  # type: ignore[union-attr]
+    _strip_metadata(model)
+    _rename_values(model.graph, dict(zip([*given, *found], [*inputs, *outputs], strict=True)))
+    for name, value in facts.items():
+        entry = model.metadata_props.add()
+        entry.key, entry.value = name, value if isinstance(value, str) else json.dumps(value)
+    content = model.SerializeToString()
+    written = onnx.load_from_string(content)
+    onnx.checker.check_model(written)  # among others, that every value has one name
+    for wanted, values in ((inputs, written.graph.input), (outputs, written.graph.output)):
+        if (names := [value.name for value in values]) != [*wanted]:
+            raise ValueError(f"expected the names {', '.join(wanted)} in the file, got {', '.join(names)}")
+    return content, sorted({node.op_type for node in _all_nodes(written)} & {*RANDOM})
+
+
+def run_onnx(content: bytes, x: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Outputs by name; None if onnxruntime is not installed."""
+    try:
+        import onnxruntime
+    except ImportError:
+        log.info("the ONNX file was not run: onnxruntime is not installed")
+        return None
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    made = session.run(None, {name: tensor.numpy() for name, tensor in x.items()})
+    return {output.name: torch.from_numpy(value) for output, value in zip(session.get_outputs(), made, strict=True)}
+
+
+def _strip_metadata(model: Any) -> None:
+    """Removes source locations of operations, and intermediate shapes, which a runtime infers itself."""
+    for function in model.functions:
+        del function.metadata_props[:]
+    for node in _all_nodes(model):
+        del node.metadata_props[:]
+        node.doc_string = ""
+    graph = model.graph
+    del graph.value_info[:], graph.metadata_props[:], model.metadata_props[:]
+    for value in (*graph.input, *graph.output, *graph.initializer):
+        del value.metadata_props[:]
+    for value in (*graph.input, *graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "batch"
+
+
+def _rename_values(graph: Any, names: dict[str, str]) -> None:
+    """Renames values of a graph; inner values that already have such a name get a longer one."""
+    names = {**{new: f"inner {new}" for new in names.values()}, **names}
+    for value in (*graph.input, *graph.output, *graph.initializer):
+        value.name = names.get(value.name, value.name)
+    for node in _walk_nodes(graph.node):
+        for part in (node.input, node.output):
+            part[:] = [names.get(name, name) for name in part]
+
+
+def _all_nodes(model: Any) -> Iterator[Any]:
+    """All nodes, including those in branches and functions."""
+    return _walk_nodes([*model.graph.node, *(node for function in model.functions for node in function.node)])
+
+
+def _walk_nodes(nodes: Iterable[Any]) -> Iterator[Any]:
+    """The nodes, and those in their branches."""
+    waiting = [*nodes]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                waiting += graph.node

@@ -75,7 +75,7 @@ def summarise(
     """
     if not isinstance(posterior, Posterior):
         # It imports all methods, which `import dissensus` avoids.
-        from dissensus.storage.member_streaming import read_members
+        from dissensus.storage.folder import read_members
 
         members = read_members(Path(posterior), network, likelihood=likelihood, method=method)
         return _summarise_stored(members, Loader(loader, raw=True), precision)

@@ -33,7 +33,7 @@ from dissensus.bench.width_axis import (
     width_verdicts,
 )
 from dissensus.core.errors import Diverged
-from dissensus.storage.run_files import read_json
+from dissensus.storage.atomic_files import read_json
 
 
 def task(*overrides: str):

@@ -14,9 +14,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from workers import workers
 
 import dissensus as ds
-from dissensus.distributed.hang_detector import STATUS, HangDetector
 from dissensus.distributed.init import check_shared_folder
-from dissensus.distributed.preemption import SLACK, Interruptions
+from dissensus.distributed.interruptions import SLACK, STATUS, HangDetector, Interruptions
 
 
 def hanging(kind):

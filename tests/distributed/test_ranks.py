@@ -7,7 +7,7 @@ from workers import said, workers
 
 import dissensus as ds
 import tiny
-from dissensus.training.distributed_checkpoint import newest_checkpoint, read_distributed, write_distributed
+from dissensus.training.checkpoint import newest_checkpoint, read_distributed, write_distributed
 from thinning import often
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dissensus as ds
-from dissensus.storage.checksummed import CONFIG, TENSORS
+from dissensus.storage.folder import CONFIG, TENSORS
 from saved_files import config_of, tamper
 
 x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))

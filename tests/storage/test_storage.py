@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 import dissensus as ds
 import tiny
 from dissensus.storage.atomic_files import write_atomically
-from dissensus.storage.checksummed import METADATA, serialise_posterior
+from dissensus.storage.folder import METADATA, serialise_posterior
 from refusals import refuses
 from saved_files import config_of, reseal, tamper
 from thinning import thinned

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import dissensus as ds
 import tiny
-from dissensus.training.checkpoint_match import warn_of_overridden
+from dissensus.training.checkpoint import warn_of_overridden
 from thinning import thinned
 
 X, Y = tiny.points(24)

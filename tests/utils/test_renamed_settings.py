@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 import dissensus as ds
 import tiny
-from dissensus.storage.checksummed import CHECKSUM, METADATA, checksum
+from dissensus.storage.folder import CHECKSUM, METADATA, checksum
 
 ROWS = [  # method, former settings, settings now
     (ds.DropoutEnsemble, {"keep": 0.9}, {"rate": 0.1}),

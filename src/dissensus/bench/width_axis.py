@@ -23,7 +23,7 @@ from dissensus.bench.task.config import RunConfig, Task, run_config
 from dissensus.core.predictive import ClassificationPredictive
 from dissensus.metrics import accuracy_values, effective_members
 from dissensus.plots.charts import INK, PALETTE, Curve, Panel, curve_figure, marker_style
-from dissensus.storage.run_files import read_json
+from dissensus.storage.atomic_files import read_json
 from dissensus.theory import largest_eigenvalue
 from dissensus.utils.checks import integer, number, one_of
 

@@ -1,38 +1,52 @@
-"""The mesh: processes in a grid with two axes, members and data.
+"""The mesh: processes in a grid with two axes, members and data, and the work that they share after training.
 
     rank = members.rank × data.size + data.rank
 
 Ranks along *members* hold different members and see the same rows; ranks along *data* hold the same members and see
 different rows of every batch. Both axes divide into contiguous parts, larger ones first, so that the parts joined in the
 order of ranks are the whole. With one process an axis has no group, and nothing is exchanged.
+
+In prediction (`Mesh.map_batches`) ranks along *data* take turns with batches, whole ones, so that networks see the shapes of
+one process. Ranks along *members* share a batch: each runs its part of the drawn functions. All ranks share a loader's only
+batch. Functions that cannot be cut, or are fewer than the ranks along *members*, run whole: all ranks take turns with batches.
+Every rank gets the results of all batches, in the order of one process, so nothing has to be merged.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
+import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, TypeVar
+from itertools import islice, zip_longest
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
 
-from dissensus.core.drawn_functions import DrawnFunctions
+from dissensus.core.batch import count_examples
+from dissensus.core.drawn_functions import DrawnFunctions, FunctionPartition
 from dissensus.core.loader import Loader
 from dissensus.core.member import check_initialised
 from dissensus.distributed.init import is_connected, start
-from dissensus.distributed.work_split import (
-    ConcatenatedBatches,
-    InterleavedBatches,
-    MeshFunctionPartition,
-    map_batches,
-    part_slice,
-)
 from dissensus.utils.checks import integer, one_of
 from dissensus.utils.fsdp import check_copyable
 from dissensus.utils.progress import set_reporting_check
 
 Statistics = Literal["synchronised", "per rank"]
 Given = Literal["whole", "parts"]
+Found = TypeVar("Found")
+Network = TypeVar("Network", bound=nn.Module)
+
+DATA = "pass the same data in the same order to all of them, or a DataLoader with a DistributedSampler"
+SAME = {
+    "calls": "call the same functions in the same order on every process",
+    "functions": "load the same posterior everywhere, and draw with the same seed",
+    "calibrations and promises": "fit or load them on every process",
+    "batches": DATA,
+}
 
 
 class Axis:
@@ -179,16 +193,67 @@ class Mesh:
         """The drawn functions, of which each process runs some where several share a batch."""
         return MeshFunctionPartition(drawn, device, apart)
 
-    def map_batches(self, work: Callable[[Any], Any], batches: Iterable[Any], **about: Any) -> Iterator[Any]:
-        """(batch, work(batch)) of every batch on every process, each worked on by one or several: `work_split.map_batches`."""
-        return map_batches(self, work, batches, **about)
+    def map_batches(
+        self,
+        work: Callable[[Any], Found],
+        batches: Iterable[Any],
+        *,
+        portion: FunctionPartition,
+        seen_by: Iterable[Any],
+        device: torch.device | str,
+    ) -> Iterator[tuple[Any, Found]]:
+        """(batch, work(batch)) of every batch, in order, on every rank, each worked on by one of them or by several at once.
 
-    def complete_loader(self, loader: Loader) -> Any:
-        """The loader; where it gives each process a part of the data, one of all the parts, the same everywhere."""
+        An error of one rank is raised on all, and so is one where ranks were given other batches or have drawn other functions.
+
+        Args:
+            batches: trees of tensors, the same on every rank.
+            portion: the functions that the work is done with; a `MeshFunctionPartition` lets ranks share a batch.
+            seen_by: facts and tensors of what the functions are seen through, the same on every rank.
+            device: where tensors of what was found shall lie.
+        """
+        left, window, seen = iter(batches), list[Any](), 0
+        about: dict[str, Any] = {"calls": work.__qualname__, "functions": _functions_checksum(portion.drawn)}
+        about["calibrations and promises"] = tree_checksum([*seen_by])
+        most = portion.max_ranks if isinstance(portion, MeshFunctionPartition) else 1
+        sharers = self.members if 1 < self.members.size <= most else None
+        takers: Ranks = self if sharers is None else self.data
+
+        def read() -> dict[str, Any]:
+            window[:] = islice(left, takers.size)
+            return about | {"batches": [*map(tree_checksum, window)]}
+
+        def work_on_own() -> list[Found]:
+            return [work_on_batch(sharers, batch) for batch in window[takers.rank : takers.rank + 1]]
+
+        def work_on_batch(ranks: Ranks | None, batch: Any) -> Found:
+            if ranks is None or not isinstance(portion, MeshFunctionPartition):
+                return work(batch)
+            return portion.run_shared(ranks, lambda: work(batch))
+
+        while True:
+            everyone = exchange_results(self, read, "batches")
+            for what, remedy in SAME.items():
+                check_same([each[what] for each in everyone], what, remedy)
+            only = not seen and len(window) == 1 < min(most, takers.size)
+            seen += len(window)
+            found = (
+                [work_on_batch(self, window[0])] if only else gather_from_ranks(takers, work_on_own, device, "results")
+            )
+            yield from zip([*window], found, strict=True)
+            if len(window) < takers.size:
+                return
+
+    def complete_loader(self, loader: Loader, read: Callable[[Any], Iterable[Any]] | None = None) -> Any:
+        """The loader; where it gives each process a part of the data, one of all the parts, the same everywhere.
+
+        `read`: makes batches of what it yields, in training, where several ranks may have equal rows.
+        """
         sampler = loader.sampler
         if sampler is not None and sampler.num_replicas > 1:
-            return InterleavedBatches(self.data if sampler.num_replicas == self.data.size else self, loader, sampler)
-        return ConcatenatedBatches(self.data, loader) if self.batches == "parts" and self.data.size > 1 else loader
+            return JoinedBatches(self.data if sampler.num_replicas == self.data.size else self, loader, sampler, read)
+        parts = self.batches == "parts" and self.data.size > 1
+        return JoinedBatches(self.data, loader, None, read) if parts else loader
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self  # a copied posterior is on the same mesh, and process groups cannot be copied
@@ -249,9 +314,6 @@ def mesh(
     return Mesh(*axes, statistics=statistics, batches=batches, device_mesh=found)
 
 
-Network = TypeVar("Network", bound=nn.Module)
-
-
 def shard(network: Network, mesh: Mesh) -> Network:
     """The network itself, of each of whose parameters every rank of the data axis keeps a part; the first process's values.
 
@@ -281,3 +343,222 @@ def shard(network: Network, mesh: Mesh) -> Network:
                 made[id(parameter)] = nn.Parameter(parts, requires_grad=parameter.requires_grad)
             part._parameters[name] = made[id(parameter)]
     return network
+
+
+Ranks = Axis | Mesh  # processes that work together
+
+
+def part_slice(count: int, rank: int, size: int) -> slice:
+    """Which of `count` things are this rank's: contiguous parts, the larger ones first."""
+    least, more = divmod(count, size)
+    start = rank * least + min(rank, more)
+    return slice(start, start + least + (rank < more))
+
+
+class MeshFunctionPartition(FunctionPartition):
+    """Of drawn functions those that run here while ranks share a batch (`work`); at other times all.
+
+    `most`: how many ranks may share them. `apart()`: whether functions that run without the others are the same functions.
+    """
+
+    def __init__(self, drawn: DrawnFunctions, device: torch.device, apart: Callable[[], bool]) -> None:
+        super().__init__(drawn)
+        self.device, self.is_separable = device, apart
+        together = any(hasattr(each, "full_tensor") for each in (*drawn.parameters(), *drawn.buffers()))
+        self.max_ranks = 1 if together or drawn.function_subset(slice(0, drawn.members)) is None else drawn.members
+        self._sharers: Ranks | None = None
+        self._parts: dict[Ranks, DrawnFunctions] = {}
+
+    def run_shared(self, sharers: Ranks, work: Callable[[], Found]) -> Found:
+        """work(), by all these ranks at once, each with its part of the functions; an error of one is raised on all."""
+        found = list[Found]()
+        self._sharers = sharers
+        try:
+            exchange_results(sharers, lambda: found.append(work()), "what was found")
+        finally:
+            self._sharers = None
+        return found[0]
+
+    @property
+    def sharing_ranks(self) -> Ranks | None:
+        return self._sharers if self._sharers is not None and self.is_separable() else None
+
+    @property
+    def local_functions(self) -> DrawnFunctions:
+        if (ranks := self.sharing_ranks) is None:
+            return self.drawn
+        if ranks not in self._parts:
+            self._parts[ranks] = cast(DrawnFunctions, self.drawn.function_subset(self._rank_slice(ranks)))
+        return self._parts[ranks]
+
+    @property
+    def first_local_index(self) -> int:
+        return 0 if (ranks := self.sharing_ranks) is None else self._rank_slice(ranks).start
+
+    def _rank_slice(self, ranks: Ranks) -> slice:
+        return part_slice(self.drawn.members, ranks.rank, ranks.size)
+
+    def gather_results(self, find: Callable[[], Found]) -> list[Found]:
+        if (ranks := self.sharing_ranks) is None:
+            return [find()]
+        some = ranks.rank < self.drawn.members
+        return gather_from_ranks(ranks, lambda: [find()] if some else [], self.device, "what functions say")
+
+
+def gather_from_ranks(
+    ranks: Ranks, find: Callable[[], list[Found]], device: torch.device | str, what: str
+) -> list[Found]:
+    """What find() gave on every rank, in their order; tensors of other ranks lie on the device."""
+    mine = list[Found]()
+
+    def make() -> bytes:
+        mine.extend(find())
+        return _serialise(mine) if ranks.size > 1 else b""
+
+    everyone = exchange_results(ranks, make, what)
+    parts = (mine if rank == ranks.rank else _deserialise(packed, device) for rank, packed in enumerate(everyone))
+    return [found for part in parts for found in part]
+
+
+class JoinedBatches:
+    """The batches of loaders that give each rank rows of its own, joined: those of all ranks, the same on each.
+
+    Rows of one rank follow those of another; ranks may have other numbers of rows, or none. Those of a `DistributedSampler` are
+    in its order: rank r of W has rows r, r + W, r + 2W, …, and rows repeated at the end, where W does not divide their number,
+    are left out. Each rank reads its own from the disk, and inputs are exchanged.
+    """
+
+    def __init__(
+        self, ranks: Ranks, loader: Loader, sampler: Any, read: Callable[[Any], Iterable[Any]] | None = None
+    ) -> None:
+        """`read`: makes batches of what the loader yields; None takes these as they are, and refuses equal ones."""
+        self.ranks, self.loader, self.sampler, self.read = ranks, loader, sampler, read
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = 0 if self.sampler is None else self._check_samplers()  # left to read
+        left, mine = iter(self.loader if self.read is None else self.read(self.loader)), list[Any]()
+
+        def read_part() -> tuple[int, bytes]:
+            mine[:] = islice(left, 1)
+            return tree_checksum(mine), _serialise(mine) if mine else b""
+
+        while True:
+            everyone = exchange_results(self.ranks, read_part, "parts of batches")
+            parts = [_deserialise(packed, "cpu")[0] for _, packed in everyone if packed]
+            if not parts:
+                return
+            if self.sampler is None:
+                if self.read is None and len({mark for mark, packed in everyone if packed}) < len(parts):
+                    advice = 'pass each its own, or mesh(batches="whole")'
+                    raise ValueError(
+                        f'expected different rows on every rank for batches="parts", got the same; {advice}'
+                    )
+                yield _join_rows(parts, torch.cat)
+                continue
+            # (B, W, ...) flattened is in the samplers' order: row i of rank r is number i·W + r
+            yield _join_rows(parts, lambda each: torch.stack(each, 1).flatten(0, 1), most=rows)
+            rows -= sum(count_examples(part[0]) for part in parts)
+
+    def _check_samplers(self) -> int:
+        """The number of rows of all ranks; raises where these have other samplers, or not one for each part."""
+        about = self.sampler.num_replicas, len(self.sampler.dataset), len(self.loader)
+        everyone = exchange_results(self.ranks, lambda: (about, self.sampler.rank), "samplers")
+        check_same([each for each, _ in everyone], "sampler and set", DATA)
+        if (found := [rank for _, rank in everyone]) != [*range(about[0])]:
+            got = f"{found} of {about[0]}"
+            advice = "use DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank, shuffle=False)"
+            raise ValueError(f"expected samplers of ranks 0 to {self.ranks.size - 1}, got {got}; {advice}")
+        check_sampler_order(self.ranks, self.sampler)
+        return about[1]
+
+
+def _join_rows(parts: list[Any], join: Callable[[Any], Tensor], most: int | None = None) -> Any:
+    """One batch of several, (x, y) or (x, y, weight): tensors with a row for each example are joined, up to `most` rows."""
+    sizes = [count_examples(part[0]) for part in parts]
+
+    def join_leaf(*each: Any) -> Any:
+        pairs = zip(each, sizes, strict=True)
+        rows = all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size for leaf, size in pairs)
+        return join(each)[:most] if rows else each[0]
+
+    return pytree.tree_map(join_leaf, *parts)
+
+
+def check_sampler_order(ranks: Ranks, sampler: Any) -> None:
+    """Raises where samplers do not deal out rows in turns, all of them before one is repeated, in order unless they shuffle."""
+    each = exchange_results(ranks, lambda: [*sampler], "rows of samplers")
+    order = [row for turn in zip_longest(*each) for row in turn][: len(sampler.dataset)]
+    if len({*order}) < len(order) or not (getattr(sampler, "shuffle", False) or order == sorted(order)):
+        advice = "use DistributedSampler, or give each rank its own rows with mesh(batches='parts')"
+        raise ValueError(f"expected samplers that deal out rows in turns, got {type(sampler).__name__}; {advice}")
+
+
+def exchange_results(ranks: Ranks, make: Callable[[], Found], what: str) -> list[Found]:
+    """What make() gave on every rank, in their order; an error of one rank is raised on all.
+
+    `what` names the exchange: ranks that are at different ones raise an error. make() may exchange with the same ranks itself.
+    """
+    failed, mine = None, None
+    try:
+        mine = make()
+    except Exception as error:
+        if getattr(error, "known_to", None) == id(ranks):  # an exchange within has raised it on all of them
+            raise
+        failed = error
+    everyone = ranks.gather_objects((what, _picklable_error(failed), mine))
+    errors = [failed if rank == ranks.rank else error for rank, (_, error, _) in enumerate(everyone)]
+    bad = next((each for each in errors if each is not None), None)
+    if bad is None and len({place for place, *_ in everyone}) > 1:
+        places = ", ".join(place for place, *_ in everyone)
+        bad = RuntimeError(f"expected all ranks to exchange {what}, got {places}; {SAME['calls']}")
+    if bad is not None:
+        setattr(bad, "known_to", id(ranks))  # noqa: B010
+        raise bad
+    return [found for *_, found in everyone]
+
+
+def check_same(several: Iterable[object], what: str, remedy: str) -> None:
+    """Raises where a rank has something else than the first."""
+    first, *others = several
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            raise ValueError(f"expected the same {what} on all ranks, got unequal ones on ranks {rank} and 0; {remedy}")
+
+
+def _picklable_error(error: Exception | None) -> Exception | None:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # an error's class may take other arguments than it keeps
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _functions_checksum(drawn: DrawnFunctions) -> int:
+    seeds = [each.seed for each in drawn.modules() if isinstance(each, DrawnFunctions)]
+    return tree_checksum([*drawn.parameters(), *drawn.buffers(), seeds])
+
+
+def tree_checksum(tree: Any) -> int:
+    """A number that differs where tensors of the tree do, or texts and numbers."""
+    found = 0
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, str | int | float):
+            found = zlib.crc32(repr(leaf).encode(), found)
+        if isinstance(leaf, Tensor) and not hasattr(leaf, "full_tensor"):  # of which each rank has a part
+            found = zlib.crc32(repr((leaf.dtype, tuple(leaf.shape))).encode(), found)
+            found = zlib.crc32(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+    return found
+
+
+def _serialise(found: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(found, file)
+    return file.getvalue()
+
+
+def _deserialise(packed: bytes, device: torch.device | str) -> Any:
+    # It comes from another rank of the same run, never from a file.
+    return torch.load(io.BytesIO(packed), map_location=device, weights_only=False)

@@ -198,7 +198,8 @@ class MeshExchange(Exchange):
             return mix(gradients)
         own = {name: p for name, p in self.particles.own_parameters().items() if p.requires_grad}
         names = [name for name in gradients if name in own]
-        whole = self._gather_all([*(p.detach() for p in own.values()), *(gradients[name] for name in names)])
+        tensors = [*(p.detach() for p in own.values()), *(gradients[name] for name in names)]
+        whole = _exchange_flat(lambda flat: self.mesh.members.gather(flat, self.members), tensors)
         here = {name: parameter.data for name, parameter in own.items()}
         for parameter, values in zip(own.values(), whole, strict=False):
             parameter.data = values
@@ -237,14 +238,15 @@ class MeshExchange(Exchange):
         self._sums_begun, gradients = False, dict(found.gradients)
         shared = self.particles.shared_parameters()
         if self.splits_members and (names := [name for name in gradients if name in shared]):
-            summed = _sum_tensors(self.mesh.members.sum, [gradients[name] for name in names])
-            gradients |= dict(zip(names, summed, strict=True))
+            summed = _exchange_flat(self.mesh.members.sum, [gradients[name][None] for name in names])
+            gradients |= {name: each[0] for name, each in zip(names, summed, strict=True)}
         return found._replace(gradients=gradients)
 
     def _sum_over_rows(self, add: Callable[[Tensor], Tensor], found: Gradients) -> Gradients:
         """Losses and gradients summed over the data axis, by their shares; those of divided tensors are so already."""
         plain = {name: each for name, each in found.gradients.items() if not is_divided(each)}
-        losses, *summed = _sum_tensors(add, [self.scale_by_fraction(found.losses), *plain.values()])
+        each = [self.scale_by_fraction(found.losses), *plain.values()]
+        losses, *summed = (tensor[0] for tensor in _exchange_flat(add, [tensor[None] for tensor in each]))
         return found._replace(losses=losses, gradients=found.gradients | dict(zip(plain, summed, strict=True)))
 
     def average_members(self, values: Tensor) -> Tensor:
@@ -274,28 +276,13 @@ class MeshExchange(Exchange):
             return values
         return self.mesh.members.gather(values.to(torch.uint8), self.members, axis=1).to(values.dtype)
 
-    def _gather_all(self, each: list[Tensor]) -> list[Tensor]:
-        """Tensors (M here, ...) of all members, in one exchange for each dtype."""
-        found: list[Tensor] = list(each)
-        for places in _group_by_dtype(each):
-            flat = torch.cat([each[i].reshape(len(each[i]), -1) for i in places], dim=1)
-            whole = self.mesh.members.gather(flat, self.members)  # (M, P)
-            for i, part in zip(places, torch.split(whole, [each[i][0].numel() for i in places], dim=1), strict=True):
-                found[i] = part.reshape(len(part), *each[i].shape[1:])
-        return found
 
-
-def _sum_tensors(add: Callable[[Tensor], Tensor], each: list[Tensor]) -> list[Tensor]:
-    """The tensors summed over ranks, in one exchange for each dtype."""
+def _exchange_flat(exchange: Callable[[Tensor], Tensor], each: list[Tensor]) -> list[Tensor]:
+    """The tensors (M, ...), joined to (M, P) for each dtype, after an exchange that may change M; views of its results."""
     found: list[Tensor] = list(each)
-    for places in _group_by_dtype(each):
-        flat = add(torch.cat([each[i].reshape(-1) for i in places]))
-        for i, part in zip(places, torch.split(flat, [each[i].numel() for i in places]), strict=True):
-            found[i] = part.view(each[i].shape)
+    for kind in dict.fromkeys(tensor.dtype for tensor in each):
+        places = [i for i, tensor in enumerate(each) if tensor.dtype == kind]
+        flat = exchange(torch.cat([each[i].reshape(len(each[i]), -1) for i in places], dim=1))
+        for i, part in zip(places, torch.split(flat, [each[i][0].numel() for i in places], dim=1), strict=True):
+            found[i] = part.view(len(flat), *each[i].shape[1:])
     return found
-
-
-def _group_by_dtype(each: list[Tensor]) -> list[list[int]]:
-    """Places of the tensors of each dtype, in the same order in every process."""
-    kinds = dict.fromkeys(tensor.dtype for tensor in each)
-    return [[i for i, tensor in enumerate(each) if tensor.dtype == kind] for kind in kinds]

@@ -1,8 +1,13 @@
-"""Division: `fit` on a mesh. In an epoch each process holds its members and sees its rows; between epochs each holds all."""
+"""How `fit` divides training: in an epoch each process holds its members and sees its rows; between epochs each holds all.
+
+Every process reads the same whole batches, or each rank of the data axis reads its own part of them. On one process nothing is
+divided, and nothing is exchanged.
+"""
 
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, Literal, cast
 
 import torch
@@ -10,46 +15,34 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dissensus.core.batch import Batch
+from dissensus.core.batch import Batch, Inputs, call_network, map_tensors
 from dissensus.core.collectives import Exchange
 from dissensus.core.errors import Diverged
+from dissensus.core.likelihood import expand_weight
 from dissensus.core.loader import Loader
 from dissensus.core.member import tensors_by_name
-from dissensus.core.posterior import Posterior
+from dissensus.core.posterior import Posterior, inference_context
 from dissensus.core.recorder import Recorder
-from dissensus.distributed.consistency import (
-    check_batches,
-    check_equal_tensors,
-    check_independent_rows,
-    example_weights,
-    select_rows,
-)
 from dissensus.distributed.init import is_connected, start
-from dissensus.distributed.mesh import Mesh
+from dissensus.distributed.mesh import Mesh, check_same, check_sampler_order, tree_checksum
 from dissensus.distributed.mesh import mesh as make_mesh
-from dissensus.distributed.mesh_collectives import LocalBatch, MeshExchange
-from dissensus.distributed.mesh_loaders import (
-    GatheredBatches,
-    LocalRowBatches,
-    LockstepBatches,
-    PartBatches,
-    check_equal_sizes,
-    check_sampler,
-)
-from dissensus.distributed.single_process import TrainingPartition
-from dissensus.distributed.work_split import check_sampler_order
+from dissensus.distributed.mesh_collectives import UNDIVIDED, LocalBatch, MeshExchange
 from dissensus.engine.fast_optimisers import use_channels_last
+from dissensus.numerics.randomness import generator_states, restore_generators
 from dissensus.utils.checks import one_of
 from dissensus.utils.dtensor import is_divided
+
+UNEVEN = "expected parts of a batch with as many rows in every process"
 
 
 @contextmanager
 def partition_training(
     posterior: Posterior, mesh: Mesh | None, ranks: Literal["independent"] | None, loader: Loader
-) -> Iterator[TrainingPartition]:
+) -> Iterator["TrainingPartition"]:
     """Inside, how the posterior trains: on this mesh, on one that suits the processes there are, or on one process.
 
     Members are divided over as many ranks as divide their number, since those exchange no gradients; the rest divide batches.
+    Processes that trained together also predict together.
     """
     posterior.ranks = ranks or posterior.ranks
     if mesh is None and posterior.ranks is None:
@@ -59,44 +52,72 @@ def partition_training(
         members = math.gcd(size, posterior.particles.members) if rows is None else max(size // rows, 1)
         mesh = make_mesh(members=members) if size > 1 else None
     if mesh is None:
-        yield TrainingPartition()
-        return
-    posterior.particles.exchange = Exchange()  # between epochs all processes do the same, and exchange nothing
-    try:
-        yield MeshTrainingPartition(mesh, posterior)
-    finally:
-        del posterior.particles.exchange
+        yield TrainingPartition(posterior, loader)
+    else:
+        posterior.particles.exchange = Exchange()  # between epochs all processes do the same, and exchange nothing
+        try:
+            yield TrainingPartition(posterior, loader, mesh)
+        finally:
+            del posterior.particles.exchange
+    for each in (posterior, *posterior.watchers):
+        each.mesh = mesh
 
 
-class MeshTrainingPartition(TrainingPartition):
-    """A posterior's training, divided over a mesh; made by `fit`, the same in every process."""
+class TrainingPartition:
+    """A posterior's training on one process, or divided over a mesh, the same in every process.
 
-    def __init__(self, mesh: Mesh, posterior: Posterior) -> None:
-        check_divisible(mesh, posterior)
-        self.mesh, self.posterior, self.particles = mesh, posterior, posterior.particles
-        self.exchange = MeshExchange(mesh, posterior)
-        self.members, self.member_slice = self.exchange.members, self.exchange.member_slice
-        self.is_first = mesh.is_first
-        self.active_mesh = mesh if mesh.size > 1 else None
-        self.reads_parts = False  # whether the loader gives this rank's rows alone
-        self._row_loader: LocalRowBatches | None = None  # the loader, where it can be asked for them
+    Attributes:
+        is_first: whether this process writes and prints.
+        active_mesh: the mesh, where there are several processes.
+        member_slice: which members lie here.
+        loader_count: how many ranks' batches make a whole one.
+    """
+
+    def __init__(self, posterior: Posterior, loader: Loader, mesh: Mesh | None = None) -> None:
+        self.posterior, self.particles, self.loader = posterior, posterior.particles, loader
+        self.mesh: Any = mesh  # None on one process, as is the exchange
+        self.exchange: Any = None
+        self.is_first, self.active_mesh = True, mesh if mesh is not None and mesh.size > 1 else None
+        self.members, self.member_slice = self.particles.members, slice(None)
+        self.splits_members = self.reads_parts = False  # reads_parts: whether the loader gives this rank's rows alone
+        self.loader_count = 1
+        self._part: tuple[int, slice] | None = None  # (rows of the last batch, which were read), where not all were
         self._began = False
         self._sizes: set[int] = set()  # of parts
         self._uneven: Tensor | None = None  # () whether ranks had parts of other sizes; looked at after an epoch
         # (tensor, its values of all members, the axis of members)
         self._full_tensors: list[tuple[Tensor, Tensor, int]] = []
+        if mesh is not None:
+            self._divide(mesh)
+
+    def _divide(self, mesh: Mesh) -> None:
+        check_divisible(mesh, self.posterior)
+        self.exchange = MeshExchange(mesh, self.posterior)
+        self.member_slice, self.splits_members = self.exchange.member_slice, self.exchange.splits_members
+        self.is_first = mesh.is_first
+        if (sampler := self.loader.sampler) is not None:
+            if (sampler.num_replicas, sampler.rank) != (mesh.data.size, mesh.data.rank):
+                got = f"rank {sampler.rank} of {sampler.num_replicas}"
+                hint = "pass DistributedSampler(data, num_replicas=mesh.data.size, rank=mesh.data.rank)"
+                raise ValueError(f"expected a sampler of the mesh's data axis, rank {mesh.data!r}, got {got}; {hint}")
+            check_sampler_order(mesh.data, sampler)
+        if sampler is not None or mesh.batches == "parts":
+            self.reads_parts, self.loader_count = True, mesh.data.size
+        # Where loaders have no length, ranks tell each other before every step whether they have a batch.
+        self._length = None if self.loader.is_stream else self.loader.length
+        if self.active_mesh is not None:
+            check_same(mesh.gather_objects(self._length), "number of batches", "make the loaders equally long")
 
     # ------------------------------------------------------------------ the state: all members, or those that lie here
 
     def begin(self) -> None:
         """Gives every process the first one's tensors and random streams."""
+        if self.mesh is None:
+            return
         use_channels_last(self.posterior)  # all members, so that those that lie here stay laid out from epoch to epoch
         self._broadcast_tensors()
-        cuda = self.posterior.device.type == "cuda"
-        host, device = self.broadcast_object((torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None))
-        torch.set_rng_state(host)
-        if device is not None:
-            torch.cuda.set_rng_state(device)
+        device = self.posterior.device
+        restore_generators(self.broadcast_object(generator_states(device)), device, mine=True)
 
     @torch.no_grad()
     def _broadcast_tensors(self) -> None:
@@ -111,9 +132,10 @@ class MeshTrainingPartition(TrainingPartition):
 
         `batch`: the first one, which must be the same in processes that read whole batches.
         """
+        if self.mesh is None:
+            yield
+            return
         self._check_first_batch(batch)
-        if self._row_loader is not None:  # the first batch was whole, to be compared and measured
-            self._row_loader.reads_part = True
         chains = getattr(optimizer, "generators", [])
         self._take_local_members(optimizer, chains)
         between, self.particles.exchange = self.particles.exchange, self.exchange
@@ -131,14 +153,16 @@ class MeshTrainingPartition(TrainingPartition):
             self.particles.exchange = between
             if chains:
                 optimizer.generators = chains  # type: ignore[attr-defined]
-            if self._row_loader is not None:
-                self._row_loader.reads_part = False
         if self._uneven is not None and bool(self._uneven):
-            raise ValueError("expected parts of a batch with as many rows in every process, got others; make them even")
+            raise ValueError(f"{UNEVEN}, got others; make them even")
         check_equal_tensors(self.mesh, self.posterior)
 
     def _check_first_batch(self, batch: Batch) -> None:
-        check_batches(self.mesh, batch, parts=self.reads_parts)
+        # Processes that should read the same batch: all, or those of one place on the data axis.
+        axis, mine = self.mesh.members if self.reads_parts else self.mesh, tree_checksum(batch)
+        if any(other != mine for other in axis.gather_objects(mine)):
+            advice = 'give shuffling loaders one seed, or pass mesh(..., batches="parts")'
+            raise ValueError(f"expected the same batches in every process, got different ones; {advice}")
         if self.reads_parts and not self._began:  # what was measured on the first batch was measured on other rows
             self._broadcast_tensors()
         if self.mesh.data.size > 1 and not self._began:
@@ -158,7 +182,7 @@ class MeshTrainingPartition(TrainingPartition):
 
     def _member_tensors(self) -> list[tuple[Tensor, int]]:
         """(tensor, axis of members) of everything that has a row for each member, where these lie in different processes."""
-        if not self.exchange.splits_members:
+        if not self.splits_members:
             return []
         found = {id(tensor): (tensor, 0) for tensor in tensors_by_name(self.particles.own).values()}
         for recorder in (each for each in self.posterior.modules() if isinstance(each, Recorder)):
@@ -179,7 +203,7 @@ class MeshTrainingPartition(TrainingPartition):
     def full_optimizer_state(self, optimizer: Optimizer) -> Iterator[None]:
         """Inside, the optimiser has the states of all members, as one process would; afterwards those that lie here again."""
         chains = getattr(optimizer, "generators", [])
-        if self.exchange.splits_members and len(chains) == self.members:
+        if self.splits_members and len(chains) == self.members:
             states = self.mesh.members.gather_objects([chain.get_state() for chain in chains[self.member_slice]])
             for chain, state in zip(chains, (state for each in states for state in each), strict=True):
                 chain.set_state(state)
@@ -194,7 +218,7 @@ class MeshTrainingPartition(TrainingPartition):
 
     def _member_states(self, optimizer: Optimizer) -> list[tuple[Tensor, str, Tensor]]:
         """(parameter, key, tensor) of the states of own parameters, where members lie in different processes."""
-        parameters = self.particles.own_parameters() if self.exchange.splits_members else {}
+        parameters = self.particles.own_parameters() if self.splits_members else {}
         own = {id(parameter) for parameter in parameters.values()}
         return [
             (parameter, key, value)
@@ -205,31 +229,68 @@ class MeshTrainingPartition(TrainingPartition):
 
     # ------------------------------------------------------------------ loaders and batches
 
-    def training_loader(self, loader: Loader) -> Any:
-        if (sampler := loader.sampler) is not None:
-            check_sampler(sampler, self.mesh.data)
-            check_sampler_order(self.mesh.data, sampler)
-        self.reads_parts = sampler is not None or self.mesh.batches == "parts"
-        rows = self.mesh.data.size > 1 and self.posterior.inputs is None and loader.has_separable_rows
-        self._row_loader = LocalRowBatches(loader, self.mesh.data) if rows and not self.reads_parts else None
-        read = PartBatches(loader, self.posterior) if self.reads_parts else self._row_loader or loader
-        return read if self.active_mesh is None else LockstepBatches(read, loader, self.mesh)
+    def training_batches(self, epoch: int) -> Iterable[Any]:
+        """What an epoch of this number reads from the loader."""
+        if self.mesh is None:
+            return self.loader
+        if hasattr(self.loader.sampler, "set_epoch"):
+            self.loader.sampler.set_epoch(epoch)
+        batches: Iterable[Any] = self.loader
+        if self.reads_parts:
+            batches = self._read_parts()
+        elif self.mesh.data.size > 1 and self.posterior.inputs is None and self.loader.has_separable_rows:
+            batches = self._read_rows()
+        return batches if self.active_mesh is None else self._in_lockstep(iter(batches))
 
-    @property
-    def loader_count(self) -> int:  # type: ignore[override]
-        return self.mesh.data.size if self.reads_parts else 1
+    def _read_parts(self) -> Iterator[Batch]:
+        """Batches of this rank's own rows; those that its sampler repeats, to be even, have weight 0."""
+        seen, sampler = 0, self.loader.sampler
+        for batch in self.posterior.read(self.loader):
+            seen += batch.size
+            if sampler is not None and seen == len(sampler) and sampler.total_size > len(sampler.dataset):
+                # The k-th row of rank r is number k R + r of all; those past the end are the first ones again.
+                number = torch.arange(seen - batch.size, seen) * sampler.num_replicas + sampler.rank
+                once = (number < len(sampler.dataset)).to(batch.y.device, torch.get_default_dtype())
+                batch = batch._replace(weight=once if batch.weight is None else batch.weight * once)
+            yield batch
+
+    def _read_rows(self) -> Iterator[Any]:
+        """Batches of `ds.data.Batches`, of which only this rank's rows are read: not of the first, which is compared."""
+        given, axis = self.loader.given, self.mesh.data
+        for rows in given.rows():
+            size, self._part = rows.stop - rows.start if isinstance(rows, slice) else len(rows), None
+            if self.particles.exchange is self.exchange and size >= axis.size:
+                self._part = size, (here := axis.part_slice(size))
+                whole = isinstance(rows, slice)
+                rows = slice(rows.start + here.start, rows.start + here.stop) if whole else rows[here]
+            yield given.at(rows)
+
+    def _in_lockstep(self, left: Iterator[Any]) -> Iterator[Any]:
+        """These batches, as many on every rank: where one has none left, the others would wait for it in the next step."""
+        mesh = self.mesh
+        for number in count():
+            batch = next(left, None)
+            over, wanted = batch is None, number == self._length
+            if self._length is None:
+                ended = int(mesh.members.sum(mesh.data.sum(torch.tensor(int(over), device=mesh.device))))
+                over, wanted = ended > 0, ended == mesh.size
+            if over != wanted:
+                which = "as many batches on all ranks, and as many as len(loader)"
+                raise ValueError(f"expected {which}, got {number} on some; make the loaders equally long")
+            if over:
+                return
+            yield batch
 
     def complete_loader(self, loader: Loader) -> Loader:
-        parts = loader.sampler is not None or self.mesh.batches == "parts"
-        whole = GatheredBatches(PartBatches(loader, self.posterior), self.mesh) if parts else loader
-        return Loader(whole, complete=True)
-
-    def begin_epoch(self, loader: Loader, index: int) -> None:
-        if hasattr(loader.sampler, "set_epoch"):
-            loader.sampler.set_epoch(index)
+        """The loader's batches, whole: for what is measured on all rows."""
+        if self.mesh is None:
+            return loader
+        return Loader(self.mesh.complete_loader(loader, self.posterior.read), complete=True)
 
     def take_local_rows(self, batch: Batch) -> Batch:
         """The rows of the batch that lie here; takes note of how much of it they are."""
+        if self.mesh is None:
+            return batch
         data, size, weight = self.mesh.data, batch.size, example_weights(self.posterior, batch)
         if data.group is None:
             self.exchange.local_batch = LocalBatch(size, slice(0, size))
@@ -237,24 +298,21 @@ class MeshTrainingPartition(TrainingPartition):
         if self.reads_parts:
             self.exchange.local_batch = self._measure_part(size, weight.sum())
             return batch
-        if self._row_loader is not None and self._row_loader.last_part is not None:
-            size, here = self._row_loader.last_part
-            own = weight.sum()
-            alike = batch.weight is None and self.posterior.likelihood.training_weight(batch.y) is None
-            total = weight.new_tensor(size) if alike else data.sum(own.clone())
-            mine = torch.where(total > 0, own / total, batch.size / size)
-            self.exchange.local_batch = LocalBatch(size, here, mine, total, is_split=True)
-            return batch
-        if size < data.size:
+        if self._part is None and size < data.size:
             self.exchange.local_batch = LocalBatch(size, slice(0, size), weight.new_tensor(1 / data.size), weight.sum())
             return batch
-        here = self.mesh.row_slice(size)
-        total = weight.sum()
-        mine = torch.where(total > 0, weight[here].sum() / total, (here.stop - here.start) / size)
+        if self._part is not None:
+            (size, here), own = self._part, weight.sum()
+            alike = batch.weight is None and self.posterior.likelihood.training_weight(batch.y) is None
+            total = weight.new_tensor(size) if alike else data.sum(own.clone())
+        else:
+            here = self.mesh.row_slice(size)
+            own, total = weight[here].sum(), weight.sum()
+            weights = None if batch.weight is None else batch.weight[here]
+            batch = Batch(select_rows(batch.x, size, here), cast(Tensor, select_rows(batch.y, size, here)), weights)
+        mine = torch.where(total > 0, own / total, batch.size / size)
         self.exchange.local_batch = LocalBatch(size, here, mine, total, is_split=True)
-
-        weights = None if batch.weight is None else batch.weight[here]
-        return Batch(select_rows(batch.x, size, here), cast(Tensor, select_rows(batch.y, size, here)), weights)
+        return batch
 
     def _measure_part(self, size: int, weight: Tensor) -> LocalBatch:
         """The share of a batch that is this rank's part of a whole one."""
@@ -262,7 +320,8 @@ class MeshTrainingPartition(TrainingPartition):
         each = data.gather(torch.stack([weight.new_tensor(size), weight])[None], data.size)  # (R, 2)
         if size not in self._sizes:
             self._sizes.add(size)
-            check_equal_sizes([*map(int, each[:, 0].tolist())])
+            if len({*(sizes := [*map(int, each[:, 0].tolist())])}) > 1:
+                raise ValueError(f"{UNEVEN}, got {sizes}; make them even")
         uneven = (each[:, 0] != size).any()
         self._uneven = uneven if self._uneven is None else self._uneven | uneven
         total = each[:, 1].sum()
@@ -273,6 +332,8 @@ class MeshTrainingPartition(TrainingPartition):
 
     def choose_engine(self, engine: str) -> str:
         """Plain members, at once or in a loop, in every process alike: as one process would by itself on a CPU."""
+        if self.mesh is None:
+            return engine
         known = ("auto", "loop") if self.particles.divided else ("auto", "loop", "vectorised")
         divided = "engine of divided networks, which run one after the other"
         what = divided if self.particles.divided else "engine on a mesh"
@@ -282,15 +343,18 @@ class MeshTrainingPartition(TrainingPartition):
         return engine
 
     def gather_losses(self, losses: Tensor) -> Tensor:
-        return self.mesh.members.gather(losses, self.members) if self.exchange.splits_members else losses
+        """(M,) losses of all members; `losses`: of those that lie here."""
+        return self.mesh.members.gather(losses, self.members) if self.splits_members else losses
 
     def assigned_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        if self.particles.divided:  # all must run it together
+        """The batches that this process looks at where each is looked at by one."""
+        if (mesh := self.active_mesh) is None or self.particles.divided:  # all must run divided networks together
             return iter(batches)
-        return (batch for number, batch in enumerate(batches) if number % self.mesh.size == self.mesh.rank)
+        return (batch for number, batch in enumerate(batches) if number % mesh.size == mesh.rank)
 
     def broadcast_object(self, value: Any) -> Any:
-        return self.mesh.gather_objects(value)[0]
+        """What the first process says."""
+        return value if self.active_mesh is None else self.active_mesh.gather_objects(value)[0]
 
 
 def check_divisible(mesh: Mesh, posterior: Posterior) -> None:
@@ -309,3 +373,47 @@ def check_divisible(mesh: Mesh, posterior: Posterior) -> None:
     if not posterior.particles.divided and any(map(is_divided, posterior.parameters())):
         advice = "use ds.distributed.shard(network, mesh) or fully_shard(network) first"
         raise ValueError(f"expected networks divided before the posterior was built, got one divided since; {advice}")
+
+
+@torch.no_grad()
+def check_equal_tensors(mesh: Mesh, posterior: Posterior) -> None:
+    """Raises where a tensor is not the same in all processes after an epoch: something in training saw its rows alone."""
+    named = [*posterior.named_buffers(), *posterior.named_parameters()]
+    plain = {name: each.sum(dtype=torch.float64) for name, each in named if not hasattr(each, "full_tensor")}
+    mine = {name: repr(float(each)) for name, each in plain.items()}  # "nan" is "nan"
+    for other in mesh.gather_objects(mine):
+        if off := [name for name, value in mine.items() if other.get(name) != value]:
+            advice = f"use the same optimizer and callbacks everywhere; if the network sums over rows, {UNDIVIDED}"
+            raise ValueError(f"expected '{off[0]}' to be the same in all processes, got different values; {advice}")
+
+
+def check_independent_rows(posterior: Posterior, batch: Batch) -> None:
+    """Raises where a network's output for a row depends on the other rows of the batch: it would see some of them alone."""
+    particles, few = posterior.particles, min(batch.size, 8)  # as many as one process has room for in any case
+    if any(hasattr(each, "full_tensor") for each in particles.parameters()):
+        return
+
+    def outputs(x: Any) -> Tensor:
+        found: Tensor = particles.call(lambda member: call_network(member.network, x), *particles.member_tensors(0))[0]
+        return found[: (few + 1) // 2].double()
+
+    with inference_context(posterior):
+        alone, among = (outputs(select_rows(batch.x, batch.size, slice(count))) for count in ((few + 1) // 2, few))
+    # Rounding is far below; what mixes rows is far above.
+    close = (alone - among).abs() <= 0.01 * among.abs().max()
+    if not (posterior.network_is_random or bool((close | among.isnan()).all())):
+        raise ValueError(f"expected outputs that do not depend on other rows of a batch, got some that do; {UNDIVIDED}")
+
+
+def select_rows(x: Inputs, size: int, rows: slice) -> Inputs:
+    """These rows of every tensor of x that has as many as the batch."""
+    return map_tensors(x, lambda tensor: tensor[rows] if tensor.ndim and len(tensor) == size else tensor)
+
+
+def example_weights(posterior: Posterior, batch: Batch) -> Tensor:
+    """(B,) how much each example counts in a mean over the batch: its weight, over entries that count."""
+    weight = torch.ones(batch.size, device=batch.y.device) if batch.weight is None else batch.weight
+    weight, entries = weight.double(), posterior.likelihood.training_weight(batch.y)
+    if entries is None:
+        return weight
+    return (expand_weight(weight, entries.double()) * entries).reshape(batch.size, -1).sum(1)

@@ -26,6 +26,8 @@ FILLING = {
 LIKE = {aten.randn_like, aten.rand_like, aten.randint_like, aten.bernoulli, aten.native_dropout}
 SIZED = {aten.randn, aten.rand, aten.randint}
 
+ELSE = 'train on one process, or pass fit(ranks="independent")'
+
 
 @dataclass
 class Draw:
@@ -87,15 +89,17 @@ def _generator_states(generator: torch.Generator | None) -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]  # type: ignore[no-untyped-call]
 
 
-def repeat_first_row(batch: Batch, rows: int) -> Batch:
-    """A batch of the first example so many times."""
+def record_draws(run: Callable[[Batch], Any], batch: Batch, rows: int) -> tuple[list[Draw], Any]:
+    """(random operations of a run on the first example so many times, what it gave)."""
     count = count_examples(batch.x)
 
     def repeat_row(tensor: Tensor) -> Tensor:
         return tensor[:1].expand(rows, *tensor.shape[1:]) if tensor.ndim and len(tensor) == count else tensor
 
     weight = None if batch.weight is None else torch.ones_like(repeat_row(batch.weight))
-    return Batch(map_tensors(batch.x, repeat_row), repeat_row(batch.y), weight)
+    with DrawRecorder() as seen:
+        found = run(Batch(map_tensors(batch.x, repeat_row), repeat_row(batch.y), weight))
+    return seen.draws, found
 
 
 def find_row_axis(two: torch.Size, three: torch.Size) -> tuple[int | None, int]:
@@ -113,8 +117,7 @@ def find_row_axis(two: torch.Size, three: torch.Size) -> tuple[int | None, int]:
 def plan_draws(two: list[Draw], three: list[Draw]) -> list[Draw]:
     """The draws of a run, with their axes, from those of two runs."""
     if [each.func for each in two] != [each.func for each in three]:
-        advice = 'train on one process, or pass fit(ranks="independent")'
-        raise ValueError(f"expected random operations that do not depend on the batch, got some that do; {advice}")
+        raise ValueError(f"expected random operations that do not depend on the batch, got some that do; {ELSE}")
     for small, large in zip(two, three, strict=True):
         small.axis, small.per_row = find_row_axis(small.shape, large.shape)
     return two
@@ -181,13 +184,3 @@ class FullBatchNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kept = drawn[1][here]
             return args[0] * kept * (1 / (1 - args[1]) if args[1] < 1 else 0.0), kept
         return drawn[here]
-
-
-ELSE = 'train on one process, or pass fit(ranks="independent")'
-
-
-def record_draws(run: Callable[[Batch], Any], batch: Batch, rows: int) -> tuple[list[Draw], Any]:
-    """(random operations of a run on so many rows, what it gave)."""
-    with DrawRecorder() as seen:
-        found = run(repeat_first_row(batch, rows))
-    return seen.draws, found

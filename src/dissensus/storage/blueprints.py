@@ -17,7 +17,6 @@ from dissensus.core.posterior import Posterior
 from dissensus.core.regression import HeteroscedasticRegression, Regression
 from dissensus.methods import METHODS
 from dissensus.nets import NETS
-from dissensus.storage.checksummed import SAVE_AGAIN
 from dissensus.utils.checks import one_of
 from dissensus.utils.module_state import deepcopy_memo
 
@@ -32,6 +31,7 @@ COUNTED = {  # argument -> (prefix of names of tensors, axis with this length)
     "rank": (("recorder.deviations", 0),),
     "components": (("particles.shared.latents.", 0), ("particles.own.latents.", 1)),
 }
+SAVE_AGAIN = "save the posterior again"
 LARGER = 64  # a network may have at most this many times the numbers in its file: no method cuts more
 
 

@@ -1,13 +1,21 @@
-"""Saving and loading posteriors as config.json and posterior.safetensors, files that cannot contain code."""
+"""Saves and loads posteriors, whole or member by member, as files that cannot contain code.
+
+posterior.safetensors has the tensors, with their config and a checksum over both in the metadata. `load` reads only this file,
+so that one rename replaces a saved posterior; config.json is a copy for people to read. The safetensors library refuses tensors
+that do not fill the file exactly.
+"""
 
 import copy
+import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save as format_tensors
 from torch import Tensor, nn
 
 from dissensus.core.calibrated import STATE, describe_fitted, drop_stale_guarantees, restore_fitted, stored_guarantees
@@ -21,17 +29,41 @@ from dissensus.core.regression import RealTargets
 from dissensus.core.trainable import Watchers
 from dissensus.data.input_transforms import KINDS as INPUT_KINDS
 from dissensus.data.input_transforms import as_input_transform
+from dissensus.methods import MAP
 from dissensus.nets import NETS
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.storage.atomic_files import write_atomically
-from dissensus.storage.blueprints import LIKELIHOODS, build_parts, build_posterior, class_fields, find_method
-from dissensus.storage.checksummed import CONFIG, FORMAT, SAVE_AGAIN, TENSORS, read_posterior, serialise_posterior
+from dissensus.storage.blueprints import (
+    LIKELIHOODS,
+    SAVE_AGAIN,
+    build_parts,
+    build_posterior,
+    class_fields,
+    find_method,
+)
 from dissensus.utils.checks import one_of
 from dissensus.utils.dtensor import gather_full_tensor, local_part
 from dissensus.utils.file_errors import read_errors
 from dissensus.utils.json_values import to_json_values
 from dissensus.utils.memory_layout import contiguous_strides, copy_with_strides, is_valid_layout, strides_for_copy
 from dissensus.utils.module_state import differing_attribute
+from dissensus.utils.renamed_settings import translate_settings
+
+FORMAT = 2
+CONFIG, TENSORS = "config.json", "posterior.safetensors"
+FIELDS = {
+    "format": int,
+    "method": str,
+    "arguments": dict,
+    "likelihood": {"name": str, "arguments": dict},
+    "network": {"structure": list, "attributes": dict, "name": str | None, "arguments": dict | None},
+    "tied": dict,
+    "strides": dict,
+    "kept": {"frozen": list, "eval": list, "loop": list},
+    "checksum": str,
+}
+METADATA, CHECKSUM = "dissensus", "checksum"
+OWN, SHARED = "particles.own.", "particles.shared."
 
 
 def save(
@@ -289,3 +321,136 @@ def _describe_tensor(tensor: Tensor | None) -> str:
         return "no tensor"
     kind = "floating-point" if tensor.is_floating_point() else str(tensor.dtype)
     return f"a {kind} tensor of shape {tuple(tensor.shape)}"
+
+
+def read_members(
+    folder: Path,
+    network: nn.Module | None = None,
+    *,
+    likelihood: Likelihood | None = None,
+    method: type[Posterior] | None = None,
+) -> Iterator[Posterior]:
+    """Yields one posterior per stored member, each read from the file when it is needed.
+
+    Yields the whole posterior once if no members are stored, or if members are more than the tensors of a network: for your
+    own methods, and for methods that cut the network or have other tensors.
+    """
+    config, tensors = read_posterior(folder)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if method is not None or not _has_plain_networks(config, shapes):
+        yield load(folder, network, likelihood=likelihood, method=method)
+        return
+    with read_errors(folder / TENSORS, SAVE_AGAIN), preserve_random_state(torch.device("cpu")):
+        strides = saved_strides(config, shapes)
+        template, meaning = build_parts(config, shapes, network, likelihood)
+    for index in range(config["arguments"]["members"]):
+        member = MAP(template, likelihood=meaning)
+        with read_errors(folder / TENSORS, SAVE_AGAIN):
+            restore_fitted(member, {**config, "promises": {}}, tensors)
+        restore_transforms(member, config)
+        yield _fill_member(member, index, tensors, strides)
+
+
+def _fill_member(
+    member: MAP, index: int, tensors: Mapping[str, Tensor], strides: Mapping[str, Sequence[int]]
+) -> Posterior:
+    """The posterior filled with one member's rows of own tensors, and with the shared tensors."""
+    expected, ties = unique_tensors(member)  # a stack stores tied tensors once
+    sources = {SHARED + name.removeprefix(OWN) if _is_own(name) else name: name for name in tensors}
+    if {name for name in expected if SHARED in name} != {name for name in sources if SHARED in name}:
+        raise tie_error()
+    found = {
+        mine: copy_with_strides(tensors[name][index], strides[name][1:])
+        if _is_own(name)
+        else copy_with_strides(tensors[name], strides[name])
+        for mine, name in sources.items()
+        if mine in expected
+    }
+    with torch.no_grad():
+        fill_tensors(member, {**found, **{name: found[source] for name, source in ties.items()}})
+    return member.eval()
+
+
+def _has_plain_networks(config: Mapping[str, Any], shapes: Iterable[str]) -> bool:
+    """Whether the file's members are plain networks, each with its own rows."""
+    inner = [name.removeprefix(OWN).removeprefix(SHARED) for name in shapes if name.startswith((OWN, SHARED))]
+    return (
+        isinstance(config["arguments"].get("members"), int)
+        and "networks" not in config["arguments"]  # with that argument, members are snapshots
+        and any(map(_is_own, shapes))
+        and "class" not in config
+        and not config["network"].get("cut")
+        and all(name.startswith(("network.", "likelihood.")) for name in inner)
+    )
+
+
+def _is_own(name: str) -> bool:
+    return name.startswith(OWN)
+
+
+def is_posterior(folder: Path) -> bool:
+    """Whether a posterior was saved in the folder; its content is not read."""
+    return (folder / TENSORS).is_file()
+
+
+def serialise_posterior(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[bytes, str]:
+    """(bytes of posterior.safetensors, text of config.json), with the same config in both."""
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    signed = {**config, CHECKSUM: checksum(config, whole)}
+    return format_tensors(whole, metadata={METADATA: json.dumps(signed)}), json.dumps(signed, indent=1)
+
+
+def read_posterior(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(config, name -> tensor) of a saved posterior, after checking the checksum.
+
+    The file is memory-mapped: tensors take memory only when they are copied.
+    """
+    path = folder / TENSORS
+    if not path.is_file():
+        raise FileNotFoundError(f"expected {path}, got no such file; pass a folder that save() wrote")
+    while True:
+        # `safe_open` opens the path twice, for the header and for the tensors, and another process may save in between.
+        # Then header and tensors do not belong together, the checksum differs, and the new file is read. A new file is
+        # recognised by its inode number, which no other file can get while this one is open. So an error means damage, and
+        # no error means that everything came from one save.
+        with path.open("rb") as first:
+            try:
+                return _read_checked(path)
+            except ValueError:
+                if os.path.samestat(os.fstat(first.fileno()), os.stat(path)):
+                    raise
+
+
+def _read_checked(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    with read_errors(path, SAVE_AGAIN), safe_open(path, framework="pt") as file:
+        config: dict[str, Any] = json.loads(file.metadata()[METADATA])
+        check_fields(config, FIELDS)
+        if config["format"] != FORMAT:
+            hint = "load it with the version that wrote it"
+            raise ValueError(f"expected format {FORMAT}, got {config['format']}; {hint}")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        if config.pop(CHECKSUM) != checksum(config, tensors):
+            hint = "the file is truncated or was changed"
+            raise ValueError(f"expected {path} to have the checksum in its header, got another; {hint}")
+        for each in (config, *filter(None, [config.get("base")])):
+            if "class" not in each:  # a method of the library
+                each["arguments"] = translate_settings(each["method"], each["arguments"])
+    return config, tensors
+
+
+def checksum(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """Checksum of the config and of the tensors' names, dtypes, shapes and bytes, independent of their order in the file."""
+    described = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
+    digest = hashlib.sha256(json.dumps([config, described], sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(tensors[name].flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def check_fields(saved: Any, fields: Mapping[str, Any]) -> None:
+    """Raises unless `saved` is a dict with these keys and types of values, including nested dicts."""
+    for name, kind in fields.items():
+        if isinstance(kind, dict):
+            check_fields(saved[name], kind)
+        elif not isinstance(saved[name], kind):
+            raise ValueError(f"{name} of type {type(saved[name]).__name__}")

@@ -1,11 +1,14 @@
 """fit: one training loop for every posterior. It reads from top to bottom; copy it to write your own."""
 
+import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -15,23 +18,26 @@ from torch.optim.lr_scheduler import LRScheduler
 from dissensus.core.batch import Batch, SmallBatchGuard
 from dissensus.core.loader import Loader
 from dissensus.core.locks import lock_for_training
+from dissensus.core.objective import check_trainable
 from dissensus.core.posterior import Posterior, expect_posterior, refresh
+from dissensus.core.regression import RealTargets
+from dissensus.distributed.interruptions import Interruptions
 from dissensus.distributed.mesh import Mesh
-from dissensus.distributed.partition import partition_training
-from dissensus.distributed.preemption import Interruptions
-from dissensus.distributed.single_process import TrainingPartition
+from dissensus.distributed.partition import TrainingPartition, partition_training
 from dissensus.engine import Step, build_step
 from dissensus.engine.memory import training_memory
-from dissensus.training import fit_checks
 from dissensus.training.checkpoint import Checkpoints, RunSoFar, checkpoint_exists
-from dissensus.training.epochs import PartialEpoch, RunLength
-from dissensus.training.history import Epoch, History
+from dissensus.training.history import Epoch, History, PartialEpoch
 from dissensus.training.optimisation import Optimisation
 from dissensus.training.validation import Validation
-from dissensus.utils.checks import one_of
+from dissensus.utils.checks import integer, number, one_of
+from dissensus.utils.parameter_groups import check_rates
 from dissensus.utils.progress import Progress
 
+log = logging.getLogger("dissensus")
+
 TrainingPrecision = Literal["auto", "float32", "bf16"]
+_warned: WeakSet[Posterior] = WeakSet()  # of their data_size
 
 
 def fit(
@@ -104,23 +110,23 @@ def fit(
     Raises:
         Diverged: a member's loss, gradient or weight is no longer finite; `.members` has the indices.
     """
-    fit_checks.check_arguments(epochs, accumulate, patience, clip, checkpoint_seconds, ranks, targets)
+    check_arguments(epochs, accumulate, patience, clip, checkpoint_seconds, ranks, targets)
     # Meanwhile, using the network in another thread raises.
     with lock_for_training(expect_posterior(posterior).particles.template.network), ExitStack() as processes:
         data = Loader.for_posterior(loader, posterior, shuffle=True)
         division = processes.enter_context(partition_training(posterior, mesh, ranks, data))
-        fit_checks.check_run(posterior, optimizer, scheduler, patience=patience, validation=validation)
+        check_run(posterior, optimizer, scheduler, patience=patience, validation=validation)
         if targets is not None:
-            fit_checks.standardise_targets(posterior, division.complete_loader(data))
+            standardise_targets(posterior, division.complete_loader(data))
         posterior.to(_training_device(device, posterior))
         division.begin()
         resumes = checkpoint_exists(checkpoint, division)
-        plan = Optimisation(posterior, optimizer, scheduler, data, division, epochs=epochs, resumes=resumes)
-        store = Checkpoints(checkpoint, posterior, plan.optimizer, plan.scheduler, data, division, checkpoint_seconds)
+        plan = Optimisation(posterior, optimizer, scheduler, division, epochs=epochs, resumes=resumes)
+        store = Checkpoints(checkpoint, posterior, plan.optimizer, plan.scheduler, division, checkpoint_seconds)
         so_far = store.resume() if resumes else RunSoFar()
         history, choice = so_far.history, Validation(posterior, validation, division, so_far.best, epochs, patience)
         plan.set_rates(epochs - len(history))
-        run = _TrainingRun(posterior, plan, data, division, so_far, epochs, accumulate, clip, precision, engine)
+        run = _TrainingRun(posterior, plan, division, so_far, epochs, accumulate, clip, precision, engine)
         bar = Progress(epochs, data.length, title=posterior.name, show=progress)
         interruptions = Interruptions(division.active_mesh, resumable=checkpoint is not None)
         with run, bar, interruptions:
@@ -140,7 +146,7 @@ def fit(
             store.end_run(history, choice.best)
         choice.restore_best()
         history.drawing = _store_draw(posterior, division.complete_loader(data)) if draw else history.drawing
-        division.end(posterior.eval())
+        posterior.eval()
         return history
 
 
@@ -151,7 +157,6 @@ class _TrainingRun:
         self,
         posterior: Posterior,
         plan: Optimisation,
-        loader: Loader,
         division: TrainingPartition,
         so_far: RunSoFar,
         epochs: int,
@@ -160,17 +165,29 @@ class _TrainingRun:
         precision: TrainingPrecision,
         engine: str,
     ) -> None:
-        self.posterior, self.plan, self.loader, self.division = posterior, plan, loader, division
+        self.posterior, self.plan, self.loader, self.division = posterior, plan, division.loader, division
         self.history, self.part = so_far.history, so_far.part
-        self.batches = division.training_loader(loader)
         posterior.batches_per_step = accumulate * division.loader_count
-        self.length = RunLength(posterior, loader, epochs, accumulate, over=len(self.history), **so_far.told)
-        self.engine, self.accumulate = division.choose_engine(engine), accumulate
-        steps = (loader.length or posterior.steps_per_epoch or 1) * epochs
-        self.settings: dict[str, Any] = {"clip": clip, "accumulate": accumulate, "steps": steps}
-        self.precision = _autocast_dtype(precision, posterior)
+        self.engine, self.epochs, self.accumulate = division.choose_engine(engine), epochs, accumulate
+        self._begin(so_far.told)
+        steps = (self.loader.length or posterior.steps_per_epoch or 1) * epochs
+        dtype = _autocast_dtype(precision, posterior)
+        self.settings: dict[str, Any] = {"clip": clip, "accumulate": accumulate, "steps": steps, "precision": dtype}
         self.step: Step | None = None
         self._inside = ExitStack()
+
+    def _begin(self, told: dict[str, Any]) -> None:
+        """Tells the posterior the length of the run, in steps if it is known; `told`: what a checkpoint knows of it."""
+        posterior, self.length_is_unknown = self.posterior, False
+        self.done, steps_per_epoch = told.get("done") or 0, told.get("steps_per_epoch")
+        self.first_step = int(posterior.steps)  # of the epochs that follow
+        if (batches := self.loader.length) is not None:
+            steps_per_epoch = max(1, math.ceil(batches / self.accumulate))
+        if steps_per_epoch is not None:
+            posterior.begin(steps_per_epoch, self.epochs, done=self.done)
+        elif len(self.history) < self.epochs:
+            posterior.begin(None, self.epochs)
+            self.length_is_unknown = posterior.steps_per_epoch is None  # else the caller has already called `begin`
 
     def __enter__(self) -> Self:
         device = self.posterior.device  # the current one, because streams and graphs belong to that
@@ -186,25 +203,29 @@ class _TrainingRun:
     def train_epoch(self, index: int, bar: Progress, interruptions: Interruptions) -> Epoch | None:
         """The epoch of this number, trained; None if it was interrupted after the batches of `part`."""
         self.posterior.train()
-        self.division.begin_epoch(self.loader, index)
         if self.part is None:
             resumable = interruptions.resumable
             self.part = PartialEpoch.start_epoch(self.loader, self.posterior.device) if resumable else PartialEpoch()
-        losses, lr = self.run_epoch(self.part, bar, interruptions), self.plan.lr
+        batches = self.division.training_batches(index)
+        losses, lr = self.run_epoch(batches, self.part, bar, interruptions), self.plan.lr
         if losses is None:
             return None
         seconds, self.part = self.part.seconds, None
-        self.length.end_epoch()
+        if self.length_is_unknown:  # this epoch has shown it
+            self.length_is_unknown, trained = False, int(self.posterior.steps) - self.first_step
+            self.posterior.begin(max(1, trained), self.epochs, done=trained + self.done)
         return Epoch(index, float(losses.mean()), losses.tolist(), lr, seconds)
 
-    def run_epoch(self, part: PartialEpoch, bar: Progress, interruptions: Interruptions) -> Tensor | None:
-        """(M,) mean losses over the loader's batches, on the host; None if the epoch was interrupted (see `part`)."""
+    def run_epoch(
+        self, batches: Iterable[Any], part: PartialEpoch, bar: Progress, interruptions: Interruptions
+    ) -> Tensor | None:
+        """(M,) mean losses over the batches, on the host; None if the epoch was interrupted (see `part`)."""
         posterior, start = self.posterior, time.perf_counter() - part.seconds
         total, first, left = part.total, part.batches, False
         # trained, or unknown
         counted = posterior.prior is not None or first > 0 or self.division.active_mesh is not None
         with ExitStack() as divided:
-            for given in posterior.read(part.remaining_batches(self.batches, posterior.device, bar)):
+            for given in posterior.read(part.remaining_batches(batches, posterior.device, bar)):
                 if given.size == 0:
                     raise ValueError("expected batches with examples, got an empty one; remove it from the loader")
                 counted = counted or given.weight is None or bool(given.weight.any())
@@ -237,17 +258,13 @@ class _TrainingRun:
             raise ValueError("expected a weight above 0 in an epoch, got none; pass other weights, or leave them out")
         if self.step is not None:
             self.history.engine = self.step.engine_name
-        fit_checks.warn_of_data_size(posterior, part.examples)
+        warn_of_data_size(posterior, part.examples)
         return (total / part.batches).double().cpu()
 
     def _build_step(self, batch: Batch) -> Step:
-        posterior, optimizer, settings = (
-            self.posterior,
-            self.plan.optimizer,
-            {**self.settings, "precision": self.precision},
-        )
-        memory = training_memory(posterior, optimizer, batch, precision=self.precision)
-        self.step, plan = build_step(self.engine, posterior, optimizer, batch, memory=memory, **settings)
+        posterior, optimizer, precision = self.posterior, self.plan.optimizer, self.settings["precision"]
+        memory = training_memory(posterior, optimizer, batch, precision=precision)
+        self.step, plan = build_step(self.engine, posterior, optimizer, batch, memory=memory, **self.settings)
         self.history.memory = replace(memory, taken=plan.taken)
         return self.step
 
@@ -280,3 +297,94 @@ def _epoch_line(epoch: Epoch) -> str:
     scores = {"loss": epoch.loss, "validation": epoch.validation, "sampled": epoch.look}
     text = "  ".join(f"{name} {value:.4f}" for name, value in scores.items() if value is not None)
     return f"{text}  {epoch.seconds:.1f} s"
+
+
+def check_arguments(
+    epochs: int,
+    accumulate: int,
+    patience: int | None,
+    clip: float | None,
+    checkpoint_seconds: float,
+    ranks: str | None,
+    targets: str | None,
+) -> None:
+    """Raises if one of `fit`'s numbers or words is none that it can use."""
+    integer("epochs", epochs)
+    integer("accumulate", accumulate, hint="1 steps after every batch")
+    integer("patience", 0 if patience is None else patience, least=0)
+    number("clip", 1.0 if clip in (None, math.inf) else clip, above=0, hint="None does not clip")
+    number("checkpoint_seconds", 0.0 if checkpoint_seconds == math.inf else checkpoint_seconds)
+    one_of("ranks", ranks, (None, "independent"))
+    one_of("targets", targets, (None, "standardised"))
+
+
+def check_run(
+    posterior: Posterior, optimizer: object, scheduler: object, *, patience: int | None, validation: object
+) -> None:
+    """Raises if nothing would be trained, or if arguments conflict; otherwise some of it would fail after an epoch."""
+    check_trainable(posterior)
+    check_rates(optimizer)
+    if posterior.particles.fully_sharded and posterior.prior is not None:
+        got = type(posterior.prior).__name__
+        raise NotImplementedError(f"expected no prior with fully_shard, got {got}; use the optimizer's weight_decay")
+    if scheduler is not None and optimizer is None:
+        raise ValueError("expected an optimizer with the scheduler, got none; pass both")
+    if scheduler is not None and (isinstance(scheduler, type) or not hasattr(scheduler, "step")):
+        raise TypeError(f"expected a scheduler, got {scheduler!r}; build one on the optimizer")
+    if patience is not None and posterior.judged_by is None:
+        hint = "it collects weights over the whole run: leave patience out"
+        raise ValueError(f"expected no patience for {type(posterior).__name__}, got {patience}; {hint}")
+    if patience is not None and validation is None:
+        raise ValueError("expected validation data with patience, got none; pass validation=")
+
+
+def warn_of_data_size(posterior: Posterior, examples: int) -> None:
+    """Warns once if an epoch has less than half or more than twice `data_size` examples."""
+    told = posterior.data_size
+    if told is None or examples == 0 or 0.5 <= told / examples <= 2 or posterior in _warned:
+        return
+    _warned.add(posterior)
+    log.warning(
+        "data_size is %g, but an epoch has %d examples: prior and KL weigh %.3g times as much as with data_size=%d; ignore "
+        "this if the loader yields only part of the data",
+        told, examples, examples / told, examples,
+    )  # fmt: skip
+
+
+def standardise_targets(posterior: Posterior, loader: Loader) -> None:
+    """Measures mean and standard deviation of each target in one pass and sets them in the likelihood, unless it has them.
+
+    The network's outputs are then standardised; losses, predictions and intervals are in the units of the targets.
+    """
+    particles = posterior.particles
+    likelihoods = [template.likelihood for template in particles.templates]
+    if not all(isinstance(each, RealTargets) for each in likelihoods):
+        got = type(particles.likelihood).__name__
+        raise TypeError(f"expected a regression for standardised targets, got {got}; leave targets out")
+    if particles.likelihood.targets is not None:
+        return
+    if int(posterior.steps):
+        what = "one that was trained on targets that are not standardised"
+        raise ValueError(f"expected an untrained posterior, got {what}; build a new one, or leave targets out")
+    if loader.can_be_read_once:
+        raise ValueError("expected a loader that can be read twice, got a generator; pass a list of its batches")
+    measured = _mean_and_std(batch.y for batch in posterior.read(loader))
+    for each in likelihoods:
+        each.set_target_scale(measured)
+
+
+def _mean_and_std(parts: Iterable[Tensor]) -> dict[str, Tensor]:
+    """{"mean", "std"} of columns, each (D,), with divisor N; a column that never varies has std 1."""
+    count, mean, scatter = 0, torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    for y in parts:
+        rows = (y if y.ndim > 1 else y[:, None]).detach().double().cpu().flatten(0, -2)  # (n, D)
+        if not len(rows):
+            continue
+        # Chan, Golub & LeVeque 1979: no loss of digits for large means.
+        total, shift = count + len(rows), rows.mean(0) - mean
+        scatter = scatter + (rows - rows.mean(0)).square().sum(0) + shift**2 * (count * len(rows) / total)
+        mean, count = mean + shift * (len(rows) / total), total
+    if not count:
+        raise ValueError("expected targets to standardise, got an empty loader; pass the training data")
+    std = (scatter / count).sqrt()
+    return {"mean": mean, "std": torch.where(std > 1e-12 * (1 + mean.abs()), std, 1.0)}

@@ -1,15 +1,20 @@
-"""The history of a training run: one entry per epoch."""
+"""The history of a training run: one entry per epoch, the best one, and the part done of the present one."""
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from dissensus.core.loader import Loader
 from dissensus.engine.memory import Memory
+from dissensus.numerics.randomness import generator_states, preserve_random_state
 from dissensus.utils.pandas_rows import as_dataframe
+from dissensus.utils.progress import Progress
 
 
 @dataclass
@@ -111,3 +116,38 @@ class Best:
     score: float = math.inf
     epoch: int = 0
     state: dict[str, Tensor] | None = None
+
+
+@dataclass
+class PartialEpoch:
+    """The first batches of an epoch: number, examples, summed losses (M,), seconds; and the state at the epoch's beginning.
+
+    A run that SIGTERM interrupted continues from it.
+    """
+
+    random: Tensor | None = None  # torch's random state at the beginning, on the host and on the GPU
+    cuda: Tensor | None = None
+    loader: dict[str, Any] | None = None
+    batches: int = 0
+    examples: int = 0
+    total: Tensor | None = None
+    seconds: float = 0.0
+
+    @classmethod
+    def start_epoch(cls, loader: Loader, device: torch.device) -> Self:
+        """An empty part of an epoch that begins now."""
+        return cls(*generator_states(device), loader.state())
+
+    def remaining_batches(self, loader: Iterable[Any], device: torch.device, bar: Progress) -> Iterator[Any]:
+        """The loader's batches after this part; the loader is in its state at the beginning of the epoch."""
+        if self.random is None or not self.batches:
+            return iter(loader)
+        with preserve_random_state(device):  # later draws are those that would have followed the last of these batches
+            torch.set_rng_state(self.random.cpu())
+            if self.cuda is not None and device.type == "cuda":
+                torch.cuda.set_rng_state(self.cuda.cpu(), device)
+            batches = iter(loader)
+            for _ in range(self.batches):
+                next(batches)
+                bar.step()
+        return batches

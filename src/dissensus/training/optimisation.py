@@ -3,16 +3,16 @@
 import logging
 from typing import cast
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior
-from dissensus.distributed.single_process import TrainingPartition
+from dissensus.distributed.partition import TrainingPartition
 from dissensus.landscape.sharpness import sharpness_on_batch
+from dissensus.methods.parts.embedded_posterior import gamma_note
 from dissensus.numerics.randomness import preserve_random_state
-from dissensus.training import fit_checks
 from dissensus.training.history import Epoch
+from dissensus.utils.parameter_groups import check_optimizer, decay_warnings, mixing_warnings
 
 log = logging.getLogger("dissensus")
 
@@ -25,7 +25,6 @@ class Optimisation:
         posterior: Posterior,
         optimizer: Optimizer | None,
         scheduler: LRScheduler | None,
-        loader: Loader,
         division: TrainingPartition,
         *,
         epochs: int,
@@ -35,11 +34,11 @@ class Optimisation:
         if optimizer is None:
             optimizer = posterior.default_optimizer()
             if not resumes:
-                set_relative_rates(posterior, optimizer, loader, division)
+                set_relative_rates(posterior, optimizer, division)
             scheduler = LambdaLR(optimizer, posterior.default_schedule(epochs))
         self.optimizer, self.scheduler = optimizer, scheduler
-        fit_checks.check_can_train(posterior, optimizer)
-        fit_checks.log_remarks(posterior, optimizer, scheduler, epochs=epochs, batches=loader.length)
+        check_can_train(posterior, optimizer)
+        log_remarks(posterior, optimizer, scheduler, epochs=epochs, batches=division.loader.length)
 
     @property
     def lr(self) -> float:
@@ -49,11 +48,15 @@ class Optimisation:
     def set_rates(self, epochs: int) -> None:
         """Sets the default schedule's rates, since a resumed run may be longer now; `epochs`: how many are left."""
         if self.is_default:
-            schedule = cast(LambdaLR, self.scheduler)
-            groups = self.optimizer.param_groups
-            for group, rate, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
-                group["lr"] = rate * factor(schedule.last_epoch)
-        fit_checks.check_schedule(self.scheduler, epochs)
+            default, groups = cast(LambdaLR, self.scheduler), self.optimizer.param_groups
+            for group, rate, factor in zip(groups, default.base_lrs, default.lr_lambdas, strict=True):
+                group["lr"] = rate * factor(default.last_epoch)
+        schedule = self.scheduler
+        if isinstance(schedule, OneCycleLR) and (needed := schedule.last_epoch + epochs) > schedule.total_steps:
+            wanted = (
+                f"a OneCycleLR of at least {needed} steps, one per epoch"  # torch would raise in the middle of training
+            )
+            raise ValueError(f"expected {wanted}, got {schedule.total_steps}; set total_steps")
 
     def end_epoch(self, epoch: Epoch) -> None:
         """Steps the schedule."""
@@ -63,7 +66,7 @@ class Optimisation:
             self.scheduler.step()
 
 
-def set_relative_rates(posterior: Posterior, optimizer: Optimizer, loader: Loader, division: TrainingPartition) -> None:
+def set_relative_rates(posterior: Posterior, optimizer: Optimizer, division: TrainingPartition) -> None:
     """Multiplies the rates of an optimiser with `relative` groups by one number, at which the sharpness is 1 − momentum.
 
     Nobody knows the curvature at trained weights. It is measured on the loader's first batch, which is read in a pass of its
@@ -72,7 +75,7 @@ def set_relative_rates(posterior: Posterior, optimizer: Optimizer, loader: Loade
     groups = optimizer.param_groups
     if not any(group.get("relative") for group in groups):
         return
-    loader = division.complete_loader(loader)
+    loader = division.complete_loader(division.loader)
     with preserve_random_state(posterior.device):
         state = loader.state()
         batches = iter(loader)
@@ -92,3 +95,38 @@ def set_relative_rates(posterior: Posterior, optimizer: Optimizer, loader: Loade
         group["lr"] *= (1 - momentum) / found
         del group["relative"]
     log.info("rate %.2g, from the curvature of the first batch", groups[0]["lr"])
+
+
+def check_can_train(posterior: Posterior, optimizer: Optimizer) -> None:
+    """Raises if no parameter is trainable, or if this optimiser cannot train the posterior."""
+    if not any(parameter.requires_grad for parameter in posterior.parameters()):
+        hint = "set requires_grad (a posterior that was saved frozen is loaded frozen)"
+        raise ValueError(f"expected a posterior with trainable parameters, got only frozen ones; {hint}")
+    check_optimizer(posterior, optimizer)
+    if isinstance(optimizer, LBFGS):  # it needs the loss several times per step
+        raise TypeError("expected an optimizer with one gradient per step, got LBFGS; use SGD or Adam")
+
+
+def log_remarks(
+    posterior: Posterior, optimizer: Optimizer, scheduler: LRScheduler | None, *, epochs: int, batches: int | None
+) -> None:
+    """Logs the posterior's remarks on the optimiser, and warns about a schedule planned in batches instead of epochs."""
+    if scheduler is not None and (length := _length_in_batches(scheduler, epochs, batches)) is not None:
+        text = "%s was built for %d steps, but fit steps it once per epoch, %d times; plan it in epochs"
+        log.warning(text, type(scheduler).__name__, length, epochs)
+    if (word := gamma_note(posterior, optimizer)) is not None:
+        log.info("%s", word)
+    mixed = mixing_warnings(optimizer, posterior.particles.own_parameters().values())
+    for mistake in (*mixed, *decay_warnings(optimizer, posterior.groups())):
+        log.warning("%s", mistake)
+
+
+def _length_in_batches(scheduler: LRScheduler, epochs: int, batches: int | None) -> int | None:
+    """The length of a schedule that seems to count batches, not epochs, judged by its length; else None."""
+    within = getattr(scheduler, "_schedulers", [])
+    lengths = [getattr(scheduler, name, None) for name in ("total_steps", "T_max", "total_iters")]
+    whole = [each for each in lengths if isinstance(each, int) and each > epochs]
+    # A length equal to the number of batches is no coincidence; a cycle of another length is a mistake in any case.
+    found = [each for each in whole if isinstance(scheduler, OneCycleLR) or each == epochs * (batches or 0)]
+    inner = (_length_in_batches(each, epochs, batches) for each in within)
+    return next(iter([*found, *(each for each in inner if each is not None)]), None)

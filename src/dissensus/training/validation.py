@@ -9,8 +9,8 @@ from dissensus.core.likelihood import log_prob_sum
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, checked_prediction, inference_context
 from dissensus.core.trainable import Watchers
-from dissensus.distributed.single_process import TrainingPartition
-from dissensus.distributed.work_split import exchange_results
+from dissensus.distributed.mesh import exchange_results
+from dissensus.distributed.partition import TrainingPartition
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior
 from dissensus.methods.parts.trajectory import evenly_spaced
 from dissensus.training.history import Best, Epoch, History
@@ -97,7 +97,7 @@ def validation_nll(
 
     With a division, each process evaluates some of the batches.
     """
-    division = division or TrainingPartition()
+    division = division or TrainingPartition(posterior, Loader(()))
 
     def sums() -> tuple[float, float]:
         total, count = 0.0, 0.0

@@ -14,7 +14,7 @@ from dissensus.bench.report.comparisons import LEVEL, Family
 from dissensus.bench.report.measures import Measure
 from dissensus.bench.report.published_numbers import reference_sentences, reference_table
 from dissensus.bench.report.results import CONTROL, Results, csv_text, table_text
-from dissensus.storage.run_files import write_text
+from dissensus.storage.atomic_files import write_text
 from dissensus.utils.progress import is_reporting_process
 
 NAMES = {".csv": "results.csv", ".md": "report.md", ".html": "report.html"}

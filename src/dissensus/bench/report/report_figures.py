@@ -25,7 +25,7 @@ from dissensus.evaluation.extreme_inputs import GROUPS
 from dissensus.evaluation.guarantees import DIFFICULTIES
 from dissensus.plots import charts
 from dissensus.plots.charts import INK, Curve, Palette, Panel, curve_figure, marker_style, short_name
-from dissensus.storage.run_files import write_bytes, write_text
+from dissensus.storage.atomic_files import write_bytes, write_text
 
 
 def guarantee_section(results: Results, palette: Palette) -> Made | None:

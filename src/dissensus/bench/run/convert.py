@@ -18,7 +18,7 @@ from dissensus.methods import METHODS
 from dissensus.methods.laplace import Laplace
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.storage import save
-from dissensus.storage.checksummed import is_posterior
+from dissensus.storage.folder import is_posterior
 
 log = logging.getLogger("dissensus")
 

@@ -18,7 +18,7 @@ from dissensus.evaluation.evaluate import complete_evaluation
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.segmentation import pixel_ood, pixel_sums, ranking_numbers
 from dissensus.metrics import CalibrationBins
-from dissensus.storage.run_files import read_tensors, write_tensors
+from dissensus.storage.atomic_files import read_tensors, write_tensors
 from dissensus.utils.file_errors import damage_error
 
 BINS = "bins/"  # sums by confidence of test pixels and of foreign ones, for the ECE of both

@@ -10,7 +10,7 @@ from dissensus.evaluation.attack_curves import AttackedInputs
 from dissensus.evaluation.corruption_curves import CorruptedCounts
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.loader_predictions import Predictions
-from dissensus.storage.run_files import read_json, read_tensors, write_json, write_tensors
+from dissensus.storage.atomic_files import read_json, read_tensors, write_json, write_tensors
 from dissensus.utils.file_errors import damage_error
 
 COUNTS = ("nll", "counts", "confidence", "correct", "clean", "example_accuracy", "example_nll", "examples")

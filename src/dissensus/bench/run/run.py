@@ -47,7 +47,7 @@ from dissensus.evaluation.evaluate import checked_score
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.loader_predictions import Predictions
 from dissensus.numerics.randomness import preserve_random_state
-from dissensus.storage.run_files import read_toml, write_json, write_text
+from dissensus.storage.atomic_files import read_toml, write_json, write_text
 from dissensus.training.fit import fit
 from dissensus.training.history import Epoch
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dissensus.bench import torchrun_ranks
-from dissensus.storage.checksummed import is_posterior
+from dissensus.storage.folder import is_posterior
 from dissensus.training.history import Epoch
 
 

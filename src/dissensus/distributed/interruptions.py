@@ -1,21 +1,89 @@
-"""Finds ranks that hang: each rank reports its activity in the group's store, and checks the others if it waits too long."""
+"""Interruptions of a training run: the scheduler ends it (SIGTERM; all ranks stop after the same step), or a rank hangs."""
 
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from contextlib import ExitStack
+from types import FrameType
+from typing import NamedTuple, NoReturn, Self
 
-from torch import distributed
+import torch
+from torch import Tensor, distributed
 from torch.distributed import Store  # type: ignore[attr-defined]
+
+from dissensus.distributed import init
+from dissensus.distributed.mesh import Mesh
 
 log = logging.getLogger("dissensus")
 
 STATUS = 70  # of a process that gives up waiting; torchrun then starts all of them again
 WAITING = (os.path.dirname(distributed.__file__), os.path.dirname(__file__))  # whose code waits for other ranks
+# Steps between a rank's word and what comes of it: as long as that, ranks that exchange nothing else may drift apart.
+SLACK = 8
+
+
+class Interruptions:
+    """Around training: SIGTERM only notes that the process should end: `should_stop` says when, `terminate` lets it act.
+
+    In other threads than the main one, where Python hears no signals, nothing is noted. On a mesh, a rank that hangs ends
+    the others.
+    """
+
+    def __init__(
+        self, mesh: Mesh | None = None, *, resumable: bool = True, group: distributed.ProcessGroup | None = None
+    ) -> None:
+        """`resumable`: False leaves the signal alone; `group`: of the ranks that stop together, None for those of the mesh."""
+        self.mesh, self.resumable = mesh, resumable
+        self.handles_signal = resumable and threading.current_thread() is threading.main_thread()
+        self.group = init.host_group() if mesh is not None and resumable else group
+        self.is_requested = self.is_agreed = False
+        self.pending_flags: deque[tuple[Tensor, distributed.Work]] = deque()
+        self._inside = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self.handles_signal:
+            previous = signal.signal(signal.SIGTERM, self._note_signal)
+            self._inside.callback(signal.signal, signal.SIGTERM, previous)
+        if self.mesh is not None and (joined := init.group_store()) is not None:
+            (store, timeout), axes = joined, (self.mesh.members, self.mesh.data)
+            self._inside.enter_context(HangDetector(
+                store, distributed.get_rank(), self.mesh.size,
+                seconds=0.8 * timeout,  # before the collective itself fails, in words that name nobody
+                progress=lambda: [sum(axis.bytes_sent.values()) for axis in axes],
+            ))  # fmt: skip
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._inside.close()
+
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        self.is_requested = True
+
+    def should_stop(self) -> bool:
+        """Whether to stop now, the same on all ranks; to be called by each of them after every step."""
+        if self.group is None:
+            return self.is_requested
+        word = torch.tensor(int(self.is_requested), dtype=torch.int32)
+        # Not waited for: the answer of some steps ago is there already.
+        work = distributed.all_reduce(word, op=distributed.ReduceOp.MAX, group=self.group, async_op=True)
+        self.pending_flags.append((word, work))
+        if len(self.pending_flags) > SLACK:
+            word, work = self.pending_flags.popleft()
+            work.wait()
+            self.is_agreed = self.is_agreed or bool(word)
+        return self.is_agreed
+
+    def terminate(self) -> NoReturn:
+        """Does what SIGTERM would have done, and ends the process in any case."""
+        self._inside.close()
+        signal.raise_signal(signal.SIGTERM)
+        raise SystemExit(128 + signal.SIGTERM)
 
 
 class Heartbeat(NamedTuple):
@@ -46,8 +114,7 @@ class HangDetector:
         self.thread = threading.Thread(target=self._watch_ranks, name="dissensus watch", daemon=True)
 
     def __enter__(self) -> Self:
-        # so that all know where it is, whatever happens next
-        self.store.set(f"sign {self.rank}", json.dumps(self._make_heartbeat(0)))
+        self._send_heartbeat(0)  # so that all know where it is, whatever happens next
         self.thread.start()
         return self
 
@@ -59,21 +126,22 @@ class HangDetector:
         beat, waited, before = 0, 0.0, self.progress()
         while not self.stop_event.wait(self.pause):
             beat += 1
-            sign, now = self._make_heartbeat(beat), self.progress()
-            self.store.set(f"sign {self.rank}", json.dumps(sign))
+            sign, now = self._send_heartbeat(beat), self.progress()
             waited = waited + self.pause if sign.is_waiting and now == before else 0.0
             before = now
             if waited > self.seconds:
                 waited = 0.0
                 self._report_hang(beat)
 
-    def _make_heartbeat(self, beat: int) -> Heartbeat:
+    def _send_heartbeat(self, beat: int) -> Heartbeat:
         frame = sys._current_frames().get(self.main)
         line = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
         waits = False
         while frame is not None and not waits:
             waits, frame = frame.f_code.co_filename.startswith(WAITING), frame.f_back
-        return Heartbeat(beat, waits, line, self.host)
+        sign = Heartbeat(beat, waits, line, self.host)
+        self.store.set(f"sign {self.rank}", json.dumps(sign))
+        return sign
 
     def _read_heartbeats(self) -> list[Heartbeat | None]:
         keys = [f"sign {rank}" for rank in range(self.size)]
@@ -85,7 +153,7 @@ class HangDetector:
         for more in range(1, 4):  # others must have had the time for a sign
             if self.stop_event.wait(self.pause):
                 return
-            self.store.set(f"sign {self.rank}", json.dumps(self._make_heartbeat(beat + more)))
+            self._send_heartbeat(beat + more)
         signs = self._read_heartbeats()
         if self.progress() != before:
             return
@@ -99,10 +167,7 @@ class HangDetector:
         os._exit(STATUS)
 
     def _hang_message(self, signs: list[Heartbeat | None], silent: list[int], hanging: list[int]) -> str:
-        def describe_rank(rank: int) -> str:
-            sign = signs[rank]
-            return f"rank {rank}" if sign is None else f"rank {rank} on {sign.host}, at {sign.line}"
-
-        each = "; ".join(describe_rank(rank) for rank in (hanging or range(self.size)))
+        places = ["" if sign is None else f" on {sign.host}, at {sign.line}" for sign in signs]
+        each = "; ".join(f"rank {rank}{places[rank]}" for rank in (hanging or range(self.size)))
         what = "gives no sign of life" if silent else "does not join the others"
         return f"after {self.seconds:g} s of waiting: {f'{what}: {each}' if hanging else f'all wait for each other: {each}'}"
