@@ -32,7 +32,7 @@ from dissensus.bench.width_axis import (
     width_page,
     width_verdicts,
 )
-from dissensus.core.errors import Diverged
+from dissensus.core.divergence import Diverged
 from dissensus.storage.run_files import read_json
 
 

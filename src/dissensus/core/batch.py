@@ -74,11 +74,9 @@ def call_network(network: nn.Module, x: Inputs) -> Tensor:
 
 
 def output_tensor(outputs: Any) -> Tensor:
-    """The output tensor of a network: what it returned, or the entry "logits", or else "out", of a dict of outputs.
-
-    Models of transformers return "logits", torchvision's segmentation models "out" (their "aux" head is ignored). Named
-    tuples of torchvision are refused, because their other tensors belong in the loss.
-    """
+    """The output tensor of a network: what it returned, or the entry "logits", or else "out", of a dict of outputs."""
+    # Models of transformers return "logits", torchvision's segmentation models "out" (their "aux" head is ignored).
+    # Named tuples of torchvision are refused, because their other tensors belong in the loss.
     found = outputs.get("logits", outputs.get("out")) if isinstance(outputs, Mapping) else outputs
     if not isinstance(found, Tensor):
         got = type(outputs).__name__

@@ -21,7 +21,7 @@ from dissensus.core.particles import Particles
 from dissensus.core.predictive import Predictive
 from dissensus.numerics.hashing import fingerprint
 from dissensus.utils.checks import one_of
-from dissensus.utils.dtensor import gather_full_tensor
+from dissensus.utils.sharding import gather_full_tensor
 from dissensus.utils.tensor_tree import SubmoduleCache
 
 log = logging.getLogger("dissensus")

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core.collectives import ALONE, Exchange
-from dissensus.core.forward_attributes import ForwardAttributes, run_separately, warn_of_state
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.locks import locked_deepcopy, network_lock
 from dissensus.core.member import (
     NUMBER,
     PREFIX,
+    ForwardAttributes,
     Member,
     check_initialised,
     convert_state_layout,
@@ -30,15 +29,23 @@ from dissensus.core.member import (
     empty_tensor_memo,
     equal_frozen_names,
     member_index,
+    run_separately,
     split_trees,
     tensors_by_name,
+    warn_of_state,
 )
-from dissensus.core.member_runner import How, Rows, Runner, loop, stack_trees
+from dissensus.core.member_runner import How, Rows, Runner, locked_deepcopy, loop, network_lock, stack_trees
 from dissensus.kernels.multi_copy import copy_all, copy_by_name
 from dissensus.utils.batch_norm_names import frozen_norms
-from dissensus.utils.dtensor import gather_full_tensors, is_divided
-from dissensus.utils.fsdp import check_copyable, check_own_tensors, is_fully_sharded, reshard_after_forward
 from dissensus.utils.module_state import deepcopy_memo, differing_attribute, plain_attributes
+from dissensus.utils.sharding import (
+    check_copyable,
+    check_own_tensors,
+    gather_full_tensors,
+    is_divided,
+    is_fully_sharded,
+    reshard_after_forward,
+)
 from dissensus.utils.tensor_tree import (
     OwnTensors,
     TensorPlaces,
@@ -376,10 +383,9 @@ def single_member(particles: Particles, index: int) -> Particles:
 
 
 class SingleMemberCache:
-    """One network's particles with a separate template, as `only` makes them, kept until it could have changed.
+    """One network's particles with a separate template, as `only` makes them, kept until it could have changed."""
 
-    To copy a small network takes longer than to run it.
-    """
+    # To copy a small network takes longer than to run it.
 
     def __init__(self) -> None:
         self.known: tuple[list[Any], Particles] | None = None

@@ -9,15 +9,15 @@ from torch.optim import Optimizer
 
 from dissensus.core.batch import Batch
 from dissensus.core.calibrated import CalibratedModule
+from dissensus.core.description import rename_hint
 from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
 from dissensus.core.prior import Prior, PriorKeywords, expanded_signature, make_prior, names_under_prior
-from dissensus.core.recorder import Recorder
+from dissensus.core.weights import Recorder
 from dissensus.numerics.annealing import Annealing, scale_gradient
 from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.utils.checks import one_of
 from dissensus.utils.parameter_groups import Group, disjoint_groups, has_stepped, optimizer_groups, plateau_linear
-from dissensus.utils.renamed_settings import rename_hint
 from dissensus.utils.tensor_tree import Tensors, cache_submodules
 
 

@@ -28,8 +28,8 @@ from dissensus.distributed.work_split import (
     part_slice,
 )
 from dissensus.utils.checks import integer, one_of
-from dissensus.utils.fsdp import check_copyable
 from dissensus.utils.progress import set_reporting_check
+from dissensus.utils.sharding import check_copyable
 
 Statistics = Literal["synchronised", "per rank"]
 Given = Literal["whole", "parts"]

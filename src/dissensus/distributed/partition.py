@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from dissensus.core.batch import Batch
 from dissensus.core.collectives import Exchange
-from dissensus.core.errors import Diverged
+from dissensus.core.divergence import Diverged
 from dissensus.core.loader import Loader
 from dissensus.core.member import tensors_by_name
 from dissensus.core.posterior import Posterior
-from dissensus.core.recorder import Recorder
+from dissensus.core.weights import Recorder
 from dissensus.distributed.consistency import (
     check_batches,
     check_equal_tensors,
@@ -40,7 +40,7 @@ from dissensus.distributed.single_process import TrainingPartition
 from dissensus.distributed.work_split import check_sampler_order
 from dissensus.engine.fast_optimisers import use_channels_last
 from dissensus.utils.checks import one_of
-from dissensus.utils.dtensor import is_divided
+from dissensus.utils.sharding import is_divided
 
 
 @contextmanager

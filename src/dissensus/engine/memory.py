@@ -12,11 +12,10 @@ from torch.utils import _pytree as pytree
 from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.core.posterior import Posterior
-from dissensus.core.recorder import Recorder
-from dissensus.engine.cuda_graphs import Lanes
-from dissensus.engine.cudnn_timing import timed_convolutions
-from dissensus.engine.eager_step import autocast
+from dissensus.core.weights import Recorder
+from dissensus.engine.cuda_graphs import Lanes, timed_convolutions
 from dissensus.engine.fast_optimisers import use_channels_last
+from dissensus.engine.training_step import autocast
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.text import format_bytes as format_bytes
 from dissensus.utils.torch_private import free_cublas_workspaces

@@ -13,10 +13,7 @@ EVERY = 4  # squarings between two scalings: eigenvalues of at least 1/M, to the
 
 
 def extreme_eigenvectors(matrix: Tensor, count: int, order: Order) -> tuple[Tensor, Tensor]:
-    """(values (k,), vectors (M, k)) at one end of the spectrum of a symmetric positive semi-definite matrix (M, M).
-
-    All NaN if the matrix is not finite.
-    """
+    """(values (k,), vectors (M, k)) at one end of the spectrum of a symmetric matrix ≥ 0 (M, M); NaN if it is not finite."""
     if matrix.device.type == "cuda":
         return eigenvectors_by_products(matrix, count, order)
     finite = matrix.isfinite().all()

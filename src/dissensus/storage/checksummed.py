@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import save as format_tensors
 from torch import Tensor
 
+from dissensus.core.description import translate_settings
 from dissensus.utils.file_errors import read_errors
-from dissensus.utils.renamed_settings import translate_settings
 
 FORMAT = 2
 CONFIG, TENSORS = "config.json", "posterior.safetensors"

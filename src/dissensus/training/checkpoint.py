@@ -35,8 +35,8 @@ from dissensus.training.distributed_checkpoint import (
 )
 from dissensus.training.epochs import PartialEpoch
 from dissensus.training.history import Best, Epoch, History
-from dissensus.utils.dtensor import is_divided
 from dissensus.utils.file_errors import read_errors
+from dissensus.utils.sharding import is_divided
 
 
 @dataclass

@@ -11,10 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dissensus.core.calibrated import STATE
-from dissensus.core.description import describe_likelihood, differences
+from dissensus.core.description import describe_likelihood, differences, to_json_values, translate_settings
 from dissensus.core.posterior import Posterior
-from dissensus.utils.json_values import to_json_values
-from dissensus.utils.renamed_settings import translate_settings
 
 log = logging.getLogger("dissensus")
 

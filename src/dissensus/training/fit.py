@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dissensus.core.batch import Batch, SmallBatchGuard
 from dissensus.core.loader import Loader
-from dissensus.core.locks import lock_for_training
+from dissensus.core.member_runner import lock_for_training
 from dissensus.core.posterior import Posterior, expect_posterior, refresh
 from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.partition import partition_training

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from dissensus.engine.memory import Memory
-from dissensus.utils.pandas_rows import as_dataframe
+from dissensus.utils.arrays import as_dataframe
 
 
 @dataclass

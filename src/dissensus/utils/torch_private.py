@@ -141,12 +141,11 @@ def raise_at_recompile_limit() -> AbstractContextManager[object]:
 
 
 class TorchStateGuard:
-    """Afterwards functorch's levels, torch's modes and its dispatch keys are as before; `silent`: loggers to silence inside.
+    """Afterwards functorch's levels, torch's modes and its dispatch keys are as before; `silent`: loggers to silence inside."""
 
-    Around exporters and compilers, which may fail halfway: a graph holds the beginning and the end of a vmap as separate
-    operations. If one in between fails, the end never runs, and from then on torch itself computes inside that vmap.
-    A class, since small predictions enter it: a generator takes longer.
-    """
+    # Around exporters and compilers, which may fail halfway: a graph holds the beginning and the end of a vmap as
+    # separate operations. If one in between fails, the end never runs, and from then on torch itself computes inside
+    # that vmap. A class, since small predictions enter it: a generator takes longer.
 
     def __init__(self, *silent: str) -> None:
         self.levels = [(logger, logger.level) for logger in map(logging.getLogger, silent)]

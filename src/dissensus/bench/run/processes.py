@@ -12,7 +12,7 @@ from dissensus.bench import torchrun_ranks
 from dissensus.bench.rows.task_rows import DataCache
 from dissensus.bench.run.run import Run, Tell
 from dissensus.bench.run.shared_training import train_runs
-from dissensus.core.errors import Diverged
+from dissensus.core.divergence import Diverged
 from dissensus.storage.run_files import write_json
 
 DIVERGED = "diverged.json"  # of a diverged run: the step and the members
