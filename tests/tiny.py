@@ -166,7 +166,7 @@ class Sharper(ds.Classification):
 
 def estimate_score(name: str, z: Tensor, *, bandwidth: float | None = None) -> Tensor:
     """(M, P) ∇ log q of particles (M, P): "kde", "stein" or "spectral_stein"; by default the median bandwidth."""
-    matrix = rbf_kernels.MATRICES[name](rbf_kernels.squared_distances(z), bandwidth)
+    matrix = rbf_kernels.score_matrix(name, rbf_kernels.squared_distances(z), bandwidth)
     return rbf_kernels.apply_matrix(matrix, z - z.mean(0))  # rows of the matrix sum to zero
 
 

@@ -19,7 +19,7 @@ from dissensus.numerics.annealing import Annealing
 from refusals import refuses
 from saved_files import config_of, reseal
 
-ESTIMATORS = {name: partial(tiny.estimate_score, name) for name in kernels.MATRICES}
+ESTIMATORS = {name: partial(tiny.estimate_score, name) for name in kernels.SCORES}
 
 
 def plain() -> nn.Module:

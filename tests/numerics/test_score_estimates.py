@@ -11,7 +11,7 @@ from dissensus.numerics import rbf_kernels as kernels
 from thinning import often
 
 PARTICLES = torch.tensor([[0, 0], [1, 0], [0, 2], [3, 1]], dtype=torch.float64)
-ESTIMATORS = {name: partial(tiny.estimate_score, name) for name in kernels.MATRICES}
+ESTIMATORS = {name: partial(tiny.estimate_score, name) for name in kernels.SCORES}
 
 
 def test_the_bandwidth_and_the_kernel_have_the_worked_values():
@@ -97,7 +97,7 @@ def test_scores_follow_the_particles(name):
 def test_the_matrix_acts_on_particles_in_many_tensors_as_on_one(name):
     z = {"a": torch.randn(5, 2, 3, dtype=torch.float64), "b": torch.randn(5, dtype=torch.float64)}
     flat = torch.cat([z["a"].flatten(1), z["b"][:, None]], dim=1)
-    found = kernels.apply_matrix(kernels.MATRICES[name](kernels.squared_distances(z)), z)
+    found = kernels.apply_matrix(kernels.score_matrix(name, kernels.squared_distances(z)), z)
     joined = torch.cat([found["a"].flatten(1), found["b"][:, None]], dim=1)
     torch.testing.assert_close(joined, ESTIMATORS[name](flat), rtol=0, atol=1e-9)
 

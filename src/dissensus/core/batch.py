@@ -198,10 +198,7 @@ class SmallBatchGuard:  # not a generator, which takes three times as long
 
 
 def check_finite(x: Inputs, *, anywhere: bool = False) -> None:
-    """Raises if x has no tensor, or a floating-point one that holds NaN or +∞; −∞ is allowed, because masks use it.
-
-    `anywhere`: also checks tensors on a GPU, which synchronises with it; otherwise only those on the host.
-    """
+    """Raises if x has no tensor, or one, on the host or `anywhere`, with NaN or +∞; masks use −∞, which is allowed."""
     for tensor in _batched_tensors(x):
         if (tensor.device.type != "cpu" and not anywhere) or not tensor.is_floating_point() or not tensor.numel():
             continue

@@ -145,10 +145,7 @@ def _cast_like_parameters(gradients: Tensors, like: Tensors) -> Tensors:
     return {**gradients, **full}
 
 
-Found = tuple[Tensor, Tensors, Tensors]  # the fields of `core.gradients.Gradients`
-
-
-def can_train_in_place(posterior: Any, batch: Batch) -> bool:
+def can_train_in_place(posterior: Objective, batch: Batch) -> bool:
     """Whether the one member is the caller's module, on a CPU and in one process only."""
     # A CUDA graph is captured with new leaves: nodes of the caller's own may be on another stream.
     particles = posterior.particles
@@ -156,19 +153,19 @@ def can_train_in_place(posterior: Any, batch: Batch) -> bool:
     return whole and particles.exchange is ALONE and posterior.interaction != "couple" and batch.y.device.type == "cpu"
 
 
-def in_place_gradients(posterior: Any, batch: Batch) -> Found:
-    """(losses (1,), gradients, buffers (1, ...)) by the module's own parameters, so that nothing is put in their place."""
+def in_place_gradients(posterior: Objective, batch: Batch) -> Gradients:
+    """Gradients by the module's own parameters, so that nothing is put in their place."""
     particles = posterior.particles
     params = OwnTensors(particles.template)
     before, wanted = params.buffers, {name: each for name, each in params.items() if each.requires_grad}
 
-    def run(*_: Any) -> Found:
+    def run(*_: Any) -> Gradients:
         with torch.enable_grad():
             value, _, after = posterior.member_loss(params, before, batch)
         by = tuple(wanted.values())
         found = torch.autograd.grad(value, by, allow_unused=True) if by and value.requires_grad else ()
         used = {name: g for name, g in zip(wanted, found, strict=False) if g is not None}
-        return value.detach()[None], used, {name: each.detach()[None] for name, each in after.items()}
+        return Gradients(value.detach()[None], used, {name: each.detach()[None] for name, each in after.items()})
 
     if not before:
         return run()
@@ -251,7 +248,7 @@ def looped_gradients(
     Random layers draw the same numbers both times. `member`: computes one member's gradients.
     """
     if member is None and lanes is ONE_LANE and can_train_in_place(posterior, batch):
-        return Gradients(*in_place_gradients(posterior, batch))
+        return in_place_gradients(posterior, batch)
     member = member or member_gradients
     state, (lane, join), exchange = detached_state(posterior), lanes, posterior.particles.exchange
     members, whole = range(posterior.particles.members), posterior.particles.full_tensors
@@ -286,11 +283,7 @@ def looped_gradients(
 
 
 def looped_keeping_graphs(
-    posterior: Objective,
-    batch: Batch,
-    *,
-    forward: Callable[..., tuple[Tensor, Any, Tensors]] | None = None,
-    lanes: MemberLanes = ONE_LANE,
+    posterior: Objective, batch: Batch, *, forward: Callable[..., Any] | None = None, lanes: MemberLanes = ONE_LANE
 ) -> Gradients:
     """Gradients of coupled members in one pass that keeps all graphs until v is known: faster, with M times the memory."""
     forward = forward or posterior.member_loss

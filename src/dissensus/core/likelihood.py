@@ -1,10 +1,4 @@
-"""Likelihoods: the distribution of targets given a network's outputs, and the prediction of several networks.
-
-A likelihood is written for *one* member; the library repeats it over members. It is an `nn.Module`, so its parameters
-(the noise of `Regression`) are trained with the network, and every member of an ensemble has its own.
-
-Your own likelihood subclasses `Likelihood` and defines three methods; docs/guides/likelihoods.md has a Poisson likelihood.
-"""
+"""Likelihoods: the distribution of targets given a network's outputs; docs/guides/likelihoods.md has one of your own."""
 
 import math
 from abc import ABC, abstractmethod
@@ -313,7 +307,8 @@ class RealTargets(Likelihood):
 
     def target_log_density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         """(B,) log-density of y, given mean and variance of z."""
-        each = gaussian_log_prob(self.to_output_units(y), mean, variance)
+        squares = (self.to_output_units(y) - mean) ** 2
+        each = -0.5 * (squares / variance + variance.log() + math.log(2 * math.pi))
         if self.targets is not None:
             each = each - self.target_scale(y)[1].log()
         return each.flatten(1).sum(1) if each.ndim > 1 else each
@@ -428,11 +423,6 @@ class HeteroscedasticRegression(RealTargets):
             got = tuple(output_shape)
             raise ValueError(f"expected outputs of shape (B, 2D), got {got}; double the network's last layer")
         self.check_targets(torch.Size((output_shape[0], output_shape[1] // 2, *output_shape[2:])), y)
-
-
-def gaussian_log_prob(y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """log N(y; mean, variance), elementwise."""
-    return -0.5 * ((y - mean) ** 2 / variance + variance.log() + 1.8378770664093453)  # log 2π
 
 
 def _check_real_targets(shape: torch.Size, y: Tensor) -> None:

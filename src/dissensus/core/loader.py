@@ -194,9 +194,7 @@ def map_batches(
 ) -> Iterator[tuple[Any, Any]]:
     """(batch, work(batch)) for every batch, in order. Processes of the mesh share the work; each gets all results.
 
-    Args:
-        portion: the functions used by `work`; those that run here, while it is done.
-        device: device for the results of other processes.
+    `portion`: the functions used by `work`. `device`: device for the results of other processes.
     """
     mesh = connected_mesh(posterior)
     if mesh is None or posterior.particles.divided:  # whose processes all run each network together

@@ -29,10 +29,10 @@ from dissensus.utils.tensor_tree import (
     SubmoduleCache,
     Tensors,
     TensorTree,
-    buffers_by_name,
     cache_submodules,
     derived_names,
     named_submodules,
+    named_tensors,
     run_keeping_tensors,
 )
 from dissensus.utils.torch_private import has_vmap_axis, in_vmap, is_transformed
@@ -64,7 +64,7 @@ class Member(nn.Module):
         result = function(self, *args)
         if not self.training:
             return result, {}
-        return result, dict(self.named_buffers()) if torch.compiler.is_dynamo_compiling() else buffers_by_name(self)
+        return result, dict(self.named_buffers()) if torch.compiler.is_dynamo_compiling() else named_tensors(self)[1]
 
     def nll(self, batch: Batch) -> Tensor:
         """() mean negative log-likelihood of the batch."""
@@ -210,10 +210,6 @@ class ForwardAttributes:
             self.hooks = [*chain.from_iterable((part._forward_hooks, part._forward_pre_hooks) for part in found)]
             self.known_values: list[Any] = []
         return self.all if any(self.hooks) else self.foreign
-
-    def take_snapshot(self, template: nn.Module) -> "_AttributeSnapshot | None":
-        """For several runs in eval mode, with `restore_attributes` after each. None if there are no attributes to restore."""
-        return _AttributeSnapshot(self, watched) if (watched := self.modules_to_watch(template)) else None
 
     def run_with_own_tensors(self, template: Any, function: Callable[..., Any], *args: Any) -> Any:
         """function(template, *args) with the template's own tensors, which are restored, too."""
@@ -397,12 +393,12 @@ def run_separately(particles: Any, run: Callable[[], Result]) -> Result:
 def run_compiled(particles: Any, run: Callable[[], Result]) -> Result:
     """run(), in which compiled code runs members; raises if they have state, which that would not keep apart."""
     pairs = [(particles._forward_attributes[i], each) for i, each in enumerate(particles.templates)]
-    lent = [(written, written.take_snapshot(template)) for written, template in pairs]
+    lent = [(each, _AttributeSnapshot(each, watched)) for each, one in pairs if (watched := each.modules_to_watch(one))]
     try:
         return run()
     finally:
         for written, each in lent:
-            if each is not None and each.restore_attributes().keys() - (written.unread or set()):
+            if each.restore_attributes().keys() - (written.unread or set()):
                 raise MemberStateError("forward changes attributes")
 
 

@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -222,7 +221,7 @@ class _NetworkLock:
     def __init__(self, network: nn.Module) -> None:
         self.lock = threading.RLock()
         self.trainer: int | None = None
-        # On Arm small products switch oneDNN off (`core.products`), which would change what other networks compute.
+        # On Arm small products switch oneDNN off (`kernels/cpu_products.py`), which would change what other networks compute.
         self.locks_process = is_on_arm() or has_attention(network)
 
     def __enter__(self) -> None:
@@ -233,12 +232,7 @@ class _NetworkLock:
             self.__exit__()
             raise ValueError("expected a network that no other thread is training, got one in fit; wait, or use a copy")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.lock.release()
         if self.locks_process:
             PROCESS.release()

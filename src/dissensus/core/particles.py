@@ -65,7 +65,7 @@ Part = TypeVar("Part", bound=nn.Module)
 class Particles(nn.Module):
     """M members of one architecture. `own`: stacked tensors (M, ...); `shared`: a module with the tensors common to all.
 
-    If several processes train some of the members each, `members` counts those of this process and `everywhere` all.
+    If several processes train some of the members each, `members` counts those of this process and `total_members` all.
     """
 
     exchange: Exchange = ALONE
@@ -119,7 +119,7 @@ class Particles(nn.Module):
     ) -> "Particles":
         """M members, copied from M networks and M latents. Tied tensors stay tied (stacked by identity).
 
-        Networks that differ in more than tensors (`core.attributes`) run in a loop, each in its own template.
+        Networks that differ in more than tensors (`utils/module_state.py`) run in a loop, each in its own template.
         `own(name)`: whether each member has its own tensor of this name ("network.0.weight"); other tensors are shared and
         taken from the first network. None: all are own, except tensors that are frozen and equal in all networks; these are
         stored once. With `own`, `frozen` names such tensors.
@@ -151,10 +151,7 @@ class Particles(nn.Module):
         kept: Collection[str],
         members: int,
     ) -> "Particles":
-        """M members from these tensors, M rows per name: all rows are stored if `own(name)`, else only the first.
-
-        Parameters are stored as parameters, other tensors as buffers; `kept`: names of the buffers in a state dict.
-        """
+        """M members from M rows per name, of which only the first is stored unless `own(name)`; `kept`: saved buffers."""
         mine, common = split_trees(rows, own=own, kept=kept)
         return cls(template, own=mine, shared=common, members=members)
 
@@ -383,7 +380,7 @@ def single_member(particles: Particles, index: int) -> Particles:
 
 
 class SingleMemberCache:
-    """One network's particles with a separate template, as `only` makes them, kept until it could have changed."""
+    """One network's particles with a separate template, as `single_member` makes them, kept until it could have changed."""
 
     # To copy a small network takes longer than to run it.
 

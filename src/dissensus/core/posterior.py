@@ -22,7 +22,7 @@ from dissensus.core import gradients
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.calibrated import Correction
 from dissensus.core.description import describe_network, describe_settings, restore_settings
-from dissensus.core.divergence import Diverged, diverged_members, has_diverged, member_maxima
+from dissensus.core.divergence import Diverged, diverged_members, member_maxima
 from dissensus.core.drawn_functions import DrawnFunctions, Predictor
 from dissensus.core.likelihood import Likelihood, RealTargets, noise_warning, start_noise
 from dissensus.core.loader import Loader
@@ -110,20 +110,12 @@ class Posterior(TrainableModule, ABC):
         return self.draw()
 
     def config(self) -> dict[str, Any]:
-        """The keyword arguments, as JSON values, that rebuild this posterior from a network.
-
-        They are read from attributes of the same names; see `describe_settings`.
-        """
+        """The keyword arguments that rebuild this posterior, as JSON values, from attributes of the same names."""
         return describe_settings(self)
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
-        """A posterior with this network and config, whose tensors will be overwritten from a file.
-
-        Args:
-            network: a module of the same architecture as `given()`.
-            config: the result of `config()`.
-        """
+        """A posterior of a network like `plain_network()` and this `config()`, to be overwritten from a file."""
         constructor: Any = cls  # every method has its own keywords
         built: Self = constructor(network, likelihood=likelihood, **restore_settings(cls, config))
         return built
@@ -136,10 +128,7 @@ class Posterior(TrainableModule, ABC):
         return self.particles.member(0) if self.base is None else self.base[0].plain_network()
 
     def store_draw(self, loader: Iterable[Any]) -> None:
-        """Stores a draw with the posterior, with batch statistics re-estimated from the loader.
-
-        Does nothing for methods that store members. Users call `ds.refresh(posterior, loader)`.
-        """
+        """Stores a draw, with batch statistics re-estimated from the loader, if the method samples; users call `ds.refresh`."""
         return None
 
     # ------------------------------------------------------------------ what every posterior can do
@@ -314,7 +303,6 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
     training loop, call it yourself.
 
     Args:
-        posterior: a trained posterior.
         loader: the training batches (x, y).
     """
     loader = Loader.complete(loader, posterior)
@@ -355,17 +343,12 @@ def checked_prediction(posterior: Posterior, predictive: Predictive) -> Predicti
 def checked_members(
     posterior: Posterior, predictive: Predictive, lens: Correction, *, first: int = 0, later: list[Tensor] | None = None
 ) -> Predictive:
-    """The calibrated prediction of some members; raises Diverged with their indices if they hold NaN.
-
-    Args:
-        first: index of the first of these members.
-        later: a list that takes maxima for `check_diverged` instead, so that the host need not wait for the device.
-    """
-    described = predictive.defining_tensors()
-    if later is not None:
-        later.append(member_maxima(described))
-    elif has_diverged(described):
-        check_diverged(posterior, member_maxima(described), first=first)
+    """The calibrated prediction of members from `first` on; raises Diverged, or `later` takes their maxima to check."""
+    maxima = member_maxima(predictive.defining_tensors())
+    if later is None:
+        check_diverged(posterior, maxima, first=first)
+    else:
+        later.append(maxima)
     if not posterior._predicted:
         posterior._predicted = True
         posterior._known.warn_once(noise_warning(posterior.particles))

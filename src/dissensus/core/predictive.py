@@ -235,8 +235,7 @@ class RegressionPredictive(Predictive):
     """A mixture of Gaussians from members' means and variances (M, B, D).
 
     `mean` (B, D) of the `member_means` (M, B, D); `aleatoric` is the mean of the variances and `epistemic` the variance
-    of the means, (B, D).
-    `interval`, `quantile` and `cdf` are those of the mixture, for each output separately.
+    of the means, (B, D). `interval`, `quantile` and `cdf` are those of the mixture, for each output separately.
 
     Args:
         means, variances: (M, B, D) or (M, B), in the units of y and y².

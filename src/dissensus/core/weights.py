@@ -113,10 +113,8 @@ class Recorder(nn.Module, ABC):
             raise NotImplementedError(f"expected whole weights for {kind}, got divided ones; leave shard out")
 
     def with_members(self) -> list[tuple[Tensor, int]]:
-        """(buffer, its member axis) for every buffer that has one; processes that train together divide these.
-
-        Needed only to divide several networks over processes; without it, only batches can be divided.
-        """
+        """(buffer, its member axis) for every buffer that has one; processes that train together divide these."""
+        # Needed only to divide several networks over processes; without it, only batches can be divided.
         kind = type(self).__name__
         raise ValueError(f"expected a recorder with with_members, got {kind}; define it, or use mesh(members=1)")
 

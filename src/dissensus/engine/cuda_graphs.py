@@ -483,10 +483,6 @@ class CapturedFunction(CapturedCalls):
             del self.implementations.implementations["fused"]
             _note_unfused("fused", first_line(error))
 
-    def _run(self, x: Inputs) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = self.implementations(x) if self.plain else self.function(x)
-        return found
-
     def _run_fused(self, x: Inputs) -> tuple[Tensor, ...]:
         with fuse_layers():
             return self.function(x)
@@ -507,7 +503,7 @@ class CapturedFunction(CapturedCalls):
         self.side_stream = self.side_stream or (torch.cuda.Stream() if DEVICE == "cuda" else None)
         lanes = Lanes().for_members(self.drawn.members) if self.plain else ONE_LANE
         with self._cache_context(self.side_stream), self.drawn.particles.runner.use_lanes(lanes):
-            found = self._run(x)
+            found: tuple[Tensor, ...] = self.implementations(x) if self.plain else self.function(x)
         if self.weight_cache is not None and not self.weight_cache.is_fresh():
             raise RuntimeError("the network changes its weights")
         return found

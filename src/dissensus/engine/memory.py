@@ -127,17 +127,13 @@ def measure_peak(device: torch.device) -> Iterator[list[PeakMemory]]:
     """Its list gets what is `PeakMemory` inside, besides what was there before; nothing on the host."""
     found: list[PeakMemory] = []
     reset_peak(device)
-    before = _current_memory(device)
-    yield found
-    if device.type == "cuda":
-        alive, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-        found.append(PeakMemory(alive - before.alive, reserved - before.reserved))
-
-
-def _current_memory(device: torch.device) -> PeakMemory:
     if device.type != "cuda":
-        return UNMEASURED
-    return PeakMemory(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
+        yield found
+        return
+    alive, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    yield found
+    most, most_reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    found.append(PeakMemory(most - alive, most_reserved - reserved))
 
 
 def reset_peak(device: torch.device) -> None:

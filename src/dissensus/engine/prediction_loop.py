@@ -46,10 +46,8 @@ class Answer(NamedTuple):
 class FixedDraw:
     """M functions drawn once from a posterior, run batch by batch: all their numbers belong to the same functions.
 
-    Args:
-        compiled: whether functions are compiled (torch.compile) first.
-        keeps_weights: that the user's code, which may change weights, does not run between batches.
-        count: number of batches to come, where it is known.
+    `compiled`: by torch.compile. `keeps_weights`: that the user's code, which may change weights, does not run between
+    batches. `count`: number of batches to come, where it is known.
     """
 
     def __init__(
@@ -332,10 +330,8 @@ class AsyncHostCopy:
 class LateChecks:
     """Checks in a run over batches, of values that the device computes: done late, those of the first batch at once.
 
-    Args:
-        at_once: all of them at once, as where values are on the host, or where several processes must raise together.
-        behind: batches by which they are late, fewer if inputs are large. With several, the device still has work while the
-            host prepares a batch that takes it longer, such as a smaller last one, which has no graph.
+    `at_once`: all of them, as where values are on the host, or where several processes must raise together. `behind`: batches
+    by which they are late, fewer if inputs are large: the device still has work while the host prepares a slow batch.
     """
 
     def __init__(self, *, at_once: bool, behind: int = 1) -> None:

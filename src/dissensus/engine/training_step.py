@@ -72,12 +72,8 @@ class EagerStep:
         precision: torch.dtype | None = None,
         accumulate: int = 1,
     ) -> None:
-        self.posterior = posterior
-        self.optimizer = optimizer
-        self.strategy = strategy
-        self.clip = clip
-        self.precision = precision
-        self.accumulate = accumulate
+        self.posterior, self.optimizer, self.strategy = posterior, optimizer, strategy
+        self.clip, self.precision, self.accumulate = clip, precision, accumulate
         self.pending = 0  # batches accumulated since the last step
         self.accumulated_weight = torch.zeros(())  # total weight of their examples
         self._restore = use_fused_kernels(optimizer)
@@ -140,8 +136,7 @@ class EagerStep:
 
     def _weight_fraction(self, batch: Batch, number: int, dtype: torch.dtype) -> Tensor | None:
         """() the batch's share of the weight accumulated so far; None for a step of one batch."""
-        # Each batch's loss is a mean, Σ w ℓ / Σ w. Their mean, weighted by these shares, is the loss of one large
-        # batch.
+        # Each batch's loss is a mean, Σ w ℓ / Σ w. Their mean, weighted by these shares, is that of one large batch.
         if self.accumulate == 1:
             return None
         counted = self.posterior.likelihood.training_weight(batch.y)
@@ -159,7 +154,7 @@ class EagerStep:
             self.optimizer.step()
         if observe:
             self.guard.observe()
-        self.guard.join_side_stream()
+        self.guard.side_stream.join()
 
 
 def autocast(device: torch.device, precision: torch.dtype | None) -> AbstractContextManager[object]:
@@ -197,7 +192,7 @@ class Guard:
         self._one = torch.ones_like(self.halted)
         self._saved_buffers: Tensors | None = None
         self._unmixed: Tensor | None = None  # (M,) largest gradients before they were mixed
-        self._side_stream = SideStream(device)
+        self.side_stream = SideStream(device)
         self._chunks = Chunks()  # of the gradients that recorders read
         self._finite_names = {what: self._names_of_finite(tensors) for what, tensors in self._checked_tensors().items()}
 
@@ -237,7 +232,7 @@ class Guard:
                 self.halted.copy_(exchange.gather_members(self.bad).any())
                 self._raise_if_halted()
         elif given:
-            with self._side_stream(losses, known):  # first, so that it also overlaps with the flag's kernel
+            with self.side_stream(losses, known):  # first, so that it also overlaps with the flag's kernel
                 self._record_faults(losses, gradients, known)
             _flag_not_finite(given, self.halted, self._one)
             exchange.reduce_flag(self.halted)
@@ -252,10 +247,6 @@ class Guard:
         now = ~torch.stack([of_losses, before, mine, common.expand(len(nothing))]).isfinite()
         # torch.where, not `if`: a branch on the host would wait for the device and could not be captured.
         self.bad.copy_(torch.where(self.bad.any(), self.bad, now))
-
-    def join_side_stream(self) -> None:
-        """Waits for the side stream; call it at the end of a step."""
-        self._side_stream.join()
 
     def write_buffers(self, buffers: Tensors) -> None:
         """Stores batch statistics (M, ...) after a batch, unless this or an earlier batch was bad."""
@@ -295,7 +286,7 @@ class Guard:
         if any(recorder.reads_next_step for recorder in self._recorders):
             gradients = [local_part(p.grad) for p in self.weights.values() if p.grad is not None]
             clear_if_flagged(self.halted, gradients, self._chunks)
-        with self.skip_bad_step(), nullcontext() if self.has_observers else self._side_stream():
+        with self.skip_bad_step(), nullcontext() if self.has_observers else self.side_stream():
             self.posterior.observe(self.optimizer)
             lost = self.halted.to(torch.int64)
             for clock in clocks:

@@ -80,7 +80,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
             raise ValueError('expected outputs="logits", got "probabilities"; only classification has probabilities')
         if functional_prior and self.prior is None:
             raise ValueError("expected a prior with functional_prior=True, got none; pass weight_prior_std= or prior=")
-        self.score = one_of("score", score, rbf_kernels.MATRICES)
+        self.score = one_of("score", score, rbf_kernels.SCORES)
         self.set_repulsion(repulsion, batch_size)
         self.repel_at: str | InputBuffers
         if isinstance(repel_at, str):
@@ -122,7 +122,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         where = "elsewhere" if "elsewhere" in z else "outputs"
         repelled = z[where]
         strength = self.strength(z["outputs"].shape[1], gathered=self.batches_per_step)
-        matrix = rbf_kernels.MATRICES[self.score](squared_distances(repelled)) * strength
+        matrix = rbf_kernels.score_matrix(self.score, squared_distances(repelled)) * strength
         v = {name: torch.zeros_like(tensor) for name, tensor in z.items()}
         v[where] = rbf_kernels.apply_matrix(matrix, repelled - repelled.mean(0))
         if "prior" in z:

@@ -53,7 +53,7 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, likelihood=likelihood, **prior)
-        self.score = one_of("score", score, rbf_kernels.MATRICES)
+        self.score = one_of("score", score, rbf_kernels.SCORES)
         self.set_repulsion(repulsion, batch_size)
         self.annealing = annealing_or_constant(annealing)
 
@@ -62,7 +62,7 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
         own = self.particles.own_parameters()
         z = trained_tensors({name: tensor.detach() for name, tensor in own.items()}, own)
         strength = self.strength(gathered=self.batches_per_step)
-        matrix = rbf_kernels.MATRICES[self.score](squared_distances(z)) * strength
+        matrix = rbf_kernels.score_matrix(self.score, squared_distances(z)) * strength
         repulsion = rbf_kernels.apply_matrix(matrix, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
         weight = annealing_weight(self, self.annealing)
         driving = {name: gradient * weight for name, gradient in gradients.items()}

@@ -38,20 +38,14 @@ def chain_generators(seed: int, numbers: Iterable[int], device: torch.device) ->
     return [torch.Generator(device).manual_seed(int(state) >> 1) for state in states]
 
 
-def set_lookahead(ahead: bool) -> bool:
-    """From now on this thread's draws do not advance torch's generator, or do again; returns what held before."""
-    before, _thread.looks_ahead = _thread.looks_ahead, ahead
-    return before
-
-
 @contextmanager
 def without_advancing() -> Iterator[None]:
     """Inside, this thread's draws do not advance torch's generator."""
-    before = set_lookahead(True)
+    before, _thread.looks_ahead = _thread.looks_ahead, True
     try:
         yield
     finally:
-        set_lookahead(before)
+        _thread.looks_ahead = before
 
 
 @contextmanager

@@ -10,14 +10,13 @@ G_i = Σ_j ∇_{z_i} k(z_i, z_j) = (1/h) Σ_j K_ij (z_j − z_i),
     stein            (K + ηI)⁻¹ G                        Stein gradient estimator (Li & Turner, ICLR 2018)
     spectral_stein   K (K + ηI)⁻² G                      spectral Stein gradient estimator (Shi et al., ICML 2018)
 
-Each is a matrix (M, M) applied to the particles. The `…_matrix` functions return that matrix, so that particles may consist of
-several tensors. The last one is the sum over all eigenfunctions,
+Each is a matrix (M, M) applied to the particles: `score_matrix` returns it, so that particles may consist of several tensors.
+The last one is the sum over all eigenfunctions,
 
     Σ_m β_m φ_m(z_i),   φ_m(z) = √M/λ_m Σ_j u_jm k(z, z_j),   β_m = 1/(√M λ_m) Σ_j u_jm G_j,   K + ηI = U diag(λ) Uᵀ.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -88,7 +87,9 @@ def input_gradient_log_density(
     """
     unit = directions(to_kernel_precision(gradients))
     points, floor = _scale_directions(unit, lengthscales)
-    return batch_log_density(points, bandwidth, weight, floor=floor).to(_result_dtype(gradients))
+    return batch_log_density(points, bandwidth, weight, floor=floor).to(
+        torch.promote_types(gradients.dtype, torch.float32)
+    )
 
 
 def input_gradient_force(
@@ -118,12 +119,7 @@ def input_gradient_force(
         force = lengthscales.pull(force)
     size = wide.square().sum(-1, keepdim=True)
     force = (force - unit * (unit * force).sum(-1, keepdim=True)) * (size + EPSILON).rsqrt()
-    return torch.where(size == 0, 0.0, force).to(_result_dtype(gradients))
-
-
-def _result_dtype(gradients: Tensor) -> torch.dtype:
-    """The precision of results."""
-    return torch.promote_types(gradients.dtype, torch.float32)
+    return torch.where(size == 0, 0.0, force).to(torch.promote_types(gradients.dtype, torch.float32))
 
 
 def _scale_directions(unit: Tensor, lengthscales: Lengthscales | None) -> tuple[Tensor, Tensor | float]:
@@ -186,6 +182,7 @@ def to_kernel_precision(tensor: Tensor) -> Tensor:
 RIDGE = 0.01  # η
 
 Score = Literal["kde", "stein", "spectral_stein"]
+SCORES: tuple[Score, ...] = ("kde", "stein", "spectral_stein")
 
 
 def spectral_stein_at(points: Tensor, samples: Tensor) -> Tensor:
@@ -198,26 +195,14 @@ def spectral_stein_at(points: Tensor, samples: Tensor) -> Tensor:
     return values.to(points.dtype).reshape(points.shape)
 
 
-def kde_matrix(squared: Tensor, bandwidth: float | None = None) -> Tensor:
-    """(M, M) A with A z the kernel-density score, from squared distances (M, M)."""
+def score_matrix(score: Score, squared: Tensor, bandwidth: float | None = None) -> Tensor:
+    """(M, M) A with A z the score estimate, from squared distances (M, M)."""
     kernel, h = kernel_and_bandwidth(squared, bandwidth)
-    return slopes(kernel, h) / kernel.sum(1, keepdim=True)
-
-
-def stein_matrix(squared: Tensor, bandwidth: float | None = None) -> Tensor:
-    """(M, M) A with A z the Stein score, from squared distances (M, M)."""
-    kernel, h = kernel_and_bandwidth(squared, bandwidth)
-    return _solve(kernel, slopes(kernel, h))
-
-
-def spectral_stein_matrix(squared: Tensor, bandwidth: float | None = None) -> Tensor:
-    """(M, M) A with A z the spectral Stein score, from squared distances (M, M)."""
-    kernel, h = kernel_and_bandwidth(squared, bandwidth)
-    return kernel @ _solve(kernel, _solve(kernel, slopes(kernel, h)))
-
-
-Matrix = Callable[..., Tensor]
-MATRICES: dict[str, Matrix] = {"kde": kde_matrix, "stein": stein_matrix, "spectral_stein": spectral_stein_matrix}
+    slope = slopes(kernel, h)
+    if score == "kde":
+        return slope / kernel.sum(1, keepdim=True)
+    solved = _solve(kernel, slope)
+    return solved if score == "stein" else kernel @ _solve(kernel, solved)
 
 
 def kernel_and_bandwidth(squared: Tensor, bandwidth: float | None = None) -> tuple[Tensor, Tensor | float]:

@@ -150,11 +150,6 @@ def named_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def tied_names(module: nn.Module) -> dict[str, str]:
-    """Other name -> first name of each tied tensor; a layer with several names counts once."""
-    return TensorPlaces(module).tied
-
-
 def call_with_tensors(module: nn.Module, tensors: Tensors, *args: Any, places: TensorPlaces | None = None) -> Any:
     """module(*args) with these tensors in place of its own, tied ones in all their places."""
     # As torch's `functional_call`, which takes as long as a small network, and leaves tensors of this call in a layer
@@ -215,8 +210,3 @@ def _collect(module: nn.Module, parameters: Tensors, buffers: Tensors) -> None:
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     into[path + leaf] = tensor
-
-
-def buffers_by_name(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers of `named_tensors`; of a module without any in a third of the time."""
-    return named_tensors(module)[1] if any(part._buffers for part in all_submodules(module)) else {}
