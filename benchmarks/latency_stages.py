@@ -39,7 +39,7 @@ PREDICTION: dict[str, Sequence[Owner]] = {
         (randomness, "preserve_random_state"),
     ),
     "checks of inputs": ((batches, "check_finite"), (batches, "move_to_device"), (Posterior, "check_inputs")),
-    "a look for NaN": ((posterior, "check_diverged"),),
+    "a look for NaN": ((posterior, "has_diverged"),),
     "log-probabilities": ((ds.Classification, "describe"),),
     "tensors put into place and back": ((tensor_tree, "assign_tensors"),),
     "calls around the networks": ((DrawnFunctions, "predict"), (posterior, "checked_prediction")),

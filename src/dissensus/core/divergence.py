@@ -58,6 +58,12 @@ def _maxima(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, math.inf)) if tensors else torch.zeros(0)
 
 
+def has_diverged(described: Sequence[Tensor]) -> bool:
+    """Whether a description holds NaN or +∞; synchronises with the device. Quicker than to ask which member's."""
+    given = [tensor for tensor in described if tensor.is_floating_point() and tensor.numel()]
+    return not all(tensor.max().item() < math.inf for tensor in given)
+
+
 def member_maxima(described: Sequence[Tensor]) -> Tensor:
     """(T, M) each member's largest value in each description (M, B, ...), NaN if there is one; does not synchronise."""
     given = [tensor for tensor in described if tensor.is_floating_point() and tensor.numel()]

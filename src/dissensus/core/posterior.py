@@ -22,7 +22,7 @@ from dissensus.core import gradients
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.calibrated import Correction
 from dissensus.core.description import describe_network, describe_settings, restore_settings
-from dissensus.core.divergence import Diverged, diverged_members, member_maxima
+from dissensus.core.divergence import Diverged, diverged_members, has_diverged, member_maxima
 from dissensus.core.drawn_functions import DrawnFunctions, Predictor
 from dissensus.core.likelihood import Likelihood, RealTargets, noise_warning, start_noise
 from dissensus.core.loader import Loader
@@ -344,11 +344,11 @@ def checked_members(
     posterior: Posterior, predictive: Predictive, lens: Correction, *, first: int = 0, later: list[Tensor] | None = None
 ) -> Predictive:
     """The calibrated prediction of members from `first` on; raises Diverged, or `later` takes their maxima to check."""
-    maxima = member_maxima(predictive.defining_tensors())
-    if later is None:
-        check_diverged(posterior, maxima, first=first)
-    else:
-        later.append(maxima)
+    described = predictive.defining_tensors()
+    if later is not None:
+        later.append(member_maxima(described))
+    elif has_diverged(described):
+        check_diverged(posterior, member_maxima(described), first=first)
     if not posterior._predicted:
         posterior._predicted = True
         posterior._known.warn_once(noise_warning(posterior.particles))
