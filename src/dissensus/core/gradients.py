@@ -288,7 +288,8 @@ def looped_keeping_graphs(
     """Gradients of coupled members in one pass that keeps all graphs until v is known: faster, with M times the memory."""
     forward = forward or posterior.member_loss
     state, (lane, join) = detached_state(posterior), lanes
-    leaves, results, halves = [], [], []
+    leaves, halves = [], []
+    results: list[tuple[Tensor, Any, Tensors]] = []
     for i in range(posterior.particles.members):
         mine = state.member(i)
         leaves.append(mine.leaves())
