@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import dissensus as ds
-from dissensus.core import objective
 from dissensus.core.batch import Batch
-from dissensus.core.gradients import cotangents, detached_state
+from dissensus.core.gradients import backward, cotangents, detached_state
 
 MEMBERS, SIZE = 3, 128
 ROUNDING = 2.0**-9 / 3**0.5  # standard deviation of bf16's relative rounding error, uniform within ± 2⁻⁹
@@ -60,7 +59,7 @@ def study(activation: str, normed: bool, steps: int, seed: int, device: torch.de
         for _ in range(after):
             at = torch.randint(len(x), (SIZE,), device=device)
             optimizer.zero_grad()
-            objective.backward(posterior, Batch(x[at], y[at]))
+            backward(posterior, Batch(x[at], y[at]))
             optimizer.step()
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             exact = found(posterior, batch, nullcontext)

@@ -24,7 +24,7 @@ from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run.build import optimizer, posterior
 from dissensus.bench.task.config import load_task
 from dissensus.bench.width_axis import EMBEDDED, INDEPENDENT, WidthCell, width_cells
-from dissensus.core.errors import Diverged
+from dissensus.core.divergence import Diverged
 from dissensus.predict import predict
 from dissensus.theory import largest_eigenvalue
 from dissensus.training.fit import fit

@@ -32,7 +32,7 @@ from turns import in_turns
 import dissensus as ds
 from dissensus.core import gradients, member, member_runner, particles, trainable
 from dissensus.core.batch import Batch
-from dissensus.engine import build_step, captured_prediction, cuda_graphs, fast_optimisers, strategies
+from dissensus.engine import build_step, cuda_graphs, fast_optimisers, strategies
 from dissensus.kernels import cpu_products, fused_conv, fused_norm, multi_tensor
 from dissensus.layers import channel_launch
 from dissensus.methods.parts import embedded_posterior, input_gradients
@@ -207,7 +207,7 @@ PATHS = [
     ),
     FastPath(
         "the caller's module as it is, in predictions",
-        ("core.forward_attributes:ForwardAttributes.run_with_own_tensors",),
+        ("core.member:ForwardAttributes.run_with_own_tensors",),
         without(particles.Particles, "map_members", map_members),
         (f"one input, MAP, {MLP}", f"one input, MAP, {RESNET}"),
     ),
@@ -271,7 +271,7 @@ PATHS = [
     FastPath(
         "batch norm with the layers after it",
         ("kernels.fused_norm", "kernels.lazy_tensor", "kernels.norm_launch", "kernels.triton_norm"),
-        without_all(*(without(each, "fuse_layers", nullcontext) for each in (strategies, captured_prediction))),
+        without_all(*(without(each, "fuse_layers", nullcontext) for each in (strategies, cuda_graphs))),
         (*STEPS[:2], PREDICTION),
         "cuda",
     ),
@@ -292,7 +292,7 @@ PATHS = [
     FastPath(
         "casts and folded weights kept",
         ("kernels.weight_cache",),
-        without(captured_prediction, "WeightCache", lambda tensors: None),
+        without(cuda_graphs, "WeightCache", lambda tensors: None),
         (PREDICTION,),
         "cuda",
     ),
@@ -305,7 +305,7 @@ PATHS = [
     ),
     FastPath(
         "CUDA graphs",
-        ("engine.cuda_graphs", "engine.captured_step", "engine.captured_prediction", "engine.graph_constants"),
+        ("engine.cuda_graphs", "engine.training_step:CapturedStep"),
         without(cuda_graphs.Graph, "__init__", refuse_capture),
         (STEPS[0], PREDICTION),
         "cuda",

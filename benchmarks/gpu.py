@@ -31,14 +31,13 @@ from turns import in_turns
 
 import dissensus as ds
 from dissensus.bench.run.provenance import commit, device_name
-from dissensus.core import objective
 from dissensus.core.batch import Batch
-from dissensus.core.gradients import Gradients, Strategy
+from dissensus.core.gradients import Gradients, Strategy, compute_gradients
 from dissensus.data import Batches
 from dissensus.engine import build_step
-from dissensus.engine.eager_step import autocast
 from dissensus.engine.fast_optimisers import use_channels_last
 from dissensus.engine.strategies import LoopStrategy, make_strategy
+from dissensus.engine.training_step import autocast
 
 DEVICE = torch.device("cuda")
 SHORT, LONG = 500, 100_000  # steps of a run: too few to compile, and enough
@@ -303,7 +302,7 @@ def timing(seconds: list[float], base: float) -> Row:
 
 def found(posterior: ds.Posterior, batch: Batch, run: Strategy, precision: torch.dtype | None) -> Gradients:
     with autocast(DEVICE, precision):
-        return objective.compute_gradients(posterior, batch, run)
+        return compute_gradients(posterior, batch, run)
 
 
 def deviation(ours: Gradients, theirs: Gradients) -> str:

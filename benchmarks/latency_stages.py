@@ -26,7 +26,7 @@ from dissensus.core import posterior
 from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.posterior import Posterior
 from dissensus.data import Batches
-from dissensus.engine.step_guard import Guard
+from dissensus.engine.training_step import Guard
 from dissensus.numerics import randomness
 from dissensus.utils import tensor_tree
 from dissensus.utils.torch_modes import eval_mode
@@ -36,8 +36,7 @@ PREDICTION: dict[str, Sequence[Owner]] = {
     "modes, random state": (
         (eval_mode, "__enter__"),
         (eval_mode, "__exit__"),
-        (randomness, "generator_states"),
-        (randomness, "restore_generators"),
+        (randomness, "preserve_random_state"),
     ),
     "checks of inputs": ((batches, "check_finite"), (batches, "move_to_device"), (Posterior, "check_inputs")),
     "a look for NaN": ((posterior, "has_diverged"),),

@@ -27,7 +27,7 @@ from rows import write_rows
 
 from dissensus.bench.report import figure_sections
 from dissensus.bench.report.prose import question_sentences
-from dissensus.bench.report.results import Results, SweptSetting
+from dissensus.bench.report.results import Results, SettingSweep
 from dissensus.bench.report.setting_sweep import GROUPS, accuracies
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.plots import charts
@@ -94,7 +94,7 @@ def results_of_rows(rows: list[dict[str, str]]) -> Results:
         origins=origins,
         baseline=BASELINE if BASELINE in methods else None,
         focus=FOCUS if FOCUS in methods else None,
-        sweep=SweptSetting("alpha", alphas) if alphas else None,
+        sweep=SettingSweep("alpha", alphas) if alphas else None,
     )
 
 

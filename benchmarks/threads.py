@@ -20,7 +20,7 @@ from rows import write_rows
 
 import dissensus as ds
 from dissensus.bench.run.provenance import provenance
-from dissensus.core import locks
+from dissensus.core import member_runner
 
 NETWORKS = {
     "MLP 64-100-100-10": (lambda: ds.nets.MLP(64, 10, hidden=(100, 100)), (64,)),
@@ -49,7 +49,7 @@ def measured(name: str, repeats: int) -> dict[str, object]:
     times: dict[bool, list[float]] = {False: [], True: []}
     for i in range(2 * repeats + 10):
         in_turn = i % 2 == 0
-        without = mock.patch.object(locks, "_lock_of", new=nobodys_turn)
+        without = mock.patch.object(member_runner, "_lock_of", new=nobodys_turn)
         with nullcontext() if in_turn else without:
             start = time.perf_counter()
             posterior.predict(x)

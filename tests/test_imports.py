@@ -61,7 +61,7 @@ HEAVY_ALLOWED = {
     ("bench/theory_commands.py", "typer"),
     ("bench/theory_studies.py", "matplotlib"),
     ("bench/report/html_report.py", "jinja2"),
-    ("utils/pandas_rows.py", "pandas"),
+    ("utils/arrays.py", "pandas"),
     ("bench/rows/user_data.py", "pandas"),
     *(
         (f"plots/{name}.py", "matplotlib")
@@ -234,16 +234,16 @@ def test_a_stranger_finds_the_way():
     assert weight.depth() <= 4
     assert weight.long_functions(SOURCE) == []
     core = weight.weights(SOURCE)["core"]
-    assert core.files <= 32
-    assert core.lines <= 5300
+    assert core.files <= 20
+    assert core.lines <= 5200
     assert sum(weight.weights(SOURCE).values(), weight.Weight()).lines <= 49_500
 
 
 def test_a_batch_enters_few_files_before_the_optimiser_steps():
     """All of them are on the way of any batch; `docs/developing/a-batch-through-fit.md` says what each is for."""
     files = load_weight_program().files_of_a_step()
-    assert {"training/fit.py", "core/batch.py", "core/gradients.py", "engine/eager_step.py"} <= {*files}
-    assert len(files) <= 21, files
+    assert {"training/fit.py", "core/batch.py", "core/gradients.py", "engine/training_step.py"} <= {*files}
+    assert len(files) <= 16, files
 
 
 def test_no_method_is_derived_from_another():
@@ -331,7 +331,7 @@ def test_what_points_the_wrong_way_is_a_fault(relative, name, found):
 @pytest.mark.parametrize(
     ("relative", "name"),
     [
-        ("core/posterior.py", "dissensus.core.objective"),
+        ("core/posterior.py", "dissensus.core.gradients"),
         ("bench/run/jobs.py", "dissensus.bench.run.run.Run"),
         ("bench/run/run.py", "dissensus.bench.rows.task_rows.TaskData"),
         ("bench/cli.py", "dissensus.bench.theory_commands"),

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import dissensus as ds
 import tiny
-from dissensus.core.summary import RunningSummary
+from dissensus.core.predictive import RunningSummary
 from dissensus.training.validation import validation_nll
 
 F64 = torch.float64

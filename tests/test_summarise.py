@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import dissensus as ds
-from dissensus.core.summary import RunningSummary
+from dissensus.core.predictive import RunningSummary
 from dissensus.data import Batches
 
 

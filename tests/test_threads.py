@@ -11,7 +11,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core.locks import network_lock
+from dissensus.core.member_runner import network_lock
 from dissensus.kernels.cpu_products import is_on_arm
 from thinning import often
 
@@ -304,11 +304,11 @@ def test_a_network_that_draws_itself_leaves_the_stream_as_found():
 
 
 def test_locks_go_with_their_networks_and_are_not_copied():
-    from dissensus.core import locks
+    from dissensus.core import member_runner
 
     network = tiny.mlp()
     with network_lock(network):
-        assert id(network) in locks._turns
+        assert id(network) in member_runner._turns
     posterior, shapes = copy.deepcopy(ds.MAP(network)), []
     thread = threading.Thread(target=lambda: shapes.append(posterior.predict(tiny.points()[0].float()).mean.shape))
     with network_lock(network):
@@ -320,7 +320,7 @@ def test_locks_go_with_their_networks_and_are_not_copied():
     assert shapes == [(12, 3)]
     key = id(network)
     del network
-    assert key not in locks._turns
+    assert key not in member_runner._turns
 
 
 INSIDE = threading.Event()  # not of the network, which is copied

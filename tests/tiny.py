@@ -6,6 +6,7 @@ from torch import Tensor, nn
 import dissensus as ds
 from dissensus.core import batch as batches
 from dissensus.core.drawn_functions import MemberFunctions
+from dissensus.numerics import rbf_kernels
 
 
 def points(n: int = 12, inputs: int = 4, classes: int = 3, *, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -161,3 +162,16 @@ class Sharper(ds.Classification):
 
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
         return super().log_prob(3 * outputs, y)
+
+
+def estimate_score(name: str, z: Tensor, *, bandwidth: float | None = None) -> Tensor:
+    """(M, P) ∇ log q of particles (M, P): "kde", "stein" or "spectral_stein"; by default the median bandwidth."""
+    matrix = rbf_kernels.score_matrix(name, rbf_kernels.squared_distances(z), bandwidth)
+    return rbf_kernels.apply_matrix(matrix, z - z.mean(0))  # rows of the matrix sum to zero
+
+
+def svgd_direction(z: Tensor, score: Tensor, *, bandwidth: float | None = None) -> Tensor:
+    """(M, P) (1/M) [Σ_j K_ij ∇ log π(z_j) − G_i] of particles (M, P) and scores ∇ log π (M, P) (Liu & Wang 2016)."""
+    kernel, h = rbf_kernels.kernel_and_bandwidth(rbf_kernels.squared_distances(z), bandwidth)
+    slopes = rbf_kernels.slopes(kernel, h) / len(z)
+    return rbf_kernels.apply_matrix(kernel / len(z), score) - rbf_kernels.apply_matrix(slopes, z - z.mean(0))

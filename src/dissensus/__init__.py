@@ -7,14 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dissensus.core.calibrated import KIND_ROOMS
-from dissensus.core.errors import Diverged
-from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.divergence import Diverged
+from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, Regression
 from dissensus.core.posterior import Posterior, refresh
-from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
+from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive, SummaryPredictive
 from dissensus.core.prior import GaussianPrior, Prior
-from dissensus.core.recorder import Recorder
-from dissensus.core.regression import HeteroscedasticRegression, Regression
-from dissensus.core.summary import SummaryPredictive
+from dissensus.core.weights import Recorder
 from dissensus.predict import ImagePrediction, predict, predict_batches, predict_image, summarise
 from dissensus.report import report
 from dissensus.version import __version__ as __version__

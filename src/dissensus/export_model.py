@@ -89,7 +89,7 @@ def export(posterior: Posterior, path: str | os.PathLike[str], *, example: Any) 
                     _check_outputs(program.module()(*batches.input_tensors(_first_rows(x, rows))), numbers, path)
                 content = write(program, module.file_metadata(x), x, wanted)
                 break
-            except (_ExportRefused, ImportError):
+            except (_RandomGraphError, ImportError):
                 raise
             except Exception as error:
                 root: BaseException = error
@@ -159,7 +159,7 @@ class ExportedPosterior(nn.Module):
         return facts | {"promises": self.descriptions}
 
 
-class _ExportRefused(ValueError):
+class _RandomGraphError(ValueError):
     """An error that no other way of tracing would avoid."""
 
 
@@ -249,7 +249,7 @@ def _has_own_kernels(particles: Particles) -> bool:
 def _check_no_randomness(found: list[str]) -> None:
     if found:
         hint = "put dropout and noise in eval mode, or make them depend on self.training"
-        raise _ExportRefused(f"expected no random numbers in the network's graph, got {', '.join(found)}; {hint}")
+        raise _RandomGraphError(f"expected no random numbers in the network's graph, got {', '.join(found)}; {hint}")
 
 
 def _check_outputs(found: dict[str, Tensor], wanted: dict[str, tuple[Tensor, Tensor]], path: Path) -> None:

@@ -10,15 +10,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from dissensus.core.errors import Diverged
+from dissensus.core.divergence import Diverged
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior
-from dissensus.core.predictive import Predictive
-from dissensus.core.summary import RunningSummary, SummaryPredictive
+from dissensus.core.predictive import Predictive, RunningSummary, SummaryPredictive
 from dissensus.engine.memory import format_bytes
-from dissensus.engine.precision import PredictionPrecision
-from dissensus.engine.prediction_loop import predict_loader
+from dissensus.engine.prediction_loop import PredictionPrecision, predict_loader
 from dissensus.utils.arrays import tensor_of
 from dissensus.utils.checks import integer, number
 

@@ -34,6 +34,8 @@ from dissensus.bench.width_axis import (
 )
 from dissensus.core.errors import Diverged
 from dissensus.storage.atomic_files import read_json
+from dissensus.core.divergence import Diverged
+from dissensus.storage.run_files import read_json
 
 
 def task(*overrides: str):

@@ -16,7 +16,7 @@ import dissensus as ds
 from dissensus.calibration.calibrate import predict_held_out
 from dissensus.calibration.calibration_fits import fit_correction
 from dissensus.core.calibrated import Correction
-from dissensus.core.summary import ClassificationSummary
+from dissensus.core.predictive import ClassificationSummary
 from dissensus.metrics import ece
 from dissensus.numerics.isotonic import between_knots, isotonic_knots
 from refusals import refuses

@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 import dissensus as ds
 import tiny
-from dissensus.core.forward_attributes import state_names
+from dissensus.core.member import state_names
 from thinning import thinned
 
 STEPS = 4

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 import dissensus as ds
 import tiny
-from dissensus.core import objective
 from dissensus.core.batch import Batch
-from dissensus.core.gradients import Gradients, looped_gradients, looped_keeping_graphs
-from dissensus.engine.eager_step import EagerStep
-from dissensus.utils.nonfinite import amax
+from dissensus.core.divergence import amax
+from dissensus.core.gradients import Gradients, compute_gradients, looped_gradients, looped_keeping_graphs
+from dissensus.engine.training_step import EagerStep
 
 LANES = (lambda index: nullcontext(), lambda: None)  # two functions of their own, as with streams
 
@@ -108,7 +107,7 @@ def test_a_member_whose_gradient_is_not_finite_is_named_and_nothing_changes(bad:
 def test_gradients_that_are_mixed_are_looked_at_again() -> None:
     posterior = ds.SVGD([tiny.mlp().float() for _ in range(3)], data_size=10).train()
     given = Batch(torch.randn(5, 4), torch.randint(3, (5,)))
-    assert objective.compute_gradients(posterior, given, partial(looped_gradients, lanes=LANES)).largest is None
+    assert compute_gradients(posterior, given, partial(looped_gradients, lanes=LANES)).largest is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.core import gradients, objective
+from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.core.particles import Particles
 from dissensus.engine.strategies import make_strategy
@@ -69,7 +69,7 @@ def test_gradients_reach_latents_and_weights(way, shared, monkeypatch):
         posterior.particles.how = "loop"
         posterior.loss(x, y).backward()
     else:
-        losses = objective.backward(posterior, Batch(x, y), getattr(gradients, way))
+        losses = gradients.backward(posterior, Batch(x, y), getattr(gradients, way))
         assert losses.shape == (3,)
     own, common = posterior.particles.own_parameters(), posterior.particles.shared_parameters()
     summed, statistics = {}, []

@@ -9,7 +9,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
-from dissensus.core.regression import FAR, untrained_noise
+from dissensus.core.likelihood import FAR, untrained_noise
 
 QUIET = {"progress": False}
 

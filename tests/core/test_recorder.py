@@ -9,8 +9,7 @@ from torch.optim import SGD
 
 import dissensus as ds
 import tiny
-from dissensus.core.recorder import Recorder
-from dissensus.core.weights import network_parameters
+from dissensus.core.weights import Recorder, network_parameters
 
 
 class Steps(Recorder):

@@ -12,7 +12,7 @@ from workers import said, workers
 
 import dissensus as ds
 import tiny
-from dissensus.utils import dtensor
+from dissensus.utils import sharding
 from thinning import often
 
 X, Y = tiny.points(26)
@@ -55,16 +55,16 @@ def fit(name, divide=True, path=None, epochs=3, optimizer="adam", **settings):
         posterior, loader, epochs=epochs, optimizer=made, mesh=mesh, validation=[(X[:7], Y[:7]), (X[7:9], Y[7:9])],
         progress=False, checkpoint=path, engine="loop", **settings,
     )  # fmt: skip
-    weights = {id(p): dtensor.local_part(p).nbytes for name, p in posterior.named_parameters() if "network." in name}
+    weights = {id(p): sharding.local_part(p).nbytes for name, p in posterior.named_parameters() if "network." in name}
     states = [t for p, state in made.state.items() if id(p) in weights for t in state.values() if t.ndim]
-    whole = dtensor.gather_full_tensors(posterior.state_dict())
+    whole = sharding.gather_full_tensors(posterior.state_dict())
     predictive = ds.predict(posterior, [(X[i : i + 9], Y[i : i + 9]) for i in (0, 9, 18)])  # more batches than ranks
     return (
         whole,
         [(e.loss, e.validation) for e in history.epochs],
         predictive.mean,
         sum(weights.values()),
-        sum(dtensor.local_part(t).nbytes for t in states),
+        sum(sharding.local_part(t).nbytes for t in states),
     )
 
 
@@ -101,7 +101,7 @@ def twice(divide=True):
     posterior = BUILD["map"](mesh if divide else None)
     for _ in range(2):
         ds.fit(posterior, [(X, Y)], epochs=2, mesh=mesh, progress=False)
-    return dtensor.gather_full_tensors(posterior.state_dict())
+    return sharding.gather_full_tensors(posterior.state_dict())
 
 
 def test_a_divided_posterior_is_trained_again():
@@ -110,7 +110,7 @@ def test_a_divided_posterior_is_trained_again():
 
 def most_whole():
     """(bytes of the weights of one member, the most that were put together at a time in training and prediction)"""
-    alive, most, joined = {}, [0], dtensor.gather_full_tensor
+    alive, most, joined = {}, [0], sharding.gather_full_tensor
 
     def counting(tensor):
         found = joined(tensor)
@@ -122,12 +122,12 @@ def most_whole():
 
     mesh = ds.distributed.mesh(members=1)
     posterior = BUILD["deep_ensemble"](mesh)
-    dtensor.gather_full_tensor = counting
+    sharding.gather_full_tensor = counting
     try:
         ds.fit(posterior, [(X, Y)], epochs=2, validation=[(X, Y)], mesh=mesh, progress=False)
         posterior.predict(X)
     finally:
-        dtensor.gather_full_tensor = joined
+        sharding.gather_full_tensor = joined
     return sum(p.nbytes for p in network(None).parameters()), most[0]
 
 
@@ -141,7 +141,7 @@ def save(name, folder):
     posterior = BUILD[name](mesh)
     ds.fit(posterior, [(X[:13], Y[:13]), (X[13:], Y[13:])], epochs=4, mesh=mesh, progress=False)
     ds.save(posterior, folder)
-    return dtensor.gather_full_tensors(posterior.state_dict()), posterior.predict(X).mean
+    return sharding.gather_full_tensors(posterior.state_dict()), posterior.predict(X).mean
 
 
 @pytest.mark.parametrize("name", often(["swag"], ["deep_ensemble", "node_bnn", "tradi"]))
@@ -176,7 +176,7 @@ def of_table(method, divide):
         return str(error)
     torch.manual_seed(2)
     state, *rest = test_division.result(posterior, history, x)
-    return dtensor.gather_full_tensors(state), *rest
+    return sharding.gather_full_tensors(state), *rest
 
 
 # Those of the table whose line there makes steps before `fit` does, with random gradients that are others of parts
@@ -237,7 +237,7 @@ def diverging():
     posterior = ds.DeepEnsemble(several(mesh))
     if mesh.rank == 1:  # in this rank's part of one member alone
         with torch.no_grad():
-            dtensor.local_part(posterior.particles.own_parameters()["network.4.weight"])[1].fill_(float("inf"))
+            sharding.local_part(posterior.particles.own_parameters()["network.4.weight"])[1].fill_(float("inf"))
     try:
         ds.fit(posterior, [(X, Y)], epochs=1, mesh=mesh, progress=False)
     except ds.Diverged as error:

@@ -16,8 +16,8 @@ import dissensus as ds
 import test_contract
 import tiny
 from dissensus.core.drawn_functions import MemberFunctions
+from dissensus.core.loader import map_batches, partition_functions
 from dissensus.core.member_runner import Runner
-from dissensus.core.processes import map_batches, partition_functions
 from dissensus.data import Batches
 from dissensus.evaluation.corruption_curves import Corruptions
 from thinning import often

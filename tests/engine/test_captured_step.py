@@ -10,11 +10,10 @@ from torch.overrides import TorchFunctionMode
 
 import dissensus as ds
 from dissensus.core.batch import Batch
-from dissensus.engine import captured_step, cuda_graphs, plan
-from dissensus.engine.captured_step import CapturedStep
-from dissensus.engine.eager_step import EagerStep
-from dissensus.engine.graph_constants import Constants
+from dissensus.engine import cuda_graphs, strategies, training_step
+from dissensus.engine.cuda_graphs import Constants
 from dissensus.engine.strategies import make_strategy
+from dissensus.engine.training_step import CapturedStep, EagerStep
 
 
 class Capturing(TorchFunctionMode):
@@ -49,8 +48,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: Capturing())
-    monkeypatch.setattr(captured_step, "make_capturable", lambda optimizer, device: lambda: None)
-    for module in (cuda_graphs, plan):
+    monkeypatch.setattr(training_step, "make_capturable", lambda optimizer, device: lambda: None)
+    for module in (cuda_graphs, strategies):
         monkeypatch.setattr(module, "Constants", lambda: Constants("cpu"))
     FakeGraph.replays = 0
 
@@ -144,9 +143,9 @@ def test_a_way_to_run_members_is_timed_in_a_graph_with_constants_or_the_line_is_
     posterior = ds.DeepEnsemble([Makes() for _ in range(2)]).train()
     batch = Batch(torch.randn(4, 3), torch.zeros(4, dtype=torch.long))
     with caplog.at_level(logging.INFO, logger="dissensus"):
-        assert plan.time_strategy(make_strategy(kind), posterior, batch, captured=True) is not None
+        assert strategies.time_strategy(make_strategy(kind), posterior, batch, captured=True) is not None
         assert not caplog.records
         posterior.particles.template.network.scale = property  # no number: torch refuses it
-        assert plan.time_strategy(make_strategy(kind), posterior, batch, captured=True) is None
+        assert strategies.time_strategy(make_strategy(kind), posterior, batch, captured=True) is None
     assert f"members run {kind}" in caplog.records[-1].message
     assert "x.new_tensor([self.scale])" in caplog.records[-1].message

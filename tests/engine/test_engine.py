@@ -15,8 +15,8 @@ import dissensus as ds
 from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.data import Batches
-from dissensus.engine import plan, strategies
-from dissensus.engine.cudnn_timing import timed_convolutions
+from dissensus.engine import strategies
+from dissensus.engine.cuda_graphs import timed_convolutions
 from dissensus.engine.memory import Memory, PeakMemory, training_memory
 from dissensus.engine.strategies import functional_member_gradients, make_strategy
 from thinning import thinned
@@ -231,12 +231,12 @@ def test_an_engine_that_cannot_be_is_one_clear_error(engine: str, message: str) 
 
 def test_auto_compiles_only_runs_that_are_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
-    monkeypatch.setattr(plan, "time_strategy", lambda run, *_, **__: tried.append(run) or 0.01)
+    monkeypatch.setattr(strategies, "time_strategy", lambda run, *_, **__: tried.append(run) or 0.01)
     x, y = data()
     for steps, expected in ((10, 1), (10**6, 2)):
         tried.clear()
         posterior = ds.DeepEnsemble([dense() for _ in range(2)]).double()
-        chosen = plan.make_plan("auto", posterior, Batch(x, y), precision=None, steps=steps)
+        chosen = strategies.make_plan("auto", posterior, Batch(x, y), precision=None, steps=steps)
         assert chosen.kind == "vectorised"
         assert len(tried) == expected  # the second candidate is the compiled one
 
@@ -244,11 +244,11 @@ def test_auto_compiles_only_runs_that_are_long_enough(monkeypatch: pytest.Monkey
 def test_a_short_run_does_not_forbid_compiling_to_a_long_one_nor_the_other_way_round(monkeypatch) -> None:
     tried: list[object] = []
     times = iter([0.01, 0.01, 0.005])  # plain for the short run, then plain and compiled for the long one
-    monkeypatch.setattr(plan, "time_strategy", lambda run, *_, **__: tried.append(run) or next(times))
+    monkeypatch.setattr(strategies, "time_strategy", lambda run, *_, **__: tried.append(run) or next(times))
     posterior, (x, y) = ds.DeepEnsemble([dense() for _ in range(2)]).double(), data()
 
     def compiled(steps: int) -> bool:
-        return plan.make_plan("auto", posterior, Batch(x, y), precision=None, steps=steps).compiled
+        return strategies.make_plan("auto", posterior, Batch(x, y), precision=None, steps=steps).compiled
 
     assert [compiled(10), compiled(10**6), compiled(10), compiled(10**6), compiled(20)] == [
         False,
@@ -264,7 +264,7 @@ def test_convolutions_run_in_a_loop_on_a_cpu_and_dense_networks_vectorised() -> 
     x, y = data((1, 4, 4))
     for make, inputs, kind in ((conv, x, "loop"), (dense, data()[0], "vectorised")):
         posterior = ds.DeepEnsemble([make() for _ in range(2)]).double()
-        assert plan.make_plan("auto", posterior, Batch(inputs, y), precision=None, steps=1).kind == kind
+        assert strategies.make_plan("auto", posterior, Batch(inputs, y), precision=None, steps=1).kind == kind
 
 
 def test_expected_memory_counts_weights_states_and_kept_activations() -> None:
@@ -371,14 +371,14 @@ def test_a_network_no_graph_can_hold_is_timed_without_one(monkeypatch: pytest.Mo
         asked.append(captured)
         return None if captured else 0.01
 
-    monkeypatch.setattr(plan, "time_strategy", timed)
+    monkeypatch.setattr(strategies, "time_strategy", timed)
     posterior = ds.DeepEnsemble([dense() for _ in range(2)]).double()
     monkeypatch.setattr(ds.DeepEnsemble, "device", torch.device("cuda"))
-    monkeypatch.setattr(plan, "autocast", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(plan, "free_workspaces", lambda: None)  # there need be no GPU
-    monkeypatch.setattr(plan, "reset_peak", lambda device: None)
-    monkeypatch.setattr(plan, "measure_peak", lambda _: contextlib.nullcontext([]))
-    chosen = plan.make_plan("auto", posterior, Batch(*data()), precision=None, steps=1)
+    monkeypatch.setattr(strategies, "autocast", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(strategies, "free_workspaces", lambda: None)  # there need be no GPU
+    monkeypatch.setattr(strategies, "reset_peak", lambda device: None)
+    monkeypatch.setattr(strategies, "measure_peak", lambda _: contextlib.nullcontext([]))
+    chosen = strategies.make_plan("auto", posterior, Batch(*data()), precision=None, steps=1)
     assert asked == [True, True, False, False]
     assert not chosen.captured
     assert chosen.kind in ("vectorised", "streamed")
@@ -387,17 +387,17 @@ def test_a_network_no_graph_can_hold_is_timed_without_one(monkeypatch: pytest.Mo
 def test_members_with_their_own_convolutions_are_not_vectorised_on_a_gpu_unless_asked(monkeypatch) -> None:
     """As grouped convolutions they take three times the memory and are slower."""
     tried = []
-    monkeypatch.setattr(plan, "time_strategy", lambda run, *_, **__: tried.append(run.name) or 0.01)
+    monkeypatch.setattr(strategies, "time_strategy", lambda run, *_, **__: tried.append(run.name) or 0.01)
     monkeypatch.setattr(ds.DeepEnsemble, "device", torch.device("cuda"))
-    monkeypatch.setattr(plan, "autocast", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(plan, "free_workspaces", lambda: None)
-    monkeypatch.setattr(plan, "reset_peak", lambda device: None)
-    monkeypatch.setattr(plan, "measure_peak", lambda _: contextlib.nullcontext([PeakMemory(3, 5)]))
+    monkeypatch.setattr(strategies, "autocast", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(strategies, "free_workspaces", lambda: None)
+    monkeypatch.setattr(strategies, "reset_peak", lambda device: None)
+    monkeypatch.setattr(strategies, "measure_peak", lambda _: contextlib.nullcontext([PeakMemory(3, 5)]))
     batch = Batch(*data((1, 4, 4)))
     posterior = ds.DeepEnsemble([conv() for _ in range(2)]).double()
-    chosen = plan.make_plan("auto", posterior, batch, precision=None, steps=1)
+    chosen = strategies.make_plan("auto", posterior, batch, precision=None, steps=1)
     assert (tried, str(chosen)) == (["streamed"], "streamed+captured")
-    assert plan.make_plan("vectorised", posterior, batch, precision=None, steps=1).kind == "vectorised"
+    assert strategies.make_plan("vectorised", posterior, batch, precision=None, steps=1).kind == "vectorised"
     # What was measured is stated in place of the estimate.
     memory = Memory(weights=100, gradients=100, optimizer=200, activations=1000, members=2, taken=chosen.taken)
     assert (memory.bytes_at_once, memory.reserved_bytes) == (303, 305)

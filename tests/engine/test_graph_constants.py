@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import dissensus as ds
-from dissensus.engine.graph_constants import Constants, NotConstant, failure_reason
+from dissensus.engine.cuda_graphs import Constants, NotConstant, failure_reason
 from dissensus.engine.tracing import any_batch_size
 from dissensus.kernels import multi_tensor
 

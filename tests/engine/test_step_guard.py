@@ -10,8 +10,7 @@ from torch import Tensor, nn
 import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
-from dissensus.engine.eager_step import EagerStep
-from dissensus.engine.step_guard import Guard
+from dissensus.engine.training_step import EagerStep, Guard
 from refusals import refuses
 from thinning import thinned
 

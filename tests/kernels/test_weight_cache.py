@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dissensus as ds
 import tiny
 from dissensus.core.posterior import inference_context
-from dissensus.engine.eager_step import autocast
+from dissensus.engine.training_step import autocast
 from dissensus.kernels import weight_cache as module
 from dissensus.kernels.weight_cache import WeightCache, compute_cached, use_weight_cache
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.core.description import describe_settings
-from dissensus.utils.renamed_settings import translate_settings
+from dissensus.core.description import describe_settings, translate_settings
 
 if TYPE_CHECKING:
     from somewhere import Unknown  # type: ignore[import-not-found]

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,16 +15,11 @@ from dissensus.methods import FeatureRDE, FunctionRDE, WeightRDE
 from dissensus.methods.parts.empcov_prior import EmpCov
 from dissensus.methods.parts.repulsion_strength import Strength
 from dissensus.numerics import rbf_kernels as kernels
-from dissensus.numerics import score_estimates
 from dissensus.numerics.annealing import Annealing
 from refusals import refuses
 from saved_files import config_of, reseal
 
-ESTIMATORS = {
-    "kde": score_estimates.kde,
-    "stein": score_estimates.stein,
-    "spectral_stein": score_estimates.spectral_stein,
-}
+ESTIMATORS = {name: partial(tiny.estimate_score, name) for name in kernels.SCORES}
 
 
 def plain() -> nn.Module:
@@ -174,7 +170,7 @@ def test_repulsion_happens_where_it_is_asked_to():
     elsewhere = torch.randn(5, 4, dtype=torch.float64)
     posterior = FunctionRDE(nets, data_size=50, repel_at=elsewhere)
     posterior.backward(x, y)
-    force = score_estimates.kde(torch.stack([net(elsewhere) for net in nets]).detach().flatten(1)) / 50
+    force = tiny.estimate_score("kde", torch.stack([net(elsewhere) for net in nets]).detach().flatten(1)) / 50
     rows = []
     for net, v in zip(nets, force, strict=True):
         output = net(elsewhere)
@@ -213,7 +209,7 @@ def test_the_functional_prior_is_the_score_of_fresh_networks():
     outputs = torch.stack([net(x).detach() for net in nets])
     torch.testing.assert_close(z["outputs"], outputs, rtol=0, atol=1e-12)
     f, p = outputs.flatten(1), z["prior"].flatten(1)
-    expected = (score_estimates.kde(f) - score_estimates.spectral_stein_at(f, p)) / 7
+    expected = (tiny.estimate_score("kde", f) - kernels.spectral_stein_at(f, p)) / 7
     torch.testing.assert_close(posterior.couple(z)["outputs"].flatten(1), expected, rtol=0, atol=1e-10)
 
 
@@ -532,7 +528,7 @@ def test_annealing_scales_the_driving_force_and_not_the_repulsion(method):
     full, off = gradients(None), gradients(Annealing("linear", steps=100))
     quarter = gradients(Annealing("linear", steps=100), steps=25)
     torch.testing.assert_close(quarter, 0.25 * full + 0.75 * off, rtol=0, atol=1e-7)
-    repulsion = score_estimates.kde(flat_weights(nets).detach()) / 50
+    repulsion = tiny.estimate_score("kde", flat_weights(nets).detach()) / 50
     if method == "weight":
         torch.testing.assert_close(off, repulsion, rtol=0, atol=1e-10)
 
@@ -631,7 +627,7 @@ def test_networks_of_several_inputs_repel_at_inputs_of_ones_own_also_after_loadi
     posterior.backward(formed(numbers, words), y)
     # By hand: ∇ log q at the outputs elsewhere, pulled back, beside the loss's own gradient
     outputs = torch.stack([net(*elsewhere) for net in nets])
-    force = score_estimates.kde(outputs.detach().flatten(1).double()).float().reshape(outputs.shape) / 8
+    force = tiny.estimate_score("kde", outputs.detach().flatten(1).double()).float().reshape(outputs.shape) / 8
     (outputs * force).sum().backward()
     for net in nets:
         nn.functional.cross_entropy(net(numbers, words), y).backward()

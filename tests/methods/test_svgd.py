@@ -19,7 +19,6 @@ import dissensus as ds
 import tiny
 from dissensus.methods import SVGD
 from dissensus.numerics import rbf_kernels as kernels
-from dissensus.numerics import score_estimates
 from dissensus.numerics.annealing import Annealing
 from refusals import refuses
 
@@ -34,7 +33,7 @@ def test_the_update_on_weights_is_that_of_the_paper():
     nets, (x, y) = networks(), tiny.points()
     posterior = SVGD(nets, data_size=50)
     losses = posterior.backward(x, y)
-    expected = -score_estimates.svgd(flat_weights(nets).detach(), -50 * flat_loss_gradients(nets, x, y)) / 50
+    expected = -tiny.svgd_direction(flat_weights(nets).detach(), -50 * flat_loss_gradients(nets, x, y)) / 50
     torch.testing.assert_close(flat_gradients(posterior), expected, rtol=0, atol=1e-10)
     nll = torch.stack([nn.functional.cross_entropy(net(x), y) for net in nets]).detach()
     torch.testing.assert_close(losses, nll, rtol=0, atol=1e-12)
@@ -47,7 +46,7 @@ def test_the_update_on_functions_is_that_of_the_paper():
     posterior.backward(x, y)
     outputs = torch.stack([net(x) for net in nets]).detach()
     slopes = torch.stack([torch.func.grad(lambda f: nn.functional.cross_entropy(f, y))(each) for each in outputs])
-    force = -score_estimates.svgd(outputs.flatten(1), -50 * slopes.flatten(1)) / 50
+    force = -tiny.svgd_direction(outputs.flatten(1), -50 * slopes.flatten(1)) / 50
     rows = []
     for net, v in zip(nets, force, strict=True):
         output = net(x)
@@ -169,7 +168,7 @@ def test_annealing_scales_the_driving_force_alone(space):
     torch.testing.assert_close(quarter, 0.25 * full + 0.75 * off, rtol=0, atol=1e-7)
     if space == "weight":
         w = flat_weights(nets).detach()
-        torch.testing.assert_close(off, -score_estimates.svgd(w, torch.zeros_like(w)) / 50, rtol=0, atol=1e-10)
+        torch.testing.assert_close(off, -tiny.svgd_direction(w, torch.zeros_like(w)) / 50, rtol=0, atol=1e-10)
 
 
 def test_annealing_on_functions_scales_the_weight_prior():

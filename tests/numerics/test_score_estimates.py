@@ -1,19 +1,17 @@
 """Scores: worked values, autograd, the definition by eigenfunctions, and samplers on targets whose answers are known."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
+import tiny
 from dissensus.numerics import rbf_kernels as kernels
-from dissensus.numerics import score_estimates
 from thinning import often
 
 PARTICLES = torch.tensor([[0, 0], [1, 0], [0, 2], [3, 1]], dtype=torch.float64)
-ESTIMATORS = {
-    "kde": score_estimates.kde,
-    "stein": score_estimates.stein,
-    "spectral_stein": score_estimates.spectral_stein,
-}
+ESTIMATORS = {name: partial(tiny.estimate_score, name) for name in kernels.SCORES}
 
 
 def test_the_bandwidth_and_the_kernel_have_the_worked_values():
@@ -40,7 +38,7 @@ def test_scores_have_the_worked_values(name, expected):
 def test_svgd_has_the_worked_values():
     """Of the target N(0, I), whose score is −w."""
     expected = [(-0.33587, -0.21711), (-0.28029, -0.21516), (-0.10771, -0.35664), (-0.70198, -0.23408)]
-    found = score_estimates.svgd(PARTICLES, -PARTICLES)
+    found = tiny.svgd_direction(PARTICLES, -PARTICLES)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=5e-6)
 
 
@@ -50,7 +48,7 @@ def test_the_kde_score_is_the_autograd_of_the_log_density():
     log_q = torch.logsumexp(-torch.cdist(z, z.detach()).square() / (2 * h), dim=1)
     # cdist has no slope at distance zero, where the true one is zero
     (expected,) = torch.autograd.grad(log_q.sum(), z)
-    torch.testing.assert_close(score_estimates.kde(z.detach()), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(tiny.estimate_score("kde", z.detach()), expected, rtol=0, atol=1e-10)
 
 
 def test_spectral_stein_is_the_sum_over_eigenfunctions():
@@ -58,24 +56,24 @@ def test_spectral_stein_is_the_sum_over_eigenfunctions():
     z = torch.randn(7, 2, dtype=torch.float64)
     h = float(kernels.median_bandwidth(kernels.squared_distances(z)))
     kernel = torch.exp(-(z[:, None] - z).square().sum(2) / (2 * h))
-    values, vectors = torch.linalg.eigh(kernel + score_estimates.RIDGE * torch.eye(7, dtype=torch.float64))
+    values, vectors = torch.linalg.eigh(kernel + kernels.RIDGE * torch.eye(7, dtype=torch.float64))
 
     def eigenfunctions(x: Tensor) -> Tensor:  # (2,) -> (7,)
         return 7**0.5 / values * (torch.exp(-(x - z).square().sum(1) / (2 * h)) @ vectors)
 
     beta = -torch.stack([torch.func.jacrev(eigenfunctions)(point) for point in z]).mean(0)  # (7, 2)
     expected = torch.stack([eigenfunctions(point) @ beta for point in z])
-    torch.testing.assert_close(score_estimates.spectral_stein(z), expected, rtol=0, atol=1e-8)
+    torch.testing.assert_close(tiny.estimate_score("spectral_stein", z), expected, rtol=0, atol=1e-8)
     elsewhere = torch.randn(4, 2, dtype=torch.float64)
     expected = torch.stack([eigenfunctions(point) @ beta for point in elsewhere])
-    torch.testing.assert_close(score_estimates.spectral_stein_at(elsewhere, z), expected, rtol=0, atol=1e-8)
+    torch.testing.assert_close(kernels.spectral_stein_at(elsewhere, z), expected, rtol=0, atol=1e-8)
 
 
 def test_stein_solves_its_linear_system():
     z = torch.randn(6, 3, dtype=torch.float64)
-    kernel, h = score_estimates.kernel_and_bandwidth(kernels.squared_distances(z))
+    kernel, h = kernels.kernel_and_bandwidth(kernels.squared_distances(z))
     slopes = -(kernel[:, :, None] * (z[:, None] - z[None])).sum(1) / h  # G
-    got = (kernel + 0.01 * torch.eye(6, dtype=torch.float64)) @ score_estimates.stein(z)
+    got = (kernel + 0.01 * torch.eye(6, dtype=torch.float64)) @ tiny.estimate_score("stein", z)
     torch.testing.assert_close(got, slopes, rtol=0, atol=1e-10)
 
 
@@ -99,7 +97,7 @@ def test_scores_follow_the_particles(name):
 def test_the_matrix_acts_on_particles_in_many_tensors_as_on_one(name):
     z = {"a": torch.randn(5, 2, 3, dtype=torch.float64), "b": torch.randn(5, dtype=torch.float64)}
     flat = torch.cat([z["a"].flatten(1), z["b"][:, None]], dim=1)
-    found = score_estimates.apply_matrix(score_estimates.MATRICES[name](kernels.squared_distances(z)), z)
+    found = kernels.apply_matrix(kernels.score_matrix(name, kernels.squared_distances(z)), z)
     joined = torch.cat([found["a"].flatten(1), found["b"][:, None]], dim=1)
     torch.testing.assert_close(joined, ESTIMATORS[name](flat), rtol=0, atol=1e-9)
 
@@ -110,7 +108,7 @@ def test_near_equal_particles_have_finite_scores(name):
     found = ESTIMATORS[name](z)
     assert bool(found.isfinite().all())
     # |z_i − z_j| / floor, and 1/η more for estimators that invert the kernel
-    assert float(found.abs().max()) < 1e-6 / kernels.FLOOR * (1 if name == "kde" else 1 / score_estimates.RIDGE)
+    assert float(found.abs().max()) < 1e-6 / kernels.FLOOR * (1 if name == "kde" else 1 / kernels.RIDGE)
 
 
 MEAN = torch.tensor([-0.68, 0.80], dtype=torch.float64)
@@ -120,7 +118,7 @@ IDENTITY = torch.eye(2, dtype=torch.float64)
 
 def direction(name: str, z: Tensor, target: Tensor, **keywords) -> Tensor:
     """The way particles go: towards the target's score and away from their own density."""
-    return score_estimates.svgd(z, target, **keywords) if name == "svgd" else target - ESTIMATORS[name](z, **keywords)
+    return tiny.svgd_direction(z, target, **keywords) if name == "svgd" else target - ESTIMATORS[name](z, **keywords)
 
 
 def settled_on_the_gaussian(name: str, particles: int, steps: int, **keywords) -> Tensor:
@@ -244,7 +242,7 @@ def test_particles_find_the_funnel_at_the_size_of_the_paper(name):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("estimate", [score_estimates.kde, score_estimates.stein, score_estimates.spectral_stein])
+@pytest.mark.parametrize("estimate", list(ESTIMATORS.values()))
 def test_a_particle_that_is_not_finite_has_no_finite_score(estimate, value):
     z = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
     z[1, 0] = value

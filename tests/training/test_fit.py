@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import dissensus as ds
 import tiny
-from dissensus.core.recorder import Recorder
-from dissensus.core.weights import network_parameters
+from dissensus.core.weights import Recorder, network_parameters
 from dissensus.training.validation import validation_nll
 from refusals import refuses
 

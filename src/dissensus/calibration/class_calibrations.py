@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from dissensus.core.calibrated import Calibration
-from dissensus.core.predictive import ClassificationPredictive, Predictive
-from dissensus.core.summary import ClassificationSummary
+from dissensus.core.predictive import ClassificationPredictive, ClassificationSummary, Predictive, entropy_terms
 from dissensus.metrics.calibration import confidence_bin
-from dissensus.numerics.entropy import entropy_terms
 from dissensus.numerics.isotonic import between_knots
 
 

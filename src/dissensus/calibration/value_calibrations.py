@@ -8,8 +8,13 @@ import torch
 from torch import Tensor
 
 from dissensus.core.calibrated import Calibration
-from dissensus.core.predictive import Predictive, RegressionPredictive, tail_probability
-from dissensus.core.summary import RegressionSummary, SummaryPredictive
+from dissensus.core.predictive import (
+    Predictive,
+    RegressionPredictive,
+    RegressionSummary,
+    SummaryPredictive,
+    tail_probability,
+)
 
 POINTS, AT_ONCE = 256, 32  # points of the integration grid for moments, and how many are evaluated at once
 TAIL = 1e-6  # probability on each side of the grid

@@ -74,11 +74,9 @@ def call_network(network: nn.Module, x: Inputs) -> Tensor:
 
 
 def output_tensor(outputs: Any) -> Tensor:
-    """The output tensor of a network: what it returned, or the entry "logits", or else "out", of a dict of outputs.
-
-    Models of transformers return "logits", torchvision's segmentation models "out" (their "aux" head is ignored). Named
-    tuples of torchvision are refused, because their other tensors belong in the loss.
-    """
+    """The output tensor of a network: what it returned, or the entry "logits", or else "out", of a dict of outputs."""
+    # Models of transformers return "logits", torchvision's segmentation models "out" (their "aux" head is ignored).
+    # Named tuples of torchvision are refused, because their other tensors belong in the loss.
     found = outputs.get("logits", outputs.get("out")) if isinstance(outputs, Mapping) else outputs
     if not isinstance(found, Tensor):
         got = type(outputs).__name__
@@ -200,10 +198,7 @@ class SmallBatchGuard:  # not a generator, which takes three times as long
 
 
 def check_finite(x: Inputs, *, anywhere: bool = False) -> None:
-    """Raises if x has no tensor, or a floating-point one that holds NaN or +∞; −∞ is allowed, because masks use it.
-
-    `anywhere`: also checks tensors on a GPU, which synchronises with it; otherwise only those on the host.
-    """
+    """Raises if x has no tensor, or one, on the host or `anywhere`, with NaN or +∞; masks use −∞, which is allowed."""
     for tensor in _batched_tensors(x):
         if (tensor.device.type != "cpu" and not anywhere) or not tensor.is_floating_point() or not tensor.numel():
             continue

@@ -21,7 +21,7 @@ from dissensus.core.particles import Particles
 from dissensus.core.predictive import Predictive
 from dissensus.numerics.hashing import fingerprint
 from dissensus.utils.checks import one_of
-from dissensus.utils.dtensor import gather_full_tensor
+from dissensus.utils.sharding import gather_full_tensor
 from dissensus.utils.tensor_tree import SubmoduleCache
 
 log = logging.getLogger("dissensus")
@@ -35,11 +35,8 @@ KIND_ROOMS: list[str] = []  # modules that fill KINDS when they are imported, na
 class FittedModule(nn.Module, ABC):
     """Base class of calibrations and promises: settings and buffers that are saved, moved and copied with the posterior.
 
-    Files name a class by its `kind`; the constructor takes the saved values.
-
-    Args:
-        facts: all settings, as JSON values.
-        tensors: name -> tensor, each registered as a buffer; floating-point ones get the posterior's precision.
+    Files name a class by its `kind`; the constructor takes the saved values: all settings, as JSON values, and tensors by
+    name, which are registered as buffers; floating-point ones get the posterior's precision.
     """
 
     kind: ClassVar[str]
@@ -116,11 +113,7 @@ class Guarantee(FittedModule, ABC):
 
 
 class CalibratedModule(nn.Module):
-    """Base class of posteriors: holds their temperature, calibration and promises.
-
-    Public attributes: `temperature` (), `calibration` (a `Calibration` or None; acts after the temperature), `promises`
-    (name -> `Guarantee`).
-    """
+    """Base class of posteriors: holds their temperature, calibration (which acts after the temperature) and promises."""
 
     temperature: Tensor  # () logits are divided by it; saved with the state
     calibration: Calibration | None

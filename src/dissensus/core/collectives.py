@@ -1,10 +1,6 @@
 """What processes exchange while they train members together; a single process exchanges nothing.
 
-`Particles.exchange` is called at a few places between a batch and the optimiser, and nowhere else: which rows of a batch this
-process has (`batch_rows`), their fraction of the whole batch (`scale_by_fraction`), z of all members if they are coupled
-(`couple_members`), complete gradients (`reduce_gradients`) and mixed ones (`mix_gradients`), shared batch statistics
-(`average_members`), and whether any process has met a number that is not finite (`any_process`, `reduce_flag`,
-`gather_members`). The version for several processes is in `dissensus.distributed`.
+`Particles.exchange` is called at a few places between a batch and the optimiser, and nowhere else.
 """
 
 from collections.abc import Callable

@@ -1,20 +1,21 @@
 """The description of a model: all that it is besides the values of its tensors, as JSON values with defaults spelled out.
 
 Saved folders, states, checkpoints and exported files hold it. It is compared from both sides: what only one of two models
-has is a difference.
+has is a difference. Former names of settings: constructors name the new one, and files saved with them still load.
 """
 
 import inspect
 import itertools
+import json
 import typing
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
 from torch import nn
 
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.prior import GaussianPrior
-from dissensus.utils.json_values import to_json_values
 from dissensus.utils.module_state import original_class, saved_attributes
 
 NOTHING = "nothing"  # in place of what only the other model has
@@ -56,10 +57,8 @@ def describe_settings(posterior: Any) -> dict[str, Any]:
 
 
 def restore_settings(method: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The constructor's arguments from what `describe_settings` returned.
-
-    Where the annotation of an argument names a class with `from_config`, that builds the value.
-    """
+    """The constructor's arguments from what `describe_settings` returned."""
+    # Where the annotation of an argument names a class with `from_config`, that builds the value.
     restored = dict(settings)
     for name, hint in _keywords(method).items():
         built = [each for each in (hint, *typing.get_args(hint)) if hasattr(each, "from_config")]
@@ -113,3 +112,49 @@ def _layer_settings(name: str, layer: nn.Module) -> str:
     kind = original_class(layer)
     settings = kind.__module__.startswith("torch.nn.modules.") and not kind.__module__.endswith(".container")
     return short_layer_line(f"{name}: {kind.__name__}({layer.extra_repr() if settings else ''})")
+
+
+def to_json_values(settings: Any) -> Any:
+    """The settings as they will be in a file: lists for tuples, Python numbers for NumPy's."""
+    return json.loads(json.dumps(settings, default=_plain_number))
+
+
+def _plain_number(value: object) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"expected settings of text, numbers and lists, got {value!r}, not JSON serializable; use those")
+
+
+class NewSetting(NamedTuple):
+    """A setting's name now, and its value from the former one."""
+
+    name: str
+    value: Callable[[Any], Any] = lambda former: former
+    formula: str = ""  # the value as text, where it is not the former one
+
+
+# Method -> former name -> the setting now. γ is NodeBNN's; that of ensembles with shared weights is another quantity.
+RENAMED: dict[str, dict[str, NewSetting]] = {
+    "dropout_ensemble": {"keep": NewSetting("rate", lambda keep: round(1 - keep, 12), "1 - keep")},
+    "node_bnn": {
+        "gamma": NewSetting("posterior_temperature", lambda gamma: 1 + gamma, "1 + gamma"),
+        "rate": NewSetting("lr"),
+    },
+    "swag": {"scale": NewSetting("posterior_temperature")},
+}
+
+
+def translate_settings(method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A method's settings from a file, former names replaced; values that are no numbers are left to the constructor."""
+    found = dict(settings)
+    for former, now in RENAMED.get(method, {}).items():
+        if former in found and now.name not in found:
+            value = found.pop(former)
+            found[now.name] = now.value(value) if isinstance(value, (int, float)) else value
+    return found
+
+
+def rename_hint(method: str, keyword: str) -> str:
+    """The advice "pass …" for a former name of a setting, or nothing."""
+    now = RENAMED.get(method, {}).get(keyword)
+    return "" if now is None else f"pass {now.name}={now.formula or keyword}"

@@ -21,10 +21,7 @@ MOMENTS = ("mean", "total", "aleatoric", "epistemic")  # outputs of a predictor
 
 
 class DrawnFunctions(nn.Module, ABC):
-    """Base class of the result of `draw`: M fixed functions in one module, (B, *in) -> (M, B, *out).
-
-    Attributes: `members` is M; `networks` is the number of networks they come from, M / networks functions of each, in order.
-    """
+    """Base class of the result of `draw`: M fixed functions in one module, (B, *in) -> (M, B, *out)."""
 
     members: int
     networks: int = 1  # number of networks; each has the same number of functions, in order
@@ -56,7 +53,7 @@ class DrawnFunctions(nn.Module, ABC):
 
     def forward(self, x: Inputs) -> Tensor:
         with batches.UnchangedInputs(x):
-            outputs: Tensor = self.map_members(_network_outputs, x)  # (M, B, ...)
+            outputs: Tensor = self.map_members(lambda member: batches.call_network(member.network, x))  # (M, B, ...)
         return outputs
 
     def predict(self, x: Inputs) -> Predictive:
@@ -211,10 +208,6 @@ class Predictor(nn.Module):
     def forward(self, x: Inputs) -> dict[str, Tensor]:
         predictive = self.predictive(x)
         return {name: getattr(predictive, name) for name in MOMENTS}
-
-
-def _network_outputs(member: Member, x: Inputs) -> Tensor:
-    return batches.call_network(member.network, x)
 
 
 def describe_outputs(member: Member, x: Inputs) -> tuple[Tensor, ...]:

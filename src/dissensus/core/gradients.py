@@ -1,26 +1,30 @@
-"""Gradients of all members on one batch, as pure functions: all members at once by vmap, or one after the other.
+"""Gradients of all members on one batch, as pure functions, and the objective that they belong to.
 
-A strategy is a function `(posterior, batch) -> Gradients`. The two strategies here work everywhere and give the same results;
-the engines add compiled, streamed and captured ones.
+A strategy is a function `(posterior, batch) -> Gradients`. The two strategies here, all members at once by vmap or one after
+the other, work everywhere and give the same results; the engines add compiled, streamed and captured ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
 from dissensus.core.batch import Batch
 from dissensus.core.collectives import ALONE
-from dissensus.core.member_runner import ONE_LANE, MemberLanes, map_trees
+from dissensus.core.divergence import amax
+from dissensus.core.member import run_separately
+from dissensus.core.member_runner import ONE_LANE, PROCESS, FallbackChain, MemberLanes, map_trees
 from dissensus.core.particles import Particles, Rows
 from dissensus.kernels.multi_copy import copy_all
 from dissensus.numerics.randomness import save_random_state
-from dissensus.utils.dtensor import is_divided, local_part
-from dissensus.utils.nonfinite import amax
+from dissensus.utils.sharding import is_divided, local_part
 from dissensus.utils.tensor_tree import OwnTensors, Tensors, computed_names, named_tensors
 
 
@@ -98,10 +102,7 @@ def _same_shape_and_dtype(a: Tensor, b: Tensor) -> bool:
 
 
 def combine_gradients(state: State, found: list[Gradients], stacks: Tensors) -> Gradients:
-    """Joins the results of single members: own gradients are stacked in their parameter's layout, shared ones summed.
-
-    `stacks`: those in which gradients are already in place.
-    """
+    """Joins the results of single members: own gradients are stacked (in `stacks`, if they are there), shared ones summed."""
     like = {**state.shared, **(state.member(0).own if len(found) == 1 else {})}
     found = [one._replace(gradients=_cast_like_parameters(one.gradients, like)) for one in found]
     if len(found) == 1:
@@ -144,32 +145,27 @@ def _cast_like_parameters(gradients: Tensors, like: Tensors) -> Tensors:
     return {**gradients, **full}
 
 
-Found = tuple[Tensor, Tensors, Tensors]  # the fields of `core.gradients.Gradients`
-
-
-def can_train_in_place(posterior: Any, batch: Batch) -> bool:
-    """Whether the one member is the caller's module, on a CPU and in one process only.
-
-    A CUDA graph is captured with new leaves: nodes of the caller's own may be on another stream.
-    """
+def can_train_in_place(posterior: Objective, batch: Batch) -> bool:
+    """Whether the one member is the caller's module, on a CPU and in one process only."""
+    # A CUDA graph is captured with new leaves: nodes of the caller's own may be on another stream.
     particles = posterior.particles
     whole = particles.wraps_original and not particles.divided and not particles.fully_sharded
     return whole and particles.exchange is ALONE and posterior.interaction != "couple" and batch.y.device.type == "cpu"
 
 
-def in_place_gradients(posterior: Any, batch: Batch) -> Found:
-    """(losses (1,), gradients, buffers (1, ...)) by the module's own parameters, so that nothing is put in their place."""
+def in_place_gradients(posterior: Objective, batch: Batch) -> Gradients:
+    """Gradients by the module's own parameters, so that nothing is put in their place."""
     particles = posterior.particles
     params = OwnTensors(particles.template)
     before, wanted = params.buffers, {name: each for name, each in params.items() if each.requires_grad}
 
-    def run(*_: Any) -> Found:
+    def run(*_: Any) -> Gradients:
         with torch.enable_grad():
             value, _, after = posterior.member_loss(params, before, batch)
         by = tuple(wanted.values())
         found = torch.autograd.grad(value, by, allow_unused=True) if by and value.requires_grad else ()
         used = {name: g for name, g in zip(wanted, found, strict=False) if g is not None}
-        return value.detach()[None], used, {name: each.detach()[None] for name, each in after.items()}
+        return Gradients(value.detach()[None], used, {name: each.detach()[None] for name, each in after.items()})
 
     if not before:
         return run()
@@ -252,7 +248,7 @@ def looped_gradients(
     Random layers draw the same numbers both times. `member`: computes one member's gradients.
     """
     if member is None and lanes is ONE_LANE and can_train_in_place(posterior, batch):
-        return Gradients(*in_place_gradients(posterior, batch))
+        return in_place_gradients(posterior, batch)
     member = member or member_gradients
     state, (lane, join), exchange = detached_state(posterior), lanes, posterior.particles.exchange
     members, whole = range(posterior.particles.members), posterior.particles.full_tensors
@@ -287,19 +283,13 @@ def looped_gradients(
 
 
 def looped_keeping_graphs(
-    posterior: Objective,
-    batch: Batch,
-    *,
-    forward: Callable[..., tuple[Tensor, Any, Tensors]] | None = None,
-    lanes: MemberLanes = ONE_LANE,
+    posterior: Objective, batch: Batch, *, forward: Callable[..., Any] | None = None, lanes: MemberLanes = ONE_LANE
 ) -> Gradients:
-    """Gradients of coupled members in one pass that keeps all graphs until v is known.
-
-    Faster than `looped_gradients`, with M times its memory.
-    """
+    """Gradients of coupled members in one pass that keeps all graphs until v is known: faster, with M times the memory."""
     forward = forward or posterior.member_loss
     state, (lane, join) = detached_state(posterior), lanes
-    leaves, results = [], []
+    leaves = []
+    results: list[tuple[Tensor, Any, Tensors]] = []
     for i in range(posterior.particles.members):
         mine = state.member(i)
         leaves.append(mine.leaves())
@@ -400,3 +390,124 @@ def inner_product(a: Any, b: Any) -> Tensor:
 
 def detach_tree(tree: Any) -> Any:
     return map_trees(lambda column: column[0].detach(), [tree])
+
+
+def loss(posterior: Objective, batch: Batch) -> Tensor:
+    """() the objective, differentiable by the parameters; batch statistics are updated."""
+    particles = posterior.particles
+    shared, common = particles.shared_parameters(), particles.shared_buffers()
+    if posterior.interaction == "mix":
+        # A scalar with the value Σ losses and the mixed gradients as its derivative, although no loss has that gradient.
+        found = compute_gradients(posterior, batch)
+        particles.write_buffers(found.buffers)
+        parameters = {**shared, **particles.own_parameters()}
+        slope = inner_product({name: parameters[name] for name in found.gradients}, found.gradients)
+        return found.losses.sum() + slope - slope.detach()
+
+    def one(row: Rows) -> tuple[Tensor, Any, Tensors]:
+        return posterior.member_loss({**shared, **row.own}, {**common, **row.buffers}, batch)
+
+    with _training_lock(posterior):
+        losses, z, buffers = run_separately(particles, lambda: particles.run(one, particles.rows(), particles.members))
+        particles.write_buffers(buffers)
+        return total_objective(posterior, losses, z)
+
+
+def backward(posterior: Objective, batch: Batch, strategy: Strategy | None = None) -> Tensor:
+    """(M,) losses; adds the objective's gradients to `.grad` and updates batch statistics."""
+    found = compute_gradients(posterior, batch, strategy)
+    posterior.particles.write_buffers(found.buffers)
+    add_gradients(posterior.particles.parameters_by_name(), found.gradients)
+    return found.losses
+
+
+def compute_gradients(
+    posterior: Objective,
+    batch: Batch,
+    strategy: Strategy | None = None,
+    unmixed: Callable[[Tensors], object] = lambda gradients: None,
+) -> Gradients:
+    """Gradients by the strategy, mixed if the method mixes them; `unmixed` is called with those before mixing."""
+    # The network is locked against other threads meanwhile.
+    exchange = posterior.particles.exchange
+    with _training_lock(posterior), posterior.particles.runner.run_context():
+        with exchange.gradient_context(posterior, batch):
+            found = run_separately(posterior.particles, lambda: (strategy or automatic_gradients)(posterior, batch))
+        found = cast(Gradients, exchange.reduce_gradients(posterior, found))
+        if posterior.interaction != "mix":
+            return found
+        unmixed(found.gradients)
+        return found._replace(gradients=exchange.mix_gradients(posterior.mix, found.gradients), largest=None)
+
+
+def add_gradients(parameters: Tensors, gradients: Tensors, *, share: Tensor | None = None) -> None:
+    """Adds gradients to the `.grad` of parameters by name; with a share s it becomes (1 − s) · `.grad` + s · gradient."""
+    if share is not None:
+        gradients = {name: gradient * share for name, gradient in gradients.items()}
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 - share)
+    taken: set[int] = set()
+    for name, gradient in gradients.items():
+        parameter = parameters[name]
+        if parameter.grad is None:
+            # In the parameter's memory layout, which vmap does not keep, because fused optimisers silently assume it. And as
+            # a copy: if two parameters are added in the network, autograd gives both the same tensor as gradient.
+            usable = gradient.stride() == parameter.stride() and gradient.data_ptr() not in taken
+            parameter.grad = gradient if usable else torch.empty_like(parameter).copy_(gradient)
+            taken.add(gradient.data_ptr())
+        else:
+            parameter.grad.add_(gradient)
+
+
+def _training_lock(posterior: Objective) -> AbstractContextManager[object]:
+    """Checks that training is possible and locks the network; coupled members lock the whole process."""
+    # Coupled members draw the same random numbers twice and switch attention kernels, and both are global to the
+    # process.
+    check_trainable(posterior)
+    _check_single_process(posterior)
+    _check_frozen(posterior.particles)
+    return _process_lock(posterior) if posterior.interaction == "couple" else posterior.particles.lock_network()
+
+
+@contextmanager
+def _process_lock(posterior: Objective) -> Iterator[None]:
+    with PROCESS, posterior.particles.lock_network():
+        yield
+
+
+def check_trainable(posterior: Objective) -> None:
+    """Raises if gradients are not recorded, or if the posterior is only a watcher of the one that trains."""
+    if (base := getattr(posterior, "base", None)) is not None:
+        watched = f"got {type(posterior).__name__}, which watches {type(base[0]).__name__}"
+        raise ValueError(f"expected the posterior that trains, {watched}; train the one that ds.track returned")
+    if torch.is_inference_mode_enabled():
+        raise ValueError("expected gradients to be recorded, got torch.inference_mode(); leave it, or use no_grad()")
+
+
+def _check_frozen(particles: Particles) -> None:
+    """Raises if a tensor that is stored once because it was frozen is trained now: members would share it."""
+    for name, parameter in particles.shared_parameters().items() if particles._frozen else ():
+        if parameter.requires_grad and name in particles._frozen:
+            raise ValueError(f"expected '{name}' to stay frozen, got requires_grad=True; they share it: set it first")
+
+
+def _check_single_process(posterior: Objective) -> None:
+    """Raises if the processes of a group would each train a separate model by mistake."""
+    alone = posterior.ranks is None and posterior.particles.exchange is ALONE
+    grouped = alone and distributed.is_available() and distributed.is_initialized()
+    if grouped and (size := distributed.get_world_size()) > 1:
+        raise ValueError(
+            f"expected one process, got rank {distributed.get_rank()} of {size}: outside fit, ranks share no "
+            "gradients and no members, even with DistributedDataParallel; use ds.fit, or, for one model per rank, "
+            'fit(ranks="independent") or posterior.ranks = "independent", each with its own seed and checkpoint'
+        )
+
+
+def automatic_gradients(posterior: Objective, batch: Batch) -> Gradients:
+    """Gradients by vmap, or in a loop if vmap fails; the fallback is logged once."""
+    particles = posterior.particles
+    if particles.how == "loop" or particles.members == 1:
+        return looped_gradients(posterior, batch)
+    ways = FallbackChain(particles.runner.note_fallback, vectorised=vectorised_gradients, loop=looped_gradients)
+    return ways(posterior, batch)  # type: ignore[no-any-return]

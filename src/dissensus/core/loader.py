@@ -1,9 +1,9 @@
-"""Loader: what a user passes to read batches from, asked once for its length, its sampler and its state."""
+"""Loader: what a user passes to read batches from; and how processes that predict together share the batches."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -13,7 +13,8 @@ from torch import Tensor, distributed
 from torch.utils.data import Dataset, IterableDataset
 
 from dissensus.core.batch import count_examples
-from dissensus.core.processes import connected_mesh
+from dissensus.core.drawn_functions import DrawnFunctions, FunctionPartition
+from dissensus.core.trainable import TrainableModule
 from dissensus.utils.arrays import is_array
 
 log = logging.getLogger("dissensus")
@@ -169,3 +170,36 @@ def _holds_no_code(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_holds_no_code(each) for each in value)
     return value is None or type(value) in (bool, int, float, str, bytes) or isinstance(value, Tensor)
+
+
+def connected_mesh(posterior: TrainableModule) -> Any:
+    """The posterior's mesh, if it has other processes that are still connected; else None."""
+    mesh = posterior.mesh
+    return mesh if mesh is not None and mesh.size > 1 and mesh.is_alive else None
+
+
+def partition_functions(posterior: TrainableModule, drawn: DrawnFunctions) -> FunctionPartition:
+    """The drawn functions, the same on all processes, of which each runs some where they share a batch."""
+    if (mesh := connected_mesh(posterior)) is None:
+        return FunctionPartition(drawn)
+    return mesh.partition_functions(drawn, posterior.temperature.device, lambda: not posterior.network_is_random)  # type: ignore[no-any-return]
+
+
+def map_batches(
+    posterior: TrainableModule,
+    work: Callable[[Any], Any],
+    given: Iterable[Any],
+    portion: FunctionPartition,
+    device: Any = "cpu",
+) -> Iterator[tuple[Any, Any]]:
+    """(batch, work(batch)) for every batch, in order. Processes of the mesh share the work; each gets all results.
+
+    `portion`: the functions used by `work`. `device`: device for the results of other processes.
+    """
+    mesh = connected_mesh(posterior)
+    if mesh is None or posterior.particles.divided:  # whose processes all run each network together
+        return ((batch, work(batch)) for batch in given)
+    standing: list[Any] = [each for each in (posterior.calibration, *posterior.promises.values()) if each is not None]
+    seen_by = (posterior.temperature, *((repr(each.config()), *each.buffers()) for each in standing))
+    found: Iterator[tuple[Any, Any]] = mesh.map_batches(work, given, portion=portion, seen_by=seen_by, device=device)
+    return found

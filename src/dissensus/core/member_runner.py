@@ -1,20 +1,26 @@
-"""Running members: one function over rows of tensors, by a loop or by vmap, with a fallback if vmap fails."""
+"""Running members: one function over rows of tensors, by a loop or by vmap, with a fallback if vmap fails; a lock per network.
 
+A member runs by putting its tensors into a template and changing its modes, hooks and forwards meanwhile: two threads in one
+template would see each other's weights. So every run of a network takes that network's lock. Locks are stored outside the
+networks, since a lock can be neither copied nor pickled; a thread that holds one may take it again.
+"""
+
+import copy
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError
 
-from dissensus.core.locks import has_attention
-from dissensus.kernels.cpu_products import StackedLinear, has_own_convolution, has_small_products
+from dissensus.kernels.cpu_products import StackedLinear, has_own_convolution, has_small_products, is_on_arm
 from dissensus.numerics.randomness import save_random_state
-from dissensus.utils.tensor_tree import Tensors
+from dissensus.utils.tensor_tree import Tensors, all_submodules
 from dissensus.utils.torch_modes import plain_attention
 from dissensus.utils.torch_private import TorchStateGuard, run_in_vmap, without_onednn
 
@@ -50,11 +56,9 @@ def loop(one: Callable[[Rows], Any], rows: Rows, count: int, lanes: MemberLanes 
 
 
 def run_by_vmap(one: Callable[[Rows], Any], rows: Rows, count: int) -> Any:
-    """one(row) of all rows by vmap, results with a new first axis.
-
-    What `torch.func.vmap` does, without its treatment of trees, which takes longer than a small network. Compilers and
-    exporters know only that one.
-    """
+    """one(row) of all rows by vmap, results with a new first axis."""
+    # What `torch.func.vmap` does, without its treatment of trees, which takes longer than a small network. Compilers
+    # and exporters know only that one.
     if torch.compiler.is_compiling():
         return torch.func.vmap(one, randomness="different")(rows)
     return run_in_vmap(lambda *parts: one(Rows(*parts)), rows, count, map_trees)
@@ -66,10 +70,8 @@ def stack_trees(results: Sequence[Any]) -> Any:
 
 
 def map_trees(function: Callable[[Any], Tensor], trees: Sequence[Any]) -> Any:
-    """The tree of function([tensors that equal trees have at one place]).
-
-    The trees that networks give without torch's pytree, which takes as long as a small layer.
-    """
+    """The tree of function([tensors that equal trees have at one place])."""
+    # The trees that networks give without torch's pytree, which takes as long as a small layer.
     first = trees[0]
     if isinstance(first, Tensor):
         return function(trees)
@@ -88,12 +90,11 @@ def first_axis_mean(values: Tensor) -> Tensor:
 
 
 class FallbackChain:
-    """Named implementations of one function, fastest first: one that fails is dropped for the next, and `note` gets the reason.
+    """Named implementations of one function, fastest first: one that fails is dropped for the next, and `note` called."""
 
-    vmap and the compiler can fail in many ways, and no such failure may end a training run, except running out of memory.
-    The random state, and torch's own, are restored before the next attempt. If the last one fails, too, the error is the
-    caller's own: it is raised, and no implementation is dropped.
-    """
+    # vmap and the compiler can fail in many ways, and no such failure may end a training run, except running out of
+    # memory. The random state, and torch's own, are restored before the next attempt. If the last one fails, too, the
+    # error is the caller's own: it is raised, and no implementation is dropped.
 
     def __init__(self, note: Callable[..., object], **ways: Callable[..., Any]) -> None:
         """`note(name, reason, *args)`: called with the dropped implementation, the reason, and the call's arguments."""
@@ -200,3 +201,83 @@ class Runner:
         if self.how == "vectorised":
             self.how = "loop"
             log.info("members run one after the other: this network cannot be vectorised (%s)", reason)
+
+
+# The lock for torch's global state: backend switches, and the capture of CUDA graphs. A thread that needs this lock and a
+# network's takes this one first, except for a capture, since no other run waits for its network.
+PROCESS = threading.RLock()
+
+ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+
+
+def has_attention(network: nn.Module) -> bool:
+    """Whether the network contains torch's attention, whose inference fast path is switched for the whole process."""
+    return any(isinstance(part, ATTENTION) for part in all_submodules(network))
+
+
+class _NetworkLock:
+    """One network's lock, and the thread that trains it, if one does."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.lock = threading.RLock()
+        self.trainer: int | None = None
+        # On Arm small products switch oneDNN off (`kernels/cpu_products.py`), which would change what other networks compute.
+        self.locks_process = is_on_arm() or has_attention(network)
+
+    def __enter__(self) -> None:
+        if self.locks_process:
+            PROCESS.acquire()
+        self.lock.acquire()
+        if self.trainer not in (None, threading.get_ident()):
+            self.__exit__()
+            raise ValueError("expected a network that no other thread is training, got one in fit; wait, or use a copy")
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+        if self.locks_process:
+            PROCESS.release()
+
+
+_turns: dict[int, _NetworkLock] = {}  # by id of the network, until it is deleted
+_making = threading.Lock()
+
+
+def _lock_of(network: nn.Module) -> _NetworkLock:
+    found = _turns.get(id(network))
+    if found is None:
+        with _making:
+            found = _turns.get(id(network))
+            if found is None:
+                found = _NetworkLock(network)
+                _turns[id(network)] = found
+                weakref.finalize(network, _turns.pop, id(network), None).atexit = False
+    return found
+
+
+def network_lock(network: nn.Module) -> AbstractContextManager[object]:
+    """Locks the network against other threads. In compiled code it does nothing: the caller holds the lock."""
+    return nullcontext() if torch.compiler.is_dynamo_compiling() else _turns.get(id(network)) or _lock_of(network)
+
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def locked_deepcopy(module: Module, memo: dict[int, Any], network: nn.Module) -> Module:
+    """`copy.deepcopy` of a module that runs this network, but not while another thread runs it."""
+    with network_lock(network):
+        made = type(module).__new__(type(module))
+        memo[id(module)] = made
+        made.__setstate__(copy.deepcopy(module.__dict__, memo))  # type: ignore[no-untyped-call]
+    return made
+
+
+@contextmanager
+def lock_for_training(network: nn.Module) -> Iterator[None]:
+    """Inside, using the network in another thread raises: between two steps it would see half-trained weights."""
+    mine = _lock_of(network)
+    with mine:
+        before, mine.trainer = mine.trainer, threading.get_ident()
+    try:
+        yield
+    finally:
+        mine.trainer = before

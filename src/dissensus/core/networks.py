@@ -16,9 +16,8 @@ from dissensus.core.posterior import Posterior
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import network_parameters
 from dissensus.utils.checks import integer
-from dissensus.utils.dtensor import gather_full_tensor, is_divided
-from dissensus.utils.fsdp import check_copyable
 from dissensus.utils.module_state import deepcopy_memo
+from dissensus.utils.sharding import check_copyable, gather_full_tensor, is_divided
 from dissensus.utils.tensor_tree import Tensors
 
 Networks = nn.Module | Sequence[nn.Module] | Particles
@@ -239,10 +238,7 @@ def _numbers(parameter: Tensor) -> Tensor:
 
 
 def placeholders(network: nn.Module, members: int) -> list[nn.Module]:
-    """Copies of one network with distinct placeholder values, to be overwritten from a file.
-
-    Non-persistent buffers, which files do not hold, keep their values.
-    """
+    """Copies of one network with distinct placeholder values, to be overwritten from a file; only persistent tensors change."""
     copies = [copy.deepcopy(network, deepcopy_memo(network)) for _ in range(members)]
     with torch.no_grad():
         for i, each in enumerate(copies):

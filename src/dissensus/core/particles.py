@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core.collectives import ALONE, Exchange
-from dissensus.core.forward_attributes import ForwardAttributes, run_separately, warn_of_state
 from dissensus.core.likelihood import Likelihood
-from dissensus.core.locks import locked_deepcopy, network_lock
 from dissensus.core.member import (
     NUMBER,
     PREFIX,
+    ForwardAttributes,
     Member,
     check_initialised,
     convert_state_layout,
@@ -30,15 +29,23 @@ from dissensus.core.member import (
     empty_tensor_memo,
     equal_frozen_names,
     member_index,
+    run_separately,
     split_trees,
     tensors_by_name,
+    warn_of_state,
 )
-from dissensus.core.member_runner import How, Rows, Runner, loop, stack_trees
+from dissensus.core.member_runner import How, Rows, Runner, locked_deepcopy, loop, network_lock, stack_trees
 from dissensus.kernels.multi_copy import copy_all, copy_by_name
 from dissensus.utils.batch_norm_names import frozen_norms
-from dissensus.utils.dtensor import gather_full_tensors, is_divided
-from dissensus.utils.fsdp import check_copyable, check_own_tensors, is_fully_sharded, reshard_after_forward
 from dissensus.utils.module_state import deepcopy_memo, differing_attribute, plain_attributes
+from dissensus.utils.sharding import (
+    check_copyable,
+    check_own_tensors,
+    gather_full_tensors,
+    is_divided,
+    is_fully_sharded,
+    reshard_after_forward,
+)
 from dissensus.utils.tensor_tree import (
     OwnTensors,
     TensorPlaces,
@@ -58,7 +65,7 @@ Part = TypeVar("Part", bound=nn.Module)
 class Particles(nn.Module):
     """M members of one architecture. `own`: stacked tensors (M, ...); `shared`: a module with the tensors common to all.
 
-    If several processes train some of the members each, `members` counts those of this process and `everywhere` all.
+    If several processes train some of the members each, `members` counts those of this process and `total_members` all.
     """
 
     exchange: Exchange = ALONE
@@ -112,7 +119,7 @@ class Particles(nn.Module):
     ) -> "Particles":
         """M members, copied from M networks and M latents. Tied tensors stay tied (stacked by identity).
 
-        Networks that differ in more than tensors (`core.attributes`) run in a loop, each in its own template.
+        Networks that differ in more than tensors (`utils/module_state.py`) run in a loop, each in its own template.
         `own(name)`: whether each member has its own tensor of this name ("network.0.weight"); other tensors are shared and
         taken from the first network. None: all are own, except tensors that are frozen and equal in all networks; these are
         stored once. With `own`, `frozen` names such tensors.
@@ -144,10 +151,7 @@ class Particles(nn.Module):
         kept: Collection[str],
         members: int,
     ) -> "Particles":
-        """M members from these tensors, M rows per name: all rows are stored if `own(name)`, else only the first.
-
-        Parameters are stored as parameters, other tensors as buffers; `kept`: names of the buffers in a state dict.
-        """
+        """M members from M rows per name, of which only the first is stored unless `own(name)`; `kept`: saved buffers."""
         mine, common = split_trees(rows, own=own, kept=kept)
         return cls(template, own=mine, shared=common, members=members)
 
@@ -376,10 +380,9 @@ def single_member(particles: Particles, index: int) -> Particles:
 
 
 class SingleMemberCache:
-    """One network's particles with a separate template, as `only` makes them, kept until it could have changed.
+    """One network's particles with a separate template, as `single_member` makes them, kept until it could have changed."""
 
-    To copy a small network takes longer than to run it.
-    """
+    # To copy a small network takes longer than to run it.
 
     def __init__(self) -> None:
         self.known: tuple[list[Any], Particles] | None = None

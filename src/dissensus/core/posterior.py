@@ -6,6 +6,9 @@ member's loss (`member_loss`) and how members interact (`couple`). Training, pre
 
 from __future__ import annotations
 
+import logging
+import re
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,25 +18,25 @@ import torch
 from torch import Tensor, nn
 
 from dissensus.core import batch as batches
-from dissensus.core import input_checks, objective, regression
+from dissensus.core import gradients
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.calibrated import Correction
 from dissensus.core.description import describe_network, describe_settings, restore_settings
+from dissensus.core.divergence import Diverged, diverged_members, has_diverged, member_maxima
 from dissensus.core.drawn_functions import DrawnFunctions, Predictor
-from dissensus.core.errors import Diverged
-from dissensus.core.likelihood import Likelihood
+from dissensus.core.likelihood import Likelihood, RealTargets, noise_warning, start_noise
 from dissensus.core.loader import Loader
-from dissensus.core.locks import locked_deepcopy
+from dissensus.core.member_runner import first_line, locked_deepcopy
 from dissensus.core.particles import Member, Particles
 from dissensus.core.predictive import Predictive
 from dissensus.core.prior import PriorKeywords
-from dissensus.core.regression import RealTargets
 from dissensus.core.trainable import TrainableModule
 from dissensus.numerics.randomness import RandomnessDetector, preserve_random_state, without_advancing
 from dissensus.utils.arrays import as_tensor
-from dissensus.utils.nonfinite import diverged_members, has_diverged, member_maxima
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import eval_mode
+
+log = logging.getLogger("dissensus")
 
 
 class Posterior(TrainableModule, ABC):
@@ -73,7 +76,7 @@ class Posterior(TrainableModule, ABC):
         self.inputs: Callable[[Any], Tensor] | None = None  # transform from raw inputs to those of the network
         self.classes: tuple[str, ...] | None = None
         self.base: tuple[Posterior] | None = None  # the posterior that this one watches; a tuple, so it is no submodule
-        self._known = input_checks.KnownInputs()
+        self._known = KnownInputs()
         # Whether learned noise was checked before a step, and before a prediction.
         self._started = self._predicted = False
 
@@ -107,20 +110,12 @@ class Posterior(TrainableModule, ABC):
         return self.draw()
 
     def config(self) -> dict[str, Any]:
-        """The keyword arguments, as JSON values, that rebuild this posterior from a network.
-
-        They are read from attributes of the same names; see `describe_settings`.
-        """
+        """The keyword arguments that rebuild this posterior, as JSON values, from attributes of the same names."""
         return describe_settings(self)
 
     @classmethod
     def skeleton(cls, network: nn.Module, config: dict[str, Any], likelihood: Likelihood) -> Self:
-        """A posterior with this network and config, whose tensors will be overwritten from a file.
-
-        Args:
-            network: a module of the same architecture as `given()`.
-            config: the result of `config()`.
-        """
+        """A posterior of a network like `plain_network()` and this `config()`, to be overwritten from a file."""
         constructor: Any = cls  # every method has its own keywords
         built: Self = constructor(network, likelihood=likelihood, **restore_settings(cls, config))
         return built
@@ -133,10 +128,7 @@ class Posterior(TrainableModule, ABC):
         return self.particles.member(0) if self.base is None else self.base[0].plain_network()
 
     def store_draw(self, loader: Iterable[Any]) -> None:
-        """Stores a draw with the posterior, with batch statistics re-estimated from the loader.
-
-        Does nothing for methods that store members. Users call `ds.refresh(posterior, loader)`.
-        """
+        """Stores a draw, with batch statistics re-estimated from the loader, if the method samples; users call `ds.refresh`."""
         return None
 
     # ------------------------------------------------------------------ what every posterior can do
@@ -161,7 +153,7 @@ class Posterior(TrainableModule, ABC):
         """
         batch = self.prepare_batch(self._make_batch((x, y, weight)))
         self.before_step(batch)
-        return objective.loss(self, batch)
+        return gradients.loss(self, batch)
 
     @final
     def backward(self, x: Inputs, y: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -172,7 +164,7 @@ class Posterior(TrainableModule, ABC):
         """
         batch = self.prepare_batch(self._make_batch((x, y, weight)))
         self.before_step(batch)
-        return objective.backward(self, batch)
+        return gradients.backward(self, batch)
 
     @final  # type: ignore[misc]
     def forward(self, x: Inputs) -> Tensor:
@@ -279,7 +271,7 @@ class Posterior(TrainableModule, ABC):
         super().before_step(batch)
         if not self._started:
             self._started = True
-            remark = regression.start_noise(self.particles, lambda: self._run_first_member(batch.x), batch)
+            remark = start_noise(self.particles, lambda: self._run_first_member(batch.x), batch)
             self._known.warn_once(remark)
 
     @final
@@ -294,7 +286,7 @@ class Posterior(TrainableModule, ABC):
 
     def _run_first_member(self, x: Inputs) -> Tensor:
         particles, x = self.particles, batches.move_to_device(x, self.device)
-        explained = input_checks.explain_input_errors(x, particles)
+        explained = explain_input_errors(x, particles)
         with inference_context(self), RandomnessDetector() as watch, batches.UnchangedInputs(x), explained:
             tensors = particles.member_tensors(0)
             outputs: Tensor = particles.call(lambda member: batches.call_network(member.network, x), *tensors)[0]
@@ -311,7 +303,6 @@ def refresh(posterior: Posterior, loader: Iterable[Any]) -> None:
     training loop, call it yourself.
 
     Args:
-        posterior: a trained posterior.
         loader: the training batches (x, y).
     """
     loader = Loader.complete(loader, posterior)
@@ -352,12 +343,7 @@ def checked_prediction(posterior: Posterior, predictive: Predictive) -> Predicti
 def checked_members(
     posterior: Posterior, predictive: Predictive, lens: Correction, *, first: int = 0, later: list[Tensor] | None = None
 ) -> Predictive:
-    """The calibrated prediction of some members; raises Diverged with their indices if they hold NaN.
-
-    Args:
-        first: index of the first of these members.
-        later: a list that takes maxima for `check_diverged` instead, so that the host need not wait for the device.
-    """
+    """The calibrated prediction of members from `first` on; raises Diverged, or `later` takes their maxima to check."""
     described = predictive.defining_tensors()
     if later is not None:
         later.append(member_maxima(described))
@@ -365,7 +351,7 @@ def checked_members(
         check_diverged(posterior, member_maxima(described), first=first)
     if not posterior._predicted:
         posterior._predicted = True
-        posterior._known.warn_once(regression.noise_warning(posterior.particles))
+        posterior._known.warn_once(noise_warning(posterior.particles))
     return lens.correct_members(predictive)
 
 
@@ -373,3 +359,106 @@ def check_diverged(posterior: Posterior, maxima: Tensor, *, first: int = 0) -> N
     """Raises Diverged if a member's maxima hold NaN or +∞."""
     if bad := diverged_members(maxima):
         raise Diverged([first + i for i in bad], int(posterior.steps), "prediction")
+
+
+Forward = Callable[[Inputs], Tensor]
+
+
+class KnownInputs:
+    """Kinds of inputs (shapes without the batch axis, dtypes) that a network was tried with and accepts."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[tuple[Any, ...], torch.Size] = {}  # shapes of outputs, without the batch axis
+        self.taken: set[tuple[Any, ...]] = set()
+        self.doubted = False  # whether a warning about the outputs was logged
+
+    def output_shape(self, x: Inputs, run: Forward, dtype: torch.dtype) -> torch.Size:
+        """(B, ...) shape of run(x); run is called once per kind of x and dtype of the network."""
+        key = _kind_of_inputs(x, dtype)
+        if key not in self.shapes:
+            self.shapes[key] = batched_outputs(run, x).shape[1:]
+        return torch.Size((batches.count_examples(x), *self.shapes[key]))
+
+    def warn_once(self, word: str | None) -> None:
+        """Logs a warning about the outputs, once."""
+        if word is not None and not self.doubted:
+            log.warning("%s", word)
+            self.doubted = True
+
+    def check(self, x: Inputs, run: Forward, dtype: torch.dtype) -> None:
+        """Raises if run fails on x. For a single tensor it tries only the first example, if the network accepts that."""
+        key = _kind_of_inputs(x, dtype)
+        if key not in self.taken and key not in self.shapes and batches.count_examples(x) > 0:
+            if not isinstance(x, Tensor) or not _accepts_inputs(run, x[:1]):
+                batched_outputs(run, x)
+            self.taken.add(key)
+
+
+def _kind_of_inputs(x: Inputs, dtype: torch.dtype) -> tuple[Any, ...]:
+    found: list[Any] = [dtype]
+    for tensor in batches.input_tensors(x):
+        found += tensor.shape[1:], tensor.dtype
+    return tuple(found)
+
+
+def batched_outputs(run: Forward, x: Inputs) -> Tensor:
+    """(B, ...) run(x); raises if the batch axis is not first, as for a single example that some layers accept."""
+    outputs, size = run(x), batches.count_examples(x)
+    if outputs.ndim == 0 or outputs.shape[0] != size:
+        got, hint = tuple(outputs.shape), "pass a single example as x[None]"
+        raise ValueError(f"expected outputs with the batch axis first ({size}, ...), got {got}; {hint}")
+    return outputs
+
+
+def _accepts_inputs(run: Forward, x: Tensor) -> bool:
+    try:
+        return bool(batched_outputs(run, x).shape)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # batch norm without statistics, or a forward for a fixed batch size, may fail on one example
+        return False
+
+
+@contextmanager
+def explain_input_errors(x: Inputs, particles: Particles) -> Iterator[None]:
+    """Turns torch's error for a network run on x into one that names the layer and what to convert."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+        clear = _layer_error(error, x, particles)
+        if clear is None:
+            raise
+        raise clear from error
+
+
+def _layer_error(error: Exception, x: Inputs, particles: Particles) -> ValueError | None:
+    """The error with the layer that raised it and the shapes of its inputs; None if no layer raised it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = [frame for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)]
+    layer, home = inside[-1].f_locals["self"], inside[-1].f_globals["__name__"]
+    name = next((name for name, part in particles.template.network.named_modules() if part is layer), None)
+    calls = [f.f_locals for f in inside if f.f_code.co_name == "_call_impl" and f.f_locals["self"] is layer]
+    torchs = home.startswith("torch.nn.") or (home.startswith("dissensus.layers.") and isinstance(error, RuntimeError))
+    if name is None or not calls or not torchs or type(error) is NotImplementedError:
+        return None
+    given = batches.input_tensors((*calls[-1]["args"], *calls[-1]["kwargs"].values()))
+    shapes = [", ".join(str(tuple(tensor.shape)) for tensor in each) for each in (batches.input_tensors(x), given)]
+    where = f"layer '{name}'" if name else "the network"
+    what = type(layer).__name__ if next(layer.children(), None) else str(layer)
+    return ValueError(
+        f"expected inputs that the network can take, got {shapes[0]}: {where}, {what}, got {shapes[1]} and raised: "
+        f"{first_line(error)}; {_remedy(str(error), layer, given, particles)}"
+    )
+
+
+def _remedy(said: str, layer: nn.Module, given: list[Tensor], particles: Particles) -> str:
+    if "indices" in said:
+        return "pass x.long()"
+    own = next((tensor.dtype for tensor in particles.parameters() if tensor.is_floating_point()), None)
+    if re.search(r"dtype|scalar type|input type", said, re.IGNORECASE) and own is not None:
+        floating = all(tensor.is_floating_point() for tensor in given)
+        pixels = "convert the posterior with .to(x.dtype)" if floating else "divide pixels by 255 in its forward"
+        return f"pass x.to({own}), or {pixels}"
+    if given and given[0].ndim > 2 and given[0].shape[-1] == getattr(layer, "in_channels", None):
+        return "channels must come before height and width: pass x.movedim(-1, 1)"
+    return "change the inputs (pass a single example as x[None]) or that layer"

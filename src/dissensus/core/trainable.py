@@ -9,15 +9,15 @@ from torch.optim import Optimizer
 
 from dissensus.core.batch import Batch
 from dissensus.core.calibrated import CalibratedModule
+from dissensus.core.description import rename_hint
 from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
 from dissensus.core.prior import Prior, PriorKeywords, expanded_signature, make_prior, names_under_prior
-from dissensus.core.recorder import Recorder
+from dissensus.core.weights import Recorder
 from dissensus.numerics.annealing import Annealing, scale_gradient
 from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.utils.checks import one_of
 from dissensus.utils.parameter_groups import Group, disjoint_groups, has_stepped, optimizer_groups, plateau_linear
-from dissensus.utils.renamed_settings import rename_hint
 from dissensus.utils.tensor_tree import Tensors, cache_submodules
 
 
@@ -128,9 +128,6 @@ class TrainableModule(CalibratedModule):
         """Counts an optimiser step and lets recorders read the weights; returns whether the optimiser has stepped.
 
         Call it after every `optimizer.step()` in your own training loop; `fit` calls it by itself.
-
-        Args:
-            optimizer: the optimiser that trains this posterior.
         """
         if not (recorders := self.recorders) and not len(self.watchers):
             return self._count_step(optimizer)
@@ -178,7 +175,8 @@ class TrainableModule(CalibratedModule):
 
         A method adds its own at the end: `[*super().groups(), Group("scales", {…}, rate=1e-2, decay=False)]`.
         """
-        named = {_member_name(name): parameter for name, parameter in self.named_parameters()}
+        held = self.named_parameters()
+        named = {n.removeprefix("particles.own.").removeprefix("particles.shared."): p for n, p in held}
         roots = {name: name.partition(".")[0] for name in named}
         network, noise = ({n: p for n, p in named.items() if roots[n] == root} for root in ("network", "likelihood"))
         latents = {n: p for n, p in named.items() if roots[n] == "latents"}
@@ -280,8 +278,3 @@ def annealing_weight(posterior: TrainableModule, annealing: Annealing) -> Tensor
     """() a_t at this step, counted within the run if the schedule spans the run, else over all steps."""
     step = posterior.steps - posterior.steps_before_run if annealing.steps is None else posterior.steps
     return annealing(step, posterior.run_length)
-
-
-def _member_name(name: str) -> str:
-    """The name within a member of a posterior's parameter."""
-    return name.removeprefix("particles.own.").removeprefix("particles.shared.")

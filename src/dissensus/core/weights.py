@@ -1,17 +1,20 @@
-"""Weights: the named tensors of one network or many, with the member axis first."""
+"""Weights: the named tensors of one network or many, with the member axis first; and recorders, which observe them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dissensus.core.member import PREFIX
 from dissensus.core.particles import Particles
 from dissensus.numerics.flat_weights import state_dtype
-from dissensus.utils.dtensor import gather_full_tensor, is_divided, shard_last_axis
+from dissensus.utils.sharding import gather_full_tensor, is_divided, shard_last_axis
 from dissensus.utils.tensor_tree import Tensors
 
 
@@ -47,10 +50,8 @@ class Weights:
         return self.expand_members(self.stored)
 
     def flat(self, dtype: torch.dtype | None = None) -> Tensor:
-        """(M, P) copies of all entries of each member, tensor after tensor; in at least float32 by default.
-
-        If processes hold parts of the weights, they hold parts of P, too; one member at a time is put together.
-        """
+        """(M, P) copies of all entries of each member, tensor after tensor; in at least float32 by default."""
+        # If processes hold parts of the weights, they hold parts of P, too; one member at a time is put together.
         dtype = dtype or state_dtype(list(self.stored.values()))
         rows = self.rows()
         if (like := next(filter(is_divided, rows.values()), None)) is None:
@@ -86,3 +87,65 @@ def likelihood_parameters(particles: Particles) -> Weights:
 def _network_weights(particles: Particles, shared: Tensors, own: Tensors) -> Weights:
     stored = {n.removeprefix(PREFIX): t for n, t in {**shared, **own}.items() if n.startswith(PREFIX)}
     return Weights(stored, frozenset(n.removeprefix(PREFIX) for n in own), particles.members)
+
+
+class Recorder(nn.Module, ABC):
+    """Base class of recorders: they observe weights during training and sample weights afterwards.
+
+    Subclasses define `observe`, `ready` and `sample`. Keep the record in buffers, so that it is moved, saved and resumed with
+    the posterior. `docs/guides/composing.md` has an example.
+
+    Args:
+        source: a function that returns the `Weights` to observe, of one network or many; it is called again before every
+            recorded step, and may raise. `self.weights.rows()` is name -> (M, ...), the present values.
+            `RecordingPosterior` passes its `recorded`.
+    """
+
+    # Whether it can record weights of which each process has a part (`utils/sharding.py`).
+    can_shard: ClassVar[bool] = False
+
+    def __init__(self, source: Callable[[], Weights]) -> None:
+        super().__init__()
+        self.source = source
+        self.weights = source()
+        if not self.can_shard and any(map(is_divided, self.weights.stored.values())):
+            kind = type(self).__name__
+            raise NotImplementedError(f"expected whole weights for {kind}, got divided ones; leave shard out")
+
+    def with_members(self) -> list[tuple[Tensor, int]]:
+        """(buffer, its member axis) for every buffer that has one; processes that train together divide these."""
+        # Needed only to divide several networks over processes; without it, only batches can be divided.
+        kind = type(self).__name__
+        raise ValueError(f"expected a recorder with with_members, got {kind}; define it, or use mesh(members=1)")
+
+    def begin(self, steps: int, *, done: int = 0) -> None:
+        """Called before training: the run has `steps` optimiser steps, of which `done` are already done (a resumed run)."""
+
+    def begin_unmeasured(self, epochs: int) -> None:
+        """Called before a run of unknown length; `begin` is called after the first epoch."""
+
+    @property
+    def reads_next_step(self) -> bool:
+        """Whether the next `observe` reads the weights."""
+        return True
+
+    def renew_weights(self) -> None:
+        """Gets the weights from the source again, if the next `observe` reads them."""
+        if self.reads_next_step:
+            self.weights = self.source()
+
+    @abstractmethod
+    def observe(self, optimizer: Optimizer) -> None:
+        """Called after every optimiser step, under no_grad; reads `self.weights`."""
+
+    @property
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether there is something to sample from."""
+
+    @abstractmethod
+    def sample(self, samples: int, generator: torch.Generator | None = None) -> Tensors:
+        """Name -> (M, S, ...): S samples of each network's weights.
+
+        Random numbers come from `generator`; None is torch's global one.
+        """

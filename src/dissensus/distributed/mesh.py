@@ -32,8 +32,8 @@ from dissensus.core.loader import Loader
 from dissensus.core.member import check_initialised
 from dissensus.distributed.init import is_connected, start
 from dissensus.utils.checks import integer, one_of
-from dissensus.utils.fsdp import check_copyable
 from dissensus.utils.progress import set_reporting_check
+from dissensus.utils.sharding import check_copyable
 
 Statistics = Literal["synchronised", "per rank"]
 Given = Literal["whole", "parts"]

@@ -23,7 +23,7 @@ from dissensus.distributed import replayed_rng
 from dissensus.distributed.mesh import Axis, Mesh
 from dissensus.distributed.sync_batch_norm import synchronise_norms
 from dissensus.numerics.randomness import preserve_random_state
-from dissensus.utils.dtensor import is_divided
+from dissensus.utils.sharding import is_divided
 from dissensus.utils.tensor_tree import Tensors
 
 # Random operations of a run; and for each leaf of z of one member: its axis of rows, and how many numbers a row has

@@ -23,6 +23,18 @@ from dissensus.core.loader import Loader
 from dissensus.core.member import tensors_by_name
 from dissensus.core.posterior import Posterior, inference_context
 from dissensus.core.recorder import Recorder
+from dissensus.core.divergence import Diverged
+from dissensus.core.loader import Loader
+from dissensus.core.member import tensors_by_name
+from dissensus.core.posterior import Posterior
+from dissensus.core.weights import Recorder
+from dissensus.distributed.consistency import (
+    check_batches,
+    check_equal_tensors,
+    check_independent_rows,
+    example_weights,
+    select_rows,
+)
 from dissensus.distributed.init import is_connected, start
 from dissensus.distributed.mesh import Mesh, check_same, check_sampler_order, tree_checksum
 from dissensus.distributed.mesh import mesh as make_mesh
@@ -30,7 +42,7 @@ from dissensus.distributed.mesh_collectives import UNDIVIDED, LocalBatch, MeshEx
 from dissensus.engine.fast_optimisers import use_channels_last
 from dissensus.numerics.randomness import generator_states, restore_generators
 from dissensus.utils.checks import one_of
-from dissensus.utils.dtensor import is_divided
+from dissensus.utils.sharding import is_divided
 
 UNEVEN = "expected parts of a batch with as many rows in every process"
 

@@ -7,12 +7,10 @@ import torch
 
 from dissensus.core.batch import Batch
 from dissensus.core.posterior import Posterior
-from dissensus.engine.captured_step import CapturedStep
-from dissensus.engine.eager_step import EagerStep
 from dissensus.engine.fast_optimisers import use_channels_last
 from dissensus.engine.memory import Memory
-from dissensus.engine.plan import Plan, make_plan
-from dissensus.engine.strategies import make_strategy
+from dissensus.engine.strategies import Plan, make_plan, make_strategy
+from dissensus.engine.training_step import CapturedStep, EagerStep
 
 log = logging.getLogger("dissensus")
 
@@ -31,10 +29,7 @@ def build_step(
     precision: torch.dtype | None = None,
     accumulate: int = 1,
 ) -> tuple[Step, Plan]:
-    """(a training step, its plan) for batches like this one and a run of this many steps.
-
-    With "auto", members run one after the other if there is not enough memory for all at once.
-    """
+    """(a training step, its plan) for batches like this one and a run of this many steps."""
     use_channels_last(posterior)  # first: the optimiser's states follow
     if memory is not None and engine == "auto" and not memory.fits_at_once(posterior.device):
         log.info("members run one after the other: there is not enough memory for all at once")

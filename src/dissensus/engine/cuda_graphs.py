@@ -1,22 +1,39 @@
-"""CUDA streams and graphs.
+"""CUDA streams and graphs, the constants that a forward makes on the host, and prediction from graphs.
 
 Members are spread over streams, so that small kernels of several members run together. For a batch shape that recurs, the
-kernels of a call are captured and replayed, with the same results.
+kernels of a call are captured and replayed, with the same results. A graph cannot hold the copy of a tensor to the device, as
+in `x.new_tensor([0.1, 0.2])` or `table.to(x.device)`. It is therefore made in the calls before a capture, and the graph copies
+it from there. Only what had the same value in all these calls, and has it at the capture, is a constant. Graphs of training
+steps compare again at the beginning of every epoch.
+
+For small batches, kernel launches cost more than arithmetic: ten ResNets on 16 images take 18 ms, and 2 ms from a graph.
 """
 
+import contextlib
 import logging
+import os
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, ClassVar
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from dissensus.core.locks import PROCESS
-from dissensus.core.member_runner import MemberLanes
-from dissensus.engine.graph_constants import Constants, failure_reason
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.drawn_functions import DrawnFunctions
+from dissensus.core.member_runner import ONE_LANE, PROCESS, FallbackChain, MemberLanes, first_line
+from dissensus.kernels.fused_norm import fuse_layers
+from dissensus.kernels.weight_cache import WeightCache, use_weight_cache
+from dissensus.numerics.randomness import preserve_random_state
+from dissensus.utils.torch_private import is_transformed, outside_transforms
 
 log = logging.getLogger("dissensus")
 
@@ -37,7 +54,7 @@ class Graph:
         *,
         pool: Any = None,
         generators: Sequence[torch.Generator] = (),
-        constants: Constants | None = None,
+        constants: "Constants | None" = None,
         relaxed: bool = False,
     ) -> None:
         self.inputs = inputs
@@ -91,10 +108,7 @@ def _new_graph(generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
 
 
 class CapturedCalls:
-    """Base class of calls replayed from graphs, one graph for each of the first few shapes that occur often enough.
-
-    Calls that cannot be captured run as plain calls, which is logged once.
-    """
+    """Base class of calls replayed from graphs, one for each of the first frequent shapes; others run as plain calls."""
 
     log_name: ClassVar[str]  # name in the log
     warm_up: ClassVar[int]  # plain calls before a capture
@@ -122,10 +136,8 @@ class CapturedCalls:
         inputs: Sequence[Tensor],
         generators: Sequence[torch.Generator] = (),
     ) -> Graph | None:
-        """A graph for these shapes, in the memory pool of the earlier ones; None if the capture fails.
-
-        If it fails, it is tried once more after plain calls in which the constants that the function makes are kept.
-        """
+        """A graph for these shapes, in the memory pool of the earlier ones; None if the capture fails."""
+        # If it fails, it is tried once more after plain calls in which the constants that the function makes are kept.
         pool = next((graph.graph.pool() for graph in self.graphs.values()), None)
         constants = self.constants.get(key)
         try:
@@ -181,3 +193,325 @@ class Lanes:
                 main.wait_stream(stream)
 
         return lane, join
+
+
+FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+MOVES = (Tensor.to, Tensor.cuda, Tensor.type_as)
+TORCH, LIBRARY = (f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+
+
+class NotConstant(RuntimeError):
+    """What a forward sends to the device changes from call to call."""
+
+    def __init__(self, where: str | None) -> None:
+        super().__init__(f"tensors made on the host change from call to call ({where})")
+
+
+class HostConstant(NamedTuple):
+    """One call that made a tensor from the host's data: the data, and the tensor if it is on the device."""
+
+    function: Any
+    data: Tensor
+    made: Tensor | None
+    needs_grad: bool
+
+
+class Constants(TorchFunctionMode):
+    """Keeps the tensors that a forward makes from the host's data, and hands out copies of them; `on`: the kind of device."""
+
+    def __init__(self, on: str = "cuda") -> None:
+        super().__init__()
+        self.device_type = on
+        self.entries: list[HostConstant] = []
+        self.varying: str | None = None  # the first line of code whose tensor differed between calls
+        self._position = 0
+        self._reuses = False
+
+    @contextlib.contextmanager
+    def record_constants(self) -> Iterator[None]:
+        """A call before the capture, or one that looks whether constants are still the same (`varying`)."""
+        first = not self.entries
+        self._position, self._reuses = 0, False
+        with self:
+            yield
+        if not first and self._position != len(self.entries):
+            self.varying = self.varying or "a number of them that varies"
+
+    @contextlib.contextmanager
+    def reuse_constants(self) -> Iterator[None]:
+        """The call that is captured."""
+        self._position, self._reuses = 0, True
+        if self.varying is not None:
+            raise NotConstant(self.varying)
+        with self:
+            yield
+        if self._position != len(self.entries):
+            raise NotConstant("a number of them that varies")
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        if function is Tensor.__getitem__ and args[0].device.type == self.device_type:
+            several = isinstance(args[1], tuple)
+            index = [self._device_index(each, args[0].device) for each in (args[1] if several else (args[1],))]
+            return function(args[0], tuple(index) if several else index[0])
+        data = _host_data(function, args, kwargs)
+        if data is None:
+            return function(*args, **kwargs)
+        return self._reuse_or_make(function, data, lambda: function(*args, **kwargs))
+
+    def _device_index(self, index: Any, device: torch.device) -> Any:
+        """An index on the device, if it is a list or an array of integers."""
+        data = _as_tensor(index) if isinstance(index, list | np.ndarray | Tensor) else None
+        if data is None or data.dtype == torch.bool or data.ndim == 0 or data.is_floating_point():
+            return index
+        return self._reuse_or_make(Tensor.__getitem__, data, lambda: data.to(device))
+
+    def _reuse_or_make(self, function: Any, data: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        """make(), or a copy of what it made before."""
+        number, self._position = self._position, self._position + 1
+        if number < len(self.entries):
+            before = self.entries[number]
+            if before.function is not function or (before.made is not None and not _has_same_bits(before.data, data)):
+                self.varying = self.varying or user_line()
+                if self._reuses:
+                    raise NotConstant(self.varying)
+            if not self._reuses or before.made is None:
+                return make()
+            copy = before.made.clone()
+            return copy.requires_grad_() if before.needs_grad else copy
+        if self._reuses:
+            raise NotConstant(user_line())
+        made = make()
+        with outside_transforms():  # what is kept outlives the function transforms that the call is in
+            plain = data.clone()
+            there = plain.to(made.device, made.dtype, copy=True) if made.device.type == self.device_type else None
+        self.entries.append(HostConstant(function, plain, there, made.requires_grad))
+        return made
+
+
+def failure_reason(error: Exception) -> str:
+    """Why a call could not be captured, with the line of the user's code."""
+    line = None if isinstance(error, NotConstant) else user_line(error)
+    return first_line(error) + (f" ({line})" if line else "")
+
+
+def user_line(error: BaseException | None = None) -> str | None:
+    """ "file.py:12: code" of the innermost line outside of torch and this library: of an error, or of this call."""
+    if error is None:
+        return _innermost_line(traceback.extract_stack())
+    found = None
+    while error is not None:  # leaving a failed capture raises another error: the line of the first one counts
+        found = _innermost_line(traceback.extract_tb(error.__traceback__)) or found
+        error = error.__context__
+    return found
+
+
+def _innermost_line(outer_first: traceback.StackSummary) -> str | None:
+    for each in reversed(outer_first):
+        if not each.filename.startswith((TORCH, LIBRARY, contextlib.__file__)):
+            return f"{Path(each.filename).name}:{each.lineno}: {each.line}"
+    return None
+
+
+def _host_data(function: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The host's data that a call would send to a device, as a tensor; None for all other calls."""
+    if function in MOVES:
+        return _as_tensor(args[0])
+    if function in FROM_DATA:
+        return _as_tensor(args[0] if args else kwargs.get("data", kwargs.get("obj")))
+    if function is Tensor.new_tensor:
+        return _as_tensor(args[1] if len(args) > 1 else kwargs.get("data"))
+    return None
+
+
+def _as_tensor(data: Any) -> Tensor | None:
+    """The host's data as a tensor without a gradient; None for a tensor on another device, or one that is trained."""
+    if isinstance(data, Tensor):
+        wrapped = is_transformed(data)
+        return None if data.device.type != "cpu" or data.requires_grad or wrapped else data
+    try:
+        with outside_transforms():
+            return torch.from_numpy(np.array(data))
+    except (TypeError, ValueError, RuntimeError):  # no numbers, or tensors of a device among them
+        return None
+
+
+def _has_same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether both have the same bits."""
+    with outside_transforms():
+        alike = (a.shape, a.dtype) == (b.shape, b.dtype)
+        return alike and torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (a, b)))
+
+
+@contextmanager
+def timed_convolutions(device: torch.device) -> Iterator[None]:
+    """Inside, cuDNN times its algorithms for every convolution of a shape that it meets for the first time."""
+    # It keeps the choice, also for graphs and for steps outside. Only on a GPU, and only if the user does not want
+    # deterministic results: two runs may choose algorithms that round differently.
+    cudnn, before = torch.backends.cudnn, torch.backends.cudnn.benchmark
+    wanted = device.type == "cuda" and not (cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
+    cudnn.benchmark = before or wanted
+    try:
+        yield
+    finally:
+        cudnn.benchmark = before
+
+
+DEVICE = "cuda"  # "cpu" in tests with graphs that are none
+FEW = 5  # batches for which a graph does not pay
+MANY = 500  # batches for which cuDNN may try its algorithms first, which takes about a second
+
+
+class CapturedFunction(CapturedCalls):
+    """A function of a batch that runs drawn members; on a GPU it is replayed from a graph for shapes seen before.
+
+    Args:
+        context: the context in which the function is called (eval mode, mixed precision).
+        plain: whether the function is Python code, not compiled: its members may run in parallel on streams, and its layers in
+            fewer kernels (`kernels/fused_norm.py`).
+        keeps: whether weights stay the same for all calls: what follows from them alone is then computed once. Leave it
+            False if the user's code runs in between.
+        half: whether the context casts weights.
+        count: of the batches to come, where it is known: for few a capture does not pay, for very many cuDNN chooses algorithms
+            by timing, and in between the first batch is already replayed, if kernels can be loaded without it.
+    """
+
+    log_name = "prediction"
+    warm_up = 1
+    relaxed = True
+
+    def __init__(
+        self,
+        function: Callable[[Inputs], tuple[Tensor, ...]],
+        drawn: DrawnFunctions,
+        context: Callable[[], AbstractContextManager[object]] = nullcontext,
+        *,
+        plain: bool = True,
+        keeps: bool = False,
+        half: bool = False,
+        count: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.failed = count is not None and count < FEW
+        self.timed = count is not None and count >= MANY
+        self.at_once = count is not None and not self.timed and plain
+        self.function, self.plain = function, plain
+        self.compiled = not plain
+        self.drawn, self.context, self.half = drawn, context, half
+        held = chain(drawn.parameters(), drawn.buffers())
+        self.tensors = [each for each in held if type(each) in (Tensor, nn.Parameter)]
+        self.places: list[int] = []  # of these tensors in memory, where graphs read them
+        self.caches_weights = keeps and plain
+        self.weight_cache: WeightCache | None = None
+        # whether weights have been written to, and whether casts were looked for
+        self.has_dropped_cache = self.has_checked_casts = False
+        self.implementations = FallbackChain(_note_unfused, fused=self._run_fused, unfused=function)
+        self.side_stream: torch.cuda.Stream | None = None  # where what is kept is computed during a capture
+
+    def __call__(self, x: Inputs) -> tuple[Tensor, ...]:
+        """function(x)."""
+        tensors = batches.input_tensors(x)
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) != 1 or (device := devices.pop()).type != DEVICE:
+            with self.context():
+                return self.function(x)
+        key = shape_key(tensors)
+        # graphs and streams belong to the current device
+        with torch.cuda.device(device), preserve_random_state(device):
+            self._drop_if_changed()
+            graph = self.graphs.get(key)
+            if graph is None and (self._can_capture_first() or self.should_capture(key)):
+                with self.context():
+                    held = batches.map_tensors(x, torch.clone)
+                    self._load_kernels(held)
+                    graph = self.capture(key, lambda: self._run_for_capture(held), batches.input_tensors(held))
+                if graph is None:
+                    self.graphs.clear()
+                elif self.side_stream is not None:
+                    torch.cuda.current_stream().wait_stream(self.side_stream)
+            if graph is not None:
+                return tuple(result.clone() for result in graph.replay(tensors))
+            timing = timed_convolutions(device) if self.timed else nullcontext()
+            with self.context(), self.record_constants(key), timing:
+                return self.function(x)
+
+    def _can_capture_first(self) -> bool:
+        """Whether this is the first batch of several and can be captured before any has run."""
+        at_once, self.at_once = self.at_once, False
+        return at_once and not self.failed and self._loads_kernels
+
+    @property
+    def _loads_kernels(self) -> bool:
+        fused = "fused" in self.implementations.implementations
+        return self.plain and self.drawn.particles.how != "vectorised" and fused
+
+    def _drop_if_changed(self) -> None:
+        """Begins anew if weights have been moved, or written to since something of them was kept."""
+        # At the second time, as with a network that writes to them itself, nothing is kept any more.
+        places = [tensor.data_ptr() for tensor in self.tensors]
+        written = self.weight_cache is not None and not self.weight_cache.is_fresh()
+        if places == self.places and not written:
+            return
+        self.places = places
+        self.graphs.clear()
+        self.occurrences.clear()
+        self.caches_weights = self.caches_weights and not (written and self.has_dropped_cache)
+        self.has_dropped_cache |= written
+        self.weight_cache = WeightCache(self.tensors) if self.caches_weights else None
+        self.has_checked_casts = False
+
+    def _load_kernels(self, x: Inputs) -> None:
+        """Runs the first member as a graph will: libraries load their kernels, which they cannot do in a capture."""
+        if not self._loads_kernels:
+            return
+
+        def lane(index: int) -> AbstractContextManager[object]:
+            if index > 0:
+                raise _FirstMemberDone
+            return nullcontext()
+
+        try:
+            with self._cache_context(), self.drawn.particles.runner.use_lanes((lane, lambda: None)):
+                self._run_fused(x)
+        except _FirstMemberDone:
+            pass
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a user's network may do anything
+            del self.implementations.implementations["fused"]
+            _note_unfused("fused", first_line(error))
+
+    def _run_fused(self, x: Inputs) -> tuple[Tensor, ...]:
+        with fuse_layers():
+            return self.function(x)
+
+    @contextmanager
+    def _cache_context(self, beside: torch.cuda.Stream | None = None) -> Iterator[None]:
+        if self.weight_cache is None:
+            yield
+            return
+        # To look at casts costs time at every operation: done once, and then only if there are some to be answered.
+        casts = self.half and (self.weight_cache.has_casts or not self.has_checked_casts)
+        self.has_checked_casts = True
+        with use_weight_cache(self.weight_cache, casts=casts, beside=beside):
+            yield
+
+    def _run_for_capture(self, x: Inputs) -> tuple[Tensor, ...]:
+        """function(x) as a graph holds it: members in parallel on streams, and what is kept is read."""
+        self.side_stream = self.side_stream or (torch.cuda.Stream() if DEVICE == "cuda" else None)
+        lanes = Lanes().for_members(self.drawn.members) if self.plain else ONE_LANE
+        with self._cache_context(self.side_stream), self.drawn.particles.runner.use_lanes(lanes):
+            found: tuple[Tensor, ...] = self.implementations(x) if self.plain else self.function(x)
+        if self.weight_cache is not None and not self.weight_cache.is_fresh():
+            raise RuntimeError("the network changes its weights")
+        return found
+
+
+class _FirstMemberDone(Exception):
+    """The first member has run."""
+
+
+def _note_unfused(_: str, reason: str, *args: object) -> None:
+    log.info("prediction runs layer by layer: fused kernels fail for this network (%s)", reason)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from dissensus.core.posterior import Posterior
-from dissensus.utils.dtensor import is_divided
+from dissensus.utils.sharding import is_divided
 
 
 def can_be_captured(optimizer: Optimizer) -> bool:
@@ -36,10 +36,7 @@ def use_channels_last(posterior: Posterior) -> None:
 
 
 def use_fused_kernels(optimizer: Optimizer) -> Callable[[], None]:
-    """Gives SGD, Adam and AdamW fused kernels if the caller did not choose; returns a function that undoes it.
-
-    Results are the same up to rounding.
-    """
+    """Gives SGD, Adam and AdamW fused kernels if the caller did not choose; returns a function that undoes it."""
     groups = [
         group
         for group in optimizer.param_groups
@@ -54,10 +51,8 @@ def use_fused_kernels(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def make_capturable(optimizer: Optimizer, device: torch.device) -> Callable[[], None]:
-    """Gives the optimiser fused kernels and tensors for rates and counters, for graphs; returns a function that undoes it.
-
-    Schedulers keep working: torch's schedulers write into a tensor learning rate in place, and the graph reads it.
-    """
+    """Gives the optimiser fused kernels and tensors for rates and counters, for graphs; returns a function that undoes it."""
+    # Schedulers keep working: torch's schedulers write into a tensor learning rate in place, and the graph reads it.
     put_back = _change_settings(optimizer, optimizer.param_groups, fused=True, foreach=False, capturable=True)
     for group in optimizer.param_groups:
         # float32 is what fused kernels read.
@@ -75,10 +70,8 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> Callable[[], 
 
 
 def _change_settings(optimizer: Optimizer, groups: list[dict[str, Any]], **settings: bool) -> Callable[[], None]:
-    """Changes the settings that the groups have; returns a function that undoes it.
-
-    States get the memory layout of their parameter, because fused kernels read both in order.
-    """
+    """Changes the settings that the groups have; returns a function that undoes it."""
+    # States get the memory layout of their parameter, because fused kernels read both in order.
     before = [{key: group[key] for key in settings if key in group} for group in groups]
     for group, mine in zip(groups, before, strict=True):
         group.update({key: settings[key] for key in mine})

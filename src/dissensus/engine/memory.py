@@ -12,11 +12,10 @@ from torch.utils import _pytree as pytree
 from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.core.posterior import Posterior
-from dissensus.core.recorder import Recorder
-from dissensus.engine.cuda_graphs import Lanes
-from dissensus.engine.cudnn_timing import timed_convolutions
-from dissensus.engine.eager_step import autocast
+from dissensus.core.weights import Recorder
+from dissensus.engine.cuda_graphs import Lanes, timed_convolutions
 from dissensus.engine.fast_optimisers import use_channels_last
+from dissensus.engine.training_step import autocast
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.text import format_bytes as format_bytes
 from dissensus.utils.torch_private import free_cublas_workspaces
@@ -128,17 +127,13 @@ def measure_peak(device: torch.device) -> Iterator[list[PeakMemory]]:
     """Its list gets what is `PeakMemory` inside, besides what was there before; nothing on the host."""
     found: list[PeakMemory] = []
     reset_peak(device)
-    before = _current_memory(device)
-    yield found
-    if device.type == "cuda":
-        alive, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-        found.append(PeakMemory(alive - before.alive, reserved - before.reserved))
-
-
-def _current_memory(device: torch.device) -> PeakMemory:
     if device.type != "cuda":
-        return UNMEASURED
-    return PeakMemory(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
+        yield found
+        return
+    alive, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    yield found
+    most, most_reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    found.append(PeakMemory(most - alive, most_reserved - reserved))
 
 
 def reset_peak(device: torch.device) -> None:

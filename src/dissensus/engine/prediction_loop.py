@@ -1,10 +1,17 @@
-"""Prediction of one batch after the other, with one draw of functions for all: what the verbs of prediction have in common."""
+"""Prediction of one batch after the other, with one draw of functions for all: what the verbs of prediction have in common.
+
+A read of a value makes the host wait for the device, and the device then wait for its next batch. Results and checks are
+therefore copied while the device goes on, and read when it has the batch after theirs, or a few batches later.
+"""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,27 +19,19 @@ from torch import Tensor
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Classification
-from dissensus.core.loader import Loader
+from dissensus.core.loader import Loader, connected_mesh, map_batches, partition_functions
 from dissensus.core.member_runner import FallbackChain
 from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import Posterior, check_diverged, checked_members, inference_context
-from dissensus.core.predictive import Predictive
-from dissensus.core.processes import connected_mesh, map_batches, partition_functions
-from dissensus.core.summary import RunningSummary
-from dissensus.engine.async_checks import (
-    AsyncHostCopy,
-    LateChecks,
-    Timer,
-    check_input_values,
-    delay_by_one,
-    largest_input,
-)
-from dissensus.engine.captured_prediction import CapturedFunction
-from dissensus.engine.precision import PredictionPrecision, precision_context, prediction_precision, warn_of_precision
+from dissensus.core.predictive import Predictive, RunningSummary
+from dissensus.engine.cuda_graphs import CapturedFunction
+from dissensus.engine.training_step import autocast
 from dissensus.numerics.randomness import preserve_random_state
+from dissensus.utils.checks import one_of
 
 log = logging.getLogger("dissensus")
 
+PredictionPrecision = Literal["float32", "bf16"]
 LITTLE = 2**26  # numbers
 BEHIND = 16  # batches, where the user's code does not run between them
 
@@ -47,10 +46,8 @@ class Answer(NamedTuple):
 class FixedDraw:
     """M functions drawn once from a posterior, run batch by batch: all their numbers belong to the same functions.
 
-    Args:
-        compiled: whether functions are compiled (torch.compile) first.
-        keeps_weights: that the user's code, which may change weights, does not run between batches.
-        count: number of batches to come, where it is known.
+    `compiled`: by torch.compile. `keeps_weights`: that the user's code, which may change weights, does not run between
+    batches. `count`: number of batches to come, where it is known.
     """
 
     def __init__(
@@ -232,7 +229,7 @@ def predict_loader(
 class _BatchPrediction:
     """Predicts batches with a draw and checks them, now or late. `one_at_a_time`: functions run one after the other."""
 
-    def __init__(self, draw: FixedDraw, late: LateChecks, one_at_a_time: bool) -> None:
+    def __init__(self, draw: FixedDraw, late: "LateChecks", one_at_a_time: bool) -> None:
         self.draw, self.late, self.one_at_a_time = draw, late, one_at_a_time
 
     def predict_members(self, batch: Batch) -> Predictive:
@@ -304,3 +301,155 @@ def _note_uncompiled(name: str, reason: str, *args: object) -> None:
 def _outputs_and_description(member: Member, x: Inputs) -> tuple[Any, ...]:
     outputs = batches.call_network(member.network, x)
     return outputs, *member.likelihood.describe(outputs)
+
+
+Item = TypeVar("Item")
+MOST = 2**28  # bytes of inputs on a device whose checks are waited for
+
+
+class AsyncHostCopy:
+    """Tensors on their way to the host; `read()` waits for them, but not for what the device got to do afterwards."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+        # Without waiting only from a CUDA device, where the copy goes to pinned memory and an event shows its end.
+        self._tensors = [tensor.to("cpu", non_blocking=tensor.device.type == "cuda") for tensor in tensors]
+        self._event = None
+        if device is not None:
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(device))
+
+    def read(self) -> list[Tensor]:
+        if self._event is not None:
+            self._event.synchronize()
+            # Pinned memory is slow to get and is not given back: the next batches use it again.
+            self._event, self._tensors = None, [tensor.clone() for tensor in self._tensors]
+        return self._tensors
+
+
+class LateChecks:
+    """Checks in a run over batches, of values that the device computes: done late, those of the first batch at once.
+
+    `at_once`: all of them, as where values are on the host, or where several processes must raise together. `behind`: batches
+    by which they are late, fewer if inputs are large: the device still has work while the host prepares a slow batch.
+    """
+
+    def __init__(self, *, at_once: bool, behind: int = 1) -> None:
+        self.at_once, self.delay = at_once, behind
+        self._new: list[tuple[Tensor, Callable[[Tensor], object]]] = []
+        self._pending: deque[tuple[AsyncHostCopy, list[Callable[[Tensor], object]]]] = deque()
+        self._first = True
+
+    def add(self, values: Tensor, check: Callable[[Tensor], object]) -> None:
+        """Calls check(values), which raises if they are bad."""
+        if self.at_once:
+            check(values)
+        else:
+            self._new.append((values, check))
+
+    def add_input_check(self, x: Inputs) -> None:
+        """Checks that x is finite, unless `at_once`: then the loader's batches are checked when they are read."""
+        size = sum(each.nbytes for each in batches.input_tensors(x) if each.device.type != "cpu")
+        if not self.at_once and size:
+            self.delay = max(1, min(self.delay, MOST // size))
+            self.add(largest_input(x), lambda values: check_input_values(values, x))
+
+    def end_batch(self) -> None:
+        """To be called after every batch."""
+        if self.at_once:
+            return
+        self._start_copy()
+        self._run_checks(0 if self._first else self.delay)
+        self._first = False
+
+    def finish(self) -> None:
+        """Does all checks that are left."""
+        self._start_copy()
+        self._run_checks(0)
+
+    def _start_copy(self) -> None:
+        if self._new:
+            values, checks = zip(*self._new, strict=True)
+            self._new = []
+            self._pending.append((AsyncHostCopy(values), [*checks]))
+
+    def _run_checks(self, left: int) -> None:
+        """Does the checks of all but so many batches."""
+        while len(self._pending) > left:
+            arriving, checks = self._pending.popleft()
+            for values, check in zip(arriving.read(), checks, strict=True):
+                check(values)
+
+
+class Timer:
+    """Measures the time from its making to `stop`, on a CUDA device without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = self._end = self._now()
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def stop(self) -> None:
+        self._end = self._now()
+
+    def seconds(self) -> float:
+        """The time between; waits until it is known."""
+        if self._device.type != "cuda":
+            return float(self._end - self._start)
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) / 1000
+
+
+def delay_by_one(items: Iterable[Item]) -> Iterator[Item]:
+    """The items, each when the next one has been made; the first at once."""
+    waiting: list[Item] = []
+    for number, item in enumerate(items):
+        yield from waiting
+        waiting = [item]
+        if number == 0:
+            yield waiting.pop()
+    yield from waiting
+
+
+def check_input_values(found: Tensor, x: Inputs) -> None:
+    """Raises if what `largest` found in the inputs is not finite, if possible with their row."""
+    if not float(found) < math.inf:
+        batches.check_finite(x, anywhere=True)
+        what = "NaN or infinity in a batch that has been overwritten since"
+        raise ValueError(f"expected finite inputs, got {what}; clean the data (−inf is allowed, for masks)")
+
+
+def largest_input(x: Inputs) -> Tensor:
+    """() the largest entry of x on a device other than the host, NaN if there is one; what is on the host counts as 0."""
+    given = [each for each in batches.input_tensors(x) if each.device.type != "cpu" and each.is_floating_point()]
+    found = [tensor.amax() for tensor in given if tensor.numel()]
+    if len(found) == 1:
+        return found[0]
+    return torch.stack([each.double() for each in found]).amax() if found else torch.zeros(())
+
+
+def prediction_precision(name: str, value: PredictionPrecision) -> PredictionPrecision:
+    """The value, "float32" or "bf16"."""
+    half = "16" in str(value) or "half" in str(value)
+    hint = 'half precision is "bf16", because float16 overflows above 65504' if half else ""
+    return one_of(name, value, ("float32", "bf16"), hint=hint)
+
+
+def precision_context(posterior: Posterior, precision: PredictionPrecision) -> AbstractContextManager[object]:
+    """The context in which the posterior's networks run; likelihoods compute in float32 in any case."""
+    return autocast(posterior.device, torch.bfloat16 if precision == "bf16" else None)
+
+
+def warn_of_precision(posterior: Posterior, precision: PredictionPrecision) -> None:
+    """Warns if predictions in bf16 get corrections and guarantees that were fitted to predictions in float32."""
+    fitted = [*posterior.promises, *(["a calibration"] if posterior.calibration is not None else [])]
+    fitted += ["a temperature"] if float(posterior.temperature) != 1.0 else []
+    if precision == "bf16" and fitted:
+        what = "fitted to predictions in float32, applied to predictions in bf16, for which nothing is guaranteed"
+        log.warning("%s: %s; predict in float32 where a guarantee must hold", ", ".join(fitted), what)

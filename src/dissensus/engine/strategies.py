@@ -5,26 +5,35 @@
     streamed     one member after the other, spread over CUDA streams so that small kernels of several run together
 
 each of them plain or compiled. If a gradient is 0 up to rounding (a bias before batch norm), Adam scales the rounding errors
-to full steps, and these differ. A strategy changes only the random state, so that it can be timed on a real batch.
+to full steps, and these differ. A strategy changes only the random state, so that it can be timed on a real batch: `make_plan`
+chooses one by the kind of network and, on a GPU, by timing candidates once.
 """
 
 from __future__ import annotations  # compilers cannot evaluate the types of inner functions
 
 import functools
 import logging
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dissensus.core import batch as batches
 from dissensus.core import gradients
 from dissensus.core.batch import Batch
-from dissensus.core.forward_attributes import run_compiled
 from dissensus.core.gradients import Gradients, Objective, State, Strategy
+from dissensus.core.member import run_compiled
 from dissensus.core.member_runner import FallbackChain
-from dissensus.engine.cuda_graphs import Lanes
+from dissensus.core.posterior import Posterior
+from dissensus.engine.cuda_graphs import Constants, Graph, Lanes, failure_reason, timed_convolutions
+from dissensus.engine.memory import UNMEASURED, PeakMemory, free_workspaces, measure_peak, reset_peak
+from dissensus.engine.training_step import autocast
 from dissensus.kernels.fused_norm import fuse_layers
+from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_private import raise_at_recompile_limit
 
@@ -142,3 +151,183 @@ def _gradients_by_transforms(objective: Callable[..., Any], state: State) -> Gra
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
     return compiled
+
+
+KINDS: tuple[Kind, ...] = ("loop", "vectorised", "streamed")
+WORDS = (*KINDS, "compiled", "captured")
+
+# A compilation takes tens of seconds and makes steps up to twice as fast: for short runs it does not pay.
+WORTH_COMPILING = 180.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How members run: a strategy, whether it is compiled, and whether the whole step is captured in a CUDA graph."""
+
+    kind: Kind
+    compiled: bool = False
+    captured: bool = False
+    seconds: float | None = None  # for the gradients of one batch, if timed
+    plain: float | None = field(default=None, compare=False, repr=False)  # the same without compiling
+    taken: PeakMemory = field(default=UNMEASURED, compare=False, repr=False)  # for these gradients, if timed on a GPU
+    # The strategy that was timed, compiled already.
+    tried: Strategy | None = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        words = [self.kind, *(["compiled"] if self.compiled else []), *(["captured"] if self.captured else [])]
+        return "+".join(words)
+
+
+def make_plan(engine: str, posterior: Posterior, batch: Batch, *, precision: torch.dtype | None, steps: int) -> Plan:
+    """The plan for `engine`: "auto", or words of loop, vectorised, streamed, compiled, captured joined by "+".
+
+    Choices not fixed by the words are made here. `steps`: the length of the run, which decides whether compiling pays.
+    """
+    words = set() if engine == "auto" else set(engine.split("+"))
+    if unknown := words - set(WORDS):
+        wanted, got = ", ".join(WORDS), sorted(unknown)[0]
+        raise ValueError(f'expected engine "auto" or words of {wanted} joined by "+", got {got!r}; use these words')
+    named = [kind for kind in KINDS if kind in words]
+    if len(named) > 1:
+        raise ValueError(f"expected one of {', '.join(KINDS)}, got {' and '.join(named)}; name one")
+    on_gpu = posterior.device.type == "cuda"
+    if not on_gpu and (wanting := words & {"streamed", "captured"}):
+        raise ValueError(f'expected a GPU for engine "{sorted(wanting)[0]}", got {posterior.device}; use "auto"')
+    key = (engine, str(posterior.device), precision, *(tuple(t.shape) for t in batches.input_tensors(batch.x)))
+    # Two plans, for runs in which compiling pays and for shorter ones: a posterior may be fitted again, for longer.
+    known: dict[bool, Plan] = posterior.particles.runner.plans.setdefault(key, {})
+    for plan in known.values():
+        if (long := _worth_compiling(plan, steps)) in known:
+            return known[long]
+    particles = posterior.particles
+    # Vectorising is slower than the other ways for members' own convolutions, on a GPU with three times their memory, and
+    # faster for everything else.
+    open_ones: list[Kind] = [particles.how]
+    if on_gpu:
+        open_ones = ["streamed"] if particles.how == "loop" else ["vectorised", "streamed"]
+    candidates = named or (["loop"] if particles.members == 1 else open_ones)
+    chosen = _fastest_plan(candidates, words, posterior, batch, precision, steps)
+    took = "" if chosen.seconds is None else f" ({1e3 * chosen.seconds:.2f} ms for the gradients of a batch)"
+    log.info("members run %s%s", chosen, took)
+    # Without the timed strategy: copies of the posterior must not copy compiled code.
+    known[_worth_compiling(chosen, steps)] = replace(chosen, tried=None)
+    return chosen
+
+
+def _worth_compiling(plan: Plan, steps: int) -> bool:
+    """Whether this many steps, at the speed of plain gradients, take long enough for compiling to pay."""
+    return plan.plain is not None and steps * plan.plain > WORTH_COMPILING
+
+
+def _fastest_plan(
+    candidates: list[Kind],
+    words: set[str],
+    posterior: Posterior,
+    batch: Batch,
+    precision: torch.dtype | None,
+    steps: int,
+) -> Plan:
+    on_gpu, compiled = posterior.device.type == "cuda", "compiled" in words
+    captured = on_gpu and ("captured" in words or (not words and posterior.capturable))
+    may_compile = not words and _can_gain_by_compiling(posterior, on_gpu)
+    if len(candidates) == 1 and not may_compile:
+        return Plan(candidates[0], compiled, captured)
+
+    taken: dict[Strategy, PeakMemory] = {}
+
+    def seconds(run: Strategy) -> float | None:
+        with autocast(posterior.device, precision), measure_peak(posterior.device) as memory:
+            found = time_strategy(run, posterior, batch, captured=captured)
+        taken[run] = memory[0] if memory else UNMEASURED
+        return found
+
+    was_training = posterior.training
+    posterior.train()  # dropout and batch statistics take time in a step, and can fail
+    try:
+        ways = {kind: make_strategy(kind) for kind in candidates}
+        possible = {kind: found for kind, run in ways.items() if (found := seconds(run)) is not None}
+        if captured and not possible:  # none can be captured: find the fastest without a graph
+            captured = False
+            ways = {kind: make_strategy(kind) for kind in candidates}
+            possible = {kind: found for kind, run in ways.items() if (found := seconds(run)) is not None}
+        if not possible:  # all of them fail: the plain loop works or raises the error
+            return Plan("loop", compiled, False)
+        kind = min(possible, key=lambda each: possible[each])
+        if compiled:
+            return Plan(kind, True, captured)
+        plain = Plan(kind, False, captured, possible[kind], possible[kind], taken[ways[kind]])
+        if may_compile and _worth_compiling(plain, steps):
+            faster = seconds(run := make_strategy(kind, compiled=True))
+            if faster is not None and faster < possible[kind]:
+                return Plan(kind, True, captured, faster, possible[kind], taken[run], run)
+        return plain
+    finally:
+        posterior.train(was_training)
+        if on_gpu:
+            free_workspaces()  # of the candidates
+            reset_peak(posterior.device)
+
+
+def _can_gain_by_compiling(posterior: Posterior, on_gpu: bool) -> bool:
+    """Whether compiling can help: not for convolutions on a CPU (library calls), nor for members that differ."""
+    first, *others = posterior.particles.templates
+    return not others and (on_gpu or not any(isinstance(part, nn.modules.conv._ConvNd) for part in first.modules()))
+
+
+def time_strategy(run: Strategy, posterior: Posterior, batch: Batch, *, captured: bool) -> float | None:
+    """Median seconds for the gradients of one batch, captured if the step will be; None if they fail."""
+    try:
+        particles = posterior.particles
+        with particles.lock_network(), particles.runner.run_context(), preserve_random_state(posterior.device):
+            if not captured:
+                on_gpu = posterior.device.type == "cuda"
+                with timed_convolutions(posterior.device):
+                    return _median_seconds(lambda: run(posterior, batch), repeats=3, synchronise=on_gpu)
+            graph = _capture_gradients(run, posterior, batch)
+            return None if graph is None else _median_seconds(graph.replay, repeats=5, synchronise=True)
+    except torch.OutOfMemoryError:
+        return None
+    except Exception as error:  # a candidate that cannot run this network is dropped
+        log.debug("a strategy is not used, because it fails: %s", error)
+        return None
+    finally:
+        if posterior.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _capture_gradients(run: Strategy, posterior: Posterior, batch: Batch) -> Graph | None:
+    """The gradients of a batch in a graph, if need be with the constants that a forward makes; None if it fails."""
+    ways = [None] if "compiled" in getattr(run, "name", "") else [None, Constants()]
+    for constants in ways:
+        try:
+            # Warmed up on a side stream first, as torch requires before a capture: libraries initialise themselves here.
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side), timed_convolutions(posterior.device):
+                for _ in range(2):
+                    with nullcontext() if constants is None else constants.record_constants():
+                        run(posterior, batch)
+            torch.cuda.current_stream().wait_stream(side)
+            reset_peak(posterior.device)  # that of libraries which try algorithms
+            return Graph(lambda: run(posterior, batch), constants=constants)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a user's network may do anything that cannot be captured
+            torch.cuda.synchronize()
+            failed = failure_reason(error)
+    log.info("members run %s are not captured in a CUDA graph: %s", getattr(run, "name", ""), failed)
+    return None
+
+
+def _median_seconds(function: Callable[[], object], *, repeats: int, synchronise: bool) -> float:
+    """Median seconds of a call, without the first one."""
+    times = []
+    for _ in range(1 + repeats):
+        if synchronise:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        if synchronise:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times[1:])[repeats // 2]

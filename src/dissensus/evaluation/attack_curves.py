@@ -14,10 +14,9 @@ from dissensus.attacks.attack_loss import Draw
 from dissensus.attacks.constraint import Ball, Bounds, Norm
 from dissensus.core import batch as batches
 from dissensus.core.drawn_functions import FunctionPartition
+from dissensus.core.loader import map_batches
 from dissensus.core.posterior import Posterior
-from dissensus.core.predictive import CategoricalPredictive
-from dissensus.core.processes import map_batches
-from dissensus.core.summary import SummaryPredictive
+from dissensus.core.predictive import CategoricalPredictive, SummaryPredictive
 from dissensus.data.standardise import Standardiser
 from dissensus.engine.prediction_loop import FixedDraw
 from dissensus.evaluation.loader_predictions import check_hard_labels

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from dissensus import metrics
-from dissensus.core.predictive import ClassificationPredictive
-from dissensus.core.summary import SummaryPredictive
+from dissensus.core.predictive import ClassificationPredictive, SummaryPredictive
 from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions
 
 SCORES = ("max_probability", "entropy", "mutual_information", "energy")

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from dissensus.calibration.gate import Gate
+from dissensus.core.likelihood import RealTargets
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, RegressionPredictive
-from dissensus.core.regression import RealTargets
 from dissensus.data.standardise import Standardiser
-from dissensus.engine.precision import PredictionPrecision
-from dissensus.engine.prediction_loop import FixedDraw, draw_once
+from dissensus.engine.prediction_loop import FixedDraw, PredictionPrecision, draw_once
 from dissensus.evaluation import classification, regression, segmentation
 from dissensus.evaluation.attack_curves import AttackCurves, AttackedInputs, attacked_inputs
 from dissensus.evaluation.corruption_curves import CorruptedCounts, Corruptions, as_corruptions, corrupted_counts

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from dissensus.utils.pandas_rows import as_dataframe
+from dissensus.utils.arrays import as_dataframe
 
 PredictionKind = Literal["classification", "regression", "segmentation"]
 

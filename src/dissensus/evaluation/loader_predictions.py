@@ -11,8 +11,7 @@ from torch import Tensor
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
-from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive
-from dissensus.core.summary import SummaryPredictive
+from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive, SummaryPredictive
 from dissensus.engine.prediction_loop import Answer, FixedDraw
 from dissensus.evaluation.evaluation import PredictionKind
 from dissensus.evaluation.extreme_inputs import Extremes

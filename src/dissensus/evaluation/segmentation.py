@@ -15,9 +15,8 @@ from torch import Tensor
 from dissensus import metrics
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
-from dissensus.core.summary import SummaryPredictive
-from dissensus.engine.async_checks import Timer
-from dissensus.engine.prediction_loop import Answer, FixedDraw
+from dissensus.core.predictive import SummaryPredictive
+from dissensus.engine.prediction_loop import Answer, FixedDraw, Timer
 from dissensus.evaluation import loader_predictions
 from dissensus.evaluation.loader_predictions import Shapes
 from dissensus.metrics import CalibrationBins, ConfusionCounts, RiskHistogram, ScoreHistogram

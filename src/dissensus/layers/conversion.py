@@ -14,15 +14,14 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dissensus.core.locks import network_lock
 from dissensus.core.member import check_initialised
-from dissensus.core.member_runner import first_line
+from dissensus.core.member_runner import first_line, network_lock
 from dissensus.core.prior import NORM_LAYERS
 from dissensus.layers.call_order import TracedCalls
 from dissensus.layers.conversion_report import ConversionReport
 from dissensus.nets.ntk import NTKLinear
 from dissensus.utils.checks import first_names
-from dissensus.utils.fsdp import check_copyable
+from dissensus.utils.sharding import check_copyable
 
 DENSE: tuple[type[nn.Module], ...] = (nn.Linear, NTKLinear)
 TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

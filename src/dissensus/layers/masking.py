@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.core.locks import has_attention
+from dissensus.core.member_runner import has_attention
 from dissensus.utils.tensor_tree import named_submodules
 from dissensus.utils.torch_modes import plain_attention
 

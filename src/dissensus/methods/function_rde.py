@@ -18,7 +18,7 @@ from dissensus.core.prior import PriorKeywords
 from dissensus.core.trainable import annealing_weight
 from dissensus.methods.parts.comparison_spaces import attach_to_graph, normal_from_step, outputs_as_points
 from dissensus.methods.parts.repulsion_strength import RepellingPosterior, Repulsion
-from dissensus.numerics import score_estimates
+from dissensus.numerics import rbf_kernels
 from dissensus.numerics.annealing import Annealing, annealing_or_constant, scale_gradient
 from dissensus.numerics.rbf_kernels import squared_distances
 from dissensus.utils.checks import number, one_of
@@ -62,7 +62,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         self,
         networks: Sequence[nn.Module],
         *,
-        score: score_estimates.Score = "kde",
+        score: rbf_kernels.Score = "kde",
         repel_at: Literal["batch", "noise"] | Inputs | InputBuffers = "batch",
         noise: float = 0.25,
         outputs: Literal["logits", "probabilities"] = "logits",
@@ -80,7 +80,7 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
             raise ValueError('expected outputs="logits", got "probabilities"; only classification has probabilities')
         if functional_prior and self.prior is None:
             raise ValueError("expected a prior with functional_prior=True, got none; pass weight_prior_std= or prior=")
-        self.score = one_of("score", score, score_estimates.MATRICES)
+        self.score = one_of("score", score, rbf_kernels.SCORES)
         self.set_repulsion(repulsion, batch_size)
         self.repel_at: str | InputBuffers
         if isinstance(repel_at, str):
@@ -122,12 +122,12 @@ class FunctionRDE(RepellingPosterior, StackedPosterior):
         where = "elsewhere" if "elsewhere" in z else "outputs"
         repelled = z[where]
         strength = self.strength(z["outputs"].shape[1], gathered=self.batches_per_step)
-        matrix = score_estimates.MATRICES[self.score](squared_distances(repelled)) * strength
+        matrix = rbf_kernels.score_matrix(self.score, squared_distances(repelled)) * strength
         v = {name: torch.zeros_like(tensor) for name, tensor in z.items()}
-        v[where] = score_estimates.apply_matrix(matrix, repelled - repelled.mean(0))
+        v[where] = rbf_kernels.apply_matrix(matrix, repelled - repelled.mean(0))
         if "prior" in z:
             outputs, prior = z["outputs"], z["prior"]
-            slope = score_estimates.spectral_stein_at(outputs.flatten(1), prior.flatten(1)).reshape(outputs.shape)
+            slope = rbf_kernels.spectral_stein_at(outputs.flatten(1), prior.flatten(1)).reshape(outputs.shape)
             v["outputs"] = v["outputs"] - slope * annealing_weight(self, self.annealing) / (self.data_size or 1)
         return v
 

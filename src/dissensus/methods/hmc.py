@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dissensus.core import objective, weights
+from dissensus.core import weights
 from dissensus.core.batch import Batch
+from dissensus.core.gradients import compute_gradients
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.loader import Loader
 from dissensus.core.member import PREFIX
@@ -169,7 +170,7 @@ class Potential:
         for rows, part in zip(self.weights.rows().values(), self.split_flat(position).values(), strict=True):
             rows.copy_(part)
         with torch.enable_grad():
-            found = objective.compute_gradients(self.posterior, self.batch)
+            found = compute_gradients(self.posterior, self.batch)
         network = weights.network_parameters(self.posterior.particles).stored
         names = {name: f"{PREFIX}{name}" if name in network else name for name in self.weights.stored}
         gradients = self.weights.expand_members({name: found.gradients[full] for name, full in names.items()})

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from dissensus.core.batch import Batch
 from dissensus.core.drawn_functions import DrawnFunctions
-from dissensus.core.likelihood import Likelihood, log_prob_sum
+from dissensus.core.likelihood import Likelihood, log_prob_sum, noise_warning
 from dissensus.core.loader import Loader
 from dissensus.core.member import PREFIX
 from dissensus.core.networks import Networks
 from dissensus.core.particles import Particles, copy_likelihood
 from dissensus.core.posterior import inference_context
 from dissensus.core.prior import PriorKeywords, make_prior
-from dissensus.core.regression import noise_warning
 from dissensus.methods.parts.last_layer import (
     Curvature,
     CurvatureSums,

@@ -36,7 +36,7 @@ from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.checks import integer, number
 from dissensus.utils.parameter_groups import Group
-from dissensus.utils.tensor_tree import Tensors, TensorTree, tied_names
+from dissensus.utils.tensor_tree import TensorPlaces, Tensors, TensorTree
 
 LOOKS = 8
 
@@ -203,7 +203,7 @@ class MeanFieldVI(SamplingPosterior):
         In other layers noise per example would be wrong: a layer that is called twice must use the same weights twice.
         """
         particles = self.particles
-        tied = {each for pair in tied_names(particles.template.network).items() for each in pair}
+        tied = {each for pair in TensorPlaces(particles.template.network).tied.items() for each in pair}
         names = [
             name
             for name, layer in particles.template.network.named_modules()

@@ -9,7 +9,7 @@ from dissensus.core.networks import Networks
 from dissensus.core.prior import PriorKeywords, norm_parameters
 from dissensus.methods.parts.sampling_posterior import SamplingPosterior, stack_networks
 from dissensus.utils.checks import number
-from dissensus.utils.dtensor import gather_full_tensor, shard_like
+from dissensus.utils.sharding import gather_full_tensor, shard_like
 from dissensus.utils.tensor_tree import Tensors
 
 

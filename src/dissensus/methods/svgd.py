@@ -14,7 +14,7 @@ from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.trainable import annealing_weight
 from dissensus.methods.parts.comparison_spaces import attach_to_graph, differentiate, outputs_as_points, trained_tensors
-from dissensus.numerics import score_estimates
+from dissensus.numerics import rbf_kernels
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.rbf_kernels import squared_distances
 from dissensus.utils.checks import one_of
@@ -63,11 +63,11 @@ class SVGD(StackedPosterior):
         """−φ/N = (1/M) [a_t K g + G/N], g the gradients of the mean loss."""
         own = self.particles.own_parameters()
         z = trained_tensors({name: tensor.detach() for name, tensor in own.items()}, own)
-        kernel, h = score_estimates.kernel_and_bandwidth(squared_distances(z))
+        kernel, h = rbf_kernels.kernel_and_bandwidth(squared_distances(z))
         count, size = self.particles.members, self.data_size or 1
-        driving = score_estimates.apply_matrix(kernel * (annealing_weight(self, self.annealing) / count), gradients)
-        slopes = score_estimates.slopes(kernel, h) / (count * size)
-        repulsion = score_estimates.apply_matrix(slopes, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
+        driving = rbf_kernels.apply_matrix(kernel * (annealing_weight(self, self.annealing) / count), gradients)
+        slopes = rbf_kernels.slopes(kernel, h) / (count * size)
+        repulsion = rbf_kernels.apply_matrix(slopes, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
         return {**driving, **{name: force + driving.get(name, 0.0) for name, force in repulsion.items()}}
 
     # ------------------------------------------------------------------ function space: slopes at the outputs are mixed
@@ -96,11 +96,11 @@ class SVGD(StackedPosterior):
         members are equal, a_t/M if they are far apart.
         """
         u, points = z["slopes"], z["points"]
-        kernel, h = score_estimates.kernel_and_bandwidth(squared_distances(points))
+        kernel, h = rbf_kernels.kernel_and_bandwidth(squared_distances(points))
         count, size = self.particles.members, self.data_size or 1
         driving = kernel * (annealing_weight(self, self.annealing) / count)
-        slopes = score_estimates.slopes(kernel, h) / (count * size)
-        repulsion = score_estimates.apply_matrix(slopes, points - points.mean(0))
-        outputs = score_estimates.apply_matrix(driving, u) - u
+        slopes = rbf_kernels.slopes(kernel, h) / (count * size)
+        repulsion = rbf_kernels.apply_matrix(slopes, points - points.mean(0))
+        outputs = rbf_kernels.apply_matrix(driving, u) - u
         v = {"outputs": outputs, "points": repulsion, "slopes": torch.zeros_like(u)}
         return v | {"penalty": driving.sum(1).to(z["penalty"]) - 1} if "penalty" in z else v

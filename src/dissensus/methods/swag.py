@@ -22,7 +22,7 @@ from dissensus.methods.parts.sampling_posterior import RecordingPosterior, stack
 from dissensus.methods.parts.trajectory import SnapshotRecorder, Snapshots
 from dissensus.numerics.flat_weights import unflatten
 from dissensus.utils.checks import integer, number
-from dissensus.utils.dtensor import gather_full_tensor, is_divided, local_part, shard_last_axis, shard_like
+from dissensus.utils.sharding import gather_full_tensor, is_divided, local_part, shard_last_axis, shard_like
 from dissensus.utils.tensor_tree import Tensors
 
 

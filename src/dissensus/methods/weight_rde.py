@@ -11,7 +11,7 @@ from dissensus.core.prior import PriorKeywords
 from dissensus.core.trainable import annealing_weight
 from dissensus.methods.parts.comparison_spaces import trained_tensors
 from dissensus.methods.parts.repulsion_strength import RepellingPosterior, Repulsion
-from dissensus.numerics import score_estimates
+from dissensus.numerics import rbf_kernels
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.rbf_kernels import squared_distances
 from dissensus.utils.checks import one_of
@@ -45,7 +45,7 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
         self,
         networks: Sequence[nn.Module],
         *,
-        score: score_estimates.Score = "kde",
+        score: rbf_kernels.Score = "kde",
         annealing: Annealing | None = None,
         repulsion: Repulsion = "1/N",
         batch_size: int | None = None,
@@ -53,7 +53,7 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
         **prior: Unpack[PriorKeywords],
     ) -> None:
         super().__init__(networks, likelihood=likelihood, **prior)
-        self.score = one_of("score", score, score_estimates.MATRICES)
+        self.score = one_of("score", score, rbf_kernels.SCORES)
         self.set_repulsion(repulsion, batch_size)
         self.annealing = annealing_or_constant(annealing)
 
@@ -62,8 +62,8 @@ class WeightRDE(RepellingPosterior, StackedPosterior):
         own = self.particles.own_parameters()
         z = trained_tensors({name: tensor.detach() for name, tensor in own.items()}, own)
         strength = self.strength(gathered=self.batches_per_step)
-        matrix = score_estimates.MATRICES[self.score](squared_distances(z)) * strength
-        repulsion = score_estimates.apply_matrix(matrix, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
+        matrix = rbf_kernels.score_matrix(self.score, squared_distances(z)) * strength
+        repulsion = rbf_kernels.apply_matrix(matrix, {name: tensor - tensor.mean(0) for name, tensor in z.items()})
         weight = annealing_weight(self, self.annealing)
         driving = {name: gradient * weight for name, gradient in gradients.items()}
         # A tensor without a gradient gets no drive, but still counts in the distance between members.

@@ -13,10 +13,7 @@ EVERY = 4  # squarings between two scalings: eigenvalues of at least 1/M, to the
 
 
 def extreme_eigenvectors(matrix: Tensor, count: int, order: Order) -> tuple[Tensor, Tensor]:
-    """(values (k,), vectors (M, k)) at one end of the spectrum of a symmetric positive semi-definite matrix (M, M).
-
-    All NaN if the matrix is not finite.
-    """
+    """(values (k,), vectors (M, k)) at one end of the spectrum of a symmetric matrix ≥ 0 (M, M); NaN if it is not finite."""
     if matrix.device.type == "cuda":
         return eigenvectors_by_products(matrix, count, order)
     finite = matrix.isfinite().all()
@@ -49,7 +46,7 @@ def leading_eigenvectors(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
         vector = _leading_direction(matrix, least)
         for before in vectors:  # removes components along earlier vectors that rounding leaves
             vector = vector - (before @ vector) * before
-        vector = vector / vector.norm().clamp(min=_tiny(matrix))
+        vector = vector / vector.norm().clamp(min=torch.finfo(matrix.dtype).tiny)
         values.append(vector @ matrix @ vector)
         vectors.append(vector)
         along = matrix @ vector
@@ -60,13 +57,9 @@ def leading_eigenvectors(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _leading_direction(matrix: Tensor, least: Tensor) -> Tensor:
     """(M,) proportional to the leading eigenvector; zeros if the trace is at most `least`, that is rounding."""
-    power = torch.where(matrix.diagonal().sum() > least, matrix, 0.0)
+    power, tiny = torch.where(matrix.diagonal().sum() > least, matrix, 0.0), torch.finfo(matrix.dtype).tiny
     for step in range(SQUARINGS):
         if step % EVERY == 0:
-            power = power / power.diagonal().sum().clamp(min=_tiny(matrix))  # eigenvalues at most 1, the largest ≥ 1/M
+            power = power / power.diagonal().sum().clamp(min=tiny)  # eigenvalues at most 1, the largest ≥ 1/M
         power = power @ power
     return power.index_select(1, power.diagonal().argmax()[None])[:, 0]
-
-
-def _tiny(matrix: Tensor) -> float:
-    return float(torch.finfo(matrix.dtype).tiny)

@@ -30,10 +30,9 @@ def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> Tensors:
 
 
 class Block:
-    """One vector `flat` (P,) and `views` of it with the memory layout of the given tensors.
+    """One vector `flat` (P,) and `views` of it with the memory layout of the given tensors."""
 
-    One kernel can process all of them through `flat`; fused list operations can combine `views` with the tensors.
-    """
+    # One kernel can process all of them through `flat`; fused list operations can combine `views` with the tensors.
 
     def __init__(self, like: Sequence[Tensor], dtype: torch.dtype) -> None:
         self.flat = torch.zeros(sum(tensor.numel() for tensor in like), dtype=dtype, device=like[0].device)

@@ -47,11 +47,8 @@ def sample_chains(
     Args:
         energy: computes M energies at once; a move to an energy that is not finite is rejected.
         start: (M, P) initial positions.
-        samples: number of positions to keep.
-        warmup: trajectories before the first sample, in which each chain finds its step size.
+        warmup: trajectories before the first sample, in which each chain finds its step size for `target_acceptance`.
         leapfrog: leapfrog steps per trajectory.
-        target_acceptance: acceptance rate for which the step size is chosen.
-        generators: one per chain.
         every: trajectories per kept position.
     """
     point = Point(start, *energy(start))

@@ -1,9 +1,7 @@
 """Integer hashes in tensors: random bits computed from a counter, and the fingerprint of tensors' values.
 
-SplitMix64 (Steele, Lea and Flood 2014), without a state.
-
-A Weyl sequence through a 64-bit finaliser. The bits are the same on every device, under vmap and in a captured CUDA graph,
-unlike those of `torch.Generator`.
+SplitMix64 (Steele, Lea and Flood 2014): a Weyl sequence through a 64-bit finaliser, without a state. The bits are the same on
+every device, under vmap and in a captured CUDA graph, unlike those of `torch.Generator`.
 """
 
 import functools

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dissensus.utils.torch_private import TorchDispatchMode
 
@@ -39,50 +38,33 @@ def chain_generators(seed: int, numbers: Iterable[int], device: torch.device) ->
     return [torch.Generator(device).manual_seed(int(state) >> 1) for state in states]
 
 
-def set_lookahead(ahead: bool) -> bool:
-    """From now on this thread's draws do not advance torch's generator, or do again; returns what held before."""
-    before, _thread.looks_ahead = _thread.looks_ahead, ahead
-    return before
-
-
 @contextmanager
 def without_advancing() -> Iterator[None]:
     """Inside, this thread's draws do not advance torch's generator."""
-    before = set_lookahead(True)
+    before, _thread.looks_ahead = _thread.looks_ahead, True
     try:
         yield
     finally:
-        set_lookahead(before)
-
-
-def generator_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The states of torch's generators, the host's and the device's."""
-    return torch.default_generator.get_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def restore_generators(before: tuple[Tensor, Tensor | None], device: torch.device, *, mine: bool) -> None:
-    """Puts torch's generators back into these `states`, where they have others.
-
-    `mine`: whether this thread may have drawn from them. If not, and there are other threads, the draws were theirs and the
-    state is not restored, because these threads would get the same numbers twice.
-    """
-    if not mine and threading.active_count() > 1:
-        return
-    host, there = before
-    if not torch.equal(torch.default_generator.get_state(), host):
-        torch.default_generator.set_state(host)
-    if there is not None and not torch.equal(torch.cuda.get_rng_state(device), there):
-        torch.cuda.set_rng_state(there, device)
+        _thread.looks_ahead = before
 
 
 @contextmanager
 def preserve_random_state(device: torch.device, *, mine: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Restores the state of torch's generators (the host's and the device's) afterwards; see `restore` for `mine`."""
-    before = generator_states(device)
+    """Restores the states of torch's generators, the host's and the device's, afterwards, where they have changed.
+
+    `mine`: whether this thread may have drawn from them. If not, and there are other threads, the draws were theirs and the
+    state is not restored, because these threads would get the same numbers twice.
+    """
+    host = torch.default_generator.get_state()
+    there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
         yield
     finally:
-        restore_generators(before, device, mine=mine())
+        if mine() or threading.active_count() == 1:
+            if not torch.equal(torch.default_generator.get_state(), host):
+                torch.default_generator.set_state(host)
+            if there is not None and not torch.equal(torch.cuda.get_rng_state(device), there):
+                torch.cuda.set_rng_state(there, device)
 
 
 def save_random_state() -> Callable[[], None]:

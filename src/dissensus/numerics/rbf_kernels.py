@@ -1,7 +1,19 @@
-"""Kernels between members: squared distances, the median heuristic, and the kernel density of input gradients.
+"""Kernels between members: squared distances, the median heuristic, the kernel density of input gradients, score estimates.
 
 Kernels are computed in float64 for members of any precision (in float32 on devices without it), because members may be very
 close to each other, and because autocast does not change float64. Nothing here synchronises with the device.
+
+A score estimate is ∇ log q at every particle, where the particles are samples of q. With the RBF kernel K and its slopes
+G_i = Σ_j ∇_{z_i} k(z_i, z_j) = (1/h) Σ_j K_ij (z_j − z_i),
+
+    kde              G_i / Σ_j K_ij                      kernel density (D'Angelo & Fortuin, NeurIPS 2021)
+    stein            (K + ηI)⁻¹ G                        Stein gradient estimator (Li & Turner, ICLR 2018)
+    spectral_stein   K (K + ηI)⁻² G                      spectral Stein gradient estimator (Shi et al., ICML 2018)
+
+Each is a matrix (M, M) applied to the particles: `score_matrix` returns it, so that particles may consist of several tensors.
+The last one is the sum over all eigenfunctions,
+
+    Σ_m β_m φ_m(z_i),   φ_m(z) = √M/λ_m Σ_j u_jm k(z, z_j),   β_m = 1/(√M λ_m) Σ_j u_jm G_j,   K + ηI = U diag(λ) Uᵀ.
 """
 
 import math
@@ -75,7 +87,9 @@ def input_gradient_log_density(
     """
     unit = directions(to_kernel_precision(gradients))
     points, floor = _scale_directions(unit, lengthscales)
-    return batch_log_density(points, bandwidth, weight, floor=floor).to(_result_dtype(gradients))
+    return batch_log_density(points, bandwidth, weight, floor=floor).to(
+        torch.promote_types(gradients.dtype, torch.float32)
+    )
 
 
 def input_gradient_force(
@@ -105,12 +119,7 @@ def input_gradient_force(
         force = lengthscales.pull(force)
     size = wide.square().sum(-1, keepdim=True)
     force = (force - unit * (unit * force).sum(-1, keepdim=True)) * (size + EPSILON).rsqrt()
-    return torch.where(size == 0, 0.0, force).to(_result_dtype(gradients))
-
-
-def _result_dtype(gradients: Tensor) -> torch.dtype:
-    """The precision of results."""
-    return torch.promote_types(gradients.dtype, torch.float32)
+    return torch.where(size == 0, 0.0, force).to(torch.promote_types(gradients.dtype, torch.float32))
 
 
 def _scale_directions(unit: Tensor, lengthscales: Lengthscales | None) -> tuple[Tensor, Tensor | float]:
@@ -168,3 +177,55 @@ def as_rows(tensor: Tensor) -> Tensor:
 def to_kernel_precision(tensor: Tensor) -> Tensor:
     """The tensor in the precision of the kernels."""
     return tensor.float() if tensor.device.type == "mps" else tensor.double()
+
+
+RIDGE = 0.01  # η
+
+Score = Literal["kde", "stein", "spectral_stein"]
+SCORES: tuple[Score, ...] = ("kde", "stein", "spectral_stein")
+
+
+def spectral_stein_at(points: Tensor, samples: Tensor) -> Tensor:
+    """(M, P) ∇ log q at points (M, P), q the density of other samples (n, P), whose median gives the bandwidth."""
+    squared = squared_distances(samples)
+    h = median_bandwidth(squared)
+    kernel = rbf(squared, h)
+    inner = _solve(kernel, _solve(kernel, slopes(kernel, h)))  # (n, n)
+    values = rbf(squared_distances(points, samples), h) @ inner @ as_rows(samples)
+    return values.to(points.dtype).reshape(points.shape)
+
+
+def score_matrix(score: Score, squared: Tensor, bandwidth: float | None = None) -> Tensor:
+    """(M, M) A with A z the score estimate, from squared distances (M, M)."""
+    kernel, h = kernel_and_bandwidth(squared, bandwidth)
+    slope = slopes(kernel, h)
+    if score == "kde":
+        return slope / kernel.sum(1, keepdim=True)
+    solved = _solve(kernel, slope)
+    return solved if score == "stein" else kernel @ _solve(kernel, solved)
+
+
+def kernel_and_bandwidth(squared: Tensor, bandwidth: float | None = None) -> tuple[Tensor, Tensor | float]:
+    """((M, M) RBF kernel, h), by the median heuristic if no bandwidth is given."""
+    h = median_bandwidth(squared) if bandwidth is None else bandwidth
+    return rbf(squared, h), h
+
+
+def slopes(kernel: Tensor, bandwidth: Tensor | float) -> Tensor:
+    """(M, M) S with S z = G:  (K − diag(Σ_j K_ij)) / h."""
+    return (kernel - torch.diag(kernel.sum(1))) / bandwidth
+
+
+def apply_matrix(matrix: Tensor, z: Any) -> Any:
+    """A z over the member axis of every tensor (M, ...) in a tree, in each tensor's own dtype."""
+
+    def one(tensor: Tensor) -> Tensor:
+        return (matrix @ as_rows(tensor)).to(tensor.dtype).reshape(tensor.shape)
+
+    return pytree.tree_map(one, z)
+
+
+def _solve(kernel: Tensor, right: Tensor) -> Tensor:
+    """(K + ηI)⁻¹ right, by a variant that does not read its error code, which would synchronise with the device."""
+    ridge = RIDGE * torch.eye(kernel.shape[0], dtype=kernel.dtype, device=kernel.device)
+    return torch.cholesky_solve(right, torch.linalg.cholesky_ex(kernel + ridge).L)

@@ -23,6 +23,7 @@ from dissensus.calibration.calibrate import temperature_scale
 from dissensus.calibration.conformal import ConformalScore, conformal
 from dissensus.calibration.conformal_sets import Conformal
 from dissensus.calibration.quantiles import least_rows
+from dissensus.core.description import to_json_values
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior, inference_context, refresh
 from dissensus.core.predictive import Predictive
@@ -38,7 +39,6 @@ from dissensus.storage.atomic_files import write_atomically
 from dissensus.training.fit import fit
 from dissensus.training.history import Epoch
 from dissensus.utils.checks import fraction, integer, number, one_of
-from dissensus.utils.json_values import to_json_values
 from dissensus.utils.parameter_groups import optimizer_refusal
 
 

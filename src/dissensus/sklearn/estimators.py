@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from dissensus.calibration.conformal_scores import lac
 from dissensus.core.calibrated import stored_guarantees
-from dissensus.core.likelihood import Classification, Likelihood
+from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, RealTargets
 from dissensus.core.particles import Particles
 from dissensus.core.predictive import CategoricalPredictive
-from dissensus.core.regression import HeteroscedasticRegression, RealTargets
 from dissensus.data.standardise import Standardiser
 from dissensus.sklearn.base import TABLE, TableEstimator
 from dissensus.storage import load as load_posterior

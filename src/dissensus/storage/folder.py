@@ -19,13 +19,12 @@ from safetensors.torch import save as format_tensors
 from torch import Tensor, nn
 
 from dissensus.core.calibrated import STATE, describe_fitted, drop_stale_guarantees, restore_fitted, stored_guarantees
-from dissensus.core.description import describe_network, layer_lines
-from dissensus.core.forward_attributes import state_names
-from dissensus.core.likelihood import Likelihood
+from dissensus.core.description import describe_network, layer_lines, to_json_values
+from dissensus.core.likelihood import Likelihood, RealTargets
+from dissensus.core.loader import connected_mesh
+from dissensus.core.member import state_names
 from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, expect_posterior, has_converted_layers
-from dissensus.core.processes import connected_mesh
-from dissensus.core.regression import RealTargets
 from dissensus.core.trainable import Watchers
 from dissensus.data.input_transforms import KINDS as INPUT_KINDS
 from dissensus.data.input_transforms import as_input_transform
@@ -42,11 +41,10 @@ from dissensus.storage.blueprints import (
     find_method,
 )
 from dissensus.utils.checks import one_of
-from dissensus.utils.dtensor import gather_full_tensor, local_part
 from dissensus.utils.file_errors import read_errors
-from dissensus.utils.json_values import to_json_values
 from dissensus.utils.memory_layout import contiguous_strides, copy_with_strides, is_valid_layout, strides_for_copy
 from dissensus.utils.module_state import differing_attribute
+from dissensus.utils.sharding import gather_full_tensor, local_part
 from dissensus.utils.renamed_settings import translate_settings
 
 FORMAT = 2

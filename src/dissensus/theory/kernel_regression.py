@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dissensus.core.summary import RegressionSummary
+from dissensus.core.predictive import RegressionSummary
 from dissensus.theory.wide_kernel import Kernels
 from dissensus.utils.checks import number, one_of
 

@@ -39,6 +39,22 @@ from dissensus.distributed.mesh import Mesh
 from dissensus.distributed.partition import TrainingPartition
 from dissensus.numerics.randomness import generator_states
 from dissensus.storage.atomic_files import replace_file
+from dissensus.training.checkpoint_match import (
+    checkpoint_mismatches,
+    describe_run,
+    warn_of_overridden,
+    without_stale_draws,
+)
+from dissensus.training.distributed_checkpoint import (
+    has_only_checkpoints,
+    newest_checkpoint,
+    read_distributed,
+    write_distributed,
+)
+from dissensus.training.epochs import PartialEpoch
+from dissensus.training.history import Best, Epoch, History
+from dissensus.utils.file_errors import read_errors
+from dissensus.utils.sharding import is_divided
 from dissensus.training.history import Best, Epoch, History, PartialEpoch
 from dissensus.utils.dtensor import is_divided
 from dissensus.utils.file_errors import read_errors

@@ -19,6 +19,7 @@ from dissensus.core.batch import Batch, SmallBatchGuard
 from dissensus.core.loader import Loader
 from dissensus.core.locks import lock_for_training
 from dissensus.core.objective import check_trainable
+from dissensus.core.member_runner import lock_for_training
 from dissensus.core.posterior import Posterior, expect_posterior, refresh
 from dissensus.core.regression import RealTargets
 from dissensus.distributed.interruptions import Interruptions

@@ -1,11 +1,14 @@
-"""Arrays, Series and DataFrames as tensors; pandas is not imported, its objects are recognised by their methods."""
+"""Arrays, Series and DataFrames as tensors; pandas objects are recognised by their methods, without importing pandas."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from dissensus.utils.extras import require_extra
 
 _CODES = "expected numbers, got {}; encode the table with ds.data.TableEncoder, or train with ds.sklearn"
 
@@ -73,3 +76,12 @@ def _describe_source(values: Any) -> str:
     columns = getattr(values, "columns", ())
     names = [str(name) for name in columns if getattr(values[name].dtype, "kind", "f") not in "biuf"]
     return f"column '{names[0]}' of a {type(values).__name__}" if names else f"a {type(values).__name__}"
+
+
+def as_dataframe(rows: Sequence[Mapping[str, Any]], *, index: str | None = None) -> Any:
+    """A pandas.DataFrame with a row for each mapping; `index`: the column used as index."""
+    require_extra("tables")
+    import pandas
+
+    found = pandas.DataFrame.from_records(list(rows))
+    return found if index is None else found.set_index(index)

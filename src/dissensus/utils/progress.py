@@ -8,7 +8,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any, Self
 
 from dissensus.utils.extras import is_installed
@@ -92,9 +91,7 @@ class Progress:
         print(text, file=sys.stderr, flush=True, end=end)
         self.last, self.told = "", time.monotonic()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.stop()
         elif self.lines:

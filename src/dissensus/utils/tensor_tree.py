@@ -16,10 +16,9 @@ _children, _parameters, _buffers = map(attrgetter, ("_modules", "_parameters", "
 
 
 class TensorTree(nn.Module):
-    """Named tensors as parameters and buffers of nested empty modules, so that `state_dict` looks like the network's.
+    """Named tensors as parameters and buffers of nested empty modules, so that `state_dict` looks like the network's."""
 
-    They are read at every call, so that those of `torch.func.functional_call` are seen.
-    """
+    # They are read at every call, so that those of `torch.func.functional_call` are seen.
 
     def parameters_and_buffers(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(parameters, buffers) by name; pruned and parametrised ones are computed as in a layer."""
@@ -66,18 +65,15 @@ def computed_names(module: nn.Module) -> list[str]:
 
 
 def cache_submodules(module: nn.Module, *names: str) -> None:
-    """Puts these submodules among the module's plain attributes, too: nn.Module finds them there in a tenth of the time.
-
-    Only for those that are there to stay. One that is set anew is found in its registry again.
-    """
+    """Puts these submodules among the module's plain attributes, too: nn.Module finds them there in a tenth of the time."""
+    # Only for those that are there to stay. One that is set anew is found in its registry again.
     vars(module).update({name: module._modules[name] for name in names})
 
 
 class TensorPlaces:
-    """Where a module's tensors are registered; a tied tensor has several places, and the name of the first.
+    """Where a module's tensors are registered; a tied tensor has several places, and the name of the first."""
 
-    Found once for a template. A caller's module may have changed since, so its places are found again for every call.
-    """
+    # Found once for a template. A caller's module may have changed since, so its places are found again for every call.
 
     def __init__(self, module: nn.Module) -> None:
         first: dict[int, str] = {}  # by id, since tensors are slow to hash
@@ -115,10 +111,9 @@ def all_submodules(*modules: nn.Module | None, trees: bool = True) -> list[nn.Mo
 
 
 class SubmoduleCache:
-    """`all_submodules`, found again only where one of them has other submodules than before: to see that takes a tenth.
+    """`all_submodules`, found again only where one of them has other submodules than before: to see that takes a tenth."""
 
-    Do not keep it where one of the modules is its owner, which would then be deleted late.
-    """
+    # Do not keep it where one of the modules is its owner, which would then be deleted late.
 
     def __init__(self) -> None:
         self.inner: list[dict[str, nn.Module | None]] = []  # the children of those that have some
@@ -155,17 +150,10 @@ def named_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def tied_names(module: nn.Module) -> dict[str, str]:
-    """Other name -> first name of each tied tensor; a layer with several names counts once."""
-    return TensorPlaces(module).tied
-
-
 def call_with_tensors(module: nn.Module, tensors: Tensors, *args: Any, places: TensorPlaces | None = None) -> Any:
-    """module(*args) with these tensors in place of its own, tied ones in all their places.
-
-    As torch's `functional_call`, which takes as long as a small network, and leaves tensors of this call in a layer with two
-    names. Compilers know only that one.
-    """
+    """module(*args) with these tensors in place of its own, tied ones in all their places."""
+    # As torch's `functional_call`, which takes as long as a small network, and leaves tensors of this call in a layer
+    # with two names. Compilers know only that one.
     places = TensorPlaces(module) if places is None else places
     if torch.compiler.is_dynamo_compiling():
         others = {name: tensors[source] for name, source in places.tied.items() if source in tensors}
@@ -222,8 +210,3 @@ def _collect(module: nn.Module, parameters: Tensors, buffers: Tensors) -> None:
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     into[path + leaf] = tensor
-
-
-def buffers_by_name(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers of `named_tensors`; of a module without any in a third of the time."""
-    return named_tensors(module)[1] if any(part._buffers for part in all_submodules(module)) else {}

@@ -37,10 +37,8 @@ class eval_mode:  # not a generator, which takes three times as long
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Inside, attention runs without torch's inference fast path, which supports neither vmap nor hooks.
-
-    The switch acts on the whole process, so networks with attention run under the process lock (`core.turns`).
-    """
+    """Inside, attention runs without torch's inference fast path, which supports neither vmap nor hooks."""
+    # The switch acts on the whole process, so networks with attention run under the process lock (`core/member_runner.py`).
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

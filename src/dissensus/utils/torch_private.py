@@ -54,10 +54,7 @@ def outside_transforms() -> AbstractContextManager[object]:
 def run_in_vmap(
     one: Callable[..., Any], parts: Iterable[Mapping[str, Tensor]], count: int, map_trees: Callable[..., Any]
 ) -> Any:
-    """one(*parts) in a vmap over the first axes of all their tensors, entered by hand; results with a new first axis.
-
-    `map_trees(function, [tree])`: the tree of function([tensor]).
-    """
+    """one(*parts) in a vmap over the first axes of all their tensors, entered by hand; results with a new first axis."""
     lazy_load_decompositions()
     level = functorch._vmap_increment_nesting(count, "different")
     try:
@@ -141,12 +138,11 @@ def raise_at_recompile_limit() -> AbstractContextManager[object]:
 
 
 class TorchStateGuard:
-    """Afterwards functorch's levels, torch's modes and its dispatch keys are as before; `silent`: loggers to silence inside.
+    """Afterwards functorch's levels, torch's modes and its dispatch keys are as before; `silent`: loggers to silence inside."""
 
-    Around exporters and compilers, which may fail halfway: a graph holds the beginning and the end of a vmap as separate
-    operations. If one in between fails, the end never runs, and from then on torch itself computes inside that vmap.
-    A class, since small predictions enter it: a generator takes longer.
-    """
+    # Around exporters and compilers, which may fail halfway: a graph holds the beginning and the end of a vmap as
+    # separate operations. If one in between fails, the end never runs, and from then on torch itself computes inside
+    # that vmap. A class, since small predictions enter it: a generator takes longer.
 
     def __init__(self, *silent: str) -> None:
         self.levels = [(logger, logger.level) for logger in map(logging.getLogger, silent)]

@@ -12,15 +12,15 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from dissensus.evaluation.evaluation import Evaluation
+from dissensus.utils.arrays import as_dataframe
 from dissensus.utils.checks import one_of
-from dissensus.utils.pandas_rows import as_dataframe
 from dissensus.utils.text import CONTROL as CONTROL
 
 # The beginning of a spreadsheet formula, or of an escaped one; numbers do not match.
 FORMULA = re.compile(r"(?![+-]?(?:[\d.]+(?:e[+-]?\d+)?|inf|nan)\Z)'*[=+\-@\t\r]")
 
 
-class SweptSetting(NamedTuple):
+class SettingSweep(NamedTuple):
     """A setting in which runs differ, and its value for each method that has it."""
 
     key: str
@@ -39,7 +39,7 @@ class Results:
     facts: dict[str, str] = field(default_factory=dict)  # provenance
     reference: dict[str, Any] = field(default_factory=dict)  # published numbers, as in a task
     focus: str | None = None  # the method that sentences on regions are about
-    sweep: SweptSetting | None = None
+    sweep: SettingSweep | None = None
     holm: bool = False  # whether p-values are adjusted for the number of comparisons in a table
 
     def seeds(self, method: str) -> list[Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dissensus.bench.report.results import Results, SweptSetting
+from dissensus.bench.report.results import Results, SettingSweep
 from dissensus.bench.run.extra_measures import with_reference, with_reference_halves
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.objects import setting_value
@@ -69,7 +69,7 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
         facts={k: v for k, v in facts.items() if v},
         reference=first.reference,
         focus=focus if focus in methods else None,
-        sweep=SweptSetting(key, values) if key and values else None,
+        sweep=SettingSweep(key, values) if key and values else None,
     )
 
 

@@ -14,6 +14,8 @@ from dissensus.bench.run.run import Run, Tell
 from dissensus.bench.run.shared_training import train_runs
 from dissensus.core.errors import Diverged
 from dissensus.storage.atomic_files import write_json
+from dissensus.core.divergence import Diverged
+from dissensus.storage.run_files import write_json
 
 DIVERGED = "diverged.json"  # of a diverged run: the step and the members
 _loaded: list[DataCache] = []  # data of a worker process, so that its runs read the same rows once

@@ -18,8 +18,8 @@ from dissensus.bench.task.method_names import base_name, check_methods, method_c
 from dissensus.bench.task.objects import OBJECTS, constructor_forms, expand_objects, parse_object, replaces_object
 from dissensus.bench.task.schema import SECTIONS
 from dissensus.bench.user_code import is_import_path
-from dissensus.core.regression import HeteroscedasticRegression, Regression
-from dissensus.engine.precision import PredictionPrecision
+from dissensus.core.likelihood import HeteroscedasticRegression, Regression
+from dissensus.engine.prediction_loop import PredictionPrecision
 from dissensus.methods import METHODS
 from dissensus.utils.checks import one_of
 from dissensus.utils.file_errors import damage_error

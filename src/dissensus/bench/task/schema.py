@@ -15,7 +15,7 @@ from dissensus.bench.task.objects import OBJECTS, argument_names, network_maker,
 from dissensus.bench.typecheck import annotated_types
 from dissensus.bench.user_code import is_import_path
 from dissensus.core.posterior import Posterior
-from dissensus.engine.precision import prediction_precision
+from dissensus.engine.prediction_loop import prediction_precision
 from dissensus.methods import METHODS
 from dissensus.utils.checks import one_of
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from dissensus.kernels.multi_tensor import Chunks
 from dissensus.numerics.flat_weights import Block, state_dtype
 from dissensus.utils.counts import Count
-from dissensus.utils.dtensor import local_part
+from dissensus.utils.sharding import local_part
 from dissensus.utils.tensor_tree import Tensors, TensorTree
 
 Drift = Literal["gradient", "none"]

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
-from dissensus.core.likelihood import Likelihood, expand_weight
-from dissensus.core.regression import Regression
+from dissensus.core.likelihood import Likelihood, Regression, expand_weight
 from dissensus.utils.checks import number, one_of
 from dissensus.utils.tensor_tree import Tensors
 

@@ -23,16 +23,14 @@ from dissensus.core.member import NUMBER, PREFIX
 from dissensus.core.networks import Networks, NetworksPosterior, StoringPosterior
 from dissensus.core.particles import Particles, copy_to_device, member_subset
 from dissensus.core.prior import PriorKeywords
-from dissensus.core.recorder import Recorder
-from dissensus.core.weights import Weights
+from dissensus.core.weights import Recorder, Weights
 from dissensus.engine.memory import format_bytes, free_bytes
 from dissensus.layers.reestimate_batch_norm import refresh_statistics
 from dissensus.numerics.randomness import own_generator
 from dissensus.utils.batch_norm_names import statistics_names
 from dissensus.utils.checks import integer
-from dissensus.utils.dtensor import gather_full_tensors
-from dissensus.utils.fsdp import check_copyable
 from dissensus.utils.parameter_groups import constant_tail
+from dissensus.utils.sharding import check_copyable, gather_full_tensors
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import eval_mode
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dissensus.core.recorder import Recorder
-from dissensus.core.weights import Weights
+from dissensus.core.weights import Recorder, Weights
 from dissensus.utils.checks import integer
 from dissensus.utils.counts import Count, HostCopy
 from dissensus.utils.parameter_groups import TAIL

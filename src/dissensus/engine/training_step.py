@@ -1,25 +1,169 @@
-"""The guard of a training step: it checks that losses and gradients are finite before the optimiser changes anything.
+"""The training step: zero gradients, compute new ones, check that they are finite, clip, step, observe.
 
-On a CPU a bad batch raises at once. On a GPU the host does not wait: from the first bad step on, a flag on the device makes
-fused optimisers skip their steps and stops updates of batch statistics and clock; the host reads the flag once per epoch.
-Either way the posterior keeps its state after the last good step. "Bad" means: not finite.
+`Guard` checks losses and gradients before the optimiser changes anything. On a CPU a bad batch raises at once. On a GPU the
+host does not wait: from the first bad step on, a flag on the device makes fused optimisers skip their steps and stops updates
+of batch statistics and clock; the host reads the flag once per epoch. Either way the posterior keeps its state after the last
+good step. "Bad" means: not finite. `CapturedStep` replays the whole step, the method's clock included, from a CUDA graph.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
-from dissensus.core.errors import Diverged
+from dissensus.core.batch import Batch
+from dissensus.core.divergence import Diverged, has_nonfinite_norm, largest_magnitudes
+from dissensus.core.gradients import Strategy, add_gradients, automatic_gradients, compute_gradients
+from dissensus.core.likelihood import expand_weight
 from dissensus.core.member_runner import NOTHING
+from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior
-from dissensus.core.recorder import Recorder
-from dissensus.engine.fast_optimisers import can_skip
+from dissensus.core.weights import Recorder
+from dissensus.engine.cuda_graphs import CapturedCalls, Graph, NotConstant, shape_key
+from dissensus.engine.fast_optimisers import can_be_captured, can_skip, make_capturable, use_fused_kernels
 from dissensus.kernels.multi_tensor import Chunks, clear_if_flagged
-from dissensus.utils.dtensor import local_part
-from dissensus.utils.nonfinite import has_nonfinite_norm, largest_magnitudes
+from dissensus.utils.parameter_groups import count_optimizer_step
+from dissensus.utils.sharding import gather_full_tensor, is_divided, local_part
 from dissensus.utils.tensor_tree import Tensors
+
+
+def clip_members(particles: Particles, largest: float) -> Tensor:
+    """Scales gradients in place, each member's own ones separately, to norms of at most `largest`; (M,) norms before."""
+    own = [p.grad for p in particles.own_parameters().values() if p.grad is not None]
+    shared = [p.grad for p in particles.shared_parameters().values() if p.grad is not None]
+    if not own and not shared:
+        return torch.zeros(particles.members)
+    found = []
+    for gradients in (own, [g.unsqueeze(0) for g in shared]):  # (M, ...), (1, ...)
+        if gradients:
+            norms = _squared_norms(gradients).sum(0).sqrt()
+            factor = (largest / norms.clamp(min=1e-12)).clamp(max=1.0)
+            for gradient in map(local_part, gradients):
+                gradient.mul_(factor.to(gradient.dtype).reshape(-1, *[1] * (gradient.ndim - 1)))
+            found.append(norms)
+    return found[0]
+
+
+def _squared_norms(gradients: list[Tensor]) -> Tensor:
+    """(T, M) squares of each tensor's norm, member by member."""
+    # In float32 at least: a norm that overflows in float16 would clip every gradient to zero.
+    full = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
+    return torch.stack(
+        [
+            gather_full_tensor(each.square().sum(tuple(range(1, each.ndim))))
+            if is_divided(each)
+            else each.reshape(len(each), -1).square().sum(1)
+            for each in full
+        ]
+    )
+
+
+class EagerStep:
+    """One optimiser step of all members per `accumulate` batches, equal to a step on one large batch."""
+
+    def __init__(
+        self,
+        posterior: Posterior,
+        optimizer: torch.optim.Optimizer,
+        *,
+        strategy: Strategy = automatic_gradients,
+        clip: float | None = None,
+        precision: torch.dtype | None = None,
+        accumulate: int = 1,
+    ) -> None:
+        self.posterior, self.optimizer, self.strategy = posterior, optimizer, strategy
+        self.clip, self.precision, self.accumulate = clip, precision, accumulate
+        self.pending = 0  # batches accumulated since the last step
+        self.accumulated_weight = torch.zeros(())  # total weight of their examples
+        self._restore = use_fused_kernels(optimizer)
+        self._parameters = list(posterior.parameters())  # found once: it takes as long as a small layer
+        self.guard = Guard(posterior, optimizer, host=posterior.device.type == "cpu")
+
+    def __call__(self, batch: Batch, *, observe: bool = True) -> Tensor:
+        """(M,) losses on the batch; every `accumulate` batches the optimiser steps. Raises Diverged before a bad step.
+
+        It can be captured in a CUDA graph if one batch is a step. `observe`: whether to call the method's `observe` afterwards.
+        """
+        if self.pending == 0:
+            # Zeroed before backward, not after the step, because recorders read gradients in observe. All gradients, not only
+            # those of the optimiser: the others would grow from step to step, and they count in the norm for clipping.
+            for parameter in self._parameters:
+                parameter.grad = None
+            self.guard.begin(several=self.accumulate > 1)
+        number, self.pending = self.pending + 1, 0  # if this batch raises, the accumulated ones are dropped
+        losses = self._run_batch(batch, number)
+        if number < self.accumulate:
+            self.pending = number
+        else:
+            self._update(observe=observe)
+        return losses
+
+    def finish(self) -> None:
+        """Steps with the gradients accumulated so far, if there are any."""
+        if self.pending == 0:
+            return
+        self.pending = 0
+        self.guard.check_values(None, complete=True)
+        if not self.guard.checks_at_once:
+            self.guard.restore_buffers()
+        self._update()
+
+    @property
+    def engine_name(self) -> str:
+        """How members run, such as "loop+compiled"."""
+        return str(getattr(self.strategy, "name", "auto"))
+
+    def check(self) -> None:
+        """Raises Diverged if a GPU has skipped bad steps, or if weights are not finite."""
+        self.guard.check()
+
+    def close(self) -> None:
+        """Restores the optimiser's settings."""
+        self._restore()
+
+    def _run_batch(self, batch: Batch, number: int) -> Tensor:
+        """(M,) losses of a step's batch `number` (from 1); sets `.grad`, and batch statistics if all is finite."""
+        with NOTHING if self.precision is None else autocast(self.posterior.device, self.precision):
+            found = compute_gradients(self.posterior, batch, self.strategy, self.guard.check_unmixed)
+        share = self._weight_fraction(batch, number, found.losses.dtype)
+        add_gradients(self.guard.weights, found.gradients, share=share)
+        # Of the only batch of a step, what was found on the way is what is in `.grad`.
+        known = found.largest if self.accumulate == 1 else None
+        self.guard.check_values(found.losses, complete=number == self.accumulate, known=known)
+        self.guard.write_buffers(found.buffers)
+        return found.losses
+
+    def _weight_fraction(self, batch: Batch, number: int, dtype: torch.dtype) -> Tensor | None:
+        """() the batch's share of the weight accumulated so far; None for a step of one batch."""
+        # Each batch's loss is a mean, Σ w ℓ / Σ w. Their mean, weighted by these shares, is that of one large batch.
+        if self.accumulate == 1:
+            return None
+        counted = self.posterior.likelihood.training_weight(batch.y)
+        w = torch.ones(len(batch.y), device=batch.y.device) if batch.weight is None else batch.weight
+        if counted is not None:
+            w = expand_weight(w, counted.to(w.dtype)) * counted
+        counts = self.posterior.particles.exchange.total_batch_weight(w.sum(dtype=dtype))
+        self.accumulated_weight = counts if number == 1 else self.accumulated_weight + counts
+        return torch.where(self.accumulated_weight > 0, counts / self.accumulated_weight, 1 / number)
+
+    def _update(self, *, observe: bool = True) -> None:
+        if self.clip is not None:
+            clip_members(self.posterior.particles, self.clip)
+        with self.guard.skip_bad_step():
+            self.optimizer.step()
+        if observe:
+            self.guard.observe()
+        self.guard.side_stream.join()
+
+
+def autocast(device: torch.device, precision: torch.dtype | None) -> AbstractContextManager[object]:
+    """The context of mixed precision on the device; an empty one if precision is None."""
+    if precision is None:
+        return nullcontext()
+    # Without a cache of cast weights: members on other streams could read a copy that is still being written.
+    return torch.autocast(device.type, dtype=precision, cache_enabled=False)
+
 
 # Values that may be bad, in the order of reporting: a loss, a gradient before mixing, a member's gradient, a shared one.
 FAULTS = ("loss", "gradient, unmixed", "gradient", "gradient, shared")
@@ -48,7 +192,7 @@ class Guard:
         self._one = torch.ones_like(self.halted)
         self._saved_buffers: Tensors | None = None
         self._unmixed: Tensor | None = None  # (M,) largest gradients before they were mixed
-        self._side_stream = SideStream(device)
+        self.side_stream = SideStream(device)
         self._chunks = Chunks()  # of the gradients that recorders read
         self._finite_names = {what: self._names_of_finite(tensors) for what, tensors in self._checked_tensors().items()}
 
@@ -88,7 +232,7 @@ class Guard:
                 self.halted.copy_(exchange.gather_members(self.bad).any())
                 self._raise_if_halted()
         elif given:
-            with self._side_stream(losses, known):  # first, so that it also overlaps with the flag's kernel
+            with self.side_stream(losses, known):  # first, so that it also overlaps with the flag's kernel
                 self._record_faults(losses, gradients, known)
             _flag_not_finite(given, self.halted, self._one)
             exchange.reduce_flag(self.halted)
@@ -103,10 +247,6 @@ class Guard:
         now = ~torch.stack([of_losses, before, mine, common.expand(len(nothing))]).isfinite()
         # torch.where, not `if`: a branch on the host would wait for the device and could not be captured.
         self.bad.copy_(torch.where(self.bad.any(), self.bad, now))
-
-    def join_side_stream(self) -> None:
-        """Waits for the side stream; call it at the end of a step."""
-        self._side_stream.join()
 
     def write_buffers(self, buffers: Tensors) -> None:
         """Stores batch statistics (M, ...) after a batch, unless this or an earlier batch was bad."""
@@ -146,7 +286,7 @@ class Guard:
         if any(recorder.reads_next_step for recorder in self._recorders):
             gradients = [local_part(p.grad) for p in self.weights.values() if p.grad is not None]
             clear_if_flagged(self.halted, gradients, self._chunks)
-        with self.skip_bad_step(), nullcontext() if self.has_observers else self._side_stream():
+        with self.skip_bad_step(), nullcontext() if self.has_observers else self.side_stream():
             self.posterior.observe(self.optimizer)
             lost = self.halted.to(torch.int64)
             for clock in clocks:
@@ -260,12 +400,110 @@ def _restore_if_flagged(flag: Tensor, values: Tensors, before: Tensors) -> Tenso
 
 
 def _flag_not_finite(tensors: Sequence[Tensor], flag: Tensor, one: Tensor) -> None:
-    """Sets the flag, () in float32, to 1 if a tensor holds a value that is not finite; else does not change it.
-
-    Uses one kernel for all tensors of a dtype, as torch's GradScaler does, without waiting for the device. It multiplies the
-    tensors by `one`, a 1 on their device.
-    """
+    """Sets the flag, () in float32, to 1 if a tensor holds a value that is not finite; else does not change it."""
+    # Uses one kernel for all tensors of a dtype, as torch's GradScaler does, without waiting for the device. It
+    # multiplies the tensors by `one`, a 1 on their device.
     with torch.no_grad():
         for dtype in {tensor.dtype for tensor in tensors}:
             given = [tensor for tensor in tensors if tensor.dtype == dtype]
             torch._amp_foreach_non_finite_check_and_unscale_(given, flag, one)
+
+
+class CapturedStep(CapturedCalls):
+    """One optimiser step of all members per batch, replayed from the graph for the batch's shape if there is one."""
+
+    log_name = "the training step"
+    warm_up = 3  # these steps train like any others
+
+    def __init__(self, step: EagerStep) -> None:
+        super().__init__()
+        self.step = step
+        self.finish = step.finish
+        self.compiled = "compiled" in step.engine_name
+        self.due_to_compare: set[Hashable] = set()  # shapes whose constants are compared in the next step
+        self.posterior = step.posterior
+        # parameters and the gradients that a graph writes
+        self.gradients: dict[Hashable, list[tuple[Tensor, Tensor | None]]] = {}
+        self.active_graph: Graph | None = None  # the graph whose gradients are in `.grad`
+        self.side_stream = torch.cuda.Stream()
+        # A method's own `observe` may do things that cannot be captured; it is then called after each replay.
+        self.captures_observe = not (self.posterior.recorders or len(self.posterior.watchers))
+        capturable = can_be_captured(step.optimizer)
+        self.restore = make_capturable(step.optimizer, self.posterior.device) if capturable else None
+        if self.restore is None:
+            self.disable_capture(f"{type(step.optimizer).__name__} has no step that can be captured")
+        if not self.posterior.capturable:
+            self.disable_capture(f"{type(self.posterior).__name__} does different things at different steps")
+        if step.accumulate > 1:
+            self.disable_capture("gradients are accumulated over several batches")
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """(M,) losses on the batch; the next call overwrites them."""
+        tensors = batch.tensors()
+        key = (batch.weight is None, self.posterior.training, *shape_key(tensors))
+        compare = key in self.due_to_compare
+        graph = None if compare else self.graphs.get(key)
+        if graph is None and not compare and self.should_capture(key):
+            graph = self._capture_graph(key, batch)
+        if graph is not self.active_graph:  # a plain step, or another graph, has put its own gradients into .grad
+            self.active_graph = graph
+            for parameter, gradient in () if graph is None else self.gradients[key]:
+                parameter.grad = gradient
+        if graph is None:
+            losses = self._run_plain(key, batch)
+            if compare:
+                self._compare_constants(key)
+        else:
+            losses = graph.replay(tensors)
+            if not self.captures_observe:
+                count_optimizer_step(self.step.optimizer)  # torch counts those that it calls
+                self.step.guard.observe()
+        return losses
+
+    def check(self) -> None:
+        """Raises Diverged if steps were bad; the constants of graphs are compared in the next step of their shape."""
+        self.step.check()
+        self.due_to_compare = self.graphs.keys() & self.constants.keys()
+
+    @property
+    def engine_name(self) -> str:
+        """How members run, such as "loop+compiled+captured"."""
+        return self.step.engine_name if self.failed else f"{self.step.engine_name}+captured"
+
+    def close(self) -> None:
+        """Restores the optimiser's settings and frees the graphs."""
+        torch.cuda.synchronize()
+        self.graphs.clear()
+        self.gradients.clear()
+        self.active_graph = None
+        if self.restore is not None:
+            self.restore()
+        self.step.close()
+
+    def _run_plain(self, key: Hashable, batch: Batch) -> Tensor:
+        # On a side stream: memory allocated before a capture must not belong to the default stream.
+        self.side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side_stream), self.record_constants(key):
+            losses = self.step(batch)
+        torch.cuda.current_stream().wait_stream(self.side_stream)
+        return losses
+
+    def _compare_constants(self, key: Hashable) -> None:
+        """Drops the graphs if a constant has changed, for example in a callback."""
+        self.due_to_compare.discard(key)
+        if (line := self.constants[key].varying) is not None:
+            torch.cuda.synchronize()
+            self.graphs.clear()
+            self.disable_capture(str(NotConstant(line)))
+
+    def _capture_graph(self, key: Hashable, batch: Batch) -> Graph | None:
+        # Batches are copied into these tensors, which every replay reads: the loader's own tensors may be freed by then.
+        steps, held = self.posterior.steps.clone(), batch.map(torch.clone)
+        self.posterior.zero_grad(set_to_none=True)  # all gradients: existing ones would be added to at every replay
+        generators = getattr(self.step.optimizer, "generators", ())
+        graph = self.capture(key, lambda: self.step(held, observe=self.captures_observe), held.tensors(), generators)
+        if graph is None:
+            self.posterior.steps.copy_(steps)
+        else:
+            self.gradients[key] = [(p, p.grad) for p in self.posterior.parameters()]
+        return graph

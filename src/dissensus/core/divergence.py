@@ -1,4 +1,4 @@
-"""Finds values that are not finite, and the members they belong to, in training and in prediction."""
+"""Values that are not finite: the error for them, and the members they belong to, in training and in prediction."""
 
 import math
 from collections.abc import Sequence
@@ -6,12 +6,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+PLURALS = {"loss": "losses"}
+
+
+class Diverged(ValueError):
+    """Raised by `fit` and `predict` when a member has values that are not finite; a ValueError.
+
+    Attributes: `.members`, the indices of these members; `.step`, the optimiser step at which it was noticed; `.what`, the
+    kind of value: "loss", "gradient", "weight", "buffer", "moment" (of the optimiser) or "prediction".
+    """
+
+    def __init__(self, members: list[int], step: int, what: str = "loss") -> None:
+        self.members, self.step, self.what = members, step, what
+        who = ", ".join(str(i) for i in members)
+        super().__init__(
+            f"expected finite {PLURALS.get(what, f'{what}s')}, got a {what} that is not finite in member {who} at step {step}; "
+            "lower the learning rate, clip gradients (clip=1.0) or look for extreme inputs"
+        )
+
+    def __reduce__(self) -> tuple[type["Diverged"], tuple[list[int], int, str]]:
+        return type(self), (self.members, self.step, self.what)  # how it is pickled for another process
+
 
 def has_nonfinite_norm(tensors: Sequence[Tensor]) -> bool:
-    """Whether one of the tensors may hold a value that is not finite; synchronises with the device.
-
-    One pass over norms, without a temporary: a norm is not finite if an entry is not, but also if it overflows.
-    """
+    """Whether one of the tensors may hold a value that is not finite; synchronises with the device."""
+    # One pass over norms, without a temporary: a norm is not finite if an entry is not, but also if it overflows.
     given = [tensor.detach() for tensor in tensors if tensor.numel()]
     return bool(given) and not math.isfinite(torch.stack(torch._foreach_norm(given)).sum().item())
 
@@ -20,10 +39,8 @@ def has_nonfinite_norm(tensors: Sequence[Tensor]) -> bool:
 def largest_magnitudes(
     own: Sequence[Tensor], shared: Sequence[Tensor], members: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """((M,) largest absolute value in each member's own tensors (M, ...), () that of shared tensors); NaN if there is one.
-
-    No branch in Python and no synchronisation, so it can be captured in a CUDA graph.
-    """
+    """((M,) largest absolute value in each member's own tensors (M, ...), () that of shared tensors); NaN if there is one."""
+    # No branch in Python and no synchronisation, so it can be captured in a CUDA graph.
     rows = _maxima([row for tensor in own if tensor.numel() for row in tensor.unbind()])
     mine = rows.reshape(-1, members).amax(0) if len(rows) else torch.zeros(members, device=device)
     return mine, amax(shared, device)
@@ -54,9 +71,7 @@ def member_maxima(described: Sequence[Tensor]) -> Tensor:
 
 
 def diverged_members(maxima: Tensor) -> list[int]:
-    """Indices of members whose maxima, (T, M), hold NaN or +∞; −∞ is the log of a probability 0.
-
-    Synchronises with the device: the maxima are copied to the host once and compared there.
-    """
+    """Indices of members whose maxima, (T, M), hold NaN or +∞; −∞ is the log of a probability 0."""
+    # Synchronises with the device: the maxima are copied to the host once and compared there.
     found = zip(*maxima.tolist(), strict=True)
     return [member for member, values in enumerate(found) if not all(value < math.inf for value in values)]
