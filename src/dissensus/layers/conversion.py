@@ -8,6 +8,7 @@ dict, break users' `isinstance(part, nn.Linear)`, and miss modules that hold the
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -19,10 +20,26 @@ from dissensus.core.member import check_initialised
 from dissensus.core.member_runner import first_line
 from dissensus.core.prior import NORM_LAYERS
 from dissensus.layers.call_order import TracedCalls
-from dissensus.layers.conversion_report import ConversionReport
-from dissensus.nets.ntk import NTKLinear
+from dissensus.nets.blocks import NTKLinear
 from dissensus.utils.checks import first_names
 from dissensus.utils.fsdp import check_copyable
+
+
+@dataclass
+class ConversionReport:
+    """`converted`: layer -> what was changed; `left`: layer -> why it was not. `str()` is a table of both."""
+
+    converted: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        rows = [("layer", "converted", "left alone")]
+        rows += [(name or "(itself)", done, "") for name, done in self.converted.items()]
+        rows += [(name or "(itself)", "", reason) for name, reason in self.left.items()]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join(lines)
+
 
 DENSE: tuple[type[nn.Module], ...] = (nn.Linear, NTKLinear)
 TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

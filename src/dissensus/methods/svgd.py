@@ -13,7 +13,7 @@ from dissensus.core.networks import StackedPosterior
 from dissensus.core.particles import Member
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.trainable import annealing_weight
-from dissensus.methods.parts.comparison_spaces import attach_to_graph, differentiate, outputs_as_points, trained_tensors
+from dissensus.methods.parts.repulsion import attach_to_graph, differentiate, outputs_as_points, trained_tensors
 from dissensus.numerics import score_estimates
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.rbf_kernels import squared_distances

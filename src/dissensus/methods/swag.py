@@ -19,7 +19,7 @@ from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
 from dissensus.kernels.multi_tensor import Chunks
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior, stack_networks
-from dissensus.methods.parts.trajectory import SnapshotRecorder, Snapshots
+from dissensus.methods.snapshots import SnapshotRecorder, Snapshots
 from dissensus.numerics.flat_weights import unflatten
 from dissensus.utils.checks import integer, number
 from dissensus.utils.dtensor import gather_full_tensor, is_divided, local_part, shard_last_axis, shard_like

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dissensus.nets.blocks import draw_convolutions
+
 BLOCKS = (3, 4, 6, 3)
 POOLED = (1, 2, 3, 6)  # rows and columns of the pyramid
 
@@ -94,9 +96,7 @@ def add_trunk(network: nn.Module, channels: int, *, dilated: bool) -> None:
         blocks += [WideBottleneck(4 * inner, inner, dilation=dilation) for _ in range(count - 1)]
         network.add_module(f"layer{i + 1}", nn.Sequential(*blocks))
         inputs = 4 * inner
-    for module in network.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    draw_convolutions(network)
 
 
 def features(network: nn.Module, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from dissensus.core.loader import Loader
 from dissensus.core.objective import check_trainable
 from dissensus.core.posterior import Posterior
 from dissensus.core.regression import RealTargets
-from dissensus.methods.parts.embedded_posterior import gamma_note
+from dissensus.methods.embedded_ensembles import gamma_note
 from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.parameter_groups import check_optimizer, check_rates, decay_warnings, mixing_warnings
 

@@ -22,17 +22,9 @@ from dissensus.core.batch import Inputs
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.networks import networks_to_convert, stack_members
 from dissensus.core.particles import Member, Particles
+from dissensus.layers import nodes as node_layers
 from dissensus.layers.modulation import Modulation
-from dissensus.layers.nodes import (
-    NodeLayer,
-    NodeNetwork,
-    Site,
-    add_node_latents,
-    has_changed_output,
-    record_outputs,
-    split_by_layer,
-    use_latents,
-)
+from dissensus.layers.nodes import NodeLayer, NodeNetwork, Site
 from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.batch_norm_names import statistics_layers
@@ -97,7 +89,7 @@ def build_with_latents(
     `start`: the distribution of μ at the start. `where`: arguments of `add_node_latents` that choose the nodes with latents.
     """
     given, one = networks_to_convert(networks)
-    cut = [add_node_latents(each, **where) for each in given]
+    cut = [node_layers.add_node_latents(each, **where) for each in given]
     likes = (each.network.get_submodule(each.sites[0].layer).get_parameter("weight") for each in cut)
     pairs = zip(cut, likes, strict=True)
     latents = [initial_latents(like, components, each.latents, std, start) for each, like in pairs]
@@ -281,19 +273,19 @@ def examine_layers(
 
     def find_called_layers(rows: int) -> tuple[set[str], set[str]]:
         """(layers that are called with this many rows, those of them whose outputs were modified in place)."""
-        some, nodes = repeat_inputs(x, rows, first=1, whole=whole), split_by_layer(sites, ones[:rows])
+        some, nodes = repeat_inputs(x, rows, first=1, whole=whole), node_layers.split_by_layer(sites, ones[:rows])
 
         def run(member: Member) -> tuple[set[str], set[str]]:
             layers = {name: part for name in nodes if isinstance(part := member.network.get_submodule(name), NodeLayer)}
-            with record_outputs(list(layers.values())), use_latents(member.network, nodes):
+            with node_layers.record_outputs(list(layers.values())), node_layers.use_latents(member.network, nodes):
                 batches.call_network(member.network, some)
                 passed = {name for name, layer in layers.items() if layer.seen}
-                return passed, {name for name in passed if has_changed_output(layers[name])}
+                return passed, {name for name in passed if node_layers.has_changed_output(layers[name])}
 
         found: tuple[set[str], set[str]] = particles.call(run, *particles.member_tensors(0))[0]
         return found
 
-    network, names = particles.template.network, list(split_by_layer(sites, ones))
+    network, names = particles.template.network, list(node_layers.split_by_layer(sites, ones))
     find_called_layers(2)
     passed, written = find_called_layers(3)
     unmet = [name for name in names if name not in passed]

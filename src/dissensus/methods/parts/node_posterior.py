@@ -25,9 +25,9 @@ from dissensus.core.networks import NetworksPosterior, StoringPosterior
 from dissensus.core.particles import Member, Particles, Rows, member_index, single_member
 from dissensus.core.posterior import inference_context
 from dissensus.core.trainable import annealing_weight
+from dissensus.layers.batch_norm import freeze_norms
 from dissensus.layers.conversion import DENSE, fold_layers, restore_plain_layers
 from dissensus.layers.factored import Factors, Kernel, can_take_kernel, folded_kernel
-from dissensus.layers.frozen_norm import freeze_norms
 from dissensus.layers.modulation import Modulation
 from dissensus.layers.nodes import Mode, Site, split_by_layer, use_latents, use_layer_latents
 from dissensus.methods.parts import node_latents

@@ -26,7 +26,7 @@ from dissensus.core.prior import PriorKeywords
 from dissensus.core.recorder import Recorder
 from dissensus.core.weights import Weights
 from dissensus.engine.memory import format_bytes, free_bytes
-from dissensus.layers.reestimate_batch_norm import refresh_statistics
+from dissensus.layers.batch_norm import refresh_statistics
 from dissensus.numerics.randomness import own_generator
 from dissensus.utils.batch_norm_names import statistics_names
 from dissensus.utils.checks import integer
