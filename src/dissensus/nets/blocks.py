@@ -38,11 +38,11 @@ def draw_convolutions(network: nn.Module) -> None:
 
 
 class NTKLinear(nn.Module):
-    """Linear layer in NTK parameterization (Jacot, Gabriel & Hongler, NeurIPS 2018): x Wᵀ / √inputs + b, W ~ N(0, weight_variance), b ~ N(0, bias_variance).
+    """Linear layer in NTK parameterization: x Wᵀ / √inputs + b, W ~ N(0, weight_variance), b ~ N(0, bias_variance).
 
-    Maps (..., inputs) to (..., outputs). At initialisation it is a linear layer with W ~ N(0, weight_variance / inputs). In
-    training the factor 1/√inputs makes good learning rates independent of the width. It is not an `nn.Linear`: code that
-    replaces linear layers, or puts priors on them, would ignore the factor.
+    Jacot, Gabriel & Hongler, NeurIPS 2018. Maps (..., inputs) to (..., outputs). At initialisation it is a linear layer
+    with W ~ N(0, weight_variance / inputs). In training the factor 1/√inputs makes good learning rates independent of the
+    width. It is not an `nn.Linear`: code that replaces linear layers, or puts priors on them, would ignore the factor.
     """
 
     def __init__(self, inputs: int, outputs: int, *, weight_variance: float = 2.0, bias_variance: float = 0.0) -> None:

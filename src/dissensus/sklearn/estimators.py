@@ -253,21 +253,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         random_state: Any = None,
     ) -> None:
         self.method, self.members, self.settings, self.hidden, self.network = method, members, settings, hidden, network
-        self.likelihood, self.epochs, self.batch_size, self.lr, self.weight_decay = (
-            likelihood,
-            epochs,
-            batch_size,
-            lr,
-            weight_decay,
-        )
-        self.validation, self.conformal, self.patience, self.categories, self.device, self.random_state = (
-            validation,
-            conformal,
-            patience,
-            categories,
-            device,
-            random_state,
-        )
+        self.likelihood, self.epochs, self.batch_size = likelihood, epochs, batch_size
+        self.lr, self.weight_decay, self.validation = lr, weight_decay, validation
+        self.conformal, self.patience, self.categories = conformal, patience, categories
+        self.device, self.random_state = device, random_state
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Trains on rows X with targets y; returns the estimator.
