@@ -11,9 +11,8 @@ from dissensus.methods.map import MAP
 from dissensus.methods.mean_field_vi import MeanFieldVI
 from dissensus.methods.node_bnn import NodeBNN, RankOneBNN
 from dissensus.methods.perturbation import GaussianPerturbation
-from dissensus.methods.repulsive_ensembles import FeatureRDE, FunctionRDE, WeightRDE
+from dissensus.methods.repulsive_ensembles import SVGD, FeatureRDE, FunctionRDE, WeightRDE
 from dissensus.methods.snapshots import SnapshotEnsemble
-from dissensus.methods.svgd import SVGD
 from dissensus.methods.swag import SWA, SWAG
 from dissensus.methods.track import branch, track
 from dissensus.methods.tradi import TRADI

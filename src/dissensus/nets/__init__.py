@@ -7,10 +7,9 @@ from torch import nn
 
 from dissensus.nets.blocks import Erf, NTKLinear, Residual
 from dissensus.nets.convnets import VGG16, AlexNet, ConvNet, LeNet
-from dissensus.nets.enet import ENet
 from dissensus.nets.mlp import MLP
-from dissensus.nets.pspnet import PSPNet, ResNet50
-from dissensus.nets.resnet import ResNet, WideResNet
+from dissensus.nets.resnet import ResNet, ResNet50, WideResNet
+from dissensus.nets.segmentation_nets import ENet, PSPNet
 
 _CLASSES = (MLP, AlexNet, ConvNet, ENet, LeNet, PSPNet, ResNet, ResNet50, VGG16, WideResNet)
 NETS: dict[str, type[nn.Module]] = {net.__name__: net for net in _CLASSES}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -35,7 +34,7 @@ from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.randomness import own_generator
 from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.parameter_groups import Group
-from dissensus.utils.tensor_tree import Tensors, TensorTree, all_submodules, named_tensors
+from dissensus.utils.tensor_tree import Tensors, TensorTree, named_tensors
 from dissensus.utils.torch_modes import eval_mode
 
 log = logging.getLogger("dissensus")
@@ -289,7 +288,6 @@ class NodeFunctions(DrawnFunctions):
         particles.how = "vectorised" if all(isinstance(layer, DENSE) for layer in layers) else "loop"
         self._overrides: list[dict[str, Factors | Kernel]] | None = None
         self._overrides_source: Tensors = {}  # what it was made from
-        self._parts: tuple[Particles, list[nn.Module]] | None = None
 
     @classmethod
     @torch.no_grad()
@@ -357,7 +355,7 @@ class NodeFunctions(DrawnFunctions):
 
             return particles.run(one, Rows({}, {}, rows), self.members)
 
-        with particles.lock_network(), self._eval_context():
+        with particles.lock_network(), eval_mode(particles, particles.template):
             return particles.call(all_of, particles.shared_parameters(), particles.shared_buffers())[0]
 
     def unfold(self) -> None:
@@ -367,19 +365,13 @@ class NodeFunctions(DrawnFunctions):
         self._overrides = None
         self.particles.how = "vectorised"
 
-    def _eval_context(self) -> AbstractContextManager[None]:
-        particles = self.particles
-        if self._parts is None or self._parts[0] is not particles:
-            self._parts = particles, all_submodules(particles, particles.template)
-        return eval_mode(particles, particles.template, parts=self._parts[1])
-
     def call_member(self, index: int, function: Callable[..., Any], *args: Any) -> Any:
         def with_latents(member: Member) -> Any:
             with use_latents(member.network, self.layer_overrides[index]):
                 return function(member, *args)
 
         particles = self.particles
-        with particles.lock_network(), self._eval_context():
+        with particles.lock_network(), eval_mode(particles, particles.template):
             return particles.call(with_latents, particles.shared_parameters(), particles.shared_buffers())[0]
 
     def build_subset(self, rows: slice) -> DrawnFunctions:
