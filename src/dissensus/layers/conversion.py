@@ -122,10 +122,7 @@ def convertible_layers(
 def convertible_copy(
     network: nn.Module, *, layers: Sequence[str] | None = None, needed: bool = True
 ) -> tuple[nn.Module, dict[str, nn.Module], ConversionReport]:
-    """(a copy of the network, its `convertible_layers`, an account of the others).
-
-    Tied weights stay tied. The caller converts the layers and records that in the account.
-    """
+    """(a copy of the network, ties included, its `convertible_layers`, an account of the others); the caller converts the layers."""
     check_initialised(network)
     check_copyable(network)
     copied = _deep_copy(network)
@@ -144,11 +141,8 @@ def restore_plain_layers(network: nn.Module) -> nn.Module:
 
 
 def fold_layers(network: nn.Module) -> nn.Module:
-    """Turns a converted network into ordinary layers that compute the same, in place: added tensors are folded in.
-
-    If the network reads, or may read, a layer's weight directly, the folded weight is stored separately, because one weight
-    cannot serve both.
-    """
+    """Turns a converted network into ordinary layers that compute the same, in place: added tensors are folded in."""
+    # A weight that the network reads, or may read, directly stays; the folded one is stored separately.
     cuts = [layer for layer in network.modules() if isinstance(layer, ConvertedLayer)]
     _switch_fast_paths(network, off=any(layer.read_past for layer in cuts))  # torch's fast path reads weights directly
     for layer in cuts:

@@ -222,10 +222,7 @@ def dropout_sites(network: nn.Module, rate: float | None) -> dict[str, float]:
 def change_at_sites(
     network: nn.Module, sites: dict[str, float], change: Callable[[str, Tensor], Tensor]
 ) -> Iterator[None]:
-    """Inside, the tensor at each site is replaced by `change(key, tensor)`; the key is "layer#call", calls counted from 0.
-
-    At a dropout module it is the output (in eval mode equal to its input), at a weight layer the input.
-    """
+    """Inside, the tensor at each site becomes `change("layer#call", tensor)`: a dropout module's output, a weight layer's input."""
     calls: Counter[str] = Counter()
     modules = {path.removesuffix("."): part for path, part in named_submodules(network)}
 

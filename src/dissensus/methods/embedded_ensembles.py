@@ -120,10 +120,7 @@ def collapse_note(posterior: Posterior, metrics: Mapping[str, float]) -> dict[st
 def embed(
     network: nn.Module, factors: Mapping[str, Tensor], own: set[int], likelihood: Likelihood | None, members: int
 ) -> Particles:
-    """M members of a cut network: `factors` (M, n) and the tensors with ids in `own` are each member's own.
-
-    All other tensors are shared. They are never copied: members are built from one network, not from M copies.
-    """
+    """M members of a cut network: `factors` (M, n) and tensors with ids in `own` are their own; the others are shared, never copied."""
     chain_layers(network)
     member = Member(network, likelihood or Classification())
     rows: dict[str, Sequence[Tensor] | Tensor] = {}
@@ -228,11 +225,8 @@ class BatchEnsemble(EmbeddedPosterior):
 def modulated_network(
     module: nn.Module, *, form: Literal["wen", "talk"], layers: Sequence[str] | None
 ) -> tuple[nn.Module, conversion.ConversionReport, list[str]]:
-    """(a copy of the module with neutral r and s, the account, the output layers).
-
-    form="talk" leaves out the first r and the last s. First and last are counted over all linear and convolutional layers,
-    cut or not, except layers whose weight another module reads without calling them.
-    """
+    """(a copy of the module with neutral r and s, the account, the output layers); "talk" leaves out first r and last s."""
+    # First and last of all linear and convolutional layers, cut or not, but for those that are read and not called.
     network, found, account = conversion.convertible_copy(module, layers=layers)
     names = [name for name, part in network.named_modules() if isinstance(part, conversion.CONVERTIBLE)]
     names = [name for name in names if "reads its weight" not in account.left.get(name, "")]
@@ -247,10 +241,7 @@ def modulated_network(
 
 
 def own_tensors(network: nn.Module, account: conversion.ConversionReport, output_layers: Sequence[str]) -> set[int]:
-    """Ids of the tensors besides r and s that each member has for itself: norm layers and the output bias.
-
-    Also adds them to the account.
-    """
+    """Ids of the tensors besides r and s that each member has, added to the account: norm layers and the output bias."""
     norms = norm_parameters(network)
     statistics = set(statistics_names(network))
     tensors = {**dict(network.named_parameters(remove_duplicate=False)), **dict(network.named_buffers())}

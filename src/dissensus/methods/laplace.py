@@ -145,10 +145,7 @@ class Laplace(SamplingPosterior):
             self._by_held_out = True
 
     def use_prior_precision(self, prior_precision: Precision) -> None:
-        """Replaces the stored draw by one with another prior precision: a number above 0, or "marginal_likelihood".
-
-        Needs no data.
-        """
+        """Replaces the stored draw, without data, by one with another prior precision: a number above 0 or "marginal_likelihood"."""
         last_layers.check_precision(prior_precision)
         for curvature in self._fitted_curvatures():
             curvature.precision.fill_(last_layers.resolve_precision(prior_precision, curvature))
@@ -265,10 +262,7 @@ class Laplace(SamplingPosterior):
         return stack_networks(around, self.particles.members)
 
     def _gather_curvatures(self, loader: Iterable[Any], data_size: int | None) -> tuple[list[Curvature], Batch, float]:
-        """(the curvature of each network, scaled to `data_size` examples, the first batch, the number of examples).
-
-        Prior precisions are not chosen yet.
-        """
+        """(curvature of each network for `data_size` examples, first batch, number of examples); precisions are not chosen yet."""
         particles = self.particles
         held = not self.built_with.own
         members = [(self.network, self.likelihood)]

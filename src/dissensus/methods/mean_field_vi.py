@@ -159,10 +159,7 @@ class MeanFieldVI(SamplingPosterior):
         self._layers = self._apart.get(shapes, [])
 
     def _layers_called_once(self, x: Inputs) -> list[str]:
-        """Layers that every example passes once, for any batch size, and that share no tensor with another layer.
-
-        In other layers noise per example would be wrong: a layer that is called twice must use the same weights twice.
-        """
+        """Layers that each example passes once, and that share no tensor: a second call must use the same weights as the first."""
         particles = self.particles
         tied = {each for pair in tied_names(particles.template.network).items() for each in pair}
         names = [

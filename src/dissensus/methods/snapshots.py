@@ -218,10 +218,7 @@ class LastSnapshots(SnapshotRecorder):
 
 
 def evenly_spaced(steps: int, wanted: int, *, behind: int | None = None) -> tuple[int, int]:
-    """(first, every): up to `wanted` steps of a run, evenly spaced after its first `behind` steps, ending with the last.
-
-    `behind` None: the steps before the tail.
-    """
+    """(first, every): up to `wanted` steps, evenly spaced after the first `behind` (None: those before the tail), ending with the last."""
     length = max(1, steps - (math.floor(TAIL * steps) if behind is None else behind))
     count = min(wanted, length)
     every = length // count
@@ -229,8 +226,5 @@ def evenly_spaced(steps: int, wanted: int, *, behind: int | None = None) -> tupl
 
 
 def cosine_cycles(t: float, *, cycles: int) -> float:
-    """Factor of the learning rate at the share t of a run: from 1 down to 0 along a cosine, `cycles` times over.
-
-    Huang et al. 2017, eq. (2).
-    """
+    """Factor of the rate at the share t of a run: a cosine from 1 to 0, `cycles` times over (Huang et al. 2017, eq. (2))."""
     return 0.5 * (1.0 + math.cos(math.pi * ((t * cycles) % 1.0)))

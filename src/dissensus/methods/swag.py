@@ -54,10 +54,7 @@ class MeanRecorder(SnapshotRecorder):
         return step
 
     def record_fused(self, number: int, *spread: Tensor, on: str = "cuda") -> bool:
-        """`record` by one kernel, which reads the weights where they lie; False if it cannot.
-
-        `spread`: what a Gaussian has besides the mean: the sum of squares, and where to put the deviation.
-        """
+        """`record` by one kernel; False if it cannot. `spread`: of a Gaussian, the sum of squares, and where to put the deviation."""
         mean = self.mean_vector
         if mean.device.type != on or mean.dtype != torch.float32 or is_divided(mean):
             return False
@@ -89,10 +86,7 @@ class MeanRecorder(SnapshotRecorder):
 
 
 class GaussianRecorder(MeanRecorder):
-    """Mean, variance and the last `rank` deviations of the snapshots of each network.
-
-    w ~ N(mean, T · (diag(variance) + DᵀD / (held − 1)))
-    """
+    """Mean, variance and last `rank` deviations D of the snapshots: N(mean, T · (diag(variance) + DᵀD / (held − 1)))."""
 
     square_sum: Tensor
     deviations: Tensor

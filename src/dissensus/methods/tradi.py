@@ -127,10 +127,7 @@ class TRADI(RecordingPosterior):
 
 
 class KalmanRecorder(Recorder):
-    """Tracks mean μ and variance s of every weight by Kalman filters, and samples around μ for each network.
-
-    `settings`: the arguments of TRADI.
-    """
+    """Tracks mean μ and variance s of every weight by Kalman filters; samples around μ. `settings`: the arguments of TRADI."""
 
     can_shard = True
 

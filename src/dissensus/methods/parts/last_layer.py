@@ -230,10 +230,7 @@ class CurvatureSums:
 
 
 class Curvature(nn.Module):
-    """N(mean, (G + δ)⁻¹) over the last layer's weights and biases, (C, D), stored as eigenvalues and eigenvectors of G.
-
-    Stays in float64 when the posterior is cast: half precision cannot hold the range of the eigenvalues.
-    """
+    """N(mean, (G + δ)⁻¹) over the last layer's weights and biases, (C, D), as eigenvalues and eigenvectors of G, in float64."""
 
     mean: Tensor  # (C, D)
     eigenvalues: Tensor  # (C D,) or (C, D)
@@ -318,7 +315,7 @@ class Curvature(nn.Module):
         return "full" if "vectors" in self._buffers else "kron"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        for name, buffer in self._buffers.items():
+        for name, buffer in self._buffers.items():  # half precision cannot hold the range of the eigenvalues
             if buffer is not None:
                 moved = fn(buffer)
                 self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)

@@ -63,10 +63,7 @@ def selected_output(likelihood: Likelihood, outputs: Tensor, y: Tensor, gradient
 
 
 def input_gradient(function: Callable[[Inputs], tuple[Tensor, Any]], x: Inputs) -> tuple[Tensor, Any]:
-    """((B, D) derivative of function's scalar by x, its other results), both differentiable by the parameters.
-
-    x may hold several tensors: their derivatives are flattened and joined; integer tensors have none.
-    """
+    """((B, D) derivative of function's scalar by x, its other results); several tensors' are joined, integers have none."""
     every = batches.input_tensors(x)
 
     def of_floating(*floating: Tensor) -> tuple[Tensor, Any]:
@@ -78,11 +75,8 @@ def input_gradient(function: Callable[[Inputs], tuple[Tensor, Any]], x: Inputs) 
 
 
 def differentiate(function: Callable[..., tuple[Tensor, Any]], *at: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-    """(derivatives of function's scalar by each tensor of `at`, its other results), differentiable by the parameters.
-
-    Uses `torch.func.grad` inside vmap and the compiler, elsewhere plain autograd, which also supports custom functions
-    without `setup_context` and hooks on saved tensors.
-    """
+    """(derivatives of function's scalar by each tensor of `at`, its other results), differentiable by the parameters."""
+    # Elsewhere plain autograd, which also supports custom functions without `setup_context` and hooks on saved tensors.
     if torch.compiler.is_compiling() or in_function_transform():
         found, rest = torch.func.grad(function, argnums=tuple(range(len(at))), has_aux=True)(*at)
         return tuple(found), rest
@@ -104,10 +98,7 @@ def input_dimension(x: Inputs) -> int:
 
 @contextmanager
 def add_to_output(network: nn.Module, layer: str, shift: Tensor | None) -> Iterator[list[Tensor]]:
-    """Inside, `shift` is added to the layer's output (of the same shape); yields the list of outputs seen.
-
-    With a shift of zeros, the derivative by the shift is the derivative by the feature.
-    """
+    """Inside, `shift` (zeros, to differentiate by the feature) is added to the layer's output; yields the list of outputs seen."""
     seen: list[Tensor] = []
 
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
@@ -133,12 +124,8 @@ def attach_to_graph(value: Tensor, by: Tensor) -> Tensor:
 
 
 def normal_from_step(like: Tensor, step: Tensor) -> Tensor:
-    """N(0, 1) numbers of `like`'s shape, determined by the step () alone.
-
-    Not drawn from torch's generators, because all members must see the same numbers, under vmap or in a loop, and a step
-    captured in a CUDA graph must see new ones at every replay. Counters are hashed by SplitMix64 and made normal by the
-    Box–Muller transform.
-    """
+    """N(0, 1) numbers of `like`'s shape, determined by the step () alone: SplitMix64 of counters, then Box–Muller."""
+    # Not from torch's generators: all members must see the same numbers, and a replayed CUDA graph new ones.
     count = like.numel()
     counter = torch.arange(2 * count, device=like.device) + step.to(like.device) * (2 * count + 1)
     uniform = _hashed_uniform(counter).reshape(2, count)
@@ -198,10 +185,7 @@ class Strength:
             self.largest = max(self.largest, size)
 
     def __call__(self, size: int = 1, weight: Tensor | None = None, *, gathered: int = 1) -> Tensor | float:
-        """c for a batch with weights (B,), one of `gathered` batches per step; 0 if all weights are 0.
-
-        `size`: batch size, used if no batch was seen before.
-        """
+        """c for a batch of weights (B,), one of `gathered` per step; 0 if all are 0. `size` counts if no batch was seen before."""
         strength = self._full_batch_strength(size, gathered)
         if weight is None:
             return strength

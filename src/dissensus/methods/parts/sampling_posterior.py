@@ -114,10 +114,7 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
 
     @torch.no_grad()
     def sample_families(self, loader: Iterable[Any] | None = None) -> Families:
-        """New samples as families of functions; with a loader, their batch statistics are re-estimated from it.
-
-        If their tensors do not fit on the device, a few samples of every network are made at a time and kept on the host.
-        """
+        """New samples, in parts on the host if they do not fit on the device; with a loader, batch statistics are re-estimated."""
         self.check_network()
         generator = own_generator(self.device) if self.random else None
         at_once = self._samples_at_once()
