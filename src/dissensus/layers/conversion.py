@@ -122,7 +122,7 @@ def convertible_layers(
 def convertible_copy(
     network: nn.Module, *, layers: Sequence[str] | None = None, needed: bool = True
 ) -> tuple[nn.Module, dict[str, nn.Module], ConversionReport]:
-    """(a copy of the network, ties included, its `convertible_layers`, an account of the others); the caller converts the layers."""
+    """(a copy of the network with its ties, its `convertible_layers`, an account of the others), to be converted."""
     check_initialised(network)
     check_copyable(network)
     copied = _deep_copy(network)

@@ -129,7 +129,7 @@ class FactoredLayer(ConvertedLayer):
         return outputs
 
     def fold(self) -> None:
-        """Folds the factors into weight and bias, as new parameters: the old ones may be tied to an embedding, which must not change."""
+        """Folds the factors into weight and bias, as new parameters: the old ones may be tied to an embedding."""
         factors = self.factors()
         kernel = factors if isinstance(factors, Kernel) else folded_kernel(self, factors or Factors())
         for name, new in kernel._asdict().items():

@@ -222,7 +222,7 @@ def dropout_sites(network: nn.Module, rate: float | None) -> dict[str, float]:
 def change_at_sites(
     network: nn.Module, sites: dict[str, float], change: Callable[[str, Tensor], Tensor]
 ) -> Iterator[None]:
-    """Inside, the tensor at each site becomes `change("layer#call", tensor)`: a dropout module's output, a weight layer's input."""
+    """Inside, tensors at sites become `change("layer#call", tensor)`: outputs of dropout modules, inputs of weight layers."""
     calls: Counter[str] = Counter()
     modules = {path.removesuffix("."): part for path, part in named_submodules(network)}
 

@@ -120,7 +120,7 @@ def collapse_note(posterior: Posterior, metrics: Mapping[str, float]) -> dict[st
 def embed(
     network: nn.Module, factors: Mapping[str, Tensor], own: set[int], likelihood: Likelihood | None, members: int
 ) -> Particles:
-    """M members of a cut network: `factors` (M, n) and tensors with ids in `own` are their own; the others are shared, never copied."""
+    """M members of a cut network: `factors` (M, n) and tensors with ids in `own` are their own; others are never copied."""
     chain_layers(network)
     member = Member(network, likelihood or Classification())
     rows: dict[str, Sequence[Tensor] | Tensor] = {}

@@ -145,7 +145,7 @@ class Laplace(SamplingPosterior):
             self._by_held_out = True
 
     def use_prior_precision(self, prior_precision: Precision) -> None:
-        """Replaces the stored draw, without data, by one with another prior precision: a number above 0 or "marginal_likelihood"."""
+        """Replaces the stored draw, without data, by one with this prior precision: a number, or "marginal_likelihood"."""
         last_layers.check_precision(prior_precision)
         for curvature in self._fitted_curvatures():
             curvature.precision.fill_(last_layers.resolve_precision(prior_precision, curvature))
@@ -262,7 +262,7 @@ class Laplace(SamplingPosterior):
         return stack_networks(around, self.particles.members)
 
     def _gather_curvatures(self, loader: Iterable[Any], data_size: int | None) -> tuple[list[Curvature], Batch, float]:
-        """(curvature of each network for `data_size` examples, first batch, number of examples); precisions are not chosen yet."""
+        """(curvature of each network for `data_size` examples, first batch, number of examples); no precision is chosen yet."""
         particles = self.particles
         held = not self.built_with.own
         members = [(self.network, self.likelihood)]

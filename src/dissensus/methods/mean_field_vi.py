@@ -159,7 +159,7 @@ class MeanFieldVI(SamplingPosterior):
         self._layers = self._apart.get(shapes, [])
 
     def _layers_called_once(self, x: Inputs) -> list[str]:
-        """Layers that each example passes once, and that share no tensor: a second call must use the same weights as the first."""
+        """Layers that each example passes once, and that share no tensor: a second call must use the same weights."""
         particles = self.particles
         tied = {each for pair in tied_names(particles.template.network).items() for each in pair}
         names = [

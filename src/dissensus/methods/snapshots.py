@@ -218,7 +218,7 @@ class LastSnapshots(SnapshotRecorder):
 
 
 def evenly_spaced(steps: int, wanted: int, *, behind: int | None = None) -> tuple[int, int]:
-    """(first, every): up to `wanted` steps, evenly spaced after the first `behind` (None: those before the tail), ending with the last."""
+    """(first, every): up to `wanted` steps up to the last, evenly spaced after the first `behind`; None: before the tail."""
     length = max(1, steps - (math.floor(TAIL * steps) if behind is None else behind))
     count = min(wanted, length)
     every = length // count

@@ -54,7 +54,7 @@ class MeanRecorder(SnapshotRecorder):
         return step
 
     def record_fused(self, number: int, *spread: Tensor, on: str = "cuda") -> bool:
-        """`record` by one kernel; False if it cannot. `spread`: of a Gaussian, the sum of squares, and where to put the deviation."""
+        """`record` by one kernel; False if it cannot. `spread`: of a Gaussian, sum of squares and place of the deviation."""
         mean = self.mean_vector
         if mean.device.type != on or mean.dtype != torch.float32 or is_divided(mean):
             return False

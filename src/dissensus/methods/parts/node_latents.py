@@ -84,7 +84,7 @@ def build_with_latents(
     start: Modulation,
     **where: Any,
 ) -> tuple[Particles, NodeNetwork]:
-    """(members with their own latents, the first cut network). `start`: the law of μ; `where`: arguments of `add_node_latents`."""
+    """(members with own latents, the first cut network). `start`: the law of μ; `where`: arguments of `add_node_latents`."""
     given, one = networks_to_convert(networks)
     cut = [node_layers.add_node_latents(each, **where) for each in given]
     likes = (each.network.get_submodule(each.sites[0].layer).get_parameter("weight") for each in cut)
@@ -109,7 +109,7 @@ def initial_latents(like: Tensor, components: int, latents: int, std: float, sta
 def sample_for_examples(
     mean: Tensor, std: Tensor, examples: int, noise: Noise = torch.randn, *, here: slice | None = None
 ) -> Tensor:
-    """(examples, D) latents: components in turn from a random one, so that all train equally. `here`: the rows returned; None: all."""
+    """(examples, D) latents, or rows `here` of them: components in turn from a random one, so that all train equally."""
     components = len(mean)
     first = torch.randint(components, (1,), device=mean.device)
     order = (torch.arange(components, device=mean.device) + first) % components
@@ -156,7 +156,7 @@ def component_entropies(std: Tensor) -> Tensor:
 
 
 def bhattacharyya(mean: Tensor, std: Tensor, *, factor: float = EXACT) -> Tensor:
-    """(K, K, D) −log ∫ √(q_k q_r) in each dimension: factor (μ_k − μ_r)² / (σ_k² + σ_r²) + ½ log (σ_k² + σ_r²) / (2 σ_k σ_r)."""
+    """(K, K, D) −log ∫ √(q_k q_r) by dimension: factor (μ_k − μ_r)² / (σ_k² + σ_r²) + ½ log (σ_k² + σ_r²) / (2 σ_k σ_r)."""
     both = std.square()[:, None] + std.square()[None]  # (K, K, D)
     log_std = std.log()
     apart = (mean[:, None] - mean[None]).square() / both
@@ -197,7 +197,7 @@ def inverse_softplus(std: Tensor) -> Tensor:
 
 
 def repeat_inputs(x: Inputs, times: int, *, first: int | None = None, whole: Collection[int] = ()) -> Inputs:
-    """x, or its first rows, each `times` times; tensors without a row per example, and those numbered in `whole`, stay as they are."""
+    """x, or its first rows, each `times` times; not tensors without a row per example, nor those numbered in `whole`."""
     size, number = batches.count_examples(x), count()
 
     def one(tensor: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ def input_dimension(x: Inputs) -> int:
 
 @contextmanager
 def add_to_output(network: nn.Module, layer: str, shift: Tensor | None) -> Iterator[list[Tensor]]:
-    """Inside, `shift` (zeros, to differentiate by the feature) is added to the layer's output; yields the list of outputs seen."""
+    """Inside, `shift` (zeros, to differentiate by the feature) is added to the layer's output; yields the outputs seen."""
     seen: list[Tensor] = []
 
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
@@ -185,7 +185,7 @@ class Strength:
             self.largest = max(self.largest, size)
 
     def __call__(self, size: int = 1, weight: Tensor | None = None, *, gathered: int = 1) -> Tensor | float:
-        """c for a batch of weights (B,), one of `gathered` per step; 0 if all are 0. `size` counts if no batch was seen before."""
+        """c for a batch of weights (B,), one of `gathered` per step; 0 if all are 0. `size`: B, if no batch was seen before."""
         strength = self._full_batch_strength(size, gathered)
         if weight is None:
             return strength

@@ -114,7 +114,7 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
 
     @torch.no_grad()
     def sample_families(self, loader: Iterable[Any] | None = None) -> Families:
-        """New samples, in parts on the host if they do not fit on the device; with a loader, batch statistics are re-estimated."""
+        """New samples, in parts on the host if they do not fit on the device; a loader re-estimates batch statistics."""
         self.check_network()
         generator = own_generator(self.device) if self.random else None
         at_once = self._samples_at_once()
