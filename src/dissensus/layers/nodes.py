@@ -28,7 +28,7 @@ class NodeLayer(FactoredLayer):
 
     added = ("nodes", "known_as", "seen", "rewritten")
     nodes: Factors | Kernel | None = None
-    seen: list[tuple[Tensor, int]] | None = None  # outputs and their versions, inside `watched`
+    seen: list[tuple[Tensor, int]] | None = None  # outputs and their versions, inside `record_outputs`
 
     def factors(self) -> Factors | Kernel | None:
         return self.nodes
@@ -117,7 +117,7 @@ def use_latents(network: nn.Module, nodes: Mapping[str, Factors | Kernel]) -> Ab
 
 
 def use_layer_latents(layers: Sequence[nn.Module], nodes: Iterable[Any]) -> AbstractContextManager[None]:
-    """`standing` for layer objects; `nodes` may also be kernels or spreads."""
+    """`use_latents` for layer objects; `nodes` may also be kernels or spreads."""
     return _set_temporarily(layers, "nodes", nodes)
 
 

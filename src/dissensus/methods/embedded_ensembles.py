@@ -34,12 +34,10 @@ log = logging.getLogger("dissensus")
 
 RegimeName = Literal["auto", "independent", "collective"]
 # Optimisers (by the name of the class or a base class) that divide by the size of the gradient or take its sign.
-# fmt: off
 SCALE_FREE = frozenset((
     "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LAMB", "Lamb", "Lion", "Muon", "NAdam", "RAdam",
     "RMSprop", "Rprop", "SparseAdam",
-))
-# fmt: on
+))  # fmt: skip
 FEW = 1.5  # with fewer effective members, an ensemble of four or more may be one model
 
 

@@ -53,15 +53,9 @@ class InputGradientPosterior(StackedPosterior):
     """
 
     def __init__(
-        self,
-        networks: Sequence[nn.Module],
-        *,
-        gradient: Gradient,
-        examples: int | None,
-        likelihood: Likelihood | None,
-        **prior: Unpack[PriorKeywords],
+        self, networks: Sequence[nn.Module], *, gradient: Gradient, examples: int | None, **keywords: Any
     ) -> None:
-        super().__init__(networks, likelihood=likelihood, **prior)
+        super().__init__(networks, **keywords)
         self.gradient = one_of("gradient", gradient, ("logit", "log_prob"))
         self.examples = examples if examples is None else integer("examples", examples)
         self._known_to_be_differentiable = False

@@ -110,15 +110,11 @@ class HMC(SamplingPosterior):
         """
         loader = Loader.complete(loader, self)
         self.check_network()
-        if self.prior is None:
-            log.warning("without a prior a chain may never converge; pass weight_prior_std= or prior=")
         batch = concatenate_batches([self.prepare_batch(each) for each in self.read(loader)])
         energy = Potential(self, batch)
         self._check_budget(energy.start.shape[1], batch.size)
         if not torch.equal(*(energy(energy.start)[0] for _ in range(2))):
             raise ValueError("expected equal outputs for equal inputs, got random numbers; remove its randomness")
-        seed = next_seed() if self.seed is None else self.seed
-        numbers = range(self.first_chain, self.first_chain + self.particles.members)
         self.chains = sample_chains(
             energy,
             energy.start,
@@ -127,7 +123,7 @@ class HMC(SamplingPosterior):
             warmup=self.warmup,
             leapfrog=self.leapfrog,
             target_acceptance=self.target_acceptance,
-            generators=chain_generators(seed, numbers, self.device),
+            generators=make_generators(self),
         )
         for chain, acceptance in enumerate(self.chains.acceptance.tolist(), start=self.first_chain):
             level = logging.WARNING if acceptance < min(LOW, self.target_acceptance / 2) else logging.INFO
@@ -156,6 +152,15 @@ class HMC(SamplingPosterior):
             work = f"{gradients:,} gradients × {examples:,} examples × {parameters:,} weights × 6"
             got = f"about {cost:.0e}: {self.particles.members} chains × {work}"
             raise ValueError(f"expected at most {self.budget:.0e} operations, got {got}; do less, or raise budget")
+
+
+def make_generators(posterior: "HMC | SGHMC") -> list[torch.Generator]:
+    """A generator for each chain; warns where there is no prior."""
+    if posterior.prior is None:
+        log.warning("without a prior a chain may never converge; pass weight_prior_std= or prior=")
+    seed = next_seed() if posterior.seed is None else posterior.seed
+    numbers = range(posterior.first_chain, posterior.first_chain + posterior.particles.members)
+    return chain_generators(seed, numbers, posterior.device)
 
 
 class Potential:
@@ -368,18 +373,12 @@ class SGHMC(RecordingPosterior):
     def default_optimizer(self) -> Langevin:
         """A new `Langevin` optimiser for these chains."""
         assert self.data_size is not None  # a required argument
-        if self.prior is None:
-            log.warning("without a prior a chain may never converge; pass weight_prior_std= or prior=")
-        seed = next_seed() if self.seed is None else self.seed
-        numbers = range(self.first_chain, self.first_chain + self.particles.members)
-        return Langevin(
+        groups, heat, chains = (
             self.parameter_groups(self.lr),
-            self.lr,
-            friction=self.friction,
-            heat=self.posterior_temperature / self.data_size,
-            generators=chain_generators(seed, numbers, self.device),
-            phase=self.phase,
+            self.posterior_temperature / self.data_size,
+            make_generators(self),
         )
+        return Langevin(groups, self.lr, friction=self.friction, heat=heat, generators=chains, phase=self.phase)
 
     def phase(self) -> tuple[Tensor, Tensor]:
         """(factor of the rate, 1 with noise or 0 without) for the next step, () each; both 1 before a run begins."""

@@ -240,13 +240,45 @@ class MeanFieldVI(SamplingPosterior):
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         super().store_draw(loader)
-        if is_still_growing(self, loader, list(map(_raw_std_name, self.spread))):
+        if self._deviations_grow(loader):
             found = torch.cat([each.flatten() for each in self._deviations().values()]).median()
             median = f"{float(found):.2g} ({self.init_std:.2g} at the start)"
             fix = "train longer, or pass a larger deviation_lr"
             log.warning(
                 "the standard deviations have not converged: their median is %s and still grows; %s", median, fix
             )
+
+    def _deviations_grow(self, loader: Iterable[Any]) -> bool:
+        """Whether σ clearly still grows, measured on one batch."""
+        if self.annealing.schedule != "constant" and (self.annealing.steps or self.run_length) is None:
+            return False  # β is unknown before a run begins
+        with (
+            inference_context(self),
+            preserve_random_state(self.device),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
+            batch, weight = next(iter(self.read(loader)), None), float(annealing_weight(self, self.annealing))
+            if batch is None or weight == 0:
+                return False
+            try:
+                found = [self._deviation_growth(self.prepare_batch(batch)) for _ in range(LOOKS)]
+            except torch.OutOfMemoryError:  # a batch that fits in half precision may not fit here
+                return False
+        each = torch.stack(found) / weight
+        return float(each.mean() - 2 * each.std() / LOOKS**0.5) > 0.5
+
+    def _deviation_growth(self, batch: Batch) -> Tensor:
+        """() −N ∂loss/∂log σ / T, mean over weights: 0 at the optimum, 1 where σ is too small for data or prior to matter."""
+        params, buffers = self.particles.member_tensors(0)
+        fixed = {name: each.detach() for name, each in params.items()}
+        raw = {
+            name: fixed[name].clone().requires_grad_() for name in map(_raw_std_name, self.spread)
+        }  # σ = softplus(ρ)
+        slopes = torch.autograd.grad(self.member_loss(fixed | raw, buffers, batch)[0], list(raw.values()))
+        by_log = (g * F.softplus(r) / r.sigmoid() for g, r in zip(slopes, raw.values(), strict=True))
+        mean = torch.cat([at_least_float32(each).flatten() for each in by_log]).mean().detach()
+        return -(self.data_size or 1) / self.posterior_temperature * mean
 
     # ------------------------------------------------------------------ functions
 
@@ -368,39 +400,3 @@ def perturbed_copy(network: nn.Module) -> tuple[nn.Module, ConversionReport]:
 def _signs(examples: int, count: int, like: Tensor) -> Tensor:
     """(examples, count) of −1 and 1."""
     return torch.randint(0, 2, (examples, count), device=like.device).to(like.dtype) * 2 - 1
-
-
-def is_still_growing(posterior: Any, loader: Iterable[Any], names: Sequence[str]) -> bool:
-    """Whether σ = softplus(ρ) clearly still grows, measured on one batch; `names`: the tensors ρ of a member."""
-    annealing: Annealing = posterior.annealing
-    if annealing.schedule != "constant" and (annealing.steps or posterior.run_length) is None:
-        return False  # β is unknown before a run begins
-    with (
-        inference_context(posterior),
-        preserve_random_state(posterior.device),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
-        batch, weight = next(iter(posterior.read(loader)), None), float(annealing_weight(posterior, annealing))
-        if batch is None or weight == 0:
-            return False
-        try:
-            found = [deviation_growth(posterior, posterior.prepare_batch(batch), names) for _ in range(LOOKS)]
-        except torch.OutOfMemoryError:  # a batch that fits in half precision may not fit here
-            return False
-    each = torch.stack(found) / weight
-    return float(each.mean() - 2 * each.std() / LOOKS**0.5) > 0.5
-
-
-def deviation_growth(posterior: Any, batch: Batch, names: Sequence[str]) -> Tensor:
-    """() −N ∂loss/∂log σ / T, mean over weights: 0 at the optimum, 1 where σ is too small for data or prior to matter."""
-    params, buffers = posterior.particles.member_tensors(0)
-    fixed = {name: each.detach() for name, each in params.items()}
-    raw = {name: fixed[name].clone().requires_grad_() for name in names}
-    slopes = torch.autograd.grad(posterior.member_loss(fixed | raw, buffers, batch)[0], list(raw.values()))
-    each = [
-        at_least_float32(g * F.softplus(r) / r.sigmoid()) for g, r in zip(slopes, raw.values(), strict=True)
-    ]  # by log σ
-    mean = torch.cat([values.flatten() for values in each]).mean().detach()
-    found: Tensor = -posterior.data_size / posterior.posterior_temperature * mean
-    return found
