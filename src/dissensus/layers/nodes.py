@@ -171,8 +171,8 @@ class Capacity:
     """
 
     layers: dict[str, LayerCapacity]
-    parameters: int  # all parameters of the network, including biases and norm layers
-    left: dict[str, str] = field(default_factory=dict)  # layers with parameters but without nodes, and the reason
+    parameters: int
+    left: dict[str, str] = field(default_factory=dict)
 
     @property
     def weights(self) -> int:

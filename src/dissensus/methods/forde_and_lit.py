@@ -116,7 +116,7 @@ def label_weights(likelihood: Likelihood, batch: Batch) -> Tensor | None:
 def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) -> None:
     """Raises if a member's input gradient cannot be differentiated with respect to its weights; tried on two examples.
 
-    Tries the layer forms of `core.twice` first; if they fail, torch's own are used from then on. Uses `backward`, which
+    Tries the layer forms of `kernels.double_backward` first; if they fail, torch's own are used from then on. Uses `backward`, which
     raises for functions that are differentiable only once, while `torch.autograd.grad` silently leaves them out.
     """
     first = detached_state(posterior).member(0)
@@ -220,7 +220,6 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
         """c ∂r_i/∂g_i for every member."""
         g = z["gradients"]  # (M, B, D)
         weight = z["weight"][0] if "weight" in z else None  # (B,)
-
         force = input_gradient_force(g, self.lengthscales, self.bandwidth, weight=weight)
         force = self.strength(g.shape[1], weight, gathered=self.batches_per_step) * force
         return {name: force if name == "gradients" else torch.zeros_like(tensor) for name, tensor in z.items()}

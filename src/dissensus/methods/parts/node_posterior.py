@@ -1,9 +1,4 @@
-"""Posteriors over latents on nodes: what NodeBNN and RankOneBNN share.
-
-    loss = mean over examples and samples of −log p(y | x, z) + β [H[q, p] − T Ĥ[q]] / N
-
-with latents z ~ q, a mixture of K components, and weights that stay point estimates.
-"""
+"""Posteriors over latents on nodes, and the functions drawn from them: what NodeBNN and RankOneBNN share."""
 
 from __future__ import annotations
 
@@ -42,11 +37,11 @@ MOST_KERNELS = 2**28  # bytes; for larger kernels the time to fold them in every
 
 
 class NodePosterior(StoringPosterior, NetworksPosterior):
-    """Base class: a network whose nodes are multiplied by latents z with a posterior; the weights stay point estimates.
+    """Base class: a network whose nodes are multiplied by latents z ~ q, a mixture of K components; weights are points.
 
-    The network is copied; `.account` lists the layers that were converted and those that were not. In training each copy
-    of each example has its own component and noise; a drawn function has one fixed z. Subclasses pass their KL term to the
-    constructor (`complexity`).
+        loss = mean over examples and samples of −log p(y | x, z) + β [H[q, p] − T Ĥ[q]] / N
+
+    Subclasses set their KL term, `complexity`.
     """
 
     networks_taken = "any"
