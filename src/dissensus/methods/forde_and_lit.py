@@ -116,8 +116,8 @@ def label_weights(likelihood: Likelihood, batch: Batch) -> Tensor | None:
 def check_differentiable_twice(posterior: InputGradientPosterior, batch: Batch) -> None:
     """Raises if a member's input gradient cannot be differentiated with respect to its weights; tried on two examples.
 
-    Tries the layer forms of `kernels.double_backward` first; if they fail, torch's own are used from then on. Uses `backward`, which
-    raises for functions that are differentiable only once, while `torch.autograd.grad` silently leaves them out.
+    Tries the layer forms of `kernels.double_backward` first, then torch's own. Uses `backward`, which raises for functions
+    that are differentiable only once, while `torch.autograd.grad` silently leaves them out.
     """
     first = detached_state(posterior).member(0)
     stored = {**posterior.particles.shared_parameters(), **posterior.particles.own_parameters()}
@@ -161,7 +161,7 @@ class FoRDE(RepellingPosterior, InputGradientPosterior):
 
         loss = Σ_i [mean_b nll_ib + c r_i],   r_i = log Σ_j (1/B) Σ_b κ(s_ib, sg[s_jb]),   s = g / ‖g‖
 
-    with g_ib the derivative of member i's true-class logit at input b (`numerics.kernels.input_gradient_log_density`).
+    with g_ib the derivative of member i's true-class logit at input b (`numerics.rbf_kernels.input_gradient_force`).
     Inputs must be floating point with at least two features.
 
     Args:
