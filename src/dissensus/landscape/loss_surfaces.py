@@ -304,7 +304,6 @@ class Anchors:
         return found
 
     def _point_particles(self, points: int) -> Particles:
-        """Particles for this many points, to be overwritten."""
         if points not in self.particles_by_count:
             self.particles_by_count[points] = self._stack_networks([self.networks[0]] * points)
         return self.particles_by_count[points]

@@ -72,7 +72,6 @@ def find_triton() -> Any:
 
 @cache
 def takes_bfloat16(device: torch.device) -> bool:
-    """Whether the GPU supports bfloat16 natively."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -123,5 +122,4 @@ def _launch(program: str, at: Layout, first: Tensor, *others: Any) -> None:
 
 
 def _next_power_of_two(number: int) -> int:
-    """The next power of two."""
     return 1 << (number - 1).bit_length()

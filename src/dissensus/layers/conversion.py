@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch.nn.functional as F
@@ -214,17 +215,14 @@ def _skip_reasons(network: nn.Module) -> dict[str, str]:
 def _fault_of_layer(part: nn.Module) -> str | None:
     """Why a layer of a type that can be converted cannot be; None if it can."""
     kind = next(each for each in CONVERTIBLE if isinstance(part, each))
-    if any(_has_own_method(part, kind, method) for method in ("forward", "_conv_forward")):
+    names, mine = ("forward", "_conv_forward"), type(part)
+    if any(getattr(mine, name, None) is not getattr(kind, name, None) or name in vars(part) for name in names):
         return f"{type(part).__name__} has its own forward"
     if not isinstance(part._parameters.get("weight"), Tensor):
         return "its weight is computed from others (a parametrization or weight norm)"
     if part.bias is not None and not isinstance(part._parameters.get("bias"), Tensor):
         return "its bias is computed from others (a parametrization)"
     return None
-
-
-def _has_own_method(part: nn.Module, kind: type[nn.Module], method: str) -> bool:
-    return getattr(type(part), method, None) is not getattr(kind, method, None) or method in vars(part)
 
 
 def _switch_fast_paths(network: nn.Module, *, off: bool) -> None:
@@ -240,14 +238,9 @@ def _switch_fast_paths(network: nn.Module, *, off: bool) -> None:
             vars(part).update({NESTED: kept} if off else {})
 
 
-_made: dict[tuple[type[ConvertedLayer], type[nn.Module]], type[nn.Module]] = {}
-
-
+@cache
 def _converted_class(kind: type[ConvertedLayer], plain_class: type[nn.Module]) -> type[nn.Module]:
-    if (kind, plain_class) not in _made:
-        name = f"{kind.__name__}{plain_class.__name__}"
-        _made[kind, plain_class] = type(name, (kind, plain_class), {"plain_class": plain_class})
-    return _made[kind, plain_class]
+    return type(f"{kind.__name__}{plain_class.__name__}", (kind, plain_class), {"plain_class": plain_class})
 
 
 def _empty_layer(kind: type[ConvertedLayer], plain_class: type[nn.Module]) -> nn.Module:

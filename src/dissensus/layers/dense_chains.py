@@ -65,7 +65,6 @@ def split_into_runs(parts: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
 
 
 def _is_modulated_linear(part: Any) -> bool:
-    """Whether this is a modulated `nn.Linear` with r."""
     return isinstance(part, ModulatedLayer) and part.plain_class is nn.Linear and part.r is not None
 
 

@@ -101,7 +101,6 @@ class FactoredLayer(ConvertedLayer):
     rewritten: bool = True
 
     def factors(self) -> Factors | Kernel | None:
-        """The present factors or folded kernel."""
         raise NotImplementedError
 
     def forward(self, input: Tensor, *args: Any, **keywords: Any) -> Tensor:
@@ -210,7 +209,6 @@ class ModulatedLayer(FactoredLayer):
         return Factors(self.r, None, self.s)
 
     def report_entry(self) -> str:
-        """The layer's entry in the account."""
         kind = "channel" if self.weight.ndim > 2 else "unit"
         factors = [f"{name} ({len(f)})" for name, f in (("r", self.r), ("s", self.s)) if f is not None]
         return f"{' and '.join(factors)}, one for each {kind}" if factors else "nothing"

@@ -60,7 +60,6 @@ class NodeNetwork(NamedTuple):
 
     @property
     def latents(self) -> int:
-        """Number of latents."""
         return sum(site.width for site in self.sites)
 
     @property

@@ -201,7 +201,6 @@ def sampled_weights(particles: Particles) -> Weights:
 
 
 def concatenate_batches(parts: list[Batch]) -> Batch:
-    """All examples of these batches in one."""
     if not parts:
         raise ValueError("expected at least one batch from the loader, got none; pass the training data")
     if len(parts) == 1:

@@ -331,7 +331,6 @@ def _raw_std_name(name: str) -> str:
 
 
 def _tensor_names(layer: str) -> tuple[str, str]:
-    """Names of a layer's weight and bias."""
     under = f"{layer}." if layer else ""
     return f"{under}weight", f"{under}bias"
 

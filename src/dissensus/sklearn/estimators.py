@@ -139,7 +139,6 @@ def build_posterior(
 
 
 def _last_two_layers(network: nn.Module) -> list[str]:
-    """Names of the last two layers."""
     return [name for name, layer in network.named_modules() if next(layer.children(), None) is None][-2:]
 
 

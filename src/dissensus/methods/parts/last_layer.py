@@ -323,7 +323,6 @@ class Curvature(nn.Module):
 
 
 def _buffers_of(mean: Tensor, values: Tensor, vectors: Sequence[Tensor], log_likelihood: Tensor, layer: int) -> Tensors:
-    """The buffers of a Curvature."""
     names = ("vectors",) if len(vectors) == 1 else ("outputs", "features")
     return {
         "mean": mean,
@@ -359,5 +358,4 @@ def check_precision(prior_precision: Precision) -> Precision:
 
 
 def resolve_precision(prior_precision: Precision, curvature: Curvature) -> float:
-    """The prior precision as a number."""
     return curvature.best_precision() if prior_precision == "marginal_likelihood" else float(prior_precision)

@@ -25,6 +25,7 @@ from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_private import in_function_transform
 
 Gradient = Literal["logit", "log_prob"]
+Repulsion = Literal["1/B", "1/N"] | float
 
 
 def trained_tensors(params: Tensors, trained: Tensors) -> Tensors:
@@ -128,24 +129,16 @@ def normal_from_step(like: Tensor, step: Tensor) -> Tensor:
     # Not from torch's generators: all members must see the same numbers, and a replayed CUDA graph new ones.
     count = like.numel()
     counter = torch.arange(2 * count, device=like.device) + step.to(like.device) * (2 * count + 1)
-    uniform = _hashed_uniform(counter).reshape(2, count)
+    bits = shift_right(mix_bits((counter + 1) * WEYL), 40)
+    uniform = ((bits.float() + 0.5) / 2**24).reshape(2, count)  # in (0, 1)
     radius = (-2 * uniform[0].log()).sqrt()
     return (radius * torch.cos(2 * math.pi * uniform[1])).to(like.dtype).reshape(like.shape)
-
-
-def _hashed_uniform(counter: Tensor) -> Tensor:
-    """Numbers in (0, 1) from int64 counters."""
-    return (shift_right(mix_bits((counter + 1) * WEYL), 40).float() + 0.5) / 2**24
-
-
-Repulsion = Literal["1/B", "1/N"] | float
 
 
 class RepellingPosterior(Posterior):
     """Base class of methods whose members repel each other; call `set_repulsion` in the constructor."""
 
     def set_repulsion(self, repulsion: Repulsion, batch_size: int | None) -> None:
-        """Sets the strength of the repulsion."""
         self.repulsion, self.batch_size = repulsion, batch_size
         self.strength = Strength(repulsion, self.data_size, batch_size)
 

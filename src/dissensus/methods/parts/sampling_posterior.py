@@ -247,7 +247,6 @@ class Families(nn.ModuleList):
 
     @property
     def sizes(self) -> list[int]:
-        """Number of functions in each family."""
         return [family.members for family in self.each]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
