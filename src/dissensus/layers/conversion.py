@@ -82,7 +82,7 @@ class SeparateWeights(ConvertedLayer):
 
 def convert_layer(layer: nn.Module, kind: type[CutKind]) -> CutKind:
     """The layer itself, with the class (kind, old class); the caller adds the tensors in `kind.added`."""
-    layer.__class__ = _converted_class(kind, type(layer))
+    layer.__class__ = _converted_class(kind, type(layer))  # type: ignore[arg-type]
     return cast("CutKind", layer)
 
 
@@ -244,5 +244,5 @@ def _converted_class(kind: type[ConvertedLayer], plain_class: type[nn.Module]) -
 
 
 def _empty_layer(kind: type[ConvertedLayer], plain_class: type[nn.Module]) -> nn.Module:
-    made = _converted_class(kind, plain_class)
+    made = _converted_class(kind, plain_class)  # type: ignore[arg-type]
     return made.__new__(made)
