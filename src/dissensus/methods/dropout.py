@@ -186,10 +186,8 @@ class DropoutNetwork(nn.Module):
         def change(key: str, tensor: Tensor) -> Tensor:
             return self.masks.apply_at_site(key, tensor, self.masks.site_masks(key, tensor)[self.index])
 
-        with (
-            network_lock(self.network),
-            change_at_sites(self.network, self.masks.sites, change),
-        ):  # hooks come and go with every call
+        # Hooks come and go with every call.
+        with network_lock(self.network), change_at_sites(self.network, self.masks.sites, change):
             outputs: Tensor = self.network(*args, **kwargs)
         return outputs
 
@@ -205,10 +203,9 @@ def dropout_sites(network: nn.Module, rate: float | None) -> dict[str, float]:
                 log.info("dropout inside %s stays off in prediction, because it has no module", ", ".join(functional))
             return own
         hint = f" ({', '.join(functional)} drop inside their own forward)" if functional else ""
-        raise ValueError(
-            f"expected a network with dropout modules of positive rate, got none{hint}; functional dropout (F.dropout) has "
-            "no module to switch on: use nn.Dropout in the network, or pass rate= to insert dropout"
-        )
+        use = "use nn.Dropout in the network, or pass rate= to insert dropout"
+        advice = f"functional dropout (F.dropout) has no module to switch on: {use}"
+        raise ValueError(f"expected a network with dropout modules of positive rate, got none{hint}; {advice}")
     if own:
         raise ValueError(f"expected a network without dropout if rate is given, got {', '.join(own)}; pass rate=None")
     weighted = [name for name, module in network.named_modules() if isinstance(module, WEIGHT_LAYERS)]
@@ -237,9 +234,8 @@ def change_at_sites(
 
     handles = [hook(name) for name in sites]
     try:
-        with (
-            plain_attention() if has_attention(network) else nullcontext()
-        ):  # the fast path of attention calls no submodule
+        # The fast path of attention calls no submodule.
+        with plain_attention() if has_attention(network) else nullcontext():
             yield
     finally:
         for handle in handles:

@@ -272,9 +272,7 @@ class MeanFieldVI(SamplingPosterior):
         """() −N ∂loss/∂log σ / T, mean over weights: 0 at the optimum, 1 where σ is too small for data or prior to matter."""
         params, buffers = self.particles.member_tensors(0)
         fixed = {name: each.detach() for name, each in params.items()}
-        raw = {
-            name: fixed[name].clone().requires_grad_() for name in map(_raw_std_name, self.spread)
-        }  # σ = softplus(ρ)
+        raw = {name: fixed[name].clone().requires_grad_() for name in map(_raw_std_name, self.spread)}
         slopes = torch.autograd.grad(self.member_loss(fixed | raw, buffers, batch)[0], list(raw.values()))
         by_log = (g * F.softplus(r) / r.sigmoid() for g, r in zip(slopes, raw.values(), strict=True))
         mean = torch.cat([at_least_float32(each).flatten() for each in by_log]).mean().detach()

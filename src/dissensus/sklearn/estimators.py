@@ -267,9 +267,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             number(name, getattr(self, name), least=0, below=1)
         number("validation + conformal", self.validation + self.conformal, below=1)
         if y is None:
-            raise ValueError(
-                f"{type(self).__name__} requires y to be passed, but the target y is None; pass the targets of the rows"
-            )
+            kind = type(self).__name__
+            raise ValueError(f"{kind} requires y to be passed, but the target y is None; pass the targets of the rows")
         check_index(X, y, sample_weight)
         table = checked_table(self, X, reset=True)
         targets = self._targets(y)
@@ -282,10 +281,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         shares = (self.conformal, self.validation)
         train, calibrating, held = split_rows(groups, shares, seed=seed, labels=labels, least=LEAST)
         if self.conformal and not len(calibrating):
-            got = f"{self.conformal:g} of {len(rows)}"
-            raise ValueError(
-                f"expected at least {LEAST} rows to calibrate on, got {got}; pass more, or raise conformal="
-            )
+            got = f"{self.conformal:g} of {len(rows)}; pass more, or raise conformal="
+            raise ValueError(f"expected at least {LEAST} rows to calibrate on, got {got}")
         if copies:  # made after the split, so that no row is in two parts; calibration counts each row once
             train, held = (part.repeat(weights[part].astype(np.int64)) for part in (train, held))
         self.encoder_ = TableEncoder.of(take_rows(table, rows[train]), categories=self.categories)

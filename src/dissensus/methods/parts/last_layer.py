@@ -298,9 +298,8 @@ class Curvature(nn.Module):
             scaled = noise * (self.get_buffer("outputs").square() @ variance).sqrt()
             return scaled @ self.get_buffer("features").mT
         blocks = self.get_buffer("vectors").view(*self.mean.shape, -1)  # (C, D, C D)
-        values, vectors = eigendecompose(
-            torch.stack([(rows * variance) @ rows.mT for rows in blocks])
-        )  # (C, D), (C, D, D)
+        each = torch.stack([(rows * variance) @ rows.mT for rows in blocks])  # (C, D, D)
+        values, vectors = eigendecompose(each)  # (C, D), (C, D, D)
         return torch.einsum("scd,ced->sce", noise * values.sqrt(), vectors)
 
     def variance(self) -> Tensor:

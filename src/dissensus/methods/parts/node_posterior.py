@@ -172,10 +172,8 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
     def draw(self) -> DrawnFunctions:
         stored = self.stored
         if stored is not None and self.stored_at is not None and not torch.equal(self.stored_at, self.mean):
-            fix = "call ds.refresh(posterior, loader) after further training"
-            log.warning(
-                "the stored draw mixes latents from before the last training steps and present weights; %s", fix
-            )
+            mixed = "latents from before the last training steps and present weights"
+            log.warning("the stored draw mixes %s; call ds.refresh(posterior, loader) after further training", mixed)
         latents = self._sample_latents() if stored is None else stored.get_buffer("own.latents")
         return join_families(
             NodeFunctions.with_fixed_weights(self._network_at(m), self.sites, mine)
