@@ -199,10 +199,7 @@ class BatchEnsemble(EmbeddedPosterior):
         gamma = resolve_gamma(regime, members, modulation.collectivity)
         network, account, last = modulated_network(network, form=form, layers=layers)
         sizes = {name: factor for name, factor in network.named_parameters() if _is_factor(network, name)}
-        factors = {
-            name: modulation.sample((members, len(one)), dtype=one.dtype, device=one.device)
-            for name, one in sizes.items()
-        }
+        factors = {n: modulation.sample((members, len(r)), dtype=r.dtype, device=r.device) for n, r in sizes.items()}
         particles = embed(network, factors, own_tensors(network, account, last), likelihood, members)
         super().__init__(particles, factors=list(factors), account=account, **prior)
         self.modulation, self.regime, self.gamma, self.form = modulation, regime, gamma, form

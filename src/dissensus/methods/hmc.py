@@ -372,12 +372,9 @@ class SGHMC(RecordingPosterior):
     def default_optimizer(self) -> Langevin:
         """A new `Langevin` optimiser for these chains."""
         assert self.data_size is not None  # a required argument
-        groups, heat, chains = (
-            self.parameter_groups(self.lr),
-            self.posterior_temperature / self.data_size,
-            make_generators(self),
-        )
-        return Langevin(groups, self.lr, friction=self.friction, heat=heat, generators=chains, phase=self.phase)
+        how: dict[str, Any] = {"friction": self.friction, "heat": self.posterior_temperature / self.data_size}
+        groups = self.parameter_groups(self.lr)
+        return Langevin(groups, self.lr, **how, generators=make_generators(self), phase=self.phase)
 
     def phase(self) -> tuple[Tensor, Tensor]:
         """(factor of the rate, 1 with noise or 0 without) for the next step, () each; both 1 before a run begins."""

@@ -242,11 +242,9 @@ class MeanFieldVI(SamplingPosterior):
         super().store_draw(loader)
         if self._deviations_grow(loader):
             found = torch.cat([each.flatten() for each in self._deviations().values()]).median()
-            median = f"{float(found):.2g} ({self.init_std:.2g} at the start)"
+            size = f"{float(found):.2g} ({self.init_std:.2g} at the start)"
             fix = "train longer, or pass a larger deviation_lr"
-            log.warning(
-                "the standard deviations have not converged: their median is %s and still grows; %s", median, fix
-            )
+            log.warning("the standard deviations have not converged: their median is %s and still grows; %s", size, fix)
 
     def _deviations_grow(self, loader: Iterable[Any]) -> bool:
         """Whether σ clearly still grows, measured on one batch."""

@@ -349,10 +349,8 @@ class FeatureRDE(RepellingPosterior, StackedPosterior):
         some = next(iter(params.values()))
         zeros = torch.zeros(self._feature_shape(batch.x), dtype=some.dtype, device=some.device)
         (slope,), (nll, feature, after) = spaces.differentiate(of_shift, zeros)
-        z = {
-            "features": feature,
-            "slopes": spaces.attach_to_graph(self.particles.exchange.scale_by_fraction(slope), feature),
-        }
+        slope = self.particles.exchange.scale_by_fraction(slope)
+        z = {"features": feature, "slopes": spaces.attach_to_graph(slope, feature)}
         if batch.weight is not None:
             z["weight"] = spaces.attach_to_graph(batch.weight.to(feature.dtype), feature.flatten(1).sum(1))
         return nll + self.penalty(params), z, after
