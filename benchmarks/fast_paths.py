@@ -35,7 +35,7 @@ from dissensus.core.batch import Batch
 from dissensus.engine import build_step, cuda_graphs, fast_optimisers, strategies
 from dissensus.kernels import cpu_products, fused_conv, fused_norm, multi_tensor
 from dissensus.layers import channel_launch
-from dissensus.methods.parts import embedded_posterior, input_gradients
+from dissensus.methods import embedded_ensembles, forde
 from dissensus.utils import tensor_tree
 from dissensus.utils.tensor_tree import all_submodules
 
@@ -246,7 +246,7 @@ PATHS = [
     FastPath(
         "chains of dense modulated layers",
         ("layers.dense_chains",),
-        without(embedded_posterior, "chain_layers", lambda network: None),
+        without(embedded_ensembles, "chain_layers", lambda network: None),
         ("step, BatchEnsemble, M = 4, MLP 64-512-512-512-10, batch 128",),
     ),
     FastPath(
@@ -258,7 +258,7 @@ PATHS = [
     FastPath(
         "fast second derivatives",
         ("kernels.double_backward",),
-        without(input_gradients, "fast_second_derivatives", lambda **_: nullcontext()),
+        without(forde, "fast_second_derivatives", lambda **_: nullcontext()),
         ("step, FoRDE, M = 2, ResNet-20, batch 32",),
     ),
     FastPath(
@@ -299,7 +299,7 @@ PATHS = [
     FastPath(
         "second derivatives on a GPU",
         ("kernels.double_backward",),
-        without(input_gradients, "fast_second_derivatives", lambda **_: nullcontext()),
+        without(forde, "fast_second_derivatives", lambda **_: nullcontext()),
         (STEPS[1],),
         "cuda",
     ),
@@ -319,7 +319,7 @@ PATHS = [
     ),
     FastPath(
         "channel programs",
-        ("layers.channel_launch", "kernels.triton_channels", "layers.frozen_norm:_NormaliseFunction"),
+        ("layers.channel_launch", "kernels.triton_channels", "layers.batch_norm:_NormaliseFunction"),
         without(channel_launch, "channel_layout", lambda *_, **__: None),
         (STEPS[2],),
         "cuda",

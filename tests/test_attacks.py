@@ -10,8 +10,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus import attacks
-from dissensus.attacks.attack_loss import Adversarial, AttackObjective, AttackPoint
-from dissensus.attacks.constraint import Ball
+from dissensus.attacks.gradient_attacks import Adversarial, AttackObjective, AttackPoint, Ball
 from dissensus.data import Standardiser
 from thinning import often
 

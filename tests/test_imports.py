@@ -72,7 +72,7 @@ HEAVY_ALLOWED = {
     ("bench/run/run.py", "tomli_w"),
     ("bench/task/schema.py", "pydantic"),
     *((f"data/{name}.py", "PIL") for name in ("image_folders", "segmentation")),
-    *((f"sklearn/{name}.py", "sklearn") for name in ("base", "estimators")),
+    ("sklearn/estimators.py", "sklearn"),
     *(("export_model.py", name) for name in ("onnx", "onnxruntime")),
 }
 

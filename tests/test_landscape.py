@@ -132,7 +132,7 @@ def test_scaling_a_filter_before_batch_norm_leaves_the_picture_as_it_was(network
 
 
 def test_directions_are_as_long_as_filters_and_spare_biases(networks):
-    from dissensus.landscape.points import Anchors
+    from dissensus.landscape.loss_surfaces import Anchors
 
     anchors = Anchors(ds.MAP(networks[0]), (0,), LOADER, "stored")
     noise = anchors.filter_noise(torch.Generator().manual_seed(0))

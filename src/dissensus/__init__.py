@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from dissensus.evaluation.evaluation import Evaluation
     from dissensus.evaluation.member_distances import DistancesOverTraining, MemberDistances, member_distances
     from dissensus.export_model import export
-    from dissensus.layers.capacity import Capacity, capacity
     from dissensus.layers.modulation import Modulation
+    from dissensus.layers.nodes import Capacity, capacity
     from dissensus.methods import (
         HMC,
         LIT,
@@ -78,7 +78,7 @@ _HOMES = {
     "Annealing": "numerics.annealing",
     "AttackCurves": "evaluation.attack_curves",
     "Calibrated": "calibration.calibrate",
-    "Capacity": "layers.capacity",
+    "Capacity": "layers.nodes",
     "Conformal": "calibration.conformal_sets",
     "Convergence": "evaluation.chain_convergence",
     "Corruptions": "evaluation.corruption_curves",
@@ -98,7 +98,7 @@ _HOMES = {
     "RecordingPosterior": "methods.parts.sampling_posterior",
     "SamplingPosterior": "methods.parts.sampling_posterior",
     "calibrate": "calibration.calibrate",
-    "capacity": "layers.capacity",
+    "capacity": "layers.nodes",
     "conformal": "calibration.conformal",
     "convergence": "evaluation.chain_convergence",
     "evaluate": "evaluation.evaluate",

@@ -15,7 +15,7 @@ from torch import nn
 import dissensus as ds
 from dissensus.kernels import multi_tensor
 from dissensus.kernels.multi_tensor import BLOCK, Chunks
-from dissensus.methods.parts.kalman import WeightFilters
+from dissensus.methods.tradi import WeightFilters
 
 HAS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 

@@ -7,8 +7,8 @@ from torch import nn
 
 import dissensus as ds
 from dissensus.layers import channel_launch as kernels
+from dissensus.layers.batch_norm import FrozenNorm
 from dissensus.layers.factored import scale_channels
-from dissensus.layers.frozen_norm import FrozenNorm
 
 pytestmark = [
     pytest.mark.gpu,

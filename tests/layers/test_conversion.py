@@ -15,7 +15,7 @@ from dissensus.layers.conversion import (
     fold_layers,
     restore_plain_layers,
 )
-from dissensus.nets.ntk import NTKLinear
+from dissensus.nets.blocks import NTKLinear
 from refusals import refuses
 
 

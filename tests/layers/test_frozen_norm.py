@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from dissensus.layers import batch_norm
 from dissensus.layers import channel_launch as kernels
-from dissensus.layers import frozen_norm
 from dissensus.layers.conversion import convert_layer
 
 
@@ -20,9 +20,9 @@ def layer(monkeypatch):
     def called(*_):
         raise AssertionError("the kernel was called")
 
-    monkeypatch.setattr(frozen_norm._NormaliseFunction, "apply", called)
+    monkeypatch.setattr(batch_norm._NormaliseFunction, "apply", called)
     monkeypatch.setattr(kernels, "find_triton", lambda: kernels)
-    return convert_layer(nn.BatchNorm2d(3).eval(), frozen_norm.FrozenNorm)
+    return convert_layer(nn.BatchNorm2d(3).eval(), batch_norm.FrozenNorm)
 
 
 def test_activations_that_torch_refuses_do_not_reach_the_kernel(layer):

@@ -7,7 +7,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core.particles import Particles
-from dissensus.layers.reestimate_batch_norm import refresh_statistics
+from dissensus.layers.batch_norm import refresh_statistics
 from dissensus.utils.batch_norm_names import statistics_names
 
 SIZES = (5, 8, 3)

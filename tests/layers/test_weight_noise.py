@@ -7,7 +7,7 @@ from torch import nn
 from dissensus.layers.conversion import convert_layer
 from dissensus.layers.factored import Kernel
 from dissensus.layers.nodes import use_layer_latents
-from dissensus.layers.weight_noise import PerturbedLayer, WeightSpread, perturbed_copy
+from dissensus.methods.mean_field_vi import PerturbedLayer, WeightSpread, perturbed_copy
 
 DRAWS = 20_000
 LAYERS = {

@@ -11,7 +11,7 @@ import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
 from dissensus.layers.conversion import ConvertedLayer
-from dissensus.methods.parts.embedded_posterior import collapse_note
+from dissensus.methods.embedded_ensembles import collapse_note
 from thinning import often
 
 SIGN, NEUTRAL, AROUND = ds.Modulation.sign(), ds.Modulation.constant(1.0), ds.Modulation.normal(1.0, 0.5)

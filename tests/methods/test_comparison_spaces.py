@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import dissensus as ds
 import tiny
-from dissensus.methods.parts import comparison_spaces
+from dissensus.methods.parts import repulsion
 
 
 def network() -> nn.Module:
@@ -15,9 +15,9 @@ def network() -> nn.Module:
 
 def gradient(net: nn.Module, likelihood: ds.Likelihood, x: Tensor, y: Tensor, kind: str = "logit") -> Tensor:
     def function(x):
-        return comparison_spaces.selected_output(likelihood, net(x), y, kind), "rest"
+        return repulsion.selected_output(likelihood, net(x), y, kind), "rest"
 
-    found, rest = comparison_spaces.input_gradient(function, x)
+    found, rest = repulsion.input_gradient(function, x)
     assert rest == "rest"
     return found.detach()
 
@@ -81,9 +81,9 @@ def test_plain_autograd_and_function_transforms_give_the_same_gradient_and_graph
     def objective(weight: Tensor) -> Tensor:
         def function(x):
             out = torch.func.functional_call(net, {"0.weight": weight}, (x,))
-            return comparison_spaces.selected_output(ds.Classification(), out, y, "logit"), out
+            return repulsion.selected_output(ds.Classification(), out, y, "logit"), out
 
-        found, out = comparison_spaces.input_gradient(function, x)
+        found, out = repulsion.input_gradient(function, x)
         return found.square().sum() + out.sin().sum()
 
     leaf = weight.clone().requires_grad_()
@@ -98,10 +98,10 @@ def test_without_recording_nothing_keeps_a_graph():
 
     def function(x):
         out = net(x)
-        return comparison_spaces.selected_output(ds.Classification(), out, y, "logit"), out
+        return repulsion.selected_output(ds.Classification(), out, y, "logit"), out
 
     with torch.no_grad():
-        found, out = comparison_spaces.input_gradient(function, x)
+        found, out = repulsion.input_gradient(function, x)
     assert not found.requires_grad
     assert not out.requires_grad
     torch.testing.assert_close(found, gradient(net, ds.Classification(), x, y), rtol=0, atol=1e-12)
@@ -114,22 +114,22 @@ def test_several_inputs_are_joined_and_integers_left_out():
     def function(x):
         return net(x["a"], x["b"]).sum() + 0 * x["index"].sum(), None
 
-    found, _ = comparison_spaces.input_gradient(function, {"a": a, "index": torch.arange(5), "b": b})
+    found, _ = repulsion.input_gradient(function, {"a": a, "index": torch.arange(5), "b": b})
     assert found.shape == (5, 8)
     left, right = torch.func.grad(lambda a, b: net(a, b).sum(), argnums=(0, 1))(a, b)
     torch.testing.assert_close(found, torch.cat([left, right], 1), rtol=0, atol=1e-12)
-    assert comparison_spaces.input_dimension({"a": a, "index": torch.arange(5), "b": b}) == 8
+    assert repulsion.input_dimension({"a": a, "index": torch.arange(5), "b": b}) == 8
 
 
 def test_the_slope_at_a_feature_is_the_slope_by_the_shift():
     net, (x, y) = network(), tiny.points()
 
     def function(shift):
-        with comparison_spaces.add_to_output(net, "1", shift) as seen:
+        with repulsion.add_to_output(net, "1", shift) as seen:
             out = net(x)
         return nn.functional.cross_entropy(out, y), seen[0]
 
-    (slope,), feature = comparison_spaces.differentiate(function, torch.zeros(12, 6, dtype=torch.float64))
+    (slope,), feature = repulsion.differentiate(function, torch.zeros(12, 6, dtype=torch.float64))
     torch.testing.assert_close(feature, net[:2](x), rtol=0, atol=1e-12)
     expected = torch.func.grad(lambda f: nn.functional.cross_entropy(net[2](f), y))(net[:2](x))
     torch.testing.assert_close(slope, expected, rtol=0, atol=1e-12)
@@ -149,12 +149,12 @@ def test_layers_that_give_no_one_feature_are_clear_errors():
     for layer, runs in (("layer", 2), ("unused", 0)):
         with (
             pytest.raises(ValueError, match=f"runs once per forward pass, got {runs} runs"),
-            comparison_spaces.add_to_output(net, layer, None),
+            repulsion.add_to_output(net, layer, None),
         ):
             net(x)
     with (
         pytest.raises(TypeError, match="returns one tensor, got tuple"),
-        comparison_spaces.add_to_output(net, "recurrent", None),
+        repulsion.add_to_output(net, "recurrent", None),
     ):
         net(x)
     assert not any(module._forward_hooks for module in net.modules())
@@ -162,9 +162,9 @@ def test_layers_that_give_no_one_feature_are_clear_errors():
 
 def test_noise_follows_from_the_step_and_is_normal():
     like = torch.zeros(200, 50)
-    first = comparison_spaces.normal_from_step(like, torch.tensor(3))
-    assert torch.equal(first, comparison_spaces.normal_from_step(like, torch.tensor(3)))
-    other = comparison_spaces.normal_from_step(like, torch.tensor(4))
+    first = repulsion.normal_from_step(like, torch.tensor(3))
+    assert torch.equal(first, repulsion.normal_from_step(like, torch.tensor(3)))
+    other = repulsion.normal_from_step(like, torch.tensor(4))
     for noise in (first, other):
         # 10,000 numbers: standard errors 0.01 of the mean, 0.007 of the deviation, 0.024 and 0.05 of the higher moments
         assert abs(float(noise.mean())) < 0.04
@@ -174,9 +174,7 @@ def test_noise_follows_from_the_step_and_is_normal():
     correlation = torch.corrcoef(torch.stack([first.flatten(), other.flatten(), first.roll(1, 0).flatten()]))
     assert float((correlation - torch.eye(3)).abs().max()) < 0.04  # four standard errors
     assert torch.equal(
-        torch.func.vmap(lambda z: z + comparison_spaces.normal_from_step(like, torch.tensor(3)))(torch.zeros(2, 1, 1))[
-            1
-        ],
+        torch.func.vmap(lambda z: z + repulsion.normal_from_step(like, torch.tensor(3)))(torch.zeros(2, 1, 1))[1],
         first,
     )
 
@@ -184,8 +182,6 @@ def test_noise_follows_from_the_step_and_is_normal():
 def test_an_example_of_weight_two_lies_as_far_as_the_example_twice():
     a, b = torch.randn(2, 3, 2, dtype=torch.float64)
     weight = torch.tensor([1.0, 2.0, 1.0], dtype=torch.float64)
-    weighted = (
-        (comparison_spaces.outputs_as_points(a, weight) - comparison_spaces.outputs_as_points(b, weight)).square().sum()
-    )
+    weighted = (repulsion.outputs_as_points(a, weight) - repulsion.outputs_as_points(b, weight)).square().sum()
     repeated = (a - b)[[0, 1, 1, 2]].square().sum()
     torch.testing.assert_close(weighted, repeated, rtol=0, atol=1e-12)

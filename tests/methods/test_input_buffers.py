@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from dissensus.methods.function_rde import InputBuffers
+from dissensus.methods.repulsive_ensembles import InputBuffers
 from refusals import refuses
 
 ROWS, WORDS = torch.randn(3, 4), torch.tensor([1, 0, 2])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dissensus.methods.parts.kalman import WeightFilters, kalman_step
+from dissensus.methods.tradi import WeightFilters, kalman_step
 
 
 def gains(steps: int) -> tuple[float, float]:

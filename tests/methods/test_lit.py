@@ -12,7 +12,7 @@ import tiny
 from dissensus.core import gradients
 from dissensus.core.batch import Batch
 from dissensus.methods import LIT
-from dissensus.methods.lit import squared_cosines
+from dissensus.methods.forde import squared_cosines
 from refusals import refuses
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.layers.frozen_norm import FrozenNorm
+from dissensus.layers.batch_norm import FrozenNorm
 from dissensus.methods.parts.node_latents import cross_entropy, entropy_bound, sample_for_examples, surrogate_kl
 from dissensus.methods.parts.node_posterior import NodeFunctions
 from dissensus.utils.batch_norm_names import statistics_layers

@@ -13,7 +13,7 @@ import tiny
 from dissensus.core.batch import Batch
 from dissensus.methods import FeatureRDE, FunctionRDE, WeightRDE
 from dissensus.methods.parts.empcov_prior import EmpCov
-from dissensus.methods.parts.repulsion_strength import Strength
+from dissensus.methods.parts.repulsion import Strength
 from dissensus.numerics import rbf_kernels as kernels
 from dissensus.numerics.annealing import Annealing
 from refusals import refuses

@@ -10,7 +10,7 @@ import dissensus as ds
 import tiny
 from dissensus.core.batch import Batch
 from dissensus.methods import FeatureRDE, FoRDE, FunctionRDE, WeightRDE
-from dissensus.methods.parts.repulsion_strength import Strength
+from dissensus.methods.parts.repulsion import Strength
 from dissensus.training.validation import validation_nll
 from refusals import refuses
 

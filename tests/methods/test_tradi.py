@@ -12,7 +12,7 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.methods import TRADI
-from dissensus.methods.parts.kalman import kalman_step
+from dissensus.methods.tradi import kalman_step
 from refusals import refuses
 
 

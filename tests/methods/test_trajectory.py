@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from dissensus.methods.parts.trajectory import Snapshots, cosine_cycles, evenly_spaced
+from dissensus.methods.snapshots import Snapshots, cosine_cycles, evenly_spaced
 from dissensus.utils.counts import Count
 from dissensus.utils.parameter_groups import constant_tail
 

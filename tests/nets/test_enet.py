@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import dissensus as ds
-from dissensus.nets.enet import unpool
+from dissensus.nets.segmentation_nets import unpool
 
 
 @pytest.mark.parametrize("size", [(180, 240), (23, 45), (16, 8), (9, 10)])

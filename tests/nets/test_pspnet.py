@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dissensus as ds
-from dissensus.nets.pspnet import features
+from dissensus.nets.resnet import features
 
 
 def test_features_are_an_eighth_of_the_image_and_the_dilated_trunk_has_the_plain_ones_weights():

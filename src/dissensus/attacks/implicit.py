@@ -11,13 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dissensus.attacks.attack_loss import Draw
-from dissensus.attacks.constraint import append_axes
+from dissensus.attacks.gradient_attacks import AT_ONCE, Draw, append_axes
 from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.posterior import Posterior, expect_posterior, inference_context
 from dissensus.utils.checks import integer, number, one_of
 
-AT_ONCE = 1000
 GROWN, SHRUNK = 1.3, 0.5  # factors of the step size after an accepted and after a rejected step
 
 

@@ -11,7 +11,7 @@ from dissensus.bench.run.build import make_network
 from dissensus.bench.task.config import parse_value
 from dissensus.bench.task.objects import NetworkMaker, network_maker
 from dissensus.bench.task.schema import AnyKey, Fields, check_value, parameter_fields
-from dissensus.layers.capacity import Capacity, capacity
+from dissensus.layers.nodes import Capacity, capacity
 from dissensus.utils.checks import one_of
 
 # The networks of the talk on node noise, with the numbers of outputs of their published weights.

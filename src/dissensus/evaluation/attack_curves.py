@@ -10,8 +10,7 @@ from torch import Tensor
 
 from dissensus import attacks, metrics
 from dissensus.attacks import implicit_corruptions
-from dissensus.attacks.attack_loss import Draw
-from dissensus.attacks.constraint import Ball, Bounds, Norm
+from dissensus.attacks.gradient_attacks import Ball, Bounds, Draw, Norm
 from dissensus.core import batch as batches
 from dissensus.core.drawn_functions import FunctionPartition
 from dissensus.core.loader import map_batches

@@ -23,7 +23,7 @@ from dissensus.evaluation.corruption_curves import CorruptedCounts, Corruptions,
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.evaluation.guarantees import Promises, guarantee_details, guarantee_metrics
 from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions, foreign_loader, predictions
-from dissensus.methods.parts.embedded_posterior import collapse_note
+from dissensus.methods.embedded_ensembles import collapse_note
 from dissensus.utils.checks import one_of
 from dissensus.utils.progress import LoaderProgress
 

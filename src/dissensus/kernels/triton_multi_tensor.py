@@ -75,7 +75,7 @@ def filters(
     table, which, start, tensors, means, variances, flag, rate, gain, keep, spread,
     WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, DRIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A step of the filters of `methods/parts/kalman.py`. Rows of the table: weights, gradients, places in μ and s, sizes."""
+    """A step of the filters of `methods/tradi.py`. Rows of the table: weights, gradients, places in μ and s, sizes."""
     number, at, there = chunk(table, which, start, tensors, 3, BLOCK)
     w, g, place = tl.load(table + number), tl.load(table + tensors + number), tl.load(table + 2 * tensors + number)
     full = tl.load(start + tl.program_id(0)) * BLOCK + BLOCK <= tl.load(table + 3 * tensors + number)

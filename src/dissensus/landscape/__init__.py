@@ -1,6 +1,5 @@
 """The loss around and between members: on planes through three, along random directions from one, on paths between two."""
 
-from dissensus.landscape.paths import Path, curve, path
-from dissensus.landscape.surfaces import Surface, directions, plane
+from dissensus.landscape.loss_surfaces import Path, Surface, curve, directions, path, plane
 
 __all__ = ["Path", "Surface", "curve", "directions", "path", "plane"]

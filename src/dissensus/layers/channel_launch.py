@@ -2,7 +2,7 @@
 
 A backward pass needs the gradient times a factor, and the sum over positions of gradient times activation. For that torch
 reads and writes memory of the activations' size six times; these kernels read it twice and write it once. They are used on a
-GPU if triton is installed, as with every CUDA build of torch for Linux; `layers/factored.py` and `layers/frozen_norm.py`
+GPU if triton is installed, as with every CUDA build of torch for Linux; `layers/factored.py` and `layers/batch_norm.py`
 compute the same without them.
 """
 
@@ -72,7 +72,6 @@ def find_triton() -> Any:
 
 @cache
 def takes_bfloat16(device: torch.device) -> bool:
-    """Whether the GPU supports bfloat16 natively."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -123,5 +122,4 @@ def _launch(program: str, at: Layout, first: Tensor, *others: Any) -> None:
 
 
 def _next_power_of_two(number: int) -> int:
-    """The next power of two."""
     return 1 << (number - 1).bit_length()

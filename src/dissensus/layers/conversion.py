@@ -8,7 +8,9 @@ dict, break users' `isinstance(part, nn.Linear)`, and miss modules that hold the
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch.nn.functional as F
@@ -18,10 +20,26 @@ from dissensus.core.member import check_initialised
 from dissensus.core.member_runner import first_line, network_lock
 from dissensus.core.prior import NORM_LAYERS
 from dissensus.layers.call_order import TracedCalls
-from dissensus.layers.conversion_report import ConversionReport
-from dissensus.nets.ntk import NTKLinear
+from dissensus.nets.blocks import NTKLinear
 from dissensus.utils.checks import first_names
 from dissensus.utils.sharding import check_copyable
+
+
+@dataclass
+class ConversionReport:
+    """`converted`: layer -> what was changed; `left`: layer -> why it was not. `str()` is a table of both."""
+
+    converted: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        rows = [("layer", "converted", "left alone")]
+        rows += [(name or "(itself)", done, "") for name, done in self.converted.items()]
+        rows += [(name or "(itself)", "", reason) for name, reason in self.left.items()]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join(lines)
+
 
 DENSE: tuple[type[nn.Module], ...] = (nn.Linear, NTKLinear)
 TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -63,7 +81,7 @@ class SeparateWeights(ConvertedLayer):
 
 def convert_layer(layer: nn.Module, kind: type[CutKind]) -> CutKind:
     """The layer itself, with the class (kind, old class); the caller adds the tensors in `kind.added`."""
-    layer.__class__ = _converted_class(kind, type(layer))
+    layer.__class__ = _converted_class(kind, type(layer))  # type: ignore[arg-type]
     return cast("CutKind", layer)
 
 
@@ -104,10 +122,7 @@ def convertible_layers(
 def convertible_copy(
     network: nn.Module, *, layers: Sequence[str] | None = None, needed: bool = True
 ) -> tuple[nn.Module, dict[str, nn.Module], ConversionReport]:
-    """(a copy of the network, its `convertible_layers`, an account of the others).
-
-    Tied weights stay tied. The caller converts the layers and records that in the account.
-    """
+    """(a copy of the network with its ties, its `convertible_layers`, an account of the others), to be converted."""
     check_initialised(network)
     check_copyable(network)
     copied = _deep_copy(network)
@@ -126,11 +141,8 @@ def restore_plain_layers(network: nn.Module) -> nn.Module:
 
 
 def fold_layers(network: nn.Module) -> nn.Module:
-    """Turns a converted network into ordinary layers that compute the same, in place: added tensors are folded in.
-
-    If the network reads, or may read, a layer's weight directly, the folded weight is stored separately, because one weight
-    cannot serve both.
-    """
+    """Turns a converted network into ordinary layers that compute the same, in place: added tensors are folded in."""
+    # A weight that the network reads, or may read, directly stays; the folded one is stored separately.
     cuts = [layer for layer in network.modules() if isinstance(layer, ConvertedLayer)]
     _switch_fast_paths(network, off=any(layer.read_past for layer in cuts))  # torch's fast path reads weights directly
     for layer in cuts:
@@ -202,17 +214,14 @@ def _skip_reasons(network: nn.Module) -> dict[str, str]:
 def _fault_of_layer(part: nn.Module) -> str | None:
     """Why a layer of a type that can be converted cannot be; None if it can."""
     kind = next(each for each in CONVERTIBLE if isinstance(part, each))
-    if any(_has_own_method(part, kind, method) for method in ("forward", "_conv_forward")):
+    names, mine = ("forward", "_conv_forward"), type(part)
+    if any(getattr(mine, name, None) is not getattr(kind, name, None) or name in vars(part) for name in names):
         return f"{type(part).__name__} has its own forward"
     if not isinstance(part._parameters.get("weight"), Tensor):
         return "its weight is computed from others (a parametrization or weight norm)"
     if part.bias is not None and not isinstance(part._parameters.get("bias"), Tensor):
         return "its bias is computed from others (a parametrization)"
     return None
-
-
-def _has_own_method(part: nn.Module, kind: type[nn.Module], method: str) -> bool:
-    return getattr(type(part), method, None) is not getattr(kind, method, None) or method in vars(part)
 
 
 def _switch_fast_paths(network: nn.Module, *, off: bool) -> None:
@@ -228,16 +237,11 @@ def _switch_fast_paths(network: nn.Module, *, off: bool) -> None:
             vars(part).update({NESTED: kept} if off else {})
 
 
-_made: dict[tuple[type[ConvertedLayer], type[nn.Module]], type[nn.Module]] = {}
-
-
+@cache
 def _converted_class(kind: type[ConvertedLayer], plain_class: type[nn.Module]) -> type[nn.Module]:
-    if (kind, plain_class) not in _made:
-        name = f"{kind.__name__}{plain_class.__name__}"
-        _made[kind, plain_class] = type(name, (kind, plain_class), {"plain_class": plain_class})
-    return _made[kind, plain_class]
+    return type(f"{kind.__name__}{plain_class.__name__}", (kind, plain_class), {"plain_class": plain_class})
 
 
 def _empty_layer(kind: type[ConvertedLayer], plain_class: type[nn.Module]) -> nn.Module:
-    made = _converted_class(kind, plain_class)
+    made = _converted_class(kind, plain_class)  # type: ignore[arg-type]
     return made.__new__(made)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from dissensus.layers.conversion import ConvertedLayer, convert_layer
-from dissensus.layers.modulated import ModulatedLayer
+from dissensus.layers.factored import ModulatedLayer
 from dissensus.utils.torch_private import has_memory, is_transformed, run_outside_vmap, unwrap_innermost_vmap
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -65,7 +65,6 @@ def split_into_runs(parts: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
 
 
 def _is_modulated_linear(part: Any) -> bool:
-    """Whether this is a modulated `nn.Linear` with r."""
     return isinstance(part, ModulatedLayer) and part.plain_class is nn.Linear and part.r is not None
 
 

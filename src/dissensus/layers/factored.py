@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dissensus.layers import channel_launch as kernels
-from dissensus.layers.conversion import CONVOLUTIONS, DENSE, TRANSPOSED, ConvertedLayer
+from dissensus.layers.conversion import CONVOLUTIONS, DENSE, TRANSPOSED, ConvertedLayer, convert_layer
 from dissensus.utils.torch_private import is_transformed
 
 
@@ -101,7 +101,6 @@ class FactoredLayer(ConvertedLayer):
     rewritten: bool = True
 
     def factors(self) -> Factors | Kernel | None:
-        """The present factors or folded kernel."""
         raise NotImplementedError
 
     def forward(self, input: Tensor, *args: Any, **keywords: Any) -> Tensor:
@@ -129,10 +128,7 @@ class FactoredLayer(ConvertedLayer):
         return outputs
 
     def fold(self) -> None:
-        """Folds the factors into weight and bias, as new parameters; the factors remain, without effect.
-
-        New parameters, since the old ones may be tied to an embedding, which must not change.
-        """
+        """Folds the factors into weight and bias, as new parameters: the old ones may be tied to an embedding."""
         factors = self.factors()
         kernel = factors if isinstance(factors, Kernel) else folded_kernel(self, factors or Factors())
         for name, new in kernel._asdict().items():
@@ -197,3 +193,35 @@ def folded_kernel(layer: Any, factors: Factors) -> Kernel:
     if bias is not None and behind is not None:
         bias = bias * behind
     return Kernel(weight, bias)
+
+
+class ModulatedLayer(FactoredLayer):
+    """A layer with factors r on its inputs and s on its outputs, the same for all examples; None is no factor.
+
+    s also multiplies the bias: so Wen et al.'s r, s are the talk's u, v, whose v acts on z = xW + b.
+    """
+
+    added = ("r", "s", "members_at_once")
+    r: Tensor | None
+    s: Tensor | None
+
+    def factors(self) -> Factors:
+        return Factors(self.r, None, self.s)
+
+    def report_entry(self) -> str:
+        kind = "channel" if self.weight.ndim > 2 else "unit"
+        factors = [f"{name} ({len(f)})" for name, f in (("r", self.r), ("s", self.s)) if f is not None]
+        return f"{' and '.join(factors)}, one for each {kind}" if factors else "nothing"
+
+
+def modulate_layer(layer: nn.Module, *, inputs: bool, outputs: bool, trained: bool) -> ModulatedLayer:
+    """The layer itself, converted, with factors 1 on its inputs and outputs; parameters if trained, else buffers."""
+    made = convert_layer(layer, ModulatedLayer)
+    for name, wanted, size in zip(("r", "s"), (inputs, outputs), features(layer), strict=True):
+        factor = made.weight.detach().new_ones(size) if wanted else None
+        if trained:
+            made.register_parameter(name, None if factor is None else nn.Parameter(factor))
+        else:
+            made.register_buffer(name, factor)
+    vars(made)["members_at_once"] = False  # the attribute by which vectorising code finds the layer
+    return made

@@ -1,20 +1,19 @@
 """Layers with latents on their nodes: factors on inputs and outputs that a posterior sets from outside.
 
-In a convolution a node is a channel. In training, latents differ between examples.
+In a convolution a node is a channel. In training, latents differ between examples. `capacity` counts nodes and weights.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
+from dissensus.layers import conversion
 from dissensus.layers.call_order import trace_calls
-from dissensus.layers.conversion import convert_layer, convertible_copy, note_direct_reads
-from dissensus.layers.conversion_report import ConversionReport
 from dissensus.layers.factored import FactoredLayer, Factors, Kernel, features
 from dissensus.utils.checks import one_of
 from dissensus.utils.torch_private import in_backward_pass
@@ -29,7 +28,7 @@ class NodeLayer(FactoredLayer):
 
     added = ("nodes", "known_as", "seen", "rewritten")
     nodes: Factors | Kernel | None = None
-    seen: list[tuple[Tensor, int]] | None = None  # outputs and their versions, inside `watched`
+    seen: list[tuple[Tensor, int]] | None = None  # outputs and their versions, inside `record_outputs`
 
     def factors(self) -> Factors | Kernel | None:
         return self.nodes
@@ -57,11 +56,10 @@ class NodeNetwork(NamedTuple):
 
     network: nn.Module
     sites: tuple[Site, ...]
-    account: ConversionReport
+    account: conversion.ConversionReport
 
     @property
     def latents(self) -> int:
-        """Number of latents."""
         return sum(site.width for site in self.sites)
 
     @property
@@ -81,16 +79,16 @@ def add_node_latents(
     `bias`: also a scalar latent on each layer's bias, as in iBNN. `layers`: name patterns; None is all.
     """
     one_of("mode", mode, MODES)
-    copied, found, account = convertible_copy(network, layers=layers)
+    copied, found, account = conversion.convertible_copy(network, layers=layers)
     followed = trace_calls(copied, list(found))
     sites: list[Site] = []
     for name, layer in found.items():
         mine = sites_of(name, layer, mode, bias=bias)
         sites += mine
-        noded = convert_layer(layer, NodeLayer)
+        noded = conversion.convert_layer(layer, NodeLayer)
         noded.known_as = name
         words = ", ".join(f"{site.width} on {WORDS[site.part]}" for site in mine)
-        account.converted[name] = f"latents: {words}{note_direct_reads(name, noded, followed)}"
+        account.converted[name] = f"latents: {words}{conversion.note_direct_reads(name, noded, followed)}"
     return NodeNetwork(copied, tuple(sites), account)
 
 
@@ -118,7 +116,7 @@ def use_latents(network: nn.Module, nodes: Mapping[str, Factors | Kernel]) -> Ab
 
 
 def use_layer_latents(layers: Sequence[nn.Module], nodes: Iterable[Any]) -> AbstractContextManager[None]:
-    """`standing` for layer objects; `nodes` may also be kernels or spreads."""
+    """`use_latents` for layer objects; `nodes` may also be kernels or spreads."""
     return _set_temporarily(layers, "nodes", nodes)
 
 
@@ -154,3 +152,68 @@ def _check_not_rerun(layer: NodeLayer) -> None:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors count no versions
+
+
+class LayerCapacity(NamedTuple):
+    weights: int  # without biases; a tied weight counts in its first layer only
+    nodes: int
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Weights and nodes of a network, layer by layer; made by `capacity`. `str()` is a table.
+
+    Args:
+        layers: name of a layer -> its numbers of weights and nodes.
+        parameters: number of all parameters of the network, including biases and norm layers.
+        left: name of a layer with parameters but without nodes -> the reason.
+    """
+
+    layers: dict[str, LayerCapacity]
+    parameters: int
+    left: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> int:
+        """Number of weights of all layers with nodes."""
+        return sum(layer.weights for layer in self.layers.values())
+
+    @property
+    def nodes(self) -> int:
+        return sum(layer.nodes for layer in self.layers.values())
+
+    @property
+    def ratio(self) -> float:
+        """Weights per node."""
+        return self.weights / self.nodes
+
+    def __str__(self) -> str:
+        rows = {**self.layers, "all": LayerCapacity(self.weights, self.nodes)}
+        width = max(len(name) for name in (*rows, "layer"))
+        lines = [f"{name or '(itself)':<{width}}  {row.weights:>13,}  {row.nodes:>9,}" for name, row in rows.items()]
+        lines += [f"{name or '(itself)':<{width}}  left out: {reason}" for name, reason in self.left.items()]
+        return "\n".join([f"{'layer':<{width}}  {'weights':>13}  {'nodes':>9}", *lines])
+
+
+def capacity(network: nn.Module, *, mode: Mode = "in", layers: Sequence[str] | None = None) -> Capacity:
+    """Counts weights and nodes of a network; the nodes are those on which NodeBNN puts its latents.
+
+    A node is an input of a linear layer or an input channel of a convolution. No values are read, so the network may be
+    on the meta device.
+
+    Args:
+        network: any module.
+        mode, layers: as in NodeBNN; latents on biases are not counted.
+
+    Returns:
+        A `Capacity` with `weights`, `nodes` and `ratio`, in total and by layer.
+    """
+    one_of("mode", mode, MODES)
+    found, account = conversion.convertible_layers(network, layers=layers)
+    counted, seen = {}, set[int]()
+    for name, layer in found.items():
+        weight = layer.weight
+        weights = 0 if id(weight) in seen else weight.numel()  # type: ignore[operator]
+        seen.add(id(weight))
+        counted[name] = LayerCapacity(weights, sum(site.width for site in sites_of(name, layer, mode)))
+    return Capacity(counted, sum(parameter.numel() for parameter in network.parameters()), account.left)

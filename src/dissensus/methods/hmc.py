@@ -1,15 +1,20 @@
-"""HMC: a near-exact posterior of a small network, as a reference for other methods.
+"""Markov chains of networks: HMC, a near-exact reference for small networks, and SGHMC, driven by noisy gradients.
 
 Izmailov, Vikram, Hoffman & Wilson, "What are Bayesian neural network posteriors really like?", ICML 2021.
+Welling & Teh, "Bayesian learning via stochastic gradient Langevin dynamics", ICML 2011.
+Chen, Fox & Guestrin, "Stochastic gradient Hamiltonian Monte Carlo", ICML 2014.
+Zhang, Li, Zhang, Chen & Wilson, "Cyclical stochastic gradient MCMC for Bayesian deep learning", ICLR 2020.
 """
 
 import copy
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self, Unpack, final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from dissensus.core import weights
@@ -23,7 +28,8 @@ from dissensus.core.particles import Particles
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
 from dissensus.methods.map import MAP
-from dissensus.methods.parts.sampling_posterior import SamplingPosterior
+from dissensus.methods.parts.sampling_posterior import RecordingPosterior, SamplingPosterior
+from dissensus.methods.snapshots import LastSnapshots, Snapshots
 from dissensus.numerics.hamiltonian import Chains, sample_chains
 from dissensus.numerics.randomness import chain_generators, next_seed
 from dissensus.utils.checks import fraction, integer, number
@@ -105,15 +111,11 @@ class HMC(SamplingPosterior):
         """
         loader = Loader.complete(loader, self)
         self.check_network()
-        if self.prior is None:
-            log.warning("without a prior a chain may never converge; pass weight_prior_std= or prior=")
         batch = concatenate_batches([self.prepare_batch(each) for each in self.read(loader)])
         energy = Potential(self, batch)
         self._check_budget(energy.start.shape[1], batch.size)
         if not torch.equal(*(energy(energy.start)[0] for _ in range(2))):
             raise ValueError("expected equal outputs for equal inputs, got random numbers; remove its randomness")
-        seed = next_seed() if self.seed is None else self.seed
-        numbers = range(self.first_chain, self.first_chain + self.particles.members)
         self.chains = sample_chains(
             energy,
             energy.start,
@@ -122,7 +124,7 @@ class HMC(SamplingPosterior):
             warmup=self.warmup,
             leapfrog=self.leapfrog,
             target_acceptance=self.target_acceptance,
-            generators=chain_generators(seed, numbers, self.device),
+            generators=make_generators(self),
         )
         for chain, acceptance in enumerate(self.chains.acceptance.tolist(), start=self.first_chain):
             level = logging.WARNING if acceptance < min(LOW, self.target_acceptance / 2) else logging.INFO
@@ -151,6 +153,15 @@ class HMC(SamplingPosterior):
             work = f"{gradients:,} gradients × {examples:,} examples × {parameters:,} weights × 6"
             got = f"about {cost:.0e}: {self.particles.members} chains × {work}"
             raise ValueError(f"expected at most {self.budget:.0e} operations, got {got}; do less, or raise budget")
+
+
+def make_generators(posterior: "HMC | SGHMC") -> list[torch.Generator]:
+    """A generator for each chain; warns where there is no prior."""
+    if posterior.prior is None:
+        log.warning("without a prior a chain may never converge; pass weight_prior_std= or prior=")
+    seed = next_seed() if posterior.seed is None else posterior.seed
+    numbers = range(posterior.first_chain, posterior.first_chain + posterior.particles.members)
+    return chain_generators(seed, numbers, posterior.device)
 
 
 class Potential:
@@ -191,9 +202,191 @@ def sampled_weights(particles: Particles) -> Weights:
 
 
 def concatenate_batches(parts: list[Batch]) -> Batch:
-    """All examples of these batches in one."""
     if not parts:
         raise ValueError("expected at least one batch from the loader, got none; pass the training data")
     if len(parts) == 1:
         return parts[0]
     return Batch(*pytree.tree_map(lambda *each: torch.cat(each) if isinstance(each[0], Tensor) else each[0], *parts))
+
+
+class Langevin(Optimizer):
+    """The optimiser that moves a chain. With velocity v, gradient g of the mean loss, ξ ~ N(0, 1), one step is
+
+        v ← (1 − α) v − η g + √(2 α η T / N) ξ,    θ ← θ + v.
+
+    This is Chen et al.'s eq. (15) with their rate written as η / N, so that η is on the scale of SGD with momentum 1 − α;
+    α = 1 is SGLD. The target is exp(−N L / T) for a mean loss L that includes the prior. `SGHMC.default_optimizer` makes one.
+
+    Args:
+        params: parameter groups, as optimisers take them.
+        lr: η before the schedule.
+        friction: α.
+        heat: T / N.
+        generators: one for each chain; with several, parameters are stacks (M, ...).
+        phase: returns (factor of η, factor of T) for the next step, two tensors ().
+    """
+
+    skips = True  # a step obeys `found_inf` and reads no value on the host, so a CUDA graph can capture it
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        *,
+        friction: float,
+        heat: float,
+        generators: Sequence[torch.Generator],
+        phase: Callable[[], tuple[Tensor, Tensor]],
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0, "friction": friction, "heat": heat})
+        self.generators, self.phase = list(generators), phase
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        moving = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        factor, hot = self.phase()
+        halted: Tensor | None = getattr(self, "found_inf", None)
+        for (parameter, group), noise in zip(moving, self._chain_noise([each for each, _ in moving]), strict=True):
+            state, rate = self.state[parameter], group["lr"] * factor
+            before = state.get("velocity")
+            before = torch.zeros_like(parameter) if before is None else before
+            spread = (2 * group["friction"] * group["heat"] * rate * hot).sqrt()
+            velocity = (1 - group["friction"]) * before - rate * parameter.grad + spread * noise
+            velocity = velocity.to(parameter.dtype)
+            if halted is not None:  # a gradient was not finite: nothing moves
+                parameter.add_(torch.where(halted > 0, 0, velocity))
+                velocity = torch.where(halted > 0, before, velocity)
+            else:
+                parameter.add_(velocity)
+            if "velocity" in state:
+                before.copy_(velocity)  # in place: a graph reads it there
+            else:
+                state["velocity"] = velocity
+
+    def _chain_noise(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """ξ for each parameter. A chain's numbers come from its own generator and do not depend on the other chains."""
+        chains = len(self.generators)
+        sizes = [each.numel() // chains for each in parameters]
+        dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        flat = torch.empty(chains, sum(sizes), dtype=dtype, device=parameters[0].device)  # (M, P)
+        for row, generator in zip(flat, self.generators, strict=True):
+            row.normal_(generator=generator)
+        parts = torch.split(flat, sizes, dim=1)
+        return [part.reshape(each.shape) for part, each in zip(parts, parameters, strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "generators": [each.get_state() for each in self.generators]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "generators"})
+        for generator, state in zip(self.generators, state_dict["generators"], strict=True):
+            # A generator state from another kind of device has another length and cannot be continued here.
+            if len(state) == len(generator.get_state()):
+                generator.set_state(state.cpu())
+
+
+class CycleSnapshots(Snapshots):
+    """`wanted` snapshots in total, spread over the part after the share `tail` of each of `cycles` equal cycles."""
+
+    def __init__(self, wanted: int, *, cycles: int, tail: float) -> None:
+        super().__init__(None, None, wanted, tail=tail)
+        self.cycles = max(cycles, 1)
+
+    @property
+    def reads_next_step(self) -> bool:
+        _, _, began, steps = self._read_plan()
+        if self._is_waiting or not steps:
+            return super().reads_next_step
+        done = int(self.observed) - began
+        cycles = min(self.cycles, steps)
+        cycle = min(done * cycles // steps, cycles - 1)
+        first, end = (math.ceil(each * steps / cycles) for each in (cycle, cycle + 1))
+        room = max(1, math.floor((1 - self.tail) * (end - first)))
+        each = (cycle + 1) * self.wanted // cycles - cycle * self.wanted // cycles  # all cycles: `wanted`
+        every, left = max(1, room // max(1, each)), end - 1 - done
+        return left % every == 0 and 0 <= left < min(room, each * every)
+
+    def cycle_position(self) -> tuple[Tensor, Tensor]:
+        """(share of the present cycle done before the next step, whether a run has begun), both ()."""
+        began, steps = self.plan[2], self.plan[3]
+        done = (self.observed.value - began) * self.cycles
+        return (done % steps.clamp(min=1)) / steps.clamp(min=1), steps > 0
+
+
+@final
+class SGHMC(RecordingPosterior):
+    """Posterior samples from Markov chains driven by noisy gradients of batches (stochastic gradient HMC).
+
+    The target is exp(−(N · mean loss − log p(θ)) / T).
+    `fit` makes the optimiser and accepts no other. In each cycle the rate follows a cosine, step by step; the first part
+    explores without noise, the last part samples. No proposal is rejected, so the samples are biased: with rate η and
+    curvature λ of the mean loss, a Gaussian posterior's variance is too large by 1 / (1 − ηλ / (2 (2 − α))), and gradient
+    noise adds to it. Without a prior there may be no distribution to converge to. Gradient clipping changes the target.
+
+    Args:
+        networks: one module, not copied, or a list of M; each network has its own independent chain.
+        members: functions kept from each chain, spread evenly over the cycles.
+        cycles: cycles of the rate in a run; 0 keeps the rate constant, with noise throughout.
+        exploration: share of each cycle without noise and without snapshots; with cycles = 0, the burn-in.
+        lr: η, on the scale of SGD.
+        friction: α, 1 − momentum; 1 is SGLD.
+        posterior_temperature: T; below 1 samples a sharper ("cold") posterior.
+        seed: seed of the noise; None takes one from torch's generator when training begins.
+        first_chain: number of the first chain; a chain's noise depends only on the seed and its number.
+        likelihood, prior, weight_prior_std, data_size: as in `Posterior`; data_size is required.
+    """
+
+    name = "sghmc"
+    needed = ("data_size",)
+    optimizers = (Langevin,)
+    random = False
+    records_all = True
+    recorder: LastSnapshots
+
+    def __init__(
+        self,
+        networks: Networks,
+        *,
+        members: int = 12,
+        cycles: int = 4,
+        exploration: float = 0.8,
+        lr: float = 0.1,
+        friction: float = 0.1,
+        posterior_temperature: float = 1.0,
+        seed: int | None = None,
+        first_chain: int = 0,
+        likelihood: Likelihood | None = None,
+        **prior: Unpack[PriorKeywords],
+    ) -> None:
+        super().__init__(networks, samples=integer("members", members), likelihood=likelihood, **prior)
+        self.members = members
+        self.cycles = integer("cycles", cycles, least=0)
+        self.exploration = fraction("exploration", exploration)
+        self.lr = number("lr", lr, above=0)
+        self.friction = number("friction", friction, above=0, most=1)
+        self.posterior_temperature = number("posterior_temperature", posterior_temperature, least=0)
+        self.seed = None if seed is None else integer("seed", seed, least=0)
+        self.first_chain = integer("first_chain", first_chain, least=0)
+        plan = CycleSnapshots(members, cycles=cycles, tail=exploration)
+        self.recorder = LastSnapshots(self.recorded_weights, plan, kept=members)
+
+    def default_optimizer(self) -> Langevin:
+        """A new `Langevin` optimiser for these chains."""
+        assert self.data_size is not None  # a required argument
+        how: dict[str, Any] = {"friction": self.friction, "heat": self.posterior_temperature / self.data_size}
+        groups = self.parameter_groups(self.lr)
+        return Langevin(groups, self.lr, **how, generators=make_generators(self), phase=self.phase)
+
+    def phase(self) -> tuple[Tensor, Tensor]:
+        """(factor of the rate, 1 with noise or 0 without) for the next step, () each; both 1 before a run begins."""
+        snapshots = self.recorder.snapshots
+        assert isinstance(snapshots, CycleSnapshots)
+        position, begun = snapshots.cycle_position()
+        if not self.cycles:
+            return torch.ones_like(position), torch.ones_like(position)
+        cosine = 0.5 * (1 + torch.cos(math.pi * position))
+        return torch.where(begun, cosine, 1.0), (~begun | (position >= self.exploration)).to(position.dtype)
+
+    def default_schedule(self, epochs: int) -> Callable[[int], float]:
+        """Constant over epochs: the optimiser changes the rate at every step."""
+        return lambda epoch: 1.0

@@ -23,6 +23,9 @@ from dissensus.core.networks import Networks
 from dissensus.core.particles import Particles, copy_likelihood
 from dissensus.core.posterior import inference_context
 from dissensus.core.prior import PriorKeywords, make_prior
+from dissensus.core.regression import noise_warning
+from dissensus.methods.parts import last_layer as last_layers
+from dissensus.methods.parts.last_layer import Curvature, CurvatureSums, LastLayer, Precision, Structure
 from dissensus.methods.parts.last_layer import (
     Curvature,
     CurvatureSums,
@@ -98,7 +101,7 @@ class Laplace(SamplingPosterior):
         super().__init__(networks, samples=samples, likelihood=likelihood, **prior)
         self.structure: Structure = one_of("structure", structure, get_args(Structure))
         self.covariance = one_of("covariance", covariance, ("rows", "joint"))
-        self.prior_precision = check_precision(prior_precision)
+        self.prior_precision = last_layers.check_precision(prior_precision)
         self.posterior_temperature = number("posterior_temperature", posterior_temperature, above=0)
         self.layer = layer
         self.curvature = None
@@ -128,7 +131,7 @@ class Laplace(SamplingPosterior):
         with inference_context(self):
             curvature, first, rows = self._gather_curvatures(loader, data_size or self.data_size)
         for each in curvature:
-            each.precision.fill_(resolve_precision(self.prior_precision, each))
+            each.precision.fill_(last_layers.resolve_precision(self.prior_precision, each))
         before, self.curvature = (self.curvature, self.stored), nn.ModuleList(curvature)
         try:
             self.stored = self.sample_families()
@@ -153,13 +156,10 @@ class Laplace(SamplingPosterior):
             self._by_held_out = True
 
     def use_prior_precision(self, prior_precision: Precision) -> None:
-        """Replaces the stored draw by one with another prior precision: a number above 0, or "marginal_likelihood".
-
-        Needs no data.
-        """
-        check_precision(prior_precision)
+        """Replaces the stored draw, without data, by one with this prior precision: a number, or "marginal_likelihood"."""
+        last_layers.check_precision(prior_precision)
         for curvature in self._fitted_curvatures():
-            curvature.precision.fill_(resolve_precision(prior_precision, curvature))
+            curvature.precision.fill_(last_layers.resolve_precision(prior_precision, curvature))
         self.prior_precision = prior_precision
         self._redraw()
         self.uncalibrate("another prior precision")
@@ -273,10 +273,7 @@ class Laplace(SamplingPosterior):
         return stack_networks(around, self.particles.members)
 
     def _gather_curvatures(self, loader: Iterable[Any], data_size: int | None) -> tuple[list[Curvature], Batch, float]:
-        """(the curvature of each network, scaled to `data_size` examples, the first batch, the number of examples).
-
-        Prior precisions are not chosen yet.
-        """
+        """(curvature of each network for `data_size` examples, first batch, number of examples); no precision is chosen yet."""
         particles = self.particles
         held = not self.built_with.own
         members = [(self.network, self.likelihood)]
@@ -290,12 +287,12 @@ class Laplace(SamplingPosterior):
             batch = self.prepare_batch(given)
             first = batch if first is None else first
             for network, _ in members[len(gathered) :]:
-                last = last_layer(network, batch.x, self.layer)
+                last = last_layers.last_layer(network, batch.x, self.layer)
                 mean = last.matrix(last.parameters).detach()
                 gathered.append((CurvatureSums(self.structure, mean.shape[0], mean.shape[1], self.device), last, mean))
             seen += batch.size * (1.0 if batch.weight is None else float(batch.weight.double().mean()))
             for (network, likelihood), (sums, last, _) in zip(members, gathered, strict=True):
-                add_batch_curvature(sums, network, likelihood, last, batch)
+                last_layers.add_batch_curvature(sums, network, likelihood, last, batch)
         if first is None or not bool(gathered[0][0].weight > 0):
             raise ValueError("expected at least one example with a weight above 0, got none; pass the training loader")
         if data_size is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Unpack, final
+from typing import Any, NamedTuple, Unpack, final
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +25,9 @@ from dissensus.core.particles import Member, Particles
 from dissensus.core.posterior import inference_context
 from dissensus.core.prior import GaussianPrior, PriorKeywords, make_prior, names_under_prior
 from dissensus.core.trainable import annealing_weight
-from dissensus.layers.conversion import restore_plain_layers
-from dissensus.layers.factored import Kernel
-from dissensus.layers.nodes import record_outputs, use_layer_latents
-from dissensus.layers.weight_noise import PerturbedLayer, WeightSpread, perturbed_copy
+from dissensus.layers.conversion import ConversionReport, convert_layer, convertible_copy, restore_plain_layers
+from dissensus.layers.factored import Kernel, can_take_kernel, features
+from dissensus.layers.nodes import NodeLayer, record_outputs, use_layer_latents
 from dissensus.methods.parts.node_latents import inverse_softplus, repeat_inputs
 from dissensus.methods.parts.sampling_posterior import SamplingPosterior, stack_networks
 from dissensus.numerics.annealing import Annealing, annealing_or_constant
@@ -38,46 +37,8 @@ from dissensus.utils.checks import integer, number
 from dissensus.utils.parameter_groups import Group
 from dissensus.utils.tensor_tree import TensorPlaces, Tensors, TensorTree
 
-LOOKS = 8
-
-
-def is_still_growing(posterior: Any, loader: Iterable[Any], names: Sequence[str]) -> bool:
-    """Whether σ = softplus(ρ) clearly still grows, measured on one batch; `names`: the tensors ρ of a member."""
-    annealing: Annealing = posterior.annealing
-    if annealing.schedule != "constant" and (annealing.steps or posterior.run_length) is None:
-        return False  # β is unknown before a run begins
-    with (
-        inference_context(posterior),
-        preserve_random_state(posterior.device),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
-        batch, weight = next(iter(posterior.read(loader)), None), float(annealing_weight(posterior, annealing))
-        if batch is None or weight == 0:
-            return False
-        try:
-            found = [deviation_growth(posterior, posterior.prepare_batch(batch), names) for _ in range(LOOKS)]
-        except torch.OutOfMemoryError:  # a batch that fits in half precision may not fit here
-            return False
-    each = torch.stack(found) / weight
-    return float(each.mean() - 2 * each.std() / LOOKS**0.5) > 0.5
-
-
-def deviation_growth(posterior: Any, batch: Batch, names: Sequence[str]) -> Tensor:
-    """() −N ∂loss/∂log σ / T, mean over weights: 0 at the optimum, 1 where σ is too small for data or prior to matter."""
-    params, buffers = posterior.particles.member_tensors(0)
-    fixed = {name: each.detach() for name, each in params.items()}
-    raw = {name: fixed[name].clone().requires_grad_() for name in names}
-    slopes = torch.autograd.grad(posterior.member_loss(fixed | raw, buffers, batch)[0], list(raw.values()))
-    each = [
-        at_least_float32(g * F.softplus(r) / r.sigmoid()) for g, r in zip(slopes, raw.values(), strict=True)
-    ]  # by log σ
-    mean = torch.cat([values.flatten() for values in each]).mean().detach()
-    found: Tensor = -posterior.data_size / posterior.posterior_temperature * mean
-    return found
-
-
 log = logging.getLogger("dissensus")
+LOOKS = 8
 
 
 @final
@@ -198,10 +159,7 @@ class MeanFieldVI(SamplingPosterior):
         self._layers = self._apart.get(shapes, [])
 
     def _layers_called_once(self, x: Inputs) -> list[str]:
-        """Layers that every example passes once, for any batch size, and that share no tensor with another layer.
-
-        In other layers noise per example would be wrong: a layer that is called twice must use the same weights twice.
-        """
+        """Layers that each example passes once, and that share no tensor: a second call must use the same weights."""
         particles = self.particles
         tied = {each for pair in TensorPlaces(particles.template.network).tied.items() for each in pair}
         names = [
@@ -282,13 +240,41 @@ class MeanFieldVI(SamplingPosterior):
 
     def store_draw(self, loader: Iterable[Any]) -> None:
         super().store_draw(loader)
-        if is_still_growing(self, loader, list(map(_raw_std_name, self.spread))):
+        if self._deviations_grow(loader):
             found = torch.cat([each.flatten() for each in self._deviations().values()]).median()
-            median = f"{float(found):.2g} ({self.init_std:.2g} at the start)"
+            size = f"{float(found):.2g} ({self.init_std:.2g} at the start)"
             fix = "train longer, or pass a larger deviation_lr"
-            log.warning(
-                "the standard deviations have not converged: their median is %s and still grows; %s", median, fix
-            )
+            log.warning("the standard deviations have not converged: their median is %s and still grows; %s", size, fix)
+
+    def _deviations_grow(self, loader: Iterable[Any]) -> bool:
+        """Whether σ clearly still grows, measured on one batch."""
+        if self.annealing.schedule != "constant" and (self.annealing.steps or self.run_length) is None:
+            return False  # β is unknown before a run begins
+        with (
+            inference_context(self),
+            preserve_random_state(self.device),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
+            batch, weight = next(iter(self.read(loader)), None), float(annealing_weight(self, self.annealing))
+            if batch is None or weight == 0:
+                return False
+            try:
+                found = [self._deviation_growth(self.prepare_batch(batch)) for _ in range(LOOKS)]
+            except torch.OutOfMemoryError:  # a batch that fits in half precision may not fit here
+                return False
+        each = torch.stack(found) / weight
+        return float(each.mean() - 2 * each.std() / LOOKS**0.5) > 0.5
+
+    def _deviation_growth(self, batch: Batch) -> Tensor:
+        """() −N ∂loss/∂log σ / T, mean over weights: 0 at the optimum, 1 where σ is too small for data or prior to matter."""
+        params, buffers = self.particles.member_tensors(0)
+        fixed = {name: each.detach() for name, each in params.items()}
+        raw = {name: fixed[name].clone().requires_grad_() for name in map(_raw_std_name, self.spread)}
+        slopes = torch.autograd.grad(self.member_loss(fixed | raw, buffers, batch)[0], list(raw.values()))
+        by_log = (g * F.softplus(r) / r.sigmoid() for g, r in zip(slopes, raw.values(), strict=True))
+        mean = torch.cat([at_least_float32(each).flatten() for each in by_log]).mean().detach()
+        return -(self.data_size or 1) / self.posterior_temperature * mean
 
     # ------------------------------------------------------------------ functions
 
@@ -341,7 +327,6 @@ def _raw_std_name(name: str) -> str:
 
 
 def _tensor_names(layer: str) -> tuple[str, str]:
-    """Names of a layer's weight and bias."""
     under = f"{layer}." if layer else ""
     return f"{under}weight", f"{under}bias"
 
@@ -350,3 +335,63 @@ def _entropy(std: Tensors) -> Tensor:
     """() H[q] = Σ ½ log 2πe σ²."""
     constant = 0.5 * math.log(2 * math.pi * math.e)
     return torch.stack([at_least_float32(each).log().sum() + constant * each.numel() for each in std.values()]).sum()
+
+
+class WeightSpread(NamedTuple):
+    """Means, standard deviations and one draw of the noise for weight and bias of a layer; None is no noise."""
+
+    mean: Kernel
+    std: tuple[Tensor | None, Tensor | None]
+    drawn: tuple[Tensor | None, Tensor | None]
+
+
+class PerturbedLayer(NodeLayer):
+    """A layer that gives every example its own draw of the weights if `nodes` is a `WeightSpread`; else it is plain.
+
+    If examples share one draw of the weights, their gradients share its noise. If every example passes a layer once, the
+    layer can give each its own draw, with two products instead of one:
+
+        a dense layer, one row per example    N(Wx + b, σ_W² x² + σ_b²): the outputs are drawn (local reparametrisation;
+                                              Kingma, Salimans & Welling, NeurIPS 2015)
+        positions that share weights          Wx + b + s ∘ (ΔW (r ∘ x) + Δb), ΔW one draw and r, s random signs per example
+                                              (flipout; Wen, Vicol, Ba, Tran & Grosse, ICLR 2018)
+    """
+
+    nodes: WeightSpread | None = None  # type: ignore[assignment]
+
+    def forward(self, input: Tensor, *args: Any, **keywords: Any) -> Tensor:
+        if self.nodes is None:
+            return super().forward(input, *args, **keywords)
+        (mean, std, drawn), plain = self.nodes, nn.Linear
+        outputs = self._with_kernel(mean, input, *args, **keywords)
+        if isinstance(self, plain) and input.ndim == 2:
+            weight, bias = (None if each is None else each.square() for each in std)
+            square = input.square()
+            variance = F.linear(square, torch.zeros_like(mean.weight) if weight is None else weight, bias)
+            # Inputs that are all 0 have variance 0, where the square root has no derivative.
+            deviation = variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt()
+            return outputs + deviation * torch.randn_like(deviation)
+        r, s = (_signs(len(input), count, input) for count in features(self))
+        weight, bias = drawn
+        added = Kernel(torch.zeros_like(mean.weight) if weight is None else weight, bias)
+        more = self._with_kernel(added, input * self._broadcast_factors(r, input), *args, **keywords)
+        return outputs + more * self._broadcast_factors(s, more)
+
+
+def perturbed_copy(network: nn.Module) -> tuple[nn.Module, ConversionReport]:
+    """(a copy of the network whose layers can take noise for every example, the account)."""
+    copied, found, account = convertible_copy(network, needed=False)
+    for name, layer in found.items():
+        if can_take_kernel(layer):
+            convert_layer(layer, PerturbedLayer).known_as = name
+            kind = "local reparametrisation, over positions flipout" if isinstance(layer, nn.Linear) else "flipout"
+            account.converted[name] = f"noise for each example ({kind})"
+        else:
+            account.left[name] = f"{type(layer).__name__} has its own computation"
+    account.left = {name: f"one weight draw per batch: {reason}" for name, reason in account.left.items()}
+    return copied, account
+
+
+def _signs(examples: int, count: int, like: Tensor) -> Tensor:
+    """(examples, count) of −1 and 1."""
+    return torch.randint(0, 2, (examples, count), device=like.device).to(like.dtype) * 2 - 1

@@ -19,7 +19,7 @@ from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Weights
 from dissensus.kernels.multi_tensor import Chunks
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior, stack_networks
-from dissensus.methods.parts.trajectory import SnapshotRecorder, Snapshots
+from dissensus.methods.snapshots import SnapshotRecorder, Snapshots
 from dissensus.numerics.flat_weights import unflatten
 from dissensus.utils.checks import integer, number
 from dissensus.utils.sharding import gather_full_tensor, is_divided, local_part, shard_last_axis, shard_like
@@ -54,10 +54,7 @@ class MeanRecorder(SnapshotRecorder):
         return step
 
     def record_fused(self, number: int, *spread: Tensor, on: str = "cuda") -> bool:
-        """`record` by one kernel, which reads the weights where they lie; False if it cannot.
-
-        `spread`: what a Gaussian has besides the mean: the sum of squares, and where to put the deviation.
-        """
+        """`record` by one kernel; False if it cannot. `spread`: of a Gaussian, sum of squares and place of the deviation."""
         mean = self.mean_vector
         if mean.device.type != on or mean.dtype != torch.float32 or is_divided(mean):
             return False
@@ -89,10 +86,7 @@ class MeanRecorder(SnapshotRecorder):
 
 
 class GaussianRecorder(MeanRecorder):
-    """Mean, variance and the last `rank` deviations of the snapshots of each network.
-
-    w ~ N(mean, T · (diag(variance) + DᵀD / (held − 1)))
-    """
+    """Mean, variance and last `rank` deviations D of the snapshots: N(mean, T · (diag(variance) + DᵀD / (held − 1)))."""
 
     square_sum: Tensor
     deviations: Tensor

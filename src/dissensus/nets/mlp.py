@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from dissensus.nets.blocks import Residual
-from dissensus.nets.ntk import NTKLinear
+from dissensus.nets.blocks import NTKLinear, Residual
 from dissensus.utils.checks import integer, one_of
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU}

@@ -2,29 +2,403 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
 import json
+import math
 import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
-from sklearn.base import ClassifierMixin, RegressorMixin
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_array, column_or_1d
+from sklearn.utils.validation import (
+    _check_sample_weight,
+    check_array,
+    check_consistent_length,
+    check_is_fitted,
+    column_or_1d,
+    validate_data,
+)
 from torch import Tensor, nn
 
+from dissensus.calibration.calibrate import temperature_scale
+from dissensus.calibration.conformal import ConformalScore, conformal
 from dissensus.calibration.conformal_scores import lac
+from dissensus.calibration.conformal_sets import Conformal
+from dissensus.calibration.quantiles import least_rows
 from dissensus.core.calibrated import stored_guarantees
 from dissensus.core.likelihood import Classification, HeteroscedasticRegression, Likelihood, RealTargets
 from dissensus.core.particles import Particles
+from dissensus.core.posterior import Posterior, inference_context, refresh
+from dissensus.core.predictive import CategoricalPredictive, Predictive
+from dissensus.core.regression import HeteroscedasticRegression, RealTargets
+from dissensus.data.batches import Batches, check_index
+from dissensus.data.input_transforms import TableInputs
+from dissensus.data.splits import split_indices
 from dissensus.core.predictive import CategoricalPredictive
 from dissensus.data.standardise import Standardiser
-from dissensus.sklearn.base import TABLE, TableEstimator
+from dissensus.data.table_encoding import TableEncoder, comparable_values, table_columns
+from dissensus.layers.modulation import Modulation
+from dissensus.methods import METHODS
+from dissensus.nets import MLP
 from dissensus.storage import load as load_posterior
-from dissensus.utils.checks import one_of
+from dissensus.storage import save as save_posterior
+from dissensus.storage.atomic_files import write_atomically
+from dissensus.training.fit import fit
+from dissensus.training.history import Epoch
+from dissensus.utils.checks import fraction, integer, number, one_of
 from dissensus.utils.file_errors import read_errors
+from dissensus.utils.json_values import to_json_values
+from dissensus.utils.parameter_groups import optimizer_refusal
+
+MEMBERS = 5
+COPIES = 10  # most copies of a row, on average: more are rows of their own, and higher weights are factors of the loss
+TABLE = "table.json"
+STEPS = 2000  # steps of a run if `epochs` is None, within 20 to 200 epochs
+LEAST = 20  # fewest validation rows; with fewer the last epoch is kept
+
+
+class EarlyStopping:
+    """A callback of `fit` that keeps the state with the least held-out error, and stops after `patience` worse epochs.
+
+    The likelihood is not used: a network with a variance output soon becomes overconfident on training rows, and the
+    likelihood would then choose an early epoch, whose means are undertrained. A temperature sets the spread afterwards.
+    """
+
+    def __init__(self, posterior: Posterior, rows: Batches, patience: int | None) -> None:
+        self.posterior, self.rows, self.patience = posterior, rows, patience
+        self.scores: list[float] = []  # root mean squared error of each epoch, in deviations of the targets
+        self.state: dict[str, Tensor] = {}
+
+    def __call__(self, epoch: Epoch) -> bool:
+        score = self._error()
+        if score < min(self.scores, default=math.inf):
+            self.state = {name: tensor.detach().clone() for name, tensor in self.posterior.state_dict().items()}
+        self.scores.append(score)
+        return self.patience is not None and len(self.scores) - 1 - self.best > self.patience
+
+    @property
+    def best(self) -> int:
+        """The epoch kept."""
+        return self.scores.index(min(self.scores))
+
+    def _error(self) -> float:
+        total = count = 0.0
+        likelihood: Any = self.posterior.likelihood
+        with inference_context(self.posterior):
+            drawn = self.posterior.current()
+            for x, y, *weights in self.rows:
+                mean = drawn.predict(x.to(self.posterior.device)).mean.cpu().double()
+                each = ((mean - y) / likelihood.target_scale(y)[1]).square().mean(1)  # outputs count equally
+                weight = weights[0].double() if weights else torch.ones_like(each)
+                total, count = total + float((weight * each).sum()), count + float(weight.sum())
+        return math.sqrt(total / count)
+
+
+# keywords without a default in the method
+SETTLED: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "batch_ensemble": lambda network: {"modulation": Modulation.sign()},
+    "hmc": lambda network: {"weight_prior_std": 1.0},
+    "sghmc": lambda network: {"weight_prior_std": 1.0},
+    "feature_rde": lambda network: dict(zip(("layer", "head"), _last_two_layers(network), strict=True)),
+    "lit": lambda network: {"strength": 0.1},
+    "mc_dropout": lambda network: {"rate": 0.1},
+}
+
+
+def build_posterior(
+    method: str | type[Posterior],
+    make: Callable[[], nn.Module],
+    *,
+    likelihood: Likelihood,
+    members: int | None,
+    data_size: int,
+    settings: dict[str, Any],
+) -> Posterior:
+    """The method with networks from `make`: `members` of them if it is built from several, else one."""
+    kind: Any = METHODS[one_of("method", method, METHODS)] if isinstance(method, str) else method
+    keywords = inspect.signature(kind).parameters
+    several = kind.networks_taken == "several"
+    if members is not None:
+        integer("members", members)
+    count = (members or MEMBERS) if several else (members or 1) if kind.networks_taken == "any" else 1
+    networks = [make() for _ in range(count)]
+    given = {**(SETTLED[kind.name](networks[0]) if kind.name in SETTLED else {}), **settings}
+    if "members" in keywords and not several and members is not None:
+        given.setdefault("members", members)
+    if "data_size" in keywords and ("data_size" in kind.needed or given.keys() & {"prior", "weight_prior_std"}):
+        given.setdefault("data_size", data_size)
+    posterior: Posterior = kind(networks if several or count > 1 else networks[0], likelihood=likelihood, **given)
+    return posterior
+
+
+def _last_two_layers(network: nn.Module) -> list[str]:
+    return [name for name, layer in network.named_modules() if next(layer.children(), None) is None][-2:]
+
+
+def checked_table(estimator: Any, x: Any, *, reset: bool) -> Any:
+    """A DataFrame unchanged, anything else as an array; column names and number must equal those of the training rows."""
+    if hasattr(x, "columns"):
+        validate_data(estimator, x, reset=reset, skip_check_array=True)
+        return x
+    if isinstance(x, list | tuple) and np.asarray(x).dtype.kind in "US":
+        x = np.array(x, dtype=object)  # numbers beside text stay numbers
+    array = validate_data(estimator, x, reset=reset, dtype=None, ensure_all_finite=False)
+    names = getattr(estimator, "feature_names_in_", None)
+    return array if reset or names is None else dict(zip(names, array.T, strict=True))
+
+
+def weighted_rows(table: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, np.ndarray, bool]:
+    """(rows of a weight above 0, these weights, whether the weights are numbers of copies: whole and small)."""
+    weights = _check_sample_weight(sample_weight, table if hasattr(table, "shape") else y, ensure_non_negative=True)
+    rows = np.flatnonzero(weights)
+    if not len(rows):  # older versions of scikit-learn do not look
+        raise ValueError("expected a sample weight above 0, got only zeros; leave out the weights to count all rows")
+    return rows, weights[rows], bool((weights == weights.round()).all() and weights.sum() <= COPIES * len(rows))
+
+
+def sort_rows(table: Any, y: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(indices into `rows`, sorted by the rows' contents, so that training does not depend on their order; group numbers,
+    shared by equal rows)."""
+    names, columns = table_columns(take_rows(table, rows))
+    seen = [comparable_values(name, column) for name, column in zip(names or range(len(columns)), columns, strict=True)]
+    parts = np.stack([*seen, *(y.reshape(len(y), -1)[rows].T + 0.0)], 1)
+    keys = parts.view(f"V{parts.dtype.itemsize * parts.shape[1]}").ravel()  # a row's bytes
+    order = np.argsort(keys, kind="stable")
+    return order, np.cumsum(np.r_[False, keys[order][1:] != keys[order][:-1]])
+
+
+def split_rows(
+    groups: np.ndarray, shares: Sequence[float], *, seed: int, labels: np.ndarray | None, least: int
+) -> list[np.ndarray]:
+    """[training rows, rows of the first share, …], disjoint; shares of fewer than `least` rows are empty.
+
+    Equal rows stay in one part, so that no training row is also a validation row; unless rows have more than `COPIES` equals
+    on average, as in tables with few categories.
+    """
+    count = int(groups.max()) + 1
+    if COPIES * count < len(groups):
+        groups, count = np.arange(len(groups)), len(groups)
+    first = np.zeros(count, dtype=np.int64)
+    first[groups[::-1]] = np.arange(len(groups))[::-1]
+    left, parts = np.arange(count), []
+    for place, part in enumerate(shares):
+        held = round(part * count)
+        parts.append(left[:0])
+        if part and held >= least and held < len(left):
+            strata = None if labels is None else torch.from_numpy(labels[first[left]])
+            kept, taken = split_indices(len(left), validation=held, seed=seed + place, labels=strata)
+            left, parts[-1] = left[kept.numpy()], left[taken.numpy()]
+    return [np.flatnonzero(np.isin(groups, part)) for part in (left, *parts)]
+
+
+def take_rows(table: Any, rows: np.ndarray) -> Any:
+    """Rows of a DataFrame, a dict of columns or an array."""
+    if hasattr(table, "iloc"):
+        return table.iloc[rows]
+    return {name: column[rows] for name, column in table.items()} if isinstance(table, dict) else table[rows]
+
+
+class TableEstimator(BaseEstimator):  # type: ignore[misc]
+    """Base class of `Classifier` and `Regressor`.
+
+    Args:
+        method: a name in `ds.METHODS`, or your own class.
+        members: number of networks, or of members of one network. None means 5 for methods built from several networks, and
+            the method's default otherwise.
+        settings: dict of further keywords of the method.
+        hidden: widths of the network's hidden layers, or one width for one layer.
+        network: a function (inputs, outputs) -> module that replaces the default network.
+        likelihood: the likelihood of the outputs; None means `Classification()` or `HeteroscedasticRegression()`.
+        epochs: most epochs; None means about 2,000 steps, within 20 to 200 epochs.
+        batch_size: rows per batch; None means a sixteenth of the rows, within 32 to 256.
+        lr, weight_decay: settings of AdamW, with the method's schedule. Methods with a special optimiser use that one.
+        validation: share of the rows that choose the best epoch, by the likelihood of labels or the error of means. They also
+            scale a regression's spread. With 0, or fewer than 20 rows, the last epoch is kept without scaling.
+        conformal: share of the rows reserved for calibrating intervals and sets, which then contain a new row's target with
+            the requested probability. 0 uses the posterior's intervals and sets, without this guarantee.
+        patience: epochs without a better score after which training stops; None never stops early.
+        categories: columns whose numbers are codes, by name or position.
+        device: device for training; predictions are made on the CPU, in float64.
+        random_state: seed of the networks, the split and the order of batches; None differs between fits.
+    """
+
+    _score: ClassVar[ConformalScore]
+
+    def __init__(
+        self,
+        method: str | type[Posterior] = "deep_ensemble",
+        *,
+        members: int | None = None,
+        settings: dict[str, Any] | None = None,
+        hidden: int | Sequence[int] = (128, 128),
+        network: Callable[[int, int], nn.Module] | None = None,
+        likelihood: Likelihood | None = None,
+        epochs: int | None = None,
+        batch_size: int | None = None,
+        lr: float = 3e-3,
+        weight_decay: float = 1e-2,
+        validation: float = 0.1,
+        conformal: float = 0.0,
+        patience: int | None = 30,
+        categories: Sequence[str | int] = (),
+        device: str = "cpu",
+        random_state: Any = None,
+    ) -> None:
+        self.method, self.members, self.settings, self.hidden, self.network = method, members, settings, hidden, network
+        self.likelihood, self.epochs, self.batch_size = likelihood, epochs, batch_size
+        self.lr, self.weight_decay, self.validation = lr, weight_decay, validation
+        self.conformal, self.patience, self.categories = conformal, patience, categories
+        self.device, self.random_state = device, random_state
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Trains on rows X with targets y; returns the estimator.
+
+        A DataFrame and a Series are paired by their index. The order of rows does not matter. `sample_weight`: how often
+        each row counts.
+        """
+        for name in ("validation", "conformal"):
+            number(name, getattr(self, name), least=0, below=1)
+        number("validation + conformal", self.validation + self.conformal, below=1)
+        if y is None:
+            kind = type(self).__name__
+            raise ValueError(f"{kind} requires y to be passed, but the target y is None; pass the targets of the rows")
+        check_index(X, y, sample_weight)
+        table = checked_table(self, X, reset=True)
+        targets = self._targets(y)
+        check_consistent_length(X, targets)
+        rows, weights, copies = weighted_rows(X, targets, sample_weight)
+        order, groups = sort_rows(table, targets, rows)
+        rows, weights = rows[order], weights[order]
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        labels = targets[rows] if targets.dtype == np.int64 else None
+        shares = (self.conformal, self.validation)
+        train, calibrating, held = split_rows(groups, shares, seed=seed, labels=labels, least=LEAST)
+        if self.conformal and not len(calibrating):
+            got = f"{self.conformal:g} of {len(rows)}; pass more, or raise conformal="
+            raise ValueError(f"expected at least {LEAST} rows to calibrate on, got {got}")
+        if copies:  # made after the split, so that no row is in two parts; calibration counts each row once
+            train, held = (part.repeat(weights[part].astype(np.int64)) for part in (train, held))
+        self.encoder_ = TableEncoder.of(take_rows(table, rows[train]), categories=self.categories)
+        self._measure(targets[rows[train]])
+
+        def batch_tensors(part: np.ndarray, *, weighted: bool = not copies) -> list[Any]:
+            weight = torch.from_numpy(weights[part] / weights.mean()).float() if weighted else None
+            return [self.encoder_(take_rows(table, rows[part])), self._encode_targets(targets[rows[part]]), weight]
+
+        with torch.random.fork_rng(devices=[] if self.device == "cpu" else None):
+            torch.manual_seed(seed)
+            self._train(batch_tensors(train), batch_tensors(held) if len(held) else None, seed)
+            if len(calibrating):
+                x, y, weight = batch_tensors(calibrating, weighted=True)
+                rows_left = Batches(x.double(), y, weight=weight, batch_size=1024)
+                conformal(self.posterior_, rows_left, score=self._score)
+        self._finish()
+        return self
+
+    def _train(self, train: list[Any], held: list[Any] | None, seed: int) -> None:
+        x, y, weight = train
+        outputs, likelihood = self._outputs(y)
+        size = min(256, max(32, len(x) // 16)) if self.batch_size is None else self.batch_size
+        batches = Batches(x, y, weight=weight, batch_size=integer("batch_size", size), shuffle=True, seed=seed)
+        most = min(200, max(20, math.ceil(STEPS / len(batches))))
+        epochs = most if self.epochs is None else integer("epochs", self.epochs)
+        posterior = build_posterior(
+            self.method,
+            lambda: (self.network or partial(MLP, hidden=self.hidden))(x.shape[1], outputs),
+            likelihood=likelihood,
+            members=self.members,
+            data_size=len(x),
+            settings=dict(self.settings or {}),
+        )
+        optimizer = scheduler = None
+        if optimizer_refusal(posterior, torch.optim.AdamW) is None:
+            groups = posterior.parameter_groups(self.lr, self.weight_decay, likelihood_lr=max(self.lr, 1e-2))
+            optimizer = torch.optim.AdamW(groups, lr=self.lr, fused=True)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, posterior.default_schedule(epochs))
+        judging = None if held is None else Batches(held[0], held[1], weight=held[2], batch_size=1024)
+        means = None
+        if judging is not None and y.is_floating_point() and posterior.judged_by == "current":
+            means = EarlyStopping(posterior, judging, self.patience)
+        by_likelihood = judging is not None and means is None and posterior.judged_by is not None
+        self.history_ = fit(
+            posterior,
+            batches,
+            epochs=epochs,
+            validation=judging if by_likelihood else None,
+            patience=self.patience if by_likelihood else None,
+            callback=means,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            precision="float32",
+            device=self.device,
+            progress=False,
+            draw=means is None,
+        )
+        if means is not None:
+            posterior.load_state_dict(means.state)
+            self.history_.best = means.best
+            refresh(posterior, batches)
+        self.scores_ = [epoch.validation for epoch in self.history_.epochs] if means is None else means.scores
+        self.posterior_ = posterior.cpu().double()
+        if held is not None and y.is_floating_point():
+            temperature_scale(self.posterior_, (held[0].double(), held[1], held[2]))
+
+    def _finish(self) -> None:
+        """Makes the posterior take tables, also when it is exported or loaded without this class."""
+        self.posterior_.inputs = TableInputs(self.encoder_)
+
+    def predictive(self, X: Any) -> Predictive:
+        """The full predictive distribution with all members, in float64, in the units of y: `.epistemic`, `.sample`, …"""
+        check_is_fitted(self)
+        x = self.encoder_(checked_table(self, X, reset=False), dtype=torch.float64)
+        encoded = copy.copy(self.posterior_)
+        encoded.inputs = None
+        return Predictive.cat([encoded.predict(x[start : start + 4096]) for start in range(0, len(x), 4096)])
+
+    def _threshold(self, level: float) -> Tensor | None:
+        """(1, P) the calibration rows' score at this level; None without conformal calibration."""
+        fraction("level", level, hint="pass for example 0.9")
+        if "conformal" not in self.posterior_.promises:
+            return None
+        promise = self.posterior_.promises["conformal"]
+        assert isinstance(promise, Conformal)
+        if promise.rows < least_rows(level):
+            got = f"{level:g}, which needs {least_rows(level)}; pass a lower level, or fit with more rows"
+            raise ValueError(f"expected a level that {promise.rows} calibration rows can promise, got {got}")
+        tensors = {name: getattr(promise, name) for name in ("scores", "mass", "sizes", "groups")}
+        return Conformal({**promise.facts, "level": level}, tensors).thresholds(torch.ones(1, dtype=torch.float64))
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Saves the estimator to a folder, without a pickle; `ds.sklearn.load` reads it. Objects among the arguments (a
+        network function, a likelihood) are not saved: the loaded estimator predicts, and would train with the defaults."""
+        check_is_fitted(self)
+        kept = {}
+        for name, value in self.get_params(deep=False).items():
+            with contextlib.suppress(TypeError):
+                kept[name] = to_json_values(value)
+        state = {
+            "estimator": type(self).__name__,
+            "arguments": kept,
+            "columns": self.n_features_in_,
+            "names": list(map(str, getattr(self, "feature_names_in_", ()))),
+            **self._state(),
+        }
+        text = json.dumps(state)
+        save_posterior(self.posterior_, folder)
+        write_atomically({Path(folder) / TABLE: text.encode()})
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = tags.input_tags.string = tags.input_tags.categorical = True
+        return tags
 
 
 class Interval(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dissensus.nets.ntk import NTKLinear
+from dissensus.nets.blocks import NTKLinear
 from dissensus.theory.kernel_inputs import check_budget
 
 Layer = tuple[

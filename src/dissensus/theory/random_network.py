@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dissensus.nets.ntk import NTKLinear
+from dissensus.nets.blocks import NTKLinear
 from dissensus.theory.kernel_inputs import variance_of
 from dissensus.utils.checks import one_of
 

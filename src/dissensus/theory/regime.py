@@ -23,7 +23,7 @@ from dissensus.core import batch as batches
 from dissensus.core.batch import Batch, Inputs
 from dissensus.core.posterior import Posterior
 from dissensus.layers.conversion import CONVERTIBLE
-from dissensus.layers.modulated import ModulatedLayer
+from dissensus.layers.factored import ModulatedLayer
 from dissensus.theory.kernel_inputs import check_examples
 from dissensus.theory.stability import MemberOutputs, correlation_of, largest_rate, overlap
 from dissensus.theory.wide_limit import ONES, Link, chain, wide_limit

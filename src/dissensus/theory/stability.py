@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dissensus.core import batch as batches
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles, Rows, copy_likelihood
-from dissensus.layers.reestimate_batch_norm import statistics_mode
+from dissensus.layers.batch_norm import statistics_mode
 from dissensus.utils.batch_norm_names import statistics_layers
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_modes import plain_attention

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from dissensus.nets.blocks import Residual
+from dissensus.nets.blocks import NTKLinear, Residual
 from dissensus.nets.mlp import MLP
-from dissensus.nets.ntk import NTKLinear
 from dissensus.theory import covariances
 from dissensus.theory.activations import ACTIVATIONS, activation_of, is_expanded
 from dissensus.theory.covariances import Positions, UnitMoments

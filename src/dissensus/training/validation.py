@@ -12,7 +12,7 @@ from dissensus.core.trainable import Watchers
 from dissensus.distributed.mesh import exchange_results
 from dissensus.distributed.partition import TrainingPartition
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior
-from dissensus.methods.parts.trajectory import evenly_spaced
+from dissensus.methods.snapshots import evenly_spaced
 from dissensus.training.history import Best, Epoch, History
 
 LOOKS = 10  # most looks in a run: a look costs a draw

@@ -19,6 +19,8 @@ from dissensus.core.posterior import Posterior
 from dissensus.evaluation.attack_curves import implicit_changes
 from dissensus.evaluation.evaluate import checked_score, evaluate_predictions, parameter_count, precision_note
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
+from dissensus.methods.embedded_ensembles import collapse_note
+from dissensus.storage.run_files import is_number, read_json
 from dissensus.methods.parts.embedded_posterior import collapse_note
 from dissensus.storage.atomic_files import is_number, read_json
 from dissensus.utils.file_errors import damage_error

@@ -35,7 +35,7 @@ from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.trainable import Watchers
 from dissensus.methods import MAP, MCDropout, track
 from dissensus.methods.parts.sampling_posterior import RecordingPosterior, SamplingPosterior
-from dissensus.methods.parts.trajectory import SnapshotRecorder
+from dissensus.methods.snapshots import SnapshotRecorder
 from dissensus.training.fit import fit
 from dissensus.training.history import Epoch
 from dissensus.utils.parameter_groups import TAIL

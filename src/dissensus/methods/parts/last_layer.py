@@ -229,10 +229,7 @@ class CurvatureSums:
 
 
 class Curvature(nn.Module):
-    """N(mean, (G + δ)⁻¹) over the last layer's weights and biases, (C, D), stored as eigenvalues and eigenvectors of G.
-
-    Stays in float64 when the posterior is cast: half precision cannot hold the range of the eigenvalues.
-    """
+    """N(mean, (G + δ)⁻¹) over the last layer's weights and biases, (C, D), as eigenvalues and eigenvectors of G, in float64."""
 
     mean: Tensor  # (C, D)
     eigenvalues: Tensor  # (C D,) or (C, D)
@@ -300,9 +297,8 @@ class Curvature(nn.Module):
             scaled = noise * (self.get_buffer("outputs").square() @ variance).sqrt()
             return scaled @ self.get_buffer("features").mT
         blocks = self.get_buffer("vectors").view(*self.mean.shape, -1)  # (C, D, C D)
-        values, vectors = eigendecompose(
-            torch.stack([(rows * variance) @ rows.mT for rows in blocks])
-        )  # (C, D), (C, D, D)
+        each = torch.stack([(rows * variance) @ rows.mT for rows in blocks])  # (C, D, D)
+        values, vectors = eigendecompose(each)  # (C, D), (C, D, D)
         return torch.einsum("scd,ced->sce", noise * values.sqrt(), vectors)
 
     def variance(self) -> Tensor:
@@ -317,7 +313,7 @@ class Curvature(nn.Module):
         return "full" if "vectors" in self._buffers else "kron"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        for name, buffer in self._buffers.items():
+        for name, buffer in self._buffers.items():  # half precision cannot hold the range of the eigenvalues
             if buffer is not None:
                 moved = fn(buffer)
                 self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
@@ -325,7 +321,6 @@ class Curvature(nn.Module):
 
 
 def _buffers_of(mean: Tensor, values: Tensor, vectors: Sequence[Tensor], log_likelihood: Tensor, layer: int) -> Tensors:
-    """The buffers of a Curvature."""
     names = ("vectors",) if len(vectors) == 1 else ("outputs", "features")
     return {
         "mean": mean,
@@ -361,5 +356,4 @@ def check_precision(prior_precision: Precision) -> Precision:
 
 
 def resolve_precision(prior_precision: Precision, curvature: Curvature) -> float:
-    """The prior precision as a number."""
     return curvature.best_precision() if prior_precision == "marginal_likelihood" else float(prior_precision)

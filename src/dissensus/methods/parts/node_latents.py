@@ -22,17 +22,9 @@ from dissensus.core.batch import Inputs
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.networks import networks_to_convert, stack_members
 from dissensus.core.particles import Member, Particles
+from dissensus.layers import nodes as node_layers
 from dissensus.layers.modulation import Modulation
-from dissensus.layers.nodes import (
-    NodeLayer,
-    NodeNetwork,
-    Site,
-    add_node_latents,
-    has_changed_output,
-    record_outputs,
-    split_by_layer,
-    use_latents,
-)
+from dissensus.layers.nodes import NodeLayer, NodeNetwork, Site
 from dissensus.numerics.flat_weights import at_least_float32
 from dissensus.numerics.randomness import preserve_random_state
 from dissensus.utils.batch_norm_names import statistics_layers
@@ -92,12 +84,9 @@ def build_with_latents(
     start: Modulation,
     **where: Any,
 ) -> tuple[Particles, NodeNetwork]:
-    """(members with their own latents, the first cut network), from copies of one network or many.
-
-    `start`: the distribution of μ at the start. `where`: arguments of `add_node_latents` that choose the nodes with latents.
-    """
+    """(members with own latents, the first cut network). `start`: the law of μ; `where`: arguments of `add_node_latents`."""
     given, one = networks_to_convert(networks)
-    cut = [add_node_latents(each, **where) for each in given]
+    cut = [node_layers.add_node_latents(each, **where) for each in given]
     likes = (each.network.get_submodule(each.sites[0].layer).get_parameter("weight") for each in cut)
     pairs = zip(cut, likes, strict=True)
     latents = [initial_latents(like, components, each.latents, std, start) for each, like in pairs]
@@ -107,10 +96,8 @@ def build_with_latents(
 
 
 def initial_latents(like: Tensor, components: int, latents: int, std: float, start: Modulation) -> TensorTree:
-    """μ from `start` and ρ of σ = |N(std, 0.02²)|, both (K, D), as parameters "mean" and "raw_std".
-
-    Below std = 0.05, the smallest value in the papers, 0.02 would be too wide; 0.4 std takes its place.
-    """
+    """μ from `start` and ρ of σ = |N(std, 0.02²)|, both (K, D), as parameters "mean" and "raw_std"."""
+    # Below std = 0.05, the smallest value in the papers, 0.02 would be too wide; 0.4 std takes its place.
     mean = start.sample((components, latents), dtype=like.dtype, device=like.device)
     deviation = (std + min(0.02, 0.4 * std) * torch.randn_like(mean)).abs().clamp(min=min(1e-4, 0.1 * std))
     tree = TensorTree()
@@ -122,10 +109,7 @@ def initial_latents(like: Tensor, components: int, latents: int, std: float, sta
 def sample_for_examples(
     mean: Tensor, std: Tensor, examples: int, noise: Noise = torch.randn, *, here: slice | None = None
 ) -> Tensor:
-    """(examples, D) latents: components in turn, starting at a random one, so that all train equally for any batch size.
-
-    `here`: the rows to return; None returns all.
-    """
+    """(examples, D) latents, or rows `here` of them: components in turn from a random one, so that all train equally."""
     components = len(mean)
     first = torch.randint(components, (1,), device=mean.device)
     order = (torch.arange(components, device=mean.device) + first) % components
@@ -172,10 +156,7 @@ def component_entropies(std: Tensor) -> Tensor:
 
 
 def bhattacharyya(mean: Tensor, std: Tensor, *, factor: float = EXACT) -> Tensor:
-    """(K, K, D) −log ∫ √(q_k q_r) in each dimension; their sum over d is the Bhattacharyya distance.
-
-    factor (μ_k − μ_r)² / (σ_k² + σ_r²) + ½ log (σ_k² + σ_r²) / (2 σ_k σ_r)
-    """
+    """(K, K, D) −log ∫ √(q_k q_r) by dimension: factor (μ_k − μ_r)² / (σ_k² + σ_r²) + ½ log (σ_k² + σ_r²) / (2 σ_k σ_r)."""
     both = std.square()[:, None] + std.square()[None]  # (K, K, D)
     log_std = std.log()
     apart = (mean[:, None] - mean[None]).square() / both
@@ -216,10 +197,7 @@ def inverse_softplus(std: Tensor) -> Tensor:
 
 
 def repeat_inputs(x: Inputs, times: int, *, first: int | None = None, whole: Collection[int] = ()) -> Inputs:
-    """x, or its first rows, with each row repeated `times` times; tensors without a row per example are not changed.
-
-    `whole`: numbers of the tensors that have no row per example, although they may be as long as the batch.
-    """
+    """x, or its first rows, each `times` times; not tensors without a row per example, nor those numbered in `whole`."""
     size, number = batches.count_examples(x), count()
 
     def one(tensor: Tensor) -> Tensor:
@@ -241,11 +219,8 @@ def inputs_of_other_length(x: Inputs) -> set[int]:
 
 
 def find_input_tables(particles: Particles, x: Inputs, whole: Collection[int]) -> list[tuple[int, ...]]:
-    """Shapes of the tensors after the first, if one of them is as long as the batch but has no row per example.
-
-    Such a tensor is a table, or belongs to pairs of examples. It is found by the outputs, which change when each example is
-    repeated in the batch: x₁, x₁, x₂, x₂, ….
-    """
+    """Shapes of the tensors after the first, if one of them is as long as the batch but has no row per example."""
+    # A table, or a tensor of pairs of examples: outputs change when each example is repeated, x₁, x₁, x₂, x₂, ….
     size = batches.count_examples(x)
     others = [t for i, t in enumerate(batches.input_tensors(x)) if i and i not in whole]
     beside = [t for t in others if t.ndim and len(t) == size > 1]
@@ -271,29 +246,26 @@ def find_input_tables(particles: Particles, x: Inputs, whole: Collection[int]) -
 def examine_layers(
     particles: Particles, sites: Sequence[Site], x: Inputs, *, whole: Collection[int], like: Tensor, again: bool
 ) -> None:
-    """Raises if a layer's first axis is not the batch axis, tried with 2 and 3 rows.
-
-    Marks layers whose outputs are modified in place, and warns of layers that are not called, where latents have no effect.
-    `whole`: tensors in x without a row per example. `again`: batches of other shapes were checked before. Call it in eval
-    mode and set the mode again afterwards, because this changes it.
-    """
+    """Raises if a layer's first axis is not the batch axis, tried with 2 and 3 rows; marks layers whose outputs are modified
+    in place, and warns of layers that are not called. `whole`: tensors in x without a row per example. `again`: batches of
+    other shapes were checked before. Call it in eval mode and set the mode again afterwards, because this changes it."""
     ones = like.new_ones(3, sum(site.width for site in sites))
 
     def find_called_layers(rows: int) -> tuple[set[str], set[str]]:
         """(layers that are called with this many rows, those of them whose outputs were modified in place)."""
-        some, nodes = repeat_inputs(x, rows, first=1, whole=whole), split_by_layer(sites, ones[:rows])
+        some, nodes = repeat_inputs(x, rows, first=1, whole=whole), node_layers.split_by_layer(sites, ones[:rows])
 
         def run(member: Member) -> tuple[set[str], set[str]]:
             layers = {name: part for name in nodes if isinstance(part := member.network.get_submodule(name), NodeLayer)}
-            with record_outputs(list(layers.values())), use_latents(member.network, nodes):
+            with node_layers.record_outputs(list(layers.values())), node_layers.use_latents(member.network, nodes):
                 batches.call_network(member.network, some)
                 passed = {name for name, layer in layers.items() if layer.seen}
-                return passed, {name for name in passed if has_changed_output(layers[name])}
+                return passed, {name for name in passed if node_layers.has_changed_output(layers[name])}
 
         found: tuple[set[str], set[str]] = particles.call(run, *particles.member_tensors(0))[0]
         return found
 
-    network, names = particles.template.network, list(split_by_layer(sites, ones))
+    network, names = particles.template.network, list(node_layers.split_by_layer(sites, ones))
     find_called_layers(2)
     passed, written = find_called_layers(3)
     unmet = [name for name in names if name not in passed]
@@ -316,10 +288,7 @@ def examine_layers(
 
 
 def warn_of_start(network: nn.Module, std: float | None) -> None:
-    """Warns if frozen batch statistics are still the initial ones, or if the latents start too wide for a trained network.
-
-    `std`: the latents' mean standard deviation before training, None afterwards.
-    """
+    """Warns of frozen batch statistics that saw no data, and of latents that start too wide: `std`, None after training."""
     blank = [
         name
         for name, layer in statistics_layers(network).items()

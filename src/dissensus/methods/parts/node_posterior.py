@@ -1,15 +1,9 @@
-"""Posteriors over latents on nodes: what NodeBNN and RankOneBNN share.
-
-    loss = mean over examples and samples of −log p(y | x, z) + β [H[q, p] − T Ĥ[q]] / N
-
-with latents z ~ q, a mixture of K components, and weights that stay point estimates.
-"""
+"""Posteriors over latents on nodes, and the functions drawn from them: what NodeBNN and RankOneBNN share."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -25,9 +19,9 @@ from dissensus.core.networks import NetworksPosterior, StoringPosterior
 from dissensus.core.particles import Member, Particles, Rows, member_index, single_member
 from dissensus.core.posterior import inference_context
 from dissensus.core.trainable import annealing_weight
+from dissensus.layers.batch_norm import freeze_norms
 from dissensus.layers.conversion import DENSE, fold_layers, restore_plain_layers
 from dissensus.layers.factored import Factors, Kernel, can_take_kernel, folded_kernel
-from dissensus.layers.frozen_norm import freeze_norms
 from dissensus.layers.modulation import Modulation
 from dissensus.layers.nodes import Mode, Site, split_by_layer, use_latents, use_layer_latents
 from dissensus.methods.parts import node_latents
@@ -35,7 +29,7 @@ from dissensus.numerics.annealing import Annealing, annealing_or_constant
 from dissensus.numerics.randomness import own_generator
 from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.parameter_groups import Group
-from dissensus.utils.tensor_tree import Tensors, TensorTree, all_submodules, named_tensors
+from dissensus.utils.tensor_tree import Tensors, TensorTree, named_tensors
 from dissensus.utils.torch_modes import eval_mode
 
 log = logging.getLogger("dissensus")
@@ -43,11 +37,11 @@ MOST_KERNELS = 2**28  # bytes; for larger kernels the time to fold them in every
 
 
 class NodePosterior(StoringPosterior, NetworksPosterior):
-    """Base class: a network whose nodes are multiplied by latents z with a posterior; the weights stay point estimates.
+    """Base class: a network whose nodes are multiplied by latents z ~ q, a mixture of K components; weights are points.
 
-    The network is copied; `.account` lists the layers that were converted and those that were not. In training each copy
-    of each example has its own component and noise; a drawn function has one fixed z. Subclasses pass their KL term to the
-    constructor (`complexity`).
+        loss = mean over examples and samples of −log p(y | x, z) + β [H[q, p] − T Ĥ[q]] / N
+
+    Subclasses set their KL term, `complexity`.
     """
 
     networks_taken = "any"
@@ -178,10 +172,8 @@ class NodePosterior(StoringPosterior, NetworksPosterior):
     def draw(self) -> DrawnFunctions:
         stored = self.stored
         if stored is not None and self.stored_at is not None and not torch.equal(self.stored_at, self.mean):
-            fix = "call ds.refresh(posterior, loader) after further training"
-            log.warning(
-                "the stored draw mixes latents from before the last training steps and present weights; %s", fix
-            )
+            mixed = "latents from before the last training steps and present weights"
+            log.warning("the stored draw mixes %s; call ds.refresh(posterior, loader) after further training", mixed)
         latents = self._sample_latents() if stored is None else stored.get_buffer("own.latents")
         return join_families(
             NodeFunctions.with_fixed_weights(self._network_at(m), self.sites, mine)
@@ -289,7 +281,6 @@ class NodeFunctions(DrawnFunctions):
         particles.how = "vectorised" if all(isinstance(layer, DENSE) for layer in layers) else "loop"
         self._overrides: list[dict[str, Factors | Kernel]] | None = None
         self._overrides_source: Tensors = {}  # what it was made from
-        self._parts: tuple[Particles, list[nn.Module]] | None = None
 
     @classmethod
     @torch.no_grad()
@@ -357,7 +348,7 @@ class NodeFunctions(DrawnFunctions):
 
             return particles.run(one, Rows({}, {}, rows), self.members)
 
-        with particles.lock_network(), self._eval_context():
+        with particles.lock_network(), eval_mode(particles, particles.template):
             return particles.call(all_of, particles.shared_parameters(), particles.shared_buffers())[0]
 
     def unfold(self) -> None:
@@ -367,19 +358,13 @@ class NodeFunctions(DrawnFunctions):
         self._overrides = None
         self.particles.how = "vectorised"
 
-    def _eval_context(self) -> AbstractContextManager[None]:
-        particles = self.particles
-        if self._parts is None or self._parts[0] is not particles:
-            self._parts = particles, all_submodules(particles, particles.template)
-        return eval_mode(particles, particles.template, parts=self._parts[1])
-
     def call_member(self, index: int, function: Callable[..., Any], *args: Any) -> Any:
         def with_latents(member: Member) -> Any:
             with use_latents(member.network, self.layer_overrides[index]):
                 return function(member, *args)
 
         particles = self.particles
-        with particles.lock_network(), self._eval_context():
+        with particles.lock_network(), eval_mode(particles, particles.template):
             return particles.call(with_latents, particles.shared_parameters(), particles.shared_buffers())[0]
 
     def build_subset(self, rows: slice) -> DrawnFunctions:

@@ -25,7 +25,7 @@ from dissensus.core.particles import Particles, copy_to_device, member_subset
 from dissensus.core.prior import PriorKeywords
 from dissensus.core.weights import Recorder, Weights
 from dissensus.engine.memory import format_bytes, free_bytes
-from dissensus.layers.reestimate_batch_norm import refresh_statistics
+from dissensus.layers.batch_norm import refresh_statistics
 from dissensus.numerics.randomness import own_generator
 from dissensus.utils.batch_norm_names import statistics_names
 from dissensus.utils.checks import integer
@@ -112,10 +112,7 @@ class SamplingPosterior(StoringPosterior, NetworksPosterior):
 
     @torch.no_grad()
     def sample_families(self, loader: Iterable[Any] | None = None) -> Families:
-        """New samples as families of functions; with a loader, their batch statistics are re-estimated from it.
-
-        If their tensors do not fit on the device, a few samples of every network are made at a time and kept on the host.
-        """
+        """New samples, in parts on the host if they do not fit on the device; a loader re-estimates batch statistics."""
         self.check_network()
         generator = own_generator(self.device) if self.random else None
         at_once = self._samples_at_once()
@@ -248,7 +245,6 @@ class Families(nn.ModuleList):
 
     @property
     def sizes(self) -> list[int]:
-        """Number of functions in each family."""
         return [family.members for family in self.each]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

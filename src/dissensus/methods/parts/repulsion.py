@@ -1,12 +1,14 @@
-"""Spaces in which members are compared. Each function returns one member's point z in a space, as a pure function.
+"""What repulsive methods share: the spaces in which members are compared, and the strength of their repulsion.
 
-Weight space: its trainable tensors. Function space: its outputs on a set of inputs. Feature space: the output of a layer
-and the gradient of the loss there. Input-gradient space: the derivative of its outputs with respect to the inputs.
+Weight space: a member's trainable tensors. Function space: its outputs on a set of inputs. Feature space: the output of a
+layer and the gradient of the loss there. Input-gradient space: the derivative of its outputs with respect to the inputs.
+Each function returns one member's point z in a space.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,13 +16,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dissensus.core import batch as batches
-from dissensus.core.batch import Inputs
+from dissensus.core.batch import Batch, Inputs
 from dissensus.core.likelihood import Classification, Likelihood, full_precision
+from dissensus.core.posterior import Posterior
 from dissensus.numerics.hashing import WEYL, mix_bits, shift_right
+from dissensus.utils.checks import integer, number, one_of
 from dissensus.utils.tensor_tree import Tensors
 from dissensus.utils.torch_private import in_function_transform
 
 Gradient = Literal["logit", "log_prob"]
+Repulsion = Literal["1/B", "1/N"] | float
 
 
 def trained_tensors(params: Tensors, trained: Tensors) -> Tensors:
@@ -59,10 +64,7 @@ def selected_output(likelihood: Likelihood, outputs: Tensor, y: Tensor, gradient
 
 
 def input_gradient(function: Callable[[Inputs], tuple[Tensor, Any]], x: Inputs) -> tuple[Tensor, Any]:
-    """((B, D) derivative of function's scalar by x, its other results), both differentiable by the parameters.
-
-    x may hold several tensors: their derivatives are flattened and joined; integer tensors have none.
-    """
+    """((B, D) derivative of function's scalar by x, its other results); several tensors' are joined, integers have none."""
     every = batches.input_tensors(x)
 
     def of_floating(*floating: Tensor) -> tuple[Tensor, Any]:
@@ -74,11 +76,8 @@ def input_gradient(function: Callable[[Inputs], tuple[Tensor, Any]], x: Inputs) 
 
 
 def differentiate(function: Callable[..., tuple[Tensor, Any]], *at: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-    """(derivatives of function's scalar by each tensor of `at`, its other results), differentiable by the parameters.
-
-    Uses `torch.func.grad` inside vmap and the compiler, elsewhere plain autograd, which also supports custom functions
-    without `setup_context` and hooks on saved tensors.
-    """
+    """(derivatives of function's scalar by each tensor of `at`, its other results), differentiable by the parameters."""
+    # Elsewhere plain autograd, which also supports custom functions without `setup_context` and hooks on saved tensors.
     if torch.compiler.is_compiling() or in_function_transform():
         found, rest = torch.func.grad(function, argnums=tuple(range(len(at))), has_aux=True)(*at)
         return tuple(found), rest
@@ -100,10 +99,7 @@ def input_dimension(x: Inputs) -> int:
 
 @contextmanager
 def add_to_output(network: nn.Module, layer: str, shift: Tensor | None) -> Iterator[list[Tensor]]:
-    """Inside, `shift` is added to the layer's output (of the same shape); yields the list of outputs seen.
-
-    With a shift of zeros, the derivative by the shift is the derivative by the feature.
-    """
+    """Inside, `shift` (zeros, to differentiate by the feature) is added to the layer's output; yields the outputs seen."""
     seen: list[Tensor] = []
 
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
@@ -129,19 +125,75 @@ def attach_to_graph(value: Tensor, by: Tensor) -> Tensor:
 
 
 def normal_from_step(like: Tensor, step: Tensor) -> Tensor:
-    """N(0, 1) numbers of `like`'s shape, determined by the step () alone.
-
-    Not drawn from torch's generators, because all members must see the same numbers, under vmap or in a loop, and a step
-    captured in a CUDA graph must see new ones at every replay. Counters are hashed by SplitMix64 and made normal by the
-    Box–Muller transform.
-    """
+    """N(0, 1) numbers of `like`'s shape, determined by the step () alone: SplitMix64 of counters, then Box–Muller."""
+    # Not from torch's generators: all members must see the same numbers, and a replayed CUDA graph new ones.
     count = like.numel()
     counter = torch.arange(2 * count, device=like.device) + step.to(like.device) * (2 * count + 1)
-    uniform = _hashed_uniform(counter).reshape(2, count)
+    bits = shift_right(mix_bits((counter + 1) * WEYL), 40)
+    uniform = ((bits.float() + 0.5) / 2**24).reshape(2, count)  # in (0, 1)
     radius = (-2 * uniform[0].log()).sqrt()
     return (radius * torch.cos(2 * math.pi * uniform[1])).to(like.dtype).reshape(like.shape)
 
 
-def _hashed_uniform(counter: Tensor) -> Tensor:
-    """Numbers in (0, 1) from int64 counters."""
-    return (shift_right(mix_bits((counter + 1) * WEYL), 40).float() + 0.5) / 2**24
+class RepellingPosterior(Posterior):
+    """Base class of methods whose members repel each other; call `set_repulsion` in the constructor."""
+
+    def set_repulsion(self, repulsion: Repulsion, batch_size: int | None) -> None:
+        self.repulsion, self.batch_size = repulsion, batch_size
+        self.strength = Strength(repulsion, self.data_size, batch_size)
+
+    def before_step(self, batch: Batch) -> None:
+        super().before_step(batch)
+        self.strength.note_batch_size(batch.size, training=self.training)
+
+
+@dataclass
+class Strength:
+    """The factor c: "1/N", correct for a posterior with N = `data_size` points; "1/B", stronger by N/B; or a number.
+
+    B is `batch_size`, or else the largest batch seen in training times the batches per step. So a smaller last batch repels
+    no more strongly than others, and gradients accumulated over several batches no more than those of one large batch.
+    """
+
+    repulsion: Repulsion
+    data_size: int | None
+    batch_size: int | None = None
+    largest: int = 0  # size of the largest batch seen in training
+    last: int = 0  # size of the last batch seen
+
+    def __post_init__(self) -> None:
+        if isinstance(self.repulsion, str):
+            one_of("repulsion", self.repulsion, ("1/B", "1/N"), hint="name one of them, or pass a number")
+        else:
+            number("repulsion", self.repulsion, least=0)
+        if self.batch_size is not None:
+            integer("batch_size", self.batch_size)
+        if self.repulsion == "1/N" and self.data_size is None:
+            raise ValueError('expected data_size with repulsion "1/N", got none; pass data_size=len(training_set)')
+
+    def note_batch_size(self, size: int, *, training: bool) -> None:
+        """Records the size of a batch; call it with every batch."""
+        self.last = size
+        if training:
+            self.largest = max(self.largest, size)
+
+    def __call__(self, size: int = 1, weight: Tensor | None = None, *, gathered: int = 1) -> Tensor | float:
+        """c for a batch of weights (B,), one of `gathered` per step; 0 if all are 0. `size`: B, if no batch was seen before."""
+        strength = self._full_batch_strength(size, gathered)
+        if weight is None:
+            return strength
+        # A sum over a batch is too large for float16.
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        total = weight.sum()
+        share: Tensor | float = 1.0
+        if self.repulsion == "1/B" and self.batch_size is None:
+            # An example of weight two counts as two; examples of weight 0 make the batch smaller.
+            share = (weight > 0).sum() / total.clamp(min=torch.finfo(weight.dtype).tiny)
+        return strength * share * (total > 0)
+
+    def _full_batch_strength(self, size: int, gathered: int) -> float:
+        if self.repulsion == "1/N":
+            return 1 / (self.data_size or 1)
+        if self.repulsion != "1/B":
+            return float(self.repulsion)
+        return 1 / (self.batch_size or (self.largest or self.last or size) * gathered)

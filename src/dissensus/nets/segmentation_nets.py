@@ -1,11 +1,48 @@
-"""ENet: a small network for street scenes (Paszke, Chaurasia, Kim & Culurciello, "ENet", 2016)."""
+"""Networks for segmentation of street scenes and rooms.
+
+ENet: Paszke, Chaurasia, Kim & Culurciello, "ENet", 2016. PSPNet: Zhao, Shi, Qi, Wang & Jia, "Pyramid scene parsing network",
+CVPR 2017, on the dilated ResNet-50 of Yu, Koltun & Funkhouser, CVPR 2017.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dissensus.nets.resnet import add_trunk, features
+
+POOLED = (1, 2, 3, 6)  # rows and columns of the pyramid
 WIDE = 0
 CONTEXT = (1, 2, WIDE, 4, 1, 8, WIDE, 16)  # dilation of each bottleneck of a stage; WIDE: 5×1 and 1×5 filters
+
+
+class PSPNet(nn.Module):
+    """PSPNet for segmentation: (B, C, H, W) -> (B, outputs, H, W).
+
+    The backbone's tensors have the names of torchvision's ResNet-50, without fc. The last two stages are dilated instead of
+    strided: features have an eighth of the image's size. There is no auxiliary head. `dropout` is the rate at which channels
+    are dropped before the last layer.
+    """
+
+    def __init__(self, outputs: int = 13, *, channels: int = 3, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.config = {"outputs": outputs, "channels": channels, "dropout": dropout}
+        add_trunk(self, channels, dilated=True)
+        self.pyramid = nn.ModuleList(
+            nn.Sequential(nn.AdaptiveAvgPool2d(size), *norm_block(nn.Conv2d(2048, 512, 1, bias=False), 512, nn.ReLU))
+            for size in POOLED
+        )
+        self.head = nn.Sequential(
+            *norm_block(nn.Conv2d(2048 + 512 * len(POOLED), 512, 3, padding=1, bias=False), 512, nn.ReLU),
+            nn.Dropout2d(dropout),
+            nn.Conv2d(512, outputs, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = features(self, x)
+        size = found.shape[2:]
+        pooled = [F.interpolate(part(found), size, mode="bilinear", align_corners=False) for part in self.pyramid]
+        logits = self.head(torch.cat([found, *pooled], dim=1))
+        return F.interpolate(logits, x.shape[2:], mode="bilinear", align_corners=False)
 
 
 class ENet(nn.Module):
