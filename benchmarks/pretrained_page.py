@@ -27,9 +27,8 @@ from torch import Tensor
 from dissensus.bench.report.comparisons import LEVEL, SIGNIFICANT
 from dissensus.bench.report.intervals import holm, spread_of
 from dissensus.metrics import paired_test
-from dissensus.metrics.bootstrap import comparison, resample_counts
+from dissensus.metrics.bootstrap import comparison, resample_counts, student_quantile
 from dissensus.metrics.calibration import confidence_ece
-from dissensus.metrics.student_t import student_quantile
 from dissensus.utils.renamed_settings import translate_settings
 
 ROOT = Path(__file__).parents[1]

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import dissensus as ds
-from dissensus.calibration.conformal_scores import CLASS_SCORES
-from dissensus.calibration.conformal_sets import Conformal, measure_coverage
+from dissensus.calibration.conformal import CLASS_SCORES, Conformal, measure_coverage
 from refusals import refuses
 from thinning import often, thinned
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from dissensus.attacks.attack_loss import Adversarial, AttackObjective, Draw
 from dissensus.attacks.constraint import Ball, Bounds, Norm
 from dissensus.core.posterior import Posterior
-from dissensus.data.standardise import Standardiser
+from dissensus.data.input_transforms import Standardiser
 from dissensus.utils.checks import integer, number
 
 AT_ONCE = 1000

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.data.find_files import Folder, find_place
-from dissensus.data.numpy_files import npz_arrays
-from dissensus.data.standardise import Standardiser
+from dissensus.data.catalogue import Folder, find_place
+from dissensus.data.file_formats import npz_arrays
+from dissensus.data.input_transforms import Standardiser
 from dissensus.numerics.lengthscales import check_finite_rows
 from dissensus.utils.checks import one_of
 from dissensus.utils.file_errors import read_errors

@@ -10,20 +10,19 @@ from typing import Any
 
 import torch
 
-from dissensus.calibration.gate import Gate
+from dissensus.calibration.selective import Gate
 from dissensus.core.loader import Loader
 from dissensus.core.posterior import Posterior, expect_posterior
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, RegressionPredictive
 from dissensus.core.regression import RealTargets
-from dissensus.data.standardise import Standardiser
+from dissensus.data.input_transforms import Standardiser
 from dissensus.engine.precision import PredictionPrecision
 from dissensus.engine.prediction_loop import FixedDraw, draw_once
-from dissensus.evaluation import classification, regression, segmentation
-from dissensus.evaluation.attack_curves import AttackCurves, AttackedInputs, attacked_inputs
-from dissensus.evaluation.corruption_curves import CorruptedCounts, Corruptions, as_corruptions, corrupted_counts
+from dissensus.evaluation import robustness_curves, row_metrics, segmentation
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.evaluation.guarantees import Promises, guarantee_details, guarantee_metrics
 from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions, foreign_loader, predictions
+from dissensus.evaluation.robustness_curves import AttackCurves, AttackedInputs, CorruptedCounts, Corruptions
 from dissensus.methods.parts.embedded_posterior import collapse_note
 from dissensus.utils.checks import one_of
 from dissensus.utils.progress import LoaderProgress
@@ -75,7 +74,8 @@ def evaluate(
     Raises:
         Diverged: a member predicts NaN.
     """
-    spec, classes = as_corruptions(corrupt), expect_posterior(posterior).classes if classes is None else classes
+    classes = expect_posterior(posterior).classes if classes is None else classes
+    spec = corrupt if corrupt is None or isinstance(corrupt, Corruptions) else Corruptions(corrupt)
     pixels = getattr(posterior.inputs, "standardiser", None)  # from pixels in [0, 1] to the network's inputs
     if pixels is not None:
         spec = spec and replace(spec, standardiser=spec.standardiser or pixels)
@@ -99,11 +99,13 @@ def evaluate(
         score = checked_score(score, kind, functions.members)
         if attack is not None:
             check_attackable(kind)
-        corrupted = None if spec is None else partial(corrupted_counts, functions, corruptible, spec)
+        corrupted = None if spec is None else partial(robustness_curves.corrupted_counts, functions, corruptible, spec)
         if kind == "segmentation":
             found = _evaluate_segmentation(functions, test, ood, shift, corrupted, score, classes)
         else:
-            attacked = None if attack is None else partial(attacked_inputs, functions, attackable, attack)
+            attacked = (
+                None if attack is None else partial(robustness_curves.attacked_inputs, functions, attackable, attack)
+            )
             shown = pixels if spec is None else spec.standardiser
             found = _evaluate_rows(functions, test, ood, shift, corrupted, attacked, score, classes, shown)
     cautions = collapse_note(posterior, found.metrics)
@@ -184,14 +186,14 @@ def evaluate_predictions(
     predictions' temperature, recorded if it is not 1. promises: the promises behind `Predictions.promised`.
     """
     part = metric_functions(test)
-    classes = part is classification.CLASSIFICATION
+    classes = part is row_metrics.CLASSIFICATION
     found, scores = part.metrics(test), part.scores(test)
     arrays = part.arrays(test) | {f"test/score/{name}": value for name, value in scores.items()} | test.examples
     for name, each in ood.items():
         foreign = part.scores(each)
-        ranking = classification.ood_metrics(scores[score], foreign[score], prevalence)
+        ranking = row_metrics.ood_metrics(scores[score], foreign[score], prevalence)
         if classes:
-            ranking |= classification.union_metrics(test, each, prevalence)
+            ranking |= row_metrics.union_metrics(test, each, prevalence)
         found |= {f"ood/{name}/{key}": value for key, value in ranking.items()}
         arrays |= {f"ood/{name}/score/{key}": value for key, value in foreign.items()}
     for name, each in shift.items():
@@ -223,7 +225,7 @@ def evaluate_predictions(
 def metric_functions(test: Predictions) -> MetricFunctions:
     """The metric functions for this kind of predictions."""
     classes = isinstance(test.predictive, CategoricalPredictive)
-    return classification.CLASSIFICATION if classes else regression.REGRESSION
+    return row_metrics.CLASSIFICATION if classes else row_metrics.REGRESSION
 
 
 def complete_evaluation(
@@ -247,7 +249,7 @@ def complete_evaluation(
 
 def checked_score(score: str | None, kind: PredictionKind, members: int) -> str:
     """The score that ranks OOD inputs; raises if it does not exist."""
-    known = regression.SCORES if kind == "regression" else classification.SCORES
+    known = row_metrics.OOD_SCORES[kind]
     if score is None:
         return known[0]
     one_of("score", score, known, hint=f"a {kind} has these")
@@ -269,12 +271,12 @@ def parameter_count(posterior: Posterior) -> int:
 
 def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -> dict[str, float]:
     """members/ood/SET/auroc: mean AUROC of single members."""
-    inside = classification.member_scores(test, score)
+    inside = row_metrics.member_scores(test, score)
     found = {}
     for name, each in ood.items():
-        outside = classification.member_scores(each, score)
+        outside = row_metrics.member_scores(each, score)
         if inside is not None and outside is not None:
-            alone = [classification.ood_metrics(i, o)["auroc"] for i, o in zip(inside, outside, strict=True)]
+            alone = [row_metrics.ood_metrics(i, o)["auroc"] for i, o in zip(inside, outside, strict=True)]
             found[f"members/ood/{name}/auroc"] = fmean(alone)
     return found
 

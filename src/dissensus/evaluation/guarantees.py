@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dissensus.calibration.conformal_sets import Conformal, measure_coverage
-from dissensus.calibration.gate import Gate, error_mask
+from dissensus.calibration.conformal import Conformal, measure_coverage
+from dissensus.calibration.selective import Gate, error_mask
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 
 log = logging.getLogger("dissensus")

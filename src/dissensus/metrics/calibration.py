@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.metrics.example_weights import checked_weights, group_sums
-from dissensus.metrics.metric_inputs import distributions, labelled_rows, nonempty_values
+from dissensus.metrics.metric_inputs import checked_weights, distributions, group_sums, labelled_rows, nonempty_values
 from dissensus.utils.checks import fraction, integer
 
 

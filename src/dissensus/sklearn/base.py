@@ -20,9 +20,7 @@ from sklearn.utils.validation import _check_sample_weight, check_consistent_leng
 from torch import Tensor, nn
 
 from dissensus.calibration.calibrate import temperature_scale
-from dissensus.calibration.conformal import ConformalScore, conformal
-from dissensus.calibration.conformal_sets import Conformal
-from dissensus.calibration.quantiles import least_rows
+from dissensus.calibration.conformal import Conformal, ConformalScore, conformal, least_rows
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior, inference_context, refresh
 from dissensus.core.predictive import Predictive

@@ -15,13 +15,13 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_array, column_or_1d
 from torch import Tensor, nn
 
-from dissensus.calibration.conformal_scores import lac
+from dissensus.calibration.conformal import lac
 from dissensus.core.calibrated import stored_guarantees
 from dissensus.core.likelihood import Classification, Likelihood
 from dissensus.core.particles import Particles
 from dissensus.core.predictive import CategoricalPredictive
 from dissensus.core.regression import HeteroscedasticRegression, RealTargets
-from dissensus.data.standardise import Standardiser
+from dissensus.data.input_transforms import Standardiser
 from dissensus.sklearn.base import TABLE, TableEstimator
 from dissensus.storage import load as load_posterior
 from dissensus.utils.checks import one_of

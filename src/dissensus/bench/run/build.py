@@ -28,7 +28,7 @@ from dissensus.core import batch as batches
 from dissensus.core.likelihood import Likelihood
 from dissensus.core.posterior import Posterior
 from dissensus.core.regression import HeteroscedasticRegression
-from dissensus.data.find_files import sha256
+from dissensus.data.catalogue import sha256
 from dissensus.utils.checks import one_of
 from dissensus.utils.parameter_groups import optimizer_refusal, plateau_linear
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from dissensus.bench.run.extra_measures import with_metrics
 from dissensus.core.posterior import Posterior
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.evaluation.member_distances import MemberDistances, member_distances
+from dissensus.evaluation.member_diagnostics import MemberDistances, member_distances
 from dissensus.storage.run_files import write_text
 from dissensus.training.history import Epoch
 from dissensus.utils.file_errors import damage_error
