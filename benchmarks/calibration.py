@@ -37,7 +37,7 @@ from dissensus.calibration.calibrate import OF_CLASSES, HeldOutRows, fit_correct
 from dissensus.core.calibrated import Correction
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive
 from dissensus.metrics import paired_bootstrap, paired_test
-from dissensus.metrics.calibration import confidence_ece
+from dissensus.metrics.classification import confidence_ece
 
 HERE = Path(__file__).parent
 NUMBERS, SETS = "calibration.csv", "calibration_sets.csv"

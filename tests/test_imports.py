@@ -71,7 +71,7 @@ HEAVY_ALLOWED = {
     ("bench/run/segment_images.py", "PIL"),
     ("bench/run/run.py", "tomli_w"),
     ("bench/task/schema.py", "pydantic"),
-    *((f"data/{name}.py", "PIL") for name in ("image_folders", "segmentation")),
+    *((f"data/{name}.py", "PIL") for name in ("images", "segmentation")),
     *((f"sklearn/{name}.py", "sklearn") for name in ("base", "estimators")),
     *(("storage/onnx_files.py", name) for name in ("onnx", "onnxruntime")),
 }

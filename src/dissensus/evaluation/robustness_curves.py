@@ -24,12 +24,12 @@ from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.core.processes import map_batches
 from dissensus.data import corruptions
-from dissensus.data.standardise import Standardiser
+from dissensus.data.input_transforms import Standardiser
 from dissensus.engine.prediction_loop import FixedDraw
 from dissensus.evaluation.guarantees import CorruptedGuarantees, Promises
 from dissensus.evaluation.loader_predictions import check_hard_labels, is_image
 from dissensus.methods.map import MAP
-from dissensus.metrics.calibration import bin_sums, confidence_ece, ece_from_sums
+from dissensus.metrics.classification import bin_sums, confidence_ece, ece_from_sums
 from dissensus.metrics.metric_inputs import labelled_rows
 from dissensus.utils.checks import integer, one_of
 

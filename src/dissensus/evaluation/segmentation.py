@@ -22,7 +22,7 @@ from dissensus.engine.prediction_loop import Answer, FixedDraw
 from dissensus.evaluation import loader_predictions
 from dissensus.evaluation.loader_predictions import Shapes
 from dissensus.metrics import CalibrationBins, ConfusionCounts, RiskHistogram, ScoreHistogram
-from dissensus.metrics.calibration import bin_sums
+from dissensus.metrics.classification import bin_sums
 from dissensus.metrics.metric_inputs import labelled_rows
 from dissensus.metrics.ranking import RankedCounts, ranked_counts
 

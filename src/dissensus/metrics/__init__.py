@@ -9,10 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from dissensus.metrics.bootstrap import *
-from dissensus.metrics.calibration import *
 from dissensus.metrics.chain_diagnostics import *
+from dissensus.metrics.classification import *
 from dissensus.metrics.diversity import *
-from dissensus.metrics.proper_scores import *
 from dissensus.metrics.ranking import *
 from dissensus.metrics.regression import *
 from dissensus.metrics.streaming import *
