@@ -312,25 +312,21 @@ class Conformal(Guarantee):
         return f"{what} contain the truth with probability at least {self.level:g}{by} ({self.rows} calibration rows)"
 
 
-class Coverage(NamedTuple):
-    """Coverage and size of a conformal predictor's sets on labelled rows."""
-
-    covered: Tensor  # (N,) share of outputs inside; 0 or 1 for a class
-    size: Tensor  # (N,) number of classes in the set, or mean width
-
-
 def measure_coverage(
     conformal: Conformal, predictive: Predictive, y: Tensor, generator: torch.Generator, **rows: Tensor | None
-) -> Coverage:
-    """`Coverage` for predictions of rows with targets y; `rows`: weight and group, if used."""
+) -> tuple[Tensor, Tensor]:
+    """(N,) the share of outputs inside (0 or 1 for a class) and (N,) the number of classes in the set or the mean width.
+
+    For predictions of rows with targets y; `rows`: weight and group, if used.
+    """
     if conformal.score in CLASS_SCORES:
         found = conformal.set(predictive, generator=generator, **rows)
         hit = found.gather(1, y.to(found.device)[:, None])[:, 0]
-        return Coverage(hit.double(), found.sum(1).double())
+        return hit.double(), found.sum(1).double()
     lower, upper = (end.double() for end in conformal.interval(predictive, **rows))
     inside = (lower <= y.to(lower.device)) & (y.to(lower.device) <= upper)
     rows_first = (len(y), -1)
-    return Coverage(inside.double().reshape(rows_first).mean(1), (upper - lower).reshape(rows_first).mean(1))
+    return inside.double().reshape(rows_first).mean(1), (upper - lower).reshape(rows_first).mean(1)
 
 
 def lac(predictive: CategoricalPredictive, u: Tensor, settings: Mapping[str, Any]) -> Tensor:

@@ -26,7 +26,7 @@ from dissensus.core.processes import map_batches
 from dissensus.data import corruptions
 from dissensus.data.input_transforms import Standardiser
 from dissensus.engine.prediction_loop import FixedDraw
-from dissensus.evaluation.guarantees import CorruptedGuarantees, Promises
+from dissensus.evaluation.guarantees import Promises, RowValues, guarantee_outcomes, guarantee_tables
 from dissensus.evaluation.loader_predictions import check_hard_labels, is_image
 from dissensus.methods.map import MAP
 from dissensus.metrics.classification import bin_sums, confidence_ece, ece_from_sums
@@ -146,11 +146,10 @@ def corrupted_counts(
 ) -> CorruptedCounts:
     """CorruptedCounts of all inputs of a loader; after every batch, `tell` is called with the number of inputs done."""
     types, severities = spec.types, tuple(spec.severities)
-    table = torch.zeros(len(types), len(severities), 1 + 3 * BINS, dtype=torch.float64)  # of `_Outcome.sums`
+    table = torch.zeros(len(types), len(severities), 1 + 3 * BINS, dtype=torch.float64)  # of `_outcome`
     clean = torch.zeros(1 + 3 * BINS, dtype=torch.float64)
-    means, examples, seen = [], [], 0  # (3, B) and (3, T, S, B) of each batch
+    means, examples, promised, seen = [], [], [], 0  # (3, B), (3, T, S, B) and outcomes of promises of each batch
     promises = dict(functions.posterior.promises.items())
-    promised = CorruptedGuarantees(promises)
 
     def work(batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Any, ...]:
         return _corrupt_batch(functions, spec, promises, *batch)
@@ -161,7 +160,7 @@ def corrupted_counts(
         table += sums
         means.append(each.mean((1, 2)))
         examples.append(each.half())
-        promised.merge(rows)
+        promised.append(rows)
         if tell is not None:
             tell(seen)
     if not seen:
@@ -170,19 +169,10 @@ def corrupted_counts(
     clean_nll, *bins = _split_sums(clean)
     total = bins[0].sum()
     _, example_accuracy, example_nll = torch.cat(means, dim=1)
-    return CorruptedCounts(
-        types=types,
-        severities=severities,
-        nll=nll,
-        counts=counts,
-        confidence=confidence,
-        correct=correct,
-        clean=torch.stack([bins[2].sum() / total, clean_nll / total, ece_from_sums(*bins)]),
-        example_accuracy=example_accuracy,
-        example_nll=example_nll,
-        examples=torch.cat(examples, dim=-1),
-        promised=promised.tables(),
-    )
+    undamaged = torch.stack([bins[2].sum() / total, clean_nll / total, ece_from_sums(*bins)])
+    each, promised_tables = torch.cat(examples, dim=-1), guarantee_tables(promises, promised)
+    sums = (nll, counts, confidence, correct, undamaged)
+    return CorruptedCounts(types, severities, *sums, example_accuracy, example_nll, each, promised_tables)
 
 
 def _indexed_images(functions: FixedDraw, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -201,9 +191,11 @@ def _corrupt_batch(
     functions: FixedDraw, spec: Corruptions, promises: Promises, images: Tensor, y: Tensor, index: Tensor
 ) -> tuple[Any, ...]:
     """(sums (1 + 3K,) of clean images, sums (T, S, 1 + 3K), values (3, T, S, B), outcomes of promises) of a batch."""
-    promised = CorruptedGuarantees(promises, seed=int(index[:1].sum()))  # from the first image's index
+    generator = torch.Generator().manual_seed(int(index[:1].sum()))  # of randomised sets: from the first image's index
     images, y, index = (each.to(functions.device) for each in (images, y, index))
-    clean = _outcome(functions.predict(images), y, functions.ignore_index).sums()
+    counted = torch.ones_like(y, dtype=torch.bool) if functions.ignore_index is None else y != functions.ignore_index
+    clean, _ = _outcome(functions.predict(images), y, functions.ignore_index)
+    promised: dict[tuple[int, int], RowValues] = {}
     shape = len(spec.types), len(spec.severities)
     sums = torch.zeros(*shape, len(clean), dtype=torch.float64)
     values = torch.zeros(3, *shape, len(y), dtype=torch.float64)
@@ -211,11 +203,12 @@ def _corrupt_batch(
         for s, severity in enumerate(spec.severities):
             damaged = spec.apply(images, name, severity, index)
             predictive = functions.predict(damaged)
-            promised.add(t, s, predictive, damaged, y, functions.ignore_index)
-            outcome = _outcome(predictive, y, functions.ignore_index)
-            sums[t, s] = outcome.sums()
-            values[:, t, s] = outcome.per_example(len(y))
-    return clean, sums, values, promised.rows
+            if promises and y.ndim == 1:
+                kept = {"y": y[counted], "x": damaged[counted]}
+                outcomes = guarantee_outcomes(promises, predictive[counted], generator, **kept)
+                promised[t, s] = {key: value.cpu() for key, value in outcomes.items()}
+            sums[t, s], values[:, t, s] = _outcome(predictive, y, functions.ignore_index)
+    return clean, sums, values, promised
 
 
 def _split_sums(sums: Tensor) -> list[Tensor]:
@@ -223,41 +216,21 @@ def _split_sums(sums: Tensor) -> list[Tensor]:
     return [each.clone() for each in (sums[..., 0], *sums[..., 1:].reshape(*sums.shape[:-1], 3, BINS).unbind(-2))]
 
 
-@dataclass(frozen=True, eq=False)
-class _Outcome:
-    """One entry per labelled place (an example or a pixel), on the host."""
-
-    confidence: Tensor  # (n,)
-    correct: Tensor  # (n,) float64
-    nll: Tensor  # (n,) float64
-    example: Tensor  # (n,) index of its example
-
-    def sums(self) -> Tensor:
-        """(1 + 3K,) the summed nll, then counts, confidence and correctness of K bins."""
-        return torch.cat([self.nll.sum()[None], *bin_sums(self.confidence, self.correct, BINS)])
-
-    def per_example(self, examples: int) -> Tensor:
-        """(3, B) mean confidence, accuracy and nll of each example."""
-        values = torch.stack([self.confidence.double(), self.correct, self.nll])
-        number = torch.bincount(self.example, minlength=examples).clamp(min=1)
-        return torch.zeros(3, examples, dtype=torch.float64).index_add(1, self.example, values) / number
-
-
-def _outcome(predictive: Predictive, y: Tensor, ignore_index: int | None) -> _Outcome:
+def _outcome(predictive: Predictive, y: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor]:
+    """On the host: (1 + 3K,) the summed nll of labelled places (examples or pixels), then counts, confidence and correctness
+    of K bins; and (3, B) mean confidence, accuracy and nll of each example."""
     if not isinstance(predictive, CategoricalPredictive):
         raise ValueError("expected a classification to corrupt the inputs of, got a regression; pass corrupt=None")
     rows, labels = labelled_rows(predictive.log_mean, y, ignore_index, log=True)  # (n, C), (n,)
-    example = torch.arange(len(y), device=y.device).reshape(-1, *[1] * (y.ndim - 1)).expand(y.shape)
-    if ignore_index is not None:
-        example = example[y != ignore_index]
+    places = torch.arange(len(y), device=y.device).reshape(-1, *[1] * (y.ndim - 1)).expand(y.shape)
+    example = (places if ignore_index is None else places[y != ignore_index]).flatten().cpu()  # (n,)
     largest, prediction = rows.max(1)
-    nll = -rows.gather(1, labels.unsqueeze(1)).squeeze(1)
-    return _Outcome(
-        confidence=largest.exp().cpu(),
-        correct=(prediction == labels).double().cpu(),
-        nll=nll.double().cpu(),
-        example=example.flatten().cpu(),
-    )
+    nll = -rows.gather(1, labels.unsqueeze(1)).squeeze(1).double().cpu()
+    confidence, correct = largest.exp().cpu(), (prediction == labels).double().cpu()
+    sums = torch.cat([nll.sum()[None], *bin_sums(confidence, correct, BINS)])
+    values, number = torch.stack([confidence.double(), correct, nll]), torch.bincount(example, minlength=len(y))
+    means = torch.zeros(3, len(y), dtype=torch.float64).index_add(1, example, values) / number.clamp(min=1)
+    return sums, means
 
 
 ATTACKS = ("fgsm", "pgd", "transfer")
