@@ -29,19 +29,12 @@ from dissensus.utils.file_errors import read_errors
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """Images with labels and class names.
-
-    Args:
-        images: (N, C, H, W) uint8, pixels 0 to 255.
-        labels: (N,) int64 class indices, from 0.
-        name: name of the set.
-        classes: class names, in the order of the labels.
-    """
+    """Images with labels and class names, as `image_set` and the other readers return them."""
 
     images: Tensor  # (N, C, H, W) uint8
-    labels: Tensor  # (N,) int64
+    labels: Tensor  # (N,) int64, from 0
     name: str
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # names, in the order of the labels
 
     def __post_init__(self) -> None:
         images, labels = self.images, self.labels

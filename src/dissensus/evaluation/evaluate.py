@@ -212,14 +212,8 @@ def evaluate_predictions(
         members |= _member_ood(test, ood, score)
     if attacked is not None:
         found, arrays = found | attacked.metrics(), arrays | attacked.arrays()
-    return complete_evaluation(
-        Evaluation(part.kind, found, arrays, score, tuple(ood), tuple(shift)),
-        corrupted,
-        members,
-        temperature,
-        parameters,
-        test.milliseconds,
-    )
+    clean = Evaluation(part.kind, found, arrays, score, tuple(ood), tuple(shift))
+    return complete_evaluation(clean, corrupted, members, temperature, parameters, test.milliseconds)
 
 
 def metric_functions(test: Predictions) -> MetricFunctions:
@@ -320,11 +314,7 @@ def _evaluate_segmentation(
     for name, each in shift.items():
         moved, _, _ = segmentation.pixel_sums(functions, each, name=name, like=shapes)
         found |= {f"shift/{name}/{key}": value for key, value in moved.metrics(classes).items()}
-    return complete_evaluation(
-        Evaluation("segmentation", found, arrays, score, tuple(ood), tuple(shift)),
-        None if corrupted is None else corrupted(),
-        sums.member_metrics(),
-        float(functions.posterior.temperature),
-        parameter_count(functions.posterior),
-        1000 * sums.seconds / images,
-    )
+    clean = Evaluation("segmentation", found, arrays, score, tuple(ood), tuple(shift))
+    damaged, members = None if corrupted is None else corrupted(), sums.member_metrics()
+    temperature, parameters = float(functions.posterior.temperature), parameter_count(functions.posterior)
+    return complete_evaluation(clean, damaged, members, temperature, parameters, 1000 * sums.seconds / images)

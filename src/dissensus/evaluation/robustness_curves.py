@@ -366,15 +366,9 @@ def example_values(functions: FixedDraw, x: batches.Inputs, y: Tensor) -> Tensor
     """(5, B) VALUES of inputs x."""
     predictive = cast(CategoricalPredictive, functions.predict(x).to("cpu"))
     log_mean, y = predictive.log_mean, y.cpu()
-    return torch.stack(
-        [
-            metrics.accuracy_values(log_mean.exp(), y),
-            metrics.nll_values(log_mean, y),
-            predictive.confidence.double(),
-            metrics.entropy_score(log_mean),
-            mutual_information(predictive),
-        ]
-    )
+    scores = metrics.accuracy_values(log_mean.exp(), y), metrics.nll_values(log_mean, y)
+    uncertainty = predictive.confidence.double(), metrics.entropy_score(log_mean), mutual_information(predictive)
+    return torch.stack([*scores, *uncertainty])
 
 
 def fooling_inputs(functions: FixedDraw, spec: AttackCurves, like: Tensor) -> dict[str, Tensor]:

@@ -14,14 +14,7 @@ from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions
 CLASS_SCORES = (*CLASS_UNCERTAINTY, "energy")
 # kind of predictions -> the scores that can rank inputs; the first is the default
 OOD_SCORES = {"classification": CLASS_SCORES, "segmentation": CLASS_SCORES, "regression": tuple(VALUE_UNCERTAINTY)}
-OOD_METRICS = {
-    "auroc": metrics.auroc,
-    "aupr": metrics.aupr,
-    "aupr_in": metrics.aupr_in,
-    "aupr_adjusted": metrics.aupr_adjusted,
-    "fpr95": metrics.fpr95,
-    "fpr95_in": metrics.fpr95_in,
-}
+OOD_METRICS = (metrics.auroc, metrics.aupr, metrics.aupr_in, metrics.aupr_adjusted, metrics.fpr95, metrics.fpr95_in)
 
 
 def class_metrics(predictions: Predictions) -> dict[str, float]:
@@ -98,7 +91,7 @@ def class_members(predictions: Predictions) -> dict[str, float]:
 
 def ood_metrics(score_in: Tensor, score_ood: Tensor, prevalence: float | None = None) -> dict[str, float]:
     """The six ranking metrics with OOD as the positive class; prevalence: share of OOD in aupr_adjusted, default ½."""
-    found = {name: float(function(score_in, score_ood)) for name, function in OOD_METRICS.items()}
+    found = {function.__name__: float(function(score_in, score_ood)) for function in OOD_METRICS}
     if prevalence is not None:
         found["aupr_adjusted"] = float(metrics.aupr_adjusted(score_in, score_ood, prevalence=prevalence))
     return found

@@ -126,11 +126,9 @@ class PixelSums:
         """Values per image, the reliability bins, risk by coverage and the confusion matrix."""
         counts, confidence, correct = (tensor.cpu() for tensor in self.bins)
         edges = torch.arange(len(counts) + 1, dtype=torch.float64) / len(counts)
+        columns = {name: [each[name] for each in self.images] for name in self.images[0]}
         return {
-            **{
-                f"test/{name}": torch.tensor([each[name] for each in self.images], dtype=torch.float64)
-                for name in self.images[0]
-            },
+            **{f"test/{name}": torch.tensor(values, dtype=torch.float64) for name, values in columns.items()},
             "reliability/counts": counts,
             "reliability/confidence": confidence / counts,
             "reliability/accuracy": correct / counts,

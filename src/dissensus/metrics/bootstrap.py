@@ -112,10 +112,7 @@ def paired_bootstrap(
 def paired_test(
     first: Tensor, second: Tensor, *, level: float = 0.95, resamples: int = 1000, seed: int = 0
 ) -> Comparison:
-    """Compares the means of two methods' per-example values (N,): `paired_bootstrap` of the mean, vectorised.
-
-    Keywords as in `bootstrap_interval`.
-    """
+    """Compares the means of two methods' per-example values (N,): `paired_bootstrap` of the mean, vectorised."""
     first, second = same_shape(first=first, second=second)
     difference = first - second
     return comparison(difference.mean(), _resampled_means(difference, resamples, seed), level, examples=len(first))

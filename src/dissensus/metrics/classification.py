@@ -120,10 +120,7 @@ def brier_decomposition(
 
 
 def miou(probabilities: Tensor, y: Tensor, *, ignore_index: int | None = None) -> Tensor:
-    """() mean intersection over union of the classes, pooled over all places; absent classes are skipped.
-
-    Arguments as in `accuracy`.
-    """
+    """() mean intersection over union, pooled over all places, of the classes that occur; arguments as in `accuracy`."""
     rows, labels = labelled_rows(probabilities, y, ignore_index)
     nonempty_values(labels)
     return mean_of_present(intersection_over_union(_confusion(rows.argmax(1), labels, rows.shape[1])))
@@ -188,10 +185,7 @@ def adaptive_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_ind
 
 
 def classwise_ece(probabilities: Tensor, y: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> Tensor:
-    """() calibration error of each class's probability p_c, averaged over classes (Kull et al., 2019).
-
-    Arguments as in `ece`.
-    """
+    """() calibration error of each class's probability, averaged over classes (Kull et al., 2019); arguments as in `ece`."""
     rows, labels = labelled_rows(probabilities, y, ignore_index)
     nonempty_values(labels)
     n, classes = rows.shape

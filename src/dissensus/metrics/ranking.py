@@ -90,10 +90,7 @@ def auroc(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights = None)
 
 
 def aupr(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights = None) -> Tensor:
-    """() or (...) average precision with OOD as the positive class; chance level is the share of OOD in the data.
-
-    Arguments as in `auroc`.
-    """
+    """() or (...) average precision with OOD positive; chance level is the share of OOD; arguments as in `auroc`."""
     return _counts(score_in, score_ood, weights).aupr()
 
 
@@ -340,8 +337,6 @@ def ranked_counts(score_in: Tensor, score_ood: Tensor, weights: PairOfWeights = 
         counts = [torch.bincount(each, minlength=len(thresholds)) for each in groups]
     else:
         named = zip(("in", "ood"), weights, groups, strict=True)
-        counts = [
-            group_sums(checked_weights(w, len(g), f"the weights of score_{name}"), g, len(thresholds))
-            for name, w, g in named
-        ]
+        checked = ((checked_weights(w, len(g), f"the weights of score_{name}"), g) for name, w, g in named)
+        counts = [group_sums(w, g, len(thresholds)) for w, g in checked]
     return thresholds.flip(0), RankedCounts(counts[0], counts[1])
