@@ -126,13 +126,14 @@ def regression_arrays(predictions: Predictions) -> dict[str, Tensor]:
     predictive, y = predictions.predictive, predictions.targets
     squared = (predictive.mean.double() - y.double()).square().reshape(len(y), -1).mean(1)
     curve = metrics.risk_coverage(-_output_means(predictive.total), squared)
+    lower, upper = predictive.interval(LEVEL)
     return {
         "test/target": y,
         "test/mean": predictive.mean,
         "test/variance": predictive.total,
         "test/squared_error": squared,
         **{f"test/{name}": _output_means(values) for name, values in _values(predictive, y).items()},
-        "test/covered90": _output_means(metrics.interval_coverage_values(*predictive.interval(LEVEL), y)),
+        "test/covered90": _output_means(metrics.interval_coverage_values(lower, upper, y)),
         # P(Y ≤ y): a central interval of level l holds y where |2 P − 1| ≤ l, so one array gives every coverage.
         "test/cumulative": predictive.cdf(y),
         **{f"risk_coverage/{name}": value for name, value in curve._asdict().items()},
