@@ -33,11 +33,11 @@ from dissensus.bench.run.provenance import provenance
 from dissensus.bench.run.records import read_predictions
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
-from dissensus.calibration.calibration_fits import OF_CLASSES, HeldOutRows, fit_correction
+from dissensus.calibration.calibrate import OF_CLASSES, HeldOutRows, fit_correction
 from dissensus.core.calibrated import Correction
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive
 from dissensus.metrics import paired_bootstrap, paired_test
-from dissensus.metrics.calibration import confidence_ece
+from dissensus.metrics.classification import confidence_ece
 
 HERE = Path(__file__).parent
 NUMBERS, SETS = "calibration.csv", "calibration_sets.csv"

@@ -28,7 +28,7 @@ from dissensus.bench.report.comparisons import SIGNIFICANT
 from dissensus.bench.report.intervals import holm
 from dissensus.bench.report.tables import p_text
 from dissensus.bench.run.provenance import provenance
-from dissensus.evaluation.corruption_curves import Corruptions
+from dissensus.evaluation.robustness_curves import Corruptions
 from dissensus.utils.parameter_groups import constant_tail, plateau_linear
 
 NETWORKS = 5

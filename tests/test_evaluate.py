@@ -14,9 +14,9 @@ from dissensus.bench.report.measures import measures as of_report
 from dissensus.data import Batches, Standardiser
 from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS, corrupt
 from dissensus.engine.prediction_loop import draw_once
-from dissensus.evaluation.corruption_curves import Corruptions, corrupted_counts
 from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation, metric_text
+from dissensus.evaluation.robustness_curves import Corruptions, corrupted_counts
 
 
 def rows(count: int = 60, classes: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,9 +29,9 @@ from dissensus.bench.run.jobs import file_mismatch_errors
 from dissensus.bench.run.run import Run
 from dissensus.bench.run.training_watch import FILE, read_measurements
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.data import file_formats, numpy_files, tabular
-from dissensus.evaluation.corruption_curves import CorruptedCounts
-from dissensus.evaluation.member_distances import MemberDistances
+from dissensus.data import file_formats, tabular
+from dissensus.evaluation.member_diagnostics import MemberDistances
+from dissensus.evaluation.robustness_curves import CorruptedCounts
 from dissensus.training.checkpoint import Checkpoints
 from dissensus.training.history import Best, Epoch, History
 from mutations import mutated
@@ -251,7 +251,7 @@ READERS = {
         written(set=in_memory(lambda file: np.savez(file, **TABLE))),
         lambda folder: tabular.read_tabular_npz(folder / "set", name="set"),
     ),
-    "published": Reader(published_set, lambda folder: numpy_files.read_array(folder / "fog.npy", (3, 4))),
+    "published": Reader(published_set, lambda folder: file_formats.read_array(folder / "fog.npy", (3, 4))),
     "task": Reader(written(**{"task.toml": TASK}), task),
     "run": Reader(run_folder, read_run),
     "report": Reader(run_folder, reported, weight=0.1),

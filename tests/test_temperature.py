@@ -10,7 +10,7 @@ from torch import nn
 
 import dissensus as ds
 import tiny
-from dissensus.calibration.fit_temperature import best_temperature, minimise
+from dissensus.calibration.calibrate import best_temperature, minimise
 
 F64 = torch.float64
 
@@ -159,7 +159,7 @@ def test_predictions_converted_in_parts_have_the_same_temperature(monkeypatch):
     x, y = calibrated(500)
     predictive, weight = ds.ClassificationPredictive((3 * x).log_softmax(1)[None]), torch.rand(500, dtype=F64)
     whole = best_temperature(predictive, y, weight)
-    monkeypatch.setattr("dissensus.calibration.fit_temperature.NUMBERS", 7 * 3)
+    monkeypatch.setattr("dissensus.calibration.calibrate.NUMBERS", 7 * 3)
     assert best_temperature(predictive, y, weight) == pytest.approx(whole, rel=1e-5)
 
 

@@ -20,18 +20,20 @@ from dissensus.version import __version__ as __version__
 if TYPE_CHECKING:
     from dissensus import attacks, data, distributed, landscape, metrics, nets, sklearn, theory
     from dissensus.calibration.calibrate import Calibrated, calibrate, temperature_scale
-    from dissensus.calibration.conformal import conformal
-    from dissensus.calibration.conformal_sets import Conformal
-    from dissensus.calibration.gate import Gate
-    from dissensus.calibration.selective import ood_gate, selective
+    from dissensus.calibration.conformal import Conformal, conformal
+    from dissensus.calibration.selective import Gate, ood_gate, selective
     from dissensus.core.drawn_functions import DrawnFunctions, MemberFunctions
     from dissensus.core.particles import Particles
-    from dissensus.evaluation.attack_curves import AttackCurves
-    from dissensus.evaluation.chain_convergence import Convergence, convergence
-    from dissensus.evaluation.corruption_curves import Corruptions
     from dissensus.evaluation.evaluate import evaluate
     from dissensus.evaluation.evaluation import Evaluation
-    from dissensus.evaluation.member_distances import DistancesOverTraining, MemberDistances, member_distances
+    from dissensus.evaluation.member_diagnostics import (
+        Convergence,
+        DistancesOverTraining,
+        MemberDistances,
+        convergence,
+        member_distances,
+    )
+    from dissensus.evaluation.robustness_curves import AttackCurves, Corruptions
     from dissensus.export_model import export
     from dissensus.layers.modulation import Modulation
     from dissensus.layers.nodes import Capacity, capacity
@@ -76,22 +78,22 @@ KIND_ROOMS.append("dissensus.calibration")  # imported when a file has a calibra
 # Name -> module, imported on first use. All other names of `__all__` are in `dissensus.methods`.
 _HOMES = {
     "Annealing": "numerics.annealing",
-    "AttackCurves": "evaluation.attack_curves",
+    "AttackCurves": "evaluation.robustness_curves",
     "Calibrated": "calibration.calibrate",
     "Capacity": "layers.nodes",
-    "Conformal": "calibration.conformal_sets",
-    "Convergence": "evaluation.chain_convergence",
-    "Corruptions": "evaluation.corruption_curves",
-    "DistancesOverTraining": "evaluation.member_distances",
+    "Conformal": "calibration.conformal",
+    "Convergence": "evaluation.member_diagnostics",
+    "Corruptions": "evaluation.robustness_curves",
+    "DistancesOverTraining": "evaluation.member_diagnostics",
     "DrawnFunctions": "core.drawn_functions",
     "EmpCov": "methods.parts.empcov_prior",
     "Epoch": "training.history",
     "Evaluation": "evaluation.evaluation",
-    "Gate": "calibration.gate",
+    "Gate": "calibration.selective",
     "Group": "utils.parameter_groups",
     "History": "training.history",
     "Lengthscales": "numerics.lengthscales",
-    "MemberDistances": "evaluation.member_distances",
+    "MemberDistances": "evaluation.member_diagnostics",
     "MemberFunctions": "core.drawn_functions",
     "Modulation": "layers.modulation",
     "Particles": "core.particles",
@@ -100,12 +102,12 @@ _HOMES = {
     "calibrate": "calibration.calibrate",
     "capacity": "layers.nodes",
     "conformal": "calibration.conformal",
-    "convergence": "evaluation.chain_convergence",
+    "convergence": "evaluation.member_diagnostics",
     "evaluate": "evaluation.evaluate",
     "export": "export_model",
     "fit": "training.fit",
     "load": "storage",
-    "member_distances": "evaluation.member_distances",
+    "member_distances": "evaluation.member_diagnostics",
     "ood_gate": "calibration.selective",
     "pca_lengthscales": "numerics.lengthscales",
     "save": "storage",

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from dissensus.calibration.conformal_scores import INTERVAL_SCORES
-from dissensus.calibration.conformal_sets import Conformal
-from dissensus.calibration.gate import Gate
+from dissensus.calibration.conformal import INTERVAL_SCORES, Conformal
+from dissensus.calibration.selective import Gate
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
 from dissensus.core.calibrated import describe_model

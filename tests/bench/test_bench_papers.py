@@ -12,7 +12,7 @@ from dissensus.bench.report.published_numbers import published_numbers
 from dissensus.bench.run.build import check_complete
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.data.corruptions import BENCHMARK, CORRUPTIONS
-from dissensus.evaluation.corruption_curves import Corruptions
+from dissensus.evaluation.robustness_curves import Corruptions
 
 ROOT = Path(__file__).parents[2]
 TABLES = ("cifar10-forde", "cifar100-forde")

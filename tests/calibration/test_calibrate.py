@@ -13,8 +13,7 @@ from sklearn.isotonic import IsotonicRegression
 from torch import nn
 
 import dissensus as ds
-from dissensus.calibration.calibrate import predict_held_out
-from dissensus.calibration.calibration_fits import fit_correction
+from dissensus.calibration.calibrate import fit_correction, predict_held_out
 from dissensus.core.calibrated import Correction
 from dissensus.core.predictive import ClassificationSummary
 from dissensus.metrics import ece

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dissensus.calibration.quantiles import least_rows, sort_with_mass, weighted_quantile
+from dissensus.calibration.conformal import least_rows, sort_with_mass, weighted_quantile
 
 
 def thresholds(scores, level, weight=None, new=None):

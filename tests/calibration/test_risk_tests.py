@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dissensus.calibration.risk_tests import binomial_bound, binomial_tail, errorless_rows, least_risk, safe_threshold
+from dissensus.calibration.selective import binomial_bound, binomial_tail, errorless_rows, least_risk, safe_threshold
 
 
 def test_the_fewest_rows_without_an_error():

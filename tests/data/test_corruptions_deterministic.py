@@ -14,10 +14,9 @@ from PIL import Image
 from skimage.color import hsv2rgb, rgb2hsv
 from skimage.filters import gaussian
 
-from dissensus.data.corruption.blur import disk
-from dissensus.data.corruption.jpeg import jpeg_compression
-from dissensus.data.corruption.separable_maps import box_matrix, gaussian_matrix, zoom_matrix
+from dissensus.data.corruption_effects import disk, jpeg_compression
 from dissensus.data.corruptions import RECIPES, corrupt
+from dissensus.data.image_arithmetic import box_matrix, gaussian_matrix, zoom_matrix
 from thinning import often
 
 SEVERITIES = [1, 2, 3, 4, 5]

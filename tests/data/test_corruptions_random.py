@@ -18,9 +18,9 @@ import torch
 from PIL import Image
 from skimage.filters import gaussian
 
-from dissensus.data.corruption import blur, digital, noise, spatter, weather
-from dissensus.data.corruption.image_draws import Draws, image_keys
+from dissensus.data import corruption_effects as effects
 from dissensus.data.corruptions import RECIPES, corrupt
+from dissensus.data.image_arithmetic import Draws, image_keys
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def test_a_trail_equals_the_reference_motion_blur(reference: types.ModuleType) -
     images, generator = scene(12), np.random.default_rng(1)
     for constants in (recipe.constants for recipe in RECIPES["motion_blur"]):
         angle = generator.uniform(-180, 180, 12)
-        ours = to_levels(blur.trail(to_unit(images), torch.from_numpy(angle), *constants))
+        ours = to_levels(effects.trail(to_unit(images), torch.from_numpy(angle), *constants))
         theirs = [
             reference._motion_blur(image, *constants, a) for image, a in zip(images.astype(float), angle, strict=True)
         ]
@@ -104,7 +104,7 @@ def test_plasma_equals_the_reference_diamond_square(
         queue = iter(places)
         monkeypatch.setattr(np.random, "uniform", lambda low, high, shape, queue=queue: high * next(queue))
         theirs = reference.plasma_fractal(mapsize=32, wibbledecay=decay)
-        ours = weather.plasma(torch.from_numpy(field)[None], decay)[0]
+        ours = effects.plasma(torch.from_numpy(field)[None], decay)[0]
         np.testing.assert_allclose(ours, theirs, atol=1e-12)
 
 
@@ -114,9 +114,9 @@ def test_fog_equals_the_reference_fog(reference: types.ModuleType, monkeypatch: 
     monkeypatch.setattr(
         reference,
         "plasma_fractal",
-        lambda mapsize, wibbledecay: weather.plasma(torch.from_numpy(field), wibbledecay)[0].numpy(),
+        lambda mapsize, wibbledecay: effects.plasma(torch.from_numpy(field), wibbledecay)[0].numpy(),
     )
-    ours = to_levels(weather.fog(to_unit(image), given((field + 1) / 2), 1.5, 2))
+    ours = to_levels(effects.fog(to_unit(image), given((field + 1) / 2), 1.5, 2))
     np.testing.assert_allclose(ours[0], reference.fog(image[0], severity=1), atol=1e-9)
 
 
@@ -135,7 +135,7 @@ def test_spatter_equals_the_reference_spatter(
     queue = iter(field)
     monkeypatch.setattr(np.random, "normal", lambda size, loc, scale: loc + scale * next(queue))
     theirs = np.stack([reference.spatter(Image.fromarray(image), severity) for image in images])
-    operation = spatter.spatter if severity <= 3 else spatter.spatter_mud
+    operation = effects.spatter if severity <= 3 else effects.spatter_mud
     ours = to_levels(operation(to_unit(images), given(field), *constants))
     assert np.abs(ours - images).max() > 20  # there are drops
     difference = np.abs(ours - theirs)
@@ -147,18 +147,18 @@ def test_canny_chamfer_distance_and_equalisation_equal_opencv() -> None:
     generator = np.random.default_rng(4)
     soft = scipy.ndimage.gaussian_filter(generator.normal(size=(60, 32, 40)), (0, 1.5, 1.5))
     images = np.uint8(np.clip(127 + 250 * soft, 0, 255))
-    edges = spatter.canny(torch.from_numpy(images).double(), 50, 150)
+    edges = effects.canny(torch.from_numpy(images).double(), 50, 150)
     theirs = np.stack([cv2.Canny(image, 50, 150) for image in images])
     assert 0.02 < (theirs > 0).mean() < 0.5
     np.testing.assert_array_equal(edges, theirs > 0)
 
     few = generator.uniform(size=(60, 32, 40)) < 0.003
-    distance = spatter.chamfer_distance(torch.from_numpy(few), limit=20)
+    distance = effects.chamfer_distance(torch.from_numpy(few), limit=20)
     theirs = np.stack([np.minimum(cv2.distanceTransform(np.uint8(255 * ~one), cv2.DIST_L2, 5), 20) for one in few])
     np.testing.assert_allclose(distance, theirs, atol=1e-3)
 
     levels = np.uint8(theirs)
-    spread = spatter.equalise_histogram(torch.from_numpy(levels).double())
+    spread = effects.equalise_histogram(torch.from_numpy(levels).double())
     np.testing.assert_array_equal(spread, [cv2.equalizeHist(one) for one in levels])
 
 
@@ -176,7 +176,7 @@ def test_glass_blur_equals_the_published_loop_over_pixels(severity: int) -> None
                     down, right = (int(np.floor(u * 2 * reach)) - reach for u in numbers[i, :, h, w])
                     x[h, w], x[h + down, w + right] = x[h + down, w + right], x[h, w]  # views: not a swap
         theirs.append(np.clip(gaussian(x / 255, sigma=sigma, channel_axis=-1), 0, 1) * 255)
-    ours = to_levels(blur.glass_blur(to_unit(images), given(uniform), sigma, reach, rounds))
+    ours = to_levels(effects.glass_blur(to_unit(images), given(uniform), sigma, reach, rounds))
     # the first cut to eight bits may fall on an exact tie: one level
     assert np.abs(ours - theirs).max() <= 1.001
     assert (np.abs(ours - theirs) > 1e-6).mean() < 0.05
@@ -203,7 +203,7 @@ def test_snow_equals_a_pipeline_of_scipy_opencv_and_the_reference_motion_blur(
         grey = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)[..., None]
         x = keep * image + (1 - keep) * np.maximum(image, grey * 1.5 + 0.5)
         theirs.append(np.clip(x + layer + np.rot90(layer, k=2), 0, 1) * 255)
-    ours = to_levels(weather.snow(to_unit(images), given(field, turn), *RECIPES["snow"][severity - 1].constants))
+    ours = to_levels(effects.snow(to_unit(images), given(field, turn), *RECIPES["snow"][severity - 1].constants))
     assert np.abs(ours - theirs).max() <= 2.001  # a tie in each of two roundings
     assert (np.abs(ours - theirs) > 1e-3).mean() < 0.005
 
@@ -230,7 +230,7 @@ def test_elastic_transform_equals_opencvs_affine_map_and_scipys_interpolation(se
             scipy.ndimage.map_coordinates(layer.reshape(32, 32), place, order=1, mode="reflect") for layer in warped
         ]
         theirs.append(np.stack(layers, -1) * 255)
-    ours = to_levels(digital.elastic_transform(to_unit(images), given(corners, field), bend, smoothness, jolt))
+    ours = to_levels(effects.elastic_transform(to_unit(images), given(corners, field), bend, smoothness, jolt))
     np.testing.assert_allclose(ours, theirs, atol=0.01)  # float32 on both sides
 
 
@@ -272,7 +272,7 @@ def test_normal_noise_has_the_published_standard_deviation(name: str, severity: 
 
 def test_the_poisson_table_equals_scipy() -> None:
     for photons in (50, 500):
-        table = noise.poisson_table(photons)
+        table = effects.poisson_table(photons)
         rates = np.arange(256)[:, None] / 255 * photons
         np.testing.assert_allclose(table, scipy.stats.poisson.cdf(np.arange(table.shape[1]), rates), atol=1e-12)
         assert table[:, -1].min() > 1 - 1e-14
@@ -281,7 +281,7 @@ def test_the_poisson_table_equals_scipy() -> None:
 def test_shot_noise_counts_follow_poissons_law() -> None:
     for level, photons in ((100, 50), (255, 500)):
         draws = Draws(image_keys(level, 0, torch.arange(64)))
-        counts = noise.shot_noise(grey_image(level) / 255.0, draws, photons) * photons
+        counts = effects.shot_noise(grey_image(level) / 255.0, draws, photons) * photons
         rate = level / 255 * photons
         bins = np.unique(scipy.stats.poisson.ppf(np.linspace(0, 1, 12)[1:-1], rate))
         expected = counts.numel() * np.diff(scipy.stats.poisson.cdf([-1, *bins, 1e6], rate))
@@ -324,7 +324,7 @@ def test_procedural_frost_looks_like_the_published_photographs(reference: types.
             i, j = (generator.integers(size - 32) for size in photograph.shape[:2])
             crops.append(photograph[i : i + 32, j : j + 32])
     theirs = texture_statistics(np.stack(crops).astype(float))
-    made = weather.ice(Draws(image_keys(0, 0, torch.arange(500))), 32, 32).permute(0, 2, 3, 1).numpy() * 255
+    made = effects.ice(Draws(image_keys(0, 0, torch.arange(500))), 32, 32).permute(0, 2, 3, 1).numpy() * 255
     ours = texture_statistics(made)
     # 500 crops whose means deviate by 40 levels: an error of 1.8 in a colour, 1.3 in the deviation
     np.testing.assert_allclose(ours[:4], theirs[:4], atol=7.2)

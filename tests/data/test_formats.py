@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
-from dissensus.data.file_formats import read_cifar_binary, read_cifar_python, read_idx, read_mat, read_npz
-from dissensus.data.numpy_files import npz_arrays
+from dissensus.data.file_formats import npz_arrays, read_cifar_binary, read_cifar_python, read_idx, read_mat, read_npz
 from refusals import refuses
 
 IDX_CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
-from dissensus.data.file_formats import read_mat
-from dissensus.data.untrusted_files import matlab_arrays
+from dissensus.data.file_formats import matlab_arrays, read_mat
 from thinning import often
 
 TYPES = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8"]

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from dissensus.data import digits, fashion
-from dissensus.data.shipped import regression_points
+from dissensus.data.toy import regression_points
 
 EMBEDDED = files("dissensus.data") / "embedded"
 

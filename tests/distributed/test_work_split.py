@@ -19,7 +19,7 @@ from dissensus.core.drawn_functions import MemberFunctions
 from dissensus.core.loader import map_batches, partition_functions
 from dissensus.core.member_runner import Runner
 from dissensus.data import Batches
-from dissensus.evaluation.corruption_curves import Corruptions
+from dissensus.evaluation.robustness_curves import Corruptions
 from thinning import often
 
 N, BATCH = 90, 16  # 6 batches, the last one of 10: no multiple of 4

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import dissensus as ds
-from dissensus.evaluation.member_distances import DistancesOverTraining, mean_angle, mean_distance, member_distances
+from dissensus.evaluation.member_diagnostics import DistancesOverTraining, mean_angle, mean_distance, member_distances
 from refusals import refuses
 from tiny import ensemble, mlp, points
 

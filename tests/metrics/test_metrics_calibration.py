@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dissensus import metrics
-from dissensus.metrics.calibration import confidence_bin
+from dissensus.metrics.classification import confidence_bin
 
 
 def forecasts(n=400, classes=5, seed=0):

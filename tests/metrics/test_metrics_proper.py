@@ -6,7 +6,7 @@ import sklearn.metrics
 import torch
 
 from dissensus import metrics
-from dissensus.metrics.proper_scores import mean_of_present
+from dissensus.metrics.classification import mean_of_present
 
 
 def forecasts(n=200, classes=4, seed=0, sharpness=2.0):

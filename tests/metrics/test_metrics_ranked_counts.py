@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dissensus.metrics.ranked_counts import RankedCounts, ranked_counts
+from dissensus.metrics.ranking import RankedCounts, ranked_counts
 
 
 def test_counts_stand_at_distinct_scores_from_high_to_low():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dissensus import metrics
-from dissensus.metrics.calibration import confidence_ece
+from dissensus.metrics.classification import confidence_ece
 
 RANKINGS = {
     "auroc": {},

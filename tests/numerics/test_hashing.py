@@ -2,6 +2,8 @@
 
 import torch
 
+from dissensus.data.image_arithmetic import Draws, image_keys
+from dissensus.methods.parts.comparison_spaces import normal_from_step
 from dissensus.data.corruption.image_draws import Draws, image_keys
 from dissensus.methods.parts.repulsion import normal_from_step
 from dissensus.numerics.hashing import WEYL, as_signed, mix_bits, shift_right

@@ -10,6 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dissensus.attacks.attack_loss import Adversarial, AttackObjective, Draw
+from dissensus.attacks.constraint import Ball, Bounds, Norm
+from dissensus.core.posterior import Posterior
+from dissensus.data.input_transforms import Standardiser
+from dissensus.utils.checks import integer, number
 from dissensus.core.batch import Batch, call_network
 from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.likelihood import Classification

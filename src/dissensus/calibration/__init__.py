@@ -1,9 +1,5 @@
-"""Calibrations of a posterior, and promises about calibrated predictions. Data and arithmetic only, no loaders."""
+"""Calibrations of a posterior, and promises about calibrated predictions; a file's are found once this is imported."""
 
-from dissensus.calibration.class_calibrations import HistogramCalibration, IsotonicCalibration, VectorScaling
-from dissensus.calibration.conformal_sets import Conformal
-from dissensus.calibration.gate import Gate
-from dissensus.calibration.value_calibrations import CumulativeCalibration, DeviationScaling
-
-__all__ = ["Conformal", "CumulativeCalibration", "DeviationScaling", "Gate", "HistogramCalibration"]
-__all__ += ["IsotonicCalibration", "VectorScaling"]
+from dissensus.calibration import calibrations as calibrations
+from dissensus.calibration import conformal as conformal
+from dissensus.calibration import selective as selective

@@ -1,25 +1,41 @@
-"""conformal: sets of classes and intervals with a promised coverage, from held-out rows, on any posterior."""
+"""conformal: sets of classes and intervals with a promised coverage, from held-out rows, on any posterior.
+
+Scores tell how badly a label or value fits a prediction, in float64, higher = worse. With any score the guarantee holds; a
+better one gives smaller sets. Of classes:
+
+- `lac`: −log p̄_k, with the same order as 1 − p̄_k (Sadinle, Lei & Wasserman 2019): the smallest sets on average;
+- `aps`: the mass of the likelier classes plus u p̄_k (Romano, Sesia & Candès, NeurIPS 2020): larger sets for hard inputs.
+  u is random if the score is randomised, else 0, so that the likeliest class is in every set;
+- `raps`: the same plus penalty · max(0, rank_k − free) (Angelopoulos et al., ICLR 2021): fewer very large sets;
+- `disagreement`: −log(p̄_k + penalty · σ_k), σ_k the standard deviation of p_k over members: a class is in the set if some
+  members give it a high probability, so sets grow where members disagree. With one member it equals `lac`.
+
+Of values of a regression, each output separately:
+
+- `cqr`: max(l − y, y − h), l and h the mixture's quantiles around the level (Romano, Patterson & Candès, NeurIPS 2019);
+- `residual`: |y − mean| / standard deviation of the predictive.
+"""
+
+from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dissensus.calibration.calibration_rows import CalibrationRows, calibration_rows, check_name
-from dissensus.calibration.conformal_scores import (
-    CLASS_SCORES,
-    INTERVAL_SCORES,
-    RANDOMISED,
-    SETTINGS,
-    class_scores,
-    interval_score,
-)
-from dissensus.calibration.conformal_sets import Conformal, RowFunction
-from dissensus.calibration.quantiles import least_rows, sort_with_mass
-from dissensus.core.posterior import Posterior
-from dissensus.core.predictive import CategoricalPredictive, Predictive
+from dissensus import metrics
+from dissensus.core import batch as batches
+from dissensus.core.batch import Inputs
+from dissensus.core.calibrated import Guarantee
+from dissensus.core.loader import Loader
+from dissensus.core.posterior import Posterior, expect_posterior, inference_context
+from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive
+from dissensus.engine.prediction_loop import predict_loader
+from dissensus.numerics.randomness import RandomnessDetector
 from dissensus.utils.checks import fraction, integer, number, one_of
 
 log = logging.getLogger("dissensus")
@@ -161,3 +177,324 @@ def _conformal_tensors(
         log.warning("%s; with fewer rows it %s, here %s", needs, effect, named)
     ordered, mass = (torch.cat(each) for each in zip(*parts, strict=True))
     return {"scores": ordered, "mass": mass, "sizes": sizes, "groups": known}
+
+
+RowFunction = Callable[[Any], Tensor]  # inputs (B, ...) -> one number per row, (B,)
+
+
+class Conformal(Guarantee):
+    """Sets (`.set`) or intervals (`.interval`) with guaranteed coverage; made by `ds.conformal`, saved with the posterior.
+
+    P(truth in the set) ≥ level over the randomness of a new row and the calibration rows, if these are exchangeable. For one
+    given calibration, the coverage of new rows is a draw from about Beta(k, n + 1 − k), k = ⌈(n + 1) · level⌉.
+
+    Public attributes: `level`, `score`, `rows` (number of calibration rows), `facts` (all settings).
+    """
+
+    kind = "conformal"
+    scores: Tensor  # (n, P) of the calibration rows, group after group, sorted within each
+    mass: Tensor  # (n, P) cumulative weights of the rows within their group
+    sizes: Tensor  # (G,) rows in each group
+    groups: Tensor  # (G,) the groups' numbers
+
+    def __init__(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(facts, tensors)
+        self.level = float(facts["level"])
+        self.score = str(facts["score"])
+        self.rows = len(self.scores)
+        self.group_of: RowFunction | None = None  # files hold no functions: after loading, group numbers are passed
+        self.weight_of: RowFunction | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # It moves with its posterior to another device, but keeps its precision, so that thresholds do not change.
+        for name, tensor in self._buffers.items():
+            self._buffers[name] = None if tensor is None else tensor.to(fn(tensor).device)
+        return self
+
+    def set(
+        self,
+        x: Inputs | Predictive,
+        *,
+        weight: Tensor | None = None,
+        group: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """(B, K) boolean: the classes in each set. A set may be empty, if no class fits the input well enough.
+
+        Args:
+            x: one batch of inputs, or the posterior's `Predictive` for one.
+            weight: (B,) ratio of the densities of shifted inputs and calibration inputs at x; required if the calibration
+                rows had weights.
+            group: (B,) integers, if groups were calibrated; required after loading, and with a `Predictive`.
+            generator: generator for a randomised score; None is torch's global one.
+        """
+        if self.score not in CLASS_SCORES:
+            raise TypeError(f"expected a classification for sets, got the score {self.score!r}; call .interval(x)")
+        predictive, thresholds = self._resolve_inputs(x, weight, group)
+        outputs = (self.facts["outputs"],)
+        if not isinstance(predictive, CategoricalPredictive) or predictive.log_mean.shape[1:] != outputs:
+            wanted = f"{self.facts['outputs']} classes per row"
+            raise ValueError(f"expected {wanted}, got {predictive!r}; use its own posterior")
+        return class_scores(predictive, self.facts, generator) <= add_tolerance(thresholds)
+
+    def interval(
+        self, x: Inputs | Predictive, *, weight: Tensor | None = None, group: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(lower, upper), each of the mean's shape: an interval for each output separately; arguments as in `set`.
+
+        The ends are ∓∞ if there are too few calibration rows for finite ones, and equal if the interval is empty.
+        """
+        if self.score in CLASS_SCORES:
+            raise TypeError(f"expected a regression for intervals, got the score {self.score!r}; call .set(x)")
+        predictive, thresholds = self._resolve_inputs(x, weight, group)
+        lower, upper, unit = interval_ends(predictive, self.score, self.level)  # (B, P)
+        if lower.shape[1] != self.facts["outputs"]:
+            wanted = f"{self.facts['outputs']} outputs per row"
+            raise ValueError(f"expected {wanted}, got {predictive!r}; use its own posterior")
+        lower, upper = lower - thresholds * unit, upper + thresholds * unit
+        rounding = 16 * torch.finfo(predictive.mean.dtype).eps * torch.maximum(lower.abs(), upper.abs())
+        # For equal inputs in another batch whose target is at an end.
+        lower, upper = lower - rounding, upper + rounding
+        middle = torch.where(lower > upper, 0.5 * (lower + upper), 0.0)
+        ordered = torch.where(lower > upper, middle, lower), torch.where(lower > upper, middle, upper)
+        mean = predictive.mean
+        return ordered[0].reshape(mean.shape).to(mean.dtype), ordered[1].reshape(mean.shape).to(mean.dtype)
+
+    def _resolve_inputs(
+        self, x: Inputs | Predictive, weight: Tensor | None, group: Tensor | None
+    ) -> tuple[Predictive, Tensor]:
+        """(predictive, (B or 1, P or K) thresholds)."""
+        posterior = self.posterior  # raises if its predictions have changed
+        predictive = x if isinstance(x, Predictive) else posterior.predict(x)
+        inputs = None if isinstance(x, Predictive) else posterior.transform_inputs(x)  # as in calibration
+        rows, weighted = len(predictive), self.facts["weighted"]
+        w = self._row_values("weight", weight, self.weight_of, inputs, rows) if weighted else torch.ones(1)
+        by_group = self.facts["by"] == "group"
+        g = self._row_values("group", group, self.group_of, inputs, len(predictive)) if by_group else None
+        return predictive, self.thresholds(w.double(), g).to(predictive.defining_tensors()[0].device)
+
+    def _row_values(self, name: str, given: Tensor | None, function: RowFunction | None, x: Any, rows: int) -> Tensor:
+        found = given if given is not None or function is None or x is None else function(x)
+        if found is None or found.shape != (rows,) or (name == "weight" and bool((found < 0).any())):
+            got = "none" if found is None else f"{found.dtype} {tuple(found.shape)}, the least {float(found.min()):g}"
+            least = ", at least 0" if name == "weight" else ""
+            hint = f"calibration had one: pass {name}=, a tensor of shape ({rows},)"
+            raise ValueError(f"expected a {name} for each of {rows} rows{least}, got {got}; {hint}")
+        return found
+
+    def thresholds(self, weight: Tensor, group: Tensor | None = None) -> Tensor:
+        """(B, P), or (B, K) per class: the largest score in the set, for rows with these weights (B,) and groups (B,)."""
+        weight = weight if self.facts["weighted"] else torch.ones(1, dtype=torch.float64)
+        each = self._quantiles(weight)  # (G, B, P)
+        if self.facts["by"] == "class":
+            return each[..., 0].T
+        if group is None:
+            return each[0]
+        same = group.to(each.device)[:, None] == self.groups  # (B, G)
+        unseen = torch.full_like(each[:1], torch.inf)
+        index = torch.where(same.any(1), same.int().argmax(1), len(each))
+        rows = torch.arange(len(index), device=each.device)
+        return torch.cat([each, unseen]).expand(-1, len(index), -1)[index, rows]
+
+    def _quantiles(self, weight: Tensor) -> Tensor:
+        """(G, B, P) thresholds of every group for rows with these weights (B,)."""
+        sizes, weight = self.sizes.tolist(), weight.to(self.scores.device)
+        parts = zip(torch.split(self.scores, sizes), torch.split(self.mass, sizes), strict=True)
+        return torch.stack([weighted_quantile(scores, mass, self.level, weight) for scores, mass in parts])
+
+    def __repr__(self) -> str:
+        return f"Conformal({self.describe()})"
+
+    def describe(self) -> str:
+        """The guarantee in one sentence."""
+        by = "" if self.facts["by"] is None else f", for every {self.facts['by']} separately"
+        what = "sets" if self.score in CLASS_SCORES else "intervals"
+        return f"{what} contain the truth with probability at least {self.level:g}{by} ({self.rows} calibration rows)"
+
+
+def measure_coverage(
+    conformal: Conformal, predictive: Predictive, y: Tensor, generator: torch.Generator, **rows: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(N,) the share of outputs inside (0 or 1 for a class) and (N,) the number of classes in the set or the mean width.
+
+    For predictions of rows with targets y; `rows`: weight and group, if used.
+    """
+    if conformal.score in CLASS_SCORES:
+        found = conformal.set(predictive, generator=generator, **rows)
+        hit = found.gather(1, y.to(found.device)[:, None])[:, 0]
+        return hit.double(), found.sum(1).double()
+    lower, upper = (end.double() for end in conformal.interval(predictive, **rows))
+    inside = (lower <= y.to(lower.device)) & (y.to(lower.device) <= upper)
+    rows_first = (len(y), -1)
+    return inside.double().reshape(rows_first).mean(1), (upper - lower).reshape(rows_first).mean(1)
+
+
+def lac(predictive: CategoricalPredictive, u: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    log_mean = predictive.log_mean
+    # If the largest probability rounds to 1, its distance from 1 comes from the others, so that confident rows do not tie.
+    likeliest = metrics.max_probability_score(log_mean)[:, None]
+    return (-log_mean.double()).scatter(1, log_mean.argmax(1, keepdim=True), likeliest)
+
+
+def aps(predictive: CategoricalPredictive, u: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    ordered, order = predictive.log_mean.double().exp().sort(dim=1, descending=True, stable=True)
+    mass = ordered.cumsum(1) - ordered + u[:, None] * ordered
+    if settings:  # raps
+        rank = torch.arange(1, mass.shape[1] + 1, device=mass.device)
+        mass = mass + settings["penalty"] * (rank - settings["free"]).clamp(min=0)
+    return torch.empty_like(mass).scatter(1, order, mass)
+
+
+def disagreement(predictive: CategoricalPredictive, u: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    members = predictive.log_probs.double().exp()  # (M, B, K)
+    likely: Tensor = members.mean(0) + settings["penalty"] * members.std(0, correction=0)
+    return -likely.log()
+
+
+# name -> function of (predictive, u (B,) in [0, 1], settings) that returns (B, K)
+ClassScore = Callable[[CategoricalPredictive, Tensor, Mapping[str, Any]], Tensor]
+CLASS_SCORES: dict[str, ClassScore] = {"lac": lac, "aps": aps, "raps": aps, "disagreement": disagreement}
+# default settings
+SETTINGS: dict[str, dict[str, float]] = {"raps": {"penalty": 0.01, "free": 5}, "disagreement": {"penalty": 1.0}}
+RANDOMISED = ("aps", "raps")  # scores that use u
+INTERVAL_SCORES = ("cqr", "residual")
+
+
+def class_scores(
+    predictive: CategoricalPredictive, facts: Mapping[str, Any], generator: torch.Generator | None
+) -> Tensor:
+    """(B, K) scores of all classes, computed in the same way for calibration rows and new ones."""
+    u = torch.zeros(predictive.log_mean.shape[0], dtype=torch.float64)
+    if facts["randomised"]:
+        device = "cpu" if generator is None else generator.device
+        u = torch.rand(len(predictive), dtype=torch.float64, generator=generator, device=device)
+    return CLASS_SCORES[facts["score"]](predictive, u.to(predictive.log_mean.device), facts["settings"])
+
+
+def interval_ends(predictive: Predictive, score: str, level: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(lower, upper, unit), each (B, P): the interval at threshold q is [lower − q · unit, upper + q · unit]."""
+    mean = _flat(predictive.mean)
+    if score == "residual":
+        return mean, mean, _flat(predictive.total).sqrt()
+    lower, upper = (_flat(end) for end in predictive.interval(level))
+    return lower, upper, torch.ones_like(mean)
+
+
+def interval_score(predictive: Predictive, y: Tensor, score: str, level: float) -> Tensor:
+    """(B, P) the smallest threshold at which the interval contains y."""
+    lower, upper, unit = interval_ends(predictive, score, level)
+    return torch.maximum(lower - _flat(y), _flat(y) - upper) / unit
+
+
+def _flat(values: Tensor) -> Tensor:
+    return values.double().reshape(values.shape[0], -1)
+
+
+def mutual_information(predictive: Any) -> Tensor:
+    if isinstance(predictive, ClassificationPredictive):
+        return metrics.mutual_information_score(predictive.log_probs)
+    return cast(Tensor, predictive.epistemic.double())  # a summary keeps it
+
+
+# name -> function that returns the uncertainty (B,) of a predictive, or (B, H, W) of its pixels; `evaluate` ranks by it
+Uncertainties = dict[str, Callable[[Any], Tensor]]
+CLASS_UNCERTAINTY: Uncertainties = {
+    "max_probability": lambda predictive: metrics.max_probability_score(predictive.log_mean),
+    "entropy": lambda predictive: metrics.entropy_score(predictive.log_mean),
+    "mutual_information": mutual_information,
+}
+VALUE_UNCERTAINTY: Uncertainties = {
+    "variance": lambda predictive: _flat(predictive.total).sum(1),
+    "epistemic": lambda predictive: _flat(predictive.epistemic).sum(1),
+}
+
+
+def uncertainties(predictive: Predictive) -> Uncertainties:
+    """The uncertainties that such a predictive has."""
+    return CLASS_UNCERTAINTY if isinstance(predictive, CategoricalPredictive) else VALUE_UNCERTAINTY
+
+
+# Weighted order statistics (Vovk et al. 2005; Tibshirani et al., NeurIPS 2019).
+ROUNDING = 1e-12  # 0.55 · 20 is 11.000000000000002 in floating point: the 11th of 19 scores is right, not the 12th
+# A network's outputs for one input differ by about 1e-6 between batches. If inputs repeat (all features are categories), many
+# rows share the score at the threshold, and all of them must fall on the same side.
+SAME = 1e-5
+
+
+def least_rows(level: float) -> int:
+    """The fewest rows that give a finite threshold: ⌈(n + 1) · level⌉ ≤ n, so n ≥ level / (1 − level)."""
+    return math.ceil(level / (1 - level) * (1 - 1e-9))
+
+
+def sort_with_mass(scores: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(sorted scores, cumulative weights), both (n, P), from scores (n, P) and weights (n,), for `weighted_quantile`."""
+    ordered, order = scores.sort(0)
+    return ordered, weight[order].cumsum(0)
+
+
+def weighted_quantile(scores: Tensor, mass: Tensor, level: float, weight: Tensor) -> Tensor:
+    """(B, P) thresholds for B new rows with these weights (B,); ∞ if there are too few calibration rows.
+
+    The smallest score s with Σ_{s_i ≤ s} w_i ≥ level · (Σ w_i + w), where w_i are the calibration rows' weights and w that of
+    the new row, whose own score counts as ∞. Without weights it is the ⌈(n + 1) · level⌉-th smallest.
+
+    `scores`, `mass`: the result of `sort_with_mass`.
+    """
+    total = mass[-1:].sum(0) + weight[:, None]  # (B, P); without calibration rows, only the new row's
+    wanted = (level * total * (1 - ROUNDING)).T.contiguous()  # (P, B)
+    index = torch.searchsorted(mass.T.contiguous(), wanted).T  # (B, P) index of the first score with enough mass
+    last = torch.full_like(scores[:1], math.inf) if len(scores) else scores.new_full((1, scores.shape[1]), math.inf)
+    return torch.cat([scores, last]).gather(0, index)
+
+
+def add_tolerance(threshold: Tensor) -> Tensor:
+    """The threshold, raised by a rounding tolerance, so that equal scores fall on the same side."""
+    return torch.maximum((1 + SAME) * threshold, (1 - SAME) * threshold)
+
+
+class CalibrationRows(NamedTuple):
+    """The rows of one batch that count: without ignored labels and rows of weight 0."""
+
+    predictive: Predictive
+    x: Inputs
+    y: Tensor  # (B,) classes or (B, ...) values
+    weight: Tensor  # (B,) float64
+
+
+def calibration_rows(
+    posterior: Posterior, loader: Iterable[Any], *, labelled: bool = True
+) -> Iterator[CalibrationRows]:
+    """Yields the CalibrationRows of each batch; `labelled`: whether y is read."""
+    data = Loader.complete(loader, expect_posterior(posterior))
+    with inference_context(posterior), RandomnessDetector() as watch:
+        posterior.draw()
+    if watch.has_drawn:
+        got = f"{type(posterior).__name__}, which draws new ones for each prediction"
+        raise ValueError(f"expected fixed functions, got {got}; call ds.refresh(posterior, training_loader) first")
+    for batch, predictive in predict_loader(posterior, data, labelled=labelled, keeps_weights=False):
+        y = batch.y
+        if isinstance(predictive, CategoricalPredictive):
+            check_exchangeable(predictive, y if labelled else None)
+        weight = torch.ones(len(y)) if batch.weight is None else batch.weight
+        if weight.shape != (len(y),):
+            raise ValueError(f"expected weights of shape ({len(y)},), got {tuple(weight.shape)}; reshape them")
+        weight = weight.to(y.device, torch.float64)
+        counted = posterior.likelihood.target_mask(y) if labelled else None
+        keep = weight > 0 if counted is None else (weight > 0) & counted
+        x = batches.map_tensors(batches.move_to_device(batch.x, y.device), itemgetter(keep))
+        yield CalibrationRows(predictive[keep], x, y[keep], weight[keep])
+
+
+def check_exchangeable(predictive: CategoricalPredictive, y: Tensor | None) -> None:
+    """Raises unless each row has one label: promises count rows, and rows must be exchangeable."""
+    if predictive.log_mean.ndim > 2:
+        hint = "pixels or steps of one input are not exchangeable: use one label per input"
+        raise ValueError(f"expected one label per row, got outputs {tuple(predictive.log_mean.shape)}; {hint}")
+    if y is not None and y.is_floating_point():
+        raise ValueError("expected class indices, got soft labels; pass y.argmax(1)")
+
+
+def check_name(name: str) -> None:
+    """Raises unless the name can be a key in `posterior.promises`, a ModuleDict."""
+    if not name or "." in name or hasattr(nn.ModuleDict(), name):
+        raise ValueError(f"expected a name without dots that is no attribute of a module, got {name!r}; pass another")

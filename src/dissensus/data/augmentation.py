@@ -46,11 +46,10 @@ class Augmentation(Streams):
         self.padding, self.cutout = integer("padding", padding, least=0), integer("cutout", cutout, least=0)
         self.flip, self.seed = flip, seed
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._counted: dict[tuple[int, torch.device], Tensor] = {}
 
     def __call__(self, images: Tensor) -> Tensor:
         batch, _, height, width = images.shape
-        rows, columns = (self._count(side, images.device)[None] for side in (height, width))  # (1, H), (1, W)
+        rows, columns = (torch.arange(side, device=images.device)[None] for side in (height, width))  # (1, H), (1, W)
         if self.flip:
             flipped = self._integers(2, batch, images.device).bool()
             columns = torch.where(flipped[:, None], columns.flip(1), columns)
@@ -59,7 +58,7 @@ class Augmentation(Streams):
             rows = rows + self._integers(2 * self.padding + 1, batch, images.device)[:, None]
             columns = columns + self._integers(2 * self.padding + 1, batch, images.device)[:, None]
         # One gather for crop and flip together: image b at (rows[b, i], columns[b, j]).
-        index = self._count(batch, images.device)[:, None, None]
+        index = torch.arange(batch, device=images.device)[:, None, None]
         out = images.movedim(1, -1)[index, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)  # (B, C, H, W)
         if self.cutout:
             out = torch.where(self._hole(batch, height, width, images.device), 0, out)
@@ -69,19 +68,12 @@ class Augmentation(Streams):
         """(B, 1, H, W): True inside the square."""
         top = self._integers(height, batch, device)[:, None] - self.cutout // 2
         left = self._integers(width, batch, device)[:, None] - self.cutout // 2
-        i, j = self._count(height, device) - top, self._count(width, device) - left  # (B, H), (B, W)
+        i, j = torch.arange(height, device=device) - top, torch.arange(width, device=device) - left  # (B, H), (B, W)
         inside_rows, inside_columns = (i >= 0) & (i < self.cutout), (j >= 0) & (j < self.cutout)
         return (inside_rows[:, :, None] & inside_columns[:, None, :])[:, None]
 
     def _integers(self, high: int, count: int, device: torch.device) -> Tensor:
         return torch.randint(high, (count,), generator=self._generator(device), device=device)
-
-    def _count(self, count: int, device: torch.device) -> Tensor:
-        """0, 1, …, made once: on a GPU a launch takes longer than what it computes."""
-        if (found := self._counted.get((count, device))) is None:
-            with torch.inference_mode(False):
-                found = self._counted[count, device] = torch.arange(count, device=device)
-        return found
 
 
 class SegmentationAugmentation(Streams):

@@ -46,7 +46,7 @@ class Batches:
         augment: Callable[..., Any] | None = None,
     ) -> None:
         check_index(x, y, weight)
-        x, y, weight = _tensors_of(x), as_tensor(y), as_tensor(weight)
+        x, y, weight = _map_inputs(as_tensor, x), as_tensor(y), as_tensor(weight)
         lengths = {len(tensor) for tensor in _input_tensors(x)} | ({len(weight)} if weight is not None else set())
         if lengths != {len(y)}:
             found = " and ".join(str(length) for length in sorted(lengths)) or "none"
@@ -142,10 +142,11 @@ def check_index(*given: Any) -> None:
         raise ValueError("expected inputs and targets with one index, got two; pass y.loc[x.index], or y.to_numpy()")
 
 
-def _tensors_of(x: Any) -> Any:
+def _map_inputs(function: Callable[[Any], Any], x: Any) -> Any:
+    """Applies a function to every tensor of x."""
     if isinstance(x, dict):
-        return {name: as_tensor(value) for name, value in x.items()}
-    return tuple(as_tensor(value) for value in x) if isinstance(x, tuple | list) else as_tensor(x)
+        return {name: function(value) for name, value in x.items()}
+    return tuple(map(function, x)) if isinstance(x, tuple | list) else function(x)
 
 
 def _input_tensors(x: BatchInputs) -> list[Tensor]:
@@ -154,8 +155,4 @@ def _input_tensors(x: BatchInputs) -> list[Tensor]:
 
 def _take_rows(x: BatchInputs, rows: Any) -> Any:
     """The rows of every tensor of x."""
-    if isinstance(x, dict):
-        return {name: _take_rows(tensor, rows) for name, tensor in x.items()}
-    if isinstance(x, tuple | list):
-        return tuple(_take_rows(tensor, rows) for tensor in x)
-    return x[rows.to(x.device) if isinstance(rows, Tensor) else rows]
+    return _map_inputs(lambda each: each[rows.to(each.device) if isinstance(rows, Tensor) else rows], x)

@@ -15,10 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.data import numpy_files
-from dissensus.data.corruption import blur, digital, jpeg, noise, spatter, weather
-from dissensus.data.corruption.image_draws import Draws, image_keys
-from dissensus.data.corruption.pixel_levels import from_levels
+from dissensus.data import corruption_effects as effects
+from dissensus.data.file_formats import read_array
+from dissensus.data.image_arithmetic import Draws, from_levels, image_keys
 from dissensus.utils.checks import integer, number, one_of
 
 
@@ -39,19 +38,19 @@ def _recipes(
 
 # name: severities 1 … 5, the constants in the order of the operation's arguments
 _BENCHMARK: dict[str, tuple[Recipe, ...]] = {
-    "gaussian_noise": _recipes(noise.gaussian_noise, (0.04,), (0.06,), (0.08,), (0.09,), (0.10,)),
-    "shot_noise": _recipes(noise.shot_noise, (500,), (250,), (100,), (75,), (50,)),
-    "impulse_noise": _recipes(noise.impulse_noise, (0.01,), (0.02,), (0.03,), (0.05,), (0.07,)),
+    "gaussian_noise": _recipes(effects.gaussian_noise, (0.04,), (0.06,), (0.08,), (0.09,), (0.10,)),
+    "shot_noise": _recipes(effects.shot_noise, (500,), (250,), (100,), (75,), (50,)),
+    "impulse_noise": _recipes(effects.impulse_noise, (0.01,), (0.02,), (0.03,), (0.05,), (0.07,)),
     "defocus_blur": _recipes(
-        blur.defocus_blur, (0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1), whole=(0,), lengths=(1,)
+        effects.defocus_blur, (0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1), whole=(0,), lengths=(1,)
     ),
     "glass_blur": _recipes(
-        blur.glass_blur, (0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2), lengths=(0,), whole=(1,)
+        effects.glass_blur, (0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2), lengths=(0,), whole=(1,)
     ),
-    "motion_blur": _recipes(blur.motion_blur, (6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5), lengths=(0, 1)),
-    "zoom_blur": _recipes(blur.zoom_blur, (7,), (12,), (16,), (21,), (26,)),
+    "motion_blur": _recipes(effects.motion_blur, (6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5), lengths=(0, 1)),
+    "zoom_blur": _recipes(effects.zoom_blur, (7,), (12,), (16,), (21,), (26,)),
     "snow": _recipes(
-        weather.snow,
+        effects.snow,
         (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
         (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
         (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
@@ -60,12 +59,12 @@ _BENCHMARK: dict[str, tuple[Recipe, ...]] = {
         whole=(2,),
         lengths=(4, 5),
     ),
-    "frost": _recipes(weather.frost, (1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)),
-    "fog": _recipes(weather.fog, (0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
-    "brightness": _recipes(digital.brightness, (0.05,), (0.1,), (0.15,), (0.2,), (0.3,)),
-    "contrast": _recipes(digital.contrast, (0.75,), (0.5,), (0.4,), (0.3,), (0.15,)),
+    "frost": _recipes(effects.frost, (1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)),
+    "fog": _recipes(effects.fog, (0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
+    "brightness": _recipes(effects.brightness, (0.05,), (0.1,), (0.15,), (0.2,), (0.3,)),
+    "contrast": _recipes(effects.contrast, (0.75,), (0.5,), (0.4,), (0.3,), (0.15,)),
     "elastic_transform": _recipes(
-        digital.elastic_transform,
+        effects.elastic_transform,
         (0, 0, 0.08 * 32),
         (0.05 * 32, 0.2 * 32, 0.07 * 32),
         (0.08 * 32, 0.06 * 32, 0.06 * 32),
@@ -73,23 +72,23 @@ _BENCHMARK: dict[str, tuple[Recipe, ...]] = {
         (0.1 * 32, 0.03 * 32, 0.03 * 32),
         lengths=(0, 1, 2),
     ),
-    "pixelate": _recipes(digital.pixelate, (0.95,), (0.9,), (0.85,), (0.75,), (0.65,)),
-    "jpeg_compression": _recipes(jpeg.jpeg_compression, (80,), (65,), (58,), (50,), (40,)),
+    "pixelate": _recipes(effects.pixelate, (0.95,), (0.9,), (0.85,), (0.75,), (0.65,)),
+    "jpeg_compression": _recipes(effects.jpeg_compression, (80,), (65,), (58,), (50,), (40,)),
 }
 _EXTRA: dict[str, tuple[Recipe, ...]] = {
-    "speckle_noise": _recipes(noise.speckle_noise, (0.06,), (0.1,), (0.12,), (0.16,), (0.2,)),
-    "gaussian_blur": _recipes(blur.gaussian_blur, (0.4,), (0.6,), (0.7,), (0.8,), (1,), lengths=(0,)),
+    "speckle_noise": _recipes(effects.speckle_noise, (0.06,), (0.1,), (0.12,), (0.16,), (0.2,)),
+    "gaussian_blur": _recipes(effects.gaussian_blur, (0.4,), (0.6,), (0.7,), (0.8,), (1,), lengths=(0,)),
     "spatter": (
         *_recipes(
-            spatter.spatter,
+            effects.spatter,
             (0.62, 0.1, 0.7, 0.7, 0.5),
             (0.65, 0.1, 0.8, 0.7, 0.5),
             (0.65, 0.3, 1, 0.69, 0.5),
             lengths=(2,),
         ),
-        *_recipes(spatter.spatter_mud, (0.65, 0.1, 0.7, 0.69, 0.6), (0.65, 0.1, 0.5, 0.68, 0.6), lengths=(2, 4)),
+        *_recipes(effects.spatter_mud, (0.65, 0.1, 0.7, 0.69, 0.6), (0.65, 0.1, 0.5, 0.68, 0.6), lengths=(2, 4)),
     ),
-    "saturate": _recipes(digital.saturate, (0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)),
+    "saturate": _recipes(effects.saturate, (0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)),
 }
 RECIPES = _BENCHMARK | _EXTRA
 
@@ -158,8 +157,8 @@ def read_cifar_c(folder: str | PathLike[str], name: str, severity: int | None = 
     one_of("name", name, CORRUPTIONS)
     if severity is not None:
         number("severity", integer("severity", severity), most=5)
-    images = numpy_files.read_array(Path(folder) / f"{name}.npy", (5 * _ROWS_PER_SEVERITY, 32, 32, 3))
-    labels = numpy_files.read_array(Path(folder) / "labels.npy", (5 * _ROWS_PER_SEVERITY,))
+    images = read_array(Path(folder) / f"{name}.npy", (5 * _ROWS_PER_SEVERITY, 32, 32, 3))
+    labels = read_array(Path(folder) / "labels.npy", (5 * _ROWS_PER_SEVERITY,))
     size = _ROWS_PER_SEVERITY
     rows = slice(None) if severity is None else slice((severity - 1) * size, severity * size)
     return torch.from_numpy(images[rows]).permute(0, 3, 1, 2), torch.from_numpy(labels[rows]).long()

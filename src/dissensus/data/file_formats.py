@@ -1,19 +1,26 @@
-"""Readers of the file formats of public image sets: IDX, NumPy .npz, MATLAB .mat, CIFAR binary and CIFAR pickles.
+"""Readers of the file formats of public image sets: IDX, NumPy .npz and .npy, MATLAB .mat, CIFAR binary and CIFAR pickles.
 
-Every reader returns NumPy arrays. Sizes are checked against headers and no pickle is executed. A damaged file raises
-ValueError, whatever its parser raised; a file that cannot be opened raises OSError.
+Every reader returns NumPy arrays, in bounded memory: sizes are checked before anything is allocated, and no pickle is
+executed. A damaged file raises ValueError, whatever its parser raised; a file that cannot be opened raises OSError.
+
+SciPy's `loadmat` crashes the interpreter on a damaged file. Python's `pickle` runs code, allocates a memo of any size, and
+hashes keys that are nested so deeply that the process ends.
 """
 
 import gzip
 import io
+import itertools
 import math
+import pickle
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
-from dissensus.data.numpy_files import npz_pair
-from dissensus.data.untrusted_files import BatchUnpickler, matlab_arrays, unpacked_limit
 from dissensus.utils.file_errors import read_errors
 
 FETCH_AGAIN = "download the file again"
@@ -119,3 +126,168 @@ def _labels(labels: Any, count: int, path: str | Path) -> np.ndarray:
     if values.dtype.kind not in "iu" or values.shape != (count,):
         raise ValueError(f"expected {count} integer labels, got {values.dtype} {values.shape} in {path}; store classes")
     return values.astype(np.int64)
+
+
+COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # those NumPy writes; others may take any amount of memory
+
+
+def npz_arrays(source: str | Path | BinaryIO, limit: int | None = None) -> dict[str, np.ndarray]:
+    """All arrays of an .npz file, by name; arrays of Python objects are refused.
+
+    `limit`: the most bytes it may unpack to; None sets a limit from the file's size.
+    """
+    if isinstance(source, str | Path):
+        with open(source, "rb") as file:
+            return npz_arrays(file, limit)
+    name = getattr(source, "name", "in memory")
+    kind = "an .npz file of plain arrays"
+    with read_errors(name, "save it with numpy.savez", kind=kind), zipfile.ZipFile(source) as file:
+        size, entries = source.seek(0, 2), file.infolist()
+        total, limit = sum(entry.file_size for entry in entries), unpacked_limit(size) if limit is None else limit
+        if total > limit:
+            raise ValueError(f"it unpacks to {total:,} bytes, and at most {limit:,} are allowed")
+        if others := [entry.filename for entry in entries if entry.compress_type not in COMPRESSIONS]:
+            raise ValueError(f"{others[0]} is compressed in a way that NumPy does not use")
+        return {entry.filename.removesuffix(".npy"): _array(file.read(entry)) for entry in entries}
+
+
+def npz_pair(path: str | Path, *, labelled: bool = True) -> tuple[np.ndarray, Any]:
+    """The arrays images and labels, or x and y, of an .npz file; the second is None if it is absent and not needed."""
+    arrays = npz_arrays(path)
+    for inputs, targets in (("images", "labels"), ("x", "y")):
+        if inputs in arrays and (targets in arrays or not labelled):
+            return arrays[inputs], arrays.get(targets)
+    raise ValueError(f"expected the keys images and labels, or x and y, got {sorted(arrays)} in {path}; rename them")
+
+
+def _array(raw: bytes) -> np.ndarray:
+    # NumPy allocates the size in the header before it reads: compare it with the actual bytes first.
+    file = io.BytesIO(raw)
+    version = np.lib.format.read_magic(file)
+    header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = header(file)
+    if (promised := math.prod(shape) * max(1, dtype.itemsize)) > len(raw):
+        raise ValueError(f"its header announces {promised:,} bytes and it has {len(raw):,}")
+    file.seek(0)
+    array: np.ndarray = np.load(file, allow_pickle=False)
+    return array
+
+
+def read_array(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """A uint8 array of this shape, memory-mapped copy-on-write: read on access, never written back. Pickled objects are
+    refused."""
+    if not path.is_file():
+        raise FileNotFoundError(f"expected the file {path}, got nothing there; pass the folder of CIFAR-C's files")
+    with read_errors(path, "download it again", kind="a NumPy array file at"):
+        found = np.lib.format.open_memmap(path, mode="c")  # maps only existing bytes, and no objects
+        if found.offset + found.nbytes != path.stat().st_size:
+            raise ValueError("the file is longer than its array")
+    if found.shape != shape or found.dtype != np.uint8 or not found.flags.c_contiguous:
+        got = f"{found.dtype} of shape {found.shape}"
+        raise ValueError(f"expected uint8 of shape {shape} in {path}, got {got}; pass CIFAR-C's published files")
+    return found
+
+
+FLOOR = 1 << 26  # any file may unpack to this many bytes
+RATIO = (
+    200  # a larger file may unpack to this many times its size; images and tables reach 2 to 20, deflate at most 1,000
+)
+
+# Types of the elements of a MATLAB 5 file.
+NUMBERS = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
+MATRIX, COMPRESSED = 14, 15
+NUMERIC_CLASSES = range(6, 16)  # double, single and the integers; below are cells, structures, text and sparse
+COMPLEX = 0x0800
+
+# All names in the CIFAR pickles, with the place of the first in NumPy 1 and 2.
+PICKLE_NAMES = {f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")} | {
+    "numpy.ndarray",
+    "numpy.dtype",
+}
+# Instructions that hash any object, allocate a size that the file names, or take objects from a table of the process.
+REFUSED = (pickle.EMPTY_SET, pickle.FROZENSET, pickle.BYTEARRAY8, pickle.EXT1, pickle.EXT2, pickle.EXT4)
+
+
+def unpacked_limit(size: int) -> int:
+    """How many bytes a compressed file of `size` bytes may unpack to."""
+    return max(FLOOR, RATIO * size)
+
+
+def matlab_arrays(raw: bytes) -> dict[str, np.ndarray]:
+    """Real numeric arrays of a MATLAB 5 file by name, in Fortran order; other variables are skipped."""
+    order, arrays = {b"IM": "<", b"MI": ">"}[raw[126:128]], {}
+    for kind, matrix in _elements(memoryview(raw)[128:], order, unpacked_limit(len(raw))):
+        if kind != MATRIX:
+            continue
+        (_, flags), (_, sizes), (_, name), *values = itertools.islice(_elements(matrix, order, 0), 4)
+        (flag,) = struct.unpack_from(f"{order}I", flags)
+        if flag & 0xFF in NUMERIC_CLASSES and not flag & COMPLEX:
+            code, content = values[0]
+            array = np.frombuffer(content, order + NUMBERS[code]).reshape(np.frombuffer(sizes, f"{order}i4"), order="F")
+            arrays[bytes(name).decode("ascii")] = array.astype(array.dtype.newbyteorder("="))
+    return arrays
+
+
+def _elements(raw: memoryview, order: str, limit: int) -> Iterator[tuple[int, memoryview]]:
+    """Yields the type and data of each element; compressed ones unpack to at most `limit` bytes in total."""
+    position = 0
+    while position < len(raw):
+        kind, size = struct.unpack_from(f"{order}II", raw, position)
+        start, room = position + 8, size if kind == COMPRESSED else size + -size % 8
+        if kind >> 16:  # small element: size and type share a word, up to four bytes of data follow in the same tag
+            kind, size, start, room = kind & 0xFFFF, kind >> 16, position + 4, 4
+        position, content = start + room, raw[start : start + min(size, room)]
+        if len(content) < size:
+            raise ValueError(f"an element of {size} bytes does not fit")
+        if kind == COMPRESSED:
+            stream = zlib.decompressobj()
+            content = memoryview(stream.decompress(content, limit + 1))
+            limit -= len(content)
+            if limit < 0 or not stream.eof:
+                raise ValueError("it unpacks to far more bytes than usual, or ends too early")
+            yield from _elements(content, order, 0)
+        else:
+            yield kind, content
+
+
+class StandIn:
+    """Stands in for NumPy's names in a pickle: keeps the arguments of a call and the state of the object."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class TextKeys(dict[Any, Any]):
+    """A dict that refuses keys other than text, before they are hashed. values: keys and values in turn."""
+
+    def __init__(self, values: Sequence[Any] = ()) -> None:
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            self[key] = value
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(key, str | bytes):
+            raise ValueError("it has a dictionary whose keys are not text")
+        super().__setitem__(key, value)
+
+
+def _load_dict(unpickler: Any) -> None:
+    values = unpickler.pop_mark()  # first: it replaces the list that `append` appends to
+    unpickler.append(TextKeys(values))
+
+
+class BatchUnpickler(pickle._Unpickler):  # the one in Python: its memo is a dict, and its instructions can be replaced
+    """Reads plain data and `StandIn`s; nothing is imported, and nothing is called but `StandIn`."""
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **{code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in REFUSED},
+        pickle.EMPTY_DICT[0]: lambda self: self.append(TextKeys()),
+        pickle.DICT[0]: _load_dict,
+    }
+
+    def find_class(self, module: str, name: str) -> type[StandIn]:
+        if f"{module}.{name}" not in PICKLE_NAMES:
+            raise ValueError(f"the pickle asks for {f'{module}.{name}'[:80]}, which no CIFAR batch contains")
+        return StandIn

@@ -175,17 +175,14 @@ class TableEncoder:
         """The encoder as plain JSON."""
         kinds = {NumberColumn: "number", CategoryColumn: "category"}
         columns = [{"kind": kinds[type(column)], **asdict(column)} for column in self.columns]
-        return {
-            "named": self.named,
-            "columns": [{k: list(v) if isinstance(v, tuple) else v for k, v in each.items()} for each in columns],
-        }
+        listed = [{k: list(v) if isinstance(v, tuple) else v for k, v in each.items()} for each in columns]
+        return {"named": self.named, "columns": listed}
 
     @staticmethod
     def of_config(config: Mapping[str, Any]) -> TableEncoder:
         """The encoder that `config` describes."""
         kinds = {"number": NumberColumn, "category": CategoryColumn}
-        columns = [dict(each) for each in config["columns"]]
-        rows = [{k: tuple(v) if isinstance(v, list) else v for k, v in each.items()} for each in columns]
+        rows = [{k: tuple(v) if isinstance(v, list) else v for k, v in each.items()} for each in config["columns"]]
         made = [kinds[str(each.pop("kind"))](**each) for each in rows]
         return TableEncoder(tuple(made), bool(config["named"]))
 

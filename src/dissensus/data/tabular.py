@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.data.find_files import Folder, find_place
-from dissensus.data.numpy_files import npz_arrays
-from dissensus.data.standardise import Standardiser
+from dissensus.data.catalogue import Folder, find_place
+from dissensus.data.file_formats import npz_arrays
+from dissensus.data.input_transforms import Standardiser
 from dissensus.numerics.lengthscales import check_finite_rows
 from dissensus.utils.checks import one_of
 from dissensus.utils.file_errors import read_errors
@@ -78,9 +78,6 @@ def uci_regression(
         split: number of the split, from 0.
         folder: contains UCI_Datasets/NAME/data, NAME/data, NAME or the files; None means the environment variable
             DISSENSUS_DATA.
-
-    Raises:
-        FileNotFoundError: the files are missing.
     """
     one_of("name", name, REGRESSION_SETS, hint="read other folders with read_uci_folder")
     path = regression_folder(folder, name)
@@ -130,9 +127,6 @@ def uci_classification(name: str, *, folder: Folder = None, dtype: torch.dtype =
     Args:
         name: one of CLASSIFICATION_SETS.
         folder: contains uci_classification/NAME.npz or NAME.npz; None means the environment variable DISSENSUS_DATA.
-
-    Raises:
-        FileNotFoundError: the file is missing.
     """
     one_of("name", name, CLASSIFICATION_SETS, hint="read other files with read_tabular_npz")
     path = find_place(folder, [f"uci_classification/{name}.npz", f"{name}.npz"], "arrays x, y and class_names")

@@ -6,10 +6,11 @@ Every function draws in float64 from a separate generator, so a seed gives the s
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.data.shipped import regression_points
+from dissensus.data.images import open_embedded
 from dissensus.utils.checks import integer, number
 
 Points = tuple[Tensor, Tensor]
@@ -153,6 +154,11 @@ def gaussian_process(
     factor = torch.linalg.cholesky(kernel + 1e-9 * torch.eye(count, dtype=torch.float64))
     y = amplitude * factor @ _normal((count, 1), generator) + noise * _normal((count, 1), generator)
     return x.to(dtype), y.to(dtype)
+
+
+def regression_points() -> Tensor:
+    """(400, 2) float64 rows (x, y) of the regression in three clusters used for subspace inference."""
+    return torch.from_numpy(np.load(open_embedded("regression_400x2.npy"), allow_pickle=False))
 
 
 def three_clusters(*, dtype: torch.dtype = torch.float32) -> Points:

@@ -10,6 +10,20 @@ from typing import Any
 
 import torch
 
+from dissensus.calibration.selective import Gate
+from dissensus.core.loader import Loader
+from dissensus.core.posterior import Posterior, expect_posterior
+from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, RegressionPredictive
+from dissensus.core.regression import RealTargets
+from dissensus.data.input_transforms import Standardiser
+from dissensus.engine.precision import PredictionPrecision
+from dissensus.engine.prediction_loop import FixedDraw, draw_once
+from dissensus.evaluation import robustness_curves, row_metrics, segmentation
+from dissensus.evaluation.evaluation import Evaluation, PredictionKind
+from dissensus.evaluation.guarantees import Promises, guarantee_details, guarantee_metrics
+from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions, foreign_loader, predictions
+from dissensus.evaluation.robustness_curves import AttackCurves, AttackedInputs, CorruptedCounts, Corruptions
+from dissensus.methods.parts.embedded_posterior import collapse_note
 from dissensus.calibration.gate import Gate
 from dissensus.core.likelihood import RealTargets
 from dissensus.core.loader import Loader
@@ -74,7 +88,8 @@ def evaluate(
     Raises:
         Diverged: a member predicts NaN.
     """
-    spec, classes = as_corruptions(corrupt), expect_posterior(posterior).classes if classes is None else classes
+    classes = expect_posterior(posterior).classes if classes is None else classes
+    spec = corrupt if corrupt is None or isinstance(corrupt, Corruptions) else Corruptions(corrupt)
     pixels = getattr(posterior.inputs, "standardiser", None)  # from pixels in [0, 1] to the network's inputs
     if pixels is not None:
         spec = spec and replace(spec, standardiser=spec.standardiser or pixels)
@@ -98,11 +113,13 @@ def evaluate(
         score = checked_score(score, kind, functions.members)
         if attack is not None:
             check_attackable(kind)
-        corrupted = None if spec is None else partial(corrupted_counts, functions, corruptible, spec)
+        corrupted = None if spec is None else partial(robustness_curves.corrupted_counts, functions, corruptible, spec)
         if kind == "segmentation":
             found = _evaluate_segmentation(functions, test, ood, shift, corrupted, score, classes)
         else:
-            attacked = None if attack is None else partial(attacked_inputs, functions, attackable, attack)
+            attacked = (
+                None if attack is None else partial(robustness_curves.attacked_inputs, functions, attackable, attack)
+            )
             shown = pixels if spec is None else spec.standardiser
             found = _evaluate_rows(functions, test, ood, shift, corrupted, attacked, score, classes, shown)
     cautions = collapse_note(posterior, found.metrics)
@@ -183,14 +200,14 @@ def evaluate_predictions(
     predictions' temperature, recorded if it is not 1. promises: the promises behind `Predictions.promised`.
     """
     part = metric_functions(test)
-    classes = part is classification.CLASSIFICATION
+    classes = part is row_metrics.CLASSIFICATION
     found, scores = part.metrics(test), part.scores(test)
     arrays = part.arrays(test) | {f"test/score/{name}": value for name, value in scores.items()} | test.examples
     for name, each in ood.items():
         foreign = part.scores(each)
-        ranking = classification.ood_metrics(scores[score], foreign[score], prevalence)
+        ranking = row_metrics.ood_metrics(scores[score], foreign[score], prevalence)
         if classes:
-            ranking |= classification.union_metrics(test, each, prevalence)
+            ranking |= row_metrics.union_metrics(test, each, prevalence)
         found |= {f"ood/{name}/{key}": value for key, value in ranking.items()}
         arrays |= {f"ood/{name}/score/{key}": value for key, value in foreign.items()}
     for name, each in shift.items():
@@ -209,20 +226,14 @@ def evaluate_predictions(
         members |= _member_ood(test, ood, score)
     if attacked is not None:
         found, arrays = found | attacked.metrics(), arrays | attacked.arrays()
-    return complete_evaluation(
-        Evaluation(part.kind, found, arrays, score, tuple(ood), tuple(shift)),
-        corrupted,
-        members,
-        temperature,
-        parameters,
-        test.milliseconds,
-    )
+    clean = Evaluation(part.kind, found, arrays, score, tuple(ood), tuple(shift))
+    return complete_evaluation(clean, corrupted, members, temperature, parameters, test.milliseconds)
 
 
 def metric_functions(test: Predictions) -> MetricFunctions:
     """The metric functions for this kind of predictions."""
     classes = isinstance(test.predictive, CategoricalPredictive)
-    return classification.CLASSIFICATION if classes else regression.REGRESSION
+    return row_metrics.CLASSIFICATION if classes else row_metrics.REGRESSION
 
 
 def complete_evaluation(
@@ -246,7 +257,7 @@ def complete_evaluation(
 
 def checked_score(score: str | None, kind: PredictionKind, members: int) -> str:
     """The score that ranks OOD inputs; raises if it does not exist."""
-    known = regression.SCORES if kind == "regression" else classification.SCORES
+    known = row_metrics.OOD_SCORES[kind]
     if score is None:
         return known[0]
     one_of("score", score, known, hint=f"a {kind} has these")
@@ -268,12 +279,12 @@ def parameter_count(posterior: Posterior) -> int:
 
 def _member_ood(test: Predictions, ood: Mapping[str, Predictions], score: str) -> dict[str, float]:
     """members/ood/SET/auroc: mean AUROC of single members."""
-    inside = classification.member_scores(test, score)
+    inside = row_metrics.member_scores(test, score)
     found = {}
     for name, each in ood.items():
-        outside = classification.member_scores(each, score)
+        outside = row_metrics.member_scores(each, score)
         if inside is not None and outside is not None:
-            alone = [classification.ood_metrics(i, o)["auroc"] for i, o in zip(inside, outside, strict=True)]
+            alone = [row_metrics.ood_metrics(i, o)["auroc"] for i, o in zip(inside, outside, strict=True)]
             found[f"members/ood/{name}/auroc"] = fmean(alone)
     return found
 
@@ -317,11 +328,7 @@ def _evaluate_segmentation(
     for name, each in shift.items():
         moved, _, _ = segmentation.pixel_sums(functions, each, name=name, like=shapes)
         found |= {f"shift/{name}/{key}": value for key, value in moved.metrics(classes).items()}
-    return complete_evaluation(
-        Evaluation("segmentation", found, arrays, score, tuple(ood), tuple(shift)),
-        None if corrupted is None else corrupted(),
-        sums.member_metrics(),
-        float(functions.posterior.temperature),
-        parameter_count(functions.posterior),
-        1000 * sums.seconds / images,
-    )
+    clean = Evaluation("segmentation", found, arrays, score, tuple(ood), tuple(shift))
+    damaged, members = None if corrupted is None else corrupted(), sums.member_metrics()
+    temperature, parameters = float(functions.posterior.temperature), parameter_count(functions.posterior)
+    return complete_evaluation(clean, damaged, members, temperature, parameters, 1000 * sums.seconds / images)

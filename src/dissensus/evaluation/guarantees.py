@@ -1,14 +1,14 @@
 """Measures promises on test rows: coverage and size of conformal sets, risk and acceptance of gates."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dissensus.calibration.conformal_sets import Conformal, measure_coverage
-from dissensus.calibration.gate import Gate, error_mask
+from dissensus.calibration.conformal import Conformal, measure_coverage
+from dissensus.calibration.selective import Gate, error_mask
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 
 log = logging.getLogger("dissensus")
@@ -114,38 +114,21 @@ def guarantee_details(
     return found, arrays
 
 
-class CorruptedGuarantees:
-    """Outcomes of promises on corrupted inputs, by type and severity. No promise holds for corrupted inputs."""
+def guarantee_tables(promises: Promises, parts: Sequence[Mapping[tuple[int, int], RowValues]]) -> dict[str, Tensor]:
+    """NAME/coverage, size, accepted, risk or refused -> (T, S) on corrupted inputs, for which no promise holds.
 
-    def __init__(self, promises: Promises, *, seed: int = 0) -> None:
-        """`seed`: seed of randomised sets."""
-        self.promises = promises
-        self.rows: dict[tuple[int, int], list[RowValues]] = {}  # of type t at severity s
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def add(self, t: int, s: int, predictive: Predictive, x: Tensor, y: Tensor, ignored: int | None) -> None:
-        """Adds one batch."""
-        if self.promises and y.ndim == 1:
-            keep = torch.ones_like(y, dtype=torch.bool) if ignored is None else y != ignored
-            said = guarantee_outcomes(self.promises, predictive[keep], self._generator, y=y[keep], x=x[keep])
-            self.rows.setdefault((t, s), []).append({key: value.cpu() for key, value in said.items()})
-
-    def merge(self, rows: Mapping[tuple[int, int], list[RowValues]]) -> None:
-        """Adds the rows of another `CorruptedGuarantees`."""
-        for at, parts in rows.items():
-            self.rows.setdefault(at, []).extend(parts)
-
-    def tables(self) -> dict[str, Tensor]:
-        """NAME/coverage, size, accepted, risk or refused -> (T, S); NaN if nothing was accepted."""
-        found = {at: guarantee_metrics(self.promises, join_outcomes(parts)) for at, parts in self.rows.items()}
-        keys = dict.fromkeys(key for each in found.values() for key in each)
-        names = [key for key in keys if not key.endswith(("/level", "/promised"))]
-        shape = [1 + max(axis) for axis in zip(*found, strict=True)]
-        tables = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in names}
-        for at, each in found.items():
-            for name in tables.keys() & each.keys():
-                tables[name][at] = each[name]
-        return tables
+    NaN if nothing was accepted. `parts`: the outcomes of each batch, for type t at severity s.
+    """
+    places = parts[0] if parts else ()
+    found = {at: guarantee_metrics(promises, join_outcomes(part[at] for part in parts)) for at in places}
+    keys = dict.fromkeys(key for each in found.values() for key in each)
+    names = [key for key in keys if not key.endswith(("/level", "/promised"))]
+    shape = [1 + max(axis) for axis in zip(*found, strict=True)]
+    tables = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in names}
+    for at, each in found.items():
+        for name in tables.keys() & each.keys():
+            tables[name][at] = each[name]
+    return tables
 
 
 def _set_metrics(rows: RowValues, name: str) -> dict[str, float]:

@@ -14,7 +14,6 @@ from dissensus.core.batch import Batch, Inputs
 from dissensus.core.predictive import CategoricalPredictive, ClassificationPredictive, Predictive, SummaryPredictive
 from dissensus.engine.prediction_loop import Answer, FixedDraw
 from dissensus.evaluation.evaluation import PredictionKind
-from dissensus.evaluation.extreme_inputs import Extremes
 from dissensus.evaluation.guarantees import RowValues, guarantee_outcomes, join_outcomes
 from dissensus.metrics import disagreement, max_probability_score
 from dissensus.utils.arrays import is_array
@@ -28,7 +27,7 @@ Shapes = tuple[tuple[int, ...], ...]
 class Predictions:
     """Predictions of one draw for all inputs of a loader, on the host."""
 
-    predictive: Predictive
+    predictive: Any  # Predictive of the kind that the MetricFunctions take
     targets: Tensor  # (N,) classes or (N, D) values; (0,) for a set without labels
     energy: Tensor | None  # (M, N)
     examples: dict[str, Tensor]  # from Extremes.arrays; empty if inputs are not images
@@ -212,3 +211,33 @@ def select_rows(answer: Answer, keep: Tensor) -> Answer:
 
 def _shapes_text(shapes: Shapes) -> str:
     return " and ".join(map(str, shapes)) if shapes else "()"
+
+
+GROUPS = ("most", "least", "mistakes")
+
+
+@dataclass
+class Extremes:
+    """Keeps `count` inputs of each group over all batches; other inputs are not stored."""
+
+    count: int = 8
+    # rank, index, inputs; first is best
+    best_by_group: dict[str, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+
+    def update(self, score: Tensor, correct: Tensor, index: Tensor, inputs: Tensor) -> None:
+        """Adds a batch. score (B,): higher = less certain; correct (B,) boolean; index (B,) positions; inputs (B, ...)."""
+        every = torch.ones_like(correct)
+        for group, rank, among in (("most", -score, every), ("least", score, every), ("mistakes", -score, ~correct)):
+            found = (rank[among], index[among], inputs[among])
+            if group in self.best_by_group:
+                found = tuple(torch.cat(pair) for pair in zip(self.best_by_group[group], found, strict=True))  # type: ignore[assignment]
+            best = torch.argsort(found[0], descending=True, stable=True)[: self.count]
+            self.best_by_group[group] = (found[0][best], found[1][best], found[2][best])
+
+    def arrays(self) -> dict[str, Tensor]:
+        """`examples/GROUP/index` (K,) and `examples/GROUP/inputs` (K, ...) of every group."""
+        return {
+            f"examples/{group}/{name}": tensor
+            for group, (_, index, inputs) in self.best_by_group.items()
+            for name, tensor in (("index", index), ("inputs", inputs))
+        }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dissensus import metrics
+from dissensus.calibration.conformal import CLASS_UNCERTAINTY
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
 from dissensus.core.predictive import SummaryPredictive
@@ -20,11 +21,10 @@ from dissensus.engine.prediction_loop import Answer, FixedDraw, Timer
 from dissensus.evaluation import loader_predictions
 from dissensus.evaluation.loader_predictions import Shapes
 from dissensus.metrics import CalibrationBins, ConfusionCounts, RiskHistogram, ScoreHistogram
-from dissensus.metrics.calibration import bin_sums
+from dissensus.metrics.classification import bin_sums
 from dissensus.metrics.metric_inputs import labelled_rows
-from dissensus.metrics.ranked_counts import RankedCounts, ranked_counts
+from dissensus.metrics.ranking import RankedCounts, ranked_counts
 
-RANKED_BY = ("max_probability", "entropy", "mutual_information")  # always; the energy on request
 RANKING = ("auroc", "aupr", "fpr95", "fpr95_in")
 
 
@@ -125,11 +125,9 @@ class PixelSums:
         """Values per image, the reliability bins, risk by coverage and the confusion matrix."""
         counts, confidence, correct = (tensor.cpu() for tensor in self.bins)
         edges = torch.arange(len(counts) + 1, dtype=torch.float64) / len(counts)
+        columns = {name: [each[name] for each in self.images] for name in self.images[0]}
         return {
-            **{
-                f"test/{name}": torch.tensor([each[name] for each in self.images], dtype=torch.float64)
-                for name in self.images[0]
-            },
+            **{f"test/{name}": torch.tensor(values, dtype=torch.float64) for name, values in columns.items()},
             "reliability/counts": counts,
             "reliability/confidence": confidence / counts,
             "reliability/accuracy": correct / counts,
@@ -201,7 +199,7 @@ def pixel_ood(
     mask (B, H, W) is boolean, or 1 at OOD pixels and 0 elsewhere. One other number may mark void pixels: the likelihood's
     ignore_index, or a number that is not a class.
     """
-    scores = [each for each in RANKED_BY if functions.members > 1 or each != "mutual_information"]
+    scores = [each for each in CLASS_UNCERTAINTY if functions.members > 1 or each != "mutual_information"]
     scores += [score] if score not in scores else []
 
     def empty() -> tuple[dict[str, PixelRanking], CalibrationBins]:
@@ -259,12 +257,6 @@ def ranking_numbers(
 
 def pixel_score(answer: Answer, score: str) -> Tensor:
     """(B, H, W) OOD score of every pixel, higher = more foreign."""
-    predictive: Any = answer.predictive
     if score == "energy" and answer.energy is not None:
         return answer.energy.mean(0)
-    if score == "mutual_information" and isinstance(predictive, SummaryPredictive):
-        return predictive.epistemic.double()
-    if score == "mutual_information":
-        return metrics.mutual_information_score(predictive.log_probs)
-    scores = {"max_probability": metrics.max_probability_score, "entropy": metrics.entropy_score}
-    return scores[score](predictive.log_mean)
+    return CLASS_UNCERTAINTY[score](answer.predictive)

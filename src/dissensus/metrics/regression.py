@@ -76,10 +76,7 @@ def crps_gaussian(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
 
 
 def crps_mixture(means: Tensor, variances: Tensor, y: Tensor) -> Tensor:
-    """() mean CRPS of a mixture of Gaussians over all entries, in the units of y.
-
-    Arguments as in `mixture_nll`.
-    """
+    """() mean CRPS of a mixture of Gaussians over all entries, in the units of y; arguments as in `mixture_nll`."""
     return crps_mixture_values(means, variances, y).mean()
 
 

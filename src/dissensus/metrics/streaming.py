@@ -11,11 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.metrics.calibration import bin_sums, ece_from_sums
+from dissensus.metrics.classification import (
+    bin_sums,
+    confusion_matrix,
+    ece_from_sums,
+    intersection_over_union,
+    mean_of_present,
+)
 from dissensus.metrics.metric_inputs import labelled_rows, nonempty_values, score_pair
-from dissensus.metrics.proper_scores import confusion_matrix, intersection_over_union, mean_of_present
-from dissensus.metrics.ranked_counts import RankedCounts
-from dissensus.metrics.selective import RiskCoverage
+from dissensus.metrics.ranking import RankedCounts, RiskCoverage
 from dissensus.utils.checks import integer, number
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from dissensus.metrics import metric_inputs, proper_scores, regression, streaming
+from dissensus.metrics import classification, metric_inputs, regression, streaming
 
 
 class _Sums(Metric):
@@ -107,15 +107,15 @@ class _ClassMean(_MeanOfValues):
         self.ignore_index = ignore_index
 
 
-class Accuracy(_ClassMean, values=proper_scores.accuracy_values, higher_is_better=True):
+class Accuracy(_ClassMean, values=classification.accuracy_values, higher_is_better=True):
     """torchmetrics class of `accuracy`: compute() gives () over all batches."""
 
 
-class NLL(_ClassMean, values=proper_scores.nll_values):
+class NLL(_ClassMean, values=classification.nll_values):
     """torchmetrics class of `nll`: compute() gives () over all batches."""
 
 
-class Brier(_ClassMean, values=proper_scores.brier_values):
+class Brier(_ClassMean, values=classification.brier_values):
     """torchmetrics class of `brier`: compute() gives () over all batches."""
 
 

@@ -28,6 +28,7 @@ from sklearn.utils.validation import (
 )
 from torch import Tensor, nn
 
+from dissensus.calibration.conformal import lac
 from dissensus.calibration.calibrate import temperature_scale
 from dissensus.calibration.conformal import ConformalScore, conformal
 from dissensus.calibration.conformal_scores import lac
@@ -39,6 +40,8 @@ from dissensus.core.particles import Particles
 from dissensus.core.posterior import Posterior, inference_context, refresh
 from dissensus.core.predictive import CategoricalPredictive, Predictive
 from dissensus.core.regression import HeteroscedasticRegression, RealTargets
+from dissensus.data.input_transforms import Standardiser
+from dissensus.sklearn.base import TABLE, TableEstimator
 from dissensus.data.batches import Batches, check_index
 from dissensus.data.input_transforms import TableInputs
 from dissensus.data.splits import split_indices

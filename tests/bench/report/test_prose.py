@@ -7,8 +7,8 @@ from dissensus.bench.report.prose import question_sentences
 from dissensus.bench.report.results import Results, SettingSweep
 from dissensus.bench.report.setting_sweep import CRITERION, accuracies, sweep_of, sweep_sentence
 from dissensus.bench.run.extra_measures import with_choice
-from dissensus.evaluation.corruption_curves import CorruptedCounts
 from dissensus.evaluation.evaluation import Evaluation
+from dissensus.evaluation.robustness_curves import CorruptedCounts
 
 
 def evaluation(**metrics: float) -> Evaluation:

@@ -28,9 +28,9 @@ from dissensus.bench.report.results import results_of_evaluations
 from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
-from dissensus.evaluation.corruption_curves import Corruptions
 from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation
+from dissensus.evaluation.robustness_curves import Corruptions
 from dissensus.plots import charts
 from dissensus.report import report
 

@@ -10,7 +10,7 @@ from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
 from dissensus.bench.run.training_watch import FILE, concatenate_batches, read_measurements
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.evaluation.member_distances import MemberDistances, member_distances
+from dissensus.evaluation.member_diagnostics import MemberDistances, member_distances
 from small_runs import train_until, trained
 
 

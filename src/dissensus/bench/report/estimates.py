@@ -9,7 +9,7 @@ import numpy as np
 
 from dissensus.bench.report.comparisons import LEVEL
 from dissensus.bench.report.intervals import holm_level, spread_of
-from dissensus.metrics.student_t import MANY, student_quantile, student_tail
+from dissensus.metrics.bootstrap import MANY, student_quantile, student_tail
 
 Array = Any  # of numpy
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
-from dissensus.metrics.student_t import MANY, last_before, student_quantile, student_tail
+from dissensus.metrics.bootstrap import MANY, last_before, student_quantile, student_tail
 
 SMALLEST = 1e-15  # smallest tail probability that Student's t can distinguish from zero
 _NORMAL = NormalDist()

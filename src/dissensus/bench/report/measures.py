@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dissensus import metrics
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.metrics.calibration import confidence_ece
+from dissensus.metrics.classification import confidence_ece
 
 
 def region_keys(evaluation: Evaluation) -> list[str]:

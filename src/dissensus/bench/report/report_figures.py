@@ -21,8 +21,8 @@ from dissensus.bench.report.figure_sections import Made
 from dissensus.bench.report.results import Results, all_have_metric, mean_over_seeds
 from dissensus.bench.report.tables import MeasureDraws, score_pair
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.evaluation.extreme_inputs import GROUPS
 from dissensus.evaluation.guarantees import DIFFICULTIES
+from dissensus.evaluation.loader_predictions import GROUPS
 from dissensus.plots import charts
 from dissensus.plots.charts import INK, Curve, Palette, Panel, curve_figure, marker_style, short_name
 from dissensus.storage.atomic_files import write_bytes, write_text

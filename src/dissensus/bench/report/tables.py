@@ -10,9 +10,8 @@ from dissensus.bench.report import comparisons
 from dissensus.bench.report.comparisons import SIGNIFICANT, Family, Overlap, ResampledMeasure
 from dissensus.bench.report.measures import Measure, distance_measures, measures, member_measures
 from dissensus.bench.report.results import Results, all_have_metric, mean_over_seeds
-from dissensus.evaluation.classification import SCORES as CLASS_SCORES
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.evaluation.regression import SCORES as TARGET_SCORES
+from dissensus.evaluation.row_metrics import OOD_SCORES
 from dissensus.metrics import auroc
 
 
@@ -200,7 +199,7 @@ def score_table(results: Results) -> Table | None:
     evaluations = [several[0] for several in results.methods.values()]
     rows = []
     for foreign in evaluations[0].ood:
-        for name in (*CLASS_SCORES, *TARGET_SCORES):
+        for name in (*OOD_SCORES["classification"], *OOD_SCORES["regression"]):
             found = [
                 [value for each in several if (value := _score_auroc(each, foreign, name)) is not None]
                 for several in results.methods.values()

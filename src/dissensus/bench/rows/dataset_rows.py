@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dissensus.data.find_files import FOLDER_VARIABLE, data_folder
+from dissensus.data.catalogue import FOLDER_VARIABLE, data_folder
 
 SetKind = Literal["classification", "regression", "segmentation"]
 Root = str | Path | None

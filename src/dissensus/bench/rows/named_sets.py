@@ -12,11 +12,10 @@ from dissensus.bench.rows.segmentation_rows import own_scene_rows, scene_folder,
 from dissensus.bench.rows.user_data import folder_rows, function_rows, npz_rows, table_rows, uci_rows
 from dissensus.bench.user_code import is_import_path
 from dissensus.data import digits, fashion, image_set, toy
-from dissensus.data.catalogue import CATALOGUE
+from dissensus.data.catalogue import CATALOGUE, locate
 from dissensus.data.file_formats import read_npz
-from dissensus.data.find_files import locate
 from dissensus.data.images import ImageSet
-from dissensus.data.street_scenes import bdd_anomaly, camvid, streethazards
+from dissensus.data.segmentation import bdd_anomaly, camvid, streethazards
 from dissensus.data.tabular import REGRESSION_SETS, regression_folder
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from dissensus.bench.rows.dataset_rows import DatasetRows, Root, TaskRows
-from dissensus.data.find_files import data_folder
-from dissensus.data.segmentation import VOID, SegmentationSet, segmentation_folder, with_unknown
-from dissensus.data.street_scenes import SPLITS
+from dissensus.data.catalogue import data_folder
+from dissensus.data.segmentation import SPLITS, VOID, SegmentationSet, segmentation_folder, with_unknown
 
 UNKNOWN = "unknown"  # the set of foreign pixels: masks of test images, 1 at pixels of unknown classes
 

@@ -16,7 +16,7 @@ from dissensus.bench.rows.dataset_rows import DataRequest, Root, SetKind, TaskRo
 from dissensus.bench.rows.named_sets import FOREIGN, SHIFTED, image_file, task_set
 from dissensus.bench.typecheck import settings_errors
 from dissensus.data import noisy_labels, split_indices
-from dissensus.data.standardise import Standardiser
+from dissensus.data.input_transforms import Standardiser
 from dissensus.utils.checks import one_of
 
 STANDARDISED = ("training", "unit", "imagenet", "none")

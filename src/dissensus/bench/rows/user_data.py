@@ -15,9 +15,8 @@ from dissensus.bench.rows.dataset_rows import DataRequest, DatasetRows, SetKind,
 from dissensus.bench.typecheck import settings_errors
 from dissensus.bench.user_code import import_object
 from dissensus.data import split_indices
-from dissensus.data.file_formats import pixels
-from dissensus.data.image_folders import image_folder, image_stack, subfolders
-from dissensus.data.numpy_files import npz_pair
+from dissensus.data.file_formats import npz_pair, pixels
+from dissensus.data.images import image_folder, image_stack, subfolders
 from dissensus.data.tabular import REGRESSION_SETS, read_uci_folder, regression_split, uci_regression
 from dissensus.numerics.lengthscales import check_finite_rows
 from dissensus.numerics.randomness import preserve_random_state

@@ -27,6 +27,8 @@ from dissensus.bench.user_code import code_digest, is_import_path
 from dissensus.core import batch as batches
 from dissensus.core.likelihood import HeteroscedasticRegression, Likelihood
 from dissensus.core.posterior import Posterior
+from dissensus.core.regression import HeteroscedasticRegression
+from dissensus.data.catalogue import sha256
 from dissensus.data.find_files import sha256
 from dissensus.utils.checks import one_of
 from dissensus.utils.parameter_groups import optimizer_refusal, plateau_linear

@@ -16,9 +16,10 @@ from dissensus.bench.run.records import read_attacked, read_counts, read_predict
 from dissensus.bench.run.training_watch import ComparedRows, with_distances
 from dissensus.bench.task.config import RunConfig
 from dissensus.core.posterior import Posterior
-from dissensus.evaluation.attack_curves import implicit_changes
 from dissensus.evaluation.evaluate import checked_score, evaluate_predictions, parameter_count, precision_note
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
+from dissensus.evaluation.robustness_curves import implicit_changes
+from dissensus.methods.parts.embedded_posterior import collapse_note
 from dissensus.methods.embedded_ensembles import collapse_note
 from dissensus.storage.run_files import is_number, read_json
 from dissensus.methods.parts.embedded_posterior import collapse_note

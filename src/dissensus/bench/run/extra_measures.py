@@ -8,16 +8,16 @@ from torch import Tensor
 
 from dissensus import metrics
 from dissensus.bench.rows.low_dimensional import Geometry
-from dissensus.calibration.fit_temperature import best_temperature
+from dissensus.calibration.calibrate import best_temperature
 from dissensus.core.calibrated import Correction
 from dissensus.core.posterior import Posterior
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
-from dissensus.data.standardise import Standardiser
-from dissensus.evaluation.corruption_curves import CorruptedCounts
+from dissensus.data.input_transforms import Standardiser
 from dissensus.evaluation.evaluate import metric_functions
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.guarantees import guarantee_details, guarantee_metrics, guarantee_outcomes
 from dissensus.evaluation.loader_predictions import Predictions
+from dissensus.evaluation.robustness_curves import CorruptedCounts
 
 TEMPERED = ("nll", "confidence", "correct", "squared_error")  # arrays test/… needed for intervals
 TRAINED = ("accuracy", "nll", "rmse", "members/accuracy", "members/nll")

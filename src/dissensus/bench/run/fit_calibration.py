@@ -6,10 +6,8 @@ from typing import Any
 import torch
 
 from dissensus.bench.rows.dataset_rows import SetKind, TaskRows
-from dissensus.calibration.calibrate import calibrate
-from dissensus.calibration.calibration_fits import OF_CLASSES, OF_REGRESSIONS
-from dissensus.calibration.conformal import conformal
-from dissensus.calibration.conformal_scores import CLASS_SCORES, INTERVAL_SCORES
+from dissensus.calibration.calibrate import OF_CLASSES, OF_REGRESSIONS, calibrate
+from dissensus.calibration.conformal import CLASS_SCORES, INTERVAL_SCORES, conformal
 from dissensus.calibration.selective import selective
 from dissensus.core.posterior import Posterior
 from dissensus.data import Batches

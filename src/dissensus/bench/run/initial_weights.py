@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from dissensus.data.numpy_files import npz_arrays
+from dissensus.data.file_formats import npz_arrays
 from dissensus.training.checkpoint import check_archive
 from dissensus.utils.batch_norm_names import statistics_layers
 from dissensus.utils.checks import first_names

@@ -13,9 +13,9 @@ from dissensus.bench.rows.task_rows import TaskData
 from dissensus.core.predictive import ClassificationPredictive
 from dissensus.data.segmentation import VOID
 from dissensus.engine.prediction_loop import FixedDraw
-from dissensus.evaluation.corruption_curves import CorruptedCounts
 from dissensus.evaluation.evaluate import complete_evaluation
 from dissensus.evaluation.evaluation import Evaluation
+from dissensus.evaluation.robustness_curves import CorruptedCounts
 from dissensus.evaluation.segmentation import pixel_ood, pixel_sums, ranking_numbers
 from dissensus.metrics import CalibrationBins
 from dissensus.storage.atomic_files import read_tensors, write_tensors

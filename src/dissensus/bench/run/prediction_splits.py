@@ -19,12 +19,11 @@ from dissensus.bench.run.records import write_attacked, write_counts, write_pred
 from dissensus.bench.task.config import RunConfig
 from dissensus.core.predictive import RegressionPredictive
 from dissensus.data import Batches
-from dissensus.data.standardise import Standardiser
+from dissensus.data.input_transforms import Standardiser
 from dissensus.engine.prediction_loop import FixedDraw
-from dissensus.evaluation.attack_curves import AttackCurves, attacked_inputs
-from dissensus.evaluation.corruption_curves import Corruptions, corrupted_counts
 from dissensus.evaluation.evaluate import check_attackable, checked_score
 from dissensus.evaluation.loader_predictions import Predictions, predictions
+from dissensus.evaluation.robustness_curves import AttackCurves, Corruptions, attacked_inputs, corrupted_counts
 
 Loader = Callable[[TaskRows], Batches]
 CORRUPT, CHOOSE, GRID, TRAIN = "corrupt", "validation-corrupt", "grid", "train"

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
-from dissensus.evaluation.attack_curves import AttackedInputs
-from dissensus.evaluation.corruption_curves import CorruptedCounts
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.evaluation.loader_predictions import Predictions
+from dissensus.evaluation.robustness_curves import AttackedInputs, CorruptedCounts
+from dissensus.storage.run_files import read_json, read_tensors, write_json, write_tensors
 from dissensus.storage.atomic_files import read_json, read_tensors, write_json, write_tensors
 from dissensus.utils.file_errors import damage_error
 

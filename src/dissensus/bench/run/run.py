@@ -41,7 +41,7 @@ from dissensus.bench.task.objects import parse_object
 from dissensus.calibration.calibrate import temperature_scale
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data import Batches
-from dissensus.data.find_files import data_folder
+from dissensus.data.catalogue import data_folder
 from dissensus.engine.prediction_loop import draw_once
 from dissensus.evaluation.evaluate import checked_score
 from dissensus.evaluation.evaluation import Evaluation

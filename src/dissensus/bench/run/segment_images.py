@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dissensus.bench.run.jobs import writable_folder
 from dissensus.bench.run.run import Run
-from dissensus.data.standardise import Standardiser
+from dissensus.data.input_transforms import Standardiser
 from dissensus.predict import predict_image
 from dissensus.storage.atomic_files import read_json
 from dissensus.utils.file_errors import damage_error, read_errors

@@ -10,6 +10,8 @@ from torch import Tensor
 from dissensus.bench.run.extra_measures import with_metrics
 from dissensus.core.posterior import Posterior
 from dissensus.evaluation.evaluation import Evaluation
+from dissensus.evaluation.member_diagnostics import MemberDistances, member_distances
+from dissensus.storage.run_files import write_text
 from dissensus.evaluation.member_distances import MemberDistances, member_distances
 from dissensus.storage.atomic_files import write_text
 from dissensus.training.history import Epoch

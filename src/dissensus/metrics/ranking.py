@@ -1,27 +1,36 @@
-"""Out-of-distribution detection: scores of inputs, and how well a score separates OOD from in-distribution inputs.
+"""Metrics of a ranking by scores: out-of-distribution detection, and selective prediction.
 
-Scores are higher for more OOD inputs. They are computed from log-probabilities. If the largest probability rounds to 1,
+OOD scores are higher for more OOD inputs. They are computed from log-probabilities. If the largest probability rounds to 1,
 −log max p is computed from the other classes as −log(1 − Σ_{c ≠ max} p_c), which is accurate down to 1e-300: confident
-inputs do not tie.
+inputs do not tie. Use them rather than probabilities: a float32 softmax saturates at 1, which makes ties.
 
-Every metric takes (score_in, score_ood), any shapes, higher = more OOD; OOD is the positive class. Thresholds are
-distinct scores, so ties are handled exactly. Use `max_probability_score` and the other scores rather than probabilities:
-a float32 softmax saturates at 1, which makes ties.
+Every OOD metric takes (score_in, score_ood), any shapes; OOD is the positive class. Thresholds are distinct scores, so ties
+are handled exactly. weights=(of score_in, of score_ood), (..., N) and (..., N'): how often each input counts, as in a
+bootstrap; the result then has the leading axes. None counts every input once.
 
-weights=(of score_in, of score_ood), (..., N) and (..., N'): how often each input counts, as in a bootstrap; the result
-then has the leading axes. None counts every input once.
+Selective prediction refuses the least confident examples. Confidence is any score, higher = more certain; loss is any
+per-example loss, for example 0/1 errors. Each example counts with the mean loss of all examples of equal confidence, which is
+the expectation over random orders, so the result does not depend on the order of the examples.
 """
 
+from __future__ import annotations
+
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dissensus.metrics.diversity import mixture_log_probabilities
-from dissensus.metrics.metric_inputs import check_no_nan, distributions, score_pair
-from dissensus.metrics.ranked_counts import PairOfWeights, RankedCounts, Rule, ranked_counts
-from dissensus.utils.checks import number
+from dissensus.metrics.metric_inputs import (
+    check_no_nan,
+    checked_weights,
+    distributions,
+    group_sums,
+    same_shape,
+    score_pair,
+)
+from dissensus.utils.checks import fraction, number, one_of
 
 
 def max_probability_score(log_probabilities: Tensor) -> Tensor:
@@ -81,10 +90,7 @@ def auroc(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights = None)
 
 
 def aupr(score_in: Tensor, score_ood: Tensor, *, weights: PairOfWeights = None) -> Tensor:
-    """() or (...) average precision with OOD as the positive class; chance level is the share of OOD in the data.
-
-    Arguments as in `auroc`.
-    """
+    """() or (...) average precision with OOD positive; chance level is the share of OOD; arguments as in `auroc`."""
     return _counts(score_in, score_ood, weights).aupr()
 
 
@@ -206,3 +212,131 @@ def _counts(score_in: Tensor, score_ood: Tensor, weights: PairOfWeights = None) 
 
 def _prepend(value: float, tail: Tensor) -> Tensor:
     return torch.cat([tail.new_full((1,), value), tail])
+
+
+class RiskCoverage(NamedTuple):
+    """Risk at every coverage, most confident examples first."""
+
+    coverage: Tensor  # (N,) k/N for k = 1…N
+    risk: Tensor  # (N,) mean loss of the k most confident examples
+
+
+def risk_coverage(confidence: Tensor, loss: Tensor) -> RiskCoverage:
+    """Risk–coverage curve: RiskCoverage (N,), (N,) from confidences and losses of one shape."""
+    confidence, loss = (t.flatten() for t in same_shape(confidence=confidence, loss=loss))
+    group, count = torch.unique(-confidence, return_inverse=True, return_counts=True)[1:]
+    group_loss = loss.new_zeros(len(count)).index_add(0, group, loss) / count
+    taken = torch.arange(1, len(loss) + 1, dtype=torch.float64, device=loss.device)
+    return RiskCoverage(taken / len(loss), group_loss[group.sort().values].cumsum(0) / taken)
+
+
+def aurc(confidence: Tensor, loss: Tensor, *, weights: Tensor | None = None) -> Tensor:
+    """() or (...) area under the risk-coverage curve: mean risk of the k most confident examples over k (Geifman et al., 2019).
+
+    weights (..., N): how often each example counts, whole numbers; None counts each once. A group of w examples of equal
+    confidence and mean loss l, after W examples of summed loss L, adds Σ_{j=1…w} (L + j l)/(W + j)
+    = w l + (L − l W)(H_{W+w} − H_W), H the harmonic numbers.
+    """
+    confidence, loss = (t.flatten() for t in same_shape(confidence=confidence, loss=loss))
+    counts = torch.ones_like(loss) if weights is None else checked_weights(weights, len(loss)).to(loss.device)
+    if (counts != counts.round()).any():
+        raise ValueError("expected whole numbers as weights, got others; pass how often each example counts")
+    distinct, group = torch.unique(-confidence, return_inverse=True)
+    taken, lost = (group_sums(each, group, len(distinct)) for each in (counts, counts * loss))  # (..., K) w, w l
+    before, lost_before = taken.cumsum(-1) - taken, lost.cumsum(-1) - lost  # W, L
+    total = counts.sum(-1)
+    steps = torch.arange(1, int(total.max()) + 1, dtype=torch.float64, device=loss.device)
+    harmonic = torch.cat([steps.new_zeros(1), (1 / steps).cumsum(0)])
+    rise = harmonic[(before + taken).long()] - harmonic[before.long()]
+    mean_loss = torch.where(taken > 0, lost / taken, 0.0)
+    return (lost + (lost_before - mean_loss * before) * rise).sum(-1) / total
+
+
+def excess_aurc(confidence: Tensor, loss: Tensor) -> Tensor:
+    """() `aurc` minus that of a perfect ranking, by the loss itself; 0 is best.
+
+    The perfect AURC is computed on the data, not from the large-N formula r + (1 − r) log(1 − r) for 0/1 losses.
+    """
+    return aurc(confidence, loss) - aurc(-loss.double(), loss)
+
+
+Rule = Literal["at_least", "nearest"]
+# (..., N) of the in-distribution and (..., N') of the OOD inputs; None counts every input once
+PairOfWeights = tuple[Tensor, Tensor] | None
+
+
+class RankedCounts(NamedTuple):
+    """Counts in order of decreasing score, the sufficient statistics of all OOD metrics. Leading axes are resamples.
+
+    Exact metrics count at the distinct scores, `streaming.ScoreHistogram` in bins, bootstraps as often as an input was drawn.
+    """
+
+    in_counts: Tensor  # (..., K) in-distribution inputs at the k-th highest score
+    ood_counts: Tensor  # (..., K) OOD inputs there
+
+    def swap_classes(self) -> RankedCounts:
+        """RankedCounts with negated scores, and in-distribution as the positive class."""
+        return RankedCounts(self.ood_counts.flip(-1), self.in_counts.flip(-1))
+
+    def rates(self) -> tuple[Tensor, Tensor]:
+        """False positive rate and recall, (..., K) each, if all inputs down to the k-th score are flagged."""
+        false, true = self.in_counts.cumsum(-1), self.ood_counts.cumsum(-1)
+        return false / false[..., -1:].double(), true / true[..., -1:].double()
+
+    def precision(self, prevalence: float | None = None) -> Tensor:
+        """(..., K) share of OOD among flagged inputs; prevalence: share of OOD among all inputs (None: as in the data)."""
+        if prevalence is None:
+            false, true = self.in_counts.cumsum(-1).double(), self.ood_counts.cumsum(-1).double()
+        else:
+            # precision = π·TPR / (π·TPR + (1 − π)·FPR)
+            false, true = self.rates()
+            false, true = (1 - prevalence) * false, fraction("prevalence", prevalence) * true
+        # An empty bin above the first score flags nothing and adds no recall, so any finite value is right.
+        return torch.where(true > 0, true / (true + false), 0.0)
+
+    def auroc(self) -> Tensor:
+        """(...) P(score of OOD > score of in-distribution) + ½ P(equal)."""
+        false, true = self.in_counts.double(), self.ood_counts.double()
+        above = true.cumsum(-1) - true  # OOD with a strictly higher score
+        return (false * (above + true / 2)).sum(-1) / (false.sum(-1) * true.sum(-1))
+
+    def aupr(self, prevalence: float | None = None) -> Tensor:
+        """(...) average precision Σ_k (recall_k − recall_{k−1}) precision_k, without interpolation."""
+        share = self.ood_counts.double() / self.ood_counts.sum(-1, keepdim=True)
+        return (share * self.precision(prevalence)).sum(-1)
+
+    def fpr(self, recall: float = 0.95, rule: Rule = "at_least") -> Tensor:
+        """(...) share of in-distribution inputs flagged at the threshold that flags a share `recall` of OOD inputs.
+
+        "at_least": the highest threshold with at least that recall. "nearest": the threshold with the nearest recall,
+        above or below, as in the released anomaly-segmentation code. If several thresholds have that recall, the lowest is
+        taken; at full recall the highest.
+        """
+        one_of("rule", rule, ("at_least", "nearest"))
+        fraction("recall", recall)
+        fpr, reached = self.rates()
+        if rule == "at_least":
+            place = (reached < recall).sum(-1, keepdim=True)
+        else:
+            # Thresholds below the first one with full recall only add false positives: ignore them.
+            beyond = (reached >= 1).cumsum(-1) > 1
+            distance = (reached - recall).abs().masked_fill(beyond, torch.inf)
+            place = reached.shape[-1] - 1 - distance.flip(-1).argmin(-1, keepdim=True)
+        return fpr.gather(-1, place).squeeze(-1)
+
+
+def ranked_counts(score_in: Tensor, score_ood: Tensor, weights: PairOfWeights = None) -> tuple[Tensor, RankedCounts]:
+    """(K,) distinct scores, highest first, and their RankedCounts, from two flat tensors of one dtype.
+
+    weights: how often each input counts; None counts each once.
+    """
+    thresholds, group = torch.unique(torch.cat([score_in, score_ood]), return_inverse=True)
+    group = len(thresholds) - 1 - group  # highest first
+    groups = group[: len(score_in)], group[len(score_in) :]
+    if weights is None:
+        counts = [torch.bincount(each, minlength=len(thresholds)) for each in groups]
+    else:
+        named = zip(("in", "ood"), weights, groups, strict=True)
+        checked = ((checked_weights(w, len(g), f"the weights of score_{name}"), g) for name, w, g in named)
+        counts = [group_sums(w, g, len(thresholds)) for w, g in checked]
+    return thresholds.flip(0), RankedCounts(counts[0], counts[1])

@@ -1,7 +1,8 @@
-"""Distances between members in weights, outputs and input gradients: now, or over training."""
+"""Do members differ, and have chains converged? Distances between members, now or over training, and R̂ of predictions."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,9 +10,12 @@ from torch import Tensor
 from dissensus import metrics
 from dissensus.core import batch as batches
 from dissensus.core.batch import Inputs
+from dissensus.core.drawn_functions import DrawnFunctions
 from dissensus.core.particles import Member
 from dissensus.core.posterior import Posterior, checked_members, expect_posterior, inference_context
 from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
+from dissensus.methods.parts.comparison_spaces import input_gradient, selected_output
+from dissensus.metrics.chain_diagnostics import effective_sample_size, split_rhat
 from dissensus.methods.parts.repulsion import input_gradient, selected_output
 from dissensus.numerics.rbf_kernels import directions, squared_distances, to_kernel_precision
 from dissensus.utils.checks import integer
@@ -27,10 +31,10 @@ class MemberDistances(NamedTuple):
         effective: effective number of members, 1 to M (`metrics.effective_members`).
     """
 
-    weight: float  # ‖θᵢ − θⱼ‖ over the trained tensors that members do not share
-    function: float  # root mean square of fᵢ − fⱼ over inputs and all outputs of the network
-    gradient: float  # angle in radians between input gradients, mean over inputs; NaN if all gradients are zero
-    effective: float  # effective number of members, 1 to M: `metrics.effective_members`
+    weight: float
+    function: float
+    gradient: float
+    effective: float
 
 
 def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistances:
@@ -44,10 +48,6 @@ def member_distances(posterior: Posterior, x: Inputs, y: Tensor) -> MemberDistan
         posterior: a posterior with at least two stored members. Sampled functions are not compared.
         x: inputs (B, ...), as the loader gives them.
         y: targets, as the likelihood takes them.
-
-    Returns:
-        `.weight` ‖θᵢ − θⱼ‖, `.function` root mean square of fᵢ − fⱼ, `.gradient` angle in radians, `.effective`
-        members.
     """
     particles = expect_posterior(posterior).particles
     if particles.members < 2:
@@ -108,12 +108,6 @@ def mean_angle(vectors: Tensor) -> Tensor:
     return total / count
 
 
-class HasEpoch(Protocol):
-    """The argument of a `fit` callback: an Epoch, of which only the number is read."""
-
-    epoch: int
-
-
 class DistancesOverTraining:
     """A callback for `fit` that records the members' distances at fixed inputs every k epochs.
 
@@ -145,7 +139,7 @@ class DistancesOverTraining:
         self.epochs: list[int] = []
         self.distances: list[MemberDistances] = []
 
-    def __call__(self, epoch: HasEpoch) -> None:
+    def __call__(self, epoch: Any) -> None:
         """Measures after every k-th epoch; returns None, so training continues."""
         if (epoch.epoch + 1) % self.every == 0:
             self.measure(epoch.epoch + 1)
@@ -158,3 +152,40 @@ class DistancesOverTraining:
         if self.tell is not None:
             self.tell(epochs_done, found)
         return found
+
+
+@dataclass(frozen=True)
+class Convergence:
+    """Convergence diagnostics of chains: split-R̂ and effective sample sizes of log-probabilities (B, C) or means (B, D)."""
+
+    rhat: Tensor
+    effective_samples: Tensor
+    draws: int  # of all chains together
+
+    def __str__(self) -> str:
+        return (
+            f"split-R̂ at most {float(self.rhat.max()):.3f}, median {float(self.rhat.median()):.3f}; of {self.draws} draws "
+            f"effective at least {float(self.effective_samples.min()):.0f}, median "
+            f"{float(self.effective_samples.median()):.0f}"
+        )
+
+
+def convergence(posterior: Posterior, x: Inputs) -> Convergence:
+    """Measures how well the chains of `HMC` or `SGHMC` have mixed, from their predictions at these inputs.
+
+    Args:
+        posterior: a trained `HMC` or `SGHMC` with at least four samples per chain.
+        x: inputs (B, ...): a tensor, a tuple or a dict of tensors.
+
+    Returns:
+        `Convergence`: `.rhat` and `.effective_samples`, each (B, C) or (B, D). R̂ near 1 means that the chains agree.
+    """
+    batches.count_examples(x := batches.convert_inputs(x))  # raises if x has no tensor
+    x = batches.move_to_device(x, posterior.device)
+    with inference_context(posterior):
+        drawn: DrawnFunctions = posterior.draw()
+        posterior.check_inputs(x)
+        predictive = checked_members(posterior, drawn.predict(x), posterior.current_correction())
+    said = predictive.defining_tensors()[0]  # (M · S, B, C)
+    chains = said.reshape(drawn.networks, -1, *said.shape[1:])  # (M, S, B, C)
+    return Convergence(split_rhat(chains), effective_sample_size(chains), len(said))

@@ -1,0 +1,201 @@
+"""Metrics of predictions with one answer per input: classifications and regressions."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dissensus import metrics
+from dissensus.calibration.calibrations import RecalibratedRegression
+from dissensus.calibration.conformal import CLASS_UNCERTAINTY, VALUE_UNCERTAINTY
+from dissensus.core.summary import SummaryPredictive
+from dissensus.evaluation.loader_predictions import MetricFunctions, Predictions
+
+CLASS_SCORES = (*CLASS_UNCERTAINTY, "energy")
+# kind of predictions -> the scores that can rank inputs; the first is the default
+OOD_SCORES = {"classification": CLASS_SCORES, "segmentation": CLASS_SCORES, "regression": tuple(VALUE_UNCERTAINTY)}
+OOD_METRICS = (metrics.auroc, metrics.aupr, metrics.aupr_in, metrics.aupr_adjusted, metrics.fpr95, metrics.fpr95_in)
+
+
+def class_metrics(predictions: Predictions) -> dict[str, float]:
+    """accuracy, nll, brier, ece and aurc of a labelled set."""
+    predictive, y = predictions.predictive, predictions.targets
+    probabilities = predictive.mean
+    correct = metrics.accuracy_values(probabilities, y)
+    return {
+        "accuracy": float(correct.mean()),
+        "nll": float(metrics.nll(predictive.log_mean, y)),
+        "brier": float(metrics.brier(probabilities, y)),
+        "ece": float(metrics.ece(probabilities, y)),
+        # Ranked by −log max p: probabilities that round to 1 would tie.
+        "aurc": float(metrics.aurc(-metrics.max_probability_score(predictive.log_mean), 1 - correct)),
+    }
+
+
+def class_arrays(predictions: Predictions) -> dict[str, Tensor]:
+    """Values per example, the reliability bins and the risk–coverage curve."""
+    predictive, y = predictions.predictive, predictions.targets
+    probabilities = predictive.mean
+    confidence, prediction = probabilities.max(1)
+    correct = metrics.accuracy_values(probabilities, y)
+    bins = metrics.reliability_bins(probabilities, y)
+    curve = metrics.risk_coverage(-metrics.max_probability_score(predictive.log_mean), 1 - correct)
+    return {
+        "test/target": y,
+        "test/prediction": prediction,
+        "test/confidence": confidence,
+        "test/correct": correct,
+        "test/nll": metrics.nll_values(predictive.log_mean, y),
+        "test/brier": metrics.brier_values(probabilities, y),
+        **{f"reliability/{name}": value for name, value in bins._asdict().items()},
+        **{f"risk_coverage/{name}": value for name, value in curve._asdict().items()},
+    }
+
+
+def class_scores(predictions: Predictions) -> dict[str, Tensor]:
+    """OOD scores: name -> (N,) float64, higher = more foreign; mutual information only with several members."""
+    predictive, energy = predictions.predictive, predictions.energy
+    summary = isinstance(predictive, SummaryPredictive) and (energy is None or len(energy) > 1)
+    several = predictions.members > 1 or summary  # a summary keeps the members' mutual information
+    names = [name for name in CLASS_UNCERTAINTY if several or name != "mutual_information"]
+    found = {name: CLASS_UNCERTAINTY[name](predictive) for name in names}
+    return found if energy is None else {**found, "energy": energy.mean(0)}
+
+
+def member_scores(predictions: Predictions, score: str) -> Tensor | None:
+    """(M, N) score of each member alone; None for mutual information, which needs several members."""
+    if score == "energy":
+        return predictions.energy
+    function = {"max_probability": metrics.max_probability_score, "entropy": metrics.entropy_score}.get(score)
+    return None if function is None else torch.stack([function(m) for m in predictions.predictive.log_probs])
+
+
+def class_members(predictions: Predictions) -> dict[str, float]:
+    """Metrics of the members, alone and together; empty for a single member."""
+    if predictions.members == 1:
+        return {}
+    members, y = predictions.predictive.log_probs, predictions.targets
+    nll = torch.stack([metrics.nll(member, y) for member in members])
+    accuracy = torch.stack([metrics.accuracy(member.exp(), y) for member in members])
+    return {
+        "members/count": float(len(members)),
+        "members/nll": float(nll.mean()),
+        "members/nll_best": float(nll.min()),
+        "members/accuracy": float(accuracy.mean()),
+        "members/accuracy_best": float(accuracy.max()),
+        "members/diversity": float(metrics.ensemble_gain(members, y).diversity),
+        "members/disagreement": float(metrics.disagreement(members)),
+        "members/effective_members": float(metrics.effective_members(members, y)),
+    }
+
+
+def ood_metrics(score_in: Tensor, score_ood: Tensor, prevalence: float | None = None) -> dict[str, float]:
+    """The six ranking metrics with OOD as the positive class; prevalence: share of OOD in aupr_adjusted, default ½."""
+    found = {function.__name__: float(function(score_in, score_ood)) for function in OOD_METRICS}
+    if prevalence is not None:
+        found["aupr_adjusted"] = float(metrics.aupr_adjusted(score_in, score_ood, prevalence=prevalence))
+    return found
+
+
+def union_metrics(test: Predictions, ood: Predictions, prevalence: float | None = None) -> dict[str, float]:
+    """ece_union: ECE of test and OOD inputs together; every answer to an OOD input is wrong. prevalence: share of OOD."""
+    inside, outside = test.predictive.mean, ood.predictive.mean
+    return {"ece_union": float(metrics.union_ece(inside, test.targets, outside, prevalence=prevalence))}
+
+
+CLASSIFICATION = MetricFunctions("classification", class_metrics, class_arrays, class_scores, class_members)
+
+
+LEVEL = 0.9
+
+
+def regression_metrics(predictions: Predictions) -> dict[str, float]:
+    """rmse, nll of the mixture, gaussian_nll of its first two moments, crps, and coverage and width of 90 % intervals."""
+    predictive, y = predictions.predictive, predictions.targets
+    lower, upper = predictive.interval(LEVEL)
+    return {
+        "rmse": float(metrics.rmse(predictive.mean, y)),
+        **{name: float(values.mean()) for name, values in _values(predictive, y).items()},
+        "coverage90": float(metrics.interval_coverage(lower, upper, y)),
+        "width90": float(metrics.mean_interval_width(lower, upper)),
+    }
+
+
+def regression_arrays(predictions: Predictions) -> dict[str, Tensor]:
+    """Values per example (means over outputs), the probability integral transform and the risk–coverage curve."""
+    predictive, y = predictions.predictive, predictions.targets
+    squared = (predictive.mean.double() - y.double()).square().reshape(len(y), -1).mean(1)
+    curve = metrics.risk_coverage(-_output_means(predictive.total), squared)
+    lower, upper = predictive.interval(LEVEL)
+    return {
+        "test/target": y,
+        "test/mean": predictive.mean,
+        "test/variance": predictive.total,
+        "test/squared_error": squared,
+        **{f"test/{name}": _output_means(values) for name, values in _values(predictive, y).items()},
+        "test/covered90": _output_means(metrics.interval_coverage_values(lower, upper, y)),
+        # P(Y ≤ y): a central interval of level l holds y where |2 P − 1| ≤ l, so one array gives every coverage.
+        "test/cumulative": predictive.cdf(y),
+        **{f"risk_coverage/{name}": value for name, value in curve._asdict().items()},
+    }
+
+
+def regression_scores(predictions: Predictions) -> dict[str, Tensor]:
+    """OOD scores: name -> (N,) float64, higher = more foreign; variances summed over outputs."""
+    return {name: function(predictions.predictive) for name, function in VALUE_UNCERTAINTY.items()}
+
+
+def regression_members(predictions: Predictions) -> dict[str, float]:
+    """Metrics of the members, alone and together; empty for a single member."""
+    if predictions.members == 1:
+        return {}
+    predictive, y = predictions.predictive, predictions.targets
+    means, variances = predictive.defining_tensors()
+    alone = [-metrics.gaussian_nll_values(m, v, y) for m, v in zip(means, variances, strict=True)]
+    log_likelihood = torch.stack(alone)  # (M, N)
+    gain = metrics.ensemble_gain_of(log_likelihood)
+    return {
+        "members/count": float(len(means)),
+        "members/nll": float(gain.member_nll),
+        "members/nll_best": float(-log_likelihood.mean(1).max()),
+        "members/rmse": float(torch.stack([metrics.rmse(m, y) for m in means]).mean()),
+        "members/diversity": float(gain.diversity),
+        "members/effective_members": float(metrics.effective_members_regression(means, y)),
+    }
+
+
+def _values(predictive: Any, y: Tensor) -> dict[str, Tensor]:
+    """nll and gaussian_nll (N,) and crps (N, D) of every example, in float64."""
+    if isinstance(predictive, RecalibratedRegression):
+        return {
+            "nll": -predictive.log_prob(y).double(),
+            "gaussian_nll": metrics.gaussian_nll_values(predictive.mean, predictive.total, y),
+            "crps": _crps_of_cdf(predictive, y),
+        }
+    means, variances = predictive.defining_tensors()
+    return {
+        "nll": metrics.mixture_nll_values(means, variances, y),
+        "gaussian_nll": metrics.gaussian_nll_values(*metrics.moment_match(means, variances), y),
+        "crps": metrics.crps_mixture_values(means, variances, y),
+    }
+
+
+def _crps_of_cdf(predictive: RecalibratedRegression, y: Tensor, points: int = 200) -> Tensor:
+    """(N, D) ∫_{−∞}^y G² dt + ∫_y^∞ (1 − G)² dt of a cumulative distribution G, by Simpson's rule on both sides of y."""
+    means, variances = predictive.defining_tensors()[:2]
+    reach = 8 * variances.sqrt()
+    found = torch.zeros_like(y, dtype=torch.float64)
+    for end, below in (((means - reach).amin(0).minimum(y), True), ((means + reach).amax(0).maximum(y), False)):
+        for i in range(points + 1):
+            g = predictive.cdf(torch.lerp(y, end, i / points)).double()
+            weight = (1 if i in (0, points) else 2 + 2 * (i % 2)) / (3 * points)
+            found += weight * (end - y).abs() * (g if below else 1 - g) ** 2
+    return found
+
+
+def _output_means(values: Tensor) -> Tensor:
+    """(N,) means over outputs."""
+    return values.double().reshape(len(values), -1).mean(1)
+
+
+REGRESSION = MetricFunctions("regression", regression_metrics, regression_arrays, regression_scores, regression_members)
