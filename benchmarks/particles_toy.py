@@ -27,8 +27,7 @@ from rows import write_rows
 
 from dissensus.bench.report import figure_sections
 from dissensus.bench.report.prose import question_sentences
-from dissensus.bench.report.results import Results, SweptSetting
-from dissensus.bench.report.setting_sweep import GROUPS, accuracies
+from dissensus.bench.report.results import GROUPS, Results, SweptSetting, accuracies
 from dissensus.evaluation.evaluation import Evaluation, PredictionKind
 from dissensus.plots import charts
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from dissensus.bench.report.prose import question_sentences
-from dissensus.bench.report.results import Results, SweptSetting
-from dissensus.bench.report.setting_sweep import CRITERION, accuracies, sweep_of, sweep_sentence
-from dissensus.bench.run.extra_measures import with_choice
+from dissensus.bench.report.results import CRITERION, Results, SweptSetting, accuracies, sweep_of, sweep_sentence
+from dissensus.bench.run.evaluate_run import with_choice
 from dissensus.evaluation.corruption_curves import CorruptedCounts
 from dissensus.evaluation.evaluation import Evaluation
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dissensus.bench.names import name_list
 from dissensus.bench.rows.dataset_rows import DataRequest, Root, SetKind, TaskRows
 from dissensus.bench.rows.named_sets import FOREIGN, SHIFTED, image_file, task_set
-from dissensus.bench.typecheck import settings_errors
+from dissensus.bench.setting_checks import name_list, settings_errors
 from dissensus.data import noisy_labels, split_indices
 from dissensus.data.standardise import Standardiser
 from dissensus.utils.checks import one_of
