@@ -244,9 +244,7 @@ PANELS = (
 DASHED = {"color": INK, "linestyle": "--"}
 KINDS = (Curve([], [], "embedded", {"color": INK}), Curve([], [], "independent", DASHED))
 MAIN = "Lines: ensembles that share their weights; dashes: independent ones of the same width; bands: 95 % intervals."
-INTERVALS = (
-    "They count seeds (Student's t) and test examples. Smaller ensembles are subsets of one independent ensemble."
-)
+INTERVALS = "They count seeds (Student's t) and test examples. Smaller ensembles are subsets of an independent one."
 SWEPT = "From independent members (p = 0) to equal ones (p = 1), γ = M and γ = 1 at their rates; dashes: independent networks."
 
 
@@ -276,9 +274,8 @@ def width_page(rows: Sequence[WidthRow], title: str, description: str) -> CellsP
 def accuracy_table(rows: Sequence[WidthRow]) -> Table:
     """Ensemble accuracy with member accuracy in brackets, one row per width and kind (in the column of units)."""
     grid = WidthArrays(rows)
-    shares = 100 * np.stack(
-        [comparisons.seed_means(grid.main_array(name)) for name in ("accuracy", "member_accuracy")], -1
-    )  # (2, F, M, 2)
+    both = [comparisons.seed_means(grid.main_array(name)) for name in ("accuracy", "member_accuracy")]
+    shares = 100 * np.stack(both, -1)  # (2, F, M, 2)
     lines = []
     for f, factor in enumerate(grid.factors):
         for kind, found in zip(("embedded", "independent"), shares[:, f], strict=True):

@@ -108,9 +108,8 @@ def curve_figure(
     return figure
 
 
-DIAGONAL = Curve(
-    [0, 1], [0, 1], "_diagonal", {"color": INK, "linestyle": "--", "linewidth": 1}
-)  # names with _ have no legend
+# Names with _ have no legend.
+DIAGONAL = Curve([0, 1], [0, 1], "_diagonal", {"color": INK, "linestyle": "--", "linewidth": 1})
 
 
 def reliability_figure(

@@ -13,7 +13,7 @@ replace a two-dimensional one. Everything is in float64, because kernels are fac
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -226,9 +226,7 @@ class ClosedForm(Activation):
         value, slope, _ = self._average_moments(a, b, c, pairs)
         return Expectations(value, slope, None)
 
-    def _average_moments(
-        self, a: Tensor, b: Tensor, c: Tensor, factors: list[tuple[float, float, float]]
-    ) -> list[Tensor]:
+    def _average_moments(self, a: Tensor, b: Tensor, c: Tensor, factors: Iterable[Sequence[float]]) -> list[Tensor]:
         """C, D and Z, averaged over pairs of factors with their weights."""
         total = [torch.zeros_like(c) for _ in range(3)]
         for one, two, weight in factors:
@@ -253,9 +251,7 @@ class Smooth(Activation):
     def within_member(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Expectations:
         factors, weights = (each.to(c.device) for each in law_nodes(v))
         one, two = (coefficients(self.function, variance, factors, weights) for variance in (a, b))
-        return Expectations(
-            *(sum_expansion(left, right, weights, a, b, c) for left, right in zip(one, two, strict=True))
-        )
+        return Expectations(*(sum_expansion(*pair, weights, a, b, c) for pair in zip(one, two, strict=True)))
 
     def between_members(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Expectations:
         factors, weights = (each.to(c.device) for each in law_nodes(v))
@@ -268,9 +264,7 @@ class Smooth(Activation):
             ]
             for variance in (a, b)
         )
-        value, slope = (
-            sum_expansion(left, right, alone, a, b, c) for left, right in zip(one[:2], two[:2], strict=True)
-        )
+        value, slope = (sum_expansion(*pair, alone, a, b, c) for pair in zip(one[:2], two[:2], strict=True))
         return Expectations(value, slope, None)
 
 

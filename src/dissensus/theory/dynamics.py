@@ -180,9 +180,8 @@ class EnsembleDynamics:
             raise ValueError(f"expected initial outputs at {n} points, got {on_points.shape[1]}; pass at_points")
         when = as_times(times, on_train)
         centre, centre_points = on_train.mean(0), on_points.mean(0)
-        mean = centre_points + self._mean.apply_to_residual(
-            self._targets - centre, when, learning_rate, descent
-        )  # (T, n, …)
+        moved = self._mean.apply_to_residual(self._targets - centre, when, learning_rate, descent)
+        mean = centre_points + moved  # (T, n, …)
         apart = (on_train - centre).movedim(0, -1)  # (B, …, M)
         gone = self._difference.apply_to_residual(apart, when, learning_rate, descent).movedim(-1, 1)  # (T, M, n, …)
         return mean[:, None] + (on_points - centre_points) - gone

@@ -137,9 +137,8 @@ def products(network: nn.Module, x1: Tensor, x2: Tensor, *, outputs: int, result
     return theta
 
 
-Layer = tuple[
-    Tensor, Tensor, float, float
-]  # inputs h (N, D), signals δ (N, O, W), what the weights' and bias' terms count
+# Inputs h (N, D), signals δ (N, O, W), what the weights' and bias' terms count.
+Layer = tuple[Tensor, Tensor, float, float]
 BLOCK = 1280  # rows per block: few enough to skip half of a symmetric kernel, many enough for fast matrix products
 Dense = nn.Linear | NTKLinear
 
@@ -214,11 +213,8 @@ def _layer_signals(network: nn.Module, x: Tensor, linear: list[Dense]) -> list[L
 Method = Literal["auto", "structured", "jacobian", "products"]
 Way = Callable[..., Tensor]
 PLAIN = partial(contraction, plain=True)
-WAYS: dict[str, list[Way]] = {
-    "structured": [layerwise_kernel],
-    "jacobian": [contraction, PLAIN],
-    "products": [products],
-}
+_JACOBIAN: list[Way] = [contraction, PLAIN]
+WAYS: dict[str, list[Way]] = {"structured": [layerwise_kernel], "jacobian": _JACOBIAN, "products": [products]}
 _MIXES = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 
 
@@ -436,9 +432,8 @@ def posterior_blocks(
     def outputs(params: Params, x: Tensor) -> Tensor:
         held = {**buffers, **{name: params[name] for name in particles.own_buffers()}}
         weights = {name: tensor for name, tensor in params.items() if name not in held}
-        found: Tensor = particles.call(
-            lambda member: batches.call_network(member.network, x), {**rest, **weights}, held
-        )[0]
+        tensors = {**rest, **weights}
+        found: Tensor = particles.call(lambda member: batches.call_network(member.network, x), tensors, held)[0]
         return found
 
     posterior.check_inputs(x1)

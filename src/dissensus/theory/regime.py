@@ -255,10 +255,8 @@ class MemberOutputs:
 
         def one(row: Rows) -> Tensor:
             buffers = {**self.particles.shared_buffers(), **row.buffers}
-            params = {**shared, **row.own}
-            found: Tensor = self.particles.call(
-                lambda member: batches.call_network(member.network, self.x), params, buffers
-            )[0]
+            outputs = self.particles.call(lambda m: batches.call_network(m.network, self.x), shared | row.own, buffers)
+            found: Tensor = outputs[0]
             return found
 
         return one

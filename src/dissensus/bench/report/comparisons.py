@@ -302,14 +302,12 @@ def _varying_spread(found: Spread, method: ResampledMeasure) -> Spread | None:
     return found if max(found.seeds, found.examples) > ROUNDING * max(map(abs, method.values.values())) else None
 
 
-def _resampled_values(
-    measure: Measure, evaluations: Sequence[Evaluation], sizes: Sequence[int], resamples: int
-) -> Tensor:
+def _resampled_values(measure: Measure, runs: Sequence[Evaluation], sizes: Sequence[int], resamples: int) -> Tensor:
     """(S, R) the measure of every seed on every resample."""
     names = [name for group in measure.samples for name in group]
     found = []
     for weights in _weights(tuple(sizes), resamples):
-        values = [measure.statistic(weights, *(e.arrays[name] for name in names)) for e in evaluations]
+        values = [measure.statistic(weights, *(e.arrays[name] for name in names)) for e in runs]
         found.append(torch.stack(values))
     return torch.cat(found, 1)
 

@@ -62,9 +62,8 @@ def attack_figure(epsilons: Array, drawn: Mapping[str, Mapping[str, Array]], *, 
 
 
 Interval = tuple[float, float, float]  # estimate, lower, upper
-OverValues = dict[
-    str, dict[Measure, dict[str, dict[float, Interval]]]
-]  # title -> measure -> method -> value of the setting
+# title -> measure -> method -> value of the setting
+OverValues = dict[str, dict[Measure, dict[str, dict[float, Interval]]]]
 
 
 def setting_figure(rows: OverValues, *, label: str, log: bool, palette: Palette) -> Figure:

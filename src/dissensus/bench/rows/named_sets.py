@@ -150,9 +150,7 @@ class TaskSet(NamedTuple):
     kind: SetKind | None  # None: the likelihood decides between classes and values
     description: str
     location: str | Callable[[Root], Path] = "generated"  # a function if the user provides the files
-    is_user_data: bool = (
-        False  # whether the rows are the user's: `make` then takes an `DataRequest` instead of the folder
-    )
+    is_user_data: bool = False  # whether rows are the user's: `make` then takes a `DataRequest`, not the folder
     standardised: bool = False  # whether inputs are standardised already, unless the task says otherwise
 
 
@@ -258,9 +256,7 @@ def _cubic_gap(folder: Root, points: int = 201, noise: float = 2.0, draw: int = 
     return _toy_rows(*(toy.cubic_gap(n, noise=noise, seed=2 * draw + i) for i, n in enumerate((points, 201))))
 
 
-def _cubic_elsewhere(
-    low: float, high: float, folder: Root, points: int = 201, noise: float = 2.0, draw: int = 0
-) -> TaskRows:
+def _cubic_at(low: float, high: float, folder: Root, points: int = 201, noise: float = 2.0, draw: int = 0) -> TaskRows:
     """x³ at both signs of x from low to high."""
     x = torch.cat([-torch.linspace(high, low, 100), torch.linspace(low, high, 100)])[:, None]
     return TaskRows(x, x**3 + noise * torch.randn(200, 1, generator=torch.Generator().manual_seed(draw)))
@@ -372,6 +368,6 @@ SHIFTED: dict[str, Callable[..., TaskRows]] = {
     "gap": _x_sin_x_gap,
     "outside": _cubic_outside,
     "gp_gap": _gp_gap,
-    "cubic_between": partial(_cubic_elsewhere, 0.0, 1.0),
-    "cubic_beyond": partial(_cubic_elsewhere, 3.0, 4.0),
+    "cubic_between": partial(_cubic_at, 0.0, 1.0),
+    "cubic_beyond": partial(_cubic_at, 3.0, 4.0),
 }

@@ -207,8 +207,7 @@ def _check_like_training(training: TaskRows, rows: TaskRows, name: str, classes:
     if rows.x.shape[1:] != training.x.shape[1:]:
         shapes = f"{tuple(training.x.shape[1:])} in {name!r}, as in the training set, got {tuple(rows.x.shape[1:])}"
         raise ValueError(f"expected inputs of shape {shapes}; choose another set, or resize its images first")
-    if (rows.x.dtype == torch.uint8) != (
-        training.x.dtype == torch.uint8
-    ):  # pixels are read as x / 255, numbers are not
+    # Pixels are read as x / 255, numbers are not.
+    if (rows.x.dtype == torch.uint8) != (training.x.dtype == torch.uint8):
         got = f"{rows.x.dtype}; save pixels as uint8 in all files, or numbers in all"
         raise ValueError(f"expected inputs of the training set's dtype, {training.x.dtype}, in {name!r}, got {got}")

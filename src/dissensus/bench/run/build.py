@@ -155,9 +155,8 @@ def make_network(
 def output_count(config: RunConfig, data: TaskData) -> int:
     """The number of outputs of the run's network."""
     count = len(data.classes) if data.classes else data.train.y.shape[1]
-    return count * (
-        2 if isinstance(likelihood(config, data), HeteroscedasticRegression) else 1
-    )  # a mean and a variance each
+    # A mean and a variance each.
+    return count * (2 if isinstance(likelihood(config, data), HeteroscedasticRegression) else 1)
 
 
 def try_network(config: RunConfig, load: Callable[[], TaskData], *, folders: Sequence[Path] = ()) -> None:
@@ -276,9 +275,8 @@ def load_weights(network: nn.Module, path: Path) -> None:
     expected = network.state_dict()
     limit = ROOM + TIMES * sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
     if (size := path.stat().st_size) > limit:
-        raise ValueError(
-            f"expected at most {limit:,} bytes for this network, got {size:,} in {path}; save state_dict()"
-        )
+        got = f"{size:,} in {path}; save state_dict()"
+        raise ValueError(f"expected at most {limit:,} bytes for this network, got {got}")
     with read_errors(path, "save state_dict() again", kind=f"a whole {path.suffix} file of plain tensors at"):
         state = zero_batch_counts(network) | strip_wrapper_prefix(READERS[path.suffix](path, limit), expected, path)
         check_fits(state, expected, path)

@@ -248,13 +248,11 @@ def run_in_processes(
     Processes started by `torchrun` each take some of the groups; only the first returns, when all are done. `keep_going`: a
     diverged run is recorded in its folder and does not raise.
     """
-    _run_groups(torchrun_ranks.groups_of_this_rank(groups), jobs, source=source, tell=tell, keep_going=keep_going)
+    _run_groups(torchrun_ranks.groups_of_this_rank(groups), jobs, source, tell, keep_going)
     torchrun_ranks.exit_other_ranks()
 
 
-def _run_groups(
-    groups: Sequence[Sequence[Run]], jobs: int, *, source: str | None, tell: Tell, keep_going: bool
-) -> None:
+def _run_groups(groups: Sequence[Sequence[Run]], jobs: int, source: str | None, tell: Tell, keep_going: bool) -> None:
     waiting = [group for group in groups if not all(is_over(run.folder) for run in group)]
     if not waiting:
         return

@@ -82,16 +82,11 @@ def with_measurements(evaluation: Evaluation, path: Path, names: Sequence[str], 
     return with_metrics(evaluation, {}, arrays)
 
 
-# ------------------------------------------------------------------------------------------- how members differ
-
-
-def distance_callback(
-    folder: Path, posterior: Posterior, batches: ComparedRows, *, every: int
-) -> MeasurementLog | None:
+def distance_callback(folder: Path, posterior: Posterior, rows: ComparedRows, *, every: int) -> MeasurementLog | None:
     """A callback that writes the distances between members; None for one network."""
     if posterior.particles.members < 2:
         return None
-    x, y = concatenate_batches(batches)
+    x, y = concatenate_batches(rows)
     names = MemberDistances._fields
     return MeasurementLog(folder / DISTANCES, names, lambda: member_distances(posterior, x, y)._asdict(), every=every)
 
@@ -101,10 +96,8 @@ def with_distances(evaluation: Evaluation, folder: Path, posterior: Posterior, b
     if posterior.particles.members < 2 or not (folder / DISTANCES).is_file():
         return evaluation
     now = member_distances(posterior, *concatenate_batches(batches))
-    metrics = {f"distances/{space}": value for space, value in now._asdict().items()}
-    return with_measurements(
-        with_metrics(evaluation, metrics), folder / DISTANCES, MemberDistances._fields, "distances"
-    )
+    found = with_metrics(evaluation, {f"distances/{space}": value for space, value in now._asdict().items()})
+    return with_measurements(found, folder / DISTANCES, MemberDistances._fields, "distances")
 
 
 def concatenate_batches(batches: ComparedRows) -> tuple[Tensor, Tensor]:
@@ -166,10 +159,8 @@ def learning_callback(
                 said[name] = Predictive.cat([part.to(rows.y.device) for part in parts])
         classes = {name: each.mean.argmax(1) for name, each in said.items()}
         found = {f"{name}/accuracy": classes[name] == rows.y for name, rows in shown.items()}
-        found |= {
-            "test/nll": -said["test"].log_prob(shown["test"].y),
-            **compare_with_labels(classes["train"], shown["train"]),
-        }
+        found |= compare_with_labels(classes["train"], shown["train"])
+        found["test/nll"] = -said["test"].log_prob(shown["test"].y)
         return {name: float(each.double().mean()) for name, each in found.items()}
 
     return MeasurementLog(folder / CURVES, curve_names(train), measure, every=every)
