@@ -129,15 +129,13 @@ def bench_grid(
 ) -> tuple[list[str], list[Path]]:
     """(sentences, files) of a task over a grid; arguments as in `jobs.bench`. Finished stages are not repeated."""
     chosen, folder = jobs.methods_and_folder(task, methods, out, seeds, baseline, options.get("jobs", 1))
-    source, tell = options.get("source"), options.get("tell", ignore_message)
+    source, tell, count = options.get("source"), options.get("tell", ignore_message), options.get("jobs", 1)
     if "widths" in task.settings:
         if methods is not None or baseline is not None or holm:
             raise ValueError("expected no --methods, --baseline or --holm for a task over widths, got one; omit it")
         widths = width_cells(task, range(seeds))
         runs = jobs.begin_runs(task, [cell.config for cell in widths], folder, source=source)
-        jobs.run_in_processes(
-            [[run] for run in runs], options.get("jobs", 1), source=source, tell=tell, keep_going=True
-        )
+        jobs.run_in_processes([[run] for run in runs], count, source=source, tell=tell, keep_going=True)
         tell("writing the report")
         return write_page(width_page(rows_of_runs(widths, runs), task.title, task.description), folder)
     cells = cells_of(task, chosen)
@@ -147,13 +145,11 @@ def bench_grid(
     tell("writing the report")
     measured = []
     for cell, several in zip(cells, asked, strict=True):
-        results = jobs.results_of_runs(several, [evaluations[id(run)] for run in several]).with_baseline(
-            None, holm=holm
-        )
+        results = jobs.results_of_runs(several, [evaluations[id(run)] for run in several])
+        results = results.with_baseline(None, holm=holm)
         measured.append(MeasuredCell(cell, results, *tables.measures_and_draws(results, SHOWN)))
-    return write_page(
-        grid_page(task, axes_of(task), measured, baseline or measured[0].results.baseline or chosen[0]), folder
-    )
+    beside = baseline or measured[0].results.baseline or chosen[0]
+    return write_page(grid_page(task, axes_of(task), measured, beside), folder)
 
 
 def begin_cells(

@@ -347,20 +347,21 @@ def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> R
         origin |= {key: made.get(key, "") for key in ("commit", "dissensus", "torch", "device")}
         methods.setdefault(config.method, []).append(evaluation)
         origins.setdefault(config.method, []).append(origin)
-    made = runs[0].provenance
+    records = [run.provenance for run in runs]
     seeds = sorted({run.config.seed for run in runs})
     facts = {
         "Task": f"{first.task}, size {first.size}",
         "Seeds": ", ".join(map(str, seeds)),
         "Test examples": f"{len(evaluations[0].arrays['test/nll']):,}",
-        **{label: _common_value(runs, key) for label, key in FACTS.items()},
+        # The common value of all runs, or all values.
+        **{label: "; ".join(dict.fromkeys(str(each.get(key, "")) for each in records)) for label, key in FACTS.items()},
         # A name that appears twice was changed between runs.
         "Own code and rows": ", ".join(
-            dict.fromkeys(" ".join(part) for run in runs for part in run.provenance.get("code", {}).items())
+            dict.fromkeys(" ".join(part) for each in records for part in each.get("code", {}).items())
         ),
+        "Started": str(records[0].get("started", "")),
     }
     baseline = first.baseline if first.baseline in methods else None
-    facts["Started"] = str(made.get("started", ""))
     focus, key = first.evaluation.get("focus"), first.evaluation.get("sweep")
     found = {run.config.method: setting_value(run.config.settings, key) for run in runs} if key else {}
     values = {method: float(value) for method, value in found.items() if value is not None}
@@ -391,8 +392,3 @@ def compare_with_reference(runs: Sequence[Run], evaluations: Sequence[Evaluation
         else with_reference(evaluation, run.predictions(), references[run.config.seed])
         for run, evaluation in zip(runs, evaluations, strict=True)
     ]
-
-
-def _common_value(runs: Sequence[Run], key: str) -> str:
-    """The common value of all runs, or all values."""
-    return "; ".join(dict.fromkeys(str(run.provenance.get(key, "")) for run in runs))

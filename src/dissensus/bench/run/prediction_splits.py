@@ -149,7 +149,7 @@ def split_names(config: RunConfig, load: Callable[[], TaskData]) -> list[str]:
 
     `load`: reads the data, which are needed to know the sets that come with a user's data set.
     """
-    scenes = is_segmentation(config)  # their calibration rows are only used for a temperature
+    scenes = config.kind == "segmentation"  # their calibration rows are only used for a temperature
     names = ["test"] + [CALIBRATION] * (config.data.get("calibration", 0) != 0 and not scenes)
     if task_set(config.data["name"]).is_user_data:
         data = load()
@@ -165,10 +165,6 @@ def split_names(config: RunConfig, load: Callable[[], TaskData]) -> list[str]:
     if attack_curves(config) is not None:
         names.append(ATTACK)
     return [*names, *(split for split in (CORRUPT, CHOOSE) if corruptions(config, split) is not None)]
-
-
-def is_segmentation(config: RunConfig) -> bool:
-    return config.kind == "segmentation"
 
 
 def corruptions(config: RunConfig, split: str = CORRUPT) -> Corruptions | None:
@@ -225,14 +221,14 @@ def split_writer(
         )
         return lambda path: write_attacked(path, found)
     tell(split)
-    kind, _, name = split.partition("-")
-    rows = grid_rows(config, data) if split == GRID else _rows_by_split(data)[kind][name]
-    if is_segmentation(config):
+    rows = _split_rows(split, config, data)
+    if config.kind == "segmentation":
         score = checked_score(config.evaluation.get("score"), "segmentation", functions.members)
         measured = measure_pixels(split, rows, data, functions, loader, score)
         return lambda path: write_measured(path, measured)
     picture = data.standardiser.inverse if data.has_images else None
-    said = predictions(functions, loader(rows), name=split, labelled=kind not in ("ood", GRID), picture=picture)
+    labelled = split != GRID and not split.startswith("ood-")
+    said = predictions(functions, loader(rows), name=split, labelled=labelled, picture=picture)
     return lambda path: write_predictions(path, in_original_units(said, data.targets, rows.y))
 
 
@@ -251,12 +247,11 @@ def geometry_of(config: RunConfig, data: TaskData) -> Geometry:
     return GEOMETRIES[config.data["name"]](data.train.x)
 
 
-def grid_rows(config: RunConfig, data: TaskData) -> TaskRows:
-    """The inputs of the grid; their targets are placeholders and are not read."""
-    inputs = geometry_of(config, data).inputs
-    return TaskRows(inputs, data.train.y[:1].expand(len(inputs), *data.train.y.shape[1:]))
-
-
-def _rows_by_split(data: TaskData) -> dict[str, dict[str, TaskRows]]:
+def _split_rows(split: str, config: RunConfig, data: TaskData) -> TaskRows:
+    if split == GRID:
+        inputs = geometry_of(config, data).inputs  # with targets that are placeholders and are not read
+        return TaskRows(inputs, data.train.y[:1].expand(len(inputs), *data.train.y.shape[1:]))
     own = {"test": data.test, CALIBRATION: data.calibration, TRAIN: data.train}
-    return {**{kind: {"": rows} for kind, rows in own.items()}, "ood": data.ood, "shift": data.shift}
+    others = {"ood": data.ood, "shift": data.shift}
+    kind, _, name = split.partition("-")
+    return others[kind][name] if kind in others else own[split]

@@ -13,11 +13,12 @@ runs/ID/config.toml                     the run's settings and provenance
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -97,12 +98,12 @@ def ignore_message(text: str) -> None:
     """Ignores a message."""
 
 
-class Run(run_folder.RunFolder):
+class Run:
     """A run folder and its config. `load` reads the data when a stage needs them; several runs may share one."""
 
     def __init__(self, folder: Path, config: RunConfig, *, load: DataCache | None = None) -> None:
-        super().__init__(folder)
-        self.config = config
+        self.folder, self.config = folder, config
+        self.is_shared = False  # whether all processes started by `torchrun` share the run
         self.load = load or DataCache()
         self.is_new = False  # whether `begin` made the folder
 
@@ -188,6 +189,34 @@ class Run(run_folder.RunFolder):
             shuffle=shuffle,
             augment=parse_object("augment", augment).build(),
         )
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process writes the run's files: the first, if several share it."""
+        return not self.is_shared or torchrun_ranks.rank() == 0
+
+    @property
+    def ranks(self) -> Literal["independent"] | None:
+        """The `ranks` argument of `fit`: processes that do not share the run train alone."""
+        return "independent" if torchrun_ranks.size() > 1 and not self.is_shared else None
+
+    def wait_until_written(self) -> None:
+        """Waits until the first process has written its files, if several share the run."""
+        if self.is_shared:
+            torchrun_ranks.wait()
+
+    def remove(self, path: Path) -> None:
+        """Removes a file or a folder if it exists."""
+        if self.is_writer and path.is_dir():
+            shutil.rmtree(path)
+        elif self.is_writer:
+            path.unlink(missing_ok=True)
+
+    def log(self, epoch: Epoch) -> None:
+        """Adds a line to log.jsonl."""
+        if self.is_writer:
+            with (self.folder / "log.jsonl").open("a") as file:
+                file.write(json.dumps(asdict(epoch)) + "\n")
 
     # ------------------------------------------------------------------ stages
 

@@ -296,9 +296,8 @@ def merge_settings(base: Mapping[str, Any], over: Mapping[str, Any]) -> Settings
     result = copy.deepcopy(dict(base))
     for key, value in over.items():
         if key in ("network", "data") and _has_other_name(result.get(key), value):
-            result[key] = {
-                k: each for k, each in result[key].items() if key == "data" and k in schema.fields_of(schema.Data)
-            }
+            kept = schema.fields_of(schema.Data) if key == "data" else {}
+            result[key] = {name: each for name, each in result[key].items() if name in kept}
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
         both = both and not objects.replaces_object(key, result[key], value)
         result[key] = merge_settings(result[key], value) if both else copy.deepcopy(value)

@@ -34,9 +34,8 @@ def check_published(table: dict[str, Any]) -> None:
     """Raises unless [reference] has a text as source, and methods with published numbers: a number, or [value, error]."""
     rows = {name: row for name, row in table.items() if name != "source"}
     check_value("reference.source", table.get("source", ""), str)
-    check_value(
-        "reference", rows, dict[str, dict[str, Number | Annotated[list[Number], Field(min_length=1, max_length=2)]]]
-    )
+    with_error = Annotated[list[Number], Field(min_length=1, max_length=2)]
+    check_value("reference", rows, dict[str, dict[str, Number | with_error]])
     for name in rows:
         objects.base_name(name)
 
@@ -243,9 +242,8 @@ def check_task(settings: Mapping[str, Any], where: str) -> None:
 
 def known_keys(settings: Mapping[str, Any]) -> dict[str, Fields]:
     """Section -> its fields: the allowed keys of a task with this data set, network and methods."""
-    data, network = (
-        check_value(f"{each}.name", settings.get(each, {}).get("name", ""), str) for each in ("data", "network")
-    )
+    names = {each: settings.get(each, {}).get("name", "") for each in ("data", "network")}
+    data, network = (check_value(f"{each}.name", name, str) for each, name in names.items())
     if not is_import_path(data):
         one_of("data.name (or package.module:name)", data, SETS)
     of_data, of_network = fields_of(Data), fields_of(Network)
