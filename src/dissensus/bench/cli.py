@@ -399,7 +399,7 @@ OPTIONS = {
 
 
 def add_command(name: str, summary: str, **defaults: Any) -> None:
-    """Makes the study of this name in `studies` a command, whose options have these defaults."""
+    """Makes the study of this name in `theory_studies` a command, whose options have these defaults."""
 
     def write(out: Path, **settings: Any) -> None:
         from dissensus.bench import theory_studies  # loads matplotlib

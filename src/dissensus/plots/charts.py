@@ -22,9 +22,7 @@ Array = Any  # anything numpy.asarray takes
 Palette = Mapping[str, str]  # name -> colour
 
 INK = "#123456"
-PALETTE = (
-    "#4c8bc9", "#e0803a", "#35a06f", "#a678d8", "#d4566b", "#29a3a8", "#ac7f52", "#d46eae", "#8f959e", "#a5a13a",
-)  # fmt: skip
+PALETTE = ("#4c8bc9", "#e0803a", "#35a06f", "#a678d8", "#d4566b", "#29a3a8", "#ac7f52", "#d46eae", "#8f959e", "#a5a13a")
 ROOM_INSIDE = 4  # most names in a legend inside the axes
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 INKED = ["text.", "axes.label", "axes.edge", "axes.title", "xtick.", "ytick.", "grid.", "legend.label"]

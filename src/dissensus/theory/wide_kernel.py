@@ -184,13 +184,10 @@ CACHE = 2**23  # bytes of a block: more and they leave a processor's cache, fewe
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels of one output of a wide network, (N1, N2) float64 each; outputs are independent of one another.
+    """Kernels of one output of a wide network, (N1, N2) float64 each; outputs are independent of one another."""
 
-    `.nngp` is E f(x) f(x') at initialisation; `.ntk` is ⟨∂f(x)/∂θ, ∂f(x')/∂θ⟩, the kernel of training.
-    """
-
-    nngp: Tensor  # E f(x) f(x')
-    ntk: Tensor  # ⟨∂f(x)/∂θ, ∂f(x')/∂θ⟩
+    nngp: Tensor  # E f(x) f(x') at initialisation
+    ntk: Tensor  # ⟨∂f(x)/∂θ, ∂f(x')/∂θ⟩, the kernel of training
 
 
 @dataclass(frozen=True)

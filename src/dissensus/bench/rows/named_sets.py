@@ -270,9 +270,7 @@ def _hill(folder: Root, points: int = 3, noise: float = 0.5) -> DatasetRows:
 GAP = (0.0, 2.0)  # gap in the inputs of a Gaussian-process sample; training inputs lie on [−4, 0] and [2, 4]
 
 
-def _gp_draw(
-    folder: Root, points: int = 40, lengthscale: float = 1.0, noise: float = 0.1, draw: int = 0
-) -> DatasetRows:
+def _gp_set(folder: Root, points: int = 40, lengthscale: float = 1.0, noise: float = 0.1, draw: int = 0) -> DatasetRows:
     seen, _ = _gp_rows(points, lengthscale, noise, draw)
     return DatasetRows(seen.select(torch.arange(points)), seen.select(torch.arange(points, len(seen.y))), ())
 
@@ -305,7 +303,7 @@ SETS: dict[str, TaskSet] = {
     "cubic": TaskSet(_cubic, "regression", "x³ with noise, 20 points on [−4, 4]"),
     "cubic_gap": TaskSet(_cubic_gap, "regression", "x³ with noise on two intervals with a gap between them"),
     "hill": TaskSet(_hill, "regression", "1 in the middle and −1 on both sides, symmetric"),
-    "gp_draw": TaskSet(_gp_draw, "regression", "a sample of a Gaussian process, observed on two intervals"),
+    "gp_draw": TaskSet(_gp_set, "regression", "a sample of a Gaussian process, observed on two intervals"),
     "npz": TaskSet(
         npz_rows, None, "arrays x and y in .npz files: data.train_file, data.test_file", "your files", is_user_data=True
     ),

@@ -225,7 +225,7 @@ class Run:
         return (self.folder / "training.json").is_file()
 
     def train_alone(self, *, progress: bool = False) -> None:
-        """Trains and saves the posterior; continues from a checkpoint if there is one. `together.train_runs` calls it."""
+        """Trains and saves the posterior; continues from a checkpoint if there is one. `train_runs` calls it."""
         if self.is_trained:
             self.remove(self.folder / "checkpoint.pt")  # left by a run that was stopped at its very end
             return
@@ -323,9 +323,8 @@ class Run:
 
     def _check_own_code(self, load: Callable[[], TaskData] | None = None, *, done: bool = False) -> None:
         """Raises if the user's code or rows changed since the run; only warns if the run is done."""
-        run_folder.check_own_code(
-            self.folder, build.own_digests(self.config, load), self.provenance.get("code", {}), done=done
-        )
+        now, then = build.own_digests(self.config, load), self.provenance.get("code", {})
+        run_folder.check_own_code(self.folder, now, then, done=done)
 
     def calibrate(self, settings: Mapping[str, Any]) -> Posterior:
         """Fits these settings of [calibration] to the trained posterior and saves it in calibrated/."""
