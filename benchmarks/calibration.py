@@ -29,9 +29,8 @@ from torch import Tensor, nn
 
 import dissensus as ds
 from dissensus.bench.run.jobs import run_all
-from dissensus.bench.run.provenance import provenance
-from dissensus.bench.run.records import read_predictions
 from dissensus.bench.run.run import Run
+from dissensus.bench.run.run_folder import provenance, read_predictions
 from dissensus.bench.task.config import load_task
 from dissensus.calibration.calibrate import OF_CLASSES, HeldOutRows, fit_correction
 from dissensus.core.calibrated import Correction

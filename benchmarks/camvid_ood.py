@@ -18,9 +18,8 @@ from statistics import fmean
 from finished import comparison_rows, finished
 from rows import Row, by_key, markdown, origin_of, seeds_of, write_rows
 
-from dissensus.bench.report.comparisons import SIGNIFICANT
+from dissensus.bench.report.comparisons import SIGNIFICANT, spread_of
 from dissensus.bench.report.figure_sections import segmentation_section
-from dissensus.bench.report.intervals import spread_of
 from dissensus.bench.report.published_numbers import published_numbers
 from dissensus.bench.report.report_figures import write_png
 from dissensus.bench.report.results import Results

@@ -24,9 +24,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import dissensus as ds
-from dissensus.bench.report.comparisons import SIGNIFICANT
-from dissensus.bench.report.intervals import holm
+from dissensus.bench.report.comparisons import SIGNIFICANT, holm_p_values
 from dissensus.bench.report.tables import p_text
+from dissensus.bench.run.run_folder import provenance
+from dissensus.evaluation.corruption_curves import Corruptions
 from dissensus.bench.run.provenance import provenance
 from dissensus.evaluation.robustness_curves import Corruptions
 from dissensus.utils.parameter_groups import constant_tail, plateau_linear
@@ -220,7 +221,7 @@ def comparisons(rows: list[Row]) -> dict[tuple[str, str], tuple[Any, float]]:
         if method != BASELINE
     }
     known = {pair: found for pair, found in pairs.items() if found is not None and found.p_value == found.p_value}
-    adjusted = holm([found.p_value for found in known.values()])
+    adjusted = holm_p_values([found.p_value for found in known.values()])
     return {pair: (found, p) for (pair, found), p in zip(known.items(), adjusted, strict=True)}
 
 

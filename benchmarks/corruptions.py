@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from rows import made_on, write_rows
 from torch import Tensor
 
-from dissensus.bench.run.provenance import device_name
+from dissensus.bench.run.run_folder import device_name
 from dissensus.data.corruptions import CORRUPTIONS, EXTRA, corrupt
 
 SEVERITIES = (1, 2, 3, 4, 5)

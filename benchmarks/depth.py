@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from turns import in_turns
 
 import dissensus as ds
-from dissensus.bench.run.provenance import provenance
+from dissensus.bench.run.run_folder import provenance
 from dissensus.core.batch import Batch
 from dissensus.engine import build_step
 

@@ -19,7 +19,7 @@ from rows import by_key, read_rows, summary, write_rows
 from torch import Tensor
 
 import dissensus as ds
-from dissensus.bench.run.provenance import provenance
+from dissensus.bench.run.run_folder import provenance
 
 MEMBERS, SHARES = (4, 8, 16), (4, 8, 16, 32, 64)  # M, and N/M
 EXAMPLES, INPUTS, REFERENCE, LONGEST = 16, 10, 60, 600

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from rows import made_on, read_rows, write_rows
 
-from dissensus.bench.rows.task_loaders import standardised_batches
+from dissensus.bench.rows.dataset_rows import standardised_batches
 from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run.build import optimizer, posterior
 from dissensus.bench.task.config import load_task

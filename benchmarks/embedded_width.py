@@ -17,9 +17,9 @@ from rows import markdown, paired, read_rows
 from scipy.stats import spearmanr
 
 import dissensus as ds
-from dissensus.bench.report.estimates import Claim
+from dissensus.bench.report.comparisons import Claim
 from dissensus.bench.report.results import table_rows
-from dissensus.bench.run.provenance import ORIGIN
+from dissensus.bench.run.run_folder import ORIGIN
 from dissensus.bench.width_axis import TEXTS, accuracy_table, width_verdicts
 
 ROOT = Path(__file__).parents[1]

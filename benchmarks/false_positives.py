@@ -33,8 +33,7 @@ from rows import Row, made_on, write_rows
 from torch import Tensor
 
 import dissensus
-from dissensus.bench.report.comparisons import MethodComparison, compare_methods, resample_measure
-from dissensus.bench.report.intervals import Spread
+from dissensus.bench.report.comparisons import MethodComparison, Spread, compare_methods, resample_measure
 from dissensus.bench.report.measures import Measure, measures
 from dissensus.evaluation.evaluation import Evaluation
 

@@ -8,7 +8,7 @@ from rows import Row
 from dissensus.bench.report.comparisons import Family
 from dissensus.bench.report.results import Results
 from dissensus.bench.run import jobs
-from dissensus.bench.run.collect_runs import results_of_runs
+from dissensus.bench.run.jobs import results_of_runs
 from dissensus.bench.run.run import Run
 from dissensus.bench.task.config import load_task
 

@@ -24,9 +24,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import dissensus as ds
 from dissensus.bench.report.report_figures import write_png
-from dissensus.bench.run.initial_weights import load_weights
+from dissensus.bench.run.build import load_weights
 from dissensus.data.images import ImageSet
-from dissensus.plots.method_panels import surface_figure
+from dissensus.plots.charts import surface_figure
 
 MEAN, STD = (torch.tensor(v).view(3, 1, 1) for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -18,7 +18,7 @@ from rows import made_on, write_rows
 from torch import Tensor, nn
 
 import dissensus as ds
-from dissensus.bench.run.initial_weights import load_weights
+from dissensus.bench.run.build import load_weights
 from dissensus.data.images import ImageSet
 from dissensus.metrics import ece
 

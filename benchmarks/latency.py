@@ -23,7 +23,7 @@ from rows import write_rows
 from torch import Tensor, nn
 
 import dissensus as ds
-from dissensus.bench.run.provenance import commit, device_name
+from dissensus.bench.run.run_folder import commit, device_name
 from dissensus.data import Batches
 
 MEMBERS = 5  # of an ensemble

@@ -29,8 +29,7 @@ import papers_page
 from rows import Row, write_rows
 
 from dissensus.bench.run import jobs
-from dissensus.bench.run.provenance import provenance
-from dissensus.bench.run.records import read_counts
+from dissensus.bench.run.run_folder import provenance, read_counts
 from dissensus.bench.task.config import Task, load_task, run_config
 
 NUMBERS = ("accuracy", "nll", "ece", "corrupt/accuracy", "corrupt/nll", "corrupt/ece")

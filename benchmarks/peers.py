@@ -399,7 +399,7 @@ def main() -> None:
         return install(options.install)
     import torch
 
-    from dissensus.bench.run.provenance import commit, device_name
+    from dissensus.bench.run.run_folder import commit, device_name
 
     timer = {"wall": "perf_counter", "processor": "process_time"}[options.clock]
     names = options.libraries.split(",")

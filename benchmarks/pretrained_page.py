@@ -4,7 +4,7 @@
 
 The files are those that benchmarks/pretrained.py packs. Intervals in the CSV file of pairs are of paired bootstraps over the
 8,000 test images, each image's numbers averaged over the seeds that both methods have: they count images alone. Those of the
-page count the seeds as well, by the library's own formula (dissensus.bench.report.intervals).
+page count the seeds as well, by the library's own formula (dissensus.bench.report.comparisons).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rows import FACTS, Row, markdown, read_rows, write_rows
 from safetensors.torch import load
 from torch import Tensor
 
+from dissensus.bench.report.comparisons import LEVEL, SIGNIFICANT, holm_p_values, spread_of
 from dissensus.bench.report.comparisons import LEVEL, SIGNIFICANT
 from dissensus.bench.report.intervals import holm, spread_of
 from dissensus.core.description import translate_settings
@@ -301,7 +302,10 @@ def judged(pairs: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
 
 def adjusted(pairs: Sequence[Row]) -> list[Row]:
     """The pairs of one table, with p-values after Holm's adjustment for their number."""
-    return [{**pair, "p_value": p} for pair, p in zip(pairs, holm([pair["p_value"] for pair in pairs]), strict=True)]
+    return [
+        {**pair, "p_value": p}
+        for pair, p in zip(pairs, holm_p_values([pair["p_value"] for pair in pairs]), strict=True)
+    ]
 
 
 def says(pairs: Sequence[Row]) -> str:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dissensus.bench.report.intervals import spread_of
-from dissensus.bench.run.provenance import commit, device_name
+from dissensus.bench.report.comparisons import spread_of
+from dissensus.bench.run.run_folder import commit, device_name
 
 Row = dict[str, Any]
 FACTS = ("commit", "torch", "device")  # in each row

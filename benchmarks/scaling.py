@@ -26,7 +26,7 @@ import torch
 from rows import Row, markdown, read_rows, write_rows
 
 import dissensus as ds
-from dissensus.bench.run.provenance import provenance
+from dissensus.bench.run.run_folder import provenance
 
 RESULTS = Path(__file__).parent / "results"
 MEASURED, PREDICTED = "scaling_measured.csv", "scaling_predicted.csv"

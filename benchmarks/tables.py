@@ -38,8 +38,7 @@ from rows import by_key, grouped, markdown, origins_of, paired, read_rows, seeds
 
 import calibration
 from dissensus.bench.capacity_table import capacities
-from dissensus.bench.report.comparisons import SIGNIFICANT
-from dissensus.bench.report.intervals import holm
+from dissensus.bench.report.comparisons import SIGNIFICANT, holm_p_values
 from dissensus.bench.task import schema
 
 ROOT = Path(__file__).parents[1]
@@ -260,7 +259,7 @@ def difference_table(found: list[dict[str, str]], columns: dict[str, str], pairs
     groups = by_key(found, "method")
     cells = {(c, pair): paired(*(groups[name] for name in pair), c) for c in columns for pair in pairs}
     there = {key: each for key, each in cells.items() if each is not None and each.p_value == each.p_value}  # some vary
-    adjusted = dict(zip(there, holm([each.p_value for each in there.values()]), strict=True))
+    adjusted = dict(zip(there, holm_p_values([each.p_value for each in there.values()]), strict=True))
     lines = []
     for column, title in columns.items():
         line = [title]

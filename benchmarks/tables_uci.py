@@ -25,9 +25,8 @@ import numpy as np
 import torch
 from rows import Row, made_by, markdown, paired, read_rows, summary, write_rows
 
-from dissensus.bench.report.comparisons import SIGNIFICANT
-from dissensus.bench.report.intervals import holm
-from dissensus.bench.run.provenance import provenance
+from dissensus.bench.report.comparisons import SIGNIFICANT, holm_p_values
+from dissensus.bench.run.run_folder import provenance
 from dissensus.data.tabular import REGRESSION_SETS, read_uci_folder, regression_folder
 
 RESULTS = Path(__file__).parent / "results"
@@ -267,7 +266,7 @@ def verdicts(rows: list[Row], second: str = "histogram boosting (cross)") -> str
                 each = paired(mine, theirs, column, by="split")
                 assert each is not None
                 found[first, column, name] = (each, summary(row[column] for row in theirs)[0])
-    adjusted = dict(zip(found, holm([each.p_value for each, _ in found.values()]), strict=True))
+    adjusted = dict(zip(found, holm_p_values([each.p_value for each, _ in found.values()]), strict=True))
     lines = []
     for first, column in dict.fromkeys(key[:2] for key in found):
         cells = [f"{first}: {SHOWN[column]}"]

@@ -93,7 +93,7 @@ def timed(case: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """The rows of one kernel, sides in turns."""
     import torch
 
-    from dissensus.bench.run.provenance import provenance
+    from dissensus.bench.run.run_folder import provenance
 
     network, inputs, layers, shape = CASES[case]
     clock = "process_time" if arguments.threads == 1 else "perf_counter"
@@ -228,7 +228,7 @@ def resnet(folder: str) -> list[dict[str, object]]:
     import torch
 
     import dissensus as ds
-    from dissensus.bench.run.provenance import provenance
+    from dissensus.bench.run.run_folder import provenance
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)

@@ -20,11 +20,16 @@ from typing import NamedTuple
 from finished import comparison_rows, finished
 from rows import Row, markdown, origin_of, read_rows, seeds_of, write_rows
 
-from dissensus.bench.report.comparisons import SIGNIFICANT, MethodComparison, compare_methods, comparison_family
-from dissensus.bench.report.intervals import spread_of
+from dissensus.bench.report.comparisons import (
+    SIGNIFICANT,
+    MethodComparison,
+    compare_methods,
+    comparison_family,
+    spread_of,
+)
 from dissensus.bench.report.results import Results
 from dissensus.bench.report.tables import measures_and_draws, p_text
-from dissensus.bench.run.collect_runs import results_of_runs
+from dissensus.bench.run.jobs import results_of_runs
 from dissensus.bench.run.run import Run
 from dissensus.bench.run_grid import begin_cells, cells_of
 from dissensus.bench.task.config import load_task, read_task

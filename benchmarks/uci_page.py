@@ -7,8 +7,7 @@ from itertools import product
 
 from rows import Row, interval, made_by, markdown, paired, summary
 
-from dissensus.bench.report.comparisons import SIGNIFICANT
-from dissensus.bench.report.intervals import holm
+from dissensus.bench.report.comparisons import SIGNIFICANT, holm_p_values
 
 PROTEIN = "protein-tertiary-structure"
 ORDER = ("map", "swag", "tradi", "tradi-diagonal", "mc_dropout", "deep_ensemble")
@@ -68,7 +67,7 @@ def behind(rows: list[Row]) -> tuple[list[str], int]:
             each = paired(of[method], of["map"], column, by="split")
             if each is not None:
                 found[name, method, column] = each
-    adjusted = dict(zip(found, holm([each.p_value for each in found.values()]), strict=True))
+    adjusted = dict(zip(found, holm_p_values([each.p_value for each in found.values()]), strict=True))
     worse: dict[tuple[str, str], list[str]] = {}
     for (name, method, column), each in found.items():
         if each.difference > 0 and adjusted[name, method, column] < SIGNIFICANT:

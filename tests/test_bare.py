@@ -167,7 +167,7 @@ def test_a_feature_says_what_to_install(bare, call):
 
 
 # imported only where their package is there: Triton's kernels, classes behind `dissensus.metrics`, and what only `main` imports
-BEHIND = r"dissensus\.(metrics\.torchmetrics\w+|kernels\.(triton_\w+|norm_launch)|bench\.(cli|terminal|theory_\w+))"
+BEHIND = r"dissensus\.(metrics\.torchmetrics\w+|kernels\.(triton_\w+|norm_launch)|bench\.(cli|theory_\w+))"
 
 
 def test_every_other_file_can_be_imported_or_says_what_to_install(bare):

@@ -22,12 +22,11 @@ from scipy.io import savemat
 
 import dissensus as ds
 from dissensus.bench.report.html_report import report_content
-from dissensus.bench.run import records
-from dissensus.bench.run.collect_runs import results_of_runs
-from dissensus.bench.run.initial_weights import load_weights
-from dissensus.bench.run.jobs import file_mismatch_errors
+from dissensus.bench.run.build import load_weights
+from dissensus.bench.run.jobs import file_mismatch_errors, results_of_runs
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.training_watch import FILE, read_measurements
+from dissensus.bench.run.run_folder import COUNTS, read_counts, read_predictions, write_counts
+from dissensus.bench.run.training_watch import DISTANCES, read_measurements
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.data import file_formats, tabular
 from dissensus.evaluation.member_diagnostics import MemberDistances
@@ -178,19 +177,17 @@ def run_folder(folder: Path) -> list[str]:
     run.evaluate()
     distances = {"epochs": 0, **dict.fromkeys(MemberDistances._fields, 0.5)}
     (folder / "run" / "distances.jsonl").write_text(json.dumps(distances) + "\n")
-    counts = {name: torch.ones(2, 3) for name in records.COUNTS}
-    records.write_counts(
-        folder / "run" / "corrupt.safetensors", CorruptedCounts(types=("fog",), severities=(1,), **counts)
-    )
+    counts = {name: torch.ones(2, 3) for name in COUNTS}
+    write_counts(folder / "run" / "corrupt.safetensors", CorruptedCounts(types=("fog",), severities=(1,), **counts))
     names = "config.toml metrics.json arrays.safetensors training.json distances.jsonl corrupt.safetensors"
     return [f"run/{name}" for name in (*names.split(), "predictions/test.safetensors")]
 
 
 def read_run(folder: Path) -> object:
     run = Run.open(folder / "run")
-    read_measurements(folder / "run" / FILE, MemberDistances._fields)
-    records.read_counts(folder / "run" / "corrupt.safetensors")
-    records.read_predictions(folder / "run" / "predictions" / "test.safetensors")
+    read_measurements(folder / "run" / DISTANCES, MemberDistances._fields)
+    read_counts(folder / "run" / "corrupt.safetensors")
+    read_predictions(folder / "run" / "predictions" / "test.safetensors")
     return run.provenance, run.measure()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from dissensus.bench.report.prose import question_sentences
 from dissensus.bench.report.results import Results
-from dissensus.bench.rows.low_dimensional import GEOMETRIES
+from dissensus.bench.rows.named_sets import GEOMETRIES
 from dissensus.bench.rows.task_rows import DataCache, task_data
 from dissensus.bench.run import jobs
 from dissensus.bench.run.build import optimizer, posterior

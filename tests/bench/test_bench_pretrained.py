@@ -15,8 +15,8 @@ import dissensus as ds
 from dissensus.bench.report.measures import measures
 from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run import jobs
-from dissensus.bench.run.extra_measures import with_calibration
-from dissensus.bench.run.records import read_predictions
+from dissensus.bench.run.evaluate_run import with_calibration
+from dissensus.bench.run.run_folder import read_predictions
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.metrics import ece
 from small_runs import moons_network, task_with_weights

@@ -6,8 +6,7 @@ import pytest
 
 from dissensus import metrics
 from dissensus.bench.report.html_report import write_report
-from dissensus.bench.run.collect_runs import results_of_runs
-from dissensus.bench.run.jobs import bench, run_all
+from dissensus.bench.run.jobs import bench, results_of_runs, run_all
 from dissensus.bench.run.shared_training import can_share_training
 from dissensus.bench.task.config import load_task, run_config
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
-from dissensus.bench.rows.task_loaders import AUGMENTATIONS, standardised_batches
+from dissensus.bench.rows.dataset_rows import AUGMENTATIONS, standardised_batches
 from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run.jobs import bench, run_all
-from dissensus.bench.run.pixel_splits import rows_to_show
+from dissensus.bench.run.prediction_splits import rows_to_show
 from dissensus.bench.run.run import Run
 from dissensus.bench.run.segment_images import read_picture, resize_picture, write_maps
 from dissensus.bench.run.shared_training import can_share_training

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dissensus import attacks
-from dissensus.bench.rows.task_loaders import standardised_batches
+from dissensus.bench.rows.dataset_rows import standardised_batches
 from dissensus.bench.run import build
 from dissensus.bench.run.jobs import bench, run_all
 from dissensus.bench.task.config import SIZES, load_task, run_config

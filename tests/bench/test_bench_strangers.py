@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import dissensus as ds
+from dissensus.bench.cli import print_results
 from dissensus.bench.report.results import results_of_evaluations
 from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run import build
 from dissensus.bench.run.jobs import report_runs
-from dissensus.bench.run.records import read_evaluation, write_evaluation
 from dissensus.bench.run.run import Run
+from dissensus.bench.run.run_folder import read_evaluation, write_evaluation
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.bench.terminal import print_results
 from small_runs import trained
 
 pytestmark = pytest.mark.usefixtures("undrawn")

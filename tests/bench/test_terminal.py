@@ -2,8 +2,8 @@
 
 import torch
 
+from dissensus.bench.cli import print_results
 from dissensus.bench.report.results import results_of_evaluations
-from dissensus.bench.terminal import print_results
 from dissensus.evaluation.evaluation import Evaluation
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dissensus.bench import theory_studies
-from dissensus.bench.report.estimates import slope_weights
+from dissensus.bench.report.comparisons import slope_weights
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

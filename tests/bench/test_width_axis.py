@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from dissensus.bench.report import report_figures
-from dissensus.bench.report.estimates import Claim
+from dissensus.bench.report.comparisons import Claim, student_quantile
 from dissensus.bench.report.html_report import write_page
-from dissensus.bench.report.intervals import student_quantile
 from dissensus.bench.report.results import table_rows
-from dissensus.bench.run import processes
+from dissensus.bench.run import jobs
 from dissensus.bench.run.jobs import bench, run_all
-from dissensus.bench.run.provenance import command
-from dissensus.bench.run.records import read_predictions
+from dissensus.bench.run.run_folder import command, read_predictions
 from dissensus.bench.run_grid import bench_grid
 from dissensus.bench.task.config import load_task
 from dissensus.bench.width_axis import (
@@ -195,22 +193,20 @@ def test_rows_and_claims_read_back_are_those_that_were_written(benched, undrawn,
 
 def test_what_is_done_is_not_done_again(benched, undrawn, monkeypatch):
     small, folder, said, _ = benched
-    monkeypatch.setattr(
-        processes, "train_and_evaluate", lambda *_, **__: pytest.fail("a run that is over was run again")
-    )
+    monkeypatch.setattr(jobs, "train_and_evaluate", lambda *_, **__: pytest.fail("a run that is over was run again"))
     assert bench_grid(small, out=folder, seeds=1)[0] == said
 
 
 def test_a_run_that_diverges_is_noted_and_left_out(benched, undrawn, tmp_path, monkeypatch):
     small, _, _, _ = benched
-    train = processes.train_runs
+    train = jobs.train_runs
 
     def diverging(runs):
         if runs[0].folder.name == "batch_ensemble-N8-M2-p0_5-independent-seed0":
             raise Diverged([1], 7)
         train(runs)
 
-    monkeypatch.setattr(processes, "train_runs", diverging)
+    monkeypatch.setattr(jobs, "train_runs", diverging)
     said, _ = bench_grid(small, out=tmp_path, seeds=1)
     assert said[-1].startswith("1 of 6 ensembles diverged and are left out: method batch_ensemble, factor 1.0, ")
     assert "members 2, p 0.5, gamma M, seed 0" in said[-1]
@@ -218,7 +214,7 @@ def test_a_run_that_diverges_is_noted_and_left_out(benched, undrawn, tmp_path, m
     (lost,) = (row for row in table_rows(tmp_path / "results.csv", TEXTS) if row["diverged"] is not None)
     assert (lost["diverged"], lost["accuracy"]) == (7, None)
     with pytest.raises(Diverged):  # an ordinary bench stops there
-        processes.train_and_evaluate([processes.Run.open(tmp_path / "batch_ensemble-N8-M2-p0_5-independent-seed0")])
+        jobs.train_and_evaluate([jobs.Run.open(tmp_path / "batch_ensemble-N8-M2-p0_5-independent-seed0")])
 
 
 @pytest.mark.slow

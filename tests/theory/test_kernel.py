@@ -12,7 +12,7 @@ from torch import nn
 import dissensus as ds
 from dissensus import Modulation, theory
 from dissensus.nets import Erf, Residual
-from dissensus.theory.covariances import UnitMoments, patch_means
+from dissensus.theory.wide_kernel import UnitMoments, patch_means
 from thinning import often
 
 # Made by benchmarks/make_kernel_vectors.py

@@ -7,7 +7,7 @@ from torch import nn
 
 from dissensus import theory
 from dissensus.bench import theory_studies
-from dissensus.bench.report.estimates import array_over, mean_interval, slope_weights
+from dissensus.bench.report.comparisons import array_over, mean_interval, slope_weights
 from dissensus.nets import Residual
 
 LAW = {"weight_variance": 2.0, "bias_variance": 0.1}

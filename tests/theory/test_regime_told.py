@@ -7,8 +7,7 @@ from torch import nn
 import dissensus as ds
 from dissensus import Modulation, theory
 from dissensus.layers.call_order import trace_calls
-from dissensus.theory.regime import regime_kind
-from dissensus.theory.wide_limit import unavoidable_layers
+from dissensus.theory.regime import regime_kind, unavoidable_layers
 from thinning import often
 
 SIGNS, AROUND = Modulation.sign(), Modulation.normal(1, 0.5)

@@ -2,35 +2,43 @@
 
 import logging
 import os
+import shutil
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column
 from rich.table import Table as Grid
+from rich.text import Text
 
 from dissensus.bench import torchrun_ranks
 from dissensus.bench.capacity_table import LENET, capacities
-from dissensus.bench.names import name_list
+from dissensus.bench.report.prose import cautions, few_examples_caution, question_sentences, test_set_sentences
+from dissensus.bench.report.results import CONTROL, Results, table_text
+from dissensus.bench.report.tables import Table, main_table, measures_and_draws
 from dissensus.bench.rows.named_sets import SETS, set_location
 from dissensus.bench.run import jobs
 from dissensus.bench.run.convert import convert
-from dissensus.bench.run.fit_calibration import CALIBRATED
-from dissensus.bench.run.run import Run, ignore_message
+from dissensus.bench.run.jobs import writable_folder
+from dissensus.bench.run.run import CALIBRATED, Run, ignore_message
+from dissensus.bench.run.run_folder import ORIGIN, provenance
 from dissensus.bench.run.segment_images import write_maps
 from dissensus.bench.run.shared_training import train_runs
+from dissensus.bench.setting_checks import name_list
 from dissensus.bench.task.config import SIZES, load_task, own_tasks, read_task, run_config, task_names
-from dissensus.bench.task.method_names import check_overrides_read, count_setting
+from dissensus.bench.task.objects import check_overrides_read, count_setting
 from dissensus.bench.task.schema import Calibration, check_value, fields_of
-from dissensus.bench.terminal import log_to_stderr, print_before_and_after, print_each, print_results, wide_console
-from dissensus.bench.theory_commands import app as theory
 from dissensus.bench.user_code import is_import_path
+from dissensus.evaluation.evaluation import Evaluation, metric_text
 from dissensus.methods import METHODS
-from dissensus.utils.checks import first_names
+from dissensus.utils.checks import first_names, integer
 from dissensus.utils.extras import MissingExtra
 from dissensus.version import __version__
 
@@ -40,8 +48,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-app.add_typer(theory, name="theory")
 
 STOPPED = 130  # exit code of a command stopped by the user, as in shells
 
@@ -300,3 +306,118 @@ def _fail(text: str, *, code: int = 2) -> None:
 
 def _tell(text: str) -> None:
     Console(stderr=True, highlight=False).print(f"[bold]{escape(text)}[/bold]")
+
+
+def safe_markup(text: str) -> str:
+    """A title or a name as safe markup, without control characters."""
+    return escape(text.translate(CONTROL))
+
+
+def wide_console() -> Console:
+    """A console that does not truncate tables if the output is not a terminal."""
+    wide = None if sys.stdout.isatty() else max(shutil.get_terminal_size().columns, 160)
+    return Console(width=wide, highlight=False)
+
+
+def print_before_and_after(before: Evaluation, after: Evaluation) -> None:
+    """Prints test metrics before and after calibration, without those of members and cost."""
+    grid = Grid("", "before", "after")
+    for key, value in after.metrics.items():
+        if not key.startswith(("members/", "networks/", "cost/")):
+            found = before.metrics.get(key)
+            grid.add_row(safe_markup(key), "" if found is None else metric_text(found), metric_text(value))
+    wide_console().print(grid)
+
+
+def print_results(results: Results) -> None:
+    """Prints a report's main table, the reasons why methods are not compared, and the sentences on the task's question."""
+    found, draws = measures_and_draws(results)
+    table: Table = main_table(results, found, draws)
+    title = Text(results.title.translate(CONTROL))
+    grid = Grid("", *map(safe_markup, table.headings), title=title, title_justify="left")
+    group = ""
+    for row in table.rows:
+        if row.group != group:
+            group = row.group
+            grid.add_section()
+            grid.add_row(f"[dim]{safe_markup(group)}[/dim]", *[""] * len(row.cells))
+        label = f"{row.label}{f', {row.unit}' if row.unit else ''} {row.arrow}".strip()
+        cells = [
+            f"[bold]{safe_markup(cell.text)}[/bold]"
+            if cell.best
+            else f"{safe_markup(cell.text)}{' ≈' if cell.equal else ''}"
+            for cell in row.cells
+        ]
+        grid.add_row(safe_markup(label), *cells)
+    console = wide_console()
+    console.print(grid)
+    console.print("bold: best   ≈: not distinguishable from the best (p ≥ 0.05)   ↑ ↓: higher or lower is better")
+    if all(len(several) == 1 for several in results.methods.values()):
+        console.print("one seed: p-values count test examples only; --seeds 5 counts training variation too")
+    few = few_examples_caution(draws)
+    for sentence in (*test_set_sentences(draws["nll"]), *few, *question_sentences(results), *cautions(results)):
+        console.print(safe_markup(sentence))
+
+
+@contextmanager
+def log_to_stderr(level: int = logging.INFO) -> Iterator[None]:
+    """Context that prints log messages of this level or above to stderr."""
+    log, shown = logging.getLogger("dissensus"), logging.StreamHandler()
+    shown.setFormatter(logging.Formatter("dissensus: %(message)s"))
+    before = log.level
+    log.addHandler(shown)
+    log.setLevel(level)
+    try:
+        yield
+    finally:
+        log.removeHandler(shown)
+        log.setLevel(before)
+
+
+def print_each(several: Iterable[str | Path]) -> None:
+    """Prints one line for each."""
+    for each in several:
+        print(each)
+
+
+def parse_widths(text: str) -> list[int]:
+    """The numbers in "64,128"."""
+    return sorted({integer("--widths", int(each) if each.isdecimal() else each) for each in name_list(text) or [text]})
+
+
+theory = typer.Typer(help="Figures that compare the theory of wide ensembles with measurements.", no_args_is_help=True)
+app.add_typer(theory, name="theory")
+OPTIONS = {
+    "widths": Annotated[str, typer.Option(help="Widths, separated by commas.", callback=parse_widths)],
+    "width": Annotated[int, typer.Option(help="Units of each hidden layer.", min=1)],
+    "seeds": Annotated[int, typer.Option(help="Random networks for each width.", min=1)],
+    "members": Annotated[int, typer.Option(help="Members of the ensemble.", min=1)],
+    "steps": Annotated[int, typer.Option(help="Steps of gradient descent.", min=1)],
+    "seed": Annotated[int, typer.Option(help="Of the network.")],
+    "out": Annotated[Path, typer.Option(help="Folder to write to.", callback=writable_folder)],
+}
+
+
+def add_command(name: str, summary: str, **defaults: Any) -> None:
+    """Makes the study of this name in `theory_studies` a command, whose options have these defaults."""
+
+    def write(out: Path, **settings: Any) -> None:
+        from dissensus.bench import theory_studies  # loads matplotlib
+        from dissensus.bench.report.report_figures import write_files
+
+        found, about = getattr(theory_studies, name)(**settings), provenance(torch.device("cpu"))
+        rows = [row | {key: about[key] for key in ORIGIN} for row in found.rows]
+        tables = {f"{name}.csv": table_text(list(rows[0]), rows)} if rows else {}
+        print(*found.sentences, *write_files(out, {f"theory-{name}.png": found.figure}, tables), sep="\n")
+
+    options, kind = {**defaults, "out": Path("theory")}.items(), Parameter.KEYWORD_ONLY
+    parameters = [Parameter(key, kind, default=value, annotation=OPTIONS[key]) for key, value in options]
+    write.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    theory.command(name, help=summary)(write)
+
+
+add_command("kernels", "Analytic against empirical kernels as the width grows.", widths="64,128,256,512,1024", seeds=20)
+add_command("dynamics", "Training in two regimes against its prediction.", width=1500, members=4, steps=60, seed=0)
+about = "How the error of predicted training falls with the width."
+add_command("width", about, widths="375,750,1500", seeds=10, members=4)
+add_command("regimes", "Stable rates and training speeds over collectivity and members.")

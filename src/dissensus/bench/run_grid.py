@@ -10,19 +10,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
-from dissensus.bench.report import curve_figures, figure_sections, tables
+from dissensus.bench.report import figure_sections, tables
 from dissensus.bench.report.comparisons import Family, compare_methods, comparison_family
 from dissensus.bench.report.html_report import CellsPage, comparison_sentence, write_page
 from dissensus.bench.report.measures import Measure
 from dissensus.bench.report.results import Results, table_text
 from dissensus.bench.report.tables import MeasureDraws, Row, Table
 from dissensus.bench.rows.task_rows import DataCache
-from dissensus.bench.run.collect_runs import results_of_runs
-from dissensus.bench.run.jobs import RunOptions, begin_runs, finish_runs, methods_and_folder
-from dissensus.bench.run.processes import run_in_processes
+from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run, ignore_message
 from dissensus.bench.task.config import Task, apply_override, run_config
-from dissensus.bench.task.method_names import base_name, setting_path
+from dissensus.bench.task.objects import base_name, setting_path
 from dissensus.bench.task.schema import GridAxis, check_task, fields_of
 from dissensus.bench.width_axis import rows_of_runs, width_cells, width_page
 from dissensus.plots.charts import colours
@@ -127,31 +125,31 @@ def bench_grid(
     out: str | Path | None = None,
     baseline: str | None = None,
     holm: bool = False,
-    **options: Unpack[RunOptions],
+    **options: Unpack[jobs.RunOptions],
 ) -> tuple[list[str], list[Path]]:
     """(sentences, files) of a task over a grid; arguments as in `jobs.bench`. Finished stages are not repeated."""
-    chosen, folder = methods_and_folder(task, methods, out, seeds, baseline, options.get("jobs", 1))
-    source, tell = options.get("source"), options.get("tell", ignore_message)
+    chosen, folder = jobs.methods_and_folder(task, methods, out, seeds, baseline, options.get("jobs", 1))
+    source, tell, count = options.get("source"), options.get("tell", ignore_message), options.get("jobs", 1)
     if "widths" in task.settings:
         if methods is not None or baseline is not None or holm:
             raise ValueError("expected no --methods, --baseline or --holm for a task over widths, got one; omit it")
         widths = width_cells(task, range(seeds))
-        runs = begin_runs(task, [cell.config for cell in widths], folder, source=source)
-        run_in_processes([[run] for run in runs], options.get("jobs", 1), source=source, tell=tell, keep_going=True)
+        runs = jobs.begin_runs(task, [cell.config for cell in widths], folder, source=source)
+        jobs.run_in_processes([[run] for run in runs], count, source=source, tell=tell, keep_going=True)
         tell("writing the report")
         return write_page(width_page(rows_of_runs(widths, runs), task.title, task.description), folder)
     cells = cells_of(task, chosen)
     asked = begin_cells(cells, chosen, range(seeds), folder, source=source)
     runs = list({id(run): run for several in asked for run in several}.values())
-    evaluations = dict(zip(map(id, runs), finish_runs(runs, **options), strict=True))
+    evaluations = dict(zip(map(id, runs), jobs.finish_runs(runs, **options), strict=True))
     tell("writing the report")
     measured = []
     for cell, several in zip(cells, asked, strict=True):
-        results = results_of_runs(several, [evaluations[id(run)] for run in several]).with_baseline(None, holm=holm)
+        results = jobs.results_of_runs(several, [evaluations[id(run)] for run in several])
+        results = results.with_baseline(None, holm=holm)
         measured.append(MeasuredCell(cell, results, *tables.measures_and_draws(results, SHOWN)))
-    return write_page(
-        grid_page(task, axes_of(task), measured, baseline or measured[0].results.baseline or chosen[0]), folder
-    )
+    beside = baseline or measured[0].results.baseline or chosen[0]
+    return write_page(grid_page(task, axes_of(task), measured, beside), folder)
 
 
 def begin_cells(
@@ -164,7 +162,7 @@ def begin_cells(
         keys = [json.dumps(config.table(), sort_keys=True) for config in configs]
         new = {key: config for key, config in zip(keys, configs, strict=True) if key not in there}
         if new:
-            runs = begin_runs(cell.task, list(new.values()), out / cell.name, source=source, load=load)
+            runs = jobs.begin_runs(cell.task, list(new.values()), out / cell.name, source=source, load=load)
             there |= dict(zip(new, runs, strict=True))
         found.append([there[key] for key in keys])
     return found
@@ -174,13 +172,13 @@ def grid_page(task: Task, axes: Sequence[Axis], measured: Sequence[MeasuredCell]
     """The page of a grid: quality over the first axis, learning curves, results and differences in every cell."""
     first, first_axis = measured[0].results, axes[0]
     palette, (every, against) = colours(list(first.methods)), compare_cells(measured, baseline)
-    drawn = curve_figures.setting_figure(
+    drawn = figure_sections.setting_figure(
         quality_rows(axes, measured), label=first_axis.label, log=first_axis.log, palette=palette
     )
     figures = {"grid.png": (drawn, QUALITY.format(label=first_axis.label))}
     learning = {cell_label(axes, each.cell): figure_sections.learning_data(each.results) for each in measured}
     if learned := {label: found for label, found in learning.items() if found}:
-        figures["curves.png"] = (curve_figures.learning_figure(learned, palette=palette), LEARNING)
+        figures["curves.png"] = (figure_sections.learning_figure(learned, palette=palette), LEARNING)
     count = len(next(iter(first.methods.values())))
     results = [tables.main_table(*each[1:]) for each in measured]
     differences = [
@@ -232,9 +230,9 @@ def cell_label(axes: Sequence[Axis], cell: GridCell) -> str:
     return ", ".join(f"{axis.label} {cell.axis_values[axis.name]:g}" for axis in axes)
 
 
-def quality_rows(axes: Sequence[Axis], measured: Sequence[MeasuredCell]) -> curve_figures.OverValues:
+def quality_rows(axes: Sequence[Axis], measured: Sequence[MeasuredCell]) -> figure_sections.OverValues:
     """Draws every measure against the first axis, with one row of panels per place on the other axes."""
-    rows: curve_figures.OverValues = {}
+    rows: figure_sections.OverValues = {}
     known = {measure.key: measure for each in measured for measure in each.measures}
     for each in measured:
         row = rows.setdefault(cell_label(axes[1:], each.cell), {measure: {} for measure in known.values()})

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from dissensus import theory
-from dissensus.bench.report.estimates import array_over, claim_of, slope_weights
+from dissensus.bench.report.comparisons import array_over, claim_of, slope_weights
 from dissensus.layers.modulation import Modulation
 from dissensus.plots.charts import INK, PALETTE, Curve, Panel, curve_figure
 

@@ -117,9 +117,8 @@ def _needed_statements(file: Path, names: set[str], top: Path, seen: set[tuple[P
         if not new:
             break
         kept.update(new)
-        waiting |= {
-            each.id for i in new for each in ast.walk(statements[i]) if isinstance(each, ast.Name)
-        }  # in bodies, decorators, bases and annotations
+        # In bodies, decorators, bases and annotations.
+        waiting |= {each.id for i in new for each in ast.walk(statements[i]) if isinstance(each, ast.Name)}
     code = [ast.unparse(statements[i]) for i in sorted(kept)]
     for node in (each for i in sorted(kept) for each in ast.walk(statements[i])):
         if isinstance(node, ast.ImportFrom):

@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from dissensus.bench.report import estimates
-from dissensus.bench.report.estimates import Array, Claim, VerdictWords
+from dissensus.bench.report import comparisons
+from dissensus.bench.report.comparisons import Array, Claim, VerdictWords
 from dissensus.bench.report.html_report import CellsPage
 from dissensus.bench.report.results import table_text
 from dissensus.bench.report.tables import Cell, Row, Table
-from dissensus.bench.run.processes import DIVERGED
-from dissensus.bench.run.provenance import ORIGIN
-from dissensus.bench.run.records import read_evaluation, read_predictions
+from dissensus.bench.run.jobs import DIVERGED
 from dissensus.bench.run.run import Run
+from dissensus.bench.run.run_folder import ORIGIN, read_evaluation, read_predictions
 from dissensus.bench.task.config import RunConfig, Task, run_config
 from dissensus.core.predictive import ClassificationPredictive
 from dissensus.metrics import accuracy_values, effective_members
@@ -150,11 +149,11 @@ class WidthArrays:
     def main_array(self, name: str) -> Array:
         """(2, F, M, S, n): embedded and independent ensembles, widths, numbers of members, seeds and test examples."""
         axes = {"method": (EMBEDDED, INDEPENDENT), "factor": self.factors, "members": self.sizes, "seed": self.seeds}
-        return estimates.array_over(self.rows, name, p=[None], **axes)[0]
+        return comparisons.array_over(self.rows, name, p=[None], **axes)[0]
 
     def transition_array(self, name: str) -> Array:
         """(2, P, S, n) for γ = M and γ = 1."""
-        return estimates.array_over(self.rows, name, gamma=("M", "1"), p=self.p, seed=self.seeds)
+        return comparisons.array_over(self.rows, name, gamma=("M", "1"), p=self.p, seed=self.seeds)
 
 
 FOLLOW = "Do wide embedded ensembles follow independent ones?"
@@ -175,14 +174,14 @@ def width_claims(rows: Sequence[WidthRow]) -> list[Claim]:
     """All numbers, question by question; empty if no seed has all its ensembles."""
     units = dict.fromkeys(WORDS, "points") | {BEST: "doublings"}
     found = _question_values(WidthArrays(rows))
-    claims = [estimates.claim_of(question, about, values, units[question]) for question, about, values in found]
+    claims = [comparisons.claim_of(question, about, values, units[question]) for question, about, values in found]
     return [claim for claim in claims if claim.seeds]
 
 
 def width_verdicts(found: Sequence[Claim]) -> list[str]:
     """A sentence for each question, from its numbers at the largest width and over all widths."""
     spoken = [claim for claim in found if claim.about.startswith(SPOKEN)]
-    return estimates.verdicts(list({claim.about.partition(", width ")[0]: claim for claim in spoken}.values()), WORDS)
+    return comparisons.verdicts(list({claim.about.partition(", width ")[0]: claim for claim in spoken}.values()), WORDS)
 
 
 QuestionValues = Iterator[tuple[str, str, Array]]  # question, subject, values (S, n)
@@ -221,7 +220,7 @@ def _follow_values(grid: WidthArrays) -> QuestionValues:
 
 def _fall_values(grid: WidthArrays) -> QuestionValues:
     for name, what in (("member_accuracy", "test"), ("train_member_accuracy", "training")):
-        slopes = np.einsum("m,fmsn->fsn", estimates.slope_weights(grid.sizes), grid.main_array(name)[0])
+        slopes = np.einsum("m,fmsn->fsn", comparisons.slope_weights(grid.sizes), grid.main_array(name)[0])
         about = f"members' {what} accuracy for every doubling of M"
         yield from _by_width(FALL, about, grid, slopes)
         if len(grid.factors) > 1:
@@ -232,7 +231,7 @@ def _best_values(grid: WidthArrays) -> QuestionValues:
     right = grid.main_array("accuracy")[0].mean(-1, keepdims=True)  # (F, M, S, 1)
     best = np.where(np.isnan(right).any(1), math.nan, np.log2(grid.sizes)[right.argmax(1)])
     yield from _by_width(BEST, "log₂ of the best M", grid, best)
-    growth = np.einsum("f,fsn->sn", estimates.slope_weights(grid.factors), best)
+    growth = np.einsum("f,fsn->sn", comparisons.slope_weights(grid.factors), best)
     yield BEST, "doublings of the best M for every doubling of the width", growth
 
 
@@ -245,9 +244,7 @@ PANELS = (
 DASHED = {"color": INK, "linestyle": "--"}
 KINDS = (Curve([], [], "embedded", {"color": INK}), Curve([], [], "independent", DASHED))
 MAIN = "Lines: ensembles that share their weights; dashes: independent ones of the same width; bands: 95 % intervals."
-INTERVALS = (
-    "They count seeds (Student's t) and test examples. Smaller ensembles are subsets of one independent ensemble."
-)
+INTERVALS = "They count seeds (Student's t) and test examples. Smaller ensembles are subsets of an independent one."
 SWEPT = "From independent members (p = 0) to equal ones (p = 1), γ = M and γ = 1 at their rates; dashes: independent networks."
 
 
@@ -277,9 +274,8 @@ def width_page(rows: Sequence[WidthRow], title: str, description: str) -> CellsP
 def accuracy_table(rows: Sequence[WidthRow]) -> Table:
     """Ensemble accuracy with member accuracy in brackets, one row per width and kind (in the column of units)."""
     grid = WidthArrays(rows)
-    shares = 100 * np.stack(
-        [estimates.seed_means(grid.main_array(name)) for name in ("accuracy", "member_accuracy")], -1
-    )  # (2, F, M, 2)
+    both = [comparisons.seed_means(grid.main_array(name)) for name in ("accuracy", "member_accuracy")]
+    shares = 100 * np.stack(both, -1)  # (2, F, M, 2)
     lines = []
     for f, factor in enumerate(grid.factors):
         for kind, found in zip(("embedded", "independent"), shares[:, f], strict=True):
@@ -292,7 +288,7 @@ def width_panels(grid: WidthArrays) -> list[Panel]:
     """Accuracy over M for every width: of ensembles, of members, of members on training rows; and over parameters."""
     panels = []
     for name, title, over in PANELS:
-        x, values, curves = estimates.seed_means(grid.main_array(over)), grid.main_array(name), []
+        x, values, curves = comparisons.seed_means(grid.main_array(over)), grid.main_array(name), []
         for f, factor in enumerate(grid.factors):
             colour = {"color": PALETTE[f % len(PALETTE)]}
             curves.append(_curve(x[0, f], values[0, f], grid.names[factor], colour | marker_style(f)))
@@ -308,7 +304,7 @@ def transition_panels(grid: WidthArrays) -> list[Panel]:
     alone = {"method": [INDEPENDENT], "factor": [law["factor"]], "members": [law["members"]], "seed": grid.seeds}
     for name, title, _ in (*PANELS[:2], ("effective", "effective members", "")):
         share = name != "effective"
-        beside = estimates.array_over(grid.rows, name, **alone)[0, 0].repeat(len(grid.p), 0)  # (P, S, n)
+        beside = comparisons.array_over(grid.rows, name, **alone)[0, 0].repeat(len(grid.p), 0)  # (P, S, n)
         curves = [_curve(grid.p, beside, "independent networks", DASHED, share=share)]
         for i, (gamma, values) in enumerate(zip(("M", "1"), grid.transition_array(name), strict=True)):
             curves.append(_curve(grid.p, values, f"γ = {gamma}", {"color": PALETTE[i], **marker_style(i)}, share=share))
@@ -319,5 +315,5 @@ def transition_panels(grid: WidthArrays) -> list[Panel]:
 
 def _curve(x: Any, values: Array, label: str, look: Mapping[str, Any], *, share: bool = True) -> Curve:
     """A curve of numbers (X, S, n) with intervals; intervals of accuracies are clipped at 1."""
-    mean, lower, upper, _ = np.array([estimates.mean_interval(each) for each in values]).T
+    mean, lower, upper, _ = np.array([comparisons.mean_interval(each) for each in values]).T
     return Curve(x, mean, label, look, band=(lower.clip(0), upper.clip(0, 1 if share else None)))

@@ -128,7 +128,7 @@ class Predictive(ABC):
             classes: names of the classes.
         """
         from dissensus.plots.charts import notebook_figure  # loads matplotlib
-        from dissensus.plots.display import predictive_figure
+        from dissensus.plots.prediction_figures import predictive_figure
 
         return notebook_figure(predictive_figure(self, x, seen, classes))
 

@@ -84,7 +84,7 @@ class Evaluation:
                 inputs), "ood" (scores of test and foreign inputs) or "corruptions" (accuracy, NLL and ECE by severity).
         """
         from dissensus.plots.charts import notebook_figure  # loads matplotlib
-        from dissensus.plots.display import evaluation_figure
+        from dissensus.plots.prediction_figures import evaluation_figure
 
         return notebook_figure(evaluation_figure(self, kind))
 

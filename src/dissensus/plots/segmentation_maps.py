@@ -118,10 +118,8 @@ def _draw_row(line: Any, shown: Sequence[Any], window: tuple[slice, slice] | Non
         axes.set_title(each[0], fontsize=8, pad=2)
         if window is not None and i in marked:
             rows, columns = window
-            x, y = (
-                [columns.start, columns.stop, columns.stop, columns.start],
-                [rows.start, rows.start, rows.stop, rows.stop],
-            )
+            x = [columns.start, columns.stop, columns.stop, columns.start]
+            y = [rows.start, rows.start, rows.stop, rows.stop]
             axes.fill(np.array(x) - 0.5, np.array(y) - 0.5, fill=False, edgecolor="white", linewidth=0.9)
 
 

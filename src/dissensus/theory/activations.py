@@ -6,14 +6,15 @@ For (z, z') ~ N(0, [[a, c], [c, b]]) and modulations v, v' (equal within a membe
     slope    D = E v v' φ'(vz) φ'(v'z')
     product  Z = E z z' φ'(vz) φ'(vz')          (within a member: the contribution of training v)
 
-ReLU (Cho & Saul 2009), erf (Williams 1997) and a few others have closed forms; other smooth activations are expanded in
-Hermite polynomials. Everything is in float64, because kernels are factorised later.
+ReLU (Cho & Saul 2009), erf (Williams 1997) and a few others have closed forms. Other smooth activations are expanded in
+Hermite polynomials: E φ(z) φ(z') = Σ_k α_k(a) α_k(b) ρ^k for a correlation of ρ (Mehler), so that one-dimensional integrals
+replace a two-dimensional one. Everything is in float64, because kernels are factorised later.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -22,8 +23,133 @@ from torch import Tensor, nn
 
 from dissensus.layers.modulation import Modulation
 from dissensus.nets.blocks import Erf
-from dissensus.theory import closed_forms
-from dissensus.theory.hermite import coefficients, law_nodes, sum_expansion
+
+
+def piecewise_linear_moments(a: Tensor, b: Tensor, c: Tensor, negative_slope: float) -> tuple[Tensor, Tensor]:
+    """(C, D) of φ(z) = max(z, 0) + slope·min(z, 0); Z = C, since z φ'(z) = φ(z) (Cho & Saul 2009)."""
+    low, high = min(float(a.min()), float(b.min())), max(float(a.max()), float(b.max()))
+    usual = low >= math.sqrt(torch.finfo(c.dtype).tiny) and high <= math.sqrt(torch.finfo(c.dtype).max)
+    scale = (a * b).sqrt_() if usual else _geometric_mean(a, b)  # of equal a and b exactly a
+    some = None if usual else scale > 0
+    angle = (c / (scale if some is None else scale.where(some, 1.0))).clamp_(-1, 1).acos_()
+    # G = (π − θ)/2π, F = √(ab) sin θ/2π + G c, and of −c they are ½ − G and F − c/2
+    part = (1 - negative_slope) ** 2
+    value = angle.sin().mul_(scale).mul_(part / (2 * math.pi))
+    slope = angle.mul_(-part / (2 * math.pi)).add_((1 + negative_slope**2) / 2)
+    value.addcmul_(slope, c)
+    if some is None:
+        return value, slope
+    # At variance 0, φ'(0) is the slope below 0, as in torch, and the two sides are independent.
+    mean = (1 + negative_slope) / 2
+    at_zero = torch.where(a > 0, mean, negative_slope) * torch.where(b > 0, mean, negative_slope)
+    return value.where(some, 0.0), slope.where(some, at_zero.to(slope.dtype))
+
+
+def _geometric_mean(a: Tensor, b: Tensor) -> Tensor:
+    """√(ab) without ab, which may leave the range of floats."""
+    most = torch.maximum(a, b)
+    return most * (torch.minimum(a, b).clamp(min=0) / most.where(most > 0, 1.0)).sqrt()
+
+
+def erf_moments(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(C, D, Z) of φ = erf (Williams 1997)."""
+    product = (1 + 2 * a) * (1 + 2 * b)
+    determinant = product - 4 * c**2
+    value = 2 / math.pi * torch.asin((2 * c / product.sqrt()).clamp(-1, 1))
+    slope = 4 / math.pi / determinant.sqrt()
+    return value, slope, slope * c / determinant
+
+
+def gelu_moments(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(C, D, Z) of φ(z) = z Φ(z), by Stein's lemma from E ΦΦ' and E ϕϕ', Φ and ϕ the normal distribution and density."""
+    determinant = (1 + a) * (1 + b) - c**2
+    both = 0.25 + torch.asin((c / ((1 + a) * (1 + b)).sqrt()).clamp(-1, 1)) / (2 * math.pi)  # E Φ(z) Φ(z')
+    density = 1 / (2 * math.pi * determinant.sqrt())  # E ϕ(z) ϕ(z')
+    left = c * density / (1 + a)  # E zϕ(z) Φ(z')
+    right = c * density / (1 + b)  # E Φ(z) z'ϕ(z')
+    # Under the density tilted by ϕϕ' the covariance is S = I − (I + Σ)⁻¹.
+    s_aa, s_bb, s_ab = 1 - (1 + b) / determinant, 1 - (1 + a) / determinant, c / determinant
+    value = a * density * (b - c**2 / (1 + a)) + c * (both + right)
+    slope = both + left + right + density * s_ab
+    # φ' = Φ + zϕ: Z = E zz'ΦΦ' + E z²ϕ z'Φ' + E zΦ z'²ϕ' + E z²ϕ z'²ϕ'
+    cubic_left = (2 * a * left + c * density * s_aa) / (1 + a)  # E z³ϕ(z) Φ(z')
+    cubic_right = (2 * b * right + c * density * s_bb) / (1 + b)
+    square_left = c * (2 * left - cubic_left) + b * density * s_aa  # E z²ϕ(z) z'Φ(z')
+    square_right = c * (2 * right - cubic_right) + a * density * s_bb
+    product = value + square_left + square_right + density * (s_aa * s_bb + 2 * s_ab**2)
+    return value, slope, product
+
+
+ORDER = 512  # nodes of an expansion of an activation
+LAW_NODES = 40  # nodes of a normal modulation; even, so that none is 0
+# Largest share of E φ² in the upper half of the coefficients: a kink leaves 1e-2 there. The error of a smooth function beyond
+# the last coefficient is smaller by orders of magnitude.
+TAIL = 2e-5
+
+
+def coefficients(
+    function: Callable[[Tensor], Tensor], variance: Tensor, factors: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(..., V, n) coefficients of φ(vz), v φ'(vz) and z φ'(vz) in the Hermite polynomials of z/√variance, for V factors v.
+
+    `weights`: the factors' probabilities, used to judge whether the function is smooth enough.
+    """
+    nodes, basis = (each.to(variance.device) for each in hermite_basis(ORDER))
+    z = variance.clamp(min=0).sqrt()[..., None, None] * nodes  # (..., 1, n)
+    at = (factors[:, None] * z).detach().requires_grad_()  # (..., V, n)
+    with torch.enable_grad():
+        value = function(at)
+        (slope,) = torch.autograd.grad(value.sum(), at)
+    weighted = basis * basis[0]  # w_j h_k(x_j)
+    found = tuple(each.detach() @ weighted.T for each in (value, factors[:, None] * slope, z * slope))
+    for table in found:
+        _check_smooth(table, weights)
+    value, slope, product = found
+    return value, slope, product
+
+
+def sum_expansion(left: Tensor, right: Tensor, weights: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Σ_k ρ^k Σ_v weights_v left[..., v, k] right[..., v, k] of c's shape, ρ = c/√(ab), by Horner's rule."""
+    scale = (a * b).clamp(min=0).sqrt()
+    rho = torch.where(scale > 0, c / scale.where(scale > 0, torch.ones_like(scale)), torch.zeros_like(c)).clamp(-1, 1)
+    total = torch.zeros_like(c)
+    for k in reversed(range(left.shape[-1])):
+        total = total * rho + (weights * left[..., k] * right[..., k]).sum(-1)
+    return total
+
+
+def _check_smooth(table: Tensor, weights: Tensor) -> None:
+    energy = (weights[:, None] * table.square()).sum(-2)
+    half = table.shape[-1] // 2
+    share = energy[..., half:].sum(-1) / energy.sum(-1).clamp(min=1e-300)
+    worst = float(share.max())
+    if not worst < TAIL:
+        got = f"a share {worst:.1e} of its expansion beyond degree {half}"
+        advice = "pass smaller weight variances, or 'relu' or 'leaky_relu', which have closed forms"
+        raise ValueError(f"expected a smooth activation, got {got}, above {TAIL:.0e}; {advice}")
+
+
+@lru_cache(maxsize=8)
+def hermite_basis(order: int) -> tuple[Tensor, Tensor]:
+    """(nodes (n,), basis (n, n)) with basis[k, j] = √w_j h_k(x_j), h_k the normalised Hermite polynomials of N(0, 1).
+
+    Golub & Welsch 1969: eigenvalues and eigenvectors of the polynomials' tridiagonal recurrence. Rows are orthonormal. Nothing
+    overflows, although h_k would.
+    """
+    off = torch.arange(1, order, dtype=torch.float64).sqrt()
+    nodes, basis = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
+    return nodes, basis * basis[0].sign()  # √w_j = basis[0, j] > 0
+
+
+def law_nodes(law: Modulation) -> tuple[Tensor, Tensor]:
+    """(values, weights) with Σ w f(v) = E f(v): exact for laws with atoms, Gauss-Hermite for normal ones."""
+    if law.discrete:
+        values, weights = zip(*law.atoms(), strict=True)
+        return torch.tensor(values, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
+    mean, std = law.parameters
+    nodes, basis = hermite_basis(LAW_NODES)
+    return mean + std * nodes, basis[0] ** 2  # exact for polynomials of degree below 2·LAW_NODES
+
 
 ONE = Modulation.constant(1.0)
 
@@ -62,7 +188,7 @@ class Homogeneous(Activation):
         self.function = partial(F.leaky_relu, negative_slope=negative_slope)
 
     def within_member(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Expectations:
-        value, slope = closed_forms.piecewise_linear(a, b, c, self.negative_slope)
+        value, slope = piecewise_linear_moments(a, b, c, self.negative_slope)
         if v == ONE:
             return Expectations(value, slope, value)
         # φ(vz) = |v| φ(±z), and (−z, −z') has the law of (z, z'). φ'(0) is the slope below 0, as torch has it.
@@ -74,8 +200,8 @@ class Homogeneous(Activation):
         # Two members' factors have equal or opposite signs: m₊² + m₋² and 2 m₊ m₋ of E|v||v'|.
         plus, minus = v.halves
         equal, opposite = plus**2 + minus**2, 2 * plus * minus
-        value, slope = closed_forms.piecewise_linear(a, b, c, self.negative_slope)
-        mirrored, mirrored_slope = closed_forms.piecewise_linear(a, b, -c, self.negative_slope)
+        value, slope = piecewise_linear_moments(a, b, c, self.negative_slope)
+        mirrored, mirrored_slope = piecewise_linear_moments(a, b, -c, self.negative_slope)
         return Expectations(equal * value + opposite * mirrored, equal * slope - opposite * mirrored_slope, None)
 
 
@@ -100,9 +226,7 @@ class ClosedForm(Activation):
         value, slope, _ = self._average_moments(a, b, c, pairs)
         return Expectations(value, slope, None)
 
-    def _average_moments(
-        self, a: Tensor, b: Tensor, c: Tensor, factors: list[tuple[float, float, float]]
-    ) -> list[Tensor]:
+    def _average_moments(self, a: Tensor, b: Tensor, c: Tensor, factors: Iterable[Sequence[float]]) -> list[Tensor]:
         """C, D and Z, averaged over pairs of factors with their weights."""
         total = [torch.zeros_like(c) for _ in range(3)]
         for one, two, weight in factors:
@@ -127,9 +251,7 @@ class Smooth(Activation):
     def within_member(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation = ONE) -> Expectations:
         factors, weights = (each.to(c.device) for each in law_nodes(v))
         one, two = (coefficients(self.function, variance, factors, weights) for variance in (a, b))
-        return Expectations(
-            *(sum_expansion(left, right, weights, a, b, c) for left, right in zip(one, two, strict=True))
-        )
+        return Expectations(*(sum_expansion(*pair, weights, a, b, c) for pair in zip(one, two, strict=True)))
 
     def between_members(self, a: Tensor, b: Tensor, c: Tensor, v: Modulation) -> Expectations:
         factors, weights = (each.to(c.device) for each in law_nodes(v))
@@ -142,9 +264,7 @@ class Smooth(Activation):
             ]
             for variance in (a, b)
         )
-        value, slope = (
-            sum_expansion(left, right, alone, a, b, c) for left, right in zip(one[:2], two[:2], strict=True)
-        )
+        value, slope = (sum_expansion(*pair, alone, a, b, c) for pair in zip(one[:2], two[:2], strict=True))
         return Expectations(value, slope, None)
 
 
@@ -152,8 +272,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": Homogeneous(0.0),
     "leaky_relu": Homogeneous(0.01),
     "identity": Homogeneous(1.0),
-    "erf": ClosedForm(torch.erf, closed_forms.erf, 2 / math.sqrt(math.pi)),
-    "gelu": ClosedForm(F.gelu, closed_forms.gelu, 0.5),
+    "erf": ClosedForm(torch.erf, erf_moments, 2 / math.sqrt(math.pi)),
+    "gelu": ClosedForm(F.gelu, gelu_moments, 0.5),
     "tanh": Smooth(torch.tanh),
     "sigmoid": Smooth(torch.sigmoid),
     "silu": Smooth(F.silu),

@@ -1,21 +1,107 @@
-"""Training dynamics of a wide embedded ensemble in closed form: the members' mean and their differences move independently.
+"""Training dynamics in closed form: gradient descent on the squared error under a fixed kernel, and that of a wide ensemble.
 
-Members are exchangeable, so their kernel over members and inputs has two eigenspaces over members. With equal targets y for
-all, f̄ follows Θ_mean towards y, and the differences δf_α = f_α − f̄ follow Θ_diff towards 0:
+L = (1/2B) Σ_b (f − y)². With s = ηλ/B for the kernel's eigenvalues λ, a residual's component is multiplied by e^{−s} per unit
+of time in the flow, and by 1 − s per step.
+
+Members of an embedded ensemble are exchangeable, so their kernel over members and inputs has two eigenspaces over members.
+With equal targets y for all, f̄ follows Θ_mean towards y, and the differences δf_α = f_α − f̄ follow Θ_diff towards 0:
 
     Θ_mean = (γ/M)(Θ_d + (M − 1) Θ_o) + Θ_ind        Θ_diff = (γ/M)(Θ_d − Θ_o) + Θ_ind
     f̄(x, t) = f̄₀(x) + A_mean(t) (y − f̄₀(X))          δf_α(x, t) = δf_α₀(x) − A_diff(t) δf_α₀(X)
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dissensus.theory.embedded_limit import EmbeddedKernels
-from dissensus.theory.kernel_descent import Descent, FactorisedKernel, as_times
-from dissensus.utils.checks import integer, number
+from dissensus.theory.embedded_ensembles import EmbeddedKernels
+from dissensus.utils.checks import integer, number, one_of
+
+Descent = Literal["flow", "steps"]
+
+
+class FactorisedKernel:
+    """A factorised kernel Θ(X, X) with Θ(points, X): computes the effect of descent on X at the points."""
+
+    def __init__(self, train: Tensor, points: Tensor | None = None) -> None:
+        self.eigenvalues, self.eigenvectors = spectrum(train)
+        self._towards = (train if points is None else points) @ self.eigenvectors  # (n, B)
+
+    def response_matrix(self, times: Tensor, rate: float, descent: Descent) -> Tensor:
+        """(T, n, B) A(t) = Θ(points, X) Θ⁻¹ (I − e^{−ηΘt/B}), which maps initial residuals to changes at the points."""
+        return torch.einsum("nk,tk,bk->tnb", self._towards, self._gains(times, rate, descent), self.eigenvectors)
+
+    def apply_to_residual(self, residual: Tensor, times: Tensor, rate: float, descent: Descent) -> Tensor:
+        """(T, n, …) A(t) times the residual (B, …), without forming A."""
+        parts = torch.tensordot(self.eigenvectors.T, residual, 1)  # (B, …)
+        gains = self._gains(times, rate, descent)
+        return torch.einsum("nk,tk,k...->tn...", self._towards, gains, parts)
+
+    def _gains(self, times: Tensor, rate: float, descent: Descent) -> Tensor:
+        """(T, B) (1 − remaining share at t)/λ; ηt/B at λ = 0."""
+        batch = len(self.eigenvalues)
+        s = rate * self.eigenvalues / batch
+        done = 1 - remaining_share(s, times, descent)
+        small = s < 1e-12 * max(1.0, float(s.max()))
+        limit = (rate * times / batch)[:, None].expand_as(done)
+        return torch.where(small, limit, done / self.eigenvalues.clamp(min=1e-300))
+
+
+def remaining_share(s: Tensor, times: Tensor, descent: Descent) -> Tensor:
+    """(T, B) remaining share of each component at each time."""
+    if one_of("descent", descent, ("flow", "steps")) == "flow":
+        return torch.exp(-times[:, None] * s)
+    if bool((times != times.round()).any()):
+        raise ValueError("expected whole numbers of steps, got others; pass descent='flow' for times between steps")
+    return (1 - s) ** times[:, None]
+
+
+def residuals(
+    theta: Tensor,
+    initial: Tensor,
+    times: Sequence[float] | Tensor,
+    *,
+    learning_rate: float,
+    batch: int,
+    descent: Descent = "flow",
+) -> Tensor:
+    """Residuals (T, n) of gradient descent on the squared error under a fixed kernel, at T times.
+
+    Args:
+        theta: kernel (n, n); for an ensemble that of all members together, with rows members × inputs.
+        initial: (n,) residuals at the start.
+        times: T times, in optimiser steps from 0.
+        learning_rate: η, for a loss that is a mean over inputs.
+        batch: number of inputs of each member, B.
+        descent: "flow" for continuous time, "steps" for gradient descent at whole times.
+    """
+    eigenvalues, eigenvectors = spectrum(theta)
+    share = remaining_share(learning_rate * eigenvalues / batch, as_times(times, theta), descent)
+    return (share * (eigenvectors.T @ initial.to(theta.dtype))) @ eigenvectors.T
+
+
+def spectrum(theta: Tensor) -> tuple[Tensor, Tensor]:
+    """(eigenvalues, eigenvectors); raises if eigenvalues are negative beyond rounding, and sets smaller negative ones to 0."""
+    theta = theta.to(torch.float64)
+    square = theta.ndim == 2 and theta.shape[0] == theta.shape[1]
+    if not square or not torch.allclose(theta, theta.T, rtol=0, atol=1e-5 * float(theta.abs().max())):
+        raise ValueError(f"expected a symmetric kernel, got {tuple(theta.shape)}; pass the kernel of x with itself")
+    values, vectors = torch.linalg.eigh((theta + theta.T) / 2)
+    if float(values.min()) < -1e-5 * max(float(values.max()), 0.0) or float(values.max()) < 0:
+        got = f"{float(values.min()):.3g} beside {float(values.max()):.3g}"
+        raise ValueError(f"expected a kernel without negative eigenvalues, got {got}; pass a tangent kernel")
+    return values.clamp(min=0), vectors
+
+
+def as_times(times: Sequence[float] | Tensor, like: Tensor) -> Tensor:
+    """The times as a tensor (T,) in float64."""
+    found = torch.as_tensor(times, dtype=torch.float64, device=like.device)
+    if found.ndim != 1 or bool((found < 0).any()):
+        raise ValueError(f"expected times of shape (T,), none before 0, got {tuple(found.shape)}; pass a list")
+    return found
+
 
 KernelFunction = Callable[..., EmbeddedKernels]
 
@@ -94,9 +180,8 @@ class EnsembleDynamics:
             raise ValueError(f"expected initial outputs at {n} points, got {on_points.shape[1]}; pass at_points")
         when = as_times(times, on_train)
         centre, centre_points = on_train.mean(0), on_points.mean(0)
-        mean = centre_points + self._mean.apply_to_residual(
-            self._targets - centre, when, learning_rate, descent
-        )  # (T, n, …)
+        moved = self._mean.apply_to_residual(self._targets - centre, when, learning_rate, descent)
+        mean = centre_points + moved  # (T, n, …)
         apart = (on_train - centre).movedim(0, -1)  # (B, …, M)
         gone = self._difference.apply_to_residual(apart, when, learning_rate, descent).movedim(-1, 1)  # (T, M, n, …)
         return mean[:, None] + (on_points - centre_points) - gone

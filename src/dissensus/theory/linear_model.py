@@ -97,16 +97,14 @@ def largest_eigenvalue(members: int, width: int, p: float) -> float:
     return float(noise * (1 + spike) * (ratio + spike) / spike)
 
 
-def _spectra(
-    members: int, width: int, p: float, draws: int, generator: Generator | None
-) -> list[tuple[Tensor, Tensor]]:
+def _spectra(members: int, width: int, p: float, draws: int, source: Generator | None) -> list[tuple[Tensor, Tensor]]:
     """(λ (M,) ascending, q (M,)) of every draw."""
     for name, value in (("members", members), ("width", width), ("draws", draws)):
         integer(name, value)
     law = Modulation.between(p)
     found = []
     for _ in range(draws):
-        u = law.sample((members, width), generator, dtype=torch.float64)
+        u = law.sample((members, width), source, dtype=torch.float64)
         values, vectors = torch.linalg.eigh(u @ u.T / width)
         found.append((values.clamp(min=0), vectors.sum(0) ** 2 / members))
     return found

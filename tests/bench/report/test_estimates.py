@@ -5,8 +5,15 @@ import math
 import numpy as np
 import pytest
 
-from dissensus.bench.report.estimates import VerdictWords, array_over, claim_of, mean_interval, slope_weights, verdicts
-from dissensus.bench.report.intervals import student_quantile
+from dissensus.bench.report.comparisons import (
+    VerdictWords,
+    array_over,
+    claim_of,
+    mean_interval,
+    slope_weights,
+    student_quantile,
+    verdicts,
+)
 
 
 def test_intervals_count_seeds_and_examples():

@@ -7,7 +7,14 @@ import pytest
 import scipy.stats
 import torch
 
-from dissensus.bench.report.intervals import Spread, holm, holm_level, spread_of, student_quantile, student_tail
+from dissensus.bench.report.comparisons import (
+    Spread,
+    holm_level,
+    holm_p_values,
+    spread_of,
+    student_quantile,
+    student_tail,
+)
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 19, 50])
@@ -82,9 +89,9 @@ def test_an_interval_holds_zero_exactly_where_p_is_not_below():
 
 
 def test_holm_is_the_step_down_procedure_and_its_intervals_agree():
-    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.5, 0.9]) == [1.0, 1.0]
-    assert holm([]) == []
+    assert holm_p_values([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm_p_values([0.5, 0.9]) == [1.0, 1.0]
+    assert holm_p_values([]) == []
     draw = random.Random(1)
     for _ in range(300):
         several = [
@@ -92,7 +99,7 @@ def test_holm_is_the_step_down_procedure_and_its_intervals_agree():
         ]
         alone = [each.p_value(mean) for each, mean in several]
         level = holm_level(alone)
-        for (each, mean), adjusted in zip(several, holm(alone), strict=True):
+        for (each, mean), adjusted in zip(several, holm_p_values(alone), strict=True):
             assert (abs(mean) > each.half_width(level)) == (adjusted < 0.05)
 
 

@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from dissensus.bench.report.prose import question_sentences
+from dissensus.bench.report.results import CRITERION, Results, SettingSweep, accuracies, sweep_of, sweep_sentence
+from dissensus.bench.run.evaluate_run import with_choice
+from dissensus.evaluation.corruption_curves import CorruptedCounts
 from dissensus.bench.report.results import Results, SettingSweep
 from dissensus.bench.report.setting_sweep import CRITERION, accuracies, sweep_of, sweep_sentence
 from dissensus.bench.run.extra_measures import with_choice

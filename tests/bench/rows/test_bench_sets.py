@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dissensus.bench.rows.dataset_rows import TaskRows
+from dissensus.bench.rows.dataset_rows import AUGMENTATIONS, TaskRows, standardised_batches
 from dissensus.bench.rows.named_sets import FOREIGN, GAP, SHIFTED, set_location
-from dissensus.bench.rows.task_loaders import AUGMENTATIONS, standardised_batches
 from dissensus.bench.rows.task_rows import DataCache, task_data
 from uci_files import write_uci_files
 

@@ -12,7 +12,8 @@ from dissensus.bench.run.convert import converted_config
 from dissensus.bench.run.run import Run
 from dissensus.bench.run.shared_training import can_share_training
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.bench.task.schema import count_setting, known_keys
+from dissensus.bench.task.objects import count_setting
+from dissensus.bench.task.schema import known_keys
 from dissensus.methods import METHODS
 
 COUNTED = [name for name, method in METHODS.items() if count_setting(method) == "networks"]

@@ -11,10 +11,8 @@ import torch
 
 import dissensus as ds
 from dissensus.bench.run import jobs
-from dissensus.bench.run.provenance import commit
-from dissensus.bench.run.records import read_evaluation
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.run_folder import remove_unused_run
+from dissensus.bench.run.run_folder import commit, read_evaluation, remove_unused_run
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.evaluation.evaluate import evaluate
 from small_runs import train_until, trained

@@ -8,14 +8,14 @@ import torch
 import dissensus as ds
 from dissensus.bench.run import jobs
 from dissensus.bench.run.run import Run
-from dissensus.bench.run.training_watch import FILE, concatenate_batches, read_measurements
+from dissensus.bench.run.training_watch import DISTANCES, concatenate_batches, read_measurements
 from dissensus.bench.task.config import load_task, run_config
 from dissensus.evaluation.member_diagnostics import MemberDistances, member_distances
 from small_runs import train_until, trained
 
 
 def read_distances(folder):
-    return read_measurements(folder / FILE, MemberDistances._fields)
+    return read_measurements(folder / DISTANCES, MemberDistances._fields)
 
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -47,7 +47,7 @@ def test_the_start_and_every_kth_epoch_are_kept_and_the_end_is_measured(tmp_path
 def test_a_stopped_run_keeps_the_same_distances_as_one_that_was_not(tmp_path):
     whole = trained(run(tmp_path / "whole"))
     train_until(run(tmp_path / "stopped"), 2)
-    path = tmp_path / "stopped" / FILE
+    path = tmp_path / "stopped" / DISTANCES
     assert list(read_distances(path.parent)) == [0, 2]
     with path.open("a") as file:
         file.write('{"epochs": 3, "wei')  # cut off in the middle of a line
@@ -61,14 +61,14 @@ def test_watching_does_not_change_the_training(tmp_path):
     task = load_task("moons", size="smoke", overrides=["training.epochs=5", "training.keep_best=false"])
     alone = trained(Run(tmp_path / "alone", run_config(task, "deep_ensemble", 0)))
     assert alone.evaluate().metrics["nll"] == watched
-    assert not (alone.folder / FILE).exists()
+    assert not (alone.folder / DISTANCES).exists()
     assert not any(key.startswith("distances/") for key in alone.evaluate().metrics)
 
 
 def test_single_networks_are_left_out_and_the_report_shows_the_others(tmp_path):
     task = load_task("moons", size="smoke", overrides=["evaluation.distances_every=1"])
     results, _ = jobs.bench(task, methods=["map", "deep_ensemble"], seeds=2, out=tmp_path)
-    assert not (tmp_path / "map-seed0" / FILE).exists()
+    assert not (tmp_path / "map-seed0" / DISTANCES).exists()
     assert "distances/weight" not in results.methods["map"][0].metrics
     page = (tmp_path / "report.html").read_text()
     assert "How members differ, over training" in page
@@ -82,6 +82,6 @@ def test_single_networks_are_left_out_and_the_report_shows_the_others(tmp_path):
 
 def test_a_damaged_file_is_one_clear_error(tmp_path):
     each = trained(run(tmp_path / "one"))
-    (each.folder / FILE).write_text('{"epochs": 0}\n')
+    (each.folder / DISTANCES).write_text('{"epochs": 0}\n')
     with pytest.raises(ValueError, match=r"expected a whole .*distances.jsonl, got a damaged one"):
         read_distances(each.folder)

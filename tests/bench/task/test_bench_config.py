@@ -8,7 +8,7 @@ from dissensus.bench.run import jobs
 from dissensus.bench.run.build import check_complete, posterior
 from dissensus.bench.run_grid import cells_of
 from dissensus.bench.task.config import SIZES, load_task, merge_settings, read_task, run_config, task_names
-from dissensus.bench.task.method_names import base_name
+from dissensus.bench.task.objects import base_name
 
 
 def one_cell(task):

@@ -4,7 +4,7 @@ import pytest
 
 from dissensus.bench.run.convert import converted_config
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.bench.task.method_names import check_overrides_read
+from dissensus.bench.task.objects import check_overrides_read
 
 NET = ["network.name=MLP", "network.inputs=4", "network.outputs=3", "network.hidden=[6]"]
 

@@ -6,7 +6,7 @@ from dissensus.bench.rows.task_rows import task_data
 from dissensus.bench.run.build import posterior
 from dissensus.bench.run.jobs import bench, report_runs
 from dissensus.bench.task.config import load_task, run_config
-from dissensus.bench.task.method_names import base_name, check_methods, variants_of
+from dissensus.bench.task.objects import base_name, check_methods, variants_of
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

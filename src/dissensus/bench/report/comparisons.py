@@ -1,29 +1,109 @@
-"""Uncertainty of reported numbers: test examples and seeds counted together, with the same resamples for every method.
+"""Uncertainty of reported numbers: intervals, p-values and comparisons that count seeds and test examples together.
 
-The estimate is the mean of the metric over seeds. Examples are resampled with replacement, equally for all seeds and methods;
-`spread` adds the variation over seeds. Methods are compared seed by seed on the seeds that both have. If each seed has its
-own test examples (splits, drawn sets), the variation over seeds includes that of examples, and nothing is added. A single
-example, or numbers that do not vary, have no interval and no p-value.
+A number m measured with S seeds on n test examples is uncertain because other seeds would give other networks, and because
+other examples would give other scores. With s² the variance of the S values and v the variance due to n examples,
+
+    half-width(level)² = t² s²/S + u² v,
+
+where t and u are the two-sided quantiles at that level of Student's t with S − 1 and n − 1 degrees of freedom. With one seed
+the half-width is u √v. p is one minus the level at which the interval just reaches zero, so an interval contains zero exactly
+if p ≥ 1 − level. If nothing varies, both are NaN.
+
+The estimate is the mean of the metric over seeds. Examples are resampled with replacement, equally for all seeds and methods,
+which gives v. Methods are compared seed by seed on the seeds that both have. If each seed has its own test examples (splits,
+drawn sets), the variation over seeds includes that of examples, and nothing is added. A single example, or numbers that do
+not vary, have no interval and no p-value.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import fmean
-from typing import Literal, NamedTuple
+from itertools import product
+from statistics import NormalDist, fmean
+from typing import Any, Literal, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dissensus.bench.report.intervals import Spread, holm_level, spread_of
-from dissensus.bench.report.intervals import holm as adjusted
 from dissensus.bench.report.measures import Measure, root_mean
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.metrics import Interval
 from dissensus.metrics.bootstrap import ROUNDING, count_tables
+from dissensus.metrics.student_t import MANY, last_before, student_quantile, student_tail
+
+SMALLEST = 1e-15  # smallest tail probability that Student's t can distinguish from zero
+_NORMAL = NormalDist()
+
+
+class Spread(NamedTuple):
+    """The uncertainty of a mean over seeds."""
+
+    seeds: float  # s/√S; 0 with one seed
+    freedom: int  # S − 1; 0 with one seed
+    examples: float  # √v; 0 if seeds include the variation of examples, or if it is not counted
+    example_count: int = MANY + 1  # n; for two samples, the smaller number
+
+    def half_width(self, level: float = 0.95) -> float:
+        """Half-width of the interval at this level."""
+        if not self.seeds:
+            return student_quantile(level, self.example_count - 1) * self.examples if self.examples else math.nan
+        return self._half_width_at(student_quantile(level, self.freedom), 1 - level)
+
+    def p_value(self, mean: float) -> float:
+        """Two-sided p-value of a true mean of zero."""
+        if not self.seeds:
+            return student_tail(abs(mean) / self.examples, self.example_count - 1) if self.examples else math.nan
+
+        def too_far(t: float) -> bool:
+            return self._half_width_at(t, student_tail(t, self.freedom)) > abs(mean)
+
+        return student_tail(last_before(too_far, abs(mean) / self.seeds), self.freedom)
+
+    def _half_width_at(self, t: float, tail: float) -> float:
+        """The half-width if t is the quantile of seeds; u by Wallace's formula (1959), at most 4 % too large for n > 2."""
+        u, freedom = _normal_quantile(tail), self.example_count - 1
+        if freedom < MANY:
+            u = math.sqrt(freedom * math.expm1((u * (8 * freedom + 3) / (8 * freedom + 1)) ** 2 / freedom))
+        return math.hypot(t * self.seeds, u * self.examples)
+
+
+def spread_of(values: Sequence[float], examples: float, tested: int = MANY + 1) -> Spread:
+    """The Spread of the mean of one value per seed; `examples`: standard error due to the `tested` examples."""
+    count = len(values)
+    mean = math.fsum(values) / count
+    variance = math.fsum((value - mean) ** 2 for value in values) / max(count - 1, 1)
+    return Spread(math.sqrt(variance / count), count - 1, examples, tested)
+
+
+def holm_p_values(p_values: Sequence[float]) -> list[float]:
+    """p-values adjusted for their number (Holm, 1979): the probability that any true null gets p < α is at most α."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted, largest = [1.0] * len(p_values), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
+def holm_level(p_values: Sequence[float], level: float = 0.95) -> float:
+    """The common level at which each interval excludes zero exactly if Holm's p is below 1 − level.
+
+    With r of m below, it is 1 − (1 − level)/(m − r): these r have p < (1 − level)/(m − k + 1) for some k ≤ r, the next one
+    does not.
+    """
+    alpha = 1 - level
+    below = sum(p < alpha for p in holm_p_values(p_values))
+    return 1 - alpha / max(len(p_values) - below, 1)
+
+
+def _normal_quantile(tail: float) -> float:
+    """z with P(|Z| > z) = tail."""
+    return -_NORMAL.inv_cdf(max(tail, SMALLEST) / 2) if tail < 1 else 0.0
+
 
 RESAMPLES = 1000
 LEVEL = 0.95
@@ -182,7 +262,7 @@ def comparison_family(comparisons: Mapping[tuple[str, ...], MethodComparison | N
     """The comparisons that are not None, with their p-values; `holm` adjusts these for the number of comparisons."""
     known = {key: each for key, each in comparisons.items() if each is not None}
     alone = [each.p_value for each in known.values()]
-    p_values = dict(zip(known, adjusted(alone) if holm else alone, strict=True))
+    p_values = dict(zip(known, holm_p_values(alone) if holm else alone, strict=True))
     return Family(known, p_values, holm_level(alone, LEVEL) if holm and alone else LEVEL)
 
 
@@ -222,14 +302,12 @@ def _varying_spread(found: Spread, method: ResampledMeasure) -> Spread | None:
     return found if max(found.seeds, found.examples) > ROUNDING * max(map(abs, method.values.values())) else None
 
 
-def _resampled_values(
-    measure: Measure, evaluations: Sequence[Evaluation], sizes: Sequence[int], resamples: int
-) -> Tensor:
+def _resampled_values(measure: Measure, runs: Sequence[Evaluation], sizes: Sequence[int], resamples: int) -> Tensor:
     """(S, R) the measure of every seed on every resample."""
     names = [name for group in measure.samples for name in group]
     found = []
     for weights in _weights(tuple(sizes), resamples):
-        values = [measure.statistic(weights, *(e.arrays[name] for name in names)) for e in evaluations]
+        values = [measure.statistic(weights, *(e.arrays[name] for name in names)) for e in runs]
         found.append(torch.stack(values))
     return torch.cat(found, 1)
 
@@ -244,3 +322,106 @@ def _weights(sizes: tuple[int, ...], resamples: int) -> Iterable[tuple[Tensor, .
 @lru_cache(maxsize=2)  # all measures and methods use the same tables; at most 16 MB each
 def _small_weights(sizes: tuple[int, ...], resamples: int) -> list[tuple[Tensor, ...]]:
     return list(count_tables(sizes, resamples, torch.Generator().manual_seed(0)))
+
+
+Array = Any  # of numpy
+
+
+class Claim(NamedTuple):
+    """A number with its 95 % interval (NaN if nothing varies), and the question it answers."""
+
+    question: str
+    about: str
+    value: float
+    lower: float
+    upper: float
+    unit: str
+    seeds: int  # number of seeds behind it
+
+    @property
+    def text(self) -> str:
+        scale = 100 if self.unit == "points" else 1
+        value, lower, upper = (f"{scale * each:+.2f}" for each in (self.value, self.lower, self.upper))
+        ends = "no interval: nothing varies" if math.isnan(self.lower) else f"{lower} … {upper}"
+        alone = ", one seed, whose spread is not counted" if self.seeds == 1 else ""
+        return f"{value} ({ends}{alone})".replace("-", "−")
+
+    def p_value(self, near: float = 0.0) -> float:
+        """p-value of "the true value is within ±near", from the interval, as if only seeds varied: never too small."""
+        error = (self.upper - self.lower) / 2 / student_quantile(LEVEL, self.freedom)
+        return student_tail(max(abs(self.value) - near, 0.0) / error, self.freedom) if error > 0 else 1.0
+
+    @property
+    def freedom(self) -> int:
+        return self.seeds - 1 if self.seeds > 1 else MANY
+
+    def at_level(self, level: float) -> Self:
+        """The claim with an interval of this level instead of 95 %, as if only seeds varied: never too narrow."""
+        ratio = student_quantile(level, self.freedom) / student_quantile(LEVEL, self.freedom)
+        half = ratio * (self.upper - self.lower) / 2
+        return self._replace(lower=self.value - half, upper=self.value + half)
+
+
+class VerdictWords(NamedTuple):
+    """Words for an interval above near, below −near, and neither; `equal`: within ±near."""
+
+    above: str
+    below: str
+    neither: str
+    near: float = 0.0
+    equal: str = ""
+
+    def word_for(self, claim: Claim) -> str:
+        if -self.near < claim.lower and claim.upper < self.near:
+            return self.equal
+        return self.above if claim.lower > self.near else self.below if claim.upper < -self.near else self.neither
+
+
+def claim_of(question: str, about: str, values: Array, unit: str) -> Claim:
+    """The claim about the mean of numbers (S, n)."""
+    value, lower, upper, seeds = mean_interval(values)
+    return Claim(question, about, value, lower, upper, unit, seeds)
+
+
+def verdicts(found: Sequence[Claim], words: Mapping[str, VerdictWords]) -> list[str]:
+    """One sentence per question: what its claims show, with intervals widened by Holm's adjustment for their number."""
+    said = []
+    for question, each in words.items():
+        mine = [claim for claim in found if claim.question == question]
+        level = holm_level([claim.p_value(each.near) for claim in mine])
+        shown = [f"{c.about}: {each.word_for(c)}, {c.text} {c.unit}" for c in (claim.at_level(level) for claim in mine)]
+        said += [f"{question} {'; '.join(shown)}."] if shown else []
+    return said
+
+
+def mean_interval(values: Array) -> tuple[float, float, float, int]:
+    """(mean, lower, upper, seeds), 95 %, of numbers (S, n) over seeds and test examples; seeds with NaN are skipped.
+
+    n = 1 means numbers without examples: only seeds are counted.
+    """
+    values = values[~np.isnan(values).any(1)]
+    seeds, tested = values.shape
+    if not seeds:
+        return math.nan, math.nan, math.nan, 0
+    error = float(values.mean(0).std(ddof=1)) / math.sqrt(tested) if tested > 1 else 0.0
+    mean, half = float(values.mean()), spread_of(values.mean(1).tolist(), error, max(tested, 2)).half_width()
+    return mean, mean - half, mean + half, seeds
+
+
+def slope_weights(x: Sequence[float]) -> Array:
+    """The weights of y in the least-squares slope over log₂ x."""
+    centred = np.log2(x) - np.log2(x).mean()
+    return centred / (centred**2).sum()
+
+
+def array_over(rows: Sequence[Mapping[str, Any]], name: str, **axes: Collection[Any]) -> Array:
+    """(…, n) one column of rows, arranged by the values of other columns; n = 1 for plain numbers, NaN without a row."""
+    found = {tuple(row[key] for key in axes): row[name] for row in rows}
+    values = [np.atleast_1d(found.get(place, math.nan)) for place in product(*axes.values())]
+    tested = max(map(len, values), default=1)
+    return np.array([np.broadcast_to(each, tested) for each in values]).reshape(*map(len, axes.values()), tested)
+
+
+def seed_means(values: Array) -> Array:
+    """Means of numbers (…, S, n) over the seeds that have them; NaN if none has."""
+    return np.ma.masked_invalid(values).mean((-2, -1)).filled(math.nan)

@@ -1,18 +1,165 @@
-"""Sections of a report that consist mainly of pictures: functions, distances over training, a setting's sweep."""
+"""Sections of a report that consist mainly of pictures (functions, distances over training, a sweep), and their figures."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from dissensus.bench.report import curve_figures
-from dissensus.bench.report.measures import ATTACKED, as_square, plane_limits
-from dissensus.bench.report.results import Results
-from dissensus.bench.report.setting_sweep import accuracies, sweep_of
+from dissensus.bench.report.measures import ATTACKED, Measure, as_square, plane_limits
+from dissensus.bench.report.results import Results, accuracies, sweep_of
 from dissensus.evaluation.evaluation import Evaluation
-from dissensus.plots import method_panels, segmentation_maps
-from dissensus.plots.charts import Palette
+from dissensus.plots import charts, segmentation_maps
+from dissensus.plots.charts import INK, Array, Curve, Palette, Panel, curve_figure, marker_style, short_name
+
+SPACES = {
+    "weight": "distance of weights",
+    "function": "distance of outputs (rms)",
+    "gradient": "angle of input gradients (rad)",
+    "effective": "effective members",
+}
+
+
+def distance_figure(curves: Mapping[str, Mapping[str, tuple[Array, Array]]], *, palette: Palette) -> Figure:
+    """One panel per space, one curve (epochs, values) per method: curves[space][method]."""
+    panels = []
+    for space, methods in curves.items():
+        drawn = [Curve(*points, short_name(name), {"color": palette[name]}) for name, points in methods.items()]
+        panels.append(Panel(drawn, {"xlabel": "epochs", "title": SPACES.get(space, space)}))
+    figure = curve_figure(panels, size=(10.4, 2.8))
+    figure.axes[0].set_ylabel("mean over pairs of members")
+    for axes in figure.axes:
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+    return figure
+
+
+UNDER_ATTACK = {
+    "accuracy": "Accuracy",
+    "nll": "NLL (nats)",
+    "ece": "ECE",
+    "entropy": "Entropy (nats)",
+    "mutual_information": "Mutual information (nats)",
+}
+
+
+def attack_figure(epsilons: Array, drawn: Mapping[str, Mapping[str, Array]], *, palette: Palette, title: str) -> Figure:
+    """One panel per metric of UNDER_ATTACK, one curve over ε per method: drawn[metric][method]."""
+    panels = []
+    for metric, methods in drawn.items():
+        looks = {name: {"color": palette[name], **marker_style(i)} for i, name in enumerate(methods)}
+        curves = [Curve(epsilons, values, short_name(name), looks[name]) for name, values in methods.items()]
+        percent = "y" * (metric in ("accuracy", "ece"))
+        panels.append(Panel(curves, {"xlabel": "ε", "title": UNDER_ATTACK[metric]}, percent=percent))
+    figure = curve_figure(panels, size=(13.0, 2.8))
+    figure.axes[0].set_ylabel(title)
+    for axes in figure.axes:
+        axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+    return figure
+
+
+Interval = tuple[float, float, float]  # estimate, lower, upper
+# title -> measure -> method -> value of the setting
+OverValues = dict[str, dict[Measure, dict[str, dict[float, Interval]]]]
+
+
+def setting_figure(rows: OverValues, *, label: str, log: bool, palette: Palette) -> Figure:
+    """Measures over the values of a setting, one line per method with intervals; one row of panels per title."""
+    each = (points for several in rows.values() for methods in several.values() for points in methods.values())
+    panels, ticks = [], sorted({value for points in each for value in points})
+    for title, several in rows.items():
+        for column, (measure, methods) in enumerate(several.items()):
+            drawn = []
+            for i, (name, points) in enumerate(methods.items()):
+                mean, lower, upper = np.array(list(points.values())).T
+                look = {"color": palette[name], **marker_style(i)}
+                drawn.append(Curve(list(points), mean, short_name(name), look, band=(lower, upper)))
+            axes: dict[str, Any] = {
+                "xlabel": label,
+                "ylabel": "" if column else title,
+                "title": f"{measure.label}{', nats' * (measure.unit == 'nats')}",
+                "xscale": "log" if log else "linear",
+            }
+            if not drawn and len(ticks) > 1:
+                axes["xlim"] = (ticks[0], ticks[-1])
+            if drawn:  # a cell may lack a measure: without wrong labels none is memorised
+                ends = np.concatenate([curve.y for curve in drawn])
+                room = 0.35 * (np.nanmax(ends) - np.nanmin(ends)) or 0.01 / measure.scale
+                least, most = measure.possible_range
+                axes["ylim"] = (max(np.nanmin(ends) - room, least), min(np.nanmax(ends) + room, most))
+            panels.append(Panel(drawn, axes, percent="y" * (measure.scale == 100), ticks=ticks))
+    columns = max(len(several) for several in rows.values())
+    return curve_figure(panels, size=(3.1 * columns, 2.8 * len(rows)), rows=len(rows))
+
+
+LEARNED = {
+    "train/accuracy": "training rows, labels as given",
+    "test/accuracy": "test rows",
+    "noise/memorised": "wrong labels: as labelled",
+    "noise/recovered": "wrong labels: answered truly",
+}
+
+
+def learning_figure(rows: Mapping[str, Mapping[str, Mapping[str, tuple[Array, Array]]]], *, palette: Palette) -> Figure:
+    """Accuracy over epochs: mean over seeds and their range. rows[title][name][method]: epochs (E,), values (S, E)."""
+    panels, names = [], list(dict.fromkeys(name for several in rows.values() for name in several))
+    for title, several in rows.items():
+        for column, name in enumerate(names):
+            methods = several.get(name, {})
+            drawn = []
+            for method, (epochs, values) in methods.items():
+                look, ends = {"color": palette[method]}, (values.min(0), values.max(0))
+                drawn.append(Curve(epochs, values.mean(0), short_name(method), look, ends))
+            axes = {"xlabel": "epochs", "ylabel": "" if column else title, "title": LEARNED[name], "ylim": (0, 1)}
+            panels.append(Panel(drawn, axes, percent="y"))
+    return curve_figure(panels, size=(3.3 * len(names), 2.6 * len(rows)), rows=len(rows))
+
+
+SPAN = 0.01  # least span of an accuracy axis: a smaller one would magnify noise
+
+
+def sweep_figure(
+    titles: Mapping[str, Mapping[str, Sequence[float]]],
+    values: Mapping[str, float],
+    *,
+    key: str,
+    label: str,
+    chosen: str,
+    palette: Palette,
+) -> Figure:
+    """Accuracies over a setting: mean over seeds with their spread, the chosen value marked, other methods as lines.
+
+    titles[title][method]: one number per seed. values: the setting's value for each method that has it, ascending.
+    """
+    x, colour = list(values.values()), palette[next(iter(values))]
+    circle = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "color": INK, "linestyle": "none"}
+    panels = []
+    for title, methods in titles.items():
+        mean = {name: float(np.mean(each)) for name, each in methods.items()}
+        sd = [np.std(methods[name], ddof=1) for name in values] if min(map(len, methods.values())) > 1 else None
+        look = {"color": colour, "yerr": sd, "capsize": 2.5, **marker_style(0)}
+        curves = [
+            Curve(x, [mean[name] for name in values], short_name(label), look),
+            Curve([values[chosen]], [mean[chosen]], f"chosen, {key} = {values[chosen]:g}", circle),
+            *(
+                Curve([x[0], x[-1]], [mean[name]] * 2, short_name(name), {"color": palette[name], "linestyle": "--"})
+                for name in methods
+                if name not in values
+            ),
+        ]
+        panels.append(Panel(curves, {"xlabel": key, "title": title, "ymargin": 0.2}, percent="y"))
+    figure = curve_figure(panels, size=(3.5 * len(panels), 2.7))
+    figure.axes[0].set_ylabel("accuracy")
+    for axes in figure.axes:
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        low, high = axes.get_ylim()
+        room = max(SPAN - (high - low), 0) / 2
+        axes.set_ylim(low - room, high + room)
+    return figure
+
 
 Made = tuple[str, str, list[tuple[str, Figure]]]  # title, how to read it, (description, figure)
 
@@ -28,13 +175,13 @@ def prediction_section(first: dict[str, Evaluation], palette: Palette) -> Made |
         classes = next(iter(first.values())).notes.get("classes", "").split("\n")
         squares = {name: as_square(arrays["grid/entropy"]).numpy() for name, arrays in known.items()}
         window, largest = plane_limits(some["grid/positions"]), math.log(max(len(classes), 2))
-        figure = method_panels.entropy_maps(squares, window=window, largest=largest, seen=(seen, targets))
+        figure = charts.entropy_maps(squares, window=window, largest=largest, seen=(seen, targets))
         text = "Entropy of the mean prediction, from certain (dark) to uncertain (light); dots are training inputs."
         return "Where is it certain?", text, [("Entropy over the plane, method by method", figure)]
     keys = ("grid/mean", "grid/sd", "grid/members")
-    bands = {name: method_panels.Band(*(arrays[key].numpy() for key in keys)) for name, arrays in known.items()}
+    bands = {name: charts.Band(*(arrays[key].numpy() for key in keys)) for name, arrays in known.items()}
     dots = (seen[:, 0], targets[:, 0])
-    figure = method_panels.band_figure(positions[:, 0], bands, seen=dots, palette=palette)
+    figure = charts.band_figure(positions[:, 0], bands, seen=dots, palette=palette)
     text = "Mean, ±3 standard deviations of the members' means, and up to ten members; dots are training data."
     return "Where is it certain?", text, [("Predictions along the line, method by method", figure)]
 
@@ -68,16 +215,16 @@ def distance_section(results: Results, palette: Palette) -> Made | None:
     known = results.methods_with("distances/epochs")
     if not known:
         return None
-    drawn: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {space: {} for space in curve_figures.SPACES}
+    drawn: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {space: {} for space in SPACES}
     for name, several in known.items():
-        for space in curve_figures.SPACES:
+        for space in SPACES:
             epochs, values = _values_by_epoch(several, "distances", space)
             drawn[space][name] = (epochs, values.mean(0))
     text = (
         "Means over pairs of members at the same training inputs: the distances of their weights and outputs, and "
         "the angle between their input gradients (of the true class's logit, or of the mean)."
     )
-    figure = curve_figures.distance_figure(drawn, palette=palette)
+    figure = distance_figure(drawn, palette=palette)
     return "How members differ, over training", text, [("Distances between members over training", figure)]
 
 
@@ -92,9 +239,9 @@ def attack_section(results: Results, palette: Palette) -> Made | None:
                     name: np.mean([each.arrays[f"attack/{attack}/{metric}"].numpy() for each in several], axis=0)
                     for name, several in known.items()
                 }
-                for metric in curve_figures.UNDER_ATTACK
+                for metric in UNDER_ATTACK
             }
-            figure = curve_figures.attack_figure(epsilons, drawn, palette=palette, title=title)
+            figure = attack_figure(epsilons, drawn, palette=palette, title=title)
             figures.append((f"Test inputs {title}", figure))
     text = (
         "Test inputs are changed within a radius ε to make the averaged prediction wrong; ε = 0 is the unchanged inputs. "
@@ -115,7 +262,7 @@ def implicit_section(first: dict[str, Evaluation]) -> Made | None:
     figures = []
     for name, (before, after, numbers) in known.items():
         moved, explained = (100 * numbers[f"implicit/{key}"] for key in ("distance", "explained"))
-        figure = method_panels.implicit_figure(
+        figure = charts.implicit_figure(
             before, after, largest=largest, title=f"{name}: {moved:.1f} %, {explained:.0f} % explained"
         )
         figures.append((f"Implicit corruptions of {name}", figure))
@@ -130,7 +277,7 @@ def implicit_section(first: dict[str, Evaluation]) -> Made | None:
 
 def learning_data(results: Results) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
     """Quantity -> method -> epochs (E,) and values (S, E), for methods whose training was recorded."""
-    known = {name: results.methods_with(f"curves/over/{name}") for name in curve_figures.LEARNED}
+    known = {name: results.methods_with(f"curves/over/{name}") for name in LEARNED}
     return {
         name: {method: _values_by_epoch(several, "curves", name) for method, several in methods.items()}
         for name, methods in known.items()
@@ -143,7 +290,7 @@ def learning_section(results: Results, palette: Palette) -> Made | None:
     if not (found := learning_data(results)):
         return None
     text = "Measured on up to 1,000 rows of each kind: means over seeds; bands span the lowest to the highest seed."
-    figure = curve_figures.learning_figure({"": found}, palette=palette)
+    figure = learning_figure({"": found}, palette=palette)
     return "What is learned, over training", text, [("Accuracies over training", figure)]
 
 
@@ -166,7 +313,7 @@ def sweep_section(results: Results, palette: Palette) -> Made | None:
         for title in next(iter(each.values()))[0]
     }
     about = {"key": sweep.key, "label": sweep.base, "chosen": sweep.chosen}
-    figure = curve_figures.sweep_figure(titles, sweep.values, **about, palette=palette)
+    figure = sweep_figure(titles, sweep.values, **about, palette=palette)
     text = (
         f"Test accuracy of {sweep.base} over {sweep.key}. The circle marks the value chosen by accuracy on validation images "
         "under other corruptions; no test image was used. Dashed lines are methods without this setting."

@@ -27,6 +27,15 @@ PICTURES = {
 }
 
 
+DETAILED = (  # measures of each corruption (the first two) and of each attack
+    Measure("accuracy", "Accuracy, %", "", "high", 100, 2),
+    Measure("nll", "NLL, nats", "", "low", 1, 3),
+    Measure("ece", "ECE, %", "", "low", 100, 2),
+    Measure("entropy", "Entropy, nats", "", None, 1, 3),
+    Measure("mutual_information", "Mutual information, nats", "", None, 1, 3),
+)
+
+
 def write_report(results: Results, path: str | Path) -> list[Path]:
     """Writes results.csv, report.md and report.html into the folder `path`, or one file by its suffix; returns the paths."""
     path = Path(path)
@@ -51,8 +60,6 @@ def is_single_file(path: Path) -> bool:
 def report_content(results: Results, *, with_figures: bool = True) -> dict[str, Any]:
     """The variables of the templates."""
     found, draws = tables.measures_and_draws(results)
-    accuracy = Measure("", "Accuracy", "", "high", 100, 2, "%")
-    nll = Measure("", "NLL", "", "low", 1, 3, "nats")
     baseline = results.baseline
     if baseline is None and len(results.methods) > 1:
         baseline = next(iter(results.methods))
@@ -60,21 +67,16 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
     against = tables.compare_with_baseline(results, found, draws, str(baseline)) if shown else None
     against = against if against is not None and against.comparisons else None
     alike = "own" not in tables.overlap_by_method(draws["nll"]).values()
-    ece, entropy = Measure("", "ECE", "", "low", 100, 2, "%"), Measure("", "", "", None, 1, 3)
-    corruptions = _existing_tables(
-        ("Accuracy, %", tables.corruption_table(results, "accuracy", accuracy, marked=alike)),
-        ("NLL, nats", tables.corruption_table(results, "nll", nll, marked=alike)),
-    )
-    attacked = _existing_tables(
-        ("Accuracy, %", tables.attack_table(results, "accuracy", accuracy, marked=alike)),
-        ("NLL, nats", tables.attack_table(results, "nll", nll, marked=alike)),
-        ("ECE, %", tables.attack_table(results, "ece", ece, marked=alike)),
-        ("Entropy, nats", tables.attack_table(results, "entropy", entropy, marked=False)),
-        ("Mutual information, nats", tables.attack_table(results, "mutual_information", entropy, marked=False)),
+    corruptions, attacks = (
+        {
+            measure.label: make(results, measure.key, measure, marked=alike and measure.best is not None)
+            for measure in of
+        }
+        for make, of in ((tables.corruption_table, DETAILED[:2]), (tables.attack_table, DETAILED))
     )
     details = [
-        ("By type of corruption", "Mean over severities.", corruptions),
-        ("By attack and radius", "Uncertainty should grow where accuracy falls.", attacked),
+        ("By type of corruption", "Mean over severities.", _existing_tables(corruptions)),
+        ("By attack and radius", "Uncertainty should grow where accuracy falls.", _existing_tables(attacks)),
     ]
     return {
         "title": results.title,
@@ -110,8 +112,8 @@ def report_content(results: Results, *, with_figures: bool = True) -> dict[str, 
     }
 
 
-def _existing_tables(*named: tuple[str, tables.Table | None]) -> list[tuple[str, tables.Table]]:
-    return [(name, table) for name, table in named if table is not None]
+def _existing_tables(named: Mapping[str, tables.Table | None]) -> list[tuple[str, tables.Table]]:
+    return [(name, table) for name, table in named.items() if table is not None]
 
 
 def _counting_sentence(results: Results) -> str:

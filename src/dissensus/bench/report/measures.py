@@ -61,9 +61,8 @@ class Measure:
     digits: int = 2
     unit: str = ""
     samples: tuple[ArrayNames, ...] = ()
-    statistic: Callable[..., Tensor] = (
-        weighted_mean  # of a list with one table of weights per sample, then the arrays in order
-    )
+    # Takes a list with one table of weights per sample, then the arrays in order.
+    statistic: Callable[..., Tensor] = weighted_mean
 
     @property
     def possible_range(self) -> tuple[float, float]:

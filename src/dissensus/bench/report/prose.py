@@ -6,8 +6,7 @@ from statistics import fmean
 
 from dissensus.bench.report.comparisons import SIGNIFICANT, Family, ResampledMeasure
 from dissensus.bench.report.measures import Measure, region_keys, region_words
-from dissensus.bench.report.results import Results, base_method, mean_over_seeds
-from dissensus.bench.report.setting_sweep import sweep_of, sweep_sentence
+from dissensus.bench.report.results import Results, base_method, mean_over_seeds, sweep_of, sweep_sentence
 from dissensus.bench.report.tables import MeasureDraws, best_method, overlap_by_method, p_text
 from dissensus.evaluation.evaluation import Evaluation
 

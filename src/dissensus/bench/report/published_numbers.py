@@ -10,6 +10,7 @@ nll = [0.035, 0.002]                # a number and its error
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -90,10 +91,8 @@ def orderings(results: Results, found: Sequence[Measure]) -> list[Ordering]:
         measure = _measure(key, found)
         ours = {name: _our_mean(results, key, name) for name, row in theirs.items() if key in row}
         known = {name: value for name, value in ours.items() if value is not None and measure.best is not None}
-        each = {
-            name: comparisons.resample_measure(measure, results.methods[name], seeds=results.seeds(name))
-            for name in known
-        }
+        resample = partial(comparisons.resample_measure, measure)
+        each = {name: resample(results.methods[name], seeds=results.seeds(name)) for name in known}
         for pair in combinations(known, 2):
             gap = _gap(measure, *(theirs[name][key].value for name in pair))
             if gap == 0:

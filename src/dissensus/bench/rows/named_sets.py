@@ -1,22 +1,151 @@
-"""The data sets of tasks by name: SETS for training, FOREIGN for OOD detection, SHIFTED for distribution shift."""
+"""The data sets of tasks by name: SETS for training, FOREIGN for OOD detection, SHIFTED for distribution shift.
 
-from collections.abc import Callable
+GEOMETRIES has the grids of inputs, with named regions, on which one- and two-dimensional sets are drawn.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dissensus.bench.rows.dataset_rows import DataRequest, DatasetRows, Root, SetKind, TaskRows
-from dissensus.bench.rows.segmentation_rows import own_scene_rows, scene_folder, scene_rows
 from dissensus.bench.rows.user_data import folder_rows, function_rows, npz_rows, table_rows, uci_rows
 from dissensus.bench.user_code import is_import_path
+from dissensus.data import digits, fashion, image_set, quadratic_features, toy
+from dissensus.data.catalogue import CATALOGUE
+from dissensus.data.file_formats import read_npz
+from dissensus.data.find_files import data_folder, locate
+from dissensus.data.images import ImageSet
+from dissensus.data.segmentation import VOID, SegmentationSet, segmentation_folder, with_unknown
+from dissensus.data.street_scenes import SPLITS, bdd_anomaly, camvid, streethazards
 from dissensus.data import digits, fashion, image_set, toy
 from dissensus.data.catalogue import CATALOGUE, locate
 from dissensus.data.file_formats import read_npz
 from dissensus.data.images import ImageSet
 from dissensus.data.segmentation import bdd_anomaly, camvid, streethazards
 from dissensus.data.tabular import REGRESSION_SETS, regression_folder
+
+Ends = tuple[float, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Geometry:
+    """The grid on which members are drawn, and its named regions."""
+
+    positions: Tensor  # (n, 1) on a line, (side², 2) in a plane, the second coordinate running fastest
+    inputs: Tensor  # (n, D) the network's inputs there, in original units
+    regions: dict[str, Tensor]  # name -> (n,) boolean
+    training_positions: Tensor  # (N, 1) or (N, 2) positions of the training rows
+
+
+def line_geometry(
+    x: Tensor,
+    *,
+    window: Ends,
+    intervals: Sequence[Ends],
+    inputs: Callable[[Tensor], Tensor] = lambda positions: positions,
+    position: Callable[[Tensor], Tensor] = lambda x: x,
+    points: int = 401,
+) -> Geometry:
+    """A Geometry on a line with the regions "at_data" (the intervals with data), "between" and "outside" them.
+
+    `inputs` turns positions (n, 1) into the network's inputs, `position` turns them back.
+    """
+    where = torch.linspace(*window, points)
+    at_data = torch.stack([(where >= low) & (where <= high) for low, high in intervals]).any(0)
+    outside = (where < intervals[0][0]) | (where > intervals[-1][1])
+    regions = {"between": ~at_data & ~outside, "outside": outside, "at_data": at_data}
+    return Geometry(
+        positions=where[:, None],
+        inputs=inputs(where[:, None]),
+        regions={name: inside for name, inside in regions.items() if inside.any()},
+        training_positions=position(x),
+    )
+
+
+def plane_geometry(x: Tensor, *, window: Ends, far: float, side: int = 101) -> Geometry:
+    """A Geometry in a square: "off_data" is farther than `far` from all training inputs, "at_data" nearer than half of it."""
+    axis = torch.linspace(*window, side)
+    positions = torch.cartesian_prod(axis, axis)
+    distance = torch.cdist(positions, x.to(positions)).amin(1)
+    return Geometry(positions, positions, {"off_data": distance > far, "at_data": distance < far / 2}, x)
+
+
+# Data set -> function from its training inputs x (N, D) to its geometry.
+# Intervals are those of the generating distribution, so regions do not depend on the draw.
+GEOMETRIES: dict[str, Callable[[Tensor], Geometry]] = {
+    "x_sin_x": partial(line_geometry, window=(0.0, 7.5), intervals=((1.5, 2.5), (4.5, 6.0))),
+    "x_sin_x_features": partial(
+        line_geometry,
+        window=(0.0, 7.5),
+        intervals=((1.5, 2.5), (4.5, 6.0)),
+        inputs=quadratic_features,
+        position=lambda x: 2 * x[:, :1],
+    ),
+    "cubic": partial(line_geometry, window=(-6.0, 6.0), intervals=((-4.0, 4.0),)),
+    "cubic_gap": partial(line_geometry, window=(-4.5, 4.5), intervals=((-3.0, -1.0), (1.0, 3.0))),
+    "hill": partial(line_geometry, window=(-4.0, 4.0), intervals=((-2.6, -1.4), (-0.6, 0.6), (1.4, 2.6))),
+    "gp_draw": partial(line_geometry, window=(-6.0, 6.0), intervals=((-4.0, 0.0), (2.0, 4.0))),
+    "three_clusters": partial(
+        line_geometry,
+        window=(-10.0, 10.0),
+        intervals=((-7.2, -4.8), (-1.2, 1.2), (4.8, 7.2)),
+        inputs=quadratic_features,
+        position=lambda x: 2 * x[:, :1],
+        points=801,
+    ),
+    "two_moons": partial(plane_geometry, window=(-4.5, 5.0), far=1.0),
+    "five_blobs": partial(plane_geometry, window=(-7.0, 7.0), far=1.0),  # blobs have a standard deviation of 0.4
+}
+
+
+UNKNOWN = "unknown"  # the set of foreign pixels: masks of test images, 1 at pixels of unknown classes
+
+
+def scene_rows(
+    read: Callable[..., SegmentationSet], folder: Root, unknown: Sequence[str] = (), size: Sequence[int] | None = None
+) -> DatasetRows:
+    """Images and masks of a set's splits. `unknown`: classes that are ignored in training and foreign at test time."""
+    train, validation, test = (read(split, folder=folder, size=size) for split in SPLITS)
+    ood = {}
+    if unknown:
+        splits = (train, validation, test)
+        (train, _), (validation, _), (test, foreign) = (with_unknown(each, unknown) for each in splits)
+        ood = {UNKNOWN: TaskRows(test.images, foreign)}
+    learned, held, tested = (TaskRows(each.images, each.masks) for each in (train, validation, test))
+    return DatasetRows(learned, tested, train.classes, held, ood)
+
+
+def own_scene_rows(
+    folder: Root,
+    images: str,
+    masks: str,
+    classes: Sequence[str],
+    void: int = VOID,
+    unknown: Sequence[str] = (),
+    size: Sequence[int] | None = None,
+) -> DatasetRows:
+    """Rows from folders of images and masks; {split} in their names stands for train, val and test."""
+
+    def read(split: str, *, folder: Root, size: Any) -> SegmentationSet:
+        root = data_folder(folder) or Path()
+        pictures, labels = (root / name.replace("{split}", split) for name in (images, masks))
+        return segmentation_folder(pictures, labels, classes, void=void, size=size)
+
+    return scene_rows(read, folder, unknown, size)
+
+
+def scene_folder(part: str, folder: Root) -> Path:
+    """The folder of a set that contains a folder of this name."""
+    root = data_folder(folder)
+    for path in [] if root is None else [root / part, *root.glob(f"*/{part}")]:
+        if path.is_dir():
+            return path.parents[part.count("/")]
+    raise FileNotFoundError
 
 
 class TaskSet(NamedTuple):
@@ -26,9 +155,7 @@ class TaskSet(NamedTuple):
     kind: SetKind | None  # None: the likelihood decides between classes and values
     description: str
     location: str | Callable[[Root], Path] = "generated"  # a function if the user provides the files
-    is_user_data: bool = (
-        False  # whether the rows are the user's: `make` then takes an `DataRequest` instead of the folder
-    )
+    is_user_data: bool = False  # whether rows are the user's: `make` then takes a `DataRequest`, not the folder
     standardised: bool = False  # whether inputs are standardised already, unless the task says otherwise
 
 
@@ -134,9 +261,7 @@ def _cubic_gap(folder: Root, points: int = 201, noise: float = 2.0, draw: int = 
     return _toy_rows(*(toy.cubic_gap(n, noise=noise, seed=2 * draw + i) for i, n in enumerate((points, 201))))
 
 
-def _cubic_elsewhere(
-    low: float, high: float, folder: Root, points: int = 201, noise: float = 2.0, draw: int = 0
-) -> TaskRows:
+def _cubic_at(low: float, high: float, folder: Root, points: int = 201, noise: float = 2.0, draw: int = 0) -> TaskRows:
     """x³ at both signs of x from low to high."""
     x = torch.cat([-torch.linspace(high, low, 100), torch.linspace(low, high, 100)])[:, None]
     return TaskRows(x, x**3 + noise * torch.randn(200, 1, generator=torch.Generator().manual_seed(draw)))
@@ -150,9 +275,7 @@ def _hill(folder: Root, points: int = 3, noise: float = 0.5) -> DatasetRows:
 GAP = (0.0, 2.0)  # gap in the inputs of a Gaussian-process sample; training inputs lie on [−4, 0] and [2, 4]
 
 
-def _gp_draw(
-    folder: Root, points: int = 40, lengthscale: float = 1.0, noise: float = 0.1, draw: int = 0
-) -> DatasetRows:
+def _gp_set(folder: Root, points: int = 40, lengthscale: float = 1.0, noise: float = 0.1, draw: int = 0) -> DatasetRows:
     seen, _ = _gp_rows(points, lengthscale, noise, draw)
     return DatasetRows(seen.select(torch.arange(points)), seen.select(torch.arange(points, len(seen.y))), ())
 
@@ -185,7 +308,7 @@ SETS: dict[str, TaskSet] = {
     "cubic": TaskSet(_cubic, "regression", "x³ with noise, 20 points on [−4, 4]"),
     "cubic_gap": TaskSet(_cubic_gap, "regression", "x³ with noise on two intervals with a gap between them"),
     "hill": TaskSet(_hill, "regression", "1 in the middle and −1 on both sides, symmetric"),
-    "gp_draw": TaskSet(_gp_draw, "regression", "a sample of a Gaussian process, observed on two intervals"),
+    "gp_draw": TaskSet(_gp_set, "regression", "a sample of a Gaussian process, observed on two intervals"),
     "npz": TaskSet(
         npz_rows, None, "arrays x and y in .npz files: data.train_file, data.test_file", "your files", is_user_data=True
     ),
@@ -248,6 +371,6 @@ SHIFTED: dict[str, Callable[..., TaskRows]] = {
     "gap": _x_sin_x_gap,
     "outside": _cubic_outside,
     "gp_gap": _gp_gap,
-    "cubic_between": partial(_cubic_elsewhere, 0.0, 1.0),
-    "cubic_beyond": partial(_cubic_elsewhere, 3.0, 4.0),
+    "cubic_between": partial(_cubic_at, 0.0, 1.0),
+    "cubic_beyond": partial(_cubic_at, 3.0, 4.0),
 }

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dissensus.bench.names import name_list
 from dissensus.bench.rows.dataset_rows import DataRequest, Root, SetKind, TaskRows
 from dissensus.bench.rows.named_sets import FOREIGN, SHIFTED, image_file, task_set
-from dissensus.bench.typecheck import settings_errors
+from dissensus.bench.setting_checks import name_list, settings_errors
 from dissensus.data import noisy_labels, split_indices
 from dissensus.data.input_transforms import Standardiser
 from dissensus.utils.checks import one_of
@@ -208,8 +207,7 @@ def _check_like_training(training: TaskRows, rows: TaskRows, name: str, classes:
     if rows.x.shape[1:] != training.x.shape[1:]:
         shapes = f"{tuple(training.x.shape[1:])} in {name!r}, as in the training set, got {tuple(rows.x.shape[1:])}"
         raise ValueError(f"expected inputs of shape {shapes}; choose another set, or resize its images first")
-    if (rows.x.dtype == torch.uint8) != (
-        training.x.dtype == torch.uint8
-    ):  # pixels are read as x / 255, numbers are not
+    # Pixels are read as x / 255, numbers are not.
+    if (rows.x.dtype == torch.uint8) != (training.x.dtype == torch.uint8):
         got = f"{rows.x.dtype}; save pixels as uint8 in all files, or numbers in all"
         raise ValueError(f"expected inputs of the training set's dtype, {training.x.dtype}, in {name!r}, got {got}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dissensus.bench.rows.dataset_rows import DataRequest, DatasetRows, SetKind, TaskRows
-from dissensus.bench.typecheck import settings_errors
+from dissensus.bench.setting_checks import settings_errors
 from dissensus.bench.user_code import import_object
 from dissensus.data import split_indices
 from dissensus.data.file_formats import npz_pair, pixels

@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 
 from dissensus.bench.run import build
-from dissensus.bench.run.initial_weights import load_weights
+from dissensus.bench.run.build import load_weights
+from dissensus.bench.setting_checks import settings_errors
 from dissensus.bench.task.config import RunConfig, Settings, Task, apply_override, run_config
-from dissensus.bench.task.method_names import check_overrides_read, count_setting, method_class
-from dissensus.bench.task.objects import build_objects, network_maker
+from dissensus.bench.task.objects import build_objects, check_overrides_read, count_setting, method_class, network_maker
 from dissensus.bench.task.schema import check_task
-from dissensus.bench.typecheck import settings_errors
 from dissensus.core.posterior import Posterior
 from dissensus.methods import METHODS
 from dissensus.methods.laplace import Laplace

@@ -1,27 +1,32 @@
-"""Trains, evaluates and reports every method and seed of a task; finished stages are not repeated."""
+"""Trains, evaluates and reports every method and seed of a task, in one process or several; finished stages are kept."""
 
+import multiprocessing
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+import torch
+
 from dissensus.bench import torchrun_ranks
-from dissensus.bench.report.results import Results
+from dissensus.bench.report.results import Results, SettingSweep
 from dissensus.bench.rows.task_rows import DataCache
-from dissensus.bench.run.collect_runs import results_of_runs
-from dissensus.bench.run.fit_calibration import check_calibration
-from dissensus.bench.run.processes import run_in_processes
-from dissensus.bench.run.run import Run, Tell, ignore_message
+from dissensus.bench.run.evaluate_run import with_reference, with_reference_halves
+from dissensus.bench.run.run import Run, Tell, check_calibration, ignore_message
 from dissensus.bench.run.run_folder import no_run_error, remove_unused_run, untrained_error
 from dissensus.bench.run.shared_training import companions, remove_leftovers, train_runs
+from dissensus.bench.setting_checks import settings_errors
 from dissensus.bench.task.config import RunConfig, Task, run_config
-from dissensus.bench.task.method_names import base_name
-from dissensus.bench.typecheck import settings_errors
+from dissensus.bench.task.objects import base_name, setting_value
+from dissensus.core.errors import Diverged
 from dissensus.evaluation.evaluate import evaluate
 from dissensus.evaluation.evaluation import Evaluation
 from dissensus.methods import METHODS
 from dissensus.storage.atomic_files import remove_strays, temporary_name
+from dissensus.storage.run_files import write_json
 from dissensus.utils.checks import integer, one_of
 
 
@@ -229,3 +234,161 @@ def calibrate_run(run: Run, asked: Mapping[str, Any], *, rows: float | None = No
     test = run.loader(run.data.test)
     before = evaluate(run.posterior(), test)
     return before, evaluate(run.calibrate(settings), test)
+
+
+DIVERGED = "diverged.json"  # of a diverged run: the step and the members
+_loaded: list[DataCache] = []  # data of a worker process, so that its runs read the same rows once
+
+
+def run_in_processes(
+    groups: Sequence[Sequence[Run]], jobs: int, *, source: str | None, tell: Tell, keep_going: bool = False
+) -> None:
+    """Trains and evaluates groups of runs, each group in one process, `jobs` processes at a time.
+
+    Processes started by `torchrun` each take some of the groups; only the first returns, when all are done. `keep_going`: a
+    diverged run is recorded in its folder and does not raise.
+    """
+    _run_groups(torchrun_ranks.groups_of_this_rank(groups), jobs, source, tell, keep_going)
+    torchrun_ranks.exit_other_ranks()
+
+
+def _run_groups(groups: Sequence[Sequence[Run]], jobs: int, source: str | None, tell: Tell, keep_going: bool) -> None:
+    waiting = [group for group in groups if not all(is_over(run.folder) for run in group)]
+    if not waiting:
+        return
+    if jobs == 1:
+        for i, group in enumerate(waiting, start=1):
+            train_and_evaluate(group, keep_going=keep_going)
+            tell(_done_message(i, len(waiting), group))
+        return
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    # Spawned, not forked: torch's thread pool can hang in a forked process.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        min(jobs, len(waiting)), mp_context=context, initializer=_prepare_worker, initargs=(source, threads)
+    ) as pool:
+        try:
+            folders = [[run.folder for run in group] for group in waiting]
+            jobs_of = [pool.submit(_finish_in_worker, each, keep_going) for each in folders]
+            started = dict(zip(jobs_of, waiting, strict=True))
+            for i, each in enumerate(as_completed(started), start=1):
+                each.result()
+                tell(_done_message(i, len(waiting), started[each]))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def train_and_evaluate(runs: Sequence[Run], *, keep_going: bool = False) -> None:
+    """Trains and evaluates one run, or several runs that share a training."""
+    try:
+        train_runs(runs)
+        for run in runs:
+            run.evaluate()
+    except Diverged as error:
+        if not keep_going:
+            raise
+        for run in runs:
+            write_json(run.folder / DIVERGED, {"step": error.step, "members": error.members, "what": error.what})
+
+
+def is_over(folder: Path) -> bool:
+    """Whether a run was measured or has diverged."""
+    return any((folder / name).is_file() for name in ("metrics.json", DIVERGED))
+
+
+def _done_message(i: int, count: int, group: Sequence[Run]) -> str:
+    lost = " (diverged)" if any((run.folder / DIVERGED).is_file() for run in group) else ""
+    return f"[{i}/{count}] {', '.join(run.folder.name for run in group)}: done{lost}"
+
+
+def _prepare_worker(source: str | None, threads: int) -> None:
+    os.environ.pop("RANK", None)  # this process was not started by `torchrun`
+    torch.set_num_threads(threads)
+    _loaded[:] = [DataCache(source)]
+
+
+def _finish_in_worker(folders: list[Path], keep_going: bool) -> None:
+    runs = [Run(folder, Run.open(folder).config, load=_loaded[0]) for folder in folders]
+    train_and_evaluate(runs, keep_going=keep_going)
+
+
+FACTS = {
+    "Command": "command",
+    "dissensus": "dissensus",
+    "Commit": "commit",
+    "Python": "python",
+    "torch": "torch",
+    "numpy": "numpy",
+    "Device": "device",
+    "Threads": "threads",
+    "Platform": "platform",
+}
+
+
+def results_of_runs(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> Results:
+    """Results of run folders of one task."""
+    first = runs[0].config
+    tasks = {(run.config.task, run.config.size) for run in runs}
+    if len(tasks) > 1:
+        shown = ", ".join(f"{task} ({size})" for task, size in sorted(tasks))
+        raise ValueError(f"expected runs of one task and size in a report, got {shown}; make one report for each")
+    evaluations = compare_with_reference(runs, evaluations)
+    methods: dict[str, list[Evaluation]] = {}
+    origins: dict[str, list[dict[str, Any]]] = {}
+    seen: dict[tuple[str, int], Run] = {}
+    for run, evaluation in zip(runs, evaluations, strict=True):
+        config, made = run.config, run.provenance
+        other = seen.setdefault((config.method, config.seed), run)
+        if other is not run:  # it is unclear which of them counts
+            what = f"{config.method} with seed {config.seed} in {other.folder} and in {run.folder}"
+            raise ValueError(f"expected one run of each method and seed in a report, got {what}; name one of them")
+        origin = {"task": config.task, "size": config.size, "method": config.method, "seed": config.seed}
+        origin |= {key: made.get(key, "") for key in ("commit", "dissensus", "torch", "device")}
+        methods.setdefault(config.method, []).append(evaluation)
+        origins.setdefault(config.method, []).append(origin)
+    records = [run.provenance for run in runs]
+    seeds = sorted({run.config.seed for run in runs})
+    facts = {
+        "Task": f"{first.task}, size {first.size}",
+        "Seeds": ", ".join(map(str, seeds)),
+        "Test examples": f"{len(evaluations[0].arrays['test/nll']):,}",
+        # The common value of all runs, or all values.
+        **{label: "; ".join(dict.fromkeys(str(each.get(key, "")) for each in records)) for label, key in FACTS.items()},
+        # A name that appears twice was changed between runs.
+        "Own code and rows": ", ".join(
+            dict.fromkeys(" ".join(part) for each in records for part in each.get("code", {}).items())
+        ),
+        "Started": str(records[0].get("started", "")),
+    }
+    baseline = first.baseline if first.baseline in methods else None
+    focus, key = first.evaluation.get("focus"), first.evaluation.get("sweep")
+    found = {run.config.method: setting_value(run.config.settings, key) for run in runs} if key else {}
+    values = {method: float(value) for method, value in found.items() if value is not None}
+    return Results(
+        title=first.title,
+        description=first.description,
+        methods=methods,
+        origins=origins,
+        baseline=baseline,
+        facts={k: v for k, v in facts.items() if v},
+        reference=first.reference,
+        focus=focus if focus in methods else None,
+        sweep=SettingSweep(key, values) if key and values else None,
+    )
+
+
+def compare_with_reference(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """The evaluations; with against/NAME, seed by seed, if the task names a reference method."""
+    name = runs[0].config.evaluation.get("against")
+    if name is None:
+        return list(evaluations)
+    references = {run.config.seed: run.predictions() for run in runs if run.config.method == name}
+    if missing := {run.config.seed for run in runs} - references.keys():
+        raise ValueError(f"expected {name} among the runs of seed {min(missing)}, got only others; run it too")
+    return [
+        with_reference_halves(evaluation, references[run.config.seed])
+        if run.config.method == name
+        else with_reference(evaluation, run.predictions(), references[run.config.seed])
+        for run, evaluation in zip(runs, evaluations, strict=True)
+    ]

@@ -1,29 +1,147 @@
-"""The prediction stage of a run: its splits, and the members' predictions for each."""
+"""The prediction stage of a run: its splits, and the members' predictions for each.
 
-from collections.abc import Callable
+Splits of a segmentation store metrics, means per image and a few maps instead of pixels.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from dissensus import metrics
-from dissensus.bench.names import name_list
 from dissensus.bench.rows.dataset_rows import TaskRows
-from dissensus.bench.rows.low_dimensional import GEOMETRIES, Geometry
-from dissensus.bench.rows.named_sets import task_set
-from dissensus.bench.rows.segmentation_rows import UNKNOWN
+from dissensus.bench.rows.named_sets import GEOMETRIES, UNKNOWN, Geometry, task_set
 from dissensus.bench.rows.task_rows import TaskData
-from dissensus.bench.run.pixel_splits import measure_pixels, write_measured
-from dissensus.bench.run.records import write_attacked, write_counts, write_predictions
+from dissensus.bench.run.run_folder import write_attacked, write_counts, write_predictions
+from dissensus.bench.setting_checks import name_list
 from dissensus.bench.task.config import RunConfig
-from dissensus.core.predictive import RegressionPredictive
+from dissensus.core.predictive import ClassificationPredictive, RegressionPredictive
 from dissensus.data import Batches
 from dissensus.data.input_transforms import Standardiser
 from dissensus.engine.prediction_loop import FixedDraw
 from dissensus.evaluation.evaluate import check_attackable, checked_score
 from dissensus.evaluation.loader_predictions import Predictions, predictions
 from dissensus.evaluation.robustness_curves import AttackCurves, Corruptions, attacked_inputs, corrupted_counts
+from dissensus.data.segmentation import VOID
+from dissensus.data.standardise import Standardiser
+from dissensus.engine.prediction_loop import FixedDraw
+from dissensus.evaluation.attack_curves import AttackCurves, attacked_inputs
+from dissensus.evaluation.corruption_curves import CorruptedCounts, Corruptions, corrupted_counts
+from dissensus.evaluation.evaluate import check_attackable, checked_score, complete_evaluation
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.evaluation.loader_predictions import Predictions, predictions
+from dissensus.evaluation.segmentation import pixel_ood, pixel_sums, ranking_numbers
+from dissensus.metrics import CalibrationBins
+from dissensus.storage.run_files import read_tensors, write_tensors
+from dissensus.utils.file_errors import damage_error
+
+BINS = "bins/"  # sums by confidence of test pixels and of foreign ones, for the ECE of both
+SHOWN = 3  # test images with maps
+VOID_LABEL, UNKNOWN_LABEL = -1, -2  # in the maps of `dissensus.plots.segmentation_maps`
+
+
+class MeasuredSplit(NamedTuple):
+    """The metrics and arrays of one split, under the names of an Evaluation."""
+
+    metrics: dict[str, float]
+    arrays: dict[str, Tensor]
+
+
+def write_measured(path: Path, measured: MeasuredSplit) -> None:
+    write_tensors(path, measured.arrays, {"metrics": measured.metrics})
+
+
+def read_measured(path: Path) -> MeasuredSplit:
+    arrays, facts = read_tensors(path)
+    if not isinstance(facts.get("metrics"), dict):
+        raise damage_error(path, "without 'metrics'")
+    return MeasuredSplit(facts["metrics"], arrays)
+
+
+def measure_pixels(
+    split: str,
+    rows: TaskRows,
+    data: TaskData,
+    functions: FixedDraw,
+    loader: Callable[[TaskRows], Iterable[Any]],
+    score: str,
+) -> MeasuredSplit:
+    """The numbers of one split: "test" with the numbers of members, cost and maps, "ood-SET", "train" or "shift-SET"."""
+    kind, _, name = split.partition("-")
+    if kind == "ood":
+        rankings, bins = pixel_ood(functions, loader(rows), score, name=name, like=None)
+        metrics, arrays = ranking_numbers(rankings, score, f"ood/{name}")
+        return MeasuredSplit(metrics, arrays | {f"{BINS}{name}": _stack_bins(bins)})
+    sums, _, images = pixel_sums(functions, loader(rows), name=split)
+    found = sums.metrics(data.classes)
+    if split != "test":
+        return MeasuredSplit({f"{split.replace('-', '/')}/{key}": value for key, value in found.items()}, {})
+    cost = {"cost/predict_ms": 1000 * sums.seconds / images}
+    arrays = sums.arrays() | scene_maps(data, functions, loader) | {f"{BINS}test": _stack_bins(sums.bins)}
+    return MeasuredSplit(found | sums.member_metrics() | cost, arrays)
+
+
+def _stack_bins(bins: CalibrationBins) -> Tensor:
+    return torch.stack([each.double().cpu() for each in bins])  # (3, K)
+
+
+def scene_maps(data: TaskData, functions: FixedDraw, loader: Callable[[TaskRows], Iterable[Any]]) -> dict[str, Tensor]:
+    """scenes/…: some test images (K, 3, H, W), their truth, and predictions for every pixel, (K, H, W) each."""
+    foreign = data.ood[UNKNOWN].y == 1 if UNKNOWN in data.ood else torch.zeros_like(data.test.y, dtype=torch.bool)
+    chosen = rows_to_show(foreign)
+    truth = torch.where(foreign, UNKNOWN_LABEL, torch.where(data.test.y == VOID, VOID_LABEL, data.test.y.short()))
+    found: dict[str, list[Tensor]] = {"prediction": [], "confidence": [], "entropy": [], "epistemic": []}
+    for x, _ in loader(data.test.select(chosen)):
+        predictive = cast(ClassificationPredictive, functions.predict(x))
+        confidence, prediction = predictive.mean.max(1)
+        said = (prediction.to(torch.uint8), confidence.half(), predictive.total.half(), predictive.epistemic.half())
+        for several, each in zip(found.values(), said, strict=True):
+            several.append(each.cpu())
+    said_of_all = {name: torch.cat(several) for name, several in found.items()}
+    scenes = {"image": data.test.x[chosen], "truth": truth[chosen], **said_of_all}
+    return {f"scenes/{name}": each for name, each in scenes.items()}
+
+
+def image_facts(data: TaskData) -> dict[str, Any]:
+    """The facts that maps of the user's images need, since the data may be missing then; empty without masks."""
+    if data.kind != "segmentation":
+        return {}
+    scale = data.standardiser
+    return {"classes": data.classes, "mean": scale.mean.tolist(), "std": scale.std.tolist()}
+
+
+def rows_to_show(foreign: Tensor) -> Tensor:
+    """(K,) rows to show: from each of K parts of the set the row with most foreign pixels; foreign (N, H, W) boolean."""
+    counts = foreign.flatten(1).sum(1)
+    parts = torch.arange(len(counts)).tensor_split(min(SHOWN, len(counts)))
+    return torch.stack([part[counts[part].argmax()] for part in parts])
+
+
+def evaluation_of_pixels(
+    parts: Mapping[str, MeasuredSplit],
+    *,
+    corrupted: CorruptedCounts | None,
+    score: str,
+    parameters: int,
+    temperature: float,
+) -> Evaluation:
+    """The Evaluation of the splits, "test" among them."""
+    metrics = {key: value for part in parts.values() for key, value in part.metrics.items()}
+    arrays = {key: value for part in parts.values() for key, value in part.arrays.items()}
+    ood, shift = (
+        tuple(split.removeprefix(f"{kind}-") for split in parts if split.startswith(f"{kind}-"))
+        for kind in ("ood", "shift")
+    )
+    milliseconds = metrics.pop("cost/predict_ms")
+    bins = {key.removeprefix(BINS): CalibrationBins(*arrays.pop(key)) for key in [*arrays] if key.startswith(BINS)}
+    for name in ood:
+        metrics[f"ood/{name}/ece_union"] = float(bins["test"].merge(bins[name]).ece())
+    found = Evaluation("segmentation", metrics, arrays, score, ood, shift)
+    return complete_evaluation(found, corrupted, {}, temperature, parameters, milliseconds)
+
 
 Loader = Callable[[TaskRows], Batches]
 CORRUPT, CHOOSE, GRID, TRAIN = "corrupt", "validation-corrupt", "grid", "train"
@@ -36,7 +154,7 @@ def split_names(config: RunConfig, load: Callable[[], TaskData]) -> list[str]:
 
     `load`: reads the data, which are needed to know the sets that come with a user's data set.
     """
-    scenes = is_segmentation(config)  # their calibration rows are only used for a temperature
+    scenes = config.kind == "segmentation"  # their calibration rows are only used for a temperature
     names = ["test"] + [CALIBRATION] * (config.data.get("calibration", 0) != 0 and not scenes)
     if task_set(config.data["name"]).is_user_data:
         data = load()
@@ -52,10 +170,6 @@ def split_names(config: RunConfig, load: Callable[[], TaskData]) -> list[str]:
     if attack_curves(config) is not None:
         names.append(ATTACK)
     return [*names, *(split for split in (CORRUPT, CHOOSE) if corruptions(config, split) is not None)]
-
-
-def is_segmentation(config: RunConfig) -> bool:
-    return config.kind == "segmentation"
 
 
 def corruptions(config: RunConfig, split: str = CORRUPT) -> Corruptions | None:
@@ -112,14 +226,14 @@ def split_writer(
         )
         return lambda path: write_attacked(path, found)
     tell(split)
-    kind, _, name = split.partition("-")
-    rows = grid_rows(config, data) if split == GRID else _rows_by_split(data)[kind][name]
-    if is_segmentation(config):
+    rows = _split_rows(split, config, data)
+    if config.kind == "segmentation":
         score = checked_score(config.evaluation.get("score"), "segmentation", functions.members)
         measured = measure_pixels(split, rows, data, functions, loader, score)
         return lambda path: write_measured(path, measured)
     picture = data.standardiser.inverse if data.has_images else None
-    said = predictions(functions, loader(rows), name=split, labelled=kind not in ("ood", GRID), picture=picture)
+    labelled = split != GRID and not split.startswith("ood-")
+    said = predictions(functions, loader(rows), name=split, labelled=labelled, picture=picture)
     return lambda path: write_predictions(path, in_original_units(said, data.targets, rows.y))
 
 
@@ -138,12 +252,11 @@ def geometry_of(config: RunConfig, data: TaskData) -> Geometry:
     return GEOMETRIES[config.data["name"]](data.train.x)
 
 
-def grid_rows(config: RunConfig, data: TaskData) -> TaskRows:
-    """The inputs of the grid; their targets are placeholders and are not read."""
-    inputs = geometry_of(config, data).inputs
-    return TaskRows(inputs, data.train.y[:1].expand(len(inputs), *data.train.y.shape[1:]))
-
-
-def _rows_by_split(data: TaskData) -> dict[str, dict[str, TaskRows]]:
+def _split_rows(split: str, config: RunConfig, data: TaskData) -> TaskRows:
+    if split == GRID:
+        inputs = geometry_of(config, data).inputs  # with targets that are placeholders and are not read
+        return TaskRows(inputs, data.train.y[:1].expand(len(inputs), *data.train.y.shape[1:]))
     own = {"test": data.test, CALIBRATION: data.calibration, TRAIN: data.train}
-    return {**{kind: {"": rows} for kind, rows in own.items()}, "ood": data.ood, "shift": data.shift}
+    others = {"ood": data.ood, "shift": data.shift}
+    kind, _, name = split.partition("-")
+    return others[kind][name] if kind in others else own[split]

@@ -13,32 +13,29 @@ runs/ID/config.toml                     the run's settings and provenance
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from dissensus import storage
 from dissensus.bench import torchrun_ranks
-from dissensus.bench.rows.dataset_rows import SetKind, TaskRows
-from dissensus.bench.rows.task_loaders import standardised_batches
+from dissensus.bench.rows.dataset_rows import SetKind, TaskRows, standardised_batches
 from dissensus.bench.rows.task_rows import DataCache, TaskData
-from dissensus.bench.run import build
+from dissensus.bench.run import build, prediction_splits, run_folder
 from dissensus.bench.run.evaluate_run import evaluation_of_run
-from dissensus.bench.run.fit_calibration import CALIBRATED, check_calibration, fit_calibration
-from dissensus.bench.run.learning_curves import learning_callback
-from dissensus.bench.run.pixel_splits import image_facts
-from dissensus.bench.run.prediction_splits import CHOOSE, CORRUPT, attack_curves, corruptions, split_names, split_writer
-from dissensus.bench.run.provenance import provenance
-from dissensus.bench.run.records import read_evaluation, read_predictions, write_evaluation
-from dissensus.bench.run.run_folder import RunFolder, check_own_code, check_same_settings, no_run_error, untrained_error
-from dissensus.bench.run.training_watch import ROWS, distance_callback
+from dissensus.bench.run.training_watch import DISTANCE_ROWS, distance_callback, learning_callback
 from dissensus.bench.task.config import RunConfig, run_config_from_table
 from dissensus.bench.task.objects import parse_object
-from dissensus.calibration.calibrate import temperature_scale
+from dissensus.calibration.calibrate import calibrate, temperature_scale
+from dissensus.calibration.calibration_fits import OF_CLASSES, OF_REGRESSIONS
+from dissensus.calibration.conformal import conformal
+from dissensus.calibration.conformal_scores import CLASS_SCORES, INTERVAL_SCORES
+from dissensus.calibration.selective import selective
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.data import Batches
 from dissensus.data.catalogue import data_folder
@@ -50,6 +47,47 @@ from dissensus.numerics.randomness import preserve_random_state
 from dissensus.storage.atomic_files import read_toml, write_json, write_text
 from dissensus.training.fit import fit
 from dissensus.training.history import Epoch
+from dissensus.utils.checks import one_of
+
+CALIBRATED = "calibrated"  # folder of the calibrated posterior
+
+
+def check_calibration(settings: Mapping[str, Any], data: Mapping[str, Any], kind: SetKind) -> None:
+    """Raises if [calibration] has nothing to fit, or does not fit this kind of task."""
+    if kind == "segmentation":
+        raise ValueError("expected rows with one label for [calibration], got masks; set training.temperature = true")
+    if not data.get("calibration"):
+        raise ValueError("expected rows held out for [calibration], got none; set rows to their number")
+    if not settings.keys() & {"method", "level", "risk"}:
+        raise ValueError("expected something to fit in [calibration], got none; set method, level or risk")
+    regression = kind == "regression"
+    if "method" in settings:
+        one_of("calibration.method", settings["method"], OF_REGRESSIONS if regression else OF_CLASSES)
+    if "score" in settings:
+        one_of("calibration.score", settings["score"], INTERVAL_SCORES if regression else CLASS_SCORES)
+    if regression and "risk" in settings:
+        raise ValueError("expected a classification for calibration.risk, got a regression; leave it out")
+
+
+def fit_calibration(
+    posterior: Posterior, settings: Mapping[str, Any], rows: TaskRows, loader: Callable[[TaskRows], Batches]
+) -> None:
+    """Calibrates the posterior and fits promises: `conformal` if there is a level, `selective` if there is a risk.
+
+    If both are requested, half of the rows are for the calibration and the others for promises, because rows used for a
+    calibration are no longer held out. A temperature from training is fitted again: it may have used all rows.
+    """
+    own = None if float(posterior.temperature) == 1.0 else "temperature"
+    promised, method = settings.keys() & {"level", "risk"}, settings.get("method", own)
+    halve = promised and method
+    first, second = (rows.select(torch.arange(start, len(rows.y), 2)) if halve else rows for start in (0, 1))
+    if method:
+        calibrate(posterior, loader(first), method)
+    if "level" in settings:
+        conformal(posterior, loader(second), level=settings["level"], score=settings.get("score"))
+    if "risk" in settings:
+        selective(posterior, loader(second), risk=settings["risk"], confidence=settings.get("confidence", 0.95))
+
 
 ON_DEVICE = 1 << 31  # bytes: training rows up to this size lie on the device, where a batch is made faster
 Tell = Callable[[str], object]
@@ -60,12 +98,12 @@ def ignore_message(text: str) -> None:
     """Ignores a message."""
 
 
-class Run(RunFolder):
+class Run:
     """A run folder and its config. `load` reads the data when a stage needs them; several runs may share one."""
 
     def __init__(self, folder: Path, config: RunConfig, *, load: DataCache | None = None) -> None:
-        super().__init__(folder)
-        self.config = config
+        self.folder, self.config = folder, config
+        self.is_shared = False  # whether all processes started by `torchrun` share the run
         self.load = load or DataCache()
         self.is_new = False  # whether `begin` made the folder
 
@@ -74,16 +112,16 @@ class Run(RunFolder):
         """Opens the run in a folder made by `begin`; source: the folder of the user's data."""
         path = folder / "config.toml"
         if not path.is_file():
-            raise no_run_error(folder)
+            raise run_folder.no_run_error(folder)
         table = read_toml(path)
         table.pop("provenance", None)
         return cls(folder, run_config_from_table(table, str(path)), load=DataCache(source))
 
     def check(self) -> None:
         """Raises if a setting is wrong or missing; nothing is written."""
-        for split in (CORRUPT, CHOOSE):
-            corruptions(self.config, split)
-        attack_curves(self.config)
+        for split in (prediction_splits.CORRUPT, prediction_splits.CHOOSE):
+            prediction_splits.corruptions(self.config, split)
+        prediction_splits.attack_curves(self.config)
         if self.config.calibration:
             check_calibration(self.config.calibration, self.config.data, self.kind)
             if self.config.precision != "float32":
@@ -104,13 +142,13 @@ class Run(RunFolder):
         digest = build.weights_digest(self.config, self.folders)
         if path.is_file():
             there = Run.open(self.folder).config.table() | {key: self.provenance.get(key) for key in digest}
-            check_same_settings(self.folder, self.config.table() | digest, there)
+            run_folder.check_same_settings(self.folder, self.config.table() | digest, there)
             self._check_own_code(lambda: self.data, done=(self.folder / "metrics.json").is_file())
             return
         import tomli_w  # Python's tomllib only reads
 
         code = build.own_digests(self.config, lambda: self.data)
-        made = provenance(self.device) | digest | ({"code": code} if code else {})
+        made = run_folder.provenance(self.device) | digest | ({"code": code} if code else {})
         write_text(path, tomli_w.dumps(self.config.table() | {"provenance": made}))
         self.is_new = True
 
@@ -152,6 +190,34 @@ class Run(RunFolder):
             augment=parse_object("augment", augment).build(),
         )
 
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process writes the run's files: the first, if several share it."""
+        return not self.is_shared or torchrun_ranks.rank() == 0
+
+    @property
+    def ranks(self) -> Literal["independent"] | None:
+        """The `ranks` argument of `fit`: processes that do not share the run train alone."""
+        return "independent" if torchrun_ranks.size() > 1 and not self.is_shared else None
+
+    def wait_until_written(self) -> None:
+        """Waits until the first process has written its files, if several share the run."""
+        if self.is_shared:
+            torchrun_ranks.wait()
+
+    def remove(self, path: Path) -> None:
+        """Removes a file or a folder if it exists."""
+        if self.is_writer and path.is_dir():
+            shutil.rmtree(path)
+        elif self.is_writer:
+            path.unlink(missing_ok=True)
+
+    def log(self, epoch: Epoch) -> None:
+        """Adds a line to log.jsonl."""
+        if self.is_writer:
+            with (self.folder / "log.jsonl").open("a") as file:
+                file.write(json.dumps(asdict(epoch)) + "\n")
+
     # ------------------------------------------------------------------ stages
 
     @property
@@ -159,7 +225,7 @@ class Run(RunFolder):
         return (self.folder / "training.json").is_file()
 
     def train_alone(self, *, progress: bool = False) -> None:
-        """Trains and saves the posterior; continues from a checkpoint if there is one. `together.train_runs` calls it."""
+        """Trains and saves the posterior; continues from a checkpoint if there is one. `train_runs` calls it."""
         if self.is_trained:
             self.remove(self.folder / "checkpoint.pt")  # left by a run that was stopped at its very end
             return
@@ -221,7 +287,7 @@ class Run(RunFolder):
             storage.save(posterior, self.folder / "posterior")
             # Written again as a whole: a stopped run may have lost or duplicated its last line.
             write_text(self.folder / "log.jsonl", "".join(json.dumps(asdict(epoch)) + "\n" for epoch in epochs))
-            facts |= image_facts(self.data)
+            facts |= prediction_splits.image_facts(self.data)
             write_json(self.folder / "training.json", {"epochs": len(epochs), "temperature": temperature, **facts})
         self.wait_until_written()
 
@@ -246,7 +312,7 @@ class Run(RunFolder):
     @property
     def _comparison_batches(self) -> Batches:
         """The training rows at which members are compared."""
-        return self.loader(self.data.train.sample(ROWS, seed=0))
+        return self.loader(self.data.train.sample(DISTANCE_ROWS, seed=0))
 
     def posterior(self) -> Posterior:
         """The trained posterior."""
@@ -257,7 +323,8 @@ class Run(RunFolder):
 
     def _check_own_code(self, load: Callable[[], TaskData] | None = None, *, done: bool = False) -> None:
         """Raises if the user's code or rows changed since the run; only warns if the run is done."""
-        check_own_code(self.folder, build.own_digests(self.config, load), self.provenance.get("code", {}), done=done)
+        now, then = build.own_digests(self.config, load), self.provenance.get("code", {})
+        run_folder.check_own_code(self.folder, now, then, done=done)
 
     def calibrate(self, settings: Mapping[str, Any]) -> Posterior:
         """Fits these settings of [calibration] to the trained posterior and saves it in calibrated/."""
@@ -277,7 +344,7 @@ class Run(RunFolder):
         posterior.mesh = torchrun_ranks.mesh() if self.is_shared else None
         with self._threads(), draw_once(posterior, self.config.precision) as functions:
             for split, path in waiting.items():
-                write = split_writer(split, self.config, self.data, functions, self.loader, tell)
+                write = prediction_splits.split_writer(split, self.config, self.data, functions, self.loader, tell)
                 if self.is_writer:
                     write(path)
         self.wait_until_written()
@@ -285,28 +352,28 @@ class Run(RunFolder):
     def measure(self) -> Evaluation:
         """Computes the run's Evaluation from the files of `predict`; stores it in metrics.json and arrays.safetensors."""
         if (self.folder / "metrics.json").is_file() and (self.folder / "arrays.safetensors").is_file():
-            return read_evaluation(self.folder)
+            return run_folder.read_evaluation(self.folder)
         if not self.is_writer:
             self.wait_until_written()
-            return read_evaluation(self.folder)
+            return run_folder.read_evaluation(self.folder)
         about = (self.config, self.kind, self.data, self.posterior(), self._comparison_batches)
         # Always fitted again: the folder's posterior may be calibrated differently. On the CPU, like the files of predictions.
         calibrated = self.calibrate(self.config.calibration).cpu() if self.config.calibration else None
         evaluation = evaluation_of_run(self.folder, self._splits(), *about, calibrated)
-        write_evaluation(self.folder, evaluation)
+        run_folder.write_evaluation(self.folder, evaluation)
         self.wait_until_written()
         return evaluation
 
     def evaluate(self, *, tell: Tell = ignore_message) -> Evaluation:
         """Predicts and measures a trained run; returns its Evaluation."""
         if not self.is_trained:
-            raise untrained_error(self.folder)
+            raise run_folder.untrained_error(self.folder)
         self.predict(tell=tell)
         return self.measure()
 
     def predictions(self) -> Predictions:
         """The members' predictions for the test rows."""
-        return read_predictions(self.folder / "predictions" / "test.safetensors")
+        return run_folder.read_predictions(self.folder / "predictions" / "test.safetensors")
 
     def remove_evaluation(self) -> None:
         """Removes predictions and metrics, so that `evaluate` computes them again."""
@@ -316,5 +383,5 @@ class Run(RunFolder):
 
     def _splits(self) -> dict[str, Path]:
         """Split -> file of its predictions."""
-        names = split_names(self.config, lambda: self.data)
+        names = prediction_splits.split_names(self.config, lambda: self.data)
         return {name: self.folder / "predictions" / f"{name}.safetensors" for name in names}

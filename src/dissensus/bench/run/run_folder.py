@@ -1,13 +1,31 @@
-"""A run's folder: one process writes into it, and a run is resumed only from a folder with the same settings and weights."""
+"""A run's folder: predictions and evaluations as files, and the provenance of their numbers.
 
-import json
+One process writes into it, and a run is resumed only from a folder with the same settings and weights.
+"""
+
 import logging
-import shutil
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import numpy
+import torch
+from torch import Tensor
+
+from dissensus.core.predictive import ClassificationPredictive, Predictive, RegressionPredictive
+from dissensus.evaluation.attack_curves import AttackedInputs
+from dissensus.evaluation.corruption_curves import CorruptedCounts
+from dissensus.evaluation.evaluation import Evaluation
+from dissensus.evaluation.loader_predictions import Predictions
+from dissensus.storage.checksummed import is_posterior
+from dissensus.storage.run_files import read_json, read_tensors, write_json, write_tensors
+from dissensus.utils.file_errors import damage_error
+from dissensus.version import __version__
 from dissensus.bench import torchrun_ranks
 from dissensus.storage.folder import is_posterior
 from dissensus.training.history import Epoch
@@ -106,3 +124,150 @@ def no_run_error(folder: Path) -> FileNotFoundError:
 def untrained_error(folder: Path) -> FileNotFoundError:
     fix = "run `dissensus bench` or `dissensus train` first"
     return FileNotFoundError(f"expected a trained run in {folder}, got none; {fix}")
+
+
+COUNTS = ("nll", "counts", "confidence", "correct", "clean", "example_accuracy", "example_nll", "examples")
+PROMISED = "promised/"  # prefix of the names of promises' tables
+FACTS = ("kind", "score", "ood", "shift", "corruptions", "severities", "notes")
+
+
+def write_predictions(path: Path, predictions: Predictions) -> None:
+    classes = isinstance(predictions.predictive, ClassificationPredictive)
+    names = ("log_probabilities",) if classes else ("means", "variances")
+    described = dict(zip(names, predictions.predictive.defining_tensors(), strict=True))
+    tensors = {"targets": predictions.targets, **described, **predictions.examples}
+    if predictions.energy is not None:
+        tensors["energy"] = predictions.energy
+    facts = {
+        "kind": type(predictions.predictive).__name__,
+        "shapes": predictions.shapes,
+        "milliseconds": predictions.milliseconds,
+        "networks": predictions.networks,
+    }
+    write_tensors(path, tensors, facts)
+
+
+def read_predictions(path: Path) -> Predictions:
+    tensors, facts = read_tensors(path)
+    try:
+        predictive: Predictive
+        if facts["kind"] == "ClassificationPredictive":
+            predictive = ClassificationPredictive(tensors["log_probabilities"])
+        else:
+            predictive = RegressionPredictive(tensors["means"], tensors["variances"])
+        return Predictions(
+            predictive=predictive,
+            targets=tensors["targets"],
+            energy=tensors.get("energy"),
+            examples={name: tensor for name, tensor in tensors.items() if name.startswith("examples/")},
+            shapes=tuple(map(tuple, facts["shapes"])),
+            milliseconds=facts["milliseconds"],
+            networks=facts["networks"],
+        )
+    except Exception as error:  # a tensor or fact is missing, or has another shape or type
+        raise damage_error(path, f"without {error}") from error
+
+
+def write_counts(path: Path, counts: CorruptedCounts) -> None:
+    facts = {"types": counts.types, "severities": counts.severities}
+    promised = {f"{PROMISED}{name}": table for name, table in counts.promised.items()}
+    write_tensors(path, {name: getattr(counts, name) for name in COUNTS} | promised, facts)
+
+
+def read_counts(path: Path) -> CorruptedCounts:
+    tensors, facts = read_tensors(path)
+    try:
+        sums: dict[str, Any] = {name: tensors[name] for name in COUNTS}
+        sums["promised"] = {n.removeprefix(PROMISED): each for n, each in tensors.items() if n.startswith(PROMISED)}
+        return CorruptedCounts(types=tuple(facts["types"]), severities=tuple(facts["severities"]), **sums)
+    except (KeyError, TypeError) as error:
+        raise damage_error(path, f"without {error}") from error
+
+
+def write_attacked(path: Path, attacked: AttackedInputs) -> None:
+    facts = {"names": attacked.names, "epsilons": attacked.epsilons}
+    write_tensors(path, {"values": attacked.values, **attacked.fooling}, facts)
+
+
+def read_attacked(path: Path) -> AttackedInputs:
+    tensors, facts = read_tensors(path)
+    try:
+        return AttackedInputs(tuple(facts["names"]), tuple(facts["epsilons"]), tensors.pop("values"), tensors)
+    except (KeyError, TypeError) as error:
+        raise damage_error(path, f"without {error}") from error
+
+
+def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
+    """Writes arrays.safetensors, then metrics.json."""
+    write_tensors(folder / "arrays.safetensors", evaluation.arrays, {})
+    facts = {name: getattr(evaluation, name) for name in FACTS}
+    write_json(folder / "metrics.json", facts | {"metrics": evaluation.metrics})
+
+
+def read_evaluation(folder: Path) -> Evaluation:
+    """Reads the Evaluation of a run folder."""
+    path = folder / "metrics.json"
+    facts: dict[str, Any] = read_json(path)
+    arrays: dict[str, Tensor] = read_tensors(folder / "arrays.safetensors")[0]
+    if "test/nll" not in arrays or arrays["test/nll"].ndim != 1:
+        raise damage_error(folder / "arrays.safetensors", "without test/nll")
+    try:
+        names = ("ood", "shift", "corruptions", "severities")
+        several: dict[str, Any] = {name: tuple(facts.pop(name)) for name in names}
+        return Evaluation(arrays=arrays, **several, **facts)
+    except (KeyError, TypeError) as error:  # a fact is missing, unknown, or not a list
+        raise damage_error(path, f"without {error}") from error
+
+
+ORIGIN = ("commit", "torch", "device", "command")  # the facts in each row of a table
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Facts about this program and this machine, for the run's config."""
+    return {
+        "dissensus": __version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "command": command(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def command() -> str:
+    """The command line as `dissensus …`, however it was started; "python" for other programs."""
+    program = Path(sys.argv[0])
+    ours = program.stem == "dissensus" or program.parts[-2:] == ("dissensus", "__main__.py")
+    return " ".join(["dissensus", *sys.argv[1:]]) if ours else "python"
+
+
+def commit() -> str:
+    """The commit of the running source, with "+ changes" if files differ from it; "none" outside a repository.
+
+    The environment variable DISSENSUS_COMMIT gives the commit if the files came without their history.
+    """
+    if named := os.environ.get("DISSENSUS_COMMIT"):
+        return named
+    source = Path(__file__)
+    if _git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
+        return "none"  # an installed package, perhaps inside another repository
+    changed = _git(source.parent, "status", "--porcelain", "--untracked-files=no")
+    return f"{_git(source.parent, 'rev-parse', '--short=12', 'HEAD')}{' + changes' if changed else ''}"
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    return f"{device.type} ({platform.processor() or platform.machine()})"
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

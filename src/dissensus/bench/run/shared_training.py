@@ -29,7 +29,7 @@ from dissensus.bench.rows.task_rows import TaskData
 from dissensus.bench.run import build
 from dissensus.bench.run.run import CHECKPOINT_SECONDS, Run
 from dissensus.bench.task.config import RunConfig, Settings
-from dissensus.bench.task.method_names import method_class
+from dissensus.bench.task.objects import method_class
 from dissensus.bench.user_code import is_import_path
 from dissensus.core.posterior import Posterior, refresh
 from dissensus.core.trainable import Watchers

@@ -1,15 +1,22 @@
-"""Measurements during a run's training: one line per measurement in a .jsonl file of its folder."""
+"""Measurements during a run's training: distances between members and learning curves, one line each in a .jsonl file."""
+
+from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dissensus.bench.run.extra_measures import with_metrics
-from dissensus.core.posterior import Posterior
+from dissensus.bench.rows.dataset_rows import TaskRows
+from dissensus.core.posterior import Posterior, checked_prediction, inference_context
+from dissensus.core.predictive import Predictive
 from dissensus.evaluation.evaluation import Evaluation
+from dissensus.evaluation.loader_predictions import Predictions
+from dissensus.evaluation.member_distances import MemberDistances, member_distances
 from dissensus.evaluation.member_diagnostics import MemberDistances, member_distances
 from dissensus.storage.run_files import write_text
 from dissensus.evaluation.member_distances import MemberDistances, member_distances
@@ -17,8 +24,8 @@ from dissensus.storage.atomic_files import write_text
 from dissensus.training.history import Epoch
 from dissensus.utils.file_errors import damage_error
 
-FILE = "distances.jsonl"
-ROWS = 500  # training rows at which members are compared
+DISTANCES = "distances.jsonl"
+DISTANCE_ROWS = 500  # training rows at which members are compared
 
 ComparedRows = Iterable[tuple[Tensor, Tensor]]
 
@@ -62,6 +69,13 @@ def read_measurements(path: Path, names: Sequence[str]) -> dict[int, dict[str, f
     return dict(sorted(found.items()))
 
 
+def with_metrics(
+    evaluation: Evaluation, metrics: dict[str, float], arrays: dict[str, Tensor] | None = None
+) -> Evaluation:
+    """The evaluation with these metrics and arrays added."""
+    return replace(evaluation, metrics=evaluation.metrics | metrics, arrays=evaluation.arrays | (arrays or {}))
+
+
 def with_measurements(evaluation: Evaluation, path: Path, names: Sequence[str], prefix: str) -> Evaluation:
     """The evaluation with arrays PREFIX/epochs and PREFIX/over/NAME of the measurements over training."""
     over = read_measurements(path, names)
@@ -71,30 +85,91 @@ def with_measurements(evaluation: Evaluation, path: Path, names: Sequence[str], 
     return with_metrics(evaluation, {}, arrays)
 
 
-# ------------------------------------------------------------------------------------------- how members differ
-
-
-def distance_callback(
-    folder: Path, posterior: Posterior, batches: ComparedRows, *, every: int
-) -> MeasurementLog | None:
+def distance_callback(folder: Path, posterior: Posterior, rows: ComparedRows, *, every: int) -> MeasurementLog | None:
     """A callback that writes the distances between members; None for one network."""
     if posterior.particles.members < 2:
         return None
-    x, y = concatenate_batches(batches)
+    x, y = concatenate_batches(rows)
     names = MemberDistances._fields
-    return MeasurementLog(folder / FILE, names, lambda: member_distances(posterior, x, y)._asdict(), every=every)
+    return MeasurementLog(folder / DISTANCES, names, lambda: member_distances(posterior, x, y)._asdict(), every=every)
 
 
 def with_distances(evaluation: Evaluation, folder: Path, posterior: Posterior, batches: ComparedRows) -> Evaluation:
     """The evaluation with distances/SPACE of the trained members, and arrays distances/epochs and distances/over/SPACE."""
-    if posterior.particles.members < 2 or not (folder / FILE).is_file():
+    if posterior.particles.members < 2 or not (folder / DISTANCES).is_file():
         return evaluation
     now = member_distances(posterior, *concatenate_batches(batches))
-    metrics = {f"distances/{space}": value for space, value in now._asdict().items()}
-    return with_measurements(with_metrics(evaluation, metrics), folder / FILE, MemberDistances._fields, "distances")
+    found = with_metrics(evaluation, {f"distances/{space}": value for space, value in now._asdict().items()})
+    return with_measurements(found, folder / DISTANCES, MemberDistances._fields, "distances")
 
 
 def concatenate_batches(batches: ComparedRows) -> tuple[Tensor, Tensor]:
     """All batches concatenated: (x, y)."""
     x, y = zip(*batches, strict=True)
     return torch.cat(x), torch.cat(y)
+
+
+CURVES = "curves.jsonl"
+CURVE_ROWS = 1000  # rows of the training set and of the test set that are measured over training
+NOISE = ("noise/memorised", "noise/recovered", "noise/clean")
+
+
+def compare_with_labels(said: Tensor, rows: TaskRows) -> dict[str, Tensor]:
+    """Whether predicted classes (N,) of training rows equal the wrong label, the true label, or, at clean rows, the label.
+
+    noise/memorised and noise/recovered are (W,), for the W rows with a wrong label; noise/clean is (N − W,). Empty without
+    wrong labels.
+    """
+    if rows.true_labels is None:
+        return {}
+    wrong = rows.y != rows.true_labels
+    found = ((said == rows.y)[wrong], (said == rows.true_labels)[wrong], (said == rows.y)[~wrong])
+    return dict(zip(NOISE, found, strict=True))
+
+
+def with_memorisation(evaluation: Evaluation, said: Predictions, rows: TaskRows) -> Evaluation:
+    """The evaluation with noise/… of the training rows: means, and arrays with the value of each row."""
+    compared = compare_with_labels(said.predictive.mean.argmax(1), rows)
+    found = {name: each.double() for name, each in compared.items() if len(each)}
+    return with_metrics(evaluation, {name: float(each.mean()) for name, each in found.items()}, found)
+
+
+def curve_names(train: TaskRows) -> list[str]:
+    """The quantities measured over training; those of wrong labels only if there are some."""
+    return ["train/accuracy", "test/accuracy", "test/nll", *(NOISE if train.true_labels is not None else ())]
+
+
+def learning_callback(
+    folder: Path,
+    posterior: Posterior,
+    train: TaskRows,
+    test: TaskRows,
+    load: Callable[[TaskRows], Iterable[Any]],
+    *,
+    every: int,
+) -> MeasurementLog:
+    """A callback that writes accuracies on some training and test rows during training; load: makes their batches."""
+    shown = {"train": train.sample(CURVE_ROWS, seed=0), "test": test.sample(CURVE_ROWS, seed=0)}
+
+    def measure() -> dict[str, float]:
+        with inference_context(posterior):
+            drawn, said = posterior.current(), {}
+            for name, rows in shown.items():
+                parts = [
+                    checked_prediction(posterior, drawn.predict(posterior.prepare_batch(each).x))
+                    for each in posterior.read(load(rows))
+                ]
+                said[name] = Predictive.cat([part.to(rows.y.device) for part in parts])
+        classes = {name: each.mean.argmax(1) for name, each in said.items()}
+        found = {f"{name}/accuracy": classes[name] == rows.y for name, rows in shown.items()}
+        found |= compare_with_labels(classes["train"], shown["train"])
+        found["test/nll"] = -said["test"].log_prob(shown["test"].y)
+        return {name: float(each.double().mean()) for name, each in found.items()}
+
+    return MeasurementLog(folder / CURVES, curve_names(train), measure, every=every)
+
+
+def with_curves(evaluation: Evaluation, folder: Path, train: TaskRows) -> Evaluation:
+    """The evaluation with arrays curves/epochs and curves/over/NAME, if they were measured over training."""
+    path = folder / CURVES
+    return with_measurements(evaluation, path, curve_names(train), "curves") if path.is_file() else evaluation

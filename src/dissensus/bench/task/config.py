@@ -10,12 +10,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from dissensus.bench.names import name_list
 from dissensus.bench.rows.dataset_rows import SetKind
 from dissensus.bench.rows.named_sets import task_set
-from dissensus.bench.task import schema
-from dissensus.bench.task.method_names import base_name, check_methods, method_class, setting_path, variants_of
-from dissensus.bench.task.objects import OBJECTS, constructor_forms, expand_objects, parse_object, replaces_object
+from dissensus.bench.setting_checks import name_list
+from dissensus.bench.task import objects, schema
 from dissensus.bench.task.schema import SECTIONS
 from dissensus.bench.user_code import is_import_path
 from dissensus.core.likelihood import HeteroscedasticRegression, Regression
@@ -76,7 +74,7 @@ class RunConfig:
     def kind(self) -> SetKind:
         """The kind of the data; the likelihood decides if the data fit several."""
         fixed = task_set(self.data["name"]).kind
-        real = bool(self.likelihood) and parse_object("likelihood", self.likelihood).constructor in REAL
+        real = bool(self.likelihood) and objects.parse_object("likelihood", self.likelihood).constructor in REAL
         return fixed or ("regression" if real else "classification")
 
     @property
@@ -124,7 +122,7 @@ def load_task(
     schema.check_task(settings, name)
     if not name_list(settings.get("methods", [])):
         raise ValueError(f"expected methods in the task {name}, got none; add methods = [...]")
-    check_methods(name_list(settings["methods"]), settings)
+    objects.check_methods(name_list(settings["methods"]), settings)
     return Task(Path(name).stem, size, settings, folder)
 
 
@@ -144,7 +142,7 @@ def read_task(name: str) -> Settings:
 
 def run_config(task: Task, method: str, seed: int) -> RunConfig:
     """The config of a run: one method or variant with one seed."""
-    check_methods([method], task.settings)
+    objects.check_methods([method], task.settings)
     if "grid" in task.settings:  # settings differ between cells, and there is no cell here
         raise ValueError(f"expected a task without [grid], or a cell of one, got {task.name}; use `dissensus bench`")
     tables = {section: copy.deepcopy(task.settings.get(section, {})) for section in SECTIONS}
@@ -152,14 +150,14 @@ def run_config(task: Task, method: str, seed: int) -> RunConfig:
     if (rows := tables["calibration"].pop("rows", None)) is not None:
         data["calibration"] = rows
     own = tables["method"].get(method, {})
-    settings = merge_settings(tables["method"].get(base_name(method), {}), own)
+    settings = merge_settings(tables["method"].get(objects.base_name(method), {}), own)
     training = merge_settings(tables["training"], settings.pop("training", {}))
     network = merge_settings(tables["network"], settings.pop("network", {}))
     if "epochs" not in training:
         raise ValueError(f"expected training.epochs for {method}, got none; write epochs = … below [training]")
     check_validation(data, training, tables["evaluation"])
-    for keyword in settings.keys() & OBJECTS.keys():
-        parse_object(keyword, settings[keyword]).check()
+    for keyword in settings.keys() & objects.OBJECTS.keys():
+        objects.parse_object(keyword, settings[keyword]).check()
     return RunConfig(
         task=task.name,
         size=task.size,
@@ -219,7 +217,7 @@ def apply_override(
     """
     name, equals, text = override.partition("=")
     running = name_list(settings.get("methods", [])) if methods is None else list(methods)
-    path = setting_path(name, [*running, *map(base_name, running), *variants_of(settings)])
+    path = objects.setting_path(name, [*running, *map(objects.base_name, running), *objects.variants_of(settings)])
     if not equals or not all(path):
         raise ValueError(f"expected key=value for --set, got {override!r}; write for example training.epochs=3")
     value = parse_value(text.strip())
@@ -230,9 +228,9 @@ def apply_override(
     changed = copy.deepcopy(settings)
     # The command line may define a variant, and may name the user's method without a table.
     if path[0] == "method" and len(path) > 2 and ("-" in path[1] or is_import_path(path[1])):
-        base_name(path[1])
+        objects.base_name(path[1])
         changed.setdefault("method", {}).setdefault(path[1], {})
-    expand_objects(changed, path[:-1])
+    objects.expand_objects(changed, path[:-1])
     known = schema.known_keys(renamed if path[1:] == ["name"] else changed)
     if path[:-1] == ["method"] and path[1] not in METHODS:
         _set_for_all(changed, path[1], value, running, known, beside)
@@ -248,16 +246,16 @@ def _set_for_all(
     settings: Settings, key: str, value: Any, running: Sequence[str], known: dict[str, schema.Fields], beside: str
 ) -> None:
     """Sets a setting, in place, for every method that runs and has it, and for all variants that have it."""
-    variants = variants_of(settings)
+    variants = objects.variants_of(settings)
     for each in dict.fromkeys(filter(is_import_path, [*running, *variants])):
-        for name in (each, base_name(each)):
-            known[f"method.{name}"] = schema.method_fields(method_class(name, beside))
-    there = {each for method in running for each in known[f"method.{base_name(method)}"]}
+        for name in (each, objects.base_name(each)):
+            known[f"method.{name}"] = schema.method_fields(objects.method_class(name, beside))
+    there = {each for method in running for each in known[f"method.{objects.base_name(method)}"]}
     others = [method for method in METHODS if key in known[f"method.{method}"]]
     hint = f"choose a method that has it ({', '.join(others)}), or leave it out" if others else ""
     one_of(f"a setting of the methods that run ({', '.join(running)})", key, there, hint=hint)
     # A setting for all methods does not define a variant.
-    for each in [*(each for each in running if base_name(each) == each), *variants]:
+    for each in [*(each for each in running if objects.base_name(each) == each), *variants]:
         if key in known[f"method.{each}"]:
             settings.setdefault("method", {}).setdefault(each, {})[key] = value
 
@@ -267,10 +265,10 @@ def _raise_unknown_key(
 ) -> None:
     """Raises for a key that no section has: names the nearest, or the forms of an object that is set in part."""
     section = ".".join(path[:-1])
-    owners = [f"method.{each}" for each in path[1:-2] or map(base_name, running)]
-    of_object = len(path) > 1 and path[-2] in OBJECTS
+    owners = [f"method.{each}" for each in path[1:-2] or map(objects.base_name, running)]
+    of_object = len(path) > 1 and path[-2] in objects.OBJECTS
     if of_object and (section == "likelihood" or any(path[-2] in known.get(each, {}) for each in owners)):
-        advice = f"write --set '{section}={{NAME=…}}' with one of {constructor_forms(path[-2])}"
+        advice = f"write --set '{section}={{NAME=…}}' with one of {objects.constructor_forms(path[-2])}"
         raise ValueError(f"expected {section} as a whole, got {override!r}; {advice}")
 
     def is_read(each: str) -> bool:  # a key of the named section, or a key that is read
@@ -298,11 +296,10 @@ def merge_settings(base: Mapping[str, Any], over: Mapping[str, Any]) -> Settings
     result = copy.deepcopy(dict(base))
     for key, value in over.items():
         if key in ("network", "data") and _has_other_name(result.get(key), value):
-            result[key] = {
-                k: each for k, each in result[key].items() if key == "data" and k in schema.fields_of(schema.Data)
-            }
+            kept = schema.fields_of(schema.Data) if key == "data" else {}
+            result[key] = {name: each for name, each in result[key].items() if name in kept}
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        both = both and not replaces_object(key, result[key], value)
+        both = both and not objects.replaces_object(key, result[key], value)
         result[key] = merge_settings(result[key], value) if both else copy.deepcopy(value)
     return result
 

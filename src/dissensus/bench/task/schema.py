@@ -8,11 +8,9 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic reads the one of `typing` only from Python 3.12 on
 
-from dissensus.bench.names import name_list
 from dissensus.bench.rows.named_sets import SETS
-from dissensus.bench.task.method_names import base_name, count_setting, parameters, setting_path, variants_of
-from dissensus.bench.task.objects import OBJECTS, argument_names, network_maker, parse_object
-from dissensus.bench.typecheck import annotated_types
+from dissensus.bench.setting_checks import annotated_types, name_list
+from dissensus.bench.task import objects
 from dissensus.bench.user_code import is_import_path
 from dissensus.core.posterior import Posterior
 from dissensus.engine.prediction_loop import prediction_precision
@@ -28,7 +26,7 @@ Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Fraction = Annotated[Number, Field(gt=0, lt=1)]
 Names = list[Any] | str
-Augmentation = Annotated[Any, AfterValidator(lambda value: parse_object("augment", value).check())]
+Augmentation = Annotated[Any, AfterValidator(lambda value: objects.parse_object("augment", value).check())]
 Precision = Annotated[str, AfterValidator(partial(prediction_precision, "evaluation.precision"))]
 
 
@@ -36,11 +34,10 @@ def check_published(table: dict[str, Any]) -> None:
     """Raises unless [reference] has a text as source, and methods with published numbers: a number, or [value, error]."""
     rows = {name: row for name, row in table.items() if name != "source"}
     check_value("reference.source", table.get("source", ""), str)
-    check_value(
-        "reference", rows, dict[str, dict[str, Number | Annotated[list[Number], Field(min_length=1, max_length=2)]]]
-    )
+    with_error = Annotated[list[Number], Field(min_length=1, max_length=2)]
+    check_value("reference", rows, dict[str, dict[str, Number | with_error]])
     for name in rows:
-        base_name(name)
+        objects.base_name(name)
 
 
 class OwnTables(TypedDict, total=False):  # what a method or a size may override; it has other keys, too
@@ -228,26 +225,25 @@ def check_section(section: str, table: Mapping[str, Any], fields: Fields, where:
 def check_task(settings: Mapping[str, Any], where: str) -> None:
     """Raises for the first key of a task that is unknown or has a wrong value."""
     check_section("", settings, fields_of(TaskFile), where)
-    own = variants_of(settings)
+    own = objects.variants_of(settings)
     for section, fields in known_keys(settings).items():
-        table = reduce(lambda table, part: table.get(part, {}), setting_path(section, own), settings)
-        if table and section.rpartition(".")[2] not in OBJECTS:  # an object has several forms and its own check
+        table = reduce(lambda table, part: table.get(part, {}), objects.setting_path(section, own), settings)
+        if table and section.rpartition(".")[2] not in objects.OBJECTS:  # an object has several forms and its own check
             apart = OWN if section.startswith("method.") else ()  # tables with their own check
             seeds = [key for key, value in table.items() if section == "data" and value == SEED]
             check_section(section, {k: v for k, v in table.items() if k not in (*apart, *seeds)}, fields, where)
     for name, table in settings.get("method", {}).items():
-        if base_name(name) == name:  # a variant may override parts of an object; `run_config` checks the whole
-            for key in table.keys() & OBJECTS.keys():
-                parse_object(key, table[key])
+        if objects.base_name(name) == name:  # a variant may override parts of an object; `run_config` checks the whole
+            for key in table.keys() & objects.OBJECTS.keys():
+                objects.parse_object(key, table[key])
     if settings.get("likelihood"):
-        parse_object("likelihood", settings["likelihood"]).check()
+        objects.parse_object("likelihood", settings["likelihood"]).check()
 
 
 def known_keys(settings: Mapping[str, Any]) -> dict[str, Fields]:
     """Section -> its fields: the allowed keys of a task with this data set, network and methods."""
-    data, network = (
-        check_value(f"{each}.name", settings.get(each, {}).get("name", ""), str) for each in ("data", "network")
-    )
+    names = {each: settings.get(each, {}).get("name", "") for each in ("data", "network")}
+    data, network = (check_value(f"{each}.name", name, str) for each, name in names.items())
     if not is_import_path(data):
         one_of("data.name (or package.module:name)", data, SETS)
     of_data, of_network = fields_of(Data), fields_of(Network)
@@ -257,20 +253,20 @@ def known_keys(settings: Mapping[str, Any]) -> dict[str, Fields]:
         else parameter_fields(SETS[data].make, "folder", "asked") | of_data,
         "network": AnyKey(of_network)
         if is_import_path(network)
-        else of_network | parameter_fields(network_maker(network)),
-        "likelihood": _object_fields(argument_names("likelihood", settings.get("likelihood"))),
+        else of_network | parameter_fields(objects.network_maker(network)),
+        "likelihood": _object_fields(objects.argument_names("likelihood", settings.get("likelihood"))),
         **{model.__name__.lower(): fields_of(model) for model in (Training, Evaluation, Calibration, Widths)},
     }
     found |= {f"grid.{axis}": AnyKey(fields_of(GridAxis)) for axis in settings.get("grid", {})}
-    for name in [*METHODS, *variants_of(settings)]:
+    for name in [*METHODS, *objects.variants_of(settings)]:
         # The keys of the user's code are known only after importing it, which reading settings should not do.
-        found[f"method.{name}"] = AnyKey() if is_import_path(name) else method_fields(METHODS[base_name(name)])
+        found[f"method.{name}"] = AnyKey() if is_import_path(name) else method_fields(METHODS[objects.base_name(name)])
         found[f"method.{name}.training"] = found["training"]
         found[f"method.{name}.network"] = found["network"]
         own = settings.get("method", {}).get(name, {})
-        for key in own.keys() & OBJECTS.keys() & found[f"method.{name}"].keys():
+        for key in own.keys() & objects.OBJECTS.keys() & found[f"method.{name}"].keys():
             if isinstance(own[key], Mapping) and "name" in own[key]:  # opened, so that one argument can be set
-                found[f"method.{name}.{key}"] = _object_fields(argument_names(key, own[key]))
+                found[f"method.{name}.{key}"] = _object_fields(objects.argument_names(key, own[key]))
     return found
 
 
@@ -282,9 +278,9 @@ def method_fields(method: type[Posterior]) -> Fields:
     """The settings of a method with their annotations."""
     given = ("likelihood", "network", "networks")  # the first one is the method's own, the others those of base classes
     known = annotated_types(method)
-    named = {name: known.get(name, Any) for name in list(parameters(method))[1:] if name not in given}
-    several = {key: Whole for key in [count_setting(method)] if key is not None}
-    return named | several | dict.fromkeys(named.keys() & OBJECTS, Any)
+    named = {name: known.get(name, Any) for name in list(objects.parameters(method))[1:] if name not in given}
+    several = {key: Whole for key in [objects.count_setting(method)] if key is not None}
+    return named | several | dict.fromkeys(named.keys() & objects.OBJECTS, Any)
 
 
 def parameter_fields(function: Callable[..., Any], *without: str) -> Fields:

@@ -1,4 +1,4 @@
-"""Checks the types of settings from a file, by the annotations of their functions; one error if they do not fit."""
+"""Checks of settings from a file: lists of names, types by the annotations of functions; one error if they do not fit."""
 
 import functools
 import operator
@@ -11,6 +11,15 @@ from typing import Any
 import torch
 
 from dissensus.utils.extras import MissingExtra
+
+
+def name_list(names: str | Sequence[str]) -> list[str]:
+    """["a", "b"] of "a,b" or of a list."""
+    split = names.split(",") if isinstance(names, str) else names
+    if wrong := [name for name in split if not isinstance(name, str)]:
+        raise ValueError(f'expected a list of names, got {wrong[0]!r} in it; write ["a", "b"]')
+    return [name.strip() for name in split if name.strip()]
+
 
 LISTS = (list, tuple, Sequence)
 
