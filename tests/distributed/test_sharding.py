@@ -153,7 +153,7 @@ def test_what_two_ranks_save_one_process_loads_bit_for_bit(name, tmp_path):
     assert torch.equal(loaded.predict(X).mean, mean)
 
 
-@pytest.mark.parametrize("name", often(["swag"], ["deep_ensemble", "tradi"]))
+@pytest.mark.parametrize("name", often(["map"], ["swag", "deep_ensemble", "tradi"]))
 def test_a_checkpoint_of_two_ranks_is_resumed_by_four_and_by_two(name, tmp_path):
     path, expected = tmp_path / "run.ckpt", fit(name, False)
     workers().run(2, fit, name, True, path, 1)

@@ -149,6 +149,7 @@ def test_the_repulsion_is_not_small_beside_the_loss():
             assert (gradient - both[1].gradients[name]).norm() > 0.1 * gradient.norm()
 
 
+@pytest.mark.slow  # of many layers like those above
 def test_segmentation_with_unpooling_gives_the_same():
     torch.manual_seed(0)
     posterior = ds.FoRDE([ENet(3).double() for _ in range(2)], repulsion=1.0)
