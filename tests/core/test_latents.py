@@ -122,15 +122,9 @@ def test_small_methods_train_under_every_engine(name, engine):
     x = x + 2 * nn.functional.one_hot(y, 4)
     optimizer = torch.optim.Adam(posterior.parameter_groups(lr=0.05))
     history = ds.fit(
-        posterior,
-        [(x[:15], y[:15]), (x[15:], y[15:])],
-        epochs=10,
-        optimizer=optimizer,
-        progress=False,
-        engine=engine,
-        accumulate=2,
-        clip=5.0,
-    )
+        posterior, [(x[:15], y[:15]), (x[15:], y[15:])], epochs=10, optimizer=optimizer, progress=False, engine=engine,
+        accumulate=2, clip=5.0,
+    )  # fmt: skip
     assert history[-1].loss < 0.8 * history[0].loss
     assert posterior.particles.members == 1 or posterior.particles.how == "vectorised"
 

@@ -93,14 +93,9 @@ def bench(folder, processes, *arguments):
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
     path = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, *start, "-m", "dissensus", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        check=False,
-        timeout=600,
-    )
+        [sys.executable, *start, "-m", "dissensus", *arguments], cwd=folder, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, check=False, timeout=600,
+    )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
 

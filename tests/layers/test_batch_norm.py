@@ -1,4 +1,4 @@
-"""Batch norm: statistics with the rest left as it was, and which activations a kernel may have."""
+"""Batch norm: statistics are estimated anew with everything else left as it was, and which activations a kernel may have."""
 
 import pytest
 import torch

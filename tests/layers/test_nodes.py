@@ -9,6 +9,7 @@ from torch import nn
 
 import dissensus as ds
 import dissensus.layers
+import tiny
 from dissensus.layers import channel_launch as kernels
 from dissensus.layers.conversion import fold_layers
 from dissensus.layers.factored import Factors, folded_kernel, scale_channels
@@ -101,15 +102,8 @@ def test_layers_are_chosen_by_pattern_and_the_account_says_which():
 
 
 def test_a_layer_whose_first_axis_is_not_the_batch_is_an_error_that_names_it():
-    class Turned(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mixer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.mixer(x.transpose(0, 1))
-
-    made = add_node_latents(Turned(), "in")
+    turned = tiny.Network(lambda self, x: self.mixer(x.transpose(0, 1)), mixer=nn.Linear(4, 4))
+    made = add_node_latents(turned, "in")
     with (
         use_latents(made.network, split_by_layer(made.sites, torch.ones(5, 4))),
         pytest.raises(ValueError, match=r"expected the 5 examples .* layer 'mixer', got a tensor of shape \(3, 5, 4\)"),

@@ -117,7 +117,7 @@ def test_stacked_training_equals_separate_training(name, how):
     x, y = tiny.points()
     together = optimizer(posterior.parameters())
     apart = [optimizer(net.parameters()) for net in networks]
-    for _ in range(20):
+    for _ in range(8):
         posterior.zero_grad()
         posterior.backward(x, y)
         together.step()

@@ -172,14 +172,9 @@ def test_batches_gathered_to_a_step_are_scaled_by_the_rows_of_the_step(engine):
     for posterior, batches, accumulate in ((gathered, 4, 4), (single, 1, 1), (named, 1, 1)):
         optimizer = torch.optim.SGD(posterior.parameters(), lr=0.0)
         ds.fit(
-            posterior,
-            [(x, y)] * batches,
-            epochs=1,
-            optimizer=optimizer,
-            accumulate=accumulate,
-            engine=engine,
+            posterior, [(x, y)] * batches, epochs=1, optimizer=optimizer, accumulate=accumulate, engine=engine,
             progress=False,
-        )
+        )  # fmt: skip
     expected = expected_gradients(nets, x, y, 1 / 32)
     torch.testing.assert_close(flat_gradients(gathered), expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(flat_gradients(named), expected, rtol=0, atol=1e-10)

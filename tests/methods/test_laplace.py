@@ -222,16 +222,9 @@ def test_pixels_that_count_are_examples(structure):
 
 
 def test_a_mean_without_an_axis_and_means_at_positions_are_regressions():
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(4, 1)
-
-        def forward(self, x):
-            return self.head(x)[:, 0]
-
+    network_flat = tiny.Network(lambda self, x: self.head(x)[:, 0], head=nn.Linear(4, 1))
     x, y = data(outputs=1)
-    network = Flat().double()
+    network = network_flat.double()
     flat = Laplace(network, likelihood=ds.Regression(0.3), samples=4).fit_posthoc([(x, y[:, 0])])
     assert flat.predict(x).mean.shape == (32,)
     plain = Laplace(network.head, likelihood=ds.Regression(0.3), samples=4).fit_posthoc([(x, y)])

@@ -102,10 +102,8 @@ def test_a_module_with_weights_around_the_last_layer_is_not_taken_for_it():
         "head.weight",
         "head.bias",
     ]
-    with pytest.raises(
-        ValueError, match="expected a network that returns the outputs of its last layer 'head', got others"
-    ):
-        ds.Laplace(Scaled().double(), samples=3).fit_posthoc([(x, y)])
+    told = "expected a network that returns the outputs of its last layer 'head', got others"
+    refuses(lambda: ds.Laplace(Scaled().double(), samples=3).fit_posthoc([(x, y)]), told)
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,9 @@ def test_of_a_gaussian_posterior_it_finds_the_mean_and_one_over_the_precisions(t
     mean = torch.linalg.solve(precision, with_one.T @ y / noise**2).flatten()
 
     posterior = ds.MeanFieldVI(
-        nn.Linear(3, 1).double(),
-        likelihood=ds.Regression(noise=noise),
-        weight_prior_std=scale,
-        data_size=points,
-        posterior_temperature=temperature,
-        init_std=0.1,
-    )
+        nn.Linear(3, 1).double(), likelihood=ds.Regression(noise=noise), weight_prior_std=scale, data_size=points,
+        posterior_temperature=temperature, init_std=0.1,
+    )  # fmt: skip
     optimizer = torch.optim.Adam(posterior.parameters(), lr=0.1)
     many = x.repeat(copies, 1), y.repeat(copies, 1)  # as many draws of each output
     for step in range(200):

@@ -469,12 +469,9 @@ def test_weight_rde_samples_a_conjugate_posterior(score):
     """kde: covariance Σ − hI; Stein and spectral Stein: Σ."""
     model = Conjugate()
     posterior = WeightRDE(
-        model.networks(100),
-        data_size=20,
-        score=score,
-        likelihood=ds.Regression(noise=model.noise),
+        model.networks(100), data_size=20, score=score, likelihood=ds.Regression(noise=model.noise),
         weight_prior_std=model.prior,
-    )
+    )  # fmt: skip
     w = model.settle(posterior, steps=400, lr=0.06)
     torch.testing.assert_close(w.mean(0), model.mean[:, 0], rtol=0, atol=0.01)
     covariance, expected, tolerance = torch.cov(w.T, correction=0), model.covariance, 0.15

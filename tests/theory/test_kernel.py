@@ -43,16 +43,9 @@ def network(name: str, activation: str) -> nn.Sequential:
         return nn.Sequential(start, phi(), conv(), phi(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), wide(1))
     branch = nn.Sequential(phi(), conv(), phi(), conv())
     return nn.Sequential(
-        start,
-        Residual(branch),
-        nn.AvgPool2d(2),
-        phi(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        wide(WIDTH),
-        phi(),
+        start, Residual(branch), nn.AvgPool2d(2), phi(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), wide(WIDTH), phi(),
         wide(1),
-    )
+    )  # fmt: skip
 
 
 AGAIN = [row for row in VECTORS["rows"] if row["activation"] == "tanh" and row["parameterization"] == "standard"]
@@ -66,12 +59,9 @@ AGAIN = [row for row in VECTORS["rows"] if row["activation"] == "tanh" and row["
 def test_kernels_are_those_of_neural_tangents(row):
     x = torch.tensor(VECTORS["images" if row["network"].startswith("conv") else "vectors"], dtype=torch.float64)
     found = theory.kernel(
-        network(row["network"], row["activation"]),
-        x,
-        weight_variance=row["weight_variance"],
-        bias_variance=row["bias_variance"],
-        parameterization=row["parameterization"],
-    )
+        network(row["network"], row["activation"]), x, weight_variance=row["weight_variance"],
+        bias_variance=row["bias_variance"], parameterization=row["parameterization"],
+    )  # fmt: skip
     for mine, theirs in ((found.nngp, row["nngp"]), (found.ntk, row["ntk"])):
         reference = torch.tensor(theirs, dtype=torch.float64)
         error = (mine - reference).abs() / reference.abs().max()

@@ -342,10 +342,8 @@ def test_inputs_that_are_empty_or_not_finite_are_refused(measure):
     spoiled = inputs(3)
     spoiled[1, 2] = float("nan")
     refuses(lambda: measure(posterior, spoiled), "expected finite inputs, got NaN or infinity in row 1")
-    with pytest.raises(
-        ValueError, match=r"expected .* at least one .*, got none|expected at least one input, got none"
-    ):
-        measure(posterior, inputs(0))
+    told = r"expected .* at least one .*, got none|expected at least one input, got none"
+    refuses(lambda: measure(posterior, inputs(0)), told)
 
 
 def test_the_stable_rate_leaves_a_layer_under_two_names_as_it_was():
@@ -422,13 +420,9 @@ def test_layers_that_are_not_cut_count_with_factors_of_one(net, x, layers, expec
 def test_a_chain_that_is_cut_in_part_is_that_of_the_analytic_kernels():
     x = torch.ones(1, 4, dtype=torch.float64)
     exact = theory.embedded_kernels(
-        x,
-        depth=2,
-        activation="relu",
-        u=Modulation.constant(1.0),
-        v=[Modulation.constant(1.0), SIGNS],
+        x, depth=2, activation="relu", u=Modulation.constant(1.0), v=[Modulation.constant(1.0), SIGNS],
         weight_variance=2.0,
-    )
+    )  # fmt: skip
     posterior = ds.BatchEnsemble(mlp(), members=2, modulation=SIGNS, layers=["layers.2"])
     posterior.modulations["layers.2.r"].data.fill_(1.0)
     all_pairs = torch.tensor([[1.0, 1, -1, -1], [1, -1, 1, -1]], dtype=torch.float64)

@@ -102,12 +102,9 @@ def test_another_optimizers_checkpoint_is_refused(wrote, reads, tmp_path):
 def test_settings_that_are_numpys_numbers_tell_runs_apart_too(tmp_path):
     def build(temperature):
         return ds.NodeBNN(
-            nets(1)[0],
-            data_size=np.int64(24),
-            components=np.int64(2),
-            prior_std=np.float32(0.5),
+            nets(1)[0], data_size=np.int64(24), components=np.int64(2), prior_std=np.float32(0.5),
             posterior_temperature=temperature,
-        )
+        )  # fmt: skip
 
     fit(build(1.0), tmp_path / "c.pt", epochs=1)
     posterior = build(6.0)
@@ -228,12 +225,9 @@ def test_a_setting_that_gives_way_to_the_checkpoints_is_said(tmp_path, caplog):
     assert not caplog.messages
     with caplog.at_level(logging.WARNING, "dissensus"):
         fit(
-            ensemble(),
-            tmp_path / "c.pt",
-            optimizer=partial(Adam, lr=0.3, weight_decay=0.1),
-            scheduler=steps(5),
+            ensemble(), tmp_path / "c.pt", optimizer=partial(Adam, lr=0.3, weight_decay=0.1), scheduler=steps(5),
             epochs=4,
-        )
+        )  # fmt: skip
     text = " ".join(caplog.messages)
     assert "Adam lr = 0.01 from its checkpoint, not the 0.3 given now" in text
     assert "weight_decay = 0 from its checkpoint, not the 0.1" in text

@@ -41,13 +41,9 @@ def weights(posterior, loader=None, **keywords) -> list[float]:
     """a_t after each epoch of a run."""
     found = []
     ds.fit(
-        posterior,
-        loader or batches(),
-        epochs=4,
-        progress=False,
-        callback=lambda _: found.append(float(annealing_weight(posterior, posterior.annealing))) and None,
-        **keywords,
-    )
+        posterior, loader or batches(), epochs=4, progress=False,
+        callback=lambda _: found.append(float(annealing_weight(posterior, posterior.annealing))) and None, **keywords,
+    )  # fmt: skip
     return found
 
 
@@ -335,14 +331,9 @@ def test_a_cycle_that_ends_before_the_run_is_refused_before_anything_trains(resu
         scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
         settings = {"checkpoint": tmp_path / "run.pt"} if resumed else {}
         ds.fit(
-            posterior,
-            [tiny.points()],
-            epochs=epochs,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            progress=False,
+            posterior, [tiny.points()], epochs=epochs, optimizer=optimizer, scheduler=scheduler, progress=False,
             **settings,
-        )
+        )  # fmt: skip
 
     run(3, 3)
     seen = []

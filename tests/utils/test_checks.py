@@ -32,10 +32,8 @@ from refusals import refuses
     ],
 )
 def test_counts_that_are_no_whole_numbers_are_named(method, keyword, value):
-    with pytest.raises(
-        TypeError, match=rf"^expected {keyword} as a whole number, got {re.escape(repr(value))}; pass an int"
-    ):
-        method(tiny.mlp(dropout=0.1), **{keyword: value})
+    told = rf"^expected {keyword} as a whole number, got {re.escape(repr(value))}; pass an int"
+    refuses(lambda: method(tiny.mlp(dropout=0.1), **{keyword: value}), told, TypeError)
 
 
 @pytest.mark.parametrize(
