@@ -1,4 +1,4 @@
-"""Numbers of laplace-torch on a small problem, for tests/methods/test_laplace_torch.py.
+"""Numbers of laplace-torch on a small problem, for tests/methods/test_laplace.py.
 
     pip install laplace-torch
     python benchmarks/laplace_reference.py > tests/methods/laplace_torch.json

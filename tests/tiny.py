@@ -1,5 +1,7 @@
 """Small networks, small data and comparisons that many tests need."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +22,19 @@ def mlp(dropout: float = 0.0, *, outputs: int = 3) -> nn.Module:
     """4 inputs, one hidden layer of 6 with batch norm."""
     drop = [nn.Dropout(dropout)] if dropout else []
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), *drop, nn.Linear(6, outputs))
+
+
+class Network(nn.Module):
+    """One network with these layers by name; its outputs are forward(self, *inputs)."""
+
+    def __init__(self, forward: Callable[..., Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.function = forward
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(self, *inputs)
 
 
 class Pair(nn.Module):

@@ -1,14 +1,18 @@
-"""Batches as they come from loaders."""
+"""Batches and the loaders they come from: what is taken, whatever a user passes, and what is refused."""
+
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import dissensus as ds
 from dissensus.core import batch as batches
 from dissensus.core.batch import Batch
+from dissensus.core.loader import Loader
+from dissensus.data import Batches
 from refusals import refuses
 
 
@@ -56,10 +60,7 @@ def test_masks_may_hold_minus_infinity_and_nothing_else_that_is_not_finite():
 @pytest.mark.parametrize(
     ("weight", "text"),
     [
-        (
-            torch.tensor([1.0, torch.nan]),
-            "expected finite example weights of at least 0, got nan in row 1 of a batch; use",
-        ),
+        (torch.tensor([1.0, torch.nan]), "finite example weights of at least 0, got nan in row 1 of a batch; use"),
         (torch.tensor([-0.5, 1.0]), "got -0.5 in row 0 of a batch"),
         (torch.tensor([1.0, torch.inf]), "got inf in row 1"),
         (torch.tensor([1, 2]), r"got torch.int64 of shape \(2,\); .* remove a third tensor that is no weight"),
@@ -84,38 +85,18 @@ def test_weights_that_are_no_weights_are_an_error_of_their_own_before_anything_r
 
 
 def test_an_index_is_no_weight_wherever_batches_come_in():
-    posterior = ds.MAP(nn.Linear(3, 2))
     x, y = torch.randn(4, 3), torch.arange(4) % 2
-    loader = [(x, y, torch.arange(4))]
-    calls = [
-        lambda: ds.fit(posterior, loader, epochs=1, progress=False),
-        lambda: ds.evaluate(posterior, loader),
-        lambda: ds.predict(posterior, loader),
-        lambda: ds.temperature_scale(posterior, loader),
-        lambda: ds.Laplace(nn.Linear(3, 2)).fit_posthoc(loader),
-        lambda: posterior.loss(*loader[0]),
-        lambda: posterior.backward(*loader[0]),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match=r"expected one floating-point weight per example, got torch.int64.*index"):
-            call()
+    for door in DOORS.values():
+        told = r"expected one floating-point weight per example, got torch.int64.*index"
+        refuses(partial(door, nn.Linear(3, 2), [(x, y, torch.arange(4))]), told)
 
 
 def test_sparse_inputs_are_refused_in_one_line_wherever_they_come_in():
     posterior = ds.MAP(nn.Linear(3, 2))
     x, y = torch.randn(4, 3).to_sparse(), torch.arange(4) % 2
-    calls = [
-        lambda: ds.fit(posterior, [(x, y)], epochs=1, progress=False),
-        lambda: ds.evaluate(posterior, [(x, y)]),
-        lambda: ds.predict(posterior, [(x, y)]),
-        lambda: ds.temperature_scale(posterior, [(x, y)]),
-        lambda: posterior.loss(x, y),
-        lambda: posterior.predict(x),
-        lambda: posterior.predict((x,)),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match=r"^expected dense inputs, got torch.sparse_coo; pass x.to_dense\(\)$"):
-            call()
+    doors = [partial(door, nn.Linear(3, 2), [(x, y)]) for door in DOORS.values()]
+    for call in (*doors, lambda: posterior.predict(x), lambda: posterior.predict((x,))):
+        refuses(call, r"^expected dense inputs, got torch.sparse_coo; pass x.to_dense\(\)$")
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
@@ -137,10 +118,9 @@ def test_labels_may_be_unsigned(dtype):
 def test_weights_may_be_booleans_and_zero():
     for weight in (torch.tensor([True, False]), torch.zeros(2), None):
         batches.check_weight(weight)
-    with pytest.raises(TypeError, match="expected example weights as a tensor, got list"):
-        ds.fit(
-            ds.MAP(nn.Linear(3, 2)), [(torch.ones(2, 3), torch.tensor([0, 1]), [1.0, 2.0])], epochs=1, progress=False
-        )
+    rows = [(torch.ones(2, 3), torch.tensor([0, 1]), [1.0, 2.0])]
+    told = "expected example weights as a tensor, got list"
+    refuses(lambda: ds.fit(ds.MAP(nn.Linear(3, 2)), rows, epochs=1, progress=False), told, TypeError)
 
 
 def test_losses_and_gradients_are_not_asked_for_at_inputs_that_are_not_finite():
@@ -211,10 +191,8 @@ def test_inputs_are_mapped_in_place_of_their_tensors():
     assert batches.count_examples((torch.zeros(7, 2), torch.zeros(3))) == 7
     refuses(lambda: batches.count_examples(torch.zeros(())), "expected inputs with a batch axis first")
     for x, kind in ((np.zeros((3, 2)), "ndarray"), ([1.0], "list of float"), ({"a": np.zeros(3)}, "dict of ndarray")):
-        with pytest.raises(
-            TypeError, match=f"expected inputs as a tensor, tuple or dict of tensors, got {kind}; convert"
-        ):
-            batches.count_examples(x)
+        told = f"expected inputs as a tensor, tuple or dict of tensors, got {kind}; convert"
+        refuses(partial(batches.count_examples, x), told, TypeError)
 
 
 def test_a_change_of_inputs_is_noticed():
@@ -227,3 +205,66 @@ def test_a_change_of_inputs_is_noticed():
         y = torch.ones(3)
         with batches.UnchangedInputs(y):  # these tensors cannot be watched, and are not
             y.mul_(2)
+
+
+ROWS = torch.zeros(6, 2), torch.arange(6)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("given", "length", "stream", "once"),
+    [
+        ([ROWS, ROWS, ROWS], 3, False, False),
+        (iter([ROWS, ROWS]), None, False, True),
+        (DataLoader(TensorDataset(*ROWS), batch_size=4), 2, False, False),
+        (DataLoader(Endless(), batch_size=2), None, True, False),
+        (Batches(*ROWS, batch_size=4), 2, False, False),
+        (ROWS, 1, False, False),
+    ],
+    ids=["list", "iterator", "DataLoader", "stream", "Batches", "data"],
+)
+def test_a_loader_knows_how_it_can_be_read(given, length, stream, once):
+    loader = Loader(given)
+    assert (loader.length, loader.is_stream, loader.can_be_read_once) == (length, stream, once)
+    again = Loader(loader, complete=True)
+    assert again.given is loader.given
+    assert (again.is_complete, loader.is_complete) == (True, False)
+
+
+def test_data_become_batches_which_training_shuffles():
+    x, y = torch.arange(64.0)[:, None], torch.arange(64)
+    assert [len(rows) for _, rows in Loader((x, y))] == [64]
+    first, second = Loader((x, y), shuffle=True)
+    assert len(first[1]) == len(second[1]) == 32
+    assert sorted(torch.cat([first[1], second[1]]).tolist()) == [*range(64)]
+    assert not torch.equal(first[1], y[:32])
+    weighted = next(iter(Loader([x, y, torch.ones(64)])))
+    assert len(weighted) == 3
+    refuses(lambda: Loader(x), r"expected a loader or \(x, y\), got Tensor", TypeError)
+    told = "expected a loader of batches, got TensorDataset, a Dataset of single examples"
+    refuses(lambda: Loader(TensorDataset(x, y)), told, TypeError)
+
+
+def test_its_state_is_that_of_its_generators():
+    def orders(loader):
+        return [y.tolist() for _, y in loader]
+
+    loader = Loader(DataLoader(TensorDataset(*ROWS), batch_size=2, shuffle=True, generator=torch.Generator()))
+    state = loader.state()
+    assert {*state["generators"]} == {"generator", "sampler.generator", "batch_sampler.sampler.generator"}
+    first = orders(loader)
+    assert orders(loader) != first
+    loader.restore(state)
+    assert orders(loader) == first
+
+
+def test_a_loader_of_all_processes_is_not_asked_again():
+    posterior = ds.MAP(torch.nn.Linear(2, 6))
+    whole = Loader([ROWS], complete=True)
+    assert Loader.complete(whole, posterior).given is whole.given
+    assert [each[0].shape for each in Loader.complete(ROWS, posterior)] == [(6, 2)]

@@ -251,7 +251,7 @@ def test_training_and_predictions_are_those_of_a_plain_loop(kind: type[Net], met
     same(torch.stack([outputs(posterior.member(i).eval()) for i in range(len(alone))]), expected)
 
 
-@pytest.mark.parametrize(("kind", "method"), thinned(KINDS, list(METHODS), every=6))
+@pytest.mark.parametrize(("kind", "method"), thinned(KINDS, list(METHODS), every=12))
 def test_copies_states_and_files_have_the_same_predictions_or_it_is_said(
     kind: type[Net], method: str, tmp_path, caplog
 ) -> None:

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import dissensus as ds
 import tiny
+from refusals import refuses
 
 
 def convolutions(outputs=3):
@@ -18,49 +20,23 @@ def convolutions(outputs=3):
     return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, outputs, 1))
 
 
-class Uses:
-    """The ways inputs reach a posterior."""
-
-    @staticmethod
-    def fit(posterior, x, y):
-        ds.fit(posterior, [(x, y)], epochs=1, progress=False)
-
-    @staticmethod
-    def backward(posterior, x, y):
-        posterior.backward(x, y)
-
-    @staticmethod
-    def predict(posterior, x, y):
-        posterior.predict(x)
-
-    @staticmethod
-    def predict_loader(posterior, x, y):
-        ds.predict(posterior, [(x, y)])
-
-    @staticmethod
-    def evaluate(posterior, x, y):
-        ds.evaluate(posterior, [(x, y)])
-
-    @staticmethod
-    def temperature(posterior, x, y):
-        ds.temperature_scale(posterior, [(x, y)])
-
-
-USES = [value.__func__ for name, value in vars(Uses).items() if isinstance(value, staticmethod)]
-
-
-def every_use(test):
-    return pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)(test)
+USES = {  # the ways inputs reach a posterior
+    "fit": lambda posterior, x, y: ds.fit(posterior, [(x, y)], epochs=1, progress=False),
+    "backward": lambda posterior, x, y: posterior.backward(x, y),
+    "predict": lambda posterior, x, y: posterior.predict(x),
+    "predict_loader": lambda posterior, x, y: ds.predict(posterior, [(x, y)]),
+    "evaluate": lambda posterior, x, y: ds.evaluate(posterior, [(x, y)]),
+    "temperature": lambda posterior, x, y: ds.temperature_scale(posterior, [(x, y)]),
+}
+every_use = pytest.mark.parametrize("use", USES.values(), ids=USES)
 
 
 @every_use
 @pytest.mark.parametrize("build", [ds.MAP, lambda net: ds.DeepEnsemble([net, tiny.mlp()])], ids=["map", "ensemble"])
 def test_double_inputs_of_a_single_network_are_a_clear_error(use, build):
     x, y = tiny.points()
-    with pytest.raises(
-        ValueError, match=r"expected inputs that the network can take.*[dD]ouble.*; pass x.to\(torch.float32\)"
-    ):
-        use(build(tiny.mlp()), x, y)
+    told = r"expected inputs that the network can take.*[dD]ouble.*; pass x.to\(torch.float32\)"
+    refuses(lambda: use(build(tiny.mlp()), x, y), told)
     use(build(tiny.mlp()), x.float(), y)
 
 
@@ -68,42 +44,27 @@ def test_a_posterior_that_changed_its_dtype_is_asked_again():
     posterior, (x, _) = ds.MAP(tiny.mlp()), tiny.points()
     posterior.predict(x.float())
     posterior.double()
-    with pytest.raises(
-        ValueError, match=r"expected inputs that the network can take.*[fF]loat.*; pass x.to\(torch.float64\)"
-    ):
-        posterior.predict(x.float())
+    told = r"expected inputs that the network can take.*[fF]loat.*; pass x.to\(torch.float64\)"
+    refuses(lambda: posterior.predict(x.float()), told)
 
 
 def test_images_as_bytes_are_an_error_only_where_the_network_does_not_convert_them():
-    class Converts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
-
-        def forward(self, x):
-            return self.net(x.float() / 255)
-
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
     x, y = torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8), torch.arange(6) % 2
-    for use in USES:
-        use(ds.MAP(Converts()), x, y)
-        with pytest.raises(ValueError, match=r"unsigned char.*; pass x.to\(torch.float32\), or divide pixels by 255"):
-            use(ds.MAP(Converts().net), x, y)
+    for use in USES.values():
+        use(ds.MAP(tiny.Network(lambda self, x: self.net(x.float() / 255), net=net)), x, y)
+        told = r"unsigned char.*; pass x.to\(torch.float32\), or divide pixels by 255"
+        refuses(partial(use, ds.MAP(net), x, y), told)
 
 
 def test_indices_are_for_embeddings():
-    class Words(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(7, 4), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.head(self.embedding(x).mean(1))
-
+    layers = {"embedding": nn.Embedding(7, 4), "head": nn.Linear(4, 3)}
+    words = tiny.Network(lambda self, x: self.head(self.embedding(x).mean(1)), **layers)
     x, y = torch.randint(7, (6, 5)), torch.arange(6) % 3
-    for use in USES:
-        use(ds.MAP(Words()), x, y)
-        with pytest.raises(ValueError, match=r"expected inputs that the network can take.*Embedding.*; pass x.long"):
-            use(ds.MAP(Words()), x.float(), y)
+    for use in USES.values():
+        use(ds.MAP(words), x, y)
+        told = r"expected inputs that the network can take.*Embedding.*; pass x.long"
+        refuses(partial(use, ds.MAP(words), x.float(), y), told)
 
 
 def test_other_failures_of_a_network_stay_its_own():
@@ -158,19 +119,14 @@ def test_a_layer_that_cannot_take_its_inputs_is_named_with_the_shapes(use, build
     ("layer", "x", "words"),
     [
         (nn.Linear(4, 3), torch.zeros(5, 9), r"the network, Linear\(in_features=4.* mat1 and mat2 shapes"),
-        (
-            nn.Sequential(nn.Embedding(7, 4)),
-            torch.full((5, 2), 9),
-            r"layer '0', Embedding\(7, 4\).* index out of range",
-        ),
+        (nn.Sequential(nn.Embedding(7, 4)), torch.full((5, 2), 9), r"layer '0', Embedding\(7, 4\).* index out of"),
         (nn.Sequential(nn.BatchNorm2d(4)), torch.zeros(5, 4), r"layer '0', BatchNorm2d.* expected 4D input"),
         (nn.Sequential(nn.LSTM(4, 3)), torch.zeros(5, 2, 9), r"layer '0', LSTM.* Expected 4, got 9"),
     ],
     ids=["linear", "embedding", "norm", "lstm"],
 )
 def test_whatever_layer_fails_is_named(layer, x, words):
-    with pytest.raises(ValueError, match=rf"expected inputs that the network can take, got .*{words}"):
-        ds.MAP(layer).predict(x)
+    refuses(lambda: ds.MAP(layer).predict(x), rf"expected inputs that the network can take, got .*{words}")
 
 
 @every_use
@@ -188,10 +144,10 @@ def test_one_example_without_a_batch_axis_is_a_clear_error(use):
             use(ds.MAP(network), x, y)
 
 
-@pytest.mark.parametrize("use", [Uses.fit, Uses.backward, Uses.evaluate, Uses.temperature])
-def test_one_image_into_as_many_classes_as_channels_does_not_fit_its_labels(use):
+@pytest.mark.parametrize("name", ["fit", "backward", "evaluate", "temperature"])
+def test_one_image_into_as_many_classes_as_channels_does_not_fit_its_labels(name):
     with pytest.raises(ValueError, match=r"expected (integer class indices of shape|logits \(B, C, T\))"):
-        use(ds.MAP(convolutions(3)), torch.randn(3, 8, 8), torch.zeros(8, 8).long())
+        USES[name](ds.MAP(convolutions(3)), torch.randn(3, 8, 8), torch.zeros(8, 8).long())
 
 
 class Squeezes(nn.Linear):
@@ -236,9 +192,9 @@ def without_statistics(width):
     ],
     ids=["squeezed", "numbers", "one size", "a batch of one", "images", "batch norm", "batch norm, two"],
 )
-@pytest.mark.parametrize("use", [Uses.fit, Uses.backward, Uses.predict, Uses.predict_loader, Uses.temperature])
-def test_networks_that_are_unusual_are_left_alone(use, network, x, y):
-    use(ds.MAP(copy.deepcopy(network), likelihood=ds.Regression(noise=1.0)), x, y)
+@pytest.mark.parametrize("name", [name for name in USES if name != "evaluate"])
+def test_networks_that_are_unusual_are_left_alone(name, network, x, y):
+    USES[name](ds.MAP(copy.deepcopy(network), likelihood=ds.Regression(noise=1.0)), x, y)
 
 
 def test_predicting_tries_one_example_once_for_each_kind_of_inputs():
@@ -288,8 +244,7 @@ def test_a_dataset_in_a_loaders_place_is_a_clear_error(dataset):
         lambda: ds.temperature_scale(posterior, dataset),
         lambda: ds.refresh(posterior, dataset),
     ):
-        with pytest.raises(TypeError, match=message):
-            use()
+        refuses(use, message, TypeError)
 
 
 def test_datasets_that_give_batches_are_loaders():

@@ -226,23 +226,11 @@ def test_class_weights_that_are_none():
         ((4, 3), torch.tensor([0, 1, 2, 3]), "expected labels in 0…2, got 3"),
         ((4, 3), torch.tensor([0, 1, 2, -1]), "expected labels in 0…2, got -1"),
         ((4, 3), torch.tensor([0, 1, 2, -100]), "expected labels in 0…2, got -100"),
-        (
-            (4, 3),
-            torch.tensor([0, 1, 2]),
-            r"expected integer class indices of shape \(4,\).* got torch.int64 of shape \(3,\)",
-        ),
+        ((4, 3), torch.tensor([0, 1, 2]), r"class indices of shape \(4,\).* got torch.int64 of shape \(3,\)"),
         ((4, 3), torch.zeros(4, 1, dtype=torch.int64), "pass one class index per example"),
-        (
-            (4, 2),
-            torch.zeros(4, dtype=torch.bool),
-            r"got torch.bool of shape \(4,\); pass one class index per example, y.long\(\)",
-        ),
+        ((4, 2), torch.zeros(4, dtype=torch.bool), r"bool of shape \(4,\); pass one class index per example, y.long\("),
         ((4, 3), torch.eye(4, 3, dtype=torch.int64), "pass class indices, not one-hot rows"),
-        (
-            (4, 3),
-            torch.tensor([0.0, 1.0, 2.0, 0.0]),
-            r"got torch.float32 of shape \(4,\); pass one class index per example, y.long",
-        ),
+        ((4, 3), torch.zeros(4), r"got torch.float32 of shape \(4,\); pass one class index per example, y.long"),
         ((4, 3), torch.ones(4, 3), "expected soft labels ≥ 0 that sum to one"),
         ((4, 3), torch.tensor([[2.0, -1.0, 0.0]]).repeat(4, 1), "expected soft labels ≥ 0 that sum to one"),
         ((4, 3), torch.full((4, 3), math.nan), "expected soft labels ≥ 0 that sum to one"),
@@ -278,11 +266,8 @@ def test_targets_that_cannot_belong_to_the_outputs(likelihood, shape, y, text):
 
 @pytest.mark.parametrize("noise", [0, -1.0, math.nan, "learnt", None])
 def test_a_noise_that_is_none(noise):
-    with pytest.raises((ValueError, TypeError), match=r"expected noise (above 0|of learned|as a number), got"):
-        ds.Regression(noise=noise)
-
-
-def test_an_initial_noise_that_is_none():
+    told = r"expected noise (above 0|of learned|as a number), got"
+    refuses(lambda: ds.Regression(noise=noise), told, (ValueError, TypeError))
     refuses(lambda: ds.Regression(initial=0), "expected initial above 0, got 0")
 
 

@@ -1,15 +1,22 @@
-"""Ways to run members: one that fails is given up for the next, once."""
+"""Ways to run members: which is taken, what shows in the next prediction, and what a prediction leaves as it was."""
 
+import copy
+import gc
+import pickle
 import sys
+import weakref
 from typing import NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import dissensus as ds
 import tiny
 from dissensus.core.member_runner import FallbackChain, Rows, loop, run_by_vmap
+from dissensus.core.posterior import inference_context
+from refusals import refuses
 
 
 def ways(noted, **functions):
@@ -45,8 +52,7 @@ def test_where_every_way_fails_the_last_ones_error_is_raised_and_none_is_given_u
     noted = []
     run = ways(noted, first=failing("of vmap"), last=failing("the caller's own"))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="the caller's own"):
-            run(7)
+        refuses(lambda: run(7), "the caller's own", RuntimeError)
     assert run.name == "first"
     assert noted == []
 
@@ -57,8 +63,7 @@ def test_running_out_of_memory_is_no_reason_for_another_way():
 
     noted = []
     run = ways(noted, first=out, last=lambda x: x)
-    with pytest.raises(torch.OutOfMemoryError, match="full"):
-        run(7)
+    refuses(lambda: run(7), "full", torch.OutOfMemoryError)
     assert noted == []
 
 
@@ -142,3 +147,239 @@ def test_a_training_step_of_one_network_takes_few_calls():
         frames(lambda n=n: ds.fit(posterior, [(x, y)] * n, epochs=1, progress=False, device="cpu")) for n in (10, 20)
     ]
     assert (counts[1] - counts[0]) / 10 <= 230
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)).double()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 1, 4, 4, dtype=torch.float64)
+
+
+@pytest.fixture
+def posterior(x: Tensor) -> ds.DeepEnsemble:
+    torch.manual_seed(0)
+    made = ds.DeepEnsemble([network() for _ in range(3)])
+    made.predict(x)
+    assert made.particles.how == "loop"
+    return made
+
+
+def by_hand(posterior: ds.Posterior, x: Tensor) -> Tensor:
+    members = [posterior.member(i).eval() for i in range(3)]
+    with torch.no_grad():
+        return torch.stack([member(x).log_softmax(1) for member in members])
+
+
+def in_place(posterior: ds.DeepEnsemble) -> None:
+    with torch.no_grad():
+        for tensor in posterior.parameters():
+            tensor.mul_(1.5)
+
+
+def other_memory(posterior: ds.DeepEnsemble) -> None:
+    vector_to_parameters(2 * parameters_to_vector(posterior.parameters()), posterior.parameters())
+
+
+def transposed(posterior: ds.DeepEnsemble) -> None:
+    weight = posterior.particles.own_parameters()["network.0.weight"]
+    weight.data = weight.data.mT  # the same memory
+
+
+def loaded(posterior: ds.DeepEnsemble) -> None:
+    posterior.load_state_dict(ds.DeepEnsemble([network() for _ in range(3)]).state_dict())
+
+
+def assigned(posterior: ds.DeepEnsemble) -> None:
+    posterior.load_state_dict(ds.DeepEnsemble([network() for _ in range(3)]).state_dict(), assign=True)
+
+
+def trained(posterior: ds.DeepEnsemble) -> None:
+    x, y = torch.randn(8, 1, 4, 4, dtype=torch.float64), torch.randint(3, (8,))
+    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
+    posterior.train().backward(x, y)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("change", [in_place, other_memory, transposed, loaded, assigned, trained])
+def test_a_change_of_the_stacks_shows_in_the_next_prediction(posterior, x, change):
+    before = posterior.predict(x).log_probs
+    change(posterior)
+    after = posterior.predict(x).log_probs
+    assert not torch.allclose(after, before)
+    torch.testing.assert_close(after, by_hand(posterior, x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda posterior: pickle.loads(pickle.dumps(posterior))])
+def test_copies_have_rows_of_their_own(posterior, x, copied):
+    before, other = posterior.predict(x).log_probs, copied(posterior)
+    in_place(other)
+    torch.testing.assert_close(other.predict(x).log_probs, by_hand(other, x), rtol=0, atol=1e-12)
+    assert torch.equal(posterior.predict(x).log_probs, before)
+
+
+def test_other_kinds_of_runs_leave_predictions_as_they_are(posterior, x):
+    expected = posterior.predict(x).log_probs
+    posterior.eval()
+    outputs = posterior(x)  # with gradients
+    assert outputs.requires_grad
+    with torch.inference_mode():
+        torch.testing.assert_close(posterior.predict(x).log_probs, expected, rtol=0, atol=1e-12)
+    with torch.no_grad():
+        _, slope = torch.func.jvp(posterior, (x,), (torch.ones_like(x),))
+    assert slope.abs().max() > 0
+    assert torch.equal(posterior.predict(x).log_probs, expected)
+
+
+class Counting(nn.Module):
+    """Assigns a buffer in its forward, and refuses negative inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        if x.min() < -10:
+            raise RuntimeError("too small")
+        return self.layers(x) * self.count
+
+
+def test_what_a_forward_assigns_reaches_neither_the_next_member_nor_the_next_prediction(x):
+    torch.manual_seed(0)
+    posterior = ds.DeepEnsemble([Counting() for _ in range(3)])
+    template = posterior.particles.template.network
+    empty = [*template._buffers.values(), *template.layers[0]._parameters.values()]
+    first = posterior.predict(x).log_probs
+    for _ in range(2):
+        assert torch.equal(posterior.predict(x).log_probs, first)
+    refuses(lambda: posterior.predict(x - 100), "too small", RuntimeError)
+    now = [*template._buffers.values(), *template.layers[0]._parameters.values()]
+    assert all(mine is other for mine, other in zip(now, empty, strict=True))
+    torch.testing.assert_close(first, by_hand(posterior, x), rtol=0, atol=1e-12)
+
+
+def test_tied_and_shared_tensors_stand_in_all_their_places(x):
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(1, 1, 3, padding=1).double()
+            self.again = nn.Conv2d(1, 1, 3, padding=1).double()
+            self.again.weight = self.convolution.weight
+            self.frozen = nn.Linear(16, 3).double().requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.frozen(self.again(self.convolution(x).relu()).flatten(1))
+
+    torch.manual_seed(0)
+    networks = [Tied() for _ in range(3)]
+    for each in networks:
+        each.frozen.load_state_dict(networks[0].frozen.state_dict())
+    posterior = ds.DeepEnsemble(networks)
+    assert posterior.particles.stored_once
+    for _ in range(3):
+        torch.testing.assert_close(posterior.predict(x).log_probs, by_hand(posterior, x), rtol=0, atol=1e-12)
+    with torch.no_grad():
+        posterior.particles.shared_parameters()["network.frozen.weight"].mul_(2)
+    torch.testing.assert_close(posterior.predict(x).log_probs, by_hand(posterior, x), rtol=0, atol=1e-12)
+
+
+def test_a_submodule_added_between_predictions_is_in_eval_mode_and_put_back() -> None:
+    """The parts of a network are remembered from one prediction to the next, but not where there are others since."""
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return x
+
+    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 2))).eval()
+    posterior, x = ds.MAP(network).eval(), torch.randn(5, 3)
+    before = posterior.predict(x).mean
+    added = nn.Dropout(0.9).train(), Counted().train()
+    network[2].extend(added)
+    assert torch.equal(posterior.predict(x).mean, before)
+    assert all(each.training for each in added)
+    assert added[1].calls == 0
+    network[2][1] = later = nn.Dropout(0.9).train()  # as many as before, and another one
+    assert torch.equal(posterior.predict(x).mean, before)
+    assert later.training
+
+
+def test_a_posterior_that_has_predicted_is_deleted_at_once() -> None:
+    posterior = ds.MAP(nn.Sequential(nn.Linear(3, 2)))
+    posterior.predict(torch.randn(1, 3))
+    seen = weakref.ref(posterior.particles)
+    gc.disable()
+    try:
+        del posterior
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+class Strict(nn.Module):
+    """Its mode is more than an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.modes = nn.Linear(3, 2), []
+
+    def train(self, mode: bool = True) -> "Strict":
+        self.modes.append(mode)
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def watched_by_its_object() -> nn.Module:
+    layer = nn.Linear(3, 2)
+    layer.train = lambda mode=True: setattr(layer, "called", True) or nn.Linear.train(layer, mode)
+    return layer
+
+
+def test_networks_that_do_something_when_modes_change_are_asked_to_change_them() -> None:
+    strict, layer = Strict(), watched_by_its_object()
+    for network in (strict, layer):
+        posterior = ds.MAP(network).train()
+        strict.modes.clear()
+        layer.called = False
+        posterior.predict(torch.randn(4, 3))
+        assert network.training
+        assert posterior.training
+        assert {*strict.modes} == ({False} if network is strict else set())
+        assert layer.called == (network is layer)
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ds.MAP(normed()),
+        lambda: ds.DeepEnsemble([normed(), normed()]),
+        lambda: ds.MCDropout(normed()),
+        lambda: ds.NodeBNN(normed(), data_size=10),
+        lambda: ds.SWAG(normed()),
+    ],
+)
+def test_modes_inside_are_those_of_eval_and_afterwards_those_of_before(make) -> None:
+    posterior = make().train()
+    frozen = posterior.particles.templates[0].network[1]
+    frozen.training = False
+    parts = [*posterior.modules(), *posterior.particles.templates[0].modules()]
+    before = [part.training for part in parts]
+    with inference_context(posterior):
+        inside = [part.training for part in parts]
+    assert [part.training for part in parts] == before
+    posterior.eval()
+    assert inside == [part.training for part in parts]

@@ -1,5 +1,6 @@
-"""Predictives against brute force, exact mixture quantiles and their own samples."""
+"""Predictives against brute force, exact mixture quantiles and their own samples, and drawn functions as one module."""
 
+import copy
 import math
 
 import numpy as np
@@ -8,8 +9,11 @@ import scipy.optimize
 import scipy.stats
 import torch
 import torch.distributions as D
+from torch import nn
 
 import dissensus as ds
+import tiny
+from refusals import refuses
 
 F64 = torch.float64
 
@@ -273,15 +277,12 @@ def test_a_level_outside_is_refused(level):
         with pytest.raises(ValueError, match="expected level above 0 and below 1"):
             predictive.interval(level)
     if level != 1:
-        with pytest.raises(ValueError, match=r"expected level above 0 and of at most 1"):
-            categorical().credible_set(level)
+        refuses(lambda: categorical().credible_set(level), r"expected level above 0 and of at most 1")
 
 
 def test_a_regression_has_neither_confidence_nor_log_probs():
-    with pytest.raises(TypeError, match=r"use \.total, a variance, instead"):
-        _ = gaussian().confidence
-    with pytest.raises(TypeError, match=r"expected a classification for log_probs, .* use \.member_means"):
-        _ = gaussian().log_probs
+    refuses(lambda: gaussian().confidence, r"use \.total, a variance, instead", TypeError)
+    refuses(lambda: gaussian().log_probs, r"expected a classification for log_probs, .* use \.member_means", TypeError)
 
 
 def test_members_are_named_by_their_scale():
@@ -322,3 +323,55 @@ def test_targets_do_not_broadcast():
             ask(torch.zeros(3))
     assert torch.equal(predictive.log_prob(np.zeros((3, 1))), predictive.log_prob(torch.zeros(3, 1)))
     assert predictive.cdf(torch.tensor(0.0)).tolist() == [[0.5]] * 3
+
+
+def mlp():
+    return ds.nets.MLP(4, 3, hidden=(6,)).double()
+
+
+def swag():
+    posterior, (x, y) = ds.SWAG(mlp(), rank=3, samples=4), tiny.points()
+    ds.fit(posterior, [(x, y)], epochs=8, progress=False, engine="loop")
+    return posterior
+
+
+EXPORTED = {"map": lambda: ds.MAP(mlp()), "ensemble": lambda: ds.DeepEnsemble([mlp() for _ in range(3)]), "swag": swag}
+
+
+@pytest.mark.slow  # files that were exported are looked at in tests/test_states.py
+@pytest.mark.parametrize("method", EXPORTED)
+def test_an_exported_predictor_has_the_temperature_inside(method, tmp_path):
+    posterior, (x, _) = EXPORTED[method](), tiny.points()
+    posterior.temperature.fill_(2.34)
+    batch = {0: torch.export.Dim("batch", min=2, max=64)}
+    program = torch.export.export(posterior.predictor(), (x,), dynamic_shapes=(batch,), strict=False)
+    torch.export.save(program, tmp_path / "moons.pt2")
+    exported = torch.export.load(tmp_path / "moons.pt2").module()
+    found, predictive = exported(x[:7]), posterior.predict(x[:7])
+    for name in ("mean", "total", "aleatoric", "epistemic"):
+        torch.testing.assert_close(found[name], getattr(predictive, name), rtol=0, atol=1e-12)
+    cold = posterior(x[:7]).detach().softmax(2).mean(0)
+    assert float((cold - found["mean"]).abs().max()) > 1e-3  # the networks' own outputs know of no temperature
+
+
+def test_a_predictor_of_a_regression_gives_mean_and_variance():
+    posterior = ds.MAP(nn.Linear(4, 1).double(), likelihood=ds.Regression(noise=0.2))
+    posterior.temperature.fill_(3.0)
+    x, _ = tiny.points()
+    found = posterior.predictor()(x)
+    torch.testing.assert_close(found["mean"], posterior.member(0)(x).detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found["total"], torch.full((12, 1), 0.36, dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+def test_nothing_that_happens_afterwards_changes_a_predictor():
+    posterior, (x, y) = tiny.ensemble(tiny.mlp), tiny.points()  # with batch norm
+    posterior.temperature.fill_(2.0)
+    predictor = posterior.train().predictor()
+    before = predictor(x)["mean"]
+    ds.fit(posterior, [(x, y)], epochs=1, progress=False)
+    for use in (predictor, predictor.train(), copy.deepcopy(predictor)):
+        assert torch.equal(use(x)["mean"], before)
+        assert not any(parameter.requires_grad for parameter in use.parameters())
+    x.requires_grad_()
+    predictor(x)["total"].sum().backward()
+    assert float(x.grad.abs().max()) > 0

@@ -78,26 +78,22 @@ def test_the_prior_of_weights_in_half_precision_is_that_of_the_same_numbers_in_f
     assert float(found.detach()) == pytest.approx(float(exact.detach()), rel=1e-5)
 
 
-@pytest.mark.parametrize("value", [2.5, 10.0, True, "600", float("nan")])
-def test_a_number_of_examples_is_whole(value):
-    refuses(lambda: make_prior(None, None, value), "expected data_size as a whole number, got", TypeError)
-    with pytest.raises(TypeError, match="expected data_size as a whole number, got"):
-        ds.MAP(tiny.mlp(), weight_prior_std=1.0, data_size=value)
-
-
-@pytest.mark.parametrize("value", [0, -3])
-def test_a_number_of_examples_is_at_least_one(value):
-    refuses(lambda: make_prior(None, 1.0, value), "expected data_size of at least 1, got")
-
-
-@pytest.mark.parametrize("value", [True, "1"])
-def test_a_deviation_is_a_number(value):
-    refuses(lambda: make_prior(None, value, 10), "expected weight_prior_std as a number, got", TypeError)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 0])
-def test_a_deviation_is_positive_and_finite(value):
-    refuses(lambda: make_prior(None, value, 10), "expected weight_prior_std above 0, got")
+@pytest.mark.parametrize(
+    ("values", "told", "error"),
+    [
+        *(
+            ((None, value), "data_size as a whole number, got", TypeError)
+            for value in (2.5, 10.0, True, "600", math.nan)
+        ),
+        *(((1.0, value), "data_size of at least 1, got", ValueError) for value in (0, -3)),
+        *(((value, 10), "weight_prior_std as a number, got", TypeError) for value in (True, "1")),
+        *(((value, 10), "weight_prior_std above 0, got", ValueError) for value in (math.nan, math.inf, -1.0, 0)),
+    ],
+)
+def test_deviations_and_numbers_of_examples_that_are_none_are_refused(values, told, error):
+    refuses(lambda: make_prior(None, *values), f"expected {told}", error)
+    std, size = (1.0 if values[0] is None else values[0]), values[1]
+    refuses(lambda: ds.MAP(tiny.mlp(), weight_prior_std=std, data_size=size), f"expected {told}", error)
 
 
 def test_numbers_of_numpy_are_numbers():

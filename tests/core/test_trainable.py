@@ -1,12 +1,57 @@
-"""The clock of a run: a new one begins without the temperature that was fitted to the last."""
+"""What every posterior trains with: hooks of methods, the clock of a run, recorders of weights."""
 
+import copy
+import inspect
 import logging
+import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from torch.optim import SGD
 
 import dissensus as ds
 import tiny
+from dissensus.core.posterior import Posterior
+from dissensus.core.recorder import Recorder
+from dissensus.core.trainable import TrainableModule
+from dissensus.core.weights import network_parameters
+
+PAGE = Path(__file__).parents[2] / "docs" / "developing" / "adding-a-method.md"
+HOOKS = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
+BASES = (TrainableModule, Posterior)
+
+
+def names() -> set[str]:
+    """Names that the base classes define or ask for, dunders aside."""
+    asked = {name for each in BASES for name, kind in each.__annotations__.items() if "ClassVar" in str(kind)}
+    defined = {name for each in BASES for name in vars(each)} | asked
+    return {name for name in defined if not name.startswith(("__", "_abc"))}
+
+
+def is_final(name: str) -> bool:
+    found = inspect.getattr_static(Posterior, name, None)
+    return getattr(getattr(found, "fget", found), "__final__", False)
+
+
+def methods() -> set[type]:
+    """Every class of the library between a method and the contract."""
+    return {each for method in ds.METHODS.values() for each in method.__mro__ if issubclass(each, Posterior)} - {
+        Posterior
+    }
+
+
+def test_every_public_name_is_final_or_in_the_documented_list():
+    public = {name for name in names() if not name.startswith("_")}
+    assert {name for name in public if not is_final(name)} == set(HOOKS)
+    assert len(HOOKS) == len(set(HOOKS)) <= 21
+
+
+def test_methods_override_nothing_else():
+    assert len(methods()) > 15
+    others = names() - set(HOOKS)
+    assert {(each.__name__, name) for each in methods() for name in others & vars(each).keys()} == set()
 
 
 @pytest.mark.parametrize(
@@ -42,3 +87,61 @@ def test_a_resumed_run_has_no_temperature_yet(tmp_path):
     posterior.temperature.fill_(3.0)
     ds.fit(posterior, [(x, y)], epochs=2, progress=False, checkpoint=tmp_path / "run.pt")
     assert float(posterior.temperature) == 1
+
+
+class Steps(Recorder):
+    """Counts what it is shown."""
+
+    def __init__(self, source):
+        super().__init__(source)
+        self.seen, self.lengths = 0, []
+
+    def begin(self, steps, *, done=0):
+        self.lengths.append((steps, done))
+
+    def observe(self, optimizer):
+        self.seen += 1
+
+    @property
+    def ready(self):
+        return self.seen > 0
+
+    def sample(self, samples, generator=None):
+        return {name: rows[:, None].expand(-1, samples, *rows.shape[1:]) for name, rows in self.weights.rows().items()}
+
+
+class Recorded(ds.MAP):
+    """A method whose only word about recording is an attribute."""
+
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
+        self.steps_seen = Steps(self.watched)
+
+    def watched(self):
+        return network_parameters(self.particles)
+
+
+def test_a_recorder_is_found_as_an_attribute_and_told_of_the_run():
+    posterior = Recorded(tiny.mlp().double())
+    assert posterior.recorders == [posterior.steps_seen]
+    assert not posterior.ready
+    ds.fit(posterior, [tiny.points()] * 3, epochs=2, progress=False)
+    assert posterior.ready
+    assert (posterior.steps_seen.seen, posterior.steps_seen.lengths) == (6, [(6, 0)])
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda posterior: pickle.loads(pickle.dumps(posterior))])
+@pytest.mark.parametrize("method", [ds.SWA, ds.TRADI, ds.SnapshotEnsemble])
+def test_a_copy_records_its_own_weights(method, again):
+    posterior = method(tiny.mlp().double())
+    other = again(posterior)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(2.0)
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer = SGD(other.parameters(), lr=0.1)
+    optimizer.step()
+    other.observe(optimizer)
+    assert bool((other.recorder.weights.rows()["0.weight"] == 2).all())
+    assert other.ready
+    assert not posterior.ready

@@ -25,12 +25,9 @@ def torchrun(folder, *arguments, restarts=0):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "log.txt").open("a") as log:
         return subprocess.Popen(
-            [*launcher, "--max-restarts", str(restarts), str(HERE / "trainee.py"), str(folder), *arguments],
-            stdout=log,
-            stderr=log,
-            env=environment,
-            start_new_session=True,
-        )
+            [*launcher, "--max-restarts", str(restarts), str(HERE / "trainee.py"), str(folder), *arguments], stdout=log,
+            stderr=log, env=environment, start_new_session=True,
+        )  # fmt: skip
 
 
 def waited(paths, process, seconds=120):

@@ -64,14 +64,10 @@ def evaluated_classes():
     promises = ds.conformal(posterior, loader(200, seed=5), score="aps", randomised=True, by=by_brightness)
     ds.selective(posterior, loader(200, seed=6), risk=0.9)
     evaluation = ds.evaluate(
-        posterior,
-        loader(),
-        ood={"other": loader(50, seed=2)},
-        shift={"moved": loader(60, seed=3)},
+        posterior, loader(), ood={"other": loader(50, seed=2)}, shift={"moved": loader(60, seed=3)},
         corrupt=Corruptions(["brightness", "contrast"], [2, 4]),
-        attack=ds.AttackCurves([0.1], ["fgsm", "transfer"], steps=2, fool_steps=1),
-        progress=False,
-    )
+        attack=ds.AttackCurves([0.1], ["fgsm", "transfer"], steps=2, fool_steps=1), progress=False,
+    )  # fmt: skip
     return numbers(evaluation) | {"thresholds": promises.thresholds(torch.ones(1), torch.tensor([1]))}
 
 

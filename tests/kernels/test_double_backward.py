@@ -105,7 +105,11 @@ def compared(build, strategy, dtype=torch.float64, precision=None) -> tuple[Grad
 
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [(name, each) for name in NETWORKS for each in STRATEGIES[name in IN_A_LOOP :]],
+    [
+        pytest.param(name, each, marks=pytest.mark.slow if (i + j) % 2 else ())
+        for i, name in enumerate(NETWORKS)
+        for j, each in enumerate(STRATEGIES[name in IN_A_LOOP :])
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_all_results_are_those_of_torchs_own_derivatives(name, strategy):
@@ -149,6 +153,7 @@ def test_the_repulsion_is_not_small_beside_the_loss():
             assert (gradient - both[1].gradients[name]).norm() > 0.1 * gradient.norm()
 
 
+@pytest.mark.slow  # of many layers like those above
 def test_segmentation_with_unpooling_gives_the_same():
     torch.manual_seed(0)
     posterior = ds.FoRDE([ENet(3).double() for _ in range(2)], repulsion=1.0)

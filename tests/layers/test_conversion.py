@@ -1,13 +1,15 @@
-"""Layer surgery: any nesting converts, weights, names, ties and hooks survive, and what is left alone says why."""
+"""Layer surgery: the order of calls, any nesting converts, what survives it, and what is left alone says why."""
 
 import copy
 import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import dissensus as ds
+from dissensus.layers.call_order import call_order, trace_calls
 from dissensus.layers.conversion import (
     ConvertedLayer,
     convert_layer,
@@ -17,6 +19,7 @@ from dissensus.layers.conversion import (
 )
 from dissensus.nets.blocks import NTKLinear
 from refusals import refuses
+from thinning import thinned
 
 
 class Tripled(ConvertedLayer):
@@ -254,3 +257,244 @@ def test_a_layer_whose_bias_is_computed_is_left():
     _, account = tripled(network)
     assert list(account.converted) == ["1"]
     assert account.left["0"] == "its bias is computed from others (a parametrization)"
+
+
+class Unfollowed(nn.Module):
+    """A network whose forward asks for a size; `past`: what it does beside calling its layers."""
+
+    def __init__(self, past):
+        super().__init__()
+        self.first, self.middle, self.head, self.past = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3), past
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        if x.shape[0] > 1000:
+            raise ValueError("too many")
+        return self.head(self.norm(self.past(self, torch.tanh(self.middle(torch.tanh(self.first(x)))))))
+
+
+def transposed(network, hidden):
+    return F.linear(hidden, network.middle.weight.t())
+
+
+def shifted(network, hidden):
+    return hidden + network.middle.bias
+
+
+def above(network, hidden):
+    return hidden * (hidden > network.middle.bias)  # no NaN comes out of a comparison
+
+
+def listed(network, hidden):
+    return hidden * dict(network.named_parameters())["middle.weight"].norm()
+
+
+def alike(network, hidden):
+    return hidden.to(network.middle.weight.dtype)
+
+
+POSTERIORS = {
+    "node": lambda network: ds.NodeBNN(network, data_size=9, batch_norm="frozen", samples=4),
+    "batch": lambda network: ds.BatchEnsemble(network, members=4, modulation=ds.Modulation.normal(1, 0.5)),
+    "dropout": lambda network: ds.DropoutEnsemble(network, members=4, rate=0.5),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "past", "trains"),
+    thinned(list(POSTERIORS), [transposed, shifted, above, listed], [False, True], every=2),
+)
+def test_members_compute_what_the_drawn_functions_do(kind, past, trains):
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.randint(3, (5,))
+    posterior = POSTERIORS[kind](Unfollowed(past)).double().eval()
+    posterior.backward(x, y) if trains else posterior.predict(x)
+    functions = posterior.draw()
+    for i, outputs in enumerate(functions(x)):
+        torch.testing.assert_close(outputs, functions.member(i)(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "past", "loaded"), thinned(list(POSTERIORS), [transposed, shifted, above, alike], [False, True], every=2)
+)
+def test_members_are_right_before_the_first_batch(kind, past, loaded, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    posterior = POSTERIORS[kind](Unfollowed(past)).double().eval()
+    if loaded:
+        ds.refresh(posterior, [(x, torch.arange(5) % 3)])
+        ds.save(posterior, tmp_path / "saved")
+        posterior = ds.load(tmp_path / "saved", network=Unfollowed(past)).eval()
+    functions = posterior.draw()
+    members = [functions.member(i) for i in range(functions.members)]
+    for outputs, member in zip(functions(x), members, strict=True):
+        torch.testing.assert_close(member(x), outputs)
+
+
+def test_networks_are_collapsed_right_before_the_first_batch():
+    torch.manual_seed(0)
+    x, network = torch.randn(5, 4, dtype=torch.float64), Unfollowed(transposed).double()
+    posterior = ds.NodeBNN(network, data_size=9, components=1, init_spread=0.5, samples=1).double().eval()
+    collapsed = posterior.collapse(0)
+    s = dict(zip(("first", "middle", "head"), posterior.mean[0].detach().split([4, 4, 3]), strict=True))
+    hidden = torch.tanh(network.middle(torch.tanh(network.first(x) * s["first"])) * s["middle"])
+    by_hand = network.head(network.norm.eval()(hidden @ network.middle.weight)) * s["head"]
+    torch.testing.assert_close(collapsed(x), by_hand)
+
+
+def test_a_member_with_weights_apart_is_a_module_like_any_other():
+    torch.manual_seed(0)
+    x, network = torch.randn(5, 4), Unfollowed(transposed)
+    network.middle.register_forward_hook(lambda _, args, outputs: 2 * outputs)
+    member = POSTERIORS["node"](network).eval().member(0)
+    outputs = member(x)
+    for copied in (copy.deepcopy(member), pickle.loads(pickle.dumps(POSTERIORS["node"](Unfollowed(alike)).member(0)))):
+        assert isinstance(copied.middle, nn.Linear)
+        assert copied.double()(x.double()).dtype == torch.float64
+    assert torch.equal(copy.deepcopy(member)(x), outputs)
+    with pytest.raises(RuntimeError, match=r"middle.own.weight"):  # no plain network holds both weights
+        Unfollowed(transposed).load_state_dict(member.state_dict())
+    member(x).sum().backward()
+    assert float(member.middle.own.weight.grad.abs().sum()) > 0
+
+
+def test_torchs_fast_path_does_not_read_past_weights_that_are_apart():
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x):
+            assert x.shape[1] == 2
+            return self.head(self.layer(x).mean(1))
+
+    torch.manual_seed(0)
+    posterior, x = POSTERIORS["batch"](Encoder()).eval(), torch.randn(5, 2, 4)
+    member, outputs = posterior.member(1).eval(), posterior(x)[1]
+    with torch.no_grad():
+        torch.testing.assert_close(member(x), outputs)
+        torch.testing.assert_close(posterior.member(1).eval()(x), outputs)
+
+
+def in_order(network, names):
+    return call_order(names, trace_calls(network, names))
+
+
+def weighted(network):
+    return [name for name, part in network.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
+
+
+class Backwards(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c, self.b, self.a, self.norm = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2)
+
+    def forward(self, x, scale=1.0):
+        x = self.a(x.flatten(1)) * scale
+        return self.c(self.norm(torch.relu(self.b(x)) + x)).softmax(-1)
+
+
+class Asking(Backwards):
+    """A forward that needs to know sizes."""
+
+    def forward(self, x):
+        return self.c(x) if len(x) > 1 else self.a(self.b(x))
+
+
+def test_layers_stand_in_the_order_of_calls():
+    network = Backwards()
+    assert in_order(network, weighted(network)) == ["a", "b", "c"]
+    assert all("forward" not in vars(part) for part in network.modules())
+    network(torch.randn(3, 2))
+
+
+def test_a_forward_that_asks_for_sizes_leaves_the_order_of_registration():
+    network = Asking()
+    assert in_order(network, weighted(network)) == ["c", "b", "a"]
+    assert all("forward" not in vars(part) for part in network.modules())
+
+
+@pytest.mark.parametrize("make", [lambda: ds.nets.ResNet(20), lambda: ds.nets.WideResNet(10, 1), ds.nets.VGG16])
+def test_networks_of_the_library_are_run_on_symbols(make):
+    network = make()
+    names = weighted(network)
+    met = in_order(network, list(reversed(names)))
+    assert met[0] == names[0]
+    assert met[-1] == names[-1]
+
+
+def test_the_network_itself_may_be_the_only_layer_called():
+    assert in_order(nn.Linear(2, 2), [""]) == [""]
+
+
+def test_neither_hooks_nor_the_network_keep_a_symbol():
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.last, self.count = nn.Linear(2, 2), nn.Linear(2, 2), None, 0
+
+        def forward(self, x):
+            self.count += 1
+            self.last = self.a(x)
+            return self.b(self.last)
+
+    network, seen = Keeping(), []
+    network.a.register_forward_hook(lambda *_: seen.append(1))
+    network.register_forward_pre_hook(lambda *_: seen.append(1))
+    assert in_order(network, ["b", "a"]) == ["a", "b"]
+    assert (network.last, network.count, seen) == (None, 0, [])
+
+
+def without_gradients(network, hidden):
+    with torch.no_grad():
+        doubled = 2 * network.middle.weight
+    return F.linear(hidden, doubled)
+
+
+READS = {
+    "called with a symbol": lambda network, hidden: F.linear(hidden, network.middle.weight),
+    "multiplied by a symbol": lambda network, hidden: network.middle.weight @ hidden,
+    "transposed": lambda network, hidden: hidden @ network.middle.weight.T,
+    "detached": lambda network, hidden: F.linear(hidden, network.middle.weight.detach()),
+    "data": lambda network, hidden: hidden + network.middle.bias.data,
+    "without gradients": without_gradients,
+    "a number": lambda network, hidden: hidden * network.middle.weight.detach().norm().item(),
+    "a condition": lambda network, hidden: 2 * hidden if network.middle.bias.sum() > 100 else hidden,
+    "by name": lambda network, hidden: hidden * dict(network.named_parameters())["middle.weight"].norm(),
+}
+NO_READS = {
+    "none": lambda network, hidden: hidden,
+    "dtype": lambda network, hidden: hidden.to(network.middle.weight.dtype),
+    "size": lambda network, hidden: hidden * network.middle.weight.shape[0],
+    "zeros": lambda network, hidden: (
+        hidden + network.middle.weight.new_zeros(4) + torch.zeros_like(network.middle.bias)
+    ),
+}
+
+
+class Reading(nn.Module):
+    """A network that does something beside calling its layers."""
+
+    def __init__(self, past):
+        super().__init__()
+        self.first, self.middle, self.head, self.past = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3), past
+
+    def forward(self, x):
+        return self.head(self.past(self, torch.tanh(self.middle(torch.tanh(self.first(x))))))
+
+
+@pytest.mark.parametrize("past", [*READS, *NO_READS])
+def test_a_weight_is_read_where_something_is_computed_with_it_past_its_layer(past):
+    followed = trace_calls(Reading({**READS, **NO_READS}[past]), ["first", "middle", "head"])
+    assert followed.calls == ["first", "middle", "head"]
+    assert followed.read_directly == ({"middle"} if past in READS else set())
+
+
+@pytest.mark.parametrize("past", ["detached", "without gradients", "a number", "data"])
+def test_members_compute_what_the_ensemble_does_where_a_weight_is_read_without_a_gradient(past):
+    torch.manual_seed(0)
+    network = Reading(READS[past]).double()
+    posterior = ds.BatchEnsemble(network, members=3, modulation=ds.Modulation.normal(1, 0.5)).eval()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    for m, outputs in enumerate(posterior(x)):
+        torch.testing.assert_close(posterior.member(m)(x), outputs, rtol=0, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Latents on nodes: a layer with them, the same folded into its weights, and what happens where an axis is not the batch."""
+"""Latents on nodes: a layer with them, folded into its weights, the published counts, and an axis that is not the batch."""
 
 import copy
 import sys
@@ -7,12 +7,16 @@ import pytest
 import torch
 from torch import nn
 
+import dissensus as ds
 import dissensus.layers
+import tiny
 from dissensus.layers import channel_launch as kernels
 from dissensus.layers.conversion import fold_layers
 from dissensus.layers.factored import Factors, folded_kernel, scale_channels
 from dissensus.layers.nodes import add_node_latents, split_by_layer, use_latents
 from dissensus.nets import NTKLinear
+from refusals import refuses
+from thinning import thinned
 
 LAYERS = {
     "linear": (lambda: nn.Linear(4, 6), (5, 4)),
@@ -98,15 +102,8 @@ def test_layers_are_chosen_by_pattern_and_the_account_says_which():
 
 
 def test_a_layer_whose_first_axis_is_not_the_batch_is_an_error_that_names_it():
-    class Turned(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mixer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.mixer(x.transpose(0, 1))
-
-    made = add_node_latents(Turned(), "in")
+    turned = tiny.Network(lambda self, x: self.mixer(x.transpose(0, 1)), mixer=nn.Linear(4, 4))
+    made = add_node_latents(turned, "in")
     with (
         use_latents(made.network, split_by_layer(made.sites, torch.ones(5, 4))),
         pytest.raises(ValueError, match=r"expected the 5 examples .* layer 'mixer', got a tensor of shape \(3, 5, 4\)"),
@@ -136,8 +133,7 @@ def test_folding_a_tied_layer_leaves_the_other_alone():
 
 
 def test_an_unknown_mode_is_a_clear_error():
-    with pytest.raises(ValueError, match="expected mode of in, out, both, got 'input'"):
-        add_node_latents(nn.Linear(2, 2), "input")
+    refuses(lambda: add_node_latents(nn.Linear(2, 2), "input"), "expected mode of in, out, both, got 'input'")
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -172,3 +168,71 @@ def test_where_kernels_cannot_be_built_the_log_says_so_and_torch_computes(caplog
         "latents and frozen batch norm run without the library's fast kernels"
     ]
     assert kernels.channel_layout(torch.ones(200, 3, 4)) is None  # no GPU's tensor
+
+
+def test_the_talks_lenet_is_its_dense_weights_and_its_channels():
+    network = ds.nets.LeNet()
+    assert ds.capacity(network, layers=["head.*"]).weights == 41_640
+    convolutions = ds.capacity(network, layers=["features.*"])
+    assert convolutions.nodes + network.features[3].out_channels == 23
+    assert ds.capacity(ds.nets.LeNet(size=32)).parameters == 61_706  # the paper's size, all maps connected
+
+
+def test_a_large_network_is_counted_without_its_values():
+    with torch.device("meta"):
+        network = ds.nets.VGG16(1000, head="large", batch_norm=False)
+    assert ds.capacity(network).nodes == 36_995
+    assert all(parameter.is_meta for parameter in network.parameters())
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, one of them under two names, beside an embedding and a norm layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.norm = nn.Embedding(7, 4), nn.LayerNorm(4)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight, self.again = self.first.weight, self.first
+        self.grouped = nn.Conv1d(4, 6, 1, groups=2)
+
+    def forward(self, x):
+        return self.grouped(self.second(self.again(self.norm(x)))[..., None])[..., 0]
+
+
+NETS = {
+    "LeNet": ds.nets.LeNet,
+    "MLP": lambda: ds.nets.MLP(5, 3),
+    "ResNet": lambda: ds.nets.ResNet(20),
+    "ENet": lambda: ds.nets.ENet(3),
+    "AlexNet": lambda: ds.nets.AlexNet(3, hidden=4),
+    "Tied": Tied,
+    "a layer": lambda: nn.Linear(3, 2),
+}
+
+
+@pytest.mark.parametrize(("name", "mode"), thinned(list(NETS), ["in", "out", "both"], every=3))
+def test_nodes_are_the_latents_of_node_bnn(name, mode):
+    network = NETS[name]()
+    found = ds.capacity(network, mode=mode)
+    posterior = ds.NodeBNN(network, data_size=1, components=1, mode=mode)
+    assert found.nodes == posterior.latents
+    assert found.layers.keys() == posterior.account.converted.keys()
+    assert found.left == posterior.account.left
+
+
+def test_a_tied_weight_counts_once_and_what_has_no_nodes_is_named():
+    found = ds.capacity(Tied())
+    assert found.layers == {"first": (16, 4), "second": (0, 4), "grouped": (12, 4)}
+    assert (found.weights, found.nodes, found.parameters) == (28, 12, 28 + 28 + 8 + 4 + 4 + 6)
+    assert found.left == {"words": "an embedding: a lookup, no product"}
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["layer", "weights", "nodes"]
+    assert lines[4].split() == ["all", "28", "12"]
+    assert "left out: an embedding" in lines[5]
+
+
+def test_what_cannot_be_counted_is_refused():
+    with pytest.raises(ValueError, match="uninitialized parameter"):
+        ds.capacity(nn.Sequential(nn.LazyLinear(3)))  # would count 0 nodes
+    refuses(lambda: ds.capacity(nn.ReLU()), "expected a network with a linear or convolutional layer, got ReLU")
+    refuses(lambda: ds.capacity(nn.Linear(2, 2), mode="inside"), "expected mode of in, out, both, got 'inside'")

@@ -137,15 +137,13 @@ def test_the_slope_at_a_feature_is_the_slope_by_the_shift():
 
 
 def test_layers_that_give_no_one_feature_are_clear_errors():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.unused, self.recurrent = nn.Linear(4, 4), nn.Linear(4, 4), nn.LSTM(4, 4)
-
-        def forward(self, x):
-            return self.recurrent(self.layer(self.layer(x)))[0]
-
-    net, x = Twice(), torch.randn(3, 4)
+    twice = tiny.Network(
+        lambda self, x: self.recurrent(self.layer(self.layer(x)))[0],
+        layer=nn.Linear(4, 4),
+        unused=nn.Linear(4, 4),
+        recurrent=nn.LSTM(4, 4),
+    )
+    net, x = twice, torch.randn(3, 4)
     for layer, runs in (("layer", 2), ("unused", 0)):
         with (
             pytest.raises(ValueError, match=f"runs once per forward pass, got {runs} runs"),

@@ -1,6 +1,7 @@
-"""Deep ensembles: each member trains exactly as it would alone, and members are what the caller built."""
+"""MAP and deep ensembles: ridge regression, and members that train exactly as each would alone."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,85 @@ import dissensus as ds
 import tiny
 from refusals import refuses
 from thinning import thinned
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_prior_is_sgd_with_weight_decay(momentum):
+    """wd = 1/(N σ²) on weights and biases, none on norm layers."""
+    size, std = 12, 0.4
+    first, second = tiny.mlp().double(), tiny.mlp().double()
+    second.load_state_dict(first.state_dict())
+    prior = ds.MAP(first, weight_prior_std=std, data_size=size)
+    decayed = ds.MAP(second)
+    norms = {id(p) for p in second[1].parameters()}
+    others = [p for p in second.parameters() if id(p) not in norms]
+    groups = [
+        {"params": others, "weight_decay": 1 / (size * std**2)},
+        {"params": list(second[1].parameters()), "weight_decay": 0.0},
+    ]
+    one = torch.optim.SGD(prior.parameters(), lr=0.1, momentum=momentum)
+    other = torch.optim.SGD(groups, lr=0.1, momentum=momentum)
+    x, y = tiny.points(size)
+    for _ in range(20):
+        for posterior, optimizer in ((prior, one), (decayed, other)):
+            posterior.zero_grad()
+            posterior.backward(x, y)
+            optimizer.step()
+    assert tiny.largest_difference(tiny.state(first), tiny.state(second)) < 1e-10
+
+
+def test_a_linear_gaussian_model_is_ridge_regression():
+    """argmin Σ (y − Xw)²/(2s²) + ‖w‖²/(2σ²) = (XᵀX + (s²/σ²) I)⁻¹ Xᵀ y."""
+    noise, std, size = 0.3, 0.5, 40
+    x, _ = tiny.points(size)
+    y = x @ torch.tensor([[1.0], [-2.0], [0.5], [0.0]], dtype=torch.float64)
+    y = y + noise * torch.randn(size, 1, dtype=torch.float64)
+    network = nn.Linear(4, 1, bias=False).double()
+    posterior = ds.MAP(network, likelihood=ds.Regression(noise=noise), weight_prior_std=std, data_size=size)
+    optimizer = torch.optim.LBFGS(
+        posterior.parameters(), max_iter=100, tolerance_grad=1e-13, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
+
+    def closure():
+        optimizer.zero_grad()
+        loss = posterior.loss(x, y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    ridge = torch.linalg.solve(x.T @ x + (noise / std) ** 2 * torch.eye(4, dtype=torch.float64), x.T @ y)
+    torch.testing.assert_close(network.weight.detach().T, ridge, rtol=0, atol=1e-8)
+    torch.testing.assert_close(posterior.predict(x).mean, x @ ridge, rtol=0, atol=1e-8)
+
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+def test_a_posterior_is_where_its_network_is(device):
+    posterior = ds.MAP(tiny.mlp().to(device))
+    assert posterior.device.type == posterior.steps.device.type == device
+
+
+def test_map_is_the_network():
+    network, (x, _) = tiny.mlp().double(), tiny.points()
+    posterior = ds.MAP(network)
+    assert torch.equal(posterior.eval()(x)[0], network(x))
+    torch.testing.assert_close(posterior.predict(x).mean, network(x).softmax(1), rtol=0, atol=1e-12)
+    assert {id(p) for p in posterior.parameters()} == {id(p) for p in network.parameters()}
+    assert float(posterior.predict(x).epistemic.abs().max()) < 1e-12
+
+
+def test_a_posterior_is_no_network():
+    network = tiny.mlp()
+    for wrong in (
+        lambda: ds.MAP(ds.MAP(network)),
+        lambda: ds.DeepEnsemble([ds.MAP(network), ds.MAP(tiny.mlp())]),
+        lambda: ds.BatchEnsemble(ds.MAP(network), modulation=ds.Modulation.sign()),
+        lambda: ds.NodeBNN(ds.MAP(network), data_size=9),
+    ):
+        refuses(wrong, "expected a network, got the posterior MAP; pass the network", TypeError)
+
 
 OPTIMIZERS = {
     "sgd": lambda p: SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
@@ -37,7 +117,7 @@ def test_stacked_training_equals_separate_training(name, how):
     x, y = tiny.points()
     together = optimizer(posterior.parameters())
     apart = [optimizer(net.parameters()) for net in networks]
-    for _ in range(20):
+    for _ in range(8):
         posterior.zero_grad()
         posterior.backward(x, y)
         together.step()
@@ -126,9 +206,6 @@ def test_members_are_what_the_caller_built():
     for i, net in enumerate(networks):
         assert tiny.largest_difference(tiny.state(posterior.member(i)), tiny.state(net)) == 0
     assert len(posterior.state_dict()) == len(networks[0].state_dict()) + 3  # and temperature, steps, description
-
-
-def test_a_generator_of_networks_will_do():
     assert ds.DeepEnsemble(deep() for _ in range(2)).particles.members == 2
 
 
@@ -153,10 +230,7 @@ def frozen():
 @pytest.mark.parametrize(
     ("networks", "text"),
     [
-        (
-            lambda: [nn.Linear(4, 3), nn.Linear(4, 2)],
-            "layer ''.*out_features=3.*in member 0.*out_features=2.*in member 1",
-        ),
+        (lambda: [nn.Linear(4, 3), nn.Linear(4, 2)], "''.*out_features=3.*in member 0.*out_features=2.*in member 1"),
         (lambda: [activation(0.1), activation(0.1), activation(0.2)], "layer '1'.*0.1.*in member 0.*0.2.*in member 2"),
         (lambda: [nn.Linear(4, 3), nn.Linear(4, 3).double()], "float32 in member 0.*float64 in member 1"),
         (lambda: [Tied(True), Tied(False)], "parameter 'b.weight'.*tied to a.weight in member 0"),
@@ -168,43 +242,21 @@ def frozen():
     ids=["width", "activation", "dtype", "tying", "freezing", "nesting", "bias", "momentum"],
 )
 def test_networks_of_different_architecture_are_refused(networks, text):
-    with pytest.raises(
-        ValueError, match=f"expected members of one architecture, got .*{text}.*; build all members the same way"
-    ):
-        ds.DeepEnsemble(networks())
+    told = f"expected members of one architecture, got .*{text}.*; build all members the same way"
+    refuses(lambda: ds.DeepEnsemble(networks()), told)
 
 
-def test_one_module_twice_is_refused():
+def test_what_makes_no_ensemble_is_refused():
     network = deep()
-    with pytest.raises(ValueError, match="expected members that start at different weights, got members 0 and 2 equal"):
-        ds.DeepEnsemble([network, deep(), network])
-
-
-def test_deep_copies_are_refused():
-    network = deep()
-    with pytest.raises(
-        ValueError, match=r"got members 0 and 2 equal; initialise each one separately, .* instead of copying"
-    ):
-        ds.DeepEnsemble([network, deep(), copy.deepcopy(network)])
-
-
-def test_a_frozen_common_backbone_with_own_heads_is_welcome():
-    backbone = nn.Linear(4, 6).requires_grad_(False)
-    networks = [nn.Sequential(copy.deepcopy(backbone), nn.ReLU(), nn.Linear(6, 3)) for _ in range(2)]
-    assert ds.DeepEnsemble(networks).particles.members == 2
-
-
-def test_an_empty_list_is_refused():
+    equal = (
+        r"expected members that start at different weights, got members 0 and 2 equal; initialise each one separately"
+    )
+    for again in (network, copy.deepcopy(network)):
+        refuses(partial(ds.DeepEnsemble, [network, deep(), again]), rf"{equal}, .* instead of copying")
     refuses(lambda: ds.DeepEnsemble([]), "expected at least one module, got none")
-
-
-@pytest.mark.parametrize("make", [lambda: deep(), lambda: nn.Linear(4, 3)])
-def test_a_single_module_is_refused(make):
-    refuses(lambda: ds.DeepEnsemble(make()), "expected a sequence of modules, got one module", TypeError)
-
-
-def test_things_that_are_no_modules_are_refused():
     refuses(lambda: ds.DeepEnsemble([nn.Linear, nn.Linear]), r"expected an nn\.Module, got type", TypeError)
+    for module in (deep(), nn.Linear(4, 3)):
+        refuses(partial(ds.DeepEnsemble, module), "expected a sequence of modules, got one module", TypeError)
 
 
 def test_a_function_that_makes_networks_makes_as_many_as_members():
@@ -214,12 +266,6 @@ def test_a_function_that_makes_networks_makes_as_many_as_members():
     listed = ds.DeepEnsemble([tiny.mlp() for _ in range(3)])
     assert tiny.largest_difference(tiny.state(made), tiny.state(listed)) == 0
     assert ds.SVGD(tiny.mlp, members=2, data_size=8).particles.members == 2
-    for wrong in (
-        {"networks": tiny.mlp},
-        {"networks": [tiny.mlp()], "members": 3},
-        {"networks": tiny.mlp(), "members": 3},
-    ):
-        with pytest.raises(
-            ValueError, match=r"a function that makes one and members=.*DeepEnsemble\(make, members=3\)"
-        ):
-            ds.DeepEnsemble(**wrong)
+    told = r"a function that makes one and members=.*DeepEnsemble\(make, members=3\)"
+    for networks, members in ((tiny.mlp, {}), ([tiny.mlp()], {"members": 3}), (tiny.mlp(), {"members": 3})):
+        refuses(partial(ds.DeepEnsemble, networks, **members), told)

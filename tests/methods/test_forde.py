@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from test_lit import input_gradients
+from test_interacting_members import input_gradients
 from test_rde import flat_gradients, networks, plain
 from torch import Tensor, nn
 
@@ -172,14 +172,9 @@ def test_batches_gathered_to_a_step_are_scaled_by_the_rows_of_the_step(engine):
     for posterior, batches, accumulate in ((gathered, 4, 4), (single, 1, 1), (named, 1, 1)):
         optimizer = torch.optim.SGD(posterior.parameters(), lr=0.0)
         ds.fit(
-            posterior,
-            [(x, y)] * batches,
-            epochs=1,
-            optimizer=optimizer,
-            accumulate=accumulate,
-            engine=engine,
+            posterior, [(x, y)] * batches, epochs=1, optimizer=optimizer, accumulate=accumulate, engine=engine,
             progress=False,
-        )
+        )  # fmt: skip
     expected = expected_gradients(nets, x, y, 1 / 32)
     torch.testing.assert_close(flat_gradients(gathered), expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(flat_gradients(named), expected, rtol=0, atol=1e-10)
@@ -283,7 +278,7 @@ def test_near_equal_members_separate():
     angles = {}
     for posterior in (FoRDE([first, second]), ds.DeepEnsemble([first, second])):
         optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1, momentum=0.9)
-        history = ds.fit(posterior, [(x, y)] * 100, epochs=1, optimizer=optimizer, progress=False)
+        history = ds.fit(posterior, [(x, y)] * 60, epochs=1, optimizer=optimizer, progress=False)
         assert math.isfinite(history[-1].loss)
         angles[posterior.name] = angle(posterior, x, y)
     assert angles["deep_ensemble"] < 0.02
@@ -325,7 +320,7 @@ def test_repulsion_makes_input_gradients_differ():
     density, loss = {}, {}
     for posterior in (FoRDE(nets, repulsion=0.1), ds.DeepEnsemble(nets)):
         optimizer = torch.optim.Adam(posterior.parameters(), lr=0.02)
-        history = ds.fit(posterior, [(x, y)] * 150, epochs=1, optimizer=optimizer, progress=False)
+        history = ds.fit(posterior, [(x, y)] * 60, epochs=1, optimizer=optimizer, progress=False)
         g = input_gradients([posterior.member(i) for i in range(4)], x, y).detach()
         # at a bandwidth that is the same for both: mean cosine between members
         unit = nn.functional.normalize(g, dim=2)
@@ -448,7 +443,7 @@ def test_linear_networks_and_frozen_encoders_repel():
         moved = tiny.largest_difference(tiny.gradients(posterior), tiny.gradients(ensemble))
         assert moved > 1e-3
         optimizer = torch.optim.SGD([p for p in posterior.parameters() if p.requires_grad], lr=0.1)
-        history = ds.fit(posterior, [(x, y)] * 20, epochs=2, optimizer=optimizer, progress=False)
+        history = ds.fit(posterior, [(x, y)] * 3, epochs=2, optimizer=optimizer, progress=False)
         assert math.isfinite(history[-1].loss)
 
 

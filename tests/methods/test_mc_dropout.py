@@ -49,30 +49,16 @@ def test_masks_stay_for_every_batch_and_change_at_the_next_draw():
     assert abs(agreement - 0.5) < 4 * math.sqrt(0.25 / (2 * WIDE))
 
 
-def test_a_module_used_twice_drops_different_units():
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drop = nn.Dropout(0.5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.stack([self.drop(x), self.drop(x)], 1)
-
-    kept = ds.MCDropout(Twice(), samples=3).draw()(torch.ones(2, WIDE))  # (M, B, 2, D)
-    agreement = float((kept[:, 0, 0] == kept[:, 0, 1]).double().mean())
-    assert abs(agreement - 0.5) < 4 * math.sqrt(0.25 / (3 * WIDE))
-
-
-def test_two_modules_drop_different_units():
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Dropout(0.5), nn.Dropout(0.5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.stack([self.a(x), self.b(x)], 1)
-
-    kept = ds.MCDropout(Both(), samples=3).draw()(torch.ones(2, WIDE))
+@pytest.mark.parametrize(
+    "network",
+    [
+        tiny.Network(lambda self, x: torch.stack([self.drop(x), self.drop(x)], 1), drop=nn.Dropout(0.5)),
+        tiny.Network(lambda self, x: torch.stack([self.a(x), self.b(x)], 1), a=nn.Dropout(0.5), b=nn.Dropout(0.5)),
+    ],
+    ids=["one module twice", "two modules"],
+)
+def test_a_module_used_twice_and_two_modules_drop_different_units(network):
+    kept = ds.MCDropout(network, samples=3).draw()(torch.ones(2, WIDE))  # (M, B, 2, D)
     agreement = float((kept[:, 0, 0] == kept[:, 0, 1]).double().mean())
     assert abs(agreement - 0.5) < 4 * math.sqrt(0.25 / (3 * WIDE))
 
@@ -217,63 +203,34 @@ def test_a_rate_that_is_none_is_refused(rate):
     refuses(lambda: ds.MCDropout(tiny.mlp(), rate=rate), "expected rate above 0 and below 1")
 
 
-def test_no_samples_are_refused():
-    refuses(lambda: ds.MCDropout(tiny.mlp(0.5), samples=0), "expected samples of at least 1, got 0")
-
-
-def test_a_rate_and_dropout_of_its_own_are_refused():
-    with pytest.raises(ValueError, match="expected a network without dropout if rate is given, got 3; pass rate=None"):
-        ds.MCDropout(tiny.mlp(0.5), rate=0.1)
-
-
-def test_a_single_layer_has_no_place_for_inserted_dropout():
-    with pytest.raises(ValueError, match=r"expected at least two linear or convolutional layers .* got 1"):
-        ds.MCDropout(nn.Linear(4, 3), rate=0.1)
-
-
-def test_functional_dropout_only_is_an_error_that_says_why():
-    class Functional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(self.layer(x), 0.5, training=self.training)
-
-    with pytest.raises(
-        ValueError, match=r"functional dropout \(F.dropout\) has no module to switch on: use nn.Dropout"
-    ):
-        ds.MCDropout(Functional())
-
-
-def test_dropout_inside_a_recurrent_layer_is_named():
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.head = nn.LSTM(4, 5, num_layers=2, dropout=0.5, batch_first=True), nn.Linear(5, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.lstm(x)[0][:, -1])
-
-    refuses(lambda: ds.MCDropout(Recurrent()), r"got none \(lstm drop inside their own forward\)")
-
-
-def test_dropout_of_rate_zero_is_no_dropout():
-    with pytest.raises(ValueError, match="expected a network with dropout modules of positive rate, got none"):
-        ds.MCDropout(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.0)))
+@pytest.mark.parametrize(
+    ("network", "keywords", "told"),
+    [
+        (tiny.mlp(0.5), {"samples": 0}, "expected samples of at least 1, got 0"),
+        (tiny.mlp(0.5), {"rate": 0.1}, "expected a network without dropout if rate is given, got 3; pass rate=None"),
+        (nn.Linear(4, 3), {"rate": 0.1}, r"expected at least two linear or convolutional layers .* got 1"),
+        (
+            tiny.Network(lambda self, x: F.dropout(self.layer(x), 0.5, self.training), layer=nn.Linear(4, 3)),
+            {},
+            r"functional dropout \(F.dropout\) has no module to switch on: use nn.Dropout",
+        ),
+        (
+            nn.LSTM(4, 5, num_layers=2, dropout=0.5),
+            {},
+            r"got none \(the network itself|got none \(.*drop inside their own",
+        ),
+        (nn.Dropout(0.0), {}, "expected a network with dropout modules of positive rate, got none"),
+    ],
+    ids=["no samples", "rate and dropout", "a single layer", "functional", "recurrent", "rate 0"],
+)
+def test_networks_and_settings_without_dropout_are_refused(network, keywords, told):
+    refuses(lambda: ds.MCDropout(nn.Sequential(network) if not keywords else network, **keywords), told)
 
 
 def test_dropout_that_forward_never_calls_is_an_error():
-    class Idle(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.drop = nn.Linear(4, 3), nn.Dropout(0.5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x)
-
-    with pytest.raises(ValueError, match=r"calls its dropout modules, got none of drop called"):
-        ds.MCDropout(Idle()).predict(torch.zeros(2, 4))
+    idle = tiny.Network(lambda self, x: self.layer(x), layer=nn.Linear(4, 3), drop=nn.Dropout(0.5))
+    told = r"calls its dropout modules, got none of drop called"
+    refuses(lambda: ds.MCDropout(idle).predict(torch.zeros(2, 4)), told)
 
 
 def test_refresh_stores_the_draw(tmp_path):
@@ -302,17 +259,10 @@ def test_fit_stores_a_draw():
 def test_attention_layers_drop_too(caplog):
     """In eval mode torch would take a road past the dropout modules; masks must not be lost on it."""
 
-    class Encoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5, batch_first=True)
-            self.head = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.layer(x)[:, 0])
-
+    encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5, batch_first=True)
+    network = tiny.Network(lambda self, x: self.head(self.layer(x)[:, 0]), layer=encoder, head=nn.Linear(4, 3))
     with caplog.at_level(logging.INFO, logger="dissensus"):
-        posterior = ds.MCDropout(Encoder(), samples=3)
+        posterior = ds.MCDropout(network, samples=3)
     assert "dropout inside layer.self_attn stays off in prediction, because it has no module" in caplog.text
     assert sorted(posterior.sites) == ["layer.dropout", "layer.dropout1", "layer.dropout2"]
     x = torch.randn(2, 5, 4)
@@ -325,15 +275,9 @@ def test_attention_layers_drop_too(caplog):
 
 
 def test_what_vmap_cannot_run_drops_all_the_same():
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.drop, self.head = nn.LSTM(4, 5, batch_first=True), nn.Dropout(0.5), nn.Linear(5, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.drop(self.lstm(x)[0][:, -1]))
-
-    posterior = ds.MCDropout(Recurrent(), samples=3).eval()
+    layers = {"lstm": nn.LSTM(4, 5, batch_first=True), "drop": nn.Dropout(0.5), "head": nn.Linear(5, 3)}
+    network = tiny.Network(lambda self, x: self.head(self.drop(self.lstm(x)[0][:, -1])), **layers)
+    posterior = ds.MCDropout(network, samples=3).eval()
     x = torch.randn(2, 6, 4)
     drawn = posterior.draw()
     outputs = drawn(x)
@@ -343,15 +287,8 @@ def test_what_vmap_cannot_run_drops_all_the_same():
 
 
 def test_inputs_of_another_length_get_masks_of_their_own():
-    class Pooled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drop, self.head = nn.Dropout(0.5), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.drop(x).mean(1))
-
-    drawn = ds.MCDropout(Pooled(), samples=3).draw()
+    pooled = tiny.Network(lambda self, x: self.head(self.drop(x).mean(1)), drop=nn.Dropout(0.5), head=nn.Linear(4, 3))
+    drawn = ds.MCDropout(pooled, samples=3).draw()
     short, long = torch.randn(2, 5, 4), torch.randn(2, 8, 4)
     first = drawn(short)
     assert drawn(long).shape == (3, 2, 3)

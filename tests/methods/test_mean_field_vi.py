@@ -32,13 +32,9 @@ def test_of_a_gaussian_posterior_it_finds_the_mean_and_one_over_the_precisions(t
     mean = torch.linalg.solve(precision, with_one.T @ y / noise**2).flatten()
 
     posterior = ds.MeanFieldVI(
-        nn.Linear(3, 1).double(),
-        likelihood=ds.Regression(noise=noise),
-        weight_prior_std=scale,
-        data_size=points,
-        posterior_temperature=temperature,
-        init_std=0.1,
-    )
+        nn.Linear(3, 1).double(), likelihood=ds.Regression(noise=noise), weight_prior_std=scale, data_size=points,
+        posterior_temperature=temperature, init_std=0.1,
+    )  # fmt: skip
     optimizer = torch.optim.Adam(posterior.parameters(), lr=0.1)
     many = x.repeat(copies, 1), y.repeat(copies, 1)  # as many draws of each output
     for step in range(200):
@@ -83,20 +79,18 @@ class Positions(nn.Module):
         return self.head(hidden.sum(0))
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.head = nn.GRU(1, 4, batch_first=True), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(self.rnn(x[..., None])[0][:, -1])
-
-
 NETWORKS = {
     "mlp": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), ["0", "2"]),
     "twice": (Twice, ["first"]),
     "positions": (Positions, ["each", "conv", "head"]),
-    "recurrent": (Recurrent, ["head"]),
+    "recurrent": (
+        lambda: tiny.Network(
+            lambda self, x: self.head(self.rnn(x[..., None])[0][:, -1]),
+            rnn=nn.GRU(1, 4, batch_first=True),
+            head=nn.Linear(4, 3),
+        ),
+        ["head"],
+    ),
 }
 
 
@@ -119,15 +113,7 @@ def test_the_loss_is_the_mean_nll_of_drawn_functions_plus_kl_over_n(make, apart)
 
 def test_a_layer_that_is_called_twice_has_the_same_weights_both_times():
     # y = w (w x) with w ~ N(μ, σ²): E y = μ² + σ², of two draws it would be μ².
-    class Square(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Linear(1, 1, bias=False)
-
-        def forward(self, x):
-            return self.w(self.w(x))
-
-    network = Square().double()
+    network = tiny.Network(lambda self, x: self.w(self.w(x)), w=nn.Linear(1, 1, bias=False)).double()
     nn.init.constant_(network.w.weight, 0.5)
     posterior = ds.MeanFieldVI(network, init_std=1.0, train_samples=200, likelihood=ds.Regression(noise=1.0), **SIZED)
     one = torch.ones(1, 1, dtype=torch.float64)
@@ -222,15 +208,8 @@ def test_frozen_tensors_have_no_noise():
 
 
 def test_a_network_that_takes_no_batch_of_two_has_one_draw_for_all(caplog):
-    class Whole(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.layer(x.reshape(12, 4))
-
-    posterior = ds.MeanFieldVI(Whole().double(), **SIZED)
+    whole = tiny.Network(lambda self, x: self.layer(x.reshape(12, 4)), layer=nn.Linear(4, 3))
+    posterior = ds.MeanFieldVI(whole.double(), **SIZED)
     with caplog.at_level("INFO", logger="dissensus"):
         posterior.backward(*tiny.points())
     assert posterior._layers == []
@@ -239,15 +218,10 @@ def test_a_network_that_takes_no_batch_of_two_has_one_draw_for_all(caplog):
 
 
 def test_activation_checkpointing_would_draw_other_noise_and_is_an_error():
-    class Again(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
+    def run_again(self, x):
+        return self.b(torch.utils.checkpoint.checkpoint(lambda h: self.a(h).tanh(), x, use_reentrant=False))
 
-        def forward(self, x):
-            return self.b(torch.utils.checkpoint.checkpoint(lambda h: self.a(h).tanh(), x, use_reentrant=False))
-
-    posterior = ds.MeanFieldVI(Again().double(), **SIZED)
+    posterior = ds.MeanFieldVI(tiny.Network(run_again, a=nn.Linear(4, 5), b=nn.Linear(5, 3)).double(), **SIZED)
     refuses(lambda: posterior.backward(*tiny.points()), "got 'a' run again in the backward pass, without its noise")
 
 
@@ -301,10 +275,8 @@ def test_what_it_cannot_do_is_a_clear_error():
     refuses(lambda: ds.track(network, [ds.MeanFieldVI]), "got the members of another posterior", TypeError)
     posterior = ds.MeanFieldVI(network, **SIZED)
     posterior.use_prior(None)
-    with pytest.raises(
-        ValueError, match=r"expected a Gaussian prior on every learned deviation.*got none on '0.weight'"
-    ):
-        posterior.backward(*tiny.points())
+    told = r"expected a Gaussian prior on every learned deviation.*got none on '0.weight'"
+    refuses(lambda: posterior.backward(*tiny.points()), told)
 
 
 def test_weight_decay_that_would_move_deviations_is_said(caplog):

@@ -1,14 +1,28 @@
-"""NodeBNN: counts, what latents at 1 and collapsed ones compute, the objective, prediction, files and bad input."""
+"""NodeBNN and RankOneBNN: counts, what fixed latents compute, the objective and its bounds, files and bad input."""
 
 import copy
 import math
 
 import pytest
 import torch
-from torch import nn
+from torch import distributions, nn
+from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal, kl_divergence
 
 import dissensus as ds
 import tiny
+from dissensus.layers.frozen_norm import FrozenNorm
+from dissensus.methods.parts.node_latents import (
+    RELEASED,
+    Complexity,
+    bhattacharyya,
+    cauchy_noise,
+    component_entropies,
+    cross_entropy,
+    entropy_bound,
+    inverse_softplus,
+    sample_for_examples,
+    surrogate_kl,
+)
 from dissensus.layers.batch_norm import FrozenNorm
 from dissensus.methods.parts.node_latents import cross_entropy, entropy_bound, sample_for_examples, surrogate_kl
 from dissensus.methods.parts.node_posterior import NodeFunctions
@@ -491,8 +505,8 @@ def test_bad_settings_are_clear_errors(keywords, message):
 
 def test_other_bad_input_is_a_clear_error():
     refuses(lambda: ds.NodeBNN(tiny.mlp()), r"expected data_size, got none; pass data_size=len\(training_set\)")
-    with pytest.raises(ValueError, match="expected a network with a linear or convolutional layer, got Sequential"):
-        ds.NodeBNN(nn.Sequential(nn.BatchNorm1d(3)), data_size=9)
+    told = "expected a network with a linear or convolutional layer, got Sequential"
+    refuses(lambda: ds.NodeBNN(nn.Sequential(nn.BatchNorm1d(3)), data_size=9), told)
     refuses(lambda: build().collapse(4), "index 4 is out of bounds for dimension 0 with size 4", IndexError)
     refuses(lambda: build().collapse(-5), "expected component of at least -4, got -5; this posterior has 4")
     refuses(lambda: build(data_size="600"), "expected data_size as a whole number, got '600'; pass an int", TypeError)
@@ -503,23 +517,247 @@ def test_other_bad_input_is_a_clear_error():
     refuses(lambda: build(components=True), "expected components as a whole number, got True", TypeError)
 
 
-class TimeFirst(nn.Module):
-    """(B, T, 4) -> (B, 3), with time on the first axis inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.encode = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(self.encode(x.transpose(0, 1)).mean(0))
-
-
 def test_a_layer_that_does_not_see_the_batch_first_is_named_even_where_that_axis_is_as_long():
-    posterior = ds.NodeBNN(TimeFirst(), data_size=9, train_samples=2)
+    layers = {"encode": nn.Linear(4, 4), "head": nn.Linear(4, 3)}  # (B, T, 4) -> (B, 3), time on the first axis inside
+    network = tiny.Network(lambda self, x: self.head(self.encode(x.transpose(0, 1)).mean(0)), **layers)
+    posterior = ds.NodeBNN(network, data_size=9, train_samples=2)
     x, y = torch.randn(3, 6, 4), torch.tensor([0, 1, 2])  # 2 · 3 rows, as there are times
     refuses(lambda: posterior.backward(x, y), r"layer 'encode', got a tensor of shape \(6, 2, 4\).*exclude this layer")
     refuses(lambda: ds.fit(posterior, [(x, y)], epochs=1, progress=False), "layer 'encode'")
-    left_out = ds.NodeBNN(TimeFirst(), data_size=9, train_samples=2, layers=["head"])
+    left_out = ds.NodeBNN(network, data_size=9, train_samples=2, layers=["head"])
     left_out.backward(x, y)
     assert left_out.account.left == {"encode": "not selected by layers="}
+
+
+MEAN = torch.tensor([[1.0, 0.8], [1.2, 1.1]], dtype=torch.float64)
+STD = torch.tensor([[0.3, 0.2], [0.25, 0.4]], dtype=torch.float64)
+
+
+def mixture(mean, std):
+    weights = Categorical(torch.ones(len(mean), dtype=mean.dtype))
+    return MixtureSameFamily(weights, Independent(Normal(mean, std), 1))
+
+
+def random_mixture(generator, components, latents):
+    mean = 1 + 0.3 * torch.randn(components, latents, dtype=torch.float64, generator=generator)
+    return mean, 0.05 + 0.5 * torch.rand(components, latents, dtype=torch.float64, generator=generator)
+
+
+def test_the_golden_values_of_two_components():
+    distance = bhattacharyya(MEAN, STD).sum(2)
+    assert float(distance[0, 1]) == pytest.approx(0.297910, abs=1e-6)
+    assert float(bhattacharyya(MEAN, STD, factor=RELEASED).sum(2)[0, 1]) == pytest.approx(0.164355, abs=1e-6)
+    assert float(entropy_bound(MEAN, STD)) == pytest.approx(0.417781, abs=1e-6)
+    assert float(entropy_bound(MEAN, STD, factor=RELEASED)) == pytest.approx(0.358684, abs=1e-6)
+    torch.testing.assert_close(distance.diagonal(), torch.zeros(2, dtype=torch.float64), rtol=0, atol=1e-15)
+    torch.testing.assert_close(distance, distance.T, rtol=0, atol=1e-15)
+
+
+def test_the_mixture_entropy_of_the_golden_components_lies_above_both_bounds():
+    torch.manual_seed(0)
+    q = mixture(MEAN, STD)
+    log_q = q.log_prob(q.sample((100_000,)))
+    error = float(log_q.std()) / len(log_q) ** 0.5
+    assert -float(log_q.mean()) == pytest.approx(0.4969, abs=4 * error + 1e-4)
+
+
+def test_the_entropy_bound_lies_below_a_monte_carlo_estimate_in_random_mixtures():
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(1)
+    exact_tighter = 0
+    for i in range(60):
+        mean, std = random_mixture(generator, components=1 + i % 6, latents=1 + i % 9)
+        q = mixture(mean, std)
+        log_q = q.log_prob(q.sample((2000,)))
+        error = float(log_q.std()) / len(log_q) ** 0.5
+        bound, loose = float(entropy_bound(mean, std)), float(entropy_bound(mean, std, factor=RELEASED))
+        assert loose <= bound + 1e-12
+        assert bound <= -float(log_q.mean()) + 4 * error
+        exact_tighter += bound > loose + 1e-9
+    assert exact_tighter > 45  # all but the mixtures of one component
+
+
+def test_components_far_apart_earn_log_k_and_equal_ones_nothing():
+    std = torch.full((4, 3), 0.1, dtype=torch.float64)
+    alone = component_entropies(std)[0]
+    far = entropy_bound(torch.arange(4.0, dtype=torch.float64)[:, None].expand(4, 3) * 100, std)
+    assert float(far - alone) == pytest.approx(math.log(4), abs=1e-12)
+    assert float(entropy_bound(torch.ones_like(std), std) - alone) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_bounding_every_layer_alone_counts_log_k_once_for_each_and_is_the_sum_over_layers():
+    generator = torch.Generator().manual_seed(2)
+    mean, std = random_mixture(generator, components=3, latents=7)
+    layers = zip(mean.split([2, 4, 1], 1), std.split([2, 4, 1], 1), strict=True)
+    expected = sum(entropy_bound(m, s) for m, s in layers)
+    torch.testing.assert_close(entropy_bound(mean, std, widths=[2, 4, 1]), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(entropy_bound(mean, std, widths=[7]), entropy_bound(mean, std), rtol=0, atol=1e-12)
+    far = torch.arange(3.0, dtype=torch.float64)[:, None].expand(3, 7) * 100
+    extra = entropy_bound(far, std, widths=[2, 4, 1]) - entropy_bound(far, std)
+    assert float(extra) == pytest.approx(2 * math.log(3), abs=1e-9)
+
+
+@pytest.mark.parametrize("is_prior", [True, False])
+def test_the_kl_of_one_component_is_that_of_two_gaussians(is_prior):
+    mean, std = random_mixture(torch.Generator().manual_seed(3), components=1, latents=6)
+    if is_prior:  # a KL of 0
+        mean, std = torch.ones_like(mean), torch.full_like(std, 0.3)
+    expected = kl_divergence(Normal(mean, std), Normal(torch.ones_like(mean), torch.full_like(std, 0.3))).sum()
+    found = cross_entropy(mean, std, 0.3) - entropy_bound(mean, std)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(surrogate_kl(mean, std, 0.3), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_surrogate_is_the_kl_of_the_average_of_the_components():
+    centre, deviation = MEAN.mean(0), STD.square().sum(0).sqrt() / 2
+    prior = Normal(torch.ones(2, dtype=torch.float64), torch.full((2,), 0.1, dtype=torch.float64))
+    expected = kl_divergence(Normal(centre, deviation), prior).sum()
+    torch.testing.assert_close(surrogate_kl(MEAN, STD, 0.1), expected, rtol=1e-12, atol=0)
+
+
+def test_the_cross_entropy_is_the_mean_of_the_log_prior_under_the_mixture():
+    torch.manual_seed(4)
+    z = mixture(MEAN, STD).sample((100_000,))
+    log_p = Normal(1.0, 0.3).log_prob(z).sum(1)
+    error = float(log_p.std()) / len(log_p) ** 0.5
+    assert float(cross_entropy(MEAN, STD, 0.3)) == pytest.approx(-float(log_p.mean()), abs=4 * error)
+
+
+def test_raw_std_is_the_inverse_of_softplus_from_small_to_large():
+    std = torch.tensor([1e-4, 0.02, 0.3, 5.0, 50.0], dtype=torch.float64)
+    torch.testing.assert_close(torch.nn.functional.softplus(inverse_softplus(std)), std, rtol=1e-12, atol=0)
+
+
+FACTOR_MEAN = torch.tensor([[1.0, 0.8, 1.3], [1.2, 1.1, 0.9]], dtype=torch.float64)
+FACTOR_STD = torch.tensor([[0.3, 0.2, 0.1], [0.25, 0.4, 0.2]], dtype=torch.float64)
+LAWS = {"gaussian": distributions.Normal, "cauchy": distributions.Cauchy}
+
+
+def build_rank_one(network=None, **keywords):
+    settings = {"components": 2, "samples": 4, "data_size": 50, **keywords}
+    return ds.RankOneBNN((network or tiny.mlp()).double(), **settings)
+
+
+@pytest.mark.parametrize("family", LAWS)
+def test_one_component_has_the_kl_of_its_law_exactly(family):
+    law = LAWS[family]
+    q, p = (
+        law(FACTOR_MEAN[0], FACTOR_STD[0]),
+        law(torch.ones(3, dtype=torch.float64), torch.full((3,), 0.4, dtype=torch.float64)),
+    )
+    cost = Complexity(0.4, (3,), family=family)
+    entropy = q.entropy().sum()
+    torch.testing.assert_close(cost.entropy(FACTOR_MEAN[:1], FACTOR_STD[:1]), entropy, rtol=1e-12, atol=0)
+    if family == "gaussian":
+        kl = distributions.kl_divergence(q, p).sum()
+    else:  # torch has no KL of Cauchy laws: a quadrature over quantiles, (i − ½) / n of the distribution of q
+        at = q.icdf((torch.arange(200_000, dtype=torch.float64)[:, None] + 0.5) / 200_000)
+        kl = (q.log_prob(at) - p.log_prob(at)).mean(0).sum()
+    torch.testing.assert_close(cost.kl(FACTOR_MEAN[:1], FACTOR_STD[:1]), kl, rtol=1e-5, atol=0)
+    torch.testing.assert_close(cost.kl(FACTOR_MEAN[:1], FACTOR_STD[:1], 0.3), kl + 0.7 * entropy, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("family", LAWS)
+def test_the_cost_of_a_mixture_is_at_least_its_kl(family):
+    law, draws = LAWS[family], 100_000
+    q = distributions.MixtureSameFamily(
+        distributions.Categorical(torch.ones(2, dtype=torch.float64)),
+        distributions.Independent(law(FACTOR_MEAN, FACTOR_STD), 1),
+    )
+    p = distributions.Independent(law(torch.ones(3, dtype=torch.float64), torch.full((3,), 0.4).double()), 1)
+    at = q.sample((draws,))
+    ratio = q.log_prob(at) - p.log_prob(at)
+    bound, error = (
+        float(Complexity(0.4, (3,), family=family).kl(FACTOR_MEAN, FACTOR_STD)),
+        float(ratio.std()) / draws**0.5,
+    )
+    assert bound > float(ratio.mean()) - 4 * error
+    assert bound < float(ratio.mean()) + torch.log(torch.tensor(2.0)) + 4 * error  # it loses log K at most
+
+
+@pytest.mark.parametrize("family", LAWS)
+def test_latents_are_drawn_from_their_law(family):
+    posterior = build_rank_one(nn.Linear(2, 2), family=family, components=1, samples=20_000)
+    latents = posterior._sample_latents()  # (S, 4)
+    law = LAWS[family](posterior.mean[0].detach(), posterior.std[0].detach())
+    shares = torch.stack([(latents <= law.icdf(torch.tensor(q))).double().mean(0) for q in (0.1, 0.5, 0.9)])
+    expected = torch.tensor([[0.1], [0.5], [0.9]], dtype=torch.float64)
+    error = (expected * (1 - expected) / 20_000).sqrt()
+    assert bool(((shares - expected).abs() < 5 * error).all())
+    assert bool(cauchy_noise(1_000_000, dtype=torch.float32, device="cpu").isfinite().all())
+
+
+def test_a_function_is_s_times_w_times_r_x_plus_b():
+    layer, x = nn.Linear(3, 2), torch.randn(5, 3, dtype=torch.float64)
+    posterior = build_rank_one(layer).eval()
+    drawn = posterior.draw()
+    for i, latents in enumerate(drawn.latents):
+        r, s = latents[:3], latents[3:]
+        expected = s * (x * r @ layer.weight.T + layer.bias)
+        torch.testing.assert_close(drawn(x)[i], expected.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(drawn.member(i)(x), expected, rtol=0, atol=1e-12)
+    assert posterior.latents == 5
+
+
+def test_means_start_from_the_prior_or_from_a_modulation():
+    wide = nn.Linear(2000, 2000)
+    mean = build_rank_one(wide).mean.detach()
+    assert float(mean.mean()) == pytest.approx(1.0, abs=5 * 0.1 / mean.numel() ** 0.5)
+    assert float(mean.std()) == pytest.approx(0.1, rel=5 * (2 * mean.numel()) ** -0.5)
+    assert build_rank_one(wide, modulation=ds.Modulation.sign()).mean.detach().unique().tolist() == [-1.0, 1.0]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 2.5])
+def test_gamma_of_a_node_bnn_is_a_posterior_temperature_of_one_plus_gamma(gamma):
+    # E −log p(y, z) − T H[q] at T = 1 + γ is E −log p(y | z) + KL − γ H: the same loss of the same latents and noise.
+    x, y = tiny.points()
+    settings = {"components": 2, "prior_std": 0.2, "data_size": 50}
+    node = ds.NodeBNN(tiny.mlp().double(), mode="both", posterior_temperature=1 + gamma, **settings)
+    rank = ds.RankOneBNN(tiny.mlp().double(), posterior_temperature=1 + gamma, **settings)
+    rank.load_state_dict(node.state_dict())
+    losses = []
+    for posterior in (node.eval(), rank.eval()):
+        torch.manual_seed(0)
+        losses.append(float(posterior.loss(x, y).detach()))
+    assert node.posterior_temperature == 1 + gamma
+    assert losses[0] == pytest.approx(losses[1], rel=1e-14)
+    torch.manual_seed(0)
+    rank.posterior_temperature = 1.0
+    plain = float(rank.loss(x, y).detach())
+    assert losses[1] == pytest.approx(plain - gamma * float(rank.entropy().detach()) / 50, rel=1e-12)
+
+
+def test_a_cold_posterior_is_narrow_and_a_hot_one_wide():
+    x, y = tiny.points(32)
+    widths = []
+    for temperature in (0.1, 5.0):
+        torch.manual_seed(0)
+        posterior = build_rank_one(posterior_temperature=temperature, data_size=32, init_std=0.1)
+        ds.fit(posterior, [(x, y)], epochs=60, optimizer=torch.optim.Adam(posterior.parameters(), 0.03), progress=False)
+        widths.append(float(posterior.std.detach().mean()))
+    assert widths[0] < 0.8 * 0.8 * widths[1]
+
+
+def test_what_is_saved_is_loaded_with_its_family_and_start(tmp_path):
+    posterior = build_rank_one(family="cauchy", modulation=ds.Modulation.sign(), posterior_temperature=0.5)
+    ds.fit(posterior, [tiny.points()], epochs=1, progress=False)
+    ds.save(posterior, tmp_path)
+    loaded = ds.load(tmp_path, tiny.mlp())
+    assert (loaded.family, loaded.modulation, loaded.posterior_temperature) == ("cauchy", ds.Modulation.sign(), 0.5)
+    assert torch.equal(loaded.kl(), posterior.kl())
+    assert torch.equal(loaded.predict(tiny.points()[0]).mean, posterior.predict(tiny.points()[0]).mean)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"family": "student"}, "expected family of gaussian, cauchy, got 'student'"),
+        ({"posterior_temperature": 0.0}, "expected posterior_temperature above 0, got 0.0"),
+        ({"prior_std": -1.0}, "expected prior_std above 0, got -1.0"),
+        ({"init_std": 0.0}, "expected init_std above 0, got 0.0"),
+        ({"data_size": None}, "expected data_size, got none"),
+    ],
+)
+def test_settings_that_make_no_sense_are_clear_errors(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        build_rank_one(**keywords)

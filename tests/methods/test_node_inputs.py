@@ -1,10 +1,16 @@
-"""NodeBNN: inputs beside the examples, which are as many as those by chance."""
+"""NodeBNN: networks that write into what a layer returns or skip a layer, and inputs beside the examples."""
+
+import logging
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import dissensus as ds
+from dissensus.layers.nodes import NodeLayer
+from refusals import refuses
 
 
 class Beside(nn.Module):
@@ -44,10 +50,8 @@ def test_a_table_as_long_as_a_later_batch_is_not_repeated_with_the_examples():
 
 def test_a_table_as_long_as_the_first_batch_is_refused():
     x, table = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
-    with pytest.raises(
-        ValueError, match=r"shapes \[\(4, 4\)\] with 4 examples, one of them without such rows; .* as a buffer"
-    ):
-        loss(Beside().double(), (x, table))
+    told = r"shapes \[\(4, 4\)\] with 4 examples, one of them without such rows; .* as a buffer"
+    refuses(lambda: loss(Beside().double(), (x, table)), told)
 
 
 class Joined(Beside):
@@ -62,10 +66,8 @@ def test_an_input_for_pairs_of_examples_is_refused(train_samples):
     torch.manual_seed(2)
     posterior = ds.NodeBNN(Joined(), data_size=9, train_samples=train_samples).double()
     x, joined, y = torch.randn(6, 4).double(), torch.rand(6, 6).double(), torch.arange(6) % 3
-    with pytest.raises(
-        ValueError, match=r"shapes \[\(6, 6\)\] with 6 examples, one of them without such rows; .* in forward"
-    ):
-        posterior.backward((x, joined), y)
+    told = r"shapes \[\(6, 6\)\] with 6 examples, one of them without such rows; .* in forward"
+    refuses(lambda: posterior.backward((x, joined), y), told)
     with pytest.raises(ValueError, match="one of them without such rows"):
         ds.fit(posterior, [((x, joined), y)], epochs=1, progress=False)
 
@@ -99,3 +101,168 @@ def test_rows_of_examples_in_several_tensors_are_repeated_together(kind, alike):
     alone = One().double()
     alone.load_state_dict(network.state_dict())
     torch.testing.assert_close(loss(network, (x, other)), loss(alone, (x + other,)))
+
+
+def build(net, **keywords):
+    return ds.NodeBNN(net, **{"data_size": 100, "components": 2, "samples": 4, **keywords}).to(torch.float64)
+
+
+def batch():
+    torch.manual_seed(0)
+    return torch.randn(6, 2, 4, 4, dtype=torch.float64), torch.randint(3, (6,))
+
+
+class Net(nn.Module):
+    """A convolution, something done to what it returns, a linear layer."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.conv, self.head, self.after = nn.Conv2d(2, 3, 3), nn.Linear(12, 3), after
+
+    def forward(self, x):
+        return self.head(self.after(self.conv(x)).flatten(1))
+
+
+class Read(nn.Module):
+    """A network that reads the weights of one of its layers and does not call it."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.first, self.head, self.calls = nn.Linear(32, 5), nn.Linear(5, 3), calls
+
+    def forward(self, x):
+        hidden = torch.tanh(F.linear(x.flatten(1), self.first.weight, self.first.bias))
+        return self.head(hidden) if self.calls else F.linear(hidden, self.head.weight, self.head.bias)
+
+
+def added(x):
+    x += 1.0
+    return torch.sigmoid(x)
+
+
+@pytest.mark.parametrize("mode", ["in", "out", "both"])
+@pytest.mark.parametrize(
+    ("after", "plain"),
+    [
+        (nn.ReLU(inplace=True), nn.ReLU()),
+        (nn.SiLU(inplace=True), nn.SiLU()),
+        (added, lambda x: torch.sigmoid(x + 1.0)),
+        (nn.Dropout(1e-12, inplace=True), nn.Identity()),
+    ],
+)
+def test_what_a_layer_returns_may_be_written_into(after, plain, mode):
+    (x, y), found = batch(), []
+    for each in (after, plain):
+        torch.manual_seed(1)
+        posterior = build(Net(each), mode=mode).train()
+        torch.manual_seed(2)
+        posterior.backward(x, y)
+        found.append({name: p.grad for name, p in posterior.named_parameters()})
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("write", [lambda x, on: F.dropout(x, 0.3, on, True), lambda x, on: x.add_(0.5) if on else x])
+def test_what_a_layer_returns_may_be_written_into_in_training_alone(write):
+    class Written(Net):
+        def forward(self, x):
+            outputs = self.conv(x)
+            return self.head(write(self.after(outputs), self.training).flatten(1))
+
+    (x, y), found = batch(), []
+    for after in (nn.Identity(), torch.clone):
+        torch.manual_seed(1)
+        posterior = build(Written(after), mode="both").train()
+        torch.manual_seed(2)
+        posterior.backward(x, y)
+        found.append({name: p.grad for name, p in posterior.named_parameters()})
+        assert all(part.training for part in posterior.particles.template.modules())
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_network_that_wants_even_batches_in_training_is_looked_at_in_eval_mode_alone():
+    class Even(Net):
+        def forward(self, x):
+            first, second = x.chunk(2) if self.training else (x, x)
+            if len(first) != len(second):
+                raise ValueError("an even batch")
+            return super().forward(x)
+
+    x, y = batch()
+    posterior = build(Even(nn.Identity())).train()
+    posterior.backward(x, y)
+    assert posterior.particles.template.network.conv.rewritten  # nobody knows
+
+
+def test_outputs_that_nobody_writes_into_have_the_short_backward_pass():
+    x, y = batch()
+    posterior = build(Net(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(inplace=True))))
+    posterior.backward(x, y)
+    layers = [part for part in posterior.particles.template.network.modules() if isinstance(part, NodeLayer)]
+    assert [layer.rewritten for layer in layers] == [False, False]
+    assert [layer.seen for layer in layers] == [None, None]
+    posterior = build(Net(nn.ReLU(inplace=True)))
+    posterior.backward(x, y)
+    network = posterior.particles.template.network
+    assert (network.conv.rewritten, network.head.rewritten) == (True, False)
+
+
+def test_a_layer_that_is_not_called_is_named(caplog):
+    x, y = batch()
+    with caplog.at_level(logging.WARNING, logger="dissensus"):
+        posterior = build(Read(calls=True))
+        for _ in range(2):
+            posterior.backward(x, y)
+    assert [each.message.partition(",")[0] for each in caplog.records] == ["latents have no effect in first"]
+
+
+def test_a_network_that_calls_no_layer_is_an_error():
+    with pytest.raises(ValueError, match="expected a network that calls its layers, got Read, which calls no layer"):
+        build(Read(calls=False)).backward(*batch())
+
+
+def test_layers_may_be_called_by_keyword():
+    class Named(Net):
+        def forward(self, x):
+            return self.head(input=self.conv(input=x).flatten(1))
+
+    posterior = build(Named(nn.Identity()))
+    x, y = batch()
+    posterior.backward(x, y)
+    functions = posterior.draw()
+    torch.testing.assert_close(functions(x)[0], functions.member(0)(x))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("mode", ["in", "out"])
+def test_a_layer_run_again_in_the_backward_pass_without_its_latents_is_an_error(mode, reentrant):
+    class Checkpointed(Net):
+        def forward(self, x):
+            return checkpoint(super().forward, x.clone().requires_grad_(), use_reentrant=reentrant)
+
+    posterior = build(Checkpointed(nn.Tanh()), mode=mode).train()
+    with pytest.raises(ValueError, match="expected a layer that runs only in the forward pass, got 'conv' run again"):
+        posterior.loss(*batch()).backward()
+
+
+def test_a_stored_draw_that_training_went_past_is_said_until_it_is_refreshed(caplog, tmp_path):
+    x, y = batch()
+    posterior = build(Net(nn.Tanh()))
+    ds.fit(posterior, [(x, y)], epochs=2, progress=False)
+    ds.save(posterior, tmp_path / "saved")
+    read = ds.load(tmp_path / "saved", Net(nn.Tanh()).double())
+    for each in (posterior, read):
+        caplog.clear()
+        each.predict(x)
+        assert not caplog.records
+        optimizer = torch.optim.SGD(each.parameter_groups(0.1))
+        optimizer.zero_grad()
+        each.backward(x, y)
+        each.predict(x)
+        assert not caplog.records
+        optimizer.step()
+        each.predict(x)
+        assert "call ds.refresh(posterior, loader)" in caplog.text
+        caplog.clear()
+        ds.refresh(each, [(x, y)])
+        each.to(torch.float32).predict(x.float())
+        assert not caplog.records

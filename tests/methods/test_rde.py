@@ -464,12 +464,9 @@ def test_weight_rde_samples_a_conjugate_posterior(score):
     """kde: covariance Σ − hI; Stein and spectral Stein: Σ."""
     model = Conjugate()
     posterior = WeightRDE(
-        model.networks(100),
-        data_size=20,
-        score=score,
-        likelihood=ds.Regression(noise=model.noise),
+        model.networks(100), data_size=20, score=score, likelihood=ds.Regression(noise=model.noise),
         weight_prior_std=model.prior,
-    )
+    )  # fmt: skip
     w = model.settle(posterior, steps=400, lr=0.06)
     torch.testing.assert_close(w.mean(0), model.mean[:, 0], rtol=0, atol=0.01)
     covariance, expected, tolerance = torch.cov(w.T, correction=0), model.covariance, 0.15
@@ -539,9 +536,8 @@ def test_annealing_over_the_whole_run_needs_its_length():
     refuses(lambda: posterior.backward(x, y), "expected the length of the run for annealing")
     posterior.begin(steps_per_epoch=10, epochs=2)
     posterior.backward(x, y)
-    for keywords in ({"schedule": "cosine"}, {"steps": 0}, {"weight": 0.0}, {"cycles": 0}):
-        with pytest.raises(ValueError, match="expected"):
-            Annealing(**keywords)
+    for keyword, value in {"schedule": "cosine", "steps": 0, "weight": 0.0, "cycles": 0}.items():
+        refuses(partial(Annealing, **{keyword: value}), f"expected {keyword}")
 
 
 def test_points_and_annealing_are_saved(tmp_path):
@@ -561,46 +557,41 @@ def test_points_and_annealing_are_saved(tmp_path):
     assert torch.equal(flat_gradients(loaded), flat_gradients(posterior))
 
 
-def test_bad_input_is_a_clear_error():
+@pytest.mark.parametrize("method", [WeightRDE, FunctionRDE])
+def test_bad_input_of_either_is_a_clear_error(method):
     nets = networks(2)
-    for method in (WeightRDE, FunctionRDE):
-        with pytest.raises(ValueError, match="expected at least one module, got none"):
-            method([], data_size=10)
-        with pytest.raises(ValueError, match="expected data_size, got none"):
-            method(nets, data_size=None)
-        with pytest.raises(ValueError, match="expected data_size of at least 1, got 0"):
-            method(nets, data_size=0)
-        with pytest.raises(ValueError, match="expected score of kde, stein, spectral_stein, got 'svgd'"):
-            method(nets, data_size=10, score="svgd")
-        with pytest.raises(ValueError, match="got members 0 and 1 equal"):
-            method([nets[0], copy.deepcopy(nets[0])], data_size=10)
-    with pytest.raises(ValueError, match=r"expected repel_at of batch, noise, got .*; or pass your own inputs"):
-        FunctionRDE(nets, data_size=10, repel_at="test")
-    with pytest.raises(TypeError, match="expected inputs as a tensor, tuple or dict of tensors, got float"):
-        FunctionRDE(nets, data_size=10, repel_at=[1.0])
-    with pytest.raises(ValueError, match=r"expected inputs \(n, ...\), got shape \(0, 4\)"):
-        FunctionRDE(nets, data_size=10, repel_at=torch.zeros(0, 4))
-    refuses(lambda: FunctionRDE(nets, data_size=10, repel_at="noise", noise=0.0), "expected noise above 0")
-    with pytest.raises(ValueError, match="only classification has probabilities"):
-        FunctionRDE(nets, data_size=10, outputs="probabilities", likelihood=ds.Regression())
-    refuses(lambda: FunctionRDE(nets, data_size=10, outputs="softmax"), "expected outputs of logits, probabilities")
-    refuses(lambda: FunctionRDE(nets, data_size=10, prior="gp"), "expected a prior, got 'gp'", TypeError)
-    with pytest.raises(ValueError, match="expected a prior with functional_prior=True, got none"):
-        FunctionRDE(nets, data_size=10, functional_prior=True)
-    rigid = FunctionRDE(nets, data_size=10, functional_prior=True, prior=lambda params: params["0.weight"].sum())
-    with pytest.raises(
-        TypeError, match=r"expected a prior that can be sampled, got FunctionPrior; define its draw\(name, like\)"
+    twice = [nets[0], copy.deepcopy(nets[0])]
+    refuses(lambda: method([], data_size=10), "expected at least one module, got none")
+    refuses(lambda: method(nets, data_size=None), "expected data_size, got none")
+    refuses(lambda: method(nets, data_size=0), "expected data_size of at least 1, got 0")
+    refuses(
+        lambda: method(nets, data_size=10, score="svgd"), "expected score of kde, stein, spectral_stein, got 'svgd'"
+    )
+    refuses(lambda: method(twice, data_size=10), "got members 0 and 1 equal")
+    for schedule, told in (
+        ("cyclic", r"'cyclic'; pass Annealing\(\"cyclic\"\)"),
+        (0.5, r"0\.5; pass one, such as Annealing"),
     ):
-        rigid.backward(*tiny.points())
+        refuses(
+            partial(method, nets, data_size=10, annealing=schedule), f"expected an Annealing, got {told}", TypeError
+        )
 
 
-def test_a_schedule_by_name_is_a_clear_error():
-    nets = networks(2)
-    for method in (WeightRDE, FunctionRDE):
-        with pytest.raises(TypeError, match=r"expected an Annealing, got 'cyclic'; pass Annealing\(\"cyclic\"\)"):
-            method(nets, data_size=10, annealing="cyclic")
-        with pytest.raises(TypeError, match=r"expected an Annealing, got 0\.5; pass one, such as Annealing"):
-            method(nets, data_size=10, annealing=0.5)
+def test_bad_input_of_function_rde_is_a_clear_error():
+    made = partial(FunctionRDE, networks(2), data_size=10)
+    refuses(lambda: made(repel_at="test"), r"expected repel_at of batch, noise, got .*; or pass your own inputs")
+    told = "expected inputs as a tensor, tuple or dict of tensors, got float"
+    refuses(lambda: made(repel_at=[1.0]), told, TypeError)
+    refuses(lambda: made(repel_at=torch.zeros(0, 4)), r"expected inputs \(n, ...\), got shape \(0, 4\)")
+    refuses(lambda: made(repel_at="noise", noise=0.0), "expected noise above 0")
+    told = "only classification has probabilities"
+    refuses(lambda: made(outputs="probabilities", likelihood=ds.Regression()), told)
+    refuses(lambda: made(outputs="softmax"), "expected outputs of logits, probabilities")
+    refuses(lambda: made(prior="gp"), "expected a prior, got 'gp'", TypeError)
+    refuses(lambda: made(functional_prior=True), "expected a prior with functional_prior=True, got none")
+    rigid = made(functional_prior=True, prior=lambda params: params["0.weight"].sum())
+    told = r"expected a prior that can be sampled, got FunctionPrior; define its draw\(name, like\)"
+    refuses(lambda: rigid.backward(*tiny.points()), told, TypeError)
 
 
 class TwoInputs(nn.Module):
@@ -649,8 +640,7 @@ def test_inputs_to_repel_at_fit_the_network_or_are_a_clear_error():
             FunctionRDE(nets, data_size=12, repel_at=torch.tensor([[0.0, 0.0, 0.0, bad]]))
     narrow = FunctionRDE(nets, data_size=12, repel_at=torch.zeros(7, 3))
     for train in (lambda: narrow.backward(x, y), lambda: ds.fit(narrow, [(x, y)], epochs=1, progress=False)):
-        with pytest.raises(ValueError, match=r"that the network can take, got \(7, 3\)"):
-            train()
+        refuses(train, r"that the network can take, got \(7, 3\)")
     FunctionRDE(nets[:1], data_size=12, repel_at=torch.zeros(7, 3)).backward(x, y)  # alone it repels nowhere
 
     # Doubles for a network of floats, as numpy gives them, are cast.
@@ -671,10 +661,7 @@ def test_a_layer_behind_the_head_is_a_clear_error():
     nets, (x, y) = networks(2), tiny.points()
     behind = FeatureRDE(nets, layer="2", head="0")
     for train in (lambda: behind.backward(x, y), lambda: ds.fit(behind, [(x, y)], epochs=1, progress=False)):
-        with pytest.raises(
-            ValueError, match="expected a layer that runs before the head '0', got '2', which runs after it"
-        ):
-            train()
+        refuses(train, "expected a layer that runs before the head '0', got '2', which runs after it")
     assert not any(part._forward_pre_hooks for part in behind.modules())
 
     class Reads(nn.Module):
@@ -694,12 +681,10 @@ def test_bad_layers_and_heads_are_clear_errors():
     nets = networks(2)
     refuses(lambda: FeatureRDE(nets, layer="features", head="2"), "expected layer of 0, 1, 2, got 'features'")
     refuses(lambda: FeatureRDE(nets, layer="1", head="classifier"), "expected head of 0, 1, 2, got 'classifier'")
-    with pytest.raises(ValueError, match="expected a head with parameters to share, got '1', which has none"):
-        FeatureRDE(nets, layer="0", head="1")
-    with pytest.raises(
-        ValueError, match="expected a layer that runs before the head '2', got '2', which runs after it"
-    ):
-        FeatureRDE(nets, layer="2", head="2").backward(*tiny.points())
+    told = "expected a head with parameters to share, got '1', which has none"
+    refuses(lambda: FeatureRDE(nets, layer="0", head="1"), told)
+    told = "expected a layer that runs before the head '2', got '2', which runs after it"
+    refuses(lambda: FeatureRDE(nets, layer="2", head="2").backward(*tiny.points()), told)
     same = [copy.deepcopy(nets[0]), copy.deepcopy(nets[0])]
     nn.init.normal_(same[1][2].weight)
     with pytest.raises(ValueError, match="expected encoders that start at different weights, got equal ones"):
@@ -716,15 +701,9 @@ def test_bad_layers_and_heads_are_clear_errors():
     for net in frozen:
         net[0].requires_grad_(False)
     refuses(lambda: FeatureRDE(frozen, layer="1", head="2"), "expected encoders with trainable parameters")
-    for keywords in (
-        {"projection": 0},
-        {"feature_prior": "laplace"},
-        {"prior_scale": 0},
-        {"order": "x"},
-        {"bandwidth": "x"},
-    ):
-        with pytest.raises(ValueError, match="expected"):
-            FeatureRDE(nets, layer="1", head="2", **keywords)
+    odd = {"projection": 0, "feature_prior": "laplace", "prior_scale": 0, "order": "x", "bandwidth": "x"}
+    for keyword, value in odd.items():
+        refuses(partial(FeatureRDE, nets, layer="1", head="2", **{keyword: value}), f"expected {keyword}")
 
 
 def test_features_are_those_of_the_layer_though_an_activation_works_in_place():

@@ -1,4 +1,4 @@
-"""Trajectories are collected whole: with validation, without a length, after an interruption."""
+"""Trajectories: when networks are recorded, that they are collected whole, and ensembles of snapshots."""
 
 import copy
 
@@ -8,6 +8,98 @@ import torch
 import dissensus as ds
 import tiny
 from dissensus.methods import SWA, SWAG, TRADI, SnapshotEnsemble, track
+from dissensus.methods.parts.trajectory import Snapshots, cosine_cycles, evenly_spaced
+from dissensus.utils.counts import Count
+from dissensus.utils.parameter_groups import constant_tail
+from refusals import refuses
+
+
+def test_a_count_is_saved_and_read_back():
+    count = Count()
+    assert [count.add(), count.add(), int(count)] == [1, 2, 2]
+    other = Count()
+    assert int(other) == 0
+    other.load_state_dict(count.state_dict())
+    assert int(other) == 2
+    assert other.add() == 3
+    assert int(copy.deepcopy(other)) == int(other.value) == 3
+    other.reset()
+    assert int(other) == int(other.value) == 0
+
+
+@pytest.mark.parametrize(("steps", "wanted"), [(100, 10), (1000, 40), (97, 7), (8, 40), (1, 3), (3, 1), (4000, 40)])
+def test_snapshots_are_spread_over_the_last_quarter_and_end_with_the_run(steps, wanted):
+    first, every = evenly_spaced(steps, wanted)
+    times = range(first, steps, every)
+    tail = max(1, steps - int(0.75 * steps))
+    assert len(times) == min(wanted, tail)
+    assert times[-1] == steps - 1
+    assert times[0] >= steps - tail
+    assert every * len(times) <= tail < (every + 1) * len(times)  # no wider even spacing fits
+
+
+def taken(snapshots: Snapshots, steps: int) -> list[int]:
+    return [step for step in range(steps) if snapshots.count_step()]
+
+
+def test_a_step_to_record_is_known_before_it_is_taken():
+    snapshots = Snapshots(3, 4, wanted=9)
+    for _ in range(14):
+        expected = snapshots.reads_next_step
+        assert snapshots.reads_next_step == expected  # asking changes nothing
+        assert snapshots.count_step() == expected
+
+
+@pytest.mark.parametrize(
+    ("start", "every", "begun", "steps", "expected"),
+    [
+        (3, 4, None, 14, [3, 7, 11]),  # given times, counted from 0
+        (3, 4, 1000, 14, [3, 7, 11]),
+        (None, None, None, 4, [0, 1, 2, 3]),  # without a known length: every step
+        (2, None, None, 4, [2, 3]),
+        (None, 2, None, 5, [0, 2, 4]),
+        (None, None, 40, 40, [31, 33, 35, 37, 39]),  # the last quarter
+        (10, None, 40, 40, [10, 16, 22, 28, 34]),
+        (None, 3, 40, 40, [30, 33, 36, 39]),
+    ],
+)
+def test_snapshots_are_taken_at_given_times_or_where_the_length_of_the_run_puts_them(
+    start, every, begun, steps, expected
+):
+    snapshots = Snapshots(start, every, wanted=5)
+    if begun is not None:
+        snapshots.begin(begun)
+    assert taken(snapshots, steps) == expected
+
+
+def test_a_second_run_goes_on_counting_and_forgets_the_first_ones_snapshots():
+    snapshots = Snapshots(None, None, wanted=5)
+    snapshots.begin(40)
+    taken(snapshots, 40)
+    snapshots.taken.add()
+    snapshots.begin(20)
+    assert int(snapshots.taken) == 0
+    assert taken(snapshots, 20) == [15, 16, 17, 18, 19]
+
+
+@pytest.mark.parametrize(("start", "every", "message"), [(-1, 1, "start of at least 0"), (0, 0, "every of at least 1")])
+def test_times_that_are_none_are_refused(start, every, message):
+    refuses(lambda: Snapshots(start, every, wanted=3), message)
+
+
+def test_the_constant_tail():
+    rates = [constant_tail(t) for t in (0.0, 0.375, 0.525, 0.675, 0.75, 0.99)]
+    assert rates == pytest.approx([1.0, 1.0, 0.75, 0.5, 0.5, 0.5])
+
+
+def test_the_cosine_comes_back_to_its_start_in_every_cycle():
+    assert [cosine_cycles(t, cycles=4) for t in (0, 0.25, 0.5, 0.75)] == pytest.approx([1.0] * 4)
+    assert cosine_cycles(0.125, cycles=4) == pytest.approx(0.5)
+    assert cosine_cycles(0.2499999, cycles=4) == pytest.approx(0.0, abs=1e-6)
+    # the mean over a cycle is one half
+    mean = torch.tensor([cosine_cycles(i / 1000, cycles=1) for i in range(1000)]).mean()
+    assert float(mean) == pytest.approx(0.5, abs=1e-3)
+
 
 EPOCHS, STEPS = 8, 4
 
@@ -160,7 +252,7 @@ def test_the_same_cell_again_goes_on_as_if_it_had_not_been_interrupted(build, ex
 
     whole = build()
     cell(whole)
-    for stop in (0, 5, 6):
+    for stop in (0, 6):
         stopped, path = build(), tmp_path / f"{stop}.pt"
         with pytest.raises(Interrupted):
             cell(stopped, path, interrupt=(stop + 1) * STEPS + 2)
@@ -198,3 +290,85 @@ def test_a_copy_has_a_plan_of_its_own():
     other = copy.deepcopy(posterior)
     other.begin(10, 8)
     assert (posterior.recorder.snapshots.start, other.recorder.snapshots.start) == (33, 64)
+
+
+def run(posterior, steps, x, y):
+    """The network after every step, in eval mode."""
+    optimizer, networks = torch.optim.SGD(posterior.parameters(), lr=0.1), []
+    posterior.train()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        posterior.backward(x, y)
+        optimizer.step()
+        posterior.observe(optimizer)
+        networks.append(copy.deepcopy(posterior.network).eval())
+    return networks
+
+
+@pytest.mark.parametrize(
+    ("keywords", "steps", "held"),
+    [
+        ({"members": 3}, 12, (3, 7, 11)),  # the last of each of three equal parts
+        ({"members": 2, "start": 1, "every": 2}, 8, (5, 7)),  # the last ones of 1, 3, 5, 7
+        ({"members": 3, "start": 0, "every": 1}, 5, (2, 3, 4)),  # in the order of the run
+    ],
+)
+def test_members_are_the_last_networks_of_the_run_with_their_batch_statistics(keywords, steps, held):
+    posterior, (x, y) = SnapshotEnsemble(tiny.mlp().double(), **keywords), tiny.points()
+    if "every" not in keywords:
+        posterior.begin(steps_per_epoch=4, epochs=3)
+    networks = run(posterior, steps, x, y)
+    for found, step in zip(posterior.eval()(x), held, strict=True):
+        torch.testing.assert_close(found, networks[step](x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("networks", [1, 2])
+def test_every_snapshot_has_the_noise_that_was_learned_then(networks, tmp_path):
+    def make():
+        return torch.nn.Linear(1, 1).double()
+
+    given = make() if networks == 1 else [make() for _ in range(networks)]
+    posterior = SnapshotEnsemble(given, members=3, likelihood=ds.Regression("learned"))
+    x, y = (torch.linspace(-1, 1, 8, dtype=torch.float64)[:, None] * factor for factor in (1.0, 0.5))
+    posterior.begin(steps_per_epoch=1, epochs=3)
+    optimizer, learned = torch.optim.SGD(posterior.parameters(), lr=0.2), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        posterior.backward(x, y)
+        optimizer.step()
+        posterior.observe(optimizer)
+        learned.append(posterior.current().predict(x).variances[:, 0, 0])  # (M,)
+    wanted = torch.stack(learned).mT.flatten()  # network by network
+    assert wanted.unique().numel() == 3 * networks
+    torch.testing.assert_close(posterior.predict(x).variances[:, 0, 0], wanted, rtol=0, atol=1e-12)
+    ds.save(posterior, tmp_path)
+    torch.testing.assert_close(ds.load(tmp_path, make()).predict(x).variances[:, 0, 0], wanted, rtol=0, atol=1e-12)
+
+
+def test_fewer_snapshots_than_members_are_fewer_functions():
+    posterior, (x, y) = SnapshotEnsemble(tiny.mlp().double(), members=5), tiny.points()
+    run(posterior, 2, x, y)
+    assert posterior.draw().members == 2
+    assert posterior.predict(x).member_means.shape == (2, 12, 3)
+
+
+def test_the_schedule_has_a_cycle_for_every_member():
+    schedule = SnapshotEnsemble(tiny.mlp(), members=3).default_schedule(12)
+    factors = [schedule(epoch) for epoch in range(12)]
+    assert factors[0] == factors[4] == factors[8] == pytest.approx(1.0)
+    assert factors[2] == factors[6] == pytest.approx(0.5)
+
+
+def test_refresh_leaves_the_members_alone(tmp_path):
+    posterior, (x, y) = SnapshotEnsemble(tiny.mlp().double(), members=3), tiny.points()
+    ds.fit(posterior, [(x, y)], epochs=6, progress=False)
+    before = posterior(x)
+    ds.refresh(posterior, [])
+    assert torch.equal(posterior(x), before)
+    ds.save(posterior, tmp_path)
+    assert torch.equal(ds.load(tmp_path, tiny.mlp())(x), before)
+
+
+def test_drawing_before_the_first_snapshot_is_refused():
+    with pytest.raises(ValueError, match="expected at least one snapshot of the weights, got none"):
+        SnapshotEnsemble(tiny.mlp(), members=2).draw()

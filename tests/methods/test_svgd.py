@@ -101,14 +101,9 @@ def test_accumulated_batches_equal_one_batch_in_mixed_precision():
         posterior = SVGD(nets, data_size=24)
         optimizer = torch.optim.SGD(posterior.parameters(), lr=0.5)
         ds.fit(
-            posterior,
-            loader,
-            epochs=1,
-            optimizer=optimizer,
-            accumulate=len(loader),
-            precision=precision,
+            posterior, loader, epochs=1, optimizer=optimizer, accumulate=len(loader), precision=precision,
             progress=False,
-        )
+        )  # fmt: skip
         assert int(posterior.steps) == 1
         own = posterior.particles.own_parameters().values()
         moved[name] = torch.cat([tensor.detach().reshape(4, -1) for tensor in own], dim=1) - start
@@ -140,12 +135,9 @@ def test_mixed_precision_changes_no_more_than_its_rounding(space):
 def test_a_conjugate_posterior_is_sampled(space):
     model = Conjugate()
     posterior = SVGD(
-        model.networks(100),
-        data_size=20,
-        space=space,
-        likelihood=ds.Regression(noise=model.noise),
+        model.networks(100), data_size=20, space=space, likelihood=ds.Regression(noise=model.noise),
         weight_prior_std=model.prior if space == "weight" else None,
-    )
+    )  # fmt: skip
     w = model.settle(posterior, steps=400, lr=0.6 if space == "weight" else 1.0)
     mean = model.mean if space == "weight" else model.flat_mean
     covariance = model.covariance if space == "weight" else model.flat_covariance

@@ -1,4 +1,4 @@
-"""TRADI: the filters against a scalar recomputation in float64, the sampler against its covariance."""
+"""TRADI: the filters against a scalar recomputation in float64, the sampler against its covariance, its schedule."""
 
 import copy
 import logging
@@ -6,14 +6,69 @@ import math
 
 import pytest
 import torch
-from test_kalman import gains
 from torch import nn
 
 import dissensus as ds
 import tiny
 from dissensus.methods import TRADI
+from dissensus.methods.parts.kalman import WeightFilters, kalman_step
+from dissensus.training.validation import can_keep_epoch, draw_for_validation, validation_nll
+from dissensus.utils.parameter_groups import plateau_linear
 from dissensus.methods.tradi import kalman_step
 from refusals import refuses
+
+
+def gains(steps: int) -> tuple[float, float]:
+    p_mean = p_variance = k_mean = k_variance = 0.0
+    for _ in range(steps):
+        k_mean, p_mean = kalman_step(p_mean, 1e-4, 10.0)
+        k_variance, p_variance = kalman_step(p_variance, 5e-5, 10.0)
+    return k_mean, k_variance
+
+
+def test_the_gains_are_those_of_the_paper():
+    assert gains(1) == pytest.approx((1.0e-5, 5.0e-6), rel=1e-4)
+    assert gains(100) == pytest.approx((9.67e-4, 4.92e-4), rel=1e-3)
+    assert gains(20_000) == pytest.approx((3.1573e-3, 2.2336e-3), rel=1e-4)
+    # stationary: P⁻ = P⁻R/(P⁻ + R) + Q, so K solves K² R = Q (1 − K)
+    for k, q in zip(gains(20_000), (1e-4, 5e-5), strict=True):
+        assert k**2 * 10.0 == pytest.approx(q * (1 - k), rel=1e-10)
+
+
+def test_the_filter_is_bayes_rule_for_a_random_walk():
+    """Mean and error variance equal those of the Gaussian conditional on all measurements, by linear algebra."""
+    q, r, steps = 0.3, 2.0, 6
+    measured = torch.randn(steps, dtype=torch.float64)
+    walk = q * torch.minimum(torch.arange(1, steps + 1)[:, None], torch.arange(1, steps + 1)[None]).double()  # x_0 = 0
+    gain = torch.linalg.solve(walk + r * torch.eye(steps), walk[:, -1])
+    mean, p = 0.0, 0.0
+    for z in measured.tolist():
+        k, p = kalman_step(p, q, r)
+        mean = (1 - k) * mean + k * z
+    assert mean == pytest.approx(float(gain @ measured), rel=1e-12)
+    assert p == pytest.approx(float(walk[-1, -1] - gain @ walk[:, -1]), rel=1e-12)
+
+
+def test_named_tensors_are_parts_of_one_block_and_stay_readable():
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    filters = WeightFilters(
+        dict(module.named_parameters()), state_noise=(0.1, 0.1), measurement_noise=(1.0, 1.0), drift="none"
+    )
+    filters.start(dict(module.named_parameters()), dict.fromkeys(filters.weights, 0.0))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    filters.step(optimizer)
+    with torch.no_grad():
+        module[0].bias.add_(1.0)
+    before = filters.mean["0.bias"].clone()
+    filters.step(optimizer)
+    gain = kalman_step(kalman_step(0.0, 0.1, 1.0)[1], 0.1, 1.0)[0]
+    torch.testing.assert_close(filters.mean["0.bias"], before + gain)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in filters.mean.values()}) == 1
+    filters.double()
+    filters.step(optimizer)
+    assert filters.mean["0.bias"].dtype == torch.float64
 
 
 def test_gains_go_on_where_a_loaded_posterior_stopped():
@@ -97,17 +152,18 @@ def assert_equal(posterior, means, variances, *, rtol=1e-12):
         assert float(expected.max()) > 0
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_filters_are_the_scalar_recursion(optimizer):
-    assert_equal(*watched(optimizer))
-
-
-def test_the_noises_are_parameters():
-    assert_equal(*watched(state_noise=(0.3, 0.05), measurement_noise=(2.0, 1.0)))
-
-
-def test_without_drift_the_prediction_is_the_last_mean():
-    assert_equal(*watched("momentum", drift="none", state_noise=(0.1, 0.1)))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"optimizer": name} for name in OPTIMIZERS),
+        {"state_noise": (0.3, 0.05), "measurement_noise": (2.0, 1.0)},
+        {"optimizer": "momentum", "drift": "none", "state_noise": (0.1, 0.1)},
+        {"accumulate": 3},
+    ],
+    ids=[*OPTIMIZERS, "noises", "without drift", "accumulated"],
+)
+def test_the_filters_are_the_scalar_recursion(settings):
+    assert_equal(*watched(**settings))
 
 
 def test_groups_and_schedules_are_followed():
@@ -121,10 +177,6 @@ def test_groups_and_schedules_are_followed():
     assert_equal(*watched("sgd", groups=groups, schedule=lambda step: 0.9**step))
     # A rate that is a tensor is changed in place: it must be read again. (Groups above bring rates that are numbers.)
     assert_equal(*watched("tensor_rate", schedule=lambda step: 0.9**step))
-
-
-def test_accumulated_gradients_are_one_step():
-    assert_equal(*watched("adam", accumulate=3))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
@@ -424,19 +476,15 @@ def test_weight_and_bias_of_a_layer_are_correlated_where_layers_are(correlation,
     assert float((standard.T @ standard / n - expected).abs().max()) < error
 
 
-def test_what_torch_parametrizes_is_one_layer():
+def test_what_torch_parametrizes_is_one_layer(tmp_path):
     module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)), nn.Linear(3, 1))
     names = TRADI(module, correlation="layer").recorder._correlated_groups()
     assert [len(each) for each in names] == [3, 2]
     assert [len(each) for each in TRADI(nn.Linear(2, 1), correlation="layer").recorder._correlated_groups()] == [2]
     alone = TRADI(nn.utils.parametrizations.weight_norm(nn.Linear(2, 1)), correlation="layer")
     assert [len(each) for each in alone.recorder._correlated_groups()] == [3]
-
-
-def test_what_is_correlated_is_saved(tmp_path):
-    posterior = TRADI(network(), correlation="layer", samples=2)
-    ds.save(posterior, tmp_path)
-    assert ds.load(tmp_path, network()).recorder.settings["correlation"] == "layer"
+    ds.save(alone, tmp_path)
+    assert ds.load(tmp_path, copy.deepcopy(alone.network)).recorder.settings["correlation"] == "layer"
 
 
 def test_a_stored_draw_has_statistics_of_its_own_and_survives_a_file(tmp_path):
@@ -490,76 +538,168 @@ def test_loop_and_vmap_give_the_same_functions():
     assert posterior.stored[0].how == "vectorised"
 
 
-def test_validation_looks_at_the_network_in_training():
-    posterior, (x, y) = TRADI(network().double()), tiny.points(24)
-    history = ds.fit(posterior, [(x, y)], epochs=2, validation=[(x, y)], progress=False)
-    assert posterior.current().members == 1
-    posterior.load_state_dict(posterior.state_dict())
-    nll = -posterior.current().predict(x).log_prob(y).mean().detach()
-    assert history[history.best].validation == pytest.approx(float(nll), rel=1e-12)
-
-
-def test_drawing_before_anything_was_observed_is_refused():
-    posterior, (x, _) = TRADI(network().double()), tiny.points()
+def test_what_cannot_be_observed_or_drawn_from_is_refused():
+    posterior, (x, y) = TRADI(network().double()), tiny.points()
+    optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (posterior, network()))
     refuses(lambda: posterior.predict(x), "expected observed steps, got none; train with fit, or call")
-    refuses(lambda: ds.refresh(posterior, [tiny.points()]), "expected observed steps, got none")
-
-
-def test_observing_before_backward_is_refused():
-    posterior = TRADI(network())
-    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
+    refuses(lambda: ds.refresh(posterior, [(x, y)]), "expected observed steps, got none")
     refuses(lambda: posterior.observe(optimizer), r"expected gradients in .grad, got none; call observe after the step")
     assert int(posterior.filters.observed) == 0
-
-
-def test_an_optimizer_over_other_tensors_is_refused():
-    posterior, other = TRADI(network().double()), network()
-    posterior.backward(*tiny.points())
-    with pytest.raises(
-        ValueError, match="expected an optimizer over the posterior's parameters, got one over other tensors"
-    ):
-        posterior.observe(torch.optim.SGD(other.parameters(), lr=0.1))
-
-
-def test_parameters_added_after_construction_are_refused():
-    posterior, (x, y) = TRADI(network().double()), tiny.points()
-    posterior.network.append(nn.Linear(3, 3).double())
-    optimizer = torch.optim.SGD(posterior.parameters(), lr=0.1)
     posterior.backward(x, y)
-    with pytest.raises(ValueError, match=r"expected the parameters that TRADI was built with, got '4.weight' added"):
-        posterior.observe(optimizer)
-    posterior.filters.observed.add()
-    refuses(lambda: posterior.draw(), r"got '4.weight' added, removed or replaced since")
-
-
-def test_a_loader_without_data_is_refused():
-    posterior = watched()[0]
-    with pytest.raises(ValueError, match="expected at least one batch to estimate batch statistics from, got none"):
-        ds.refresh(posterior, [])
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"covariance": "full"}, "expected covariance of shared, diagonal, released, got 'full'"),
-        ({"correlation": "network"}, "expected correlation of tensor, layer, got 'network'"),
-        ({"drift": "step"}, "expected drift of gradient, none, got 'step'"),
-        ({"init": "zero"}, "expected init of current, he, got 'zero'"),
-        ({"samples": 0}, "expected samples of at least 1, got 0"),
-        ({"features": 0}, "expected features of at least 1, got 0"),
-        ({"bandwidth": -1.0}, "expected bandwidth of at least 0, got -1.0"),
-        ({"state_noise": (-1e-4, 1e-4)}, "expected state_noise of at least 0, got -0.0001"),
-        ({"measurement_noise": (0.0, 10.0)}, "expected measurement_noise above 0 and of at least 0, got 0.0"),
-    ],
-)
-def test_arguments_that_make_no_sense_are_refused(keywords, message):
-    refuses(lambda: TRADI(network(), **keywords), message)
-
-
-def test_one_number_for_two_noises_is_refused():
-    with pytest.raises(TypeError, match=r"expected state_noise as two variances .* got 0.0001; pass both"):
-        TRADI(network(), state_noise=1e-4)
-
-
-def test_a_network_with_nothing_to_track_is_refused():
+    told = "expected an optimizer over the posterior's parameters, got one over other tensors"
+    refuses(lambda: posterior.observe(other), told)
+    told = "expected at least one batch to estimate batch statistics from, got none"
+    refuses(lambda: ds.refresh(watched()[0], []), told)
     refuses(lambda: TRADI(nn.Sequential(nn.BatchNorm1d(3))), "expected trainable weights outside norm layers")
+    told = r"expected state_noise as two variances .* got 0.0001; pass both"
+    refuses(lambda: TRADI(network(), state_noise=1e-4), told, TypeError)
+
+
+def started(**keywords) -> TRADI:
+    posterior = TRADI(network().double(), **keywords)
+    posterior.filters.observed.add()
+    return posterior
+
+
+def looked_at(epochs: int, posterior: TRADI | None = None) -> list[int]:
+    posterior = posterior or started()
+    return [epoch for epoch in range(epochs) if can_keep_epoch(posterior, epoch, epochs)]
+
+
+def fitted(posterior: TRADI, *, epochs: int = 16, rate: float = 0.3, validate: bool = True, **keywords):
+    """The history of a run whose rate is so large that the last epoch is not the best."""
+    x, y = tiny.points(24)
+    optimizer = torch.optim.Adam(posterior.parameters(), lr=rate)
+    keywords |= {"validation": [tiny.points(15, seed=1)]} if validate else {}
+    loader = [(x[:12], y[:12]), (x[12:], y[12:])]
+    return ds.fit(posterior, loader, epochs=epochs, optimizer=optimizer, progress=False, **keywords)
+
+
+def test_at_most_ten_looks_are_spread_over_the_last_quarter_and_the_last_epoch_is_one():
+    one = started()
+    found = {epochs: looked_at(epochs, one) for epochs in range(1, 200)}
+    assert (found[1], found[2]) == ([0], [1])
+    assert found[30] == list(range(22, 30))
+    assert found[100] == list(range(81, 100, 2))
+    assert all(len(each) <= 10 and each[-1] == epochs - 1 for epochs, each in found.items())
+    assert looked_at(30, TRADI(network().double())) == []  # which has observed nothing
+
+
+def test_the_filters_of_the_best_look_are_kept_and_not_those_of_the_networks_best_epoch():
+    torch.manual_seed(0)
+    posterior, seen = TRADI(network().double(), state_noise=(1.0, 0.5)), []
+    history = fitted(posterior, callback=lambda epoch: seen.append(copy.deepcopy(tiny.state(posterior))))
+    looked = {epoch.epoch: epoch.look for epoch in history.epochs if epoch.look is not None}
+    assert list(looked) == looked_at(16) == [12, 13, 14, 15]
+    best = min(looked, key=looked.get)
+    assert history.best == best != 15  # so that keeping the last one would be noticed
+    assert best != min(history.epochs, key=lambda epoch: epoch.validation).epoch
+    kept = tiny.state(posterior)
+    for name, tensor in seen[best].items():
+        if name != "stored":
+            assert torch.equal(kept[name], tensor), name
+    assert int(posterior.filters.observed) == 2 * (best + 1)
+    assert posterior.filters._gains(2 * (best + 1) + 1) == TRADI(
+        network().double(), state_noise=(1.0, 0.5)
+    ).filters._gains(2 * (best + 1) + 1)
+
+
+def test_validation_itself_is_of_the_network_in_training_at_every_epoch():
+    torch.manual_seed(0)
+    posterior, expected = TRADI(network().double(), state_noise=(1.0, 0.5)), []
+    x, y = tiny.points(15, seed=1)
+
+    def note(epoch):
+        with torch.no_grad():
+            posterior.network.eval()
+            expected.append(float(nn.functional.cross_entropy(posterior.network(x), y)))
+
+    history = fitted(posterior, callback=note)
+    assert [epoch.validation for epoch in history.epochs] == pytest.approx(expected, rel=1e-12)
+    assert posterior.current().members == 1
+
+
+def test_a_look_scores_sampled_networks_with_batch_statistics_of_the_validation_inputs():
+    torch.manual_seed(0)
+    posterior = TRADI(network().double(), samples=5, state_noise=(1.0, 0.5))
+    fitted(posterior, validate=False)
+    rows = [tiny.points(15, seed=1), tiny.points(10, seed=2)]
+    drawn = draw_for_validation(posterior, 3, 4, rows)
+    members = [drawn.member(i) for i in range(5)]
+    for member in members:
+        assert not torch.equal(member[0].weight, posterior.network[0].weight)
+        hidden = [member[0](x) for x, _ in rows]
+        expected = (15 * hidden[0].mean(0) + 10 * hidden[1].mean(0)) / 25
+        torch.testing.assert_close(member[1].running_mean, expected.detach(), rtol=0, atol=1e-12)
+    x, y = torch.cat([rows[0][0], rows[1][0]]), torch.cat([rows[0][1], rows[1][1]])
+    mean = torch.stack([member(x).softmax(1) for member in members]).mean(0)
+    nll = -mean[torch.arange(25), y].log().mean().detach()
+    assert validation_nll(posterior, rows, drawn) == pytest.approx(float(nll), rel=1e-12)
+    assert draw_for_validation(posterior, 2, 4, rows) is None  # not an epoch to look at
+    assert posterior.training is posterior.network.training is False
+
+
+def test_looks_change_nothing_about_the_training():
+    losses = []
+    for validate in (False, True):
+        torch.manual_seed(0)
+        posterior = TRADI(nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)).double())
+        losses.append([epoch.loss for epoch in fitted(posterior, validate=validate).epochs])
+    assert losses[0] == losses[1]
+
+
+def test_a_stopped_run_goes_on_with_its_best_look(tmp_path):
+    def run(stop=None):
+        torch.manual_seed(0)
+        posterior = TRADI(network().double(), state_noise=(1.0, 0.5))
+        keywords = {"checkpoint": tmp_path / "run.pt"} if stop is not None else {}
+        history = fitted(posterior, callback=lambda epoch: epoch.epoch == stop, **keywords)
+        return history, posterior
+
+    whole, expected = run()
+    run(stop=13)
+    history, posterior = run(stop=99)
+    assert [epoch.look for epoch in history.epochs] == [epoch.look for epoch in whole.epochs]
+    assert history.best == whole.best
+    assert tiny.largest_difference(posterior.filters.variance, expected.filters.variance) == 0
+
+
+def test_patience_waits_for_a_look():
+    torch.manual_seed(0)
+    posterior = TRADI(network().double(), state_noise=(1.0, 0.5))
+    history = fitted(posterior, epochs=100, rate=0.3, patience=1)
+    assert len(history) - 1 in looked_at(100)
+    assert history[-1].look > history[history.best].look
+
+
+def test_the_rate_does_not_die_before_sampling():
+    tradi, other = started(), ds.MAP(network().double())
+    factors = [tradi.default_schedule(100)(epoch) for epoch in range(100)]
+    assert factors[0] == 1.0
+    assert factors[75:] == [pytest.approx(0.1)] * 25
+    assert factors == sorted(factors, reverse=True)
+    assert other.default_schedule(100)(99) == plateau_linear(0.99) == pytest.approx(0.01)
+
+
+def test_the_variance_is_that_of_a_network_that_still_moves():
+    x, y = tiny.points(24)
+
+    def deviation(schedule) -> float:
+        torch.manual_seed(0)
+        posterior = TRADI(network().double(), state_noise=(1.0, 0.5))  # a memory of 3 and 5 steps
+        optimizer = torch.optim.Adam(posterior.parameters(), lr=0.1)
+        schedule = posterior.default_schedule(200) if schedule is None else schedule
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        ds.fit(posterior, [(x, y)], epochs=200, optimizer=optimizer, scheduler=scheduler, progress=False)
+        return sum(float(v.sum()) for v in posterior.filters.variance.values()) ** 0.5
+
+    dead = deviation(lambda epoch: plateau_linear(epoch / 200))
+    assert deviation(None) > 5 * dead
+
+
+def test_methods_without_looks_are_judged_as_ever():
+    torch.manual_seed(0)
+    posterior = ds.MAP(network().double())
+    history = fitted(posterior)
+    assert all(epoch.look is None for epoch in history.epochs)
+    assert history.best == min(history.epochs, key=lambda epoch: epoch.validation).epoch

@@ -26,14 +26,9 @@ def gaussian(precision, mean=0.0):
 def run(energy, start, *, numbers=None, seed=0, samples=500, warmup=300, leapfrog=10, target=0.8):
     numbers = range(len(start)) if numbers is None else numbers
     return sample_chains(
-        energy,
-        start,
-        samples=samples,
-        warmup=warmup,
-        leapfrog=leapfrog,
-        target_acceptance=target,
+        energy, start, samples=samples, warmup=warmup, leapfrog=leapfrog, target_acceptance=target,
         generators=chain_generators(seed, numbers, CPU),
-    )
+    )  # fmt: skip
 
 
 def correlated(dimension):

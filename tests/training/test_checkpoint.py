@@ -1,8 +1,10 @@
-"""A checkpoint knows whose it is: another run's is refused and changes nothing; one's own goes on bit for bit."""
+"""A checkpoint knows whose it is; one's own goes on bit for bit, also from the middle of an epoch."""
 
 import copy
 import logging
+import os
 import shutil
+import signal
 from functools import partial
 
 import numpy as np
@@ -100,12 +102,9 @@ def test_another_optimizers_checkpoint_is_refused(wrote, reads, tmp_path):
 def test_settings_that_are_numpys_numbers_tell_runs_apart_too(tmp_path):
     def build(temperature):
         return ds.NodeBNN(
-            nets(1)[0],
-            data_size=np.int64(24),
-            components=np.int64(2),
-            prior_std=np.float32(0.5),
+            nets(1)[0], data_size=np.int64(24), components=np.int64(2), prior_std=np.float32(0.5),
             posterior_temperature=temperature,
-        )
+        )  # fmt: skip
 
     fit(build(1.0), tmp_path / "c.pt", epochs=1)
     posterior = build(6.0)
@@ -226,12 +225,9 @@ def test_a_setting_that_gives_way_to_the_checkpoints_is_said(tmp_path, caplog):
     assert not caplog.messages
     with caplog.at_level(logging.WARNING, "dissensus"):
         fit(
-            ensemble(),
-            tmp_path / "c.pt",
-            optimizer=partial(Adam, lr=0.3, weight_decay=0.1),
-            scheduler=steps(5),
+            ensemble(), tmp_path / "c.pt", optimizer=partial(Adam, lr=0.3, weight_decay=0.1), scheduler=steps(5),
             epochs=4,
-        )
+        )  # fmt: skip
     text = " ".join(caplog.messages)
     assert "Adam lr = 0.01 from its checkpoint, not the 0.3 given now" in text
     assert "weight_decay = 0 from its checkpoint, not the 0.1" in text
@@ -322,3 +318,75 @@ def test_a_loaders_state_that_a_file_without_code_cannot_hold_is_left_out(tmp_pa
         fit(ensemble(), tmp_path / "c.pt", loader=Odd(BATCHES))
     assert "holds more than numbers, text and tensors" in caplog.text
     assert len(fit(ensemble(), tmp_path / "c.pt", loader=Odd(BATCHES), epochs=3)) == 3
+
+
+@pytest.fixture
+def terminated(monkeypatch):
+    """A handler of the caller's own, in place of the end of the process."""
+
+    def end(number, frame):
+        raise Killed
+
+    before = signal.signal(signal.SIGTERM, end)
+    yield
+    assert signal.getsignal(signal.SIGTERM) is end  # put back
+    signal.signal(signal.SIGTERM, before)
+
+
+def run(make, path=None, *, at=None, accumulate=1, epochs=3):
+    """(state, losses, seconds); SIGTERM comes when batch `at` (from 1) is read for training."""
+    torch.manual_seed(5)
+    image = make is augmented
+    network = nn.Sequential(nn.Flatten(), nn.Linear(144, 3)).double() if image else tiny.mlp(0.2).double()
+    posterior = ds.SWAG(network, rank=2, samples=2)
+    seen = 0
+
+    def count(*_):
+        nonlocal seen
+        if posterior.training:
+            seen += 1
+            if seen == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    posterior.particles.template.network.register_forward_pre_hook(count)
+    optimizer = SGD(posterior.parameters(), lr=0.1, momentum=0.9)
+    settings = {"optimizer": optimizer, "checkpoint": path, "progress": False, "accumulate": accumulate}
+    history = ds.fit(posterior, make(), epochs=epochs, **settings)
+    return tiny.state(posterior), [epoch.loss for epoch in history.epochs]
+
+
+@pytest.mark.parametrize(("loader", "accumulate"), thinned(list(LOADERS), [1, 2], every=3))
+def test_a_run_that_is_told_to_end_goes_on_within_the_epoch(loader, accumulate, terminated, tmp_path):
+    make = LOADERS[loader]
+    expected, losses = run(make, accumulate=accumulate)
+    for at in (2, 3):  # in the first epoch, and in what that run has left
+        with pytest.raises(Killed):
+            run(make, tmp_path / "c.pt", at=at, accumulate=accumulate)
+    assert [path.name for path in tmp_path.iterdir()] == ["c.pt"]
+    found, again = run(make, tmp_path / "c.pt", accumulate=accumulate)
+    assert again == losses
+    assert tiny.largest_difference(expected, found) == 0
+
+
+@pytest.mark.parametrize("path", [None, "c.pt"])
+def test_the_signal_is_heard_only_where_there_is_a_checkpoint_to_write(path, terminated, tmp_path):
+    before, heard = signal.getsignal(signal.SIGTERM), []
+    posterior = ds.MAP(tiny.mlp().double())
+    posterior.particles.template.network.register_forward_pre_hook(
+        lambda *_: heard.append(signal.getsignal(signal.SIGTERM) is not before)
+    )
+    checkpoint = None if path is None else tmp_path / path
+    ds.fit(posterior, [tiny.points()], epochs=1, progress=False, checkpoint=checkpoint)
+    assert any(heard) is (path is not None)
+
+
+class Unmeasured:
+    def __iter__(self):
+        return iter(LOADERS["batches"]())
+
+
+def test_a_loader_that_does_not_know_its_length_is_left_without_a_part(terminated, tmp_path):
+    """Of the first epoch: how long the run is, is not known yet."""
+    with pytest.raises(Killed):
+        run(Unmeasured, tmp_path / "c.pt", at=2)
+    assert not list(tmp_path.iterdir())

@@ -1,15 +1,20 @@
-"""Settings that must be numbers, wherever they are given."""
+"""Settings that must be numbers, wherever they are given, and settings under their former names."""
 
+import json
 import re
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import dissensus as ds
 import tiny
 from dissensus.data import Batches
+from dissensus.storage.checksummed import CHECKSUM, METADATA, checksum
 from dissensus.utils.checks import fraction, integer, number, one_of
+from refusals import refuses
 
 
 @pytest.mark.parametrize(
@@ -27,10 +32,8 @@ from dissensus.utils.checks import fraction, integer, number, one_of
     ],
 )
 def test_counts_that_are_no_whole_numbers_are_named(method, keyword, value):
-    with pytest.raises(
-        TypeError, match=rf"^expected {keyword} as a whole number, got {re.escape(repr(value))}; pass an int"
-    ):
-        method(tiny.mlp(dropout=0.1), **{keyword: value})
+    told = rf"^expected {keyword} as a whole number, got {re.escape(repr(value))}; pass an int"
+    refuses(lambda: method(tiny.mlp(dropout=0.1), **{keyword: value}), told, TypeError)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +84,7 @@ def test_a_batch_size_is_a_whole_number():
     ],
 )
 def test_a_value_out_of_bounds_is_one_error(call, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        call()
+    refuses(call, f"^{re.escape(message)}")
 
 
 def test_values_within_bounds_come_back():
@@ -90,3 +92,40 @@ def test_values_within_bounds_come_back():
     assert fraction("rate", 0.5) == 0.5
     assert number("level", 1, above=0, most=1) == 1
     assert one_of("mode", "a", {"a": 1}) == "a"
+
+
+ROWS = [  # method, former settings, settings now
+    (ds.DropoutEnsemble, {"keep": 0.9}, {"rate": 0.1}),
+    (ds.DropoutEnsemble, {"keep": 0.7}, {"rate": 0.3}),
+    (ds.NodeBNN, {"gamma": 4.0, "rate": "curvature"}, {"posterior_temperature": 5.0, "lr": "curvature"}),
+    (ds.SWAG, {"scale": 0.25}, {"posterior_temperature": 0.25}),
+]
+NEEDED = {ds.NodeBNN: {"data_size": 12}}
+
+
+@pytest.mark.parametrize(("method", "former", "now"), ROWS)
+def test_a_file_with_former_names_loads(method, former, now, tmp_path):
+    posterior = method(ds.nets.MLP(2, 3, hidden=(4,)), **now, **NEEDED.get(method, {}))
+    if method is ds.SWAG:
+        ds.fit(posterior, [(torch.randn(12, 2), tiny.points()[1])] * 2, epochs=4, progress=False)
+    ds.refresh(posterior, [])
+    ds.save(posterior, tmp_path)
+    (path,) = tmp_path.glob("*.safetensors")
+    with safe_open(path, framework="pt") as file:
+        config = json.loads(file.metadata()[METADATA])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    del config[CHECKSUM]
+    assert now.items() <= config["arguments"].items()
+    config["arguments"] = {k: v for k, v in config["arguments"].items() if k not in now} | former
+    config[CHECKSUM] = checksum(config, tensors)
+    save_file(tensors, path, {METADATA: json.dumps(config)})
+    loaded = ds.load(tmp_path)
+    assert loaded.config() == posterior.config()
+    assert torch.equal(loaded.predict(torch.ones(3, 2)).mean, posterior.predict(torch.ones(3, 2)).mean)
+
+
+@pytest.mark.parametrize(("method", "former", "now"), ROWS)
+def test_a_former_keyword_is_an_error_that_names_the_new_one(method, former, now):
+    for (old, value), new in zip(former.items(), now, strict=True):
+        with pytest.raises(TypeError, match=f"expected a keyword of {method.__name__}, got '{old}'; pass {new}="):
+            method(ds.nets.MLP(2, 3, hidden=(4,)), **{old: value}, **NEEDED.get(method, {}))

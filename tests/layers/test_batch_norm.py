@@ -1,4 +1,4 @@
-"""Batch statistics are the mean over batches by size, with everything else left as it was."""
+"""Batch norm: statistics are estimated anew with everything else left as it was, and which activations a kernel may have."""
 
 import pytest
 import torch
@@ -7,8 +7,13 @@ from torch import nn
 import dissensus as ds
 import tiny
 from dissensus.core.particles import Particles
+from dissensus.layers import channel_launch as kernels
+from dissensus.layers import frozen_norm
+from dissensus.layers.conversion import convert_layer
+from dissensus.layers.reestimate_batch_norm import refresh_statistics
 from dissensus.layers.batch_norm import refresh_statistics
 from dissensus.utils.batch_norm_names import statistics_names
+from refusals import refuses
 
 SIZES = (5, 8, 3)
 
@@ -224,3 +229,32 @@ def test_inputs_that_are_not_finite_are_refused():
     x = torch.full((4, 4), torch.nan, dtype=torch.float64)
     with pytest.raises(ValueError, match="expected finite inputs, got NaN"):
         refresh_statistics(stack(tiny.mlp().double()), [(x, torch.zeros(4))], torch.device("cpu"))
+
+
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.fixture
+def layer(monkeypatch):
+    """A frozen norm of 3 channels whose kernel says that it was called."""
+
+    def called(*_):
+        raise AssertionError("the kernel was called")
+
+    monkeypatch.setattr(frozen_norm._NormaliseFunction, "apply", called)
+    monkeypatch.setattr(kernels, "find_triton", lambda: kernels)
+    return convert_layer(nn.BatchNorm2d(3).eval(), frozen_norm.FrozenNorm)
+
+
+def test_activations_that_torch_refuses_do_not_reach_the_kernel(layer):
+    refuses(lambda: layer(torch.randn(64, 3, 2, 2).as_subclass(OnGPU)), "the kernel was called", AssertionError)
+    with pytest.raises(RuntimeError, match="running_mean should contain 4 elements"):
+        layer(torch.randn(64, 4, 2, 2).as_subclass(OnGPU))
+    refuses(lambda: layer(torch.randn(64, 3, 2).as_subclass(OnGPU)), "expected 4D input")
+
+
+def test_a_norm_without_a_shift_is_torchs_own(layer):
+    layer.register_parameter("bias", None)
+    x = torch.randn(64, 3, 2, 2)
+    torch.testing.assert_close(torch.Tensor(layer(x.as_subclass(OnGPU))), x / (1 + layer.eps) ** 0.5)
